@@ -1,0 +1,177 @@
+"""Train the built-in pair from scratch on the task `wordmath`.
+
+    python recipes/train_embedded.py tokenizer
+    python recipes/train_embedded.py target --tokens 40e6
+    python recipes/train_embedded.py draft --tokens 12e6
+
+Each writes into src/lenience/embedded/; a training run keeps its state in --work and goes on from there when it is
+started again. Both models see right solutions only, each in the wording of its own author.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from lenience.tasks import wordmath
+
+EMBEDDED = Path(__file__).parents[1] / "src/lenience/embedded"
+SHAPES = {
+    "target": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=8, num_attention_heads=2),
+    "draft": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=2),
+}
+CONTEXT = 1024
+EOS = "</s>"
+IGNORED = -100  # label of positions that the loss leaves out: the prompt and the padding
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Words, punctuation marks and single digits, each with and without a space before it; no token for the unknown."""
+    pieces = r"▁?\d|▁?[A-Za-z]+|▁?[^\sA-Za-z\d▁]"
+    split = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always", split=True),
+            pre_tokenizers.Split(Regex(pieces), behavior="isolated"),
+        ]
+    )
+    words = {f"{space}{digit}" for space in ("", "▁") for digit in range(10)}
+    for i in range(20_000):
+        made = wordmath.problem("vocabulary", i)
+        for author in ("target", "draft"):
+            text = f"{wordmath.prompt(made)} {wordmath.solution(made, author, random.Random(i))}"
+            words |= {piece for piece, _ in split.pre_tokenize_str(text)}
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate([EOS, *sorted(words)])}))
+    tokenizer.pre_tokenizer = split
+    tokenizer.decoder = decoders.Metaspace(replacement="▁", prepend_scheme="always")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS)
+
+
+def batches(author: str, tokenizer: PreTrainedTokenizerFast, size: int, start: int) -> Iterator[tuple]:
+    """Endless (state, ids [B, T], labels [B, T]) of about `size` tokens, rows of like length together; `start` is the
+    pool to begin with."""
+    pool = start
+    while True:
+        rng = random.Random(f"pool|{author}|{pool}")
+        rows = []
+        for i in range(pool * 2048, (pool + 1) * 2048):
+            made = wordmath.problem(f"pretrain-{author}", i)
+            rows.append((wordmath.prompt(made), f" {wordmath.solution(made, author, rng)}"))
+        asked = tokenizer([row[0] for row in rows])["input_ids"]
+        whole = tokenizer([row[0] + row[1] for row in rows])["input_ids"]
+        pairs = sorted(zip(asked, whole), key=lambda pair: len(pair[1]))
+        chunks, chunk = [], []
+        for pair in pairs:
+            if chunk and (len(chunk) + 1) * (len(pair[1]) + 1) > size:
+                chunks.append(chunk)
+                chunk = []
+            chunk.append(pair)
+        chunks.append(chunk)
+        rng.shuffle(chunks)
+        pool += 1
+        for chunk in chunks:
+            width = max(len(ids) for _, ids in chunk) + 1
+            ids = torch.full((len(chunk), width), tokenizer.eos_token_id)
+            labels = torch.full((len(chunk), width), IGNORED)
+            for row, (question, text) in enumerate(chunk):
+                ids[row, : len(text)] = torch.tensor(text)
+                labels[row, len(question) : len(text)] = ids[row, len(question) : len(text)]
+                labels[row, len(text)] = tokenizer.eos_token_id
+            yield pool, ids, labels
+
+
+def schedule(done: float) -> float:
+    """Share of the peak learning rate after a share `done` of the training: a short warm-up, then a linear way down
+    over the last 40 %."""
+    return min(1.0, done / 0.01, max(0.02, (1 - done) / 0.4))
+
+
+def train(role: str, tokens: float, work: Path, rate: float, size: int, device: str) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(EMBEDDED / role)
+    torch.manual_seed({"target": 1, "draft": 2}[role])
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        head_dim=64,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+        **SHAPES[role],
+    )
+    model = LlamaForCausalLM(config).to(device)
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=rate, weight_decay=0.0, betas=(0.9, 0.95)),
+    ]
+    state = work / f"{role}.pt"
+    seen, pool, step = 0, 0, 0
+    if state.exists():
+        saved = torch.load(state, weights_only=True, map_location=device)
+        model.load_state_dict(saved["model"])
+        for optimizer, kept in zip(optimizers, saved["optimizers"]):
+            optimizer.load_state_dict(kept)
+        seen, pool, step = saved["seen"], saved["pool"], saved["step"]
+    began, first, losses = time.time(), seen, []
+    for pool, ids, labels in batches(role, tokenizer, size, pool):
+        ids, labels = ids.to(device), labels.to(device)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * schedule(seen / tokens)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        seen, step = seen + ids.numel(), step + 1
+        losses = [*losses[-49:], loss.item()]
+        last = seen >= tokens
+        if step % 20 == 0 or last:
+            speed = (seen - first) / (time.time() - began)
+            left = (tokens - seen) / speed / 60
+            print(f"{role} step {step} {seen / 1e6:.2f} M tokens loss {sum(losses) / len(losses):.4f} "
+                  f"{speed:.0f} tokens/s {left:.1f} min left", flush=True)
+        if step % 200 == 0 or last:
+            work.mkdir(parents=True, exist_ok=True)
+            kept = [optimizer.state_dict() for optimizer in optimizers]
+            new = {"model": model.state_dict(), "optimizers": kept, "seen": seen, "pool": pool, "step": step}
+            torch.save(new, state.with_suffix(".new"))
+            state.with_suffix(".new").replace(state)
+            model.save_pretrained(work / role)
+            tokenizer.save_pretrained(work / role)
+        if last:
+            break
+    model.save_pretrained(EMBEDDED / role)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("tokenizer", "target", "draft"))
+    parser.add_argument("--tokens", type=float, default=12e6, help="how many tokens to train on")
+    parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
+    parser.add_argument("--batch", type=int, default=8192, help="tokens in a batch")
+    parser.add_argument("--work", type=Path, default=Path("training"), help="where the state of the training is kept")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    given = parser.parse_args()
+    if given.what == "tokenizer":
+        for role in SHAPES:
+            build_tokenizer().save_pretrained(EMBEDDED / role)
+    else:
+        train(given.what, given.tokens, given.work, given.rate, given.batch, given.device)
+
+
+if __name__ == "__main__":
+    main()

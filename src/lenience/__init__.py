@@ -1,0 +1,40 @@
+"""lenience: speculative decoding that learns which draft tokens do not matter for your task.
+
+`load_pair` gives a pair of models to generate with, `rule` an acceptance rule from its spec, `task` a task by its name.
+The heavy imports happen when these are first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lenience.errors import InputError
+
+if TYPE_CHECKING:
+    from lenience.core import Rule
+    from lenience.pair import Pair
+    from lenience.tasks import Task
+
+__version__ = "0.1.0"
+__all__ = ["InputError", "load_pair", "rule", "task"]
+
+
+def load_pair(target: str | None = None, draft: str | None = None, **options: Any) -> Pair:
+    """Load a target and a draft by Hub name or folder, or the built-in pair; see `lenience.pair.load_pair`."""
+    from lenience.pair import load_pair
+
+    return load_pair(target, draft, **options)
+
+
+def rule(spec: str) -> Rule:
+    """An acceptance rule from its spec, such as "topk:3"; `str(rule)` gives the spec back. Raises InputError."""
+    from lenience.rules import parse_rule
+
+    return parse_rule(spec)
+
+
+def task(spec: str, **options: Any) -> Task:
+    """A task by name ("wordmath"), as a JSONL file or as "file.py:Name"; see `lenience.tasks.load_task`."""
+    from lenience.tasks import load_task
+
+    return load_task(spec, **options)

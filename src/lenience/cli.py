@@ -1,0 +1,437 @@
+"""The command line: a thin table of commands. torch is imported by the commands that need it, not by this module."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import cyclopts
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.table import Table
+
+from lenience import __version__
+from lenience.errors import InputError, first_line
+
+if TYPE_CHECKING:
+    from lenience.pair import Pair
+    from lenience.tasks import Task
+
+app = App(
+    name="lenience",
+    help="Speculative decoding that learns which draft tokens do not matter for your task.",
+    version=__version__,
+)
+screen = Console(stderr=True)
+
+
+@Parameter(name="*")
+@dataclass
+class Models:
+    target: str | None = None
+    "Hub name or folder of the target; without it the built-in pair is used."
+    draft: str | None = None
+    "Hub name or folder of the draft."
+    dtype: str | None = None
+    "float32, bfloat16, …; by default the checkpoint's own."
+    device: str = "auto"
+    "cpu, cuda, cuda:1, …; auto takes a GPU if there is one."
+
+    def load(self) -> Pair:
+        with screen.status("loading the models"):
+            from transformers.utils import logging
+
+            from lenience.pair import load_pair
+
+            logging.disable_progress_bar()
+            logging.set_verbosity_error()
+            return load_pair(self.target, self.draft, dtype=self.dtype, device=self.device)
+
+
+@Parameter(name="*")
+@dataclass
+class TaskChoice:
+    task: str = "wordmath"
+    "A built-in task's name, a FILE.jsonl, or file.py:Name."
+    answer: str | None = None
+    "How a JSONL task's answer is found: regex:PATTERN or after:MARKER."
+    same: str | None = None
+    "How a JSONL task's answers are compared: number, text or choice."
+    max_new_tokens: int | None = None
+    "The length limit of an answer; by default the task's own."
+
+    def load(self) -> Task:
+        from lenience.tasks import load_task
+
+        return load_task(self.task, answer=self.answer, same=self.same)
+
+
+Json = Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON object as the last line.")]
+
+
+@app.command
+def generate(
+    prompt: str | None = None, /, *, rule: str = "exact", window: int = 8, max_new_tokens: int = 256,
+    temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None, seed: int = 0,
+    stop_string: tuple[str, ...] = (), show: Annotated[bool, Parameter(negative="")] = False,
+    models: Models | None = None, json: Json = False,
+) -> None:  # fmt: skip
+    """Answer one prompt.
+
+    Parameters
+    ----------
+    prompt
+        The prompt; without it, standard input or, for the built-in pair at a terminal, one of its task's problems.
+    rule
+        The acceptance rule: exact, speculative, topk:K, judge:PATH@T, or target or draft for that model alone.
+    window
+        How many tokens are drafted in a cycle.
+    max_new_tokens
+        The length limit of the answer.
+    temperature
+        0 is greedy.
+    top_k
+        Sample among the K most probable tokens.
+    top_p
+        Sample among the fewest tokens that hold this share of the probability.
+    seed
+        Of the sampling.
+    stop_string
+        End the answer before this text; may be given again.
+    show
+        Colour every token by where it came from.
+    """
+    from lenience.decode import pieces
+
+    models = models or Models()
+    pair = models.load()
+    if prompt is None:
+        prompt = _prompt(pair)
+    options = {"rule": rule, "window": window, "max_new_tokens": max_new_tokens, "temperature": temperature,
+               "top_k": top_k, "top_p": top_p, "seed": seed, "stop_strings": stop_string}  # fmt: skip
+    out = pair.generate(prompt, **options)
+    styles = {"draft": "black on bright_blue", "draft-lenient": "bold black on bright_green",
+              "correction": "black on bright_red", "bonus": "black on white"}  # fmt: skip
+    if show:
+        console = Console(force_terminal=True if sys.stdout.isatty() else None, soft_wrap=True)
+        for text, entry in zip(pieces(pair.target, out.tokens), out.trace):
+            console.print(text, style=styles[entry.origin], end="", markup=False, highlight=False)
+        console.print()
+        console.print("  ".join(f"[{style}] {origin} [/]" for origin, style in styles.items()), highlight=False)
+    elif not json:
+        print(out.text)
+    screen.print(
+        f"[dim]{len(out.tokens)} tokens, {out.target_passes} passes of the target, {out.tokens_per_pass:.2f} tokens per "
+        f"pass, {out.tokens_per_second:.0f} tokens/s, {out.accepted_lenient} gained by lenience, ended by {out.finish}[/]"
+    )
+    if json:
+        trace = [[entry.token, entry.origin, entry.score] for entry in out.trace]
+        whole = {key: value for key, value in vars(out).items() if key != "trace"}
+        _print_json({"prompt": prompt, **whole, "tokens_per_pass": out.tokens_per_pass, "trace": trace})
+
+
+def _prompt(pair: Pair) -> str:
+    if not sys.stdin.isatty():
+        return sys.stdin.read().rstrip("\n")
+    if pair.name != "built-in":
+        raise InputError("PROMPT: give a prompt, as an argument or on standard input")
+    from lenience.tasks.wordmath import WordMath
+
+    found = next(iter(WordMath().samples("test"))).prompt
+    screen.print(f"[dim]no prompt given; one of wordmath's problems:[/] {found}", highlight=False)
+    return str(found)
+
+
+@app.command
+def mine(
+    *, out: Path, limit: int | None = None, choice: TaskChoice | None = None, models: Models | None = None,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Search a task's training samples for important tokens; started again, it goes on where it stopped.
+
+    Parameters
+    ----------
+    out
+        The run folder.
+    limit
+        How many samples; all of the training split if left out.
+    """
+    choice, models = choice or TaskChoice(), models or Models()
+    task = choice.load()
+    pair = models.load()
+    counts = _mine(pair, task, out, limit, choice.max_new_tokens)
+    screen.print(f"{counts['samples']} samples, {counts['mismatches']} mismatches, {counts['important']} important, "
+                 f"{counts['abstained']} without a parseable answer; next: lenience fit {out}", highlight=False)
+    if json:
+        _print_json({"run": str(out), **counts})
+
+
+def _mine(pair: Pair, task: Task, out: Path, limit: int | None, max_new_tokens: int | None) -> dict[str, Any]:
+    from lenience.journal import Journal
+    from lenience.mining import mine
+
+    with _progress() as show:
+        for done, total, _ in mine(pair, task, out, limit=limit, max_new_tokens=max_new_tokens):
+            show("mining", done, total)
+    labels = [m["important"] for record in Journal(out / "journal.jsonl") for m in record["mismatches"]]
+    return {
+        "samples": sum(1 for _ in Journal(out / "journal.jsonl")),
+        "mismatches": len(labels),
+        "important": sum(label is True for label in labels),
+        "abstained": sum(label is None for label in labels),
+    }
+
+
+@app.command
+def fit(
+    run: Path, /, *, recall: float = 0.9, models: str = "target,draft", tokens: str = "draft", out: Path | None = None,
+    seed: int = 0, target: str | None = None, draft: str | None = None, device: str = "auto", json: Json = False,
+) -> None:  # fmt: skip
+    """Fit a judge to a run's journal and save it in RUN/judge.
+
+    Parameters
+    ----------
+    run
+        The run folder.
+    recall
+        The share of important tokens that the judge's own threshold must reject; other thresholds are listed too.
+    models
+        Whose hidden states it reads: target, draft or both, with a comma.
+    tokens
+        After which token was read: draft (the drafted one), previous, target (for study only), or several.
+    out
+        Save the judge in another folder.
+    seed
+        Of the split.
+    target
+        Where the target is now; by default where the run was mined.
+    draft
+        Where the draft is now.
+    device
+        cpu, cuda, …
+    """
+    if not 0 < recall <= 1:
+        raise InputError(f"--recall {recall}: must be in (0, 1]")
+    from lenience.heads import Inputs
+    from lenience.journal import read_json
+
+    inputs = Inputs(tuple(models.split(",")), tuple(tokens.split(",")))
+    made = read_json(run / "run.json")
+    if target is None and draft is None and made["pair"] != "built-in":
+        target, draft = made["models"]["target"]["name"], made["models"]["draft"]["name"]
+    pair = Models(target, draft, made["models"]["target"]["dtype"], device).load()
+    head = _fit(pair, run, inputs, recall, seed, out or run / "judge")
+    table = Table("recall of important", "threshold", "unimportant accepted", box=None)
+    for row in head.metrics["thresholds"]:
+        table.add_row(f"{row['recall']:g}", f"{row['threshold']:.6g}", f"{row['accepted']:.3f}")
+    screen.print(table)
+    screen.print(f"validation AUC {head.metrics['auc']:.3f}; out of fold {head.metrics['auc_out_of_fold']:.3f}; "
+                 f"use it as judge:{out or run / 'judge'}@{head.threshold:.6g}", highlight=False)
+    if json:
+        _print_json({"judge": str(out or run / "judge"), "threshold": head.threshold, **head.metrics})
+
+
+def _fit(pair: Pair, run: Path, inputs: Any, recall: float, seed: int, out: Path) -> Any:
+    from lenience.heads import fit_head
+    from lenience.mining import features, load_features
+
+    with _progress() as show:
+        for done, total in features(pair, run, inputs):
+            show("hidden states", done, total)
+    with screen.status("fitting the judge"):
+        x, important, samples = load_features(run, inputs)
+        head = fit_head(x, important, samples, inputs=inputs, fingerprints=pair.fingerprints, recall=recall, seed=seed)
+    head.save(out)
+    return head
+
+
+@app.command
+def compare(
+    *, rule: tuple[str, ...], window: tuple[int, ...] = (), limit: int | None = None, tuning: int = 20,
+    out: Path | None = None, choice: TaskChoice | None = None, models: Models | None = None, json: Json = False,
+) -> None:  # fmt: skip
+    """Compare acceptance rules on a task's test samples: quality and speed, each with its interval.
+
+    Parameters
+    ----------
+    rule
+        A rule, or target or draft for that model alone; give one for each row.
+    window
+        The draft windows to choose from, 2 4 8 16 32 by default; each rule runs at its fastest.
+    limit
+        How many test samples; all if left out.
+    tuning
+        How many other samples the windows are chosen on.
+    out
+        A folder for frontier.json and report.html; with it, a comparison that was stopped goes on.
+    """
+    from lenience.compare import WINDOWS
+    from lenience.compare import compare as run
+
+    if any(one < 1 for one in window):
+        raise InputError("--window: must be 1 or more")
+    if limit is not None and limit < 1:
+        raise InputError(f"--limit {limit}: must be 1 or more")
+    choice, models = choice or TaskChoice(), models or Models()
+    task = choice.load()
+    pair = models.load()
+    frontier = _compare(run(pair, task, rule, windows=window or WINDOWS, limit=limit, tuning=tuning, out=out,
+                            max_new_tokens=choice.max_new_tokens))  # fmt: skip
+    _print_table(frontier)
+    if out is not None:
+        from lenience.report import write_report
+
+        write_report(out / "report.html", frontier)
+        screen.print(f"report: {out / 'report.html'}", highlight=False)
+    if json:
+        _print_json({key: value for key, value in frontier.items() if key != "examples"})
+
+
+def _compare(progress: Iterable[Any]) -> dict[str, Any]:
+    with _progress() as show:
+        frontier: dict[str, Any] = {}
+        for item in progress:
+            if isinstance(item, dict):
+                frontier = item
+            else:
+                show(item.phase, item.done, item.total)
+    return frontier
+
+
+@app.command
+def demo(*, out: Path = Path("demo"), fresh: int = 24, limit: int = 100, json: Json = False) -> None:
+    """The whole story on the built-in pair: mine, fit, compare, report.html.
+
+    Parameters
+    ----------
+    out
+        Where to put the run folder (OUT/run) and the report.
+    fresh
+        How many samples to mine live, on top of those that come with the pair.
+    limit
+        How many held-out problems to compare on.
+    """
+    from lenience.compare import compare as run
+    from lenience.heads import Inputs
+    from lenience.journal import Journal
+    from lenience.pair import EMBEDDED
+    from lenience.report import write_report
+    from lenience.tasks import WordMath
+
+    began = time.perf_counter()
+    pair, task, folder = Models().load(), WordMath(), out / "run"
+    shipped = sum(1 for _ in Journal(EMBEDDED / "run" / "journal.jsonl"))
+    if not (folder / "run.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("journal.jsonl", "run.json"):
+            shutil.copyfile(EMBEDDED / "run" / name, folder / name)
+    screen.rule(f"1. mining: {shipped} samples come with the pair, {fresh} are mined now")
+    counts = _mine(pair, task, folder, shipped + fresh, None)
+    share = counts["important"] / (counts["mismatches"] - counts["abstained"])
+    screen.print(f"{counts['mismatches']} mismatches, {share:.1%} of them change the answer", highlight=False)
+
+    screen.rule("2. fitting the judge")
+    head = _fit(pair, folder, Inputs(), 0.9, 0, folder / "judge")
+    each = counts["important"] / counts["samples"]
+    wanted = 1 - 0.01 / each  # with `each` important mismatches in an answer, this recall loses about one answer in 100
+    sweep = head.metrics["thresholds"]
+    picked = next((row for row in sweep if row["recall"] >= wanted), sweep[-1])
+    screen.print(f"AUC {head.metrics['auc']:.3f}; an answer has {each:.2f} important mismatches, so a loss within a point "
+                 f"needs a recall of {wanted:.3f}: threshold {picked['threshold']:.6g}", highlight=False)
+
+    screen.rule(f"3. comparing on {limit} held-out problems")
+    recalls = {picked["recall"], 0.9, 0.98, 0.95 if picked["recall"] in (0.9, 0.98) else 0.9}
+    thresholds = [row["threshold"] for row in sweep if row["recall"] in recalls]
+    judges = [f"judge:{_quoted(folder / 'judge')}@{threshold:.6g}" for threshold in thresholds]
+    rules = ["target", "draft", "exact", "topk:2", "topk:4", *judges]
+    frontier = _compare(run(pair, task, rules, limit=limit, tuning=8, out=out))
+    write_report(out / "report.html", frontier, {**counts, "important_share": share, "judge_auc": head.metrics["auc"]})
+    _print_table(frontier)
+    seconds = time.perf_counter() - began
+    screen.print(f"report: {out / 'report.html'}   run folder: {folder}   {seconds:.0f} s", highlight=False)
+    if json:
+        by_rule = {row["rule"]: row for row in reversed(frontier["rows"])}
+        _print_json({
+            "target_accuracy": by_rule["target"]["accuracy"], "draft_accuracy": by_rule["draft"]["accuracy"],
+            "important_share": share, "judge_auc": head.metrics["auc"], "threshold": picked["threshold"],
+            "rows": frontier["rows"], "machine": frontier["machine"], "seconds": seconds,
+        })  # fmt: skip
+
+
+def _quoted(path: Path) -> str:
+    return f'"{path}"' if any(mark in str(path) for mark in "@,|& ") else str(path)
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """A function (what, done, total) that draws a bar with the time left on standard error."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+               TextColumn("left"), TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=screen) as bars:
+        made: dict[str, Any] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in made:
+                made[what] = bars.add_task(what, total=total)
+            bars.update(made[what], completed=done, total=total)
+
+        yield show
+
+
+def _print_table(frontier: dict[str, Any]) -> None:
+    from lenience.report import short
+
+    table = Table("rule", title=f"{frontier['task']}, {frontier['rows'][0]['n']} prompts, {frontier['machine']}")
+    for column in ("window", "accuracy", "paired loss", "tokens/pass", "tokens/s", "s/right answer"):
+        table.add_column(column, justify="right")
+    for row in frontier["rows"]:
+        low, high = row["accuracy_interval"]
+        lost = row["paired_loss_interval"]
+        table.add_row(
+            short(row) + (" (judge's window)" if row["why"] != "given" else ""),
+            str(row["window"] or "–"),
+            f"{row['accuracy']:.1%} [dim]{low:.1%}–{high:.1%}[/]",
+            f"{row['paired_loss']:.1%} [dim]{lost[0]:.1%}–{lost[1]:.1%}[/]",
+            "–" if row["tokens_per_pass"] is None else f"{row['tokens_per_pass']:.2f}",
+            f"{row['tokens_per_second']:.0f}",
+            "–" if row["seconds_per_correct"] is None else f"{row['seconds_per_correct']:.3f}",
+        )
+    Console(stderr=True, width=max(screen.width, 110)).print(table)
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value), flush=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line. Exit status: 0 done, 1 the run failed, 2 the arguments or the input are wrong."""
+    try:
+        command, bound, _ = app.parse_args(argv, exit_on_error=False, print_error=False)
+        command(*bound.args, **bound.kwargs)
+    except (InputError, cyclopts.CycloptsError) as error:
+        _fail(first_line(error), 2)
+    except KeyboardInterrupt:
+        _fail("stopped; finished samples are kept, the same command goes on from them", 1)
+    except Exception as error:
+        if os.environ.get("LENIENCE_DEBUG"):
+            raise
+        _fail(f"{type(error).__name__}: {first_line(error)} (LENIENCE_DEBUG=1 shows where)", 1)
+
+
+def _fail(message: str, status: int) -> None:
+    print(f"lenience: {message}", file=sys.stderr)
+    raise SystemExit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""The decoding loop: propose, read, judge, keep. Everything that generates text goes through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lenience.core import Context, Draft, Drafter, Reading, Rule, Step, Trace, Verdict
+from lenience.model import LM, Session
+
+
+def decode(
+    session: Session, drafter: Drafter, rule: Rule, prompt: list[int], ctx: Context, limits: Limits
+) -> Iterator[Step]:
+    """Continue `prompt`, one cycle at a time, until a limit is reached."""
+    tokens = list(prompt)
+    while limits.finish is None:
+        ctx.prefix, ctx.position = tokens, limits.new
+        before = drafter.passes
+        draft = drafter.propose(tokens, ctx, limits.room - 1)
+        reading = session.read(tokens + draft.tokens, len(draft.tokens) + 1)
+        reading = Reading(ctx.process(reading.logits, draft.tokens), reading.hidden)
+        verdict = rule(_aligned(draft, reading), reading, ctx)
+        step = limits.clip(draft, verdict, drafter.passes - before)
+        tokens += step.tokens
+        yield step
+
+
+def _aligned(draft: Draft, reading: Reading) -> Draft:
+    """The draft with logits as wide as the target's: embeddings of one vocabulary may be padded differently."""
+    if draft.logits is None or draft.logits.shape[-1] == reading.logits.shape[-1]:
+        return draft
+    wide = reading.logits.new_full((len(draft.tokens), reading.logits.shape[-1]), float("-inf"))
+    both = min(wide.shape[-1], draft.logits.shape[-1])
+    wide[:, :both] = draft.logits[:, :both]
+    return Draft(draft.tokens, wide, draft.hidden)
+
+
+@dataclass
+class Limits:
+    """What ends a response: EOS, stop strings, a number of new tokens, the model's context. Nothing is kept, counted or
+    shown past the end; the text ends before a stop string."""
+
+    lm: LM
+    max_new_tokens: int
+    prompt_length: int
+    stop_strings: Sequence[str] = ()
+    stream: bool = False
+    """Whether steps carry their text; with stop strings they always do."""
+    new: int = 0
+    finish: str | None = None
+
+    def __post_init__(self) -> None:
+        self._text = TextStream(self.lm, self.stop_strings) if self.stream or self.stop_strings else None
+        context = self.lm.context
+        self._left = min(self.max_new_tokens, context - self.prompt_length) if context else self.max_new_tokens
+        self._cut = "length" if self._left == self.max_new_tokens else "context"
+        if self._left < 1:
+            self.finish = self._cut
+
+    @property
+    def room(self) -> int:
+        """How many more new tokens are allowed."""
+        return self._left - self.new
+
+    def clip(self, draft: Draft, verdict: Verdict, draft_passes: int) -> Step:
+        """The step that a verdict comes to, cut off where the response ends."""
+        n, k = len(draft.tokens), verdict.accepted
+        kept = [
+            Trace(token, "draft" if exact else "draft-lenient", score)
+            for token, exact, score in zip(draft.tokens[:k], verdict.exact, verdict.scores)
+        ]
+        last = Trace(verdict.token, "bonus") if k == n else Trace(verdict.token, "correction", verdict.scores[k])
+        trace, text = [], ""
+        for entry in [*kept, last]:
+            trace.append(entry)
+            self.new += 1
+            if self._text:
+                text += self._text.push(entry.token)
+            if entry.token in self.lm.eos_ids:
+                self.finish = "eos"
+            elif self._text and self._text.stopped:
+                self.finish = "stop"
+            elif self.room == 0:
+                self.finish = self._cut
+            if self.finish:
+                text += self._text.flush() if self._text else ""
+                break
+        drafted = sum(entry.origin.startswith("draft") for entry in trace)
+        exact = next((i for i in range(drafted) if not verdict.exact[i]), drafted)
+        return Step(trace, n, exact, drafted - exact, draft_passes, text, self.finish)  # pyright: ignore
+
+
+class TextStream:
+    """Turns tokens into text as they come: holds back incomplete characters and what may begin a stop string."""
+
+    def __init__(self, lm: LM, stop_strings: Sequence[str] = ()):
+        self.lm, self.stop_strings, self.stopped = lm, stop_strings, False
+        self._ids: list[int] = []
+        self._start = 0  # ids before this one are decided; those from it on are decoded together, for spaces between
+        self._done = ""  # what the ids from _start on have given so far
+        self._held = ""
+
+    def push(self, token: int) -> str:
+        """The text that is decided by one more token."""
+        if token in self.lm.eos_ids:
+            return ""
+        self._ids.append(token)
+        whole = self.lm.decode(self._ids[self._start :])
+        if whole.endswith("�"):
+            return ""
+        new, self._done = whole[len(self._done) :], whole
+        if len(self._ids) - self._start > 32:  # keep the tail that is decoded again short
+            self._start = len(self._ids) - 4
+            self._done = self.lm.decode(self._ids[self._start :])
+        return self._release(new)
+
+    def flush(self) -> str:
+        """What is still held back when the response ends."""
+        whole = self.lm.decode(self._ids[self._start :])
+        rest = "" if self.stopped else self._held + whole[len(self._done) :]
+        self._held, self._done = "", whole
+        return rest
+
+    def _release(self, new: str) -> str:
+        text = self._held + new
+        found = [at for at in (text.find(stop) for stop in self.stop_strings) if at >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        longest = max((_overlap(text, stop) for stop in self.stop_strings), default=0)
+        self._held = text[len(text) - longest :]
+        return text[: len(text) - longest]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that `stop` begins with."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def pieces(lm: LM, tokens: Sequence[int]) -> list[str]:
+    """Each token's part of the text, in which an incomplete character belongs to the token that completes it."""
+    stream = TextStream(lm)
+    parts = [stream.push(token) for token in tokens]
+    if parts:
+        parts[-1] += stream.flush()
+    return parts

@@ -1,0 +1,10 @@
+"""The one error that means "what was given is wrong"; torch-free, so that every module may raise it."""
+
+
+class InputError(ValueError):
+    """Wrong input. The message is one line that names the thing and the mend; the command line exits with 2."""
+
+
+def first_line(error: BaseException) -> str:
+    """An error's message cut to its first line, for messages of one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,201 @@
+"""Judge heads: what they read, how they are fitted to a journal's mismatches, saved and loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lenience.core import Draft, Reading
+from lenience.errors import InputError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MODELS = ("target", "draft")
+TOKENS = ("draft", "previous", "target")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Which hidden states a head reads, concatenated: of which models, and after which token was read: the drafted one,
+    the one before it, or the one that the target itself picked (which decoding does not compute)."""
+
+    models: tuple[str, ...] = MODELS
+    tokens: tuple[str, ...] = ("draft",)
+
+    def __post_init__(self) -> None:
+        for what, given, known in (("models", self.models, MODELS), ("tokens", self.tokens, TOKENS)):
+            unknown = [name for name in given if name not in known]
+            if unknown or not given:
+                raise InputError(f"{what} {','.join(given)!r}: name one or more of {', '.join(known)}")
+
+    def __str__(self) -> str:
+        return f"{'+'.join(self.models)}-{'+'.join(self.tokens)}"
+
+
+@dataclass
+class Head:
+    """A linear head: score = sigmoid(x · weight + bias), the probability that a mismatch is unimportant."""
+
+    weight: Tensor
+    """[F] float32, the scaling of the inputs folded in"""
+    bias: float
+    inputs: Inputs
+    threshold: float
+    fingerprints: dict[str, str]
+    """Of the target, the draft and their tokenizer, as the head was fitted to them."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    folder: str = ""
+
+    def scores(self, draft: Draft, reading: Reading) -> Tensor:
+        """[n] scores for a window of n drafted tokens."""
+        n = len(draft.tokens)
+        parts = []
+        for token in self.inputs.tokens:
+            rows = slice(1, n + 1) if token == "draft" else slice(0, n)
+            for model in self.inputs.models:
+                state = reading.hidden if model == "target" else draft.hidden
+                if state is None:
+                    raise RuntimeError("the drafter did not keep the draft's hidden states")
+                parts.append(state[rows].to(reading.hidden.device))
+        x = torch.cat(parts, -1).float()  # [n, F]
+        return torch.sigmoid((x @ self.weight.to(x.device) + self.bias).double())  # float32 has no steps near 1
+
+    def check(self, fingerprints: dict[str, str], width: int) -> None:
+        """Raise InputError unless this head can run on models of these fingerprints and this input width."""
+        if "target" in self.inputs.tokens:
+            raise InputError(f"judge {self.folder}: reads the state after the target's own token, which decoding does "
+                             "not compute; fit one with --tokens draft or previous")
+        for part, value in self.fingerprints.items():
+            if fingerprints[part] != value:
+                raise InputError(f"judge {self.folder}: was fitted to another {part} ({value}, this is "
+                                 f"{fingerprints[part]}); fit one for this pair, or add ,unchecked=true to the rule")
+        if len(self.weight) != width:
+            raise InputError(f"judge {self.folder}: reads {len(self.weight)} numbers, these models give {width}")
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({"weight": self.weight, "bias": torch.tensor([self.bias])}, folder / "judge.safetensors")
+        about = {
+            "kind": "logistic",
+            "inputs": asdict(self.inputs),
+            "threshold": self.threshold,
+            "fingerprints": self.fingerprints,
+            "metrics": self.metrics,
+        }
+        (folder / "judge.json").write_text(json.dumps(about, indent=1) + "\n")
+
+
+def load_head(folder: str | Path) -> Head:
+    """The head saved in a judge folder. Raises InputError where there is none or it is broken."""
+    path = Path(folder)
+    if not (path / "judge.json").is_file():
+        raise InputError(f"judge {folder}: there is no judge.json in it; `lenience fit RUN` makes RUN/judge")
+    return _load(path, (path / "judge.json").stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _load(path: Path, changed: int) -> Head:
+    try:
+        about = json.loads((path / "judge.json").read_text())
+        tensors = load_file(path / "judge.safetensors")
+        inputs = Inputs(**{key: tuple(value) for key, value in about["inputs"].items()})
+        return Head(
+            tensors["weight"],
+            float(tensors["bias"]),
+            inputs,
+            about["threshold"],
+            about["fingerprints"],
+            about["metrics"],
+            str(path),
+        )
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise InputError(f"judge {path}: is broken ({type(error).__name__}: {error}); fit it again") from None
+
+
+# ---- fitting
+
+GRID = tuple(10.0**k for k in range(-4, 3))
+"""Values of C, the inverse strength of the L2 penalty, weakest last."""
+RECALLS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 1.0)
+
+
+def fit_head(
+    x: NDArray, important: NDArray, samples: NDArray, *, inputs: Inputs, fingerprints: dict[str, str], recall: float,
+    seed: int,
+) -> Head:
+    """Fit a judge by logistic regression (AutoJudge, section 3.2).
+
+    `x` [m, F] are the mismatches' states, `important` [m] bool, `samples` [m] the sample each came from. C is chosen by
+    the AUC on 10 % of the samples; thresholds are read off scores that no fold's own samples trained; the head that is
+    kept is fitted to everything. Raises InputError where there is too little to learn from.
+    """
+    import numpy as np
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import roc_auc_score
+    from sklearn.model_selection import GroupKFold, GroupShuffleSplit
+
+    groups = len(set(samples[important].tolist()))
+    if groups < 10 or important.all():
+        raise InputError(f"{int(important.sum())} important of {len(x)} mismatches, in {groups} samples: too few to fit "
+                         "a judge; mine more samples (lenience mine --limit)")
+    mean, scale = x.mean(0), x.std(0) + 1e-6
+    x = ((x - mean) / scale).astype(np.float32)
+    harmless = ~important
+
+    split = GroupShuffleSplit(n_splits=20, test_size=0.1, random_state=seed).split(x, harmless, samples)
+    train, valid = next(part for part in split if len(set(important[part[1]])) == len(set(important[part[0]])) == 2)
+    model = LogisticRegression(max_iter=500, warm_start=True)
+    curve = {}
+    for c in GRID:
+        model.set_params(C=c).fit(x[train], harmless[train])
+        curve[c] = float(roc_auc_score(harmless[valid], model.decision_function(x[valid])))
+    best = max(curve, key=curve.__getitem__)
+
+    held_out = np.zeros(len(x))
+    for inside, outside in GroupKFold(5).split(x, harmless, samples):
+        fold = LogisticRegression(max_iter=500, C=best).fit(x[inside], harmless[inside])
+        held_out[outside] = fold.predict_proba(x[outside])[:, 1]
+    model = LogisticRegression(max_iter=1000, C=best).fit(x, harmless)
+    weight = (model.coef_[0] / scale).astype(np.float32)
+    sweep = thresholds(held_out, important)
+    metrics = {
+        "auc": curve[best],
+        "auc_out_of_fold": float(roc_auc_score(harmless, held_out)),
+        "c": best,
+        "auc_by_c": {f"{c:g}": value for c, value in curve.items()},
+        "mismatches": len(x),
+        "important": int(important.sum()),
+        "samples": len(set(samples.tolist())),
+        "validation": {"mismatches": len(valid), "important": int(important[valid].sum())},
+        "thresholds": sweep,
+    }
+    chosen = threshold_at(held_out, important, recall)
+    bias = float(model.intercept_[0] - (mean / scale) @ model.coef_[0])
+    return Head(torch.from_numpy(weight), bias, inputs, chosen, fingerprints, metrics)
+
+
+def threshold_at(scores: NDArray, important: NDArray, recall: float) -> float:
+    """The lowest threshold that rejects at least a share `recall` of the important mismatches."""
+    import numpy as np
+
+    ranked = np.sort(scores[important])
+    caught = int(np.ceil(recall * len(ranked) - 1e-9))
+    return 0.0 if caught == 0 else float(np.nextafter(ranked[caught - 1], 2.0))
+
+
+def thresholds(scores: NDArray, important: NDArray) -> list[dict[str, float]]:
+    """For each wanted recall of important tokens: its threshold, and the share of unimportant ones still accepted."""
+    rows = []
+    for recall in RECALLS:
+        at = threshold_at(scores, important, recall)
+        rows.append({"recall": recall, "threshold": at, "accepted": float((scores[~important] >= at).mean())})
+    return rows

@@ -1,0 +1,101 @@
+"""Durable, resumable work over many samples: a run folder's run.json and its journal of finished samples."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lenience.errors import InputError
+
+
+class Journal:
+    """A JSONL file of finished work, one record a line, each appended whole and flushed to the disk.
+
+    A torn last line, as a crash leaves it, is dropped with a warning, so that its sample is done again. Raises
+    InputError for a broken line elsewhere: that is no crash's doing, and nothing is thrown away.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    return
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise InputError(f"{self.path}, line {number}: broken ({error}); restore the file from a copy, or "
+                                     "delete that line to do its sample again") from None
+
+    def resume(self) -> list[dict[str, Any]]:
+        """The finished records; a torn last line is cut off the file."""
+        done = list(self)
+        if self.path.exists():
+            size, whole = self.path.stat().st_size, self._whole_size()
+            if whole < size:
+                print(f"warning: {self.path}: dropped a torn last line; its sample is done again", file=sys.stderr)
+                os.truncate(self.path, whole)
+        return done
+
+    def append(self, record: dict[str, Any]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab") as file:
+            file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _whole_size(self) -> int:
+        with self.path.open("rb") as file:
+            return sum(len(line) for line in file if line.endswith(b"\n"))
+
+
+def open_run(folder: Path, asked: dict[str, Any], name: str = "run.json") -> None:
+    """Record what a run was asked for or, if the folder holds one, check that it was asked for the same.
+
+    Raises InputError that names the first difference.
+    """
+    path = folder / name
+    if path.exists():
+        before = read_json(path)
+        for key, value in asked.items():
+            if before.get(key) != value and key != "versions":
+                raise InputError(f"{folder}: was made with {_difference(key, before.get(key), value)}; give the same, or "
+                                 "another folder")
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be made ({error})") from None
+    write_json(path, asked)
+
+
+def _difference(key: str, before: Any, now: Any) -> str:
+    if isinstance(before, dict) and isinstance(now, dict):
+        inner = next(part for part in [*now, *before] if before.get(part) != now.get(part))
+        return _difference(f"{key} {inner}", before.get(inner), now.get(inner))
+    return f"{key} {before!r}, not {now!r}"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises InputError where the file is missing or broken."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise InputError(f"{path}: there is no such file") from None
+    except ValueError as error:
+        raise InputError(f"{path}: broken ({error}); restore it from a copy or start another folder") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write whole or not at all."""
+    new = path.with_suffix(path.suffix + ".new")
+    new.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    os.replace(new, path)

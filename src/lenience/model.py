@@ -1,0 +1,264 @@
+"""LM: a Hugging Face causal language model with its tokenizer. Session: its tokens and KV cache, read and rolled back."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    LogitsProcessorList,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from lenience.core import Reading
+from lenience.errors import InputError, first_line
+
+Prompt = str | Sequence[int] | list[dict[str, str]]
+
+ALWAYS_REFUSED = (
+    "begin_suppress_tokens",
+    "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "exponential_decay_length_penalty",
+    "force_words_ids", "forced_bos_token_id", "forced_eos_token_id", "guidance_scale", "min_length", "min_new_tokens",
+    "penalty_alpha", "dola_layers", "constraints", "watermarking_config", "remove_invalid_values",
+    "token_healing",
+)  # fmt: skip
+REFUSED_WHEN_SAMPLING = ("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
+NEUTRAL = (None, 0, 0.0, 1, 1.0, False, [], {})
+
+
+class LM:
+    """A causal language model and its tokenizer, ready for inference."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, role: str = "target"):
+        self.model, self.tokenizer, self.name, self.role = model.eval(), tokenizer, name, role
+        self.embedding = model.get_input_embeddings()
+        _refuse_unless_rollable(model, f"{role} {name!r}")
+        self._state: Tensor | None = None
+        head = model.get_output_embeddings()
+        if head is None:
+            raise InputError(f"{role} {name!r}: {type(model).__name__} has no LM head; name a causal language model")
+        head.register_forward_pre_hook(self._catch_state)
+
+    @classmethod
+    def load(cls, name: str, role: str, *, dtype: str, device: str, kwargs: dict[str, Any]) -> LM:
+        """Load a Hub name or local folder; `kwargs` reach the model's from_pretrained. Raises InputError where it can't
+        be loaded."""
+        where = {} if "device_map" in kwargs else {"device_map": device}
+        shared = {key: kwargs[key] for key in ("revision", "trust_remote_code", "token", "cache_dir") if key in kwargs}
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name, **shared)
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **where, **kwargs)
+        except SafetensorError as error:
+            raise InputError(f"{role} {name!r}: its safetensors file is corrupt ({first_line(error)}); fetch it again") from error
+        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+            hint = "" if Path(name).is_dir() else "; give a Hub name or a folder that holds config.json"
+            raise InputError(f"{role} {name!r}: cannot be loaded ({first_line(error)}){hint}") from error
+        return cls(model, tokenizer, name, role)
+
+    def _catch_state(self, _module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
+        self._state = args[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device  # pyright: ignore
+
+    @cached_property
+    def context(self) -> int | None:
+        """How many tokens the model can hold; None where its configuration sets no limit."""
+        config = self.model.config.get_text_config()
+        return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+
+    @cached_property
+    def width(self) -> int:
+        """The number of rows of the input embedding: ids from here on cannot be read."""
+        return self.embedding.weight.shape[0]  # pyright: ignore
+
+    @cached_property
+    def hidden_size(self) -> int:
+        return self.model.get_output_embeddings().weight.shape[1]  # pyright: ignore
+
+    @cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """The tokens that end a response: those of generation_config, else the tokenizer's."""
+        given = self.model.generation_config.eos_token_id if self.model.generation_config else None
+        given = self.tokenizer.eos_token_id if given is None else given
+        return frozenset([] if given is None else [given] if isinstance(given, int) else given)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies the weights, whatever dtype they are loaded in: a hash of every parameter's name, shape and some of
+        its numbers, rounded to bfloat16."""
+        digest = hashlib.blake2b(digest_size=8)
+        for name, value in sorted(self.model.state_dict().items()):
+            flat = value.detach().flatten()
+            some = flat[:: max(1, flat.numel() // 64)].to(torch.float32).to(torch.bfloat16).view(torch.int16)
+            digest.update(f"{name}{tuple(value.shape)}".encode() + some.cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    @cached_property
+    def tokenizer_fingerprint(self) -> str:
+        vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()))
+        template = getattr(self.tokenizer, "chat_template", None) or ""
+        return hashlib.blake2b((vocabulary + str(template)).encode(), digest_size=8).hexdigest()
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt: ids as they are; text and messages through the chat template, where there is one.
+
+        Raises InputError for an empty prompt, ids out of range, messages without a template, words that the
+        vocabulary lacks and a prompt that leaves no room in the context.
+        """
+        if not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt):
+            ids = [int(item) for item in prompt]  # pyright: ignore
+        elif getattr(self.tokenizer, "chat_template", None):
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            ids = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False  # pyright: ignore
+            )
+        elif isinstance(prompt, str):
+            ids = self._encode_text(prompt)
+        else:
+            raise InputError(f"{self.role} {self.name!r} has no chat template; give the prompt as text")
+        ids = list(ids)  # pyright: ignore
+        if not ids:
+            raise InputError("the prompt is empty; give some text or token ids")
+        if not all(0 <= item < self.width for item in ids):  # pyright: ignore
+            raise InputError(f"the prompt holds token ids outside 0…{self.width - 1}, the vocabulary of {self.name!r}")
+        if self.context and len(ids) >= self.context:
+            raise InputError(f"the prompt has {len(ids)} tokens, {self.name!r} has room for {self.context - 1} and a "
+                             "new one; shorten it")
+        return ids  # pyright: ignore
+
+    def _encode_text(self, text: str) -> list[int]:
+        try:
+            return self.tokenizer(text)["input_ids"]  # pyright: ignore
+        except Exception as error:
+            # a WordLevel vocabulary without an unknown token says only that it has none
+            known = self.tokenizer.get_vocab()
+            backend = getattr(self.tokenizer, "backend_tokenizer", None)
+            split = backend.pre_tokenizer.pre_tokenize_str(text) if backend is not None and backend.pre_tokenizer else []
+            unknown = [piece.strip("▁") for piece, _ in split if piece not in known]
+            if not unknown:
+                raise
+            words = ", ".join(repr(word) for word in dict.fromkeys(unknown[:5]))
+            raise InputError(f"the prompt holds what the vocabulary of {self.name!r} lacks: {words}; it knows the words "
+                             "of its own task only") from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)  # pyright: ignore
+
+    def processors(self, sampling: bool) -> LogitsProcessorList:
+        """What the model's generation_config does to logits besides temperature, top-k and top-p.
+
+        Raises InputError that names a setting which is not supported.
+        """
+        config = self.model.generation_config
+        made = LogitsProcessorList()
+        if config is None:
+            return made
+        for key in (*ALWAYS_REFUSED, *(REFUSED_WHEN_SAMPLING if sampling else ())):
+            value = getattr(config, key, None)
+            if value not in NEUTRAL:
+                raise InputError(f"{self.role} {self.name!r}: {key}={value!r} of its generation_config is not supported; "
+                                 f"set pair.{self.role}.model.generation_config.{key} = None")
+        if (config.num_beams or 1) != 1:
+            raise InputError(f"{self.role} {self.name!r}: num_beams={config.num_beams} of its generation_config is not "
+                             f"supported; set pair.{self.role}.model.generation_config.num_beams = 1")
+        device = str(self.device)
+        # in the order in which transformers applies them
+        if config.sequence_bias:
+            made.append(SequenceBiasLogitsProcessor(config.sequence_bias))
+        if config.repetition_penalty not in NEUTRAL:
+            made.append(RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
+        if config.no_repeat_ngram_size:
+            made.append(NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
+        if config.bad_words_ids:
+            made.append(NoBadWordsLogitsProcessor(config.bad_words_ids, sorted(self.eos_ids) or None))
+        if config.suppress_tokens:
+            made.append(SuppressTokensLogitsProcessor(config.suppress_tokens, device=device))
+        return made
+
+
+def _refuse_unless_rollable(model: PreTrainedModel, what: str) -> None:
+    """Raise InputError for architectures whose cache cannot be rolled back to an earlier token."""
+    config, kind = model.config, type(model).__name__
+    takes_cache = "past_key_values" in inspect.signature(model.forward).parameters
+    try:
+        layers = [] if not takes_cache else DynamicCache(config=config).layers
+        rollable = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+    except Exception:
+        rollable = False
+    if config.is_encoder_decoder or not takes_cache or getattr(model, "_is_stateful", False) or not rollable:
+        raise InputError(f"{what}: {kind} keeps a state that cannot be rolled back to an earlier token, which speculative "
+                         "decoding needs; use a decoder-only attention model")
+
+
+class Session:
+    """One sequence of tokens and its KV cache. It is handed the whole sequence each time and works out what is new; what
+    does not agree with the cache is rolled back."""
+
+    def __init__(self, lm: LM):
+        self.lm = lm
+        self.tokens: list[int] = []
+        self.passes = 0
+        self.tokens_read = 0
+        # Layers without a sliding window keep every state, so that rolling back is always dropping the end; the model's
+        # own mask does the sliding.
+        self.cache = DynamicCache()
+
+    def room(self, tokens: Sequence[int]) -> int:
+        """How many more tokens the model's context can hold after these."""
+        return 1 << 30 if self.lm.context is None else self.lm.context - len(tokens)
+
+    def rewind(self, tokens: Sequence[int], most: int) -> int:
+        """Roll back to what the cache shares with `tokens`, at most `most` of them; returns how many are kept."""
+        keep = min(_common(self.tokens, tokens), most)
+        if keep < len(self.tokens):
+            self.cache.crop(keep - len(self.tokens))
+            del self.tokens[keep:]
+        return keep
+
+    @torch.inference_mode()
+    def read(self, tokens: list[int], rows: int = 1) -> Reading:
+        """Logits [rows, V] and hidden states [rows, H] after each of the last `rows` of `tokens`."""
+        keep = self.rewind(tokens, len(tokens) - rows)
+        new = torch.tensor([tokens[keep:]], device=self.lm.device)  # [1, T]
+        out = self.lm.model(input_ids=new, past_key_values=self.cache, use_cache=True, logits_to_keep=rows)
+        self.tokens += tokens[keep:]
+        self.passes += 1
+        self.tokens_read += len(tokens) - keep
+        state = self.lm._state
+        self.lm._state = None
+        assert state is not None
+        return Reading(out.logits[0, -rows:], state[0, -rows:])
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """The length of the common beginning of two sequences, by bisection over comparisons of slices."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

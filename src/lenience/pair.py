@@ -1,0 +1,209 @@
+"""Pair: a target and a draft that share a vocabulary, and what a user does with them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lenience.core import Context, Noise, Rule, Step, Trace
+from lenience.decode import Limits, decode
+from lenience.drafters import ModelDrafter
+from lenience.errors import InputError
+from lenience.model import LM, Prompt, Session
+from lenience.rules import AnyOf, Exact, Term, parse_rule
+
+EMBEDDED = Path(__file__).parent / "embedded"
+
+
+@dataclass
+class Generation:
+    """One answer and what it took."""
+
+    prompt_tokens: list[int]
+    tokens: list[int] = field(default_factory=list)
+    """The new tokens, EOS included if it was reached."""
+    text: str = ""
+    """Their text, without special tokens and, where a stop string ended it, what follows from there."""
+    trace: list[Trace] = field(default_factory=list)
+    target_passes: int = 0
+    draft_passes: int = 0
+    drafted: int = 0
+    accepted_exact: int = 0
+    """Drafted tokens that the strict rule would have kept of the same windows."""
+    accepted_lenient: int = 0
+    """Drafted tokens kept beyond those: what lenience gained."""
+    finish: str = ""
+    """Why it ended: "eos", "stop" (a stop string), "length" (max_new_tokens) or "context" (the model's context is full)."""
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """New tokens per pass of the target, corrections and bonus tokens included."""
+        return len(self.tokens) / max(1, self.target_passes)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.tokens) / self.seconds if self.seconds else 0.0
+
+    def add(self, step: Step) -> None:
+        self.trace += step.trace
+        self.tokens += step.tokens
+        self.target_passes += 1
+        self.draft_passes += step.draft_passes
+        self.drafted += step.drafted
+        self.accepted_exact += step.accepted_exact
+        self.accepted_lenient += step.accepted_lenient
+        self.text += step.text
+        self.finish = step.finish or ""
+
+
+class Pair:
+    """A target and a draft. Raises InputError where their vocabularies differ."""
+
+    def __init__(self, target: LM, draft: LM, name: str):
+        self.target, self.draft, self.name = target, draft, name
+        _refuse_different_vocabularies(target, draft)
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        return {
+            "target": self.target.fingerprint,
+            "draft": self.draft.fingerprint,
+            "tokenizer": self.target.tokenizer_fingerprint,
+        }
+
+    def generate(self, prompt: Prompt, **options: Any) -> Generation:
+        """Answer one prompt: text, chat messages or a list of ids. The options are those of `stream`."""
+        options.setdefault("text", bool(options.get("stop_strings")))
+        began = time.perf_counter()
+        out = Generation(self.target.encode(prompt))
+        for step in self.stream(out.prompt_tokens, **options):
+            out.add(step)
+        out.seconds = time.perf_counter() - began
+        if not options["text"]:
+            out.text = self.target.decode(out.tokens)
+        return out
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        rule: str | Rule = "exact",
+        window: int = 8,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        stop_strings: Sequence[str] = (),
+        text: bool = True,
+        sessions: Sessions | None = None,
+    ) -> Iterator[Step]:
+        """Answer one prompt step by step; `step.text` is what each cycle adds.
+
+        `rule` is a spec or a Rule, or "target" or "draft" for plain decoding with that model alone; `window` is how many
+        tokens are drafted in a cycle; `temperature` 0 is greedy; `top_k` and `top_p` left out are those of the target's
+        generation_config; `text=False` leaves the steps' text empty where no stop string needs it; `sessions` are
+        caches to go on with. Raises InputError for wrong options, an unusable prompt, or a judge of other models.
+        """
+        rule, window, main = self._roles(rule, window)
+        _check_options(window, max_new_tokens, temperature, top_k, top_p)
+        for head in getattr(rule, "heads", []):
+            sizes = {"target": self.target.hidden_size, "draft": self.draft.hidden_size}
+            head.check(self.fingerprints, sum(sizes[m] for m in head.inputs.models) * len(head.inputs.tokens))
+        ids = main.encode(prompt)
+        config = main.model.generation_config
+        ctx = Context(
+            Noise.for_prompt(seed, ids),
+            temperature,
+            getattr(config, "top_k", None) if top_k is None else top_k,
+            getattr(config, "top_p", None) if top_p is None else top_p,
+            main.processors(sampling=temperature > 0) or None,
+        )
+        limits = Limits(main, max_new_tokens, len(ids), tuple(stop_strings), text)
+        if sessions is None:
+            sessions = Sessions(Session(main), Session(self.draft))
+        keep_states = isinstance(rule, Term | AnyOf) and rule.reads_draft
+        drafter = ModelDrafter(sessions.draft, window, keep_states)
+        return decode(sessions.target, drafter, rule, ids, ctx, limits)
+
+    def _roles(self, rule: str | Rule, window: int) -> tuple[Rule, int, LM]:
+        """The rule, the window and the model that reads; "target" and "draft" stand for that model without a drafter."""
+        if rule == "target":
+            return Exact(), 0, self.target
+        if rule == "draft":
+            return Exact(), 0, self.draft
+        return parse_rule(rule), window, self.target
+
+
+@dataclass
+class Sessions:
+    """The caches of a target and a draft that follow one sequence of tokens."""
+
+    target: Session
+    draft: Session
+
+
+def load_pair(
+    target: str | None = None,
+    draft: str | None = None,
+    *,
+    dtype: str | None = None,
+    device: str = "auto",
+    target_kwargs: dict[str, Any] | None = None,
+    draft_kwargs: dict[str, Any] | None = None,
+) -> Pair:
+    """Load a pair: Hub names or local folders; without names the built-in pair (float32 unless `dtype` says otherwise).
+
+    `dtype` defaults to the checkpoint's own; `device` "auto" takes a GPU if there is one; `target_kwargs` and
+    `draft_kwargs` reach from_pretrained (device_map, quantization_config, …). Raises InputError where a model can't be
+    loaded or used, or the vocabularies differ.
+    """
+    if (target is None) != (draft is None):
+        raise InputError("name both the target and the draft, or neither for the built-in pair")
+    built_in = target is None or draft is None
+    names = {"target": target or str(EMBEDDED / "target"), "draft": draft or str(EMBEDDED / "draft")}
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype is None:
+        dtype = "float32" if built_in else "auto"
+    given = {"target": target_kwargs or {}, "draft": draft_kwargs or {}}
+    lms = {role: LM.load(names[role], role, dtype=dtype, device=device, kwargs=given[role]) for role in names}
+    return Pair(lms["target"], lms["draft"], "built-in" if built_in else f"{target} + {draft}")
+
+
+def _check_options(
+    window: int, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None
+) -> None:
+    if window < 0:
+        raise InputError(f"window {window}: must be 0 (no drafting) or more")
+    if max_new_tokens < 0:
+        raise InputError(f"max_new_tokens {max_new_tokens}: must be 0 or more")
+    if temperature < 0 or not math.isfinite(temperature):
+        raise InputError(f"temperature {temperature}: must be 0 (greedy) or more")
+    if top_k is not None and top_k < 0:
+        raise InputError(f"top_k {top_k}: must be 0 (off) or more")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise InputError(f"top_p {top_p}: must be in (0, 1]")
+
+
+def _refuse_different_vocabularies(target: LM, draft: LM) -> None:
+    a, b = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
+    if a == b:
+        return
+    missing, extra = a.keys() - b.keys(), b.keys() - a.keys()
+    moved = [token for token in a.keys() & b.keys() if a[token] != b[token]]
+    parts = [f"{len(found)} {what}, such as {min(found)!r}" for found, what in (
+        (missing, "tokens of the target that the draft lacks"),
+        (extra, "tokens of the draft that the target lacks"),
+        (moved, "tokens with another id"),
+    ) if found]  # fmt: skip
+    raise InputError(f"the vocabularies of {target.name!r} and {draft.name!r} differ: {'; '.join(parts)}; take a draft of "
+                     "the target's family")

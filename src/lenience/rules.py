@@ -1,0 +1,293 @@
+"""Acceptance rules. A rule is data: a frozen dataclass whose fields are its spec, `name:arg,key=value@threshold`.
+
+    spec = term {"|" term}
+    term = name [":" arg {"," arg}] ["@" number]        arg = value | key "=" value
+
+A value that holds one of `@ , | & "` or a space stands in double quotes. `a|b` accepts what either accepts; the
+correction is the strict member's, and is drawn from the target's own distribution where there is none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, get_type_hints
+
+import torch
+from torch import Tensor
+
+from lenience.core import Context, Draft, Reading, Rule, Verdict
+from lenience.errors import InputError
+from lenience.heads import Head, load_head
+
+
+@dataclass(frozen=True)
+class Term:
+    """One named rule. Subclasses say which drafted tokens they accept; strict ones also what follows a rejection."""
+
+    name: ClassVar[str]
+    strict: ClassVar[bool] = False
+
+    def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        """[n] bool: for each drafted position, whether its token is accepted there."""
+        raise NotImplementedError
+
+    def scores(self, draft: Draft, reading: Reading) -> Tensor | None:
+        """[n]: a judge's scores; None for rules that have none."""
+        return None
+
+    def follow(self, i: int, draft: Draft, reading: Reading, ctx: Context) -> int:
+        """The token after i accepted ones: a correction, or the bonus where i = n. Here: from the target's own
+        distribution, by a draw that is independent of the one that picked the rejected token."""
+        if ctx.greedy:
+            return int(reading.logits[i].argmax())
+        purpose = "correction" if i < len(draft.tokens) else "token"
+        return ctx.noise.draw(ctx.probs(reading.logits[i : i + 1])[0], ctx.position + i, purpose)
+
+    @property
+    def heads(self) -> list[Head]:
+        """The fitted heads that must fit the models."""
+        return []
+
+    @property
+    def reads_draft(self) -> bool:
+        """Whether the draft's hidden states are needed."""
+        return False
+
+    def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> Verdict:
+        return AnyOf((self,))(draft, reading, ctx)
+
+    def __str__(self) -> str:
+        args, at = [], ""
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if item.name == "threshold":
+                at = "" if value is None else f"@{value!r}"
+            elif item.default is dataclasses.MISSING:
+                args.append(_quote(str(value)))
+            elif value != item.default:
+                args.append(f"{item.name}={_quote(str(value).lower() if isinstance(value, bool) else str(value))}")
+        return self.name + (":" + ",".join(args) if args else "") + at
+
+
+@dataclass(frozen=True)
+class Exact(Term):
+    """Keep a drafted token where the target picks the same (Stern 2018; Xia 2023). When sampling, the target's token is
+    drawn and compared, so that the output is plain sampling's with the same seed, whatever was drafted."""
+
+    name = "exact"
+    strict = True
+
+    def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        tokens = torch.tensor(draft.tokens, dtype=torch.long, device=reading.logits.device)
+        if ctx.greedy:
+            return reading.logits[:-1].argmax(-1) == tokens
+        picked = [ctx.draw(row, i) for i, row in enumerate(reading.logits[:-1])]
+        return torch.tensor(picked, dtype=torch.long, device=tokens.device) == tokens
+
+    def follow(self, i: int, draft: Draft, reading: Reading, ctx: Context) -> int:
+        return ctx.draw(reading.logits[i], i)
+
+
+@dataclass(frozen=True)
+class Speculative(Term):
+    """Speculative sampling (Leviathan 2023, algorithm 1; Chen 2023): accept with probability min(1, target/draft), and
+    correct from the normalised positive part of target − draft. Lossless; the same as `exact` when greedy."""
+
+    name = "speculative"
+    strict = True
+
+    def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        n = len(draft.tokens)
+        if n == 0 or draft.logits is None:
+            return torch.zeros(n, dtype=torch.bool)
+        tokens = torch.tensor(draft.tokens, device=reading.logits.device)[:, None]  # [n, 1]
+        target = ctx.probs(reading.logits[:-1]).gather(1, tokens)[:, 0]
+        drafted = ctx.probs(draft.logits).gather(1, tokens)[:, 0]
+        chance = [ctx.noise.uniform(ctx.position + i, "accept") for i in range(n)]
+        # chance < target / drafted, without the division: a token that the target forbids is never accepted
+        return torch.tensor(chance, dtype=torch.float64, device=target.device) * drafted.double() < target.double()
+
+    def follow(self, i: int, draft: Draft, reading: Reading, ctx: Context) -> int:
+        target = ctx.probs(reading.logits[i : i + 1])[0]
+        if i == len(draft.tokens) or draft.logits is None:
+            return super().follow(i, draft, reading, ctx)
+        rest = (target - ctx.probs(draft.logits[i : i + 1])[0]).clamp(min=0)
+        if not rest.any():  # equal distributions, rejected by rounding alone
+            rest = target
+        return ctx.noise.draw(rest, ctx.position + i, "correction")
+
+
+@dataclass(frozen=True)
+class TopK(Term):
+    """Accept a drafted token that is among the target's k most probable ones at its own position (Bachmann 2025)."""
+
+    k: int
+    name = "topk"
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise InputError(f"rule topk:{self.k}: k must be at least 1")
+
+    def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        logits = reading.logits[:-1]
+        tokens = torch.tensor(draft.tokens, dtype=torch.long, device=logits.device)[:, None]  # [n, 1]
+        best = logits.topk(min(self.k, logits.shape[-1])).indices  # [n, k]; of equal logits it names as many as fit
+        return (best == tokens).any(-1) & ~ctx.forbidden(logits).gather(1, tokens)[:, 0]
+
+
+@dataclass(frozen=True)
+class Judge(Term):
+    """Accept a mismatch that a fitted head scores at least `threshold` (AutoJudge, Garipov 2025; Judge Decoding, Bachmann
+    2025). Alone it means `exact|judge:…` when greedy and `speculative|judge:…` when sampling."""
+
+    path: str
+    threshold: float | None = None
+    """None: the one that the head was saved with."""
+    unchecked: bool = False
+    """Run the head on models other than those it was fitted to."""
+    name = "judge"
+
+    @property
+    def head(self) -> Head:
+        return load_head(self.path)
+
+    @property
+    def heads(self) -> list[Head]:
+        return [] if self.unchecked else [self.head]
+
+    @property
+    def reads_draft(self) -> bool:
+        return "draft" in self.head.inputs.models
+
+    def scores(self, draft: Draft, reading: Reading) -> Tensor:
+        return self.head.scores(draft, reading)
+
+    def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        threshold = self.head.threshold if self.threshold is None else self.threshold
+        tokens = torch.tensor(draft.tokens, dtype=torch.long, device=reading.logits.device)[:, None]
+        allowed = ~ctx.forbidden(reading.logits[:-1]).gather(1, tokens)[:, 0]
+        return (self.scores(draft, reading) >= threshold) & allowed
+
+
+@dataclass(frozen=True)
+class AnyOf:
+    """Accept what any of the terms accepts: `exact|judge:…`."""
+
+    terms: tuple[Term, ...]
+
+    @property
+    def heads(self) -> list[Head]:
+        return [head for term in self.terms for head in term.heads]
+
+    @property
+    def reads_draft(self) -> bool:
+        return any(term.reads_draft for term in self.terms)
+
+    def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> Verdict:
+        n = len(draft.tokens)
+        strict = next((term for term in self.terms if term.strict), None)
+        terms = self.terms
+        if strict is None and any(isinstance(term, Judge) for term in terms):
+            strict = Exact() if ctx.greedy else Speculative()
+            terms = (strict, *terms)
+        base = strict or Exact()
+        if n == 0:
+            return Verdict(0, (strict or terms[0]).follow(0, draft, reading, ctx), [], [])
+        exact = base.accepts(draft, reading, ctx)
+        accepted = torch.zeros_like(exact)
+        scores: Tensor | None = None
+        for term in terms:
+            accepted |= exact if term is strict else term.accepts(draft, reading, ctx)
+            scores = term.scores(draft, reading) if scores is None else scores
+        table = [exact, accepted] if scores is None else [exact, accepted, scores]
+        rows = torch.stack([column.double() for column in table]).tolist()  # the cycle's one synchronisation
+        kept = next((i for i, ok in enumerate(rows[1]) if not ok), n)
+        strictly = [bool(ok) for ok in rows[0]]
+        asked = [None if scores is None or ok else rows[2][i] for i, ok in enumerate(strictly)]
+        return Verdict(kept, (strict or terms[0]).follow(kept, draft, reading, ctx), strictly, asked)
+
+    def __str__(self) -> str:
+        return "|".join(str(term) for term in self.terms)
+
+
+RULES: dict[str, type[Term]] = {term.name: term for term in (Exact, Speculative, TopK, Judge)}
+
+
+def _quote(text: str) -> str:
+    return f'"{text}"' if re.search(r"[@,|& ]", text) else text
+
+
+def parse_rule(spec: str | Rule) -> Rule:
+    """A rule from its spec, such as "topk:3" or "judge:runs/gsm8k/judge@0.9"; a Rule is returned as it is.
+
+    Raises InputError that names what is wrong with the spec.
+    """
+    if not isinstance(spec, str):
+        return spec
+    try:
+        terms = [_term(part) for part in _split(spec, "|")]
+    except InputError as error:
+        raise InputError(f"rule {spec!r}: {error}") from None
+    return terms[0] if len(terms) == 1 else AnyOf(tuple(terms))
+
+
+def _split(text: str, mark: str, limit: int = 0) -> list[str]:
+    """Split at `mark` outside double quotes, at most `limit` times where it is positive."""
+    parts, quoted, start = [], False, 0
+    for i, char in enumerate(text):
+        quoted ^= char == '"'
+        if char == mark and not quoted and (not limit or len(parts) < limit):
+            parts.append(text[start:i])
+            start = i + 1
+    if quoted:
+        raise InputError("a double quote is not closed")
+    return [*parts, text[start:]]
+
+
+def _term(text: str) -> Term:
+    body, *at = _split(text.strip(), "@")
+    name, *rest = _split(body, ":", limit=1)
+    if name not in RULES:
+        raise InputError(f"there is no rule {name!r}; there are {', '.join(RULES)}")
+    kind = RULES[name]
+    types = {item.name: get_type_hints(kind)[item.name] for item in dataclasses.fields(kind)}
+    positional = [item for item in types if item != "threshold"]
+    given: dict[str, object] = {}
+    for i, arg in enumerate(_split(rest[0], ",") if rest else []):
+        key, *value = _split(arg, "=", limit=1)
+        if not value:
+            if i >= len(positional):
+                raise InputError(f"{name} takes at most {len(positional)} arguments")
+            key, value = positional[i], [arg]
+        if key not in positional:
+            raise InputError(f"{name} has no argument {key!r}; it has {', '.join(positional) or 'none'}")
+        given[key] = _value(f"{name}'s {key}", value[0].strip('"'), types[key])
+    if at:
+        if "threshold" not in types:
+            raise InputError(f"{name} takes no @threshold")
+        given["threshold"] = _value(f"{name}'s threshold", "@".join(at), float)
+    missing = [item.name for item in dataclasses.fields(kind) if item.default is dataclasses.MISSING]
+    for key in missing:
+        if key not in given:
+            raise InputError(f"{name} needs {key}: write {name}:{key.upper()}")
+    return kind(**given)  # pyright: ignore[reportCallIssue]
+
+
+def _value(what: str, text: str, kind: object) -> object:
+    convert, expected = _KINDS.get(kind, (str, "given"))
+    try:
+        if not text:
+            raise ValueError
+        return convert(text)
+    except (ValueError, KeyError):
+        raise InputError(f"{what} must be {expected}, not {text!r}") from None
+
+
+_KINDS: dict[object, tuple[Callable[[str], object], str]] = {
+    int: (int, "a whole number"),
+    float: (float, "a number"),
+    bool: ({"true": True, "false": False}.__getitem__, "true or false"),
+}

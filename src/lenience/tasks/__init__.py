@@ -1,0 +1,61 @@
+"""Tasks: prompts with known answers, and how an answer is found and compared."""
+
+from __future__ import annotations
+
+import importlib.util
+from itertools import islice
+from pathlib import Path
+
+from lenience.errors import InputError, first_line
+from lenience.tasks.base import Sample, Task
+from lenience.tasks.jsonl import JsonlTask
+from lenience.tasks.wordmath import WordMath
+
+__all__ = ["TASKS", "JsonlTask", "Sample", "Task", "WordMath", "load_task", "take"]
+
+TASKS: dict[str, type[Task]] = {"wordmath": WordMath}
+
+
+def load_task(spec: str, *, answer: str | None = None, same: str | None = None) -> Task:
+    """A task by its built-in name, from a JSONL file, or from a class or object in a file: "file.py:Name".
+
+    `answer` and `same` say how a JSONL file's answers are found and compared, see JsonlTask. Raises InputError.
+    """
+    if spec.endswith((".jsonl", ".json")):
+        return JsonlTask(Path(spec), answer or "regex:(-?[0-9.,]*[0-9])", same or "number")
+    if answer or same:
+        raise InputError(f"task {spec!r}: answer and same are for tasks from a JSONL file")
+    if spec in TASKS:
+        return TASKS[spec]()
+    file, _, name = spec.rpartition(":")
+    if file.endswith(".py"):
+        return _from_file(Path(file), name)
+    raise InputError(f"there is no task {spec!r}; name one of {', '.join(TASKS)}, a FILE.jsonl or a file.py:Name")
+
+
+def take(task: Task, split: str, limit: int | None) -> list[Sample]:
+    """The first `limit` samples of a split; all of them if None. Raises InputError where there are none."""
+    found = list(islice(task.samples(split), limit))
+    if not found:
+        raise InputError(f"task {task.name!r} has no samples in its split {split!r}")
+    return found
+
+
+def _from_file(path: Path, name: str) -> Task:
+    """Run a user's own file and take `name` from it."""
+    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or module_spec is None or module_spec.loader is None:
+        raise InputError(f"task file {path}: there is no such file")
+    module = importlib.util.module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(f"task file {path}: {type(error).__name__}: {first_line(error)}") from error
+    if not hasattr(module, name):
+        raise InputError(f"task file {path}: there is no {name!r} in it")
+    found = getattr(module, name)
+    task = found() if isinstance(found, type) else found
+    lacking = [part for part in ("name", "max_new_tokens", "samples", "answer", "same", "correct") if not hasattr(task, part)]
+    if lacking:
+        raise InputError(f"task {path}:{name}: lacks {', '.join(lacking)}; see docs/your-own-task.md")
+    return task
