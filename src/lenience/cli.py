@@ -367,7 +367,7 @@ def demo(*, out: Path = Path("demo"), fresh: int = 24, limit: int = 100, json: J
 
 
 def _quoted(path: Path) -> str:
-    return f'"{path}"' if any(mark in str(path) for mark in "@,|& ") else str(path)
+    return f'"{path}"' if any(mark in str(path) for mark in "@,|&= ") else str(path)
 
 
 @contextmanager

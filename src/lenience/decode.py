@@ -20,20 +20,10 @@ def decode(
         draft = drafter.propose(tokens, ctx, limits.room - 1)
         reading = session.read(tokens + draft.tokens, len(draft.tokens) + 1)
         reading = Reading(ctx.process(reading.logits, draft.tokens), reading.hidden)
-        verdict = rule(_aligned(draft, reading), reading, ctx)
+        verdict = rule(draft, reading, ctx)
         step = limits.clip(draft, verdict, drafter.passes - before)
         tokens += step.tokens
         yield step
-
-
-def _aligned(draft: Draft, reading: Reading) -> Draft:
-    """The draft with logits as wide as the target's: embeddings of one vocabulary may be padded differently."""
-    if draft.logits is None or draft.logits.shape[-1] == reading.logits.shape[-1]:
-        return draft
-    wide = reading.logits.new_full((len(draft.tokens), reading.logits.shape[-1]), float("-inf"))
-    both = min(wide.shape[-1], draft.logits.shape[-1])
-    wide[:, :both] = draft.logits[:, :both]
-    return Draft(draft.tokens, wide, draft.hidden)
 
 
 @dataclass
@@ -55,8 +45,6 @@ class Limits:
         context = self.lm.context
         self._left = min(self.max_new_tokens, context - self.prompt_length) if context else self.max_new_tokens
         self._cut = "length" if self._left == self.max_new_tokens else "context"
-        if self._left < 1:
-            self.finish = self._cut
 
     @property
     def room(self) -> int:

@@ -9,10 +9,14 @@ from lenience.model import Session
 
 
 class ModelDrafter:
-    """Drafts with an independent model of the same vocabulary, `window` tokens at most."""
+    """Drafts with an independent model of the same vocabulary, `window` tokens at most.
 
-    def __init__(self, session: Session, window: int, keep_states: bool = False):
-        self.session, self.window, self.keep_states = session, window, keep_states
+    `width` is that of the target's logits: embeddings of one vocabulary may be padded differently, and an id that only
+    the draft's has is never proposed. `keep_states` keeps the draft's hidden states for a rule that reads them.
+    """
+
+    def __init__(self, session: Session, window: int, width: int, keep_states: bool = False):
+        self.session, self.window, self.width, self.keep_states = session, window, width, keep_states
 
     @property
     def passes(self) -> int:
@@ -20,18 +24,17 @@ class ModelDrafter:
 
     def propose(self, tokens: list[int], ctx: Context, room: int) -> Draft:
         n = min(self.window, room, self.session.room(tokens) - 1)
-        width = self.session.lm.width
-        if n < 1 or max(tokens) >= width:  # an id that only the target's padded embedding has
+        if n < 1 or max(tokens) >= self.session.lm.width:  # an id that only the target's embedding has
             return Draft([])
         drafted: list[int] = []
         logits, hidden = [], []
         for ahead in range(n):
             reading = self.session.read([*tokens, *drafted])
-            logits.append(ctx.process(reading.logits, drafted))
+            missing = self.width - reading.logits.shape[-1]
+            wide = torch.nn.functional.pad(reading.logits, (0, missing), value=float("-inf")) if missing else reading.logits
+            logits.append(ctx.process(wide, drafted))  # [1, V]
             hidden.append(reading.hidden)
             drafted.append(ctx.draw(logits[-1][0], ahead))
-            if drafted[-1] >= width:
-                break
         states = None
         if self.keep_states:
             # the state after the last drafted token costs one more pass, which the next window would have to make anyway

@@ -33,15 +33,19 @@ from lenience.errors import InputError, first_line
 
 Prompt = str | Sequence[int] | list[dict[str, str]]
 
-ALWAYS_REFUSED = (
-    "begin_suppress_tokens",
-    "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "exponential_decay_length_penalty",
-    "force_words_ids", "forced_bos_token_id", "forced_eos_token_id", "guidance_scale", "min_length", "min_new_tokens",
-    "penalty_alpha", "dola_layers", "constraints", "watermarking_config", "remove_invalid_values",
-    "token_healing",
-)  # fmt: skip
-REFUSED_WHEN_SAMPLING = ("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
-NEUTRAL = (None, 0, 0.0, 1, 1.0, False, [], {})
+REFUSED = {
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "watermarking_config", "constraints"), (None,)),
+    **dict.fromkeys(("begin_suppress_tokens", "force_words_ids", "dola_layers"), (None, [])),
+    **dict.fromkeys(("encoder_repetition_penalty", "exponential_decay_length_penalty"), (None, 1.0)),
+    **dict.fromkeys(("guidance_scale", "num_beams"), (None, 1)),
+    **dict.fromkeys(("encoder_no_repeat_ngram_size", "min_length", "min_new_tokens", "penalty_alpha"), (None, 0)),
+    **dict.fromkeys(("remove_invalid_values", "token_healing"), (None, False)),
+}
+"""Settings of a generation_config that change the output and are not supported, each with the values that do nothing."""
+REFUSED_WHEN_SAMPLING = {
+    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "top_h"), (None, 0.0)),
+    "typical_p": (None, 1.0),
+}
 
 
 class LM:
@@ -173,19 +177,16 @@ class LM:
         made = LogitsProcessorList()
         if config is None:
             return made
-        for key in (*ALWAYS_REFUSED, *(REFUSED_WHEN_SAMPLING if sampling else ())):
+        for key, neutral in (REFUSED | (REFUSED_WHEN_SAMPLING if sampling else {})).items():
             value = getattr(config, key, None)
-            if value not in NEUTRAL:
+            if value not in neutral:
                 raise InputError(f"{self.role} {self.name!r}: {key}={value!r} of its generation_config is not supported; "
-                                 f"set pair.{self.role}.model.generation_config.{key} = None")
-        if (config.num_beams or 1) != 1:
-            raise InputError(f"{self.role} {self.name!r}: num_beams={config.num_beams} of its generation_config is not "
-                             f"supported; set pair.{self.role}.model.generation_config.num_beams = 1")
+                                 f"set pair.{self.role}.model.generation_config.{key} = {neutral[-1]}")
         device = str(self.device)
         # in the order in which transformers applies them
         if config.sequence_bias:
             made.append(SequenceBiasLogitsProcessor(config.sequence_bias))
-        if config.repetition_penalty not in NEUTRAL:
+        if config.repetition_penalty not in (None, 1.0):
             made.append(RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
         if config.no_repeat_ngram_size:
             made.append(NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))

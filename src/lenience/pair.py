@@ -131,7 +131,7 @@ class Pair:
         if sessions is None:
             sessions = Sessions(Session(main), Session(self.draft))
         keep_states = isinstance(rule, Term | AnyOf) and rule.reads_draft
-        drafter = ModelDrafter(sessions.draft, window, keep_states)
+        drafter = ModelDrafter(sessions.draft, window, main.width, keep_states)
         return decode(sessions.target, drafter, rule, ids, ctx, limits)
 
     def _roles(self, rule: str | Rule, window: int) -> tuple[Rule, int, LM]:
@@ -184,8 +184,8 @@ def _check_options(
 ) -> None:
     if window < 0:
         raise InputError(f"window {window}: must be 0 (no drafting) or more")
-    if max_new_tokens < 0:
-        raise InputError(f"max_new_tokens {max_new_tokens}: must be 0 or more")
+    if max_new_tokens < 1:
+        raise InputError(f"max_new_tokens {max_new_tokens}: must be 1 or more")
     if temperature < 0 or not math.isfinite(temperature):
         raise InputError(f"temperature {temperature}: must be 0 (greedy) or more")
     if top_k is not None and top_k < 0:

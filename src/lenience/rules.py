@@ -217,7 +217,7 @@ RULES: dict[str, type[Term]] = {term.name: term for term in (Exact, Speculative,
 
 
 def _quote(text: str) -> str:
-    return f'"{text}"' if re.search(r"[@,|& ]", text) else text
+    return f'"{text}"' if re.search(r"[@,|&=\s]", text) else text
 
 
 def parse_rule(spec: str | Rule) -> Rule:

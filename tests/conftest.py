@@ -1,0 +1,103 @@
+"""Tiny checkpoints with random weights, made once a session: one pair of folders for each architecture."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import (
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from lenience.pair import Pair, load_pair
+
+torch.set_num_threads(1)
+
+VOCABULARY = 48
+COMMON = dict(vocab_size=VOCABULARY, eos_token_id=0, bos_token_id=None, pad_token_id=0, initializer_range=0.35)
+SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=256)
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**COMMON, **SMALL, num_key_value_heads=2),
+    "qwen2": Qwen2Config(**COMMON, **SMALL, num_key_value_heads=2),
+    "qwen3": Qwen3Config(**COMMON, **SMALL, num_key_value_heads=2, head_dim=8),
+    # the sliding window is far shorter than what the tests decode
+    "gemma2": Gemma2Config(**COMMON, **SMALL, num_key_value_heads=2, head_dim=8, sliding_window=12, query_pre_attn_scalar=8),
+    "gpt2": GPT2Config(**COMMON, n_embd=32, n_layer=2, n_head=4, n_positions=256),
+    "gpt_neo": GPTNeoConfig(**COMMON, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
+                            window_size=12, max_position_embeddings=256),
+}  # fmt: skip
+
+
+def make_tokenizer(words: int = VOCABULARY) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(WordLevel({"<eos>": 0, **{f"w{i}": i for i in range(1, words)}}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="never")
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+
+
+def save_model(folder: Path, config: PretrainedConfig, seed: int, noise: float = 0.0, words: int = VOCABULARY) -> Path:
+    """Random weights from a seed; `noise` is added to them, so that a draft agrees with its target now and then."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    torch.manual_seed(seed + 1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * noise * weight.std().nan_to_num())
+    model.save_pretrained(folder)
+    make_tokenizer(words).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, str]]:
+    made: dict[str, tuple[str, str]] = {}
+
+    def get(name: str) -> tuple[str, str]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            target = save_model(folder / "target", CONFIGS[name], seed=1)
+            draft = save_model(folder / "draft", CONFIGS[name], seed=1, noise=0.15)
+            made[name] = (str(target), str(draft))
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def pairs(checkpoints: Callable[[str], tuple[str, str]]) -> Callable[[str], Pair]:
+    made: dict[str, Pair] = {}
+
+    def get(name: str) -> Pair:
+        if name not in made:
+            made[name] = load_pair(*checkpoints(name), dtype="float32")
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def llama(pairs: Callable[[str], Pair]) -> Pair:
+    return pairs("llama")
+
+
+@pytest.fixture(scope="session")
+def built_in() -> Pair:
+    return load_pair()

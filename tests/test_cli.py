@@ -1,0 +1,111 @@
+"""The command line, run as a user would: exit status, one line of error, the JSON line, and the whole path on tiny models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lenience
+from lenience.pair import EMBEDDED
+
+PROBLEM = "Ann has 12 apples. Bob has 5 more apples than Ann. How many apples do they have together? Answer:"
+
+
+def run(*args: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "lenience.cli", *map(str, args)], capture_output=True, text=True, input=stdin)
+
+
+def last_json(done: subprocess.CompletedProcess[str]) -> dict:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_generate_prints_the_answer() -> None:
+    done = run("generate", PROBLEM)
+    assert done.returncode == 0 and done.stdout.strip().endswith("The final answer is 29.")
+    told = last_json(run("generate", "--json", "--rule", "topk:2", stdin=PROBLEM))
+    assert told["text"].endswith(".") and told["finish"] == "eos"
+    assert len(told["trace"]) == len(told["tokens"]) == round(told["tokens_per_pass"] * told["target_passes"])
+
+
+def test_show_colours_without_losing_text() -> None:
+    done = run("generate", PROBLEM, "--show")
+    plain = run("generate", PROBLEM)
+    assert done.stdout.startswith(plain.stdout.strip())
+
+
+@pytest.mark.parametrize("args, says", [
+    (["generate", "x", "--rule", "tokp:3"], "there is no rule 'tokp'"),
+    (["generate", "Zebra"], "'Zebra'"),
+    (["generate", "Ann", "--target", "no/where", "--draft", "no/where"], "target 'no/where'"),
+    (["generate", "Ann", "--window", "-1"], "window -1"),
+    (["generate", "Ann", "--windw", "1"], "--windw"),
+    (["generate", "Ann", "--window", "x"], "--window"),
+    (["mine", "--out", "{tmp}/r", "--task", "mathword"], "there is no task 'mathword'"),
+    (["mine"], "--out"),
+    (["fit", "{tmp}/nothing"], "no such file"),
+    (["compare", "--rule", "judge:{tmp}@0.5", "--limit", "2"], "no judge.json"),
+    (["compare", "--rule", "exact", "--limit", "0"], "--limit 0"),
+    (["decode"], "decode"),
+])  # fmt: skip
+def test_wrong_input_is_one_line_and_exit_2(args: list[str], says: str, tmp_path: Path) -> None:
+    done = run(*[arg.replace("{tmp}", str(tmp_path)) for arg in args])
+    assert done.returncode == 2
+    assert says in done.stderr and done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_a_failed_run_exits_with_1(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(
+        "from lenience.tasks import WordMath\nclass T(WordMath):\n    def answer(self, text):\n        raise OSError('disk on fire')\n"
+    )
+    done = run("mine", "--task", f"{tmp_path}/broken.py:T", "--out", tmp_path / "r", "--limit", 1)
+    assert done.returncode == 1 and "disk on fire" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_whole_path_on_a_users_own_pair_and_task(checkpoints, tmp_path: Path) -> None:
+    """Tiny random models and a JSONL task; the answers are worth nothing, but every command runs on from the last."""
+    target, draft = checkpoints("qwen2")
+    rows = [{"prompt": f"w{1 + i % 40} w{1 + 3 * i % 41} w{2 + i % 7}", "reference": f"w{i % 47}"} for i in range(60)]
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    models = ["--target", target, "--draft", draft]
+    task = ["--task", tmp_path / "own.jsonl", "--answer", r"regex:(w\d+)", "--same", "text", "--max-new-tokens", 16]
+    folder = tmp_path / "run"
+    mined = last_json(run("mine", *models, *task, "--out", folder, "--limit", 40, "--json"))
+    assert mined["samples"] == 40 and 0 < mined["important"] < mined["mismatches"]
+    again = run("mine", *models, *task, "--out", folder, "--limit", 40, "--dtype", "bfloat16")
+    assert again.returncode == 2 and "dtype 'float32', not 'bfloat16'" in again.stderr
+    fitted = last_json(run("fit", folder, "--json", "--recall", 0.8))
+    assert {row["recall"] for row in fitted["thresholds"]} >= {0.9, 1.0}
+    assert fitted["threshold"] == next(row["threshold"] for row in fitted["thresholds"] if row["recall"] == 0.8)
+    rules = ["--rule", "exact", "--rule", "topk:2", "--rule", f"judge:{folder}/judge@{fitted['threshold']}"]
+    told = last_json(run("compare", *models, *task, *rules, "--limit", 5, "--tuning", 2, "--out", tmp_path / "cmp", "--json"))
+    assert {row["rule"].split(":")[0] for row in told["rows"]} == {"target", "exact", "topk", "judge"}
+    assert (tmp_path / "cmp" / "report.html").stat().st_size > 10_000
+    other = last_json(run("fit", folder, "--models", "target", "--tokens", "previous", "--out", tmp_path / "judge2", "--json"))
+    assert other["mismatches"] == fitted["mismatches"]
+
+
+def test_the_demo_tells_the_whole_story(tmp_path: Path) -> None:
+    told = last_json(run("demo", "--out", tmp_path, "--fresh", 1, "--limit", 8, "--json"))
+    assert set(told) >= {"target_accuracy", "draft_accuracy", "important_share", "judge_auc", "rows", "seconds"}
+    families = {row["rule"].split(":")[0] for row in told["rows"]}
+    assert families == {"target", "draft", "exact", "topk", "judge"}
+    shipped = (EMBEDDED / "run" / "journal.jsonl").read_text()
+    journal = (tmp_path / "run" / "journal.jsonl").read_text()
+    assert journal.startswith(shipped) and len(journal.splitlines()) == len(shipped.splitlines()) + 1
+    for name in ("run/run.json", "run/judge/judge.safetensors", "frontier.json", "report.html"):
+        assert (tmp_path / name).exists()
+    exact = next(row for row in told["rows"] if row["rule"] == "exact")
+    assert exact["paired_loss"] == 0 and exact["tokens_per_pass"] > 2
+    # what is left of the shipped run resumes it, and a judge fitted from it runs
+    judge = f"judge:{tmp_path}/run/judge@{told['threshold']}"
+    assert last_json(run("generate", PROBLEM, "--rule", judge, "--window", 16, "--json"))["accepted_lenient"] > 0
+
+
+def test_the_version_is_told() -> None:
+    assert run("--version").stdout.strip() == lenience.__version__

@@ -1,0 +1,126 @@
+"""Comparing: the figures of the table against definitions, windows, resuming, and the report."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import beta
+from test_mining import ParityTask
+
+from lenience import InputError
+from lenience.compare import Progress, Setting, compare, rows
+from lenience.pair import Pair
+from lenience.report import example, write_report
+
+RULES = ["draft", "exact", "topk:2"]
+
+
+def finish(items) -> tuple[list[Progress], dict]:
+    items = list(items)
+    return items[:-1], items[-1]
+
+
+def result(tokens: int, passes: int, seconds: float, correct: bool) -> dict:
+    return {"tokens": tokens, "target_passes": passes, "seconds": seconds, "correct": correct, "accepted_exact": 0}
+
+
+def test_the_tables_figures_follow_their_definitions() -> None:
+    rng = np.random.default_rng(0)
+    right = rng.random((40, 2)) < 0.7
+    records = [{"results": [result(10, 10, 1.0, bool(a)), result(12 + i % 3, 4, 0.5, bool(b))]} for i, (a, b) in enumerate(right)]
+    _, lenient = rows([Setting("target", 0), Setting("topk:2", 8)], records)
+    lost = int((right[:, 0] & ~right[:, 1]).sum())
+    assert lost > 0 and lenient["n"] == 40
+    assert lenient["accuracy"] == right[:, 1].mean()
+    assert lenient["paired_loss"] == lost / 40
+    assert lenient["paired_gain"] == (~right[:, 0] & right[:, 1]).sum() / 40
+    low, high = beta.ppf(0.025, lost, 41 - lost), beta.ppf(0.975, lost + 1, 40 - lost)  # Clopper–Pearson
+    assert lenient["paired_loss_interval"] == pytest.approx([low, high])
+    assert lenient["tokens_per_pass"] == sum(12 + i % 3 for i in range(40)) / 160
+    assert lenient["tokens_per_second"] == pytest.approx(lenient["tokens_per_pass"] * 160 / 20)
+    assert lenient["seconds_per_correct"] == 20 / right[:, 1].sum()
+    low, high = lenient["tokens_per_pass_interval"]
+    assert low < lenient["tokens_per_pass"] < high and high - low < 0.3
+
+
+def test_a_decoder_that_reads_no_target_has_no_tokens_per_pass() -> None:
+    (row,) = [row for row in rows([Setting("target", 0), Setting("draft", 0)],
+                                  [{"results": [result(5, 5, 1, True), result(5, 0, 1, False)]}] * 3) if row["rule"] == "draft"]  # fmt: skip
+    assert row["tokens_per_pass"] is None and row["paired_loss"] == 1.0
+
+
+def test_compare_measures_what_generate_does(llama: Pair) -> None:
+    task = ParityTask()
+    progress, frontier = finish(compare(llama, task, RULES, windows=(3,), limit=6, tuning=2))
+    assert [row["rule"] for row in frontier["rows"]] == ["target", *RULES]
+    assert {row["window"] for row in frontier["rows"]} == {0, 3}
+    samples = [sample for sample, _ in zip(task.samples("test"), range(6))]
+    for row in frontier["rows"]:
+        outs = [llama.generate(sample.prompt, rule=row["rule"], window=row["window"], max_new_tokens=24) for sample in samples]
+        assert row["accuracy"] == np.mean([task.correct(out.text, sample) for out, sample in zip(outs, samples)])
+        if row["rule"] != "draft":
+            assert row["tokens_per_pass"] == sum(len(out.tokens) for out in outs) / sum(out.target_passes for out in outs)
+    exact = next(row for row in frontier["rows"] if row["rule"] == "exact")
+    assert exact["paired_loss"] == exact["paired_gain"] == 0
+    assert (progress[-1].done, progress[-1].total) == (6, 6)
+
+
+def test_windows_are_chosen_by_speed_on_other_prompts(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, set] = {"tuning": set(), "reported": set()}
+    generate = Pair.generate
+
+    def slow_but_at_four(self: Pair, prompt, **options):
+        out = generate(self, prompt, **options)
+        seen["tuning" if stage else "reported"].add(prompt)
+        out.seconds = 1.0 if options["window"] == 4 else 2.0
+        return out
+
+    monkeypatch.setattr(Pair, "generate", slow_but_at_four)
+    stage = True
+    for item in compare(llama, ParityTask(), RULES, windows=(2, 4, 8), limit=5, tuning=3):
+        stage = isinstance(item, Progress) and item.phase == "choosing windows"
+        if isinstance(item, dict):
+            assert [row["window"] for row in item["rows"]] == [0, 0, 4, 4]
+    assert len(seen["tuning"]) >= 3 and {sample.prompt for sample in ParityTask().samples("test")} >= seen["reported"]
+
+
+def test_a_stopped_comparison_goes_on(llama: Pair, tmp_path: Path) -> None:
+    def run():
+        return compare(llama, ParityTask(), RULES, windows=(2, 4), limit=8, tuning=2, out=tmp_path)
+
+    items = run()
+    for item in items:
+        if isinstance(item, Progress) and item.phase == "comparing" and item.done == 4:
+            break
+    items.close()  # pyright: ignore
+    kept = (tmp_path / "compare.jsonl").read_text()
+    assert len(kept.splitlines()) == 4
+    progress, frontier = finish(run())
+    assert not any(item.phase == "choosing windows" for item in progress)
+    assert (tmp_path / "compare.jsonl").read_text().startswith(kept)
+    assert frontier["rows"][0]["n"] == 8
+    with pytest.raises(InputError, match="rules"):
+        finish(compare(llama, ParityTask(), ["exact"], windows=(2, 4), limit=8, tuning=2, out=tmp_path))
+
+
+def test_a_missing_judge_is_told_before_any_work(llama: Pair, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no judge\.json"):
+        next(iter(compare(llama, ParityTask(), [f"judge:{tmp_path}@0.5"], limit=2)))
+
+
+def test_the_report_stands_alone_and_holds_every_token(llama: Pair, tmp_path: Path) -> None:
+    _, frontier = finish(compare(llama, ParityTask(), RULES, windows=(4,), limit=5, tuning=2))
+    write_report(tmp_path / "report.html", frontier, {"samples": 3, "mismatches": 9, "important_share": 0.25, "judge_auc": 0.875})
+    page = (tmp_path / "report.html").read_text()
+    links = re.findall(r"(?:src|href)=\"([^\"]*)\"", page)
+    assert all(link.startswith("#") for link in links), "nothing is fetched"
+    assert "<svg" in page and "25.0 %" in page and "0.875" in page
+    shown = example(frontier)
+    assert shown is not None
+    spans = re.findall(r'<span class="t ([a-z-]+)" title', page)
+    assert spans == [origin for _, origin, _ in shown["result"]["trace"]]
+    for row in frontier["rows"]:
+        assert f"<td title=\"{row['rule']}\">" in page

@@ -1,0 +1,241 @@
+"""The loop, held against transformers' own generation and against distributions that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from conftest import CONFIGS, save_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+from transformers import LlamaConfig
+
+from lenience import InputError
+from lenience.core import Context, Draft, Noise, Reading
+from lenience.decode import TextStream, pieces
+from lenience.pair import Pair, load_pair
+from lenience.rules import Exact, Speculative
+
+PROMPTS = [[5, 9, 13], [7], [3, 3, 8, 40, 2, 21, 30, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20]]
+
+
+def plain_greedy(pair: Pair, prompt: list[int], new: int, **options) -> list[int]:
+    out = pair.target.model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False,
+                                     attention_mask=torch.ones(1, len(prompt)), **options)  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_exact_is_the_targets_greedy_output(name: str, pairs: Callable[[str], Pair]) -> None:
+    pair = pairs(name)
+    accepted = 0
+    for prompt in PROMPTS:
+        wanted = plain_greedy(pair, prompt, 48)
+        for window in range(17):
+            out = pair.generate(prompt, rule="exact", window=window, max_new_tokens=48)
+            assert out.tokens == wanted, f"window {window}"
+            assert len(out.trace) == len(out.tokens)
+            assert out.accepted_lenient == 0
+            accepted += out.accepted_exact
+    assert accepted > 0, "a draft that is never right would not test the roll-back after a partly accepted window"
+
+
+def test_the_pseudo_rules_decode_with_one_model(llama: Pair) -> None:
+    prompt = PROMPTS[0]
+    out = llama.generate(prompt, rule="target", max_new_tokens=20)
+    assert out.tokens == plain_greedy(llama, prompt, 20)
+    assert (out.target_passes, out.draft_passes, out.tokens_per_pass) == (len(out.tokens), 0, 1.0)
+    swapped = Pair(llama.draft, llama.target, "swapped")
+    assert llama.generate(prompt, rule="draft", max_new_tokens=20).tokens == plain_greedy(swapped, prompt, 20)
+
+
+def test_a_window_accepted_whole_gives_a_bonus_token(checkpoints: Callable[[str], tuple[str, str]]) -> None:
+    target, _ = checkpoints("llama")
+    twins = load_pair(target, target, dtype="float32")
+    out = twins.generate(PROMPTS[0], window=4, max_new_tokens=10)
+    assert [entry.origin for entry in out.trace] == ["draft"] * 4 + ["bonus"] + ["draft"] * 4 + ["bonus"]
+    assert (out.target_passes, out.tokens_per_pass, out.accepted_exact) == (2, 5.0, 8)
+
+
+@pytest.mark.parametrize("window", [1, 3, 8])
+def test_nothing_is_counted_past_eos(window: int, checkpoints: Callable[[str], tuple[str, str]]) -> None:
+    pair = load_pair(*checkpoints("llama"), dtype="float32")
+    plain = plain_greedy(pair, PROMPTS[0], 30)
+    end = next(token for token in plain[3:] if plain.index(token) >= 3)
+    ids = [end, 47]  # several EOS ids; the first one met ends the answer
+    pair.target.model.generation_config.eos_token_id = ids
+    out = pair.generate(PROMPTS[0], window=window, max_new_tokens=30)
+    assert out.tokens == plain[: plain.index(end) + 1]
+    assert out.finish == "eos"
+    assert len(out.trace) == len(out.tokens)
+    assert out.accepted_exact + out.accepted_lenient == sum(entry.origin.startswith("draft") for entry in out.trace)
+
+
+@pytest.mark.parametrize("new", [1, 2, 5])
+def test_max_new_tokens_is_kept_to(new: int, llama: Pair) -> None:
+    out = llama.generate(PROMPTS[0], window=8, max_new_tokens=new)
+    assert out.tokens == plain_greedy(llama, PROMPTS[0], 5)[:new]
+    assert out.finish == "length"
+
+
+def test_the_context_is_filled_and_not_passed(llama: Pair) -> None:
+    prompt = [1 + i % 40 for i in range(250)]
+    out = llama.generate(prompt, window=8, max_new_tokens=50)
+    assert out.tokens == plain_greedy(llama, prompt, 6)
+    assert out.finish == "context"
+    with pytest.raises(InputError, match="256 tokens"):
+        llama.generate([1] * 256)
+
+
+def test_a_stop_string_ends_text_and_tokens(llama: Pair) -> None:
+    whole = llama.generate(PROMPTS[0], max_new_tokens=30)
+    words = whole.text.split()
+    stop = f"{words[6]} {words[7]}"  # spans two tokens
+    place = whole.text.index(stop)
+    for window in (1, 8):
+        out = llama.generate(PROMPTS[0], max_new_tokens=30, window=window, stop_strings=[stop, "not there"])
+        assert (out.text, out.finish) == (whole.text[:place], "stop")
+        assert out.tokens == whole.tokens[: len(whole.text[: place + len(stop)].split())]
+
+
+def test_the_streams_text_is_the_answers_text(built_in: Pair) -> None:
+    prompt = "Ann has 12 apples. Bob has 5 more apples than Ann. How many apples do they have together? Answer:"
+    whole = built_in.generate(prompt)
+    steps = list(built_in.stream(prompt, stop_strings=["never said"]))
+    assert "".join(step.text for step in steps) == whole.text
+    assert [token for step in steps for token in step.tokens] == whole.tokens
+    assert "".join(pieces(built_in.target, whole.tokens)) == whole.text
+
+
+def test_incomplete_characters_are_held_back() -> None:
+    class Bytes:
+        eos_ids = frozenset({0})
+
+        def decode(self, ids: list[int]) -> str:
+            return bytes(ids).decode(errors="replace")
+
+    text = "snow ☃ and é, " * 9
+    stream = TextStream(Bytes())  # pyright: ignore
+    parts = [stream.push(byte) for byte in text.encode()]
+    assert "".join(parts) + stream.flush() == text
+    assert not any("�" in part for part in parts)
+
+
+def test_padded_embeddings_of_one_vocabulary_may_differ(tmp_path, checkpoints: Callable[[str], tuple[str, str]]) -> None:
+    target, _ = checkpoints("llama")
+    config = LlamaConfig(**{**CONFIGS["llama"].to_dict(), "vocab_size": 64})
+    for rule in ("exact", "topk:3"):
+        for a, b in ((target, tmp_path / "wide"), (tmp_path / "wide", target)):
+            save_model(tmp_path / "wide", config, seed=5)
+            pair = load_pair(str(a), str(b), dtype="float32")
+            out = pair.generate(PROMPTS[0], rule=rule, max_new_tokens=40)
+            assert rule != "exact" or out.tokens == plain_greedy(pair, PROMPTS[0], 40)
+
+
+# ---- sampling
+
+
+@pytest.mark.parametrize("options", [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 5}, {"temperature": 1.3, "top_p": 0.8}])
+def test_exact_sampling_is_plain_sampling_with_the_same_seed(options: dict, llama: Pair) -> None:
+    for seed in range(3):
+        wanted = llama.generate(PROMPTS[1], rule="target", max_new_tokens=25, seed=seed, **options).tokens
+        for window in (1, 5):
+            out = llama.generate(PROMPTS[1], rule="exact", window=window, max_new_tokens=25, seed=seed, **options)
+            assert out.tokens == wanted
+    assert llama.generate(PROMPTS[1], temperature=1.0, seed=1).tokens != llama.generate(PROMPTS[1], temperature=1.0, seed=2).tokens
+
+
+@pytest.mark.parametrize("rule", ["exact", "speculative"])
+@pytest.mark.parametrize("options", [{"temperature": 1.0}, {"temperature": 0.6, "top_k": 4}, {"temperature": 1.5, "top_p": 0.7}])
+def test_sampled_pairs_of_tokens_follow_the_target(rule: str, options: dict) -> None:
+    """Two positions, five tokens, distributions written down here; 20,000 seeds; chi-square at 1e-4."""
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    rng = np.random.default_rng(3)
+    first, drafted = torch.tensor(rng.normal(0, 1.2, (2, 5)), dtype=torch.float32)
+    second = torch.tensor(rng.normal(0, 1.2, (5, 5)), dtype=torch.float32)  # by first token
+    second_draft = torch.tensor(rng.normal(0, 1.2, (5, 5)), dtype=torch.float32)
+
+    def warp(logits: torch.Tensor) -> np.ndarray:
+        logits = TemperatureLogitsWarper(options["temperature"])(None, logits)  # pyright: ignore
+        if "top_k" in options:
+            logits = TopKLogitsWarper(options["top_k"])(None, logits)  # pyright: ignore
+        if "top_p" in options:
+            logits = TopPLogitsWarper(options["top_p"])(None, logits)  # pyright: ignore
+        return torch.softmax(logits.double(), -1).numpy()
+
+    wanted = warp(first[None])[0][:, None] * warp(second)  # [5, 5]
+    counts = np.zeros((5, 5))
+    decide = Exact() if rule == "exact" else Speculative()
+    zeros = torch.zeros(3, 1)
+    for seed in range(20_000):
+        ctx = Context(Noise.for_prompt(seed, [1]), **options)
+        a = ctx.draw(drafted, 0)
+        b = ctx.draw(second_draft[a], 1)
+        draft = Draft([a, b], torch.stack([drafted, second_draft[a]]))
+        verdict = decide(draft, Reading(torch.stack([first, second[a], first]), zeros), ctx)
+        tokens = [*draft.tokens[: verdict.accepted], verdict.token][:2]
+        if len(tokens) == 1:  # rejected at once: the next cycle drafts from the correction
+            ctx.position = 1
+            c = ctx.draw(second_draft[tokens[0]], 0)
+            again = Draft([c], second_draft[tokens[0]][None])
+            verdict = decide(again, Reading(torch.stack([second[tokens[0]], first]), zeros[:2]), ctx)
+            tokens.append(c if verdict.accepted else verdict.token)
+        counts[tokens[0], tokens[1]] += 1
+    possible = wanted > 0
+    assert counts[~possible].sum() == 0
+    # cells with few expected draws are put together
+    expected, seen = wanted[possible] * counts.sum(), counts[possible]
+    rare = expected < 5
+    expected = np.append(expected[~rare], expected[rare].sum()) if rare.any() else expected
+    seen = np.append(seen[~rare], seen[rare].sum()) if rare.any() else seen
+    assert chisquare(seen, expected).pvalue > 1e-4
+
+
+def test_a_whole_decode_follows_the_targets_distribution(llama: Pair) -> None:
+    """The marginal of the third token over 1,500 seeds against the one computed from the target's own logits."""
+    with torch.inference_mode():
+        probs = {}
+
+        def next_probs(prefix: tuple[int, ...]) -> np.ndarray:
+            if prefix not in probs:
+                logits = llama.target.model(torch.tensor([[7, *prefix]])).logits[0, -1] / 1.0
+                top = logits.topk(3)
+                kept = torch.full_like(logits, float("-inf")).scatter(0, top.indices, top.values)
+                probs[prefix] = torch.softmax(kept.double(), -1).numpy()
+            return probs[prefix]
+
+        wanted = np.zeros(48)
+        for a in np.flatnonzero(next_probs(())):
+            for b in np.flatnonzero(next_probs((a,))):
+                if 0 not in (a, b):
+                    wanted += next_probs(())[a] * next_probs((a,))[b] * next_probs((a, b))
+    seen = np.zeros(48)
+    for seed in range(1500):
+        tokens = llama.generate([7], rule="speculative", temperature=1.0, top_k=3, window=2, max_new_tokens=3, seed=seed).tokens
+        if len(tokens) == 3:
+            seen[tokens[2]] += 1
+    assert seen[wanted == 0].sum() == 0
+    expected = wanted / wanted.sum() * seen.sum()
+    big = expected >= 5
+    assert chisquare(np.append(seen[big], seen[~big].sum() + 1e-9), np.append(expected[big], expected[~big].sum() + 1e-9)).pvalue > 1e-4
+
+
+@given(seed=st.integers(0, 2**31), prompt=st.lists(st.integers(0, 40), min_size=1, max_size=5), position=st.integers(0, 99))
+@settings(max_examples=50, deadline=None)
+def test_noise_depends_on_its_key_alone(seed: int, prompt: list[int], position: int) -> None:
+    noise = Noise.for_prompt(seed, prompt)
+    first = noise.uniform(position, "accept")
+    Noise.for_prompt(seed + 1, prompt).uniform(position, "accept")
+    assert noise.uniform(position, "accept") == first
+    others = {noise.uniform(position + 1, "accept"), noise.uniform(position, "token"),
+              Noise.for_prompt(seed, [*prompt, 1]).uniform(position, "accept")}  # fmt: skip
+    assert first not in others and len(others) == 3
+
+
+def test_noise_is_uniform() -> None:
+    draws = [Noise.for_prompt(0, [1, 2]).uniform(i, "accept") for i in range(10_000)]
+    assert chisquare(np.histogram(draws, bins=20, range=(0, 1))[0]).pvalue > 1e-4

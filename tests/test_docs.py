@@ -1,0 +1,29 @@
+"""The examples in README and docs run as they stand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = [
+    pytest.param(code, id=f"{path.name}-{i}")
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for i, code in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.S))
+]
+
+
+@pytest.mark.parametrize("code", EXAMPLES)
+def test_the_example_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {}
+    exec(compile(code, "example", "exec"), namespace)
+    assert len(namespace) > 1
+
+
+def test_every_file_that_the_docs_name_exists() -> None:
+    for page in [ROOT / "README.md", ROOT / "docs" / "architecture.md"]:
+        for name in re.findall(r"`((?:src|docs|recipes|tests)/[\w./-]+)`", page.read_text()):
+            assert (ROOT / name).exists(), f"{page.name} names {name}"

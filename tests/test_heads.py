@@ -1,0 +1,109 @@
+"""Fitting a judge: thresholds known by hand, a problem with a known answer, saving and loading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from lenience import InputError
+from lenience.core import Draft, Reading
+from lenience.heads import Head, Inputs, fit_head, load_head, threshold_at, thresholds
+
+PRINTS = {"target": "a", "draft": "b", "tokenizer": "c"}
+
+
+def test_thresholds_known_by_hand() -> None:
+    scores = np.array([0.1, 0.2, 0.3, 0.4, 0.9, 0.35, 0.95])
+    important = np.array([True] * 5 + [False] * 2)
+    assert 0.4 < threshold_at(scores, important, 0.8) < 0.4 + 1e-9  # four of five are below it
+    assert 0.9 < threshold_at(scores, important, 1.0) < 0.9 + 1e-9
+    assert threshold_at(scores, important, 0.81) == threshold_at(scores, important, 1.0)
+    accepted = {row["recall"]: row["accepted"] for row in thresholds(scores, important)}
+    assert accepted[0.8] == 0.5 and accepted[1.0] == 0.5 and accepted[0.5] == 1.0
+
+
+@given(hnp.arrays(float, st.integers(1, 40), elements=st.floats(0, 1)), st.floats(0.01, 1), st.randoms())
+def test_a_threshold_rejects_the_wanted_share_and_the_next_lower_does_not(scores, recall: float, random) -> None:
+    important = np.array([random.random() < 0.5 for _ in scores])
+    important[0] = True
+    at = threshold_at(scores, important, recall)
+    assert (scores[important] < at).mean() >= recall - 1e-9
+    lower = scores[important][scores[important] < at].max()
+    assert (scores[important] < lower).mean() < recall
+
+
+def synthetic(seed: int, m: int = 3000) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """States of two clouds 2 apart along one direction, far from the origin and badly scaled; the AUC of the best linear
+    score is Φ(2/√2) = 0.921."""
+    rng = np.random.default_rng(seed)
+    important = rng.random(m) < 0.2
+    x = rng.normal(size=(m, 6))
+    x[:, 0] += np.where(important, 0.0, 2.0)
+    scale, shift = np.array([1, 100, 1e-3, 5, 1, 1]), np.array([50, 0, 3, -7, 0, 0])
+    return (x * scale + shift).astype(np.float32), important, np.arange(m) // 6
+
+
+def test_the_best_linear_head_is_found() -> None:
+    x, important, samples = synthetic(1)
+    head = fit_head(x, important, samples, inputs=Inputs(), fingerprints=PRINTS, recall=0.9, seed=0)
+    assert head.metrics["auc_out_of_fold"] == pytest.approx(0.921, abs=0.015)
+    direction = head.weight.numpy() * x.std(0)
+    assert abs(direction[0]) > 5 * np.abs(direction[1:]).max()
+    # the saved threshold keeps its promise on fresh data
+    fresh, wanted, _ = synthetic(2, 20_000)
+    reading = Reading(torch.zeros(len(fresh) + 1, 1), torch.tensor(np.vstack([fresh[:1], fresh])[:, :4]))
+    draft = Draft([0] * len(fresh), None, torch.tensor(np.vstack([fresh[:1], fresh])[:, 4:]))
+    rejected = (head.scores(draft, reading) < head.threshold).numpy()
+    assert rejected[wanted].mean() == pytest.approx(0.9, abs=0.03)
+
+
+def test_fitting_is_repeatable() -> None:
+    given = synthetic(3)
+    a, b = (fit_head(*given, inputs=Inputs(), fingerprints=PRINTS, recall=0.9, seed=5) for _ in range(2))
+    assert torch.equal(a.weight, b.weight) and a.threshold == b.threshold
+
+
+def test_samples_are_never_split() -> None:
+    """Rows of a sample share a random state and a random label: memorising them helps only where they are split."""
+    rng = np.random.default_rng(0)
+    samples = np.repeat(np.arange(150), 8)
+    x = rng.normal(size=(150, 40))[samples].astype(np.float32)
+    important = (rng.random(150) < 0.3)[samples]
+    head = fit_head(x, important, samples, inputs=Inputs(), fingerprints=PRINTS, recall=0.9, seed=0)
+    assert head.metrics["auc_out_of_fold"] < 0.65
+
+
+def test_too_little_to_learn_from_is_refused() -> None:
+    x, important, samples = synthetic(1, 60)
+    with pytest.raises(InputError, match="too few"):
+        fit_head(x, important & (samples < 2), samples, inputs=Inputs(), fingerprints=PRINTS, recall=0.9, seed=0)
+
+
+def test_a_head_is_saved_and_loaded(tmp_path: Path) -> None:
+    head = Head(torch.randn(5), -0.5, Inputs(("draft",), ("previous",)), 0.75, PRINTS, {"auc": 0.9})
+    head.save(tmp_path)
+    again = load_head(tmp_path)
+    assert torch.equal(again.weight, head.weight)
+    assert (again.bias, again.inputs, again.threshold, again.metrics) == (-0.5, head.inputs, 0.75, {"auc": 0.9})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["judge.json", "judge.safetensors"]
+
+
+def test_previous_token_heads_read_the_row_before() -> None:
+    head = Head(torch.tensor([1.0]), 0.0, Inputs(("target",), ("previous",)), 0.5, PRINTS)
+    reading = Reading(torch.zeros(3, 1), torch.tensor([[1.0], [2.0], [3.0]]))
+    torch.testing.assert_close(head.scores(Draft([0, 0]), reading), torch.sigmoid(torch.tensor([1.0, 2.0]).double()))
+
+
+def test_heads_that_cannot_decode_here_are_refused() -> None:
+    with pytest.raises(InputError, match="target's own token"):
+        Head(torch.zeros(2), 0.0, Inputs(tokens=("target",)), 0.5, PRINTS).check(PRINTS, 2)
+    with pytest.raises(InputError, match="reads 2 numbers, these models give 3"):
+        Head(torch.zeros(2), 0.0, Inputs(), 0.5, PRINTS).check(PRINTS, 3)
+    with pytest.raises(InputError, match="name one or more of target, draft"):
+        Inputs(("both",))

@@ -1,0 +1,326 @@
+"""Algorithm 1 on a scripted model whose right labels are known by hand; runs that are killed; features."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import lenience
+from lenience import InputError
+from lenience.heads import Inputs
+from lenience.journal import Journal
+from lenience.mining import Miner, Mismatch, features, load_features, mine
+from lenience.pair import Pair
+from lenience.tasks import Sample
+
+# ---- a scripted model: a response is a list of numbers, 0 is EOS, and the answer is what follows the last 9
+
+EOS = 0
+
+
+class LastAfterNine:
+    name, max_new_tokens = "scripted", 20
+
+    def answer(self, text: str) -> str | None:
+        parts = text.split()
+        return parts[-1 - parts[::-1].index("9") + 1] if "9" in parts[:-1] else None
+
+    def same(self, a: str | None, b: str | None) -> bool | None:
+        return None if a is None or b is None else a == b
+
+
+def scripted(target: dict[tuple[int, ...], list[int]], guesses: dict[tuple[int, ...], int], limit: int = 20) -> tuple[Miner, list]:
+    """`target` says how each prefix (without the prompt) goes on; `guesses` what the draft puts after a prefix, where it
+    differs from what stands there."""
+    asked: list[tuple[int, ...]] = []
+
+    def continue_(ids: list[int], most: int) -> list[int]:
+        asked.append(tuple(ids[1:]))
+        return target[tuple(ids[1:])][:most]
+
+    def predict(prompt: list[int], response: list[int], start: int) -> list[int]:
+        return [guesses.get(tuple(response[:i]), response[i]) for i in range(start, len(response))]
+
+    def decode(ids: list[int]) -> str:
+        return " ".join(str(token) for token in ids if token != EOS)
+
+    return Miner(LastAfterNine(), continue_, predict, decode, frozenset({EOS}), limit), asked  # pyright: ignore
+
+
+def test_labels_known_by_hand() -> None:
+    # Own answer 7. Swapping 1→2 keeps the answer (adopted, and the rest is worded anew), then 5→6 changes it to 8 (kept),
+    # then EOS after the answer is reached.
+    miner, asked = scripted(
+        target={(): [1, 5, 9, 7, 0], (2,): [4, 5, 9, 7, 0], (2, 4, 6): [9, 8, 0]},
+        guesses={(): 2, (2, 4): 6},
+    )
+    own, final, found, answer = miner.mine([100])
+    assert own == [1, 5, 9, 7, 0]
+    assert final == [2, 4, 5, 9, 7, 0]
+    assert found == [Mismatch(0, 1, 2, False), Mismatch(2, 5, 6, True)]
+    assert answer == "7"
+    assert asked == [(), (2,), (2, 4, 6)]
+
+
+def test_mismatches_of_an_adopted_response_are_found_afresh() -> None:
+    # In the own response the draft would miss position 2; after the adopted swap at 0 it is position 1 that it misses.
+    miner, _ = scripted(
+        target={(): [1, 5, 6, 9, 7, 0], (2,): [5, 6, 9, 7, 0], (2, 3): [9, 7, 0]},
+        guesses={(): 2, (1, 5): 3, (2,): 3},
+    )
+    _, final, found, _ = miner.mine([100])
+    assert found == [Mismatch(0, 1, 2, False), Mismatch(1, 5, 3, False)]
+    assert final == [2, 3, 9, 7, 0]
+
+
+def test_a_swap_that_changes_the_answer_is_not_kept_for_the_next_one() -> None:
+    miner, asked = scripted(
+        target={(): [1, 5, 9, 7, 0], (2,): [9, 8, 0], (1, 4): [9, 7, 0]},
+        guesses={(): 2, (1,): 4},
+    )
+    _, final, found, _ = miner.mine([100])
+    assert found == [Mismatch(0, 1, 2, True), Mismatch(1, 5, 4, False)]
+    assert final == [1, 4, 9, 7, 0]
+    assert (2,) in asked and (1, 4) in asked
+
+
+def test_an_answer_that_cannot_be_parsed_abstains_and_is_never_the_same() -> None:
+    miner, _ = scripted(target={(): [1, 9, 7, 0], (2,): [3, 0]}, guesses={(): 2})
+    _, final, found, _ = miner.mine([100])
+    assert found == [Mismatch(0, 1, 2, None)]
+    assert final == [1, 9, 7, 0]
+    # neither own nor swapped answer can be parsed: None == None is not "the same"
+    miner, asked = scripted(target={(): [1, 3, 0]}, guesses={(): 2, (1, 3): 4})
+    _, final, found, answer = miner.mine([100])
+    assert answer is None and final == [1, 3, 0]
+    assert found == [Mismatch(0, 1, 2, None), Mismatch(2, 0, 4, None)]
+    assert asked == [()]
+
+
+def test_eos_is_a_token_like_any_other() -> None:
+    # The draft ends too early (position 2, before the answer is whole) and goes on where the target ends (position 4).
+    miner, asked = scripted(
+        target={(): [1, 9, 7, 6, 0], (1, 9, 7, 6, 3): [9, 5, 0]},
+        guesses={(1, 9): EOS, (1, 9, 7, 6): 3},
+    )
+    _, final, found, _ = miner.mine([100])
+    assert found == [Mismatch(2, 7, 0, None), Mismatch(4, 0, 3, True)]  # "1 9" has nothing after the 9
+    assert final == [1, 9, 7, 6, 0]
+    assert (1, 9, 0) not in asked, "nothing is continued after an EOS"
+
+
+def test_the_whole_length_is_bounded_throughout() -> None:
+    endless = {(): [1, 9, 7, 1, 1, 1, 1, 1], (2,): [9, 7, 1, 1, 1, 1, 1, 1, 1], (2, 9, 7, 1, 1, 3): [9, 7, 7, 7]}
+    miner, _ = scripted(target=endless, guesses={(): 2, (2, 9, 7, 1, 1): 3}, limit=6)
+    own, final, found, _ = miner.mine([100])
+    assert len(own) == 6 and len(final) <= 6
+    assert found == [Mismatch(0, 1, 2, False), Mismatch(5, 1, 3, False)]
+    assert final == [2, 9, 7, 1, 1, 3]
+
+
+# ---- on real models
+
+
+class ParityTask:
+    """For random models: the answer is whether the first new tokens' ids, read from the text, add up to an odd number."""
+
+    name, max_new_tokens = "parity", 24
+
+    def samples(self, split: str):
+        for i in range(60):
+            yield Sample(f"{split}-{i}", f"w{1 + i % 40} w{1 + (7 * i) % 40} w{2 + i % 3}", None)
+
+    def answer(self, text: str) -> str | None:
+        numbers = [int(word[1:]) for word in text.split()[-6:]]
+        return str(sum(numbers) % 2) if len(numbers) == 6 else None
+
+    def same(self, a: str | None, b: str | None) -> bool | None:
+        return None if a is None or b is None else a == b
+
+    def correct(self, text: str, sample: Sample) -> bool:
+        return self.answer(text) == "0"
+
+
+def lines(folder: Path) -> list[dict]:
+    records = list(Journal(folder / "journal.jsonl"))
+    for record in records:
+        del record["cost"]["seconds"]
+    return records
+
+
+def brute_force(pair: Pair, task: ParityTask, prompt: list[int]) -> tuple[list[int], list[tuple]]:
+    """Algorithm 1 with plain generation from scratch for every step."""
+
+    def greedy(model: torch.nn.Module, ids: list[int], most: int) -> list[int]:
+        out = model.generate(torch.tensor([ids]), max_new_tokens=most, do_sample=False,  # pyright: ignore
+                             attention_mask=torch.ones(1, len(ids)))  # fmt: skip
+        return out[0, len(ids) :].tolist()
+
+    limit = task.max_new_tokens
+    response = greedy(pair.target.model, prompt, limit)
+    answer, at, found = task.answer(pair.target.decode(response)), 0, []
+    while at < len(response):
+        guess = greedy(pair.draft.model, prompt + response[:at], 1)[0]
+        if guess != response[at]:
+            swapped = [*response[:at], guess]
+            if guess != 0 and len(swapped) < limit:
+                swapped += greedy(pair.target.model, prompt + swapped, limit - len(swapped))
+            same = task.same(task.answer(pair.target.decode(swapped)), answer)
+            found.append((at, response[at], guess, None if same is None else not same))
+            response = swapped if same else response
+        at += 1
+    return response, found
+
+
+def test_mining_equals_a_search_from_scratch(llama: Pair, tmp_path: Path) -> None:
+    task = ParityTask()
+    for _ in mine(llama, task, tmp_path, limit=8):
+        pass
+    labels = set()
+    for record in lines(tmp_path):
+        final, found = brute_force(llama, task, record["prompt_ids"])
+        assert record["final_ids"] == final
+        assert [tuple(mismatch.values()) for mismatch in record["mismatches"]] == found
+        labels |= {important for *_, important in found}
+    assert labels >= {True, False}
+
+
+def test_only_what_changed_is_read(llama: Pair, tmp_path: Path) -> None:
+    for _ in mine(llama, ParityTask(), tmp_path, limit=4):
+        pass
+    for record in lines(tmp_path):
+        prompt = len(record["prompt_ids"])
+        # a fresh prefill at each of m swaps would read the prompt m times more
+        continued = sum(len(record["response_ids"]) - m["position"] for m in record["mismatches"])
+        windows = 9 * (record["cost"]["target_passes"])
+        assert record["cost"]["target_tokens"] <= prompt + windows + continued
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from test_mining import ParityTask
+from lenience.mining import mine
+from lenience.pair import load_pair
+for done, total, record in mine(load_pair({target!r}, {draft!r}, dtype="float32"), ParityTask(), Path({out!r}), limit=40):
+    print(done, flush=True)
+"""
+
+
+def test_a_killed_run_goes_on_to_the_same_journal(checkpoints, llama: Pair, tmp_path: Path) -> None:
+    target, draft = checkpoints("llama")
+    script = SCRIPT.format(tests=str(Path(__file__).parent), target=target, draft=draft, out=str(tmp_path / "killed"))
+    run = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    for line in run.stdout:
+        if int(line) >= 5:
+            os.kill(run.pid, signal.SIGKILL)
+            break
+    assert run.wait() == -signal.SIGKILL
+    journal = tmp_path / "killed" / "journal.jsonl"
+    assert 5 <= len(lines(tmp_path / "killed")) < 40
+    with journal.open("ab") as file:  # what a crash in the middle of a write leaves
+        file.write(b'{"id":"train-5","prom')
+    for folder in ("killed", "whole"):
+        for _ in mine(llama, ParityTask(), tmp_path / folder, limit=40):
+            pass
+    assert lines(tmp_path / "killed") == lines(tmp_path / "whole")
+    assert [record["id"] for record in lines(tmp_path / "whole")] == [f"train-{i}" for i in range(40)]
+
+
+def test_finished_samples_are_not_done_again_and_a_torn_line_is_told(llama: Pair, tmp_path: Path, capsys) -> None:
+    task = ParityTask()
+    list(mine(llama, task, tmp_path, limit=3))
+    before = (tmp_path / "journal.jsonl").read_text()
+    assert [done for done, _, _ in mine(llama, task, tmp_path, limit=3)] == [3]
+    assert (tmp_path / "journal.jsonl").read_text() == before
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        file.write('{"id": "tor')
+    assert [done for done, _, _ in mine(llama, task, tmp_path, limit=4)] == [3, 4]
+    assert "torn last line" in capsys.readouterr().err
+    assert (tmp_path / "journal.jsonl").read_text().startswith(before)
+
+
+def test_a_journal_broken_in_its_middle_is_an_error_and_loses_nothing(llama: Pair, tmp_path: Path) -> None:
+    list(mine(llama, ParityTask(), tmp_path, limit=3))
+    journal = tmp_path / "journal.jsonl"
+    parts = journal.read_text().splitlines(keepends=True)
+    journal.write_text(parts[0] + parts[1][:40] + "\n" + parts[2])
+    before = journal.read_text()
+    with pytest.raises(InputError, match=r"journal.jsonl, line 2: broken"):
+        list(mine(llama, ParityTask(), tmp_path, limit=5))
+    assert journal.read_text() == before
+
+
+def test_a_run_of_other_options_or_models_is_refused(pairs, llama: Pair, tmp_path: Path) -> None:
+    list(mine(llama, ParityTask(), tmp_path, limit=1))
+    with pytest.raises(InputError, match="max_new_tokens 24, not 10"):
+        list(mine(llama, ParityTask(), tmp_path, limit=1, max_new_tokens=10))
+    with pytest.raises(InputError, match="models target"):
+        list(mine(Pair(llama.draft, llama.target, llama.name), ParityTask(), tmp_path, limit=1))
+    with pytest.raises(InputError, match="another target"):
+        list(features(Pair(llama.draft, llama.target, llama.name), tmp_path, Inputs()))
+
+
+@pytest.mark.parametrize("models", [("target", "draft"), ("target",), ("draft",)])
+def test_features_equal_the_states_of_passes_from_scratch(models: tuple[str, ...], llama: Pair, tmp_path: Path) -> None:
+    list(mine(llama, ParityTask(), tmp_path, limit=6))
+    inputs = Inputs(models, ("draft", "previous", "target"))
+    list(features(llama, tmp_path, inputs))
+    x, important, sample = load_features(tmp_path, inputs)
+    row = 0
+    for i, record in enumerate(lines(tmp_path)):
+        for mismatch in record["mismatches"]:
+            if mismatch["important"] is None:
+                continue
+            prefix = record["prompt_ids"] + record["final_ids"][: mismatch["position"]]
+            wanted = []
+            for last in ([mismatch["draft_token"]], [], [mismatch["target_token"]]):
+                for model in models:
+                    with torch.inference_mode():
+                        hidden = getattr(llama, model).model(torch.tensor([prefix + last]), output_hidden_states=True)
+                    wanted.append(hidden.hidden_states[-1][0, -1].numpy())
+            np.testing.assert_allclose(x[row], np.concatenate(wanted), atol=2e-4, rtol=1e-3)
+            assert (important[row], sample[row]) == (mismatch["important"], i)
+            row += 1
+    assert row == len(x) > 20
+
+
+def test_whole_shards_of_features_are_kept(llama: Pair, tmp_path: Path) -> None:
+    list(mine(llama, ParityTask(), tmp_path, limit=3))
+    list(features(llama, tmp_path, Inputs()))
+    shard = tmp_path / "features" / "target+draft-draft" / "00000.safetensors"
+    before = shard.stat().st_mtime_ns
+    list(features(llama, tmp_path, Inputs()))
+    assert shard.stat().st_mtime_ns == before
+    list(mine(llama, ParityTask(), tmp_path, limit=4))
+    list(features(llama, tmp_path, Inputs()))
+    labelled = sum(m["important"] is not None for record in lines(tmp_path) for m in record["mismatches"])
+    assert len(load_features(tmp_path, Inputs())[0]) == labelled
+
+
+def test_the_strict_decoder_used_for_continuations_is_the_targets_own(built_in: Pair) -> None:
+    """A mined sample of the built-in task, relabelled by hand: its final response answers as the target did."""
+    task = lenience.task("wordmath")
+    sample = next(iter(task.samples("train")))
+    from lenience.mining import mine_sample
+
+    began = time.perf_counter()
+    record = mine_sample(built_in, task, sample, task.max_new_tokens)
+    assert record["cost"]["seconds"] <= time.perf_counter() - began
+    assert record["answers"]["target"] == record["answers"]["final"] == task.answer(built_in.target.decode(record["final_ids"]))
+    swapped = [m for m in record["mismatches"] if m["important"] is False]
+    assert swapped and all(record["final_ids"][m["position"]] == m["draft_token"] for m in swapped)
+    kept = [m for m in record["mismatches"] if m["important"]]
+    assert all(record["final_ids"][m["position"]] == m["target_token"] for m in kept)
+    json.dumps(record)

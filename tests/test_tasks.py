@@ -1,0 +1,143 @@
+"""Tasks: wordmath's solutions are right, whoever writes them; a user's own files."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+import lenience
+from lenience import InputError
+from lenience.tasks import take, wordmath
+
+TASK = wordmath.WordMath()
+
+
+@pytest.mark.parametrize("author", ["target", "draft"])
+def test_every_written_solution_is_right(author: str) -> None:
+    """Every equation and every remark with a number is evaluated; the last equation decides."""
+    for i in range(1500):
+        problem = wordmath.problem("check", i)
+        text = wordmath.solution(problem, author, random.Random(i))
+        equations = re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)", text)
+        for x, op, y, result in equations:
+            assert eval(f"{x} {op} {y}") == int(result), text
+        for value, end in re.findall(r"that is (\d+) (below|above) 100", text):
+            assert 0 <= int(value) and end
+        assert TASK.answer(text) == str(problem.answer)
+        steps = [operation for group in problem.groups for operation in group]
+        assert all(operation.result >= 0 and operation.y > 0 for operation in steps)
+        assert all(operation.x % operation.y == 0 for operation in steps if operation.op == "/")
+
+
+def test_the_solution_follows_from_the_problem() -> None:
+    """A reader of the two simplest kinds of text, written apart from the generator, comes to the same answers."""
+    seen = 0
+    for i in range(4000):
+        problem = wordmath.problem("check", i)
+        shop = re.fullmatch(r"(?:(\w+) has (\d+) coins\. )?\w+ buys (\d+) \w+ at (\d+) coins each and (\d+) \w+ at (\d+) "
+                            r"coins each\. How many coins does \w+ (spend|have left)\?", problem.text)  # fmt: skip
+        share = re.fullmatch(r"\w+ has (\d+) \w+\. \w+ gives (half|a third|a quarter) of them to \w+\. Then \w+ gives (half|a "
+                             r"third|a quarter) of (the rest|all the .*) to \w+\. How many .* left\?", problem.text)  # fmt: skip
+        if shop:
+            _, purse, n, p, m, q, asked = shop.groups()
+            spent = int(n) * int(p) + int(m) * int(q)
+            assert problem.answer == (spent if asked == "spend" else int(purse) - spent)
+        elif share:
+            whole, parts = int(share[1]), {"half": 2, "a third": 3, "a quarter": 4}
+            rest = whole - whole // parts[share[2]]
+            assert problem.answer == rest - (rest if share[4] == "the rest" else whole) // parts[share[3]]
+        seen += bool(shop or share)
+    assert seen > 500
+
+
+def test_samples_are_the_same_every_time_and_splits_differ() -> None:
+    train, test = take(TASK, "train", 200), take(TASK, "test", 200)
+    assert train == take(TASK, "train", 200)
+    assert not {sample.prompt for sample in train} & {sample.prompt for sample in test}
+    assert train[0].id == "train-0" and test[0].prompt == (
+        "Iris has 32 pens. Kira has 26 fewer pens than Iris. Then Iris gives 18 pens to Kira. Iris is 50 years old. "
+        "How many more pens does Kira have than Iris? Answer:"
+    )
+
+
+def test_the_two_authors_word_things_differently() -> None:
+    problems = [wordmath.problem("check", i) for i in range(50)]
+    written = [[wordmath.solution(problem, author, random.Random(1)) for author in ("target", "draft")] for problem in problems]
+    assert all(a != b for a, b in written)
+
+
+@pytest.mark.parametrize("text, found", [
+    ("The final answer is 12.", "12"), ("The final answer is 12", None), ("so 12.", None), ("", None),
+    ("The final answer is 1. The final answer is 3.", "3"), ("The final answer is 1,234.", "1234"),
+])  # fmt: skip
+def test_wordmath_answers(text: str, found: str | None) -> None:
+    assert TASK.answer(text) == found
+
+
+def test_two_missing_answers_are_not_the_same() -> None:
+    assert TASK.same(None, None) is None and TASK.same("1", None) is None
+    assert TASK.same("1", "1") is True and TASK.same("1", "2") is False
+    assert not TASK.correct("no answer", wordmath.Sample("x", "p", "1"))
+
+
+# ---- a user's own tasks
+
+
+def write(path: Path, rows: list) -> Path:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return path
+
+
+def test_a_jsonl_task(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{i}", "reference": f"because … #### {i}"} for i in range(10)]
+    task = lenience.task(str(write(tmp_path / "t.jsonl", rows)), answer="after:####", same="number")
+    test = take(task, "test", None)
+    assert [sample.prompt for sample in test] == ["p4", "p9"] and test[0].reference == "4"
+    assert len(take(task, "train", None)) == 8
+    assert task.correct("I think\n#### 4.0", test[0]) and not task.correct("4", test[0])
+    assert task.same("1,000", "1000") is True and task.same("$12", "12") is True and task.same("many", "12") is None
+
+
+def test_a_jsonl_task_with_splits_messages_and_choices(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "A or B?"}]
+    rows = [{"id": "q1", "messages": messages, "reference": "B", "split": "test"}, "", {"prompt": "x", "split": "train"}]
+    task = lenience.task(str(write(tmp_path / "t.jsonl", rows)), answer="regex:answer: (.*)", same="choice")
+    (sample,) = take(task, "test", None)
+    assert (sample.id, sample.prompt) == ("q1", messages)
+    assert task.correct("answer: (b)", sample) and task.correct("answer: A\nanswer: B", sample)
+    assert task.same("B", "no letter here stands") is None
+    text = lenience.task(str(tmp_path / "t.jsonl"), answer="regex:is (.+)", same="text")
+    assert text.same("Two  Words", "two words") is True and text.same("", "x") is None
+
+
+@pytest.mark.parametrize("row, options, says", [
+    ("{", {}, "line 2: not JSON"), ({"question": "x"}, {}, "line 2: needs a \"prompt\""), ({"prompt": "x"}, {"answer": "x"}, "regex:PATTERN"),
+    ({"prompt": "x"}, {"answer": "regex:("}, "not a regular expression"), ({"prompt": "x"}, {"same": "vibes"}, "number, text, choice"),
+])  # fmt: skip
+def test_wrong_jsonl_tasks_are_told(row, options: dict, says: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", [{"prompt": "fine"}, row])
+    with pytest.raises(InputError, match=says):
+        lenience.task(str(path), **options)
+
+
+def test_a_task_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from lenience.tasks import WordMath\nclass Mine(WordMath):\n    name = 'mine'\nlame = 3\n")
+    assert lenience.task(f"{tmp_path}/mine.py:Mine").name == "mine"
+    for spec, says in ((f"{tmp_path}/mine.py:Other", "no 'Other'"), (f"{tmp_path}/no.py:Mine", "no such file"),
+                       (f"{tmp_path}/mine.py:lame", "lacks name"), ("wordmaths", "there is no task 'wordmaths'"),
+                       (f"{tmp_path}/no.jsonl", "cannot be read")):  # fmt: skip
+        with pytest.raises(InputError, match=says):
+            lenience.task(spec)
+    (tmp_path / "bad.py").write_text("1/0")
+    with pytest.raises(InputError, match="ZeroDivisionError"):
+        lenience.task(f"{tmp_path}/bad.py:X")
+
+
+def test_an_empty_split_is_told(tmp_path: Path) -> None:
+    task = lenience.task(str(write(tmp_path / "t.jsonl", [{"prompt": "x"}])))
+    with pytest.raises(InputError, match="no samples in its split 'test'"):
+        take(task, "test", 5)
