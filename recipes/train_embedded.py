@@ -11,14 +11,12 @@ started again. Both models see right solutions only, each in the wording of its 
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -124,7 +122,7 @@ def train(role: str, tokens: float, work: Path, rate: float, size: int, device: 
             optimizer.load_state_dict(kept)
         seen, pool, step = saved["seen"], saved["pool"], saved["step"]
     began, first, losses = time.time(), seen, []
-    for pool, ids, labels in batches(role, tokenizer, size, pool):
+    for pool_now, ids, labels in batches(role, tokenizer, size, pool):
         ids, labels = ids.to(device), labels.to(device)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -142,12 +140,15 @@ def train(role: str, tokens: float, work: Path, rate: float, size: int, device: 
         if step % 20 == 0 or last:
             speed = (seen - first) / (time.time() - began)
             left = (tokens - seen) / speed / 60
-            print(f"{role} step {step} {seen / 1e6:.2f} M tokens loss {sum(losses) / len(losses):.4f} "
-                  f"{speed:.0f} tokens/s {left:.1f} min left", flush=True)
+            print(
+                f"{role} step {step} {seen / 1e6:.2f} M tokens loss {sum(losses) / len(losses):.4f} "
+                f"{speed:.0f} tokens/s {left:.1f} min left",
+                flush=True,
+            )
         if step % 200 == 0 or last:
             work.mkdir(parents=True, exist_ok=True)
             kept = [optimizer.state_dict() for optimizer in optimizers]
-            new = {"model": model.state_dict(), "optimizers": kept, "seen": seen, "pool": pool, "step": step}
+            new = {"model": model.state_dict(), "optimizers": kept, "seen": seen, "pool": pool_now, "step": step}
             torch.save(new, state.with_suffix(".new"))
             state.with_suffix(".new").replace(state)
             model.save_pretrained(work / role)

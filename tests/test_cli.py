@@ -69,7 +69,7 @@ def test_a_failed_run_exits_with_1(tmp_path: Path) -> None:
 
 def test_the_whole_path_on_a_users_own_pair_and_task(checkpoints, tmp_path: Path) -> None:
     """Tiny random models and a JSONL task; the answers are worth nothing, but every command runs on from the last."""
-    target, draft = checkpoints("qwen2")
+    target, draft = checkpoints("llama")
     rows = [{"prompt": f"w{1 + i % 40} w{1 + 3 * i % 41} w{2 + i % 7}", "reference": f"w{i % 47}"} for i in range(60)]
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
     models = ["--target", target, "--draft", draft]

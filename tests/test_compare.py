@@ -30,7 +30,9 @@ def result(tokens: int, passes: int, seconds: float, correct: bool) -> dict:
 def test_the_tables_figures_follow_their_definitions() -> None:
     rng = np.random.default_rng(0)
     right = rng.random((40, 2)) < 0.7
-    records = [{"results": [result(10, 10, 1.0, bool(a)), result(12 + i % 3, 4, 0.5, bool(b))]} for i, (a, b) in enumerate(right)]
+    records = [
+        {"results": [result(10, 10, 1.0, bool(a)), result(12 + i % 3, 4, 0.5, bool(b))]} for i, (a, b) in enumerate(right)
+    ]
     _, lenient = rows([Setting("target", 0), Setting("topk:2", 8)], records)
     lost = int((right[:, 0] & ~right[:, 1]).sum())
     assert lost > 0 and lenient["n"] == 40
@@ -95,7 +97,7 @@ def test_a_stopped_comparison_goes_on(llama: Pair, tmp_path: Path) -> None:
     for item in items:
         if isinstance(item, Progress) and item.phase == "comparing" and item.done == 4:
             break
-    items.close()  # pyright: ignore
+    items.close()
     kept = (tmp_path / "compare.jsonl").read_text()
     assert len(kept.splitlines()) == 4
     progress, frontier = finish(run())
@@ -113,7 +115,9 @@ def test_a_missing_judge_is_told_before_any_work(llama: Pair, tmp_path: Path) ->
 
 def test_the_report_stands_alone_and_holds_every_token(llama: Pair, tmp_path: Path) -> None:
     _, frontier = finish(compare(llama, ParityTask(), RULES, windows=(4,), limit=5, tuning=2))
-    write_report(tmp_path / "report.html", frontier, {"samples": 3, "mismatches": 9, "important_share": 0.25, "judge_auc": 0.875})
+    write_report(
+        tmp_path / "report.html", frontier, {"samples": 3, "mismatches": 9, "important_share": 0.25, "judge_auc": 0.875}
+    )
     page = (tmp_path / "report.html").read_text()
     links = re.findall(r"(?:src|href)=\"([^\"]*)\"", page)
     assert all(link.startswith("#") for link in links), "nothing is fetched"
@@ -123,4 +127,4 @@ def test_the_report_stands_alone_and_holds_every_token(llama: Pair, tmp_path: Pa
     spans = re.findall(r'<span class="t ([a-z-]+)" title', page)
     assert spans == [origin for _, origin, _ in shown["result"]["trace"]]
     for row in frontier["rows"]:
-        assert f"<td title=\"{row['rule']}\">" in page
+        assert f'<td title="{row["rule"]}">' in page

@@ -118,7 +118,7 @@ def test_incomplete_characters_are_held_back() -> None:
             return bytes(ids).decode(errors="replace")
 
     text = "snow ☃ and é, " * 9
-    stream = TextStream(Bytes())  # pyright: ignore
+    stream = TextStream(Bytes())
     parts = [stream.push(byte) for byte in text.encode()]
     assert "".join(parts) + stream.flush() == text
     assert not any("�" in part for part in parts)
@@ -138,18 +138,24 @@ def test_padded_embeddings_of_one_vocabulary_may_differ(tmp_path, checkpoints: C
 # ---- sampling
 
 
-@pytest.mark.parametrize("options", [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 5}, {"temperature": 1.3, "top_p": 0.8}])
+@pytest.mark.parametrize(
+    "options", [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 5}, {"temperature": 1.3, "top_p": 0.8}]
+)
 def test_exact_sampling_is_plain_sampling_with_the_same_seed(options: dict, llama: Pair) -> None:
     for seed in range(3):
         wanted = llama.generate(PROMPTS[1], rule="target", max_new_tokens=25, seed=seed, **options).tokens
         for window in (1, 5):
             out = llama.generate(PROMPTS[1], rule="exact", window=window, max_new_tokens=25, seed=seed, **options)
             assert out.tokens == wanted
-    assert llama.generate(PROMPTS[1], temperature=1.0, seed=1).tokens != llama.generate(PROMPTS[1], temperature=1.0, seed=2).tokens
+    assert (
+        llama.generate(PROMPTS[1], temperature=1.0, seed=1).tokens != llama.generate(PROMPTS[1], temperature=1.0, seed=2).tokens
+    )
 
 
 @pytest.mark.parametrize("rule", ["exact", "speculative"])
-@pytest.mark.parametrize("options", [{"temperature": 1.0}, {"temperature": 0.6, "top_k": 4}, {"temperature": 1.5, "top_p": 0.7}])
+@pytest.mark.parametrize(
+    "options", [{"temperature": 1.0}, {"temperature": 0.6, "top_k": 4}, {"temperature": 1.5, "top_p": 0.7}]
+)
 def test_sampled_pairs_of_tokens_follow_the_target(rule: str, options: dict) -> None:
     """Two positions, five tokens, distributions written down here; 20,000 seeds; chi-square at 1e-4."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -160,11 +166,11 @@ def test_sampled_pairs_of_tokens_follow_the_target(rule: str, options: dict) -> 
     second_draft = torch.tensor(rng.normal(0, 1.2, (5, 5)), dtype=torch.float32)
 
     def warp(logits: torch.Tensor) -> np.ndarray:
-        logits = TemperatureLogitsWarper(options["temperature"])(None, logits)  # pyright: ignore
+        logits = TemperatureLogitsWarper(options["temperature"])(None, logits)
         if "top_k" in options:
-            logits = TopKLogitsWarper(options["top_k"])(None, logits)  # pyright: ignore
+            logits = TopKLogitsWarper(options["top_k"])(None, logits)
         if "top_p" in options:
-            logits = TopPLogitsWarper(options["top_p"])(None, logits)  # pyright: ignore
+            logits = TopPLogitsWarper(options["top_p"])(None, logits)
         return torch.softmax(logits.double(), -1).numpy()
 
     wanted = warp(first[None])[0][:, None] * warp(second)  # [5, 5]
@@ -221,7 +227,10 @@ def test_a_whole_decode_follows_the_targets_distribution(llama: Pair) -> None:
     assert seen[wanted == 0].sum() == 0
     expected = wanted / wanted.sum() * seen.sum()
     big = expected >= 5
-    assert chisquare(np.append(seen[big], seen[~big].sum() + 1e-9), np.append(expected[big], expected[~big].sum() + 1e-9)).pvalue > 1e-4
+    assert (
+        chisquare(np.append(seen[big], seen[~big].sum() + 1e-9), np.append(expected[big], expected[~big].sum() + 1e-9)).pvalue
+        > 1e-4
+    )
 
 
 @given(seed=st.integers(0, 2**31), prompt=st.lists(st.integers(0, 40), min_size=1, max_size=5), position=st.integers(0, 99))

@@ -28,7 +28,7 @@ def test_it_decodes_as_transformers_does(built_in: Pair) -> None:
     for sample in take(WordMath(), "test", 4):
         ids = built_in.target.encode(sample.prompt)
         with torch.inference_mode():
-            plain = built_in.target.model.generate(torch.tensor([ids]), max_new_tokens=300, do_sample=False)  # pyright: ignore
+            plain = built_in.target.model.generate(torch.tensor([ids]), max_new_tokens=300, do_sample=False)
         for window in (4, 16):
             out = built_in.generate(sample.prompt, window=window, max_new_tokens=300)
             assert out.tokens == plain[0, len(ids) :].tolist()

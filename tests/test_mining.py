@@ -38,7 +38,9 @@ class LastAfterNine:
         return None if a is None or b is None else a == b
 
 
-def scripted(target: dict[tuple[int, ...], list[int]], guesses: dict[tuple[int, ...], int], limit: int = 20) -> tuple[Miner, list]:
+def scripted(
+    target: dict[tuple[int, ...], list[int]], guesses: dict[tuple[int, ...], int], limit: int = 20
+) -> tuple[Miner, list]:
     """`target` says how each prefix (without the prompt) goes on; `guesses` what the draft puts after a prefix, where it
     differs from what stands there."""
     asked: list[tuple[int, ...]] = []
@@ -53,7 +55,7 @@ def scripted(target: dict[tuple[int, ...], list[int]], guesses: dict[tuple[int, 
     def decode(ids: list[int]) -> str:
         return " ".join(str(token) for token in ids if token != EOS)
 
-    return Miner(LastAfterNine(), continue_, predict, decode, frozenset({EOS}), limit), asked  # pyright: ignore
+    return Miner(LastAfterNine(), continue_, predict, decode, frozenset({EOS}), limit), asked
 
 
 def test_labels_known_by_hand() -> None:
@@ -161,7 +163,7 @@ def brute_force(pair: Pair, task: ParityTask, prompt: list[int]) -> tuple[list[i
     """Algorithm 1 with plain generation from scratch for every step."""
 
     def greedy(model: torch.nn.Module, ids: list[int], most: int) -> list[int]:
-        out = model.generate(torch.tensor([ids]), max_new_tokens=most, do_sample=False,  # pyright: ignore
+        out = model.generate(torch.tensor([ids]), max_new_tokens=most, do_sample=False,
                              attention_mask=torch.ones(1, len(ids)))  # fmt: skip
         return out[0, len(ids) :].tolist()
 

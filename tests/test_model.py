@@ -22,7 +22,9 @@ from lenience.pair import Pair, load_pair
 def test_rolling_back_equals_a_fresh_pass(name: str, pairs: Callable[[str], Pair]) -> None:
     lm = pairs(name).target
 
-    @given(st.lists(st.tuples(st.integers(0, 30), st.lists(st.integers(0, 47), min_size=1, max_size=9)), min_size=1, max_size=5))
+    @given(
+        st.lists(st.tuples(st.integers(0, 30), st.lists(st.integers(0, 47), min_size=1, max_size=9)), min_size=1, max_size=5)
+    )
     @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     def check(edits: list[tuple[int, list[int]]]) -> None:
         session, tokens = Session(lm), [4] * 20
@@ -151,7 +153,7 @@ def test_models_that_cannot_be_loaded_are_named(tmp_path, checkpoints) -> None:
     broken = save_model(tmp_path / "broken", CONFIGS["llama"], seed=1)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(InputError, match="target .*broken.*safetensors file is corrupt"):
+    with pytest.raises(InputError, match=r"target .*broken.*safetensors file is corrupt"):
         load_pair(str(broken), draft)
 
 
@@ -168,7 +170,7 @@ def test_a_fingerprint_is_of_the_weights_whatever_their_dtype(tmp_path, checkpoi
     assert single.fingerprints == half.fingerprints
     assert single.target.fingerprint != single.draft.fingerprint
     with torch.no_grad():
-        single.target.model.lm_head.weight[0, 0] += 1  # pyright: ignore
+        single.target.model.lm_head.weight[0, 0] += 1
     del single.target.__dict__["fingerprint"]
     assert single.target.fingerprint != half.target.fingerprint
 

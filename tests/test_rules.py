@@ -145,7 +145,7 @@ def test_the_judge_reads_the_state_after_the_drafted_token(tmp_path: Path) -> No
     verdict = Judge(str(tmp_path), 0.7)(Draft([1, 2, 3], None, draft), Reading(torch.tensor(logits), target), greedy())
     wanted = [1 / (1 + np.exp(-x)) for x in (1.5, 1.0, -1.5)]
     assert verdict.accepted == 2 and verdict.token == 5
-    np.testing.assert_allclose(verdict.scores, wanted, rtol=1e-6)  # pyright: ignore
+    np.testing.assert_allclose(verdict.scores, wanted, rtol=1e-6)
     assert verdict.exact == [False] * 3
 
 

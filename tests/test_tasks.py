@@ -26,7 +26,7 @@ def test_every_written_solution_is_right(author: str) -> None:
         for x, op, y, result in equations:
             assert eval(f"{x} {op} {y}") == int(result), text
         for value, end in re.findall(r"that is (\d+) (below|above) 100", text):
-            assert 0 <= int(value) and end
+            assert int(value) >= 0 and end
         assert TASK.answer(text) == str(problem.answer)
         steps = [operation for group in problem.groups for operation in group]
         assert all(operation.result >= 0 and operation.y > 0 for operation in steps)
@@ -125,7 +125,9 @@ def test_wrong_jsonl_tasks_are_told(row, options: dict, says: str, tmp_path: Pat
 
 
 def test_a_task_from_a_file(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("from lenience.tasks import WordMath\nclass Mine(WordMath):\n    name = 'mine'\nlame = 3\n")
+    (tmp_path / "mine.py").write_text(
+        "from lenience.tasks import WordMath\nclass Mine(WordMath):\n    name = 'mine'\nlame = 3\n"
+    )
     assert lenience.task(f"{tmp_path}/mine.py:Mine").name == "mine"
     for spec, says in ((f"{tmp_path}/mine.py:Other", "no 'Other'"), (f"{tmp_path}/no.py:Mine", "no such file"),
                        (f"{tmp_path}/mine.py:lame", "lacks name"), ("wordmaths", "there is no task 'wordmaths'"),

@@ -110,9 +110,11 @@ def generate(
         Colour every token by where it came from.
     """
     from lenience.decode import pieces
+    from lenience.rules import parse_rule
 
-    models = models or Models()
-    pair = models.load()
+    if rule not in ("target", "draft"):
+        parse_rule(rule)  # a wrong rule is told before the models are loaded
+    pair = (models or Models()).load()
     if prompt is None:
         prompt = _prompt(pair)
     options = {"rule": rule, "window": window, "max_new_tokens": max_new_tokens, "temperature": temperature,
@@ -168,8 +170,11 @@ def mine(
     task = choice.load()
     pair = models.load()
     counts = _mine(pair, task, out, limit, choice.max_new_tokens)
-    screen.print(f"{counts['samples']} samples, {counts['mismatches']} mismatches, {counts['important']} important, "
-                 f"{counts['abstained']} without a parseable answer; next: lenience fit {out}", highlight=False)
+    screen.print(
+        f"{counts['samples']} samples, {counts['mismatches']} mismatches, {counts['important']} important, "
+        f"{counts['abstained']} without a parseable answer; next: lenience fit {out}",
+        highlight=False,
+    )
     if json:
         _print_json({"run": str(out), **counts})
 
@@ -233,8 +238,11 @@ def fit(
     for row in head.metrics["thresholds"]:
         table.add_row(f"{row['recall']:g}", f"{row['threshold']:.6g}", f"{row['accepted']:.3f}")
     screen.print(table)
-    screen.print(f"validation AUC {head.metrics['auc']:.3f}; out of fold {head.metrics['auc_out_of_fold']:.3f}; "
-                 f"use it as judge:{out or run / 'judge'}@{head.threshold:.6g}", highlight=False)
+    screen.print(
+        f"validation AUC {head.metrics['auc']:.3f}; out of fold {head.metrics['auc_out_of_fold']:.3f}; "
+        f"use it as judge:{out or run / 'judge'}@{head.threshold:.6g}",
+        highlight=False,
+    )
     if json:
         _print_json({"judge": str(out or run / "judge"), "threshold": head.threshold, **head.metrics})
 
@@ -344,8 +352,11 @@ def demo(*, out: Path = Path("demo"), fresh: int = 24, limit: int = 100, json: J
     wanted = 1 - 0.01 / each  # with `each` important mismatches in an answer, this recall loses about one answer in 100
     sweep = head.metrics["thresholds"]
     picked = next((row for row in sweep if row["recall"] >= wanted), sweep[-1])
-    screen.print(f"AUC {head.metrics['auc']:.3f}; an answer has {each:.2f} important mismatches, so a loss within a point "
-                 f"needs a recall of {wanted:.3f}: threshold {picked['threshold']:.6g}", highlight=False)
+    screen.print(
+        f"AUC {head.metrics['auc']:.3f}; an answer has {each:.2f} important mismatches, so a loss within a point "
+        f"needs a recall of {wanted:.3f}: threshold {picked['threshold']:.6g}",
+        highlight=False,
+    )
 
     screen.rule(f"3. comparing on {limit} held-out problems")
     recalls = {picked["recall"], 0.9, 0.98, 0.95 if picked["recall"] in (0.9, 0.98) else 0.9}
@@ -373,7 +384,14 @@ def _quoted(path: Path) -> str:
 @contextmanager
 def _progress() -> Iterator[Any]:
     """A function (what, done, total) that draws a bar with the time left on standard error."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TextColumn("left"), TimeRemainingColumn())  # fmt: skip

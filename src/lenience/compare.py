@@ -17,7 +17,7 @@ from lenience.decode import pieces
 from lenience.journal import Journal, open_run, read_json, write_json
 from lenience.mining import describe
 from lenience.pair import Generation, Pair
-from lenience.rules import AnyOf, Judge, Term, parse_rule
+from lenience.rules import AnyOf, Judge, parse_rule
 from lenience.tasks import Sample, Task, take
 
 if TYPE_CHECKING:
@@ -112,9 +112,7 @@ class _Run:
         self.pair, self.task, self.max_new_tokens = pair, task, max_new_tokens
 
     def answer(self, sample: Sample, setting: Setting) -> Generation:
-        return self.pair.generate(
-            sample.prompt, rule=setting.rule, window=setting.window, max_new_tokens=self.max_new_tokens
-        )
+        return self.pair.generate(sample.prompt, rule=setting.rule, window=setting.window, max_new_tokens=self.max_new_tokens)
 
     def tune(self, rules: Sequence[str], windows: Sequence[int], samples: Sequence[Sample]) -> Any:
         """The settings to compare: each rule at its fastest window."""
@@ -147,7 +145,7 @@ class _Run:
         results = []
         for setting in settings:
             out = self.answer(sample, setting)
-            result = {
+            result: dict[str, Any] = {
                 "tokens": len(out.tokens),
                 "target_passes": 0 if setting.rule == "draft" else out.target_passes,
                 "draft_passes": out.target_passes if setting.rule == "draft" else out.draft_passes,
@@ -168,7 +166,7 @@ def _judges(rule: str) -> list[Judge]:
     if rule in ALONE:
         return []
     parsed = parse_rule(rule)
-    terms: tuple[Term, ...] = parsed.terms if isinstance(parsed, AnyOf) else (parsed,)  # pyright: ignore
+    terms = parsed.terms if isinstance(parsed, AnyOf) else (parsed,)
     return [term for term in terms if isinstance(term, Judge)]
 
 

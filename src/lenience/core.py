@@ -10,7 +10,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList
 
+Finish = Literal["eos", "stop", "length", "context"]
 Origin = Literal["draft", "draft-lenient", "correction", "bonus"]
 
 
@@ -78,7 +79,7 @@ class Step:
     draft_passes: int
     text: str
     """The text that this step adds, incomplete characters and possible stop strings held back until they are decided."""
-    finish: Literal["eos", "stop", "length", "context"] | None = None
+    finish: Finish | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -138,7 +139,7 @@ class Context:
         history = torch.tensor([*self.prefix, *tokens], device=logits.device)[None]  # [1, T]
         for i, row in enumerate(logits):
             seen = history[:, : end - len(logits) + 1 + i]
-            rows.append(self.processors(seen, row[None].float()))  # pyright: ignore[reportArgumentType]
+            rows.append(self.processors(cast(torch.LongTensor, seen), cast(torch.FloatTensor, row[None].float())))
         return torch.cat(rows)
 
     def probs(self, logits: Tensor) -> Tensor:
@@ -155,11 +156,11 @@ class Context:
         from transformers import TopKLogitsWarper, TopPLogitsWarper
 
         logits = logits / self.temperature
-        nothing = torch.empty(0)
+        nothing: Any = torch.empty(0)
         if self.top_k:
-            logits = TopKLogitsWarper(self.top_k)(nothing, logits)  # pyright: ignore[reportArgumentType]
+            logits = TopKLogitsWarper(self.top_k)(nothing, cast(torch.FloatTensor, logits))
         if self.top_p is not None and self.top_p < 1:
-            logits = TopPLogitsWarper(self.top_p)(nothing, logits)  # pyright: ignore[reportArgumentType]
+            logits = TopPLogitsWarper(self.top_p)(nothing, cast(torch.FloatTensor, logits))
         return logits
 
     def forbidden(self, logits: Tensor) -> Tensor:
@@ -178,8 +179,10 @@ class Context:
 class Drafter(Protocol):
     """Proposes windows."""
 
-    passes: int
-    """How many passes of a model proposing has taken so far."""
+    @property
+    def passes(self) -> int:
+        """How many passes of a model proposing has taken so far."""
+        ...
 
     def propose(self, tokens: list[int], ctx: Context, room: int) -> Draft:
         """A window of at most `room` tokens to follow `tokens`; it may be empty."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lenience.core import Context, Draft, Drafter, Reading, Rule, Step, Trace, Verdict
+from lenience.core import Context, Draft, Drafter, Finish, Reading, Rule, Step, Trace, Verdict
 from lenience.model import LM, Session
 
 
-def decode(
-    session: Session, drafter: Drafter, rule: Rule, prompt: list[int], ctx: Context, limits: Limits
-) -> Iterator[Step]:
+def decode(session: Session, drafter: Drafter, rule: Rule, prompt: list[int], ctx: Context, limits: Limits) -> Iterator[Step]:
     """Continue `prompt`, one cycle at a time, until a limit is reached."""
     tokens = list(prompt)
     while limits.finish is None:
@@ -38,13 +36,13 @@ class Limits:
     stream: bool = False
     """Whether steps carry their text; with stop strings they always do."""
     new: int = 0
-    finish: str | None = None
+    finish: Finish | None = None
 
     def __post_init__(self) -> None:
         self._text = TextStream(self.lm, self.stop_strings) if self.stream or self.stop_strings else None
         context = self.lm.context
         self._left = min(self.max_new_tokens, context - self.prompt_length) if context else self.max_new_tokens
-        self._cut = "length" if self._left == self.max_new_tokens else "context"
+        self._cut: Finish = "length" if self._left == self.max_new_tokens else "context"
 
     @property
     def room(self) -> int:
@@ -59,7 +57,8 @@ class Limits:
             for token, exact, score in zip(draft.tokens[:k], verdict.exact, verdict.scores)
         ]
         last = Trace(verdict.token, "bonus") if k == n else Trace(verdict.token, "correction", verdict.scores[k])
-        trace, text = [], ""
+        trace: list[Trace] = []
+        text = ""
         for entry in [*kept, last]:
             trace.append(entry)
             self.new += 1
@@ -76,7 +75,7 @@ class Limits:
                 break
         drafted = sum(entry.origin.startswith("draft") for entry in trace)
         exact = next((i for i in range(drafted) if not verdict.exact[i]), drafted)
-        return Step(trace, n, exact, drafted - exact, draft_passes, text, self.finish)  # pyright: ignore
+        return Step(trace, n, exact, drafted - exact, draft_passes, text, self.finish)
 
 
 class TextStream:

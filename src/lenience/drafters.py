@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from lenience.core import Context, Draft
-from lenience.model import Session
+from lenience.model import LM, Session
 
 
 class ModelDrafter:
     """Drafts with an independent model of the same vocabulary, `window` tokens at most.
 
-    `width` is that of the target's logits: embeddings of one vocabulary may be padded differently, and an id that only
-    the draft's has is never proposed. `keep_states` keeps the draft's hidden states for a rule that reads them.
+    What it proposes is as wide as the target's logits and on their device: embeddings of one vocabulary may be padded
+    differently, and an id that only the draft's has is never proposed. `keep_states` keeps the draft's hidden states for a
+    rule that reads them.
     """
 
-    def __init__(self, session: Session, window: int, width: int, keep_states: bool = False):
-        self.session, self.window, self.width, self.keep_states = session, window, width, keep_states
+    def __init__(self, session: Session, window: int, target: LM, keep_states: bool = False):
+        self.session, self.window, self.keep_states = session, window, keep_states
+        self.width, self.device = target.width, target.device
 
     @property
     def passes(self) -> int:
@@ -30,9 +33,7 @@ class ModelDrafter:
         logits, hidden = [], []
         for ahead in range(n):
             reading = self.session.read([*tokens, *drafted])
-            missing = self.width - reading.logits.shape[-1]
-            wide = torch.nn.functional.pad(reading.logits, (0, missing), value=float("-inf")) if missing else reading.logits
-            logits.append(ctx.process(wide, drafted))  # [1, V]
+            logits.append(ctx.process(self._as_target(reading.logits), drafted))  # [1, V]
             hidden.append(reading.hidden)
             drafted.append(ctx.draw(logits[-1][0], ahead))
         states = None
@@ -40,5 +41,10 @@ class ModelDrafter:
             # the state after the last drafted token costs one more pass, which the next window would have to make anyway
             # wherever this one is accepted whole
             hidden.append(self.session.read([*tokens, *drafted]).hidden)
-            states = torch.cat(hidden)  # [n + 1, H]
+            states = torch.cat(hidden).to(self.device)  # [n + 1, H]
         return Draft(drafted, torch.cat(logits), states)
+
+    def _as_target(self, logits: Tensor) -> Tensor:
+        missing = self.width - logits.shape[-1]
+        wide = torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
+        return wide.to(self.device)

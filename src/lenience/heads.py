@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -65,19 +66,23 @@ class Head:
                 state = reading.hidden if model == "target" else draft.hidden
                 if state is None:
                     raise RuntimeError("the drafter did not keep the draft's hidden states")
-                parts.append(state[rows].to(reading.hidden.device))
+                parts.append(state[rows])
         x = torch.cat(parts, -1).float()  # [n, F]
         return torch.sigmoid((x @ self.weight.to(x.device) + self.bias).double())  # float32 has no steps near 1
 
     def check(self, fingerprints: dict[str, str], width: int) -> None:
         """Raise InputError unless this head can run on models of these fingerprints and this input width."""
         if "target" in self.inputs.tokens:
-            raise InputError(f"judge {self.folder}: reads the state after the target's own token, which decoding does "
-                             "not compute; fit one with --tokens draft or previous")
+            raise InputError(
+                f"judge {self.folder}: reads the state after the target's own token, which decoding does "
+                "not compute; fit one with --tokens draft or previous"
+            )
         for part, value in self.fingerprints.items():
             if fingerprints[part] != value:
-                raise InputError(f"judge {self.folder}: was fitted to another {part} ({value}, this is "
-                                 f"{fingerprints[part]}); fit one for this pair, or add ,unchecked=true to the rule")
+                raise InputError(
+                    f"judge {self.folder}: was fitted to another {part} ({value}, this is "
+                    f"{fingerprints[part]}); fit one for this pair, or add ,unchecked=true to the rule"
+                )
         if len(self.weight) != width:
             raise InputError(f"judge {self.folder}: reads {len(self.weight)} numbers, these models give {width}")
 
@@ -129,7 +134,13 @@ RECALLS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 1.0)
 
 
 def fit_head(
-    x: NDArray, important: NDArray, samples: NDArray, *, inputs: Inputs, fingerprints: dict[str, str], recall: float,
+    x: NDArray,
+    important: NDArray,
+    samples: NDArray,
+    *,
+    inputs: Inputs,
+    fingerprints: dict[str, str],
+    recall: float,
     seed: int,
 ) -> Head:
     """Fit a judge by logistic regression (AutoJudge, section 3.2).
@@ -138,28 +149,21 @@ def fit_head(
     the AUC on 10 % of the samples; thresholds are read off scores that no fold's own samples trained; the head that is
     kept is fitted to everything. Raises InputError where there is too little to learn from.
     """
-    import numpy as np
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import roc_auc_score
-    from sklearn.model_selection import GroupKFold, GroupShuffleSplit
+    from sklearn.model_selection import GroupKFold
 
     groups = len(set(samples[important].tolist()))
     if groups < 10 or important.all():
-        raise InputError(f"{int(important.sum())} important of {len(x)} mismatches, in {groups} samples: too few to fit "
-                         "a judge; mine more samples (lenience mine --limit)")
+        raise InputError(
+            f"{int(important.sum())} important of {len(x)} mismatches, in {groups} samples: too few to fit "
+            "a judge; mine more samples (lenience mine --limit)"
+        )
     mean, scale = x.mean(0), x.std(0) + 1e-6
     x = ((x - mean) / scale).astype(np.float32)
     harmless = ~important
 
-    split = GroupShuffleSplit(n_splits=20, test_size=0.1, random_state=seed).split(x, harmless, samples)
-    train, valid = next(part for part in split if len(set(important[part[1]])) == len(set(important[part[0]])) == 2)
-    model = LogisticRegression(max_iter=500, warm_start=True)
-    curve = {}
-    for c in GRID:
-        model.set_params(C=c).fit(x[train], harmless[train])
-        curve[c] = float(roc_auc_score(harmless[valid], model.decision_function(x[valid])))
-    best = max(curve, key=curve.__getitem__)
-
+    best, curve, valid = _choose_c(x, harmless, samples, seed)
     held_out = np.zeros(len(x))
     for inside, outside in GroupKFold(5).split(x, harmless, samples):
         fold = LogisticRegression(max_iter=500, C=best).fit(x[inside], harmless[inside])
@@ -183,10 +187,27 @@ def fit_head(
     return Head(torch.from_numpy(weight), bias, inputs, chosen, fingerprints, metrics)
 
 
+def _choose_c(x: NDArray, harmless: NDArray, samples: NDArray, seed: int) -> tuple[float, dict[float, float], NDArray]:
+    """The C of the grid with the best AUC on a tenth of the samples, the AUC of each, and the rows of that tenth."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import roc_auc_score
+    from sklearn.model_selection import GroupShuffleSplit
+
+    for train, valid in GroupShuffleSplit(n_splits=20, test_size=0.1, random_state=seed).split(x, harmless, samples):
+        if len(set(harmless[valid])) == 2:
+            break
+    else:
+        raise InputError("important mismatches sit in too few samples to set any aside; mine more (lenience mine --limit)")
+    model = LogisticRegression(max_iter=500, warm_start=True)
+    curve = {}
+    for c in GRID:
+        model.set_params(C=c).fit(x[train], harmless[train])
+        curve[c] = float(roc_auc_score(harmless[valid], model.decision_function(x[valid])))
+    return max(curve, key=curve.__getitem__), curve, valid
+
+
 def threshold_at(scores: NDArray, important: NDArray, recall: float) -> float:
     """The lowest threshold that rejects at least a share `recall` of the important mismatches."""
-    import numpy as np
-
     ranked = np.sort(scores[important])
     caught = int(np.ceil(recall * len(ranked) - 1e-9))
     return 0.0 if caught == 0 else float(np.nextafter(ranked[caught - 1], 2.0))

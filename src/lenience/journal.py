@@ -32,8 +32,10 @@ class Journal:
                 try:
                     yield json.loads(line)
                 except ValueError as error:
-                    raise InputError(f"{self.path}, line {number}: broken ({error}); restore the file from a copy, or "
-                                     "delete that line to do its sample again") from None
+                    raise InputError(
+                        f"{self.path}, line {number}: broken ({error}); restore the file from a copy, or "
+                        "delete that line to do its sample again"
+                    ) from None
 
     def resume(self) -> list[dict[str, Any]]:
         """The finished records; a torn last line is cut off the file."""
@@ -67,8 +69,9 @@ def open_run(folder: Path, asked: dict[str, Any], name: str = "run.json") -> Non
         before = read_json(path)
         for key, value in asked.items():
             if before.get(key) != value and key != "versions":
-                raise InputError(f"{folder}: was made with {_difference(key, before.get(key), value)}; give the same, or "
-                                 "another folder")
+                raise InputError(
+                    f"{folder}: was made with {_difference(key, before.get(key), value)}; give the same, or another folder"
+                )
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -81,9 +81,7 @@ class Miner:
                 break
         return own, response, found, answer
 
-    def _swap(
-        self, prompt: list[int], before: list[int], token: int, answer: str | None
-    ) -> tuple[list[int], bool | None]:
+    def _swap(self, prompt: list[int], before: list[int], token: int, answer: str | None) -> tuple[list[int], bool | None]:
         """Put `token` after `before` and let the target go on: the new response, and whether its answer is the same."""
         if answer is None:
             return [], None
@@ -113,7 +111,7 @@ def describe(pair: Pair, task: Task, **options: Any) -> dict[str, Any]:
     """What run.json records: versions, models with fingerprints, task and options."""
     import transformers
 
-    models = {role: {"name": Path(lm.name).name if pair.name == "built-in" else lm.name, "fingerprint": lm.fingerprint,
+    models = {role: {"name": lm.name, "fingerprint": lm.fingerprint,
                      "dtype": str(lm.model.dtype).removeprefix("torch.")}
               for role, lm in (("target", pair.target), ("draft", pair.draft))}  # fmt: skip
     return {
@@ -186,8 +184,9 @@ def features(pair: Pair, folder: Path, inputs: Inputs) -> Iterator[tuple[int, in
     run = read_json(folder / "run.json")
     for role, lm in (("target", pair.target), ("draft", pair.draft)):
         if run["models"][role]["fingerprint"] != lm.fingerprint:
-            raise InputError(f"{folder}: was mined with another {role} ({run['models'][role]['name']}); name the pair it "
-                             "was mined with")
+            raise InputError(
+                f"{folder}: was mined with another {role} ({run['models'][role]['name']}); name the pair it was mined with"
+            )
     records = Journal(folder / "journal.jsonl").resume()
     if not records:
         raise InputError(f"{folder}: its journal is empty; mine some samples first (lenience mine --out {folder})")

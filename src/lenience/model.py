@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -33,7 +33,7 @@ from lenience.errors import InputError, first_line
 
 Prompt = str | Sequence[int] | list[dict[str, str]]
 
-REFUSED = {
+REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "watermarking_config", "constraints"), (None,)),
     **dict.fromkeys(("begin_suppress_tokens", "force_words_ids", "dola_layers"), (None, [])),
     **dict.fromkeys(("encoder_repetition_penalty", "exponential_decay_length_penalty"), (None, 1.0)),
@@ -42,7 +42,7 @@ REFUSED = {
     **dict.fromkeys(("remove_invalid_values", "token_healing"), (None, False)),
 }
 """Settings of a generation_config that change the output and are not supported, each with the values that do nothing."""
-REFUSED_WHEN_SAMPLING = {
+REFUSED_WHEN_SAMPLING: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "top_h"), (None, 0.0)),
     "typical_p": (None, 1.0),
 }
@@ -53,28 +53,32 @@ class LM:
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, role: str = "target"):
         self.model, self.tokenizer, self.name, self.role = model.eval(), tokenizer, name, role
-        self.embedding = model.get_input_embeddings()
+        self.embedding = cast(torch.nn.Embedding, model.get_input_embeddings())
         _refuse_unless_rollable(model, f"{role} {name!r}")
         self._state: Tensor | None = None
-        head = model.get_output_embeddings()
+        head = cast(torch.nn.Linear | None, model.get_output_embeddings())
         if head is None:
             raise InputError(f"{role} {name!r}: {type(model).__name__} has no LM head; name a causal language model")
+        self.hidden_size = head.weight.shape[1]
         head.register_forward_pre_hook(self._catch_state)
 
     @classmethod
     def load(cls, name: str, role: str, *, dtype: str, device: str, kwargs: dict[str, Any]) -> LM:
         """Load a Hub name or local folder; `kwargs` reach the model's from_pretrained. Raises InputError where it can't
         be loaded."""
-        where = {} if "device_map" in kwargs else {"device_map": device}
         shared = {key: kwargs[key] for key in ("revision", "trust_remote_code", "token", "cache_dir") if key in kwargs}
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, **shared)
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **where, **kwargs)
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
         except SafetensorError as error:
-            raise InputError(f"{role} {name!r}: its safetensors file is corrupt ({first_line(error)}); fetch it again") from error
+            raise InputError(
+                f"{role} {name!r}: its safetensors file is corrupt ({first_line(error)}); fetch it again"
+            ) from error
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
             hint = "" if Path(name).is_dir() else "; give a Hub name or a folder that holds config.json"
             raise InputError(f"{role} {name!r}: cannot be loaded ({first_line(error)}){hint}") from error
+        if "device_map" not in kwargs and not getattr(model, "is_quantized", False):
+            model.to(device)
         return cls(model, tokenizer, name, role)
 
     def _catch_state(self, _module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -82,7 +86,7 @@ class LM:
 
     @property
     def device(self) -> torch.device:
-        return self.embedding.weight.device  # pyright: ignore
+        return self.embedding.weight.device
 
     @cached_property
     def context(self) -> int | None:
@@ -93,11 +97,7 @@ class LM:
     @cached_property
     def width(self) -> int:
         """The number of rows of the input embedding: ids from here on cannot be read."""
-        return self.embedding.weight.shape[0]  # pyright: ignore
-
-    @cached_property
-    def hidden_size(self) -> int:
-        return self.model.get_output_embeddings().weight.shape[1]  # pyright: ignore
+        return self.embedding.weight.shape[0]
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
@@ -130,29 +130,28 @@ class LM:
         vocabulary lacks and a prompt that leaves no room in the context.
         """
         if not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt):
-            ids = [int(item) for item in prompt]  # pyright: ignore
+            ids = cast(list[int], list(prompt))
         elif getattr(self.tokenizer, "chat_template", None):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            ids = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False  # pyright: ignore
-            )
+            apply: Any = self.tokenizer.apply_chat_template
+            ids = list(apply(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
         elif isinstance(prompt, str):
             ids = self._encode_text(prompt)
         else:
             raise InputError(f"{self.role} {self.name!r} has no chat template; give the prompt as text")
-        ids = list(ids)  # pyright: ignore
         if not ids:
             raise InputError("the prompt is empty; give some text or token ids")
-        if not all(0 <= item < self.width for item in ids):  # pyright: ignore
+        if not all(0 <= item < self.width for item in ids):
             raise InputError(f"the prompt holds token ids outside 0…{self.width - 1}, the vocabulary of {self.name!r}")
         if self.context and len(ids) >= self.context:
-            raise InputError(f"the prompt has {len(ids)} tokens, {self.name!r} has room for {self.context - 1} and a "
-                             "new one; shorten it")
-        return ids  # pyright: ignore
+            raise InputError(
+                f"the prompt has {len(ids)} tokens, {self.name!r} has room for {self.context - 1} and a new one; shorten it"
+            )
+        return ids
 
     def _encode_text(self, text: str) -> list[int]:
         try:
-            return self.tokenizer(text)["input_ids"]  # pyright: ignore
+            return cast(list[int], self.tokenizer(text)["input_ids"])
         except Exception as error:
             # a WordLevel vocabulary without an unknown token says only that it has none
             known = self.tokenizer.get_vocab()
@@ -162,11 +161,12 @@ class LM:
             if not unknown:
                 raise
             words = ", ".join(repr(word) for word in dict.fromkeys(unknown[:5]))
-            raise InputError(f"the prompt holds what the vocabulary of {self.name!r} lacks: {words}; it knows the words "
-                             "of its own task only") from error
+            raise InputError(
+                f"the prompt holds what the vocabulary of {self.name!r} lacks: {words}; it knows the words of its own task only"
+            ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)  # pyright: ignore
+        return cast(str, self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def processors(self, sampling: bool) -> LogitsProcessorList:
         """What the model's generation_config does to logits besides temperature, top-k and top-p.
@@ -180,8 +180,10 @@ class LM:
         for key, neutral in (REFUSED | (REFUSED_WHEN_SAMPLING if sampling else {})).items():
             value = getattr(config, key, None)
             if value not in neutral:
-                raise InputError(f"{self.role} {self.name!r}: {key}={value!r} of its generation_config is not supported; "
-                                 f"set pair.{self.role}.model.generation_config.{key} = {neutral[-1]}")
+                raise InputError(
+                    f"{self.role} {self.name!r}: {key}={value!r} of its generation_config is not supported; "
+                    f"set pair.{self.role}.model.generation_config.{key} = {neutral[-1]}"
+                )
         device = str(self.device)
         # in the order in which transformers applies them
         if config.sequence_bias:
@@ -207,8 +209,10 @@ def _refuse_unless_rollable(model: PreTrainedModel, what: str) -> None:
     except Exception:
         rollable = False
     if config.is_encoder_decoder or not takes_cache or getattr(model, "_is_stateful", False) or not rollable:
-        raise InputError(f"{what}: {kind} keeps a state that cannot be rolled back to an earlier token, which speculative "
-                         "decoding needs; use a decoder-only attention model")
+        raise InputError(
+            f"{what}: {kind} keeps a state that cannot be rolled back to an earlier token, which speculative "
+            "decoding needs; use a decoder-only attention model"
+        )
 
 
 class Session:

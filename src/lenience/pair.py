@@ -131,7 +131,7 @@ class Pair:
         if sessions is None:
             sessions = Sessions(Session(main), Session(self.draft))
         keep_states = isinstance(rule, Term | AnyOf) and rule.reads_draft
-        drafter = ModelDrafter(sessions.draft, window, main.width, keep_states)
+        drafter = ModelDrafter(sessions.draft, window, main, keep_states)
         return decode(sessions.target, drafter, rule, ids, ctx, limits)
 
     def _roles(self, rule: str | Rule, window: int) -> tuple[Rule, int, LM]:
@@ -176,12 +176,13 @@ def load_pair(
         dtype = "float32" if built_in else "auto"
     given = {"target": target_kwargs or {}, "draft": draft_kwargs or {}}
     lms = {role: LM.load(names[role], role, dtype=dtype, device=device, kwargs=given[role]) for role in names}
+    if built_in:
+        for role, lm in lms.items():
+            lm.name = f"built-in {role}"
     return Pair(lms["target"], lms["draft"], "built-in" if built_in else f"{target} + {draft}")
 
 
-def _check_options(
-    window: int, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None
-) -> None:
+def _check_options(window: int, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
     if window < 0:
         raise InputError(f"window {window}: must be 0 (no drafting) or more")
     if max_new_tokens < 1:
@@ -205,5 +206,7 @@ def _refuse_different_vocabularies(target: LM, draft: LM) -> None:
         (extra, "tokens of the draft that the target lacks"),
         (moved, "tokens with another id"),
     ) if found]  # fmt: skip
-    raise InputError(f"the vocabularies of {target.name!r} and {draft.name!r} differ: {'; '.join(parts)}; take a draft of "
-                     "the target's family")
+    raise InputError(
+        f"the vocabularies of {target.name!r} and {draft.name!r} differ: {'; '.join(parts)}; take a draft of "
+        "the target's family"
+    )

@@ -53,13 +53,25 @@ def plot(frontier: dict[str, Any]) -> Any:
             color, mark = COLORS.get(name, "#7c3aed"), MARKS.get(name, "v")
             axis.errorbar(x, y, yerr=[low, high], color=color, fmt="none", alpha=0.3, linewidth=1)
             axis.plot(x, y, color=color, marker=mark, markersize=7, linewidth=1.2, label=name)
+            above = name in ("judge", "target", "draft")
             for row, px, py in zip(group, x, y):
-                axis.annotate(f"{short(row)} w{row['window']}" if row["window"] else short(row), (px, py), fontsize=7,
-                              xytext=(5, 5), textcoords="offset points", color=color)  # fmt: skip
+                text = f"{short(row)}, w {row['window']}" if row["window"] else short(row)
+                axis.annotate(
+                    text,
+                    (px, py),
+                    fontsize=6.5,
+                    color=color,
+                    rotation=35 if above else -35,
+                    rotation_mode="anchor",
+                    xytext=(4, 4 if above else -4),
+                    textcoords="offset points",
+                    va="bottom" if above else "top",
+                )
         axis.set_xlabel(label)
-        axis.margins(x=0.15, y=0.12)
+        axis.margins(x=0.15, y=0.2)
         axis.grid(alpha=0.25, linewidth=0.5)
         axis.spines[["top", "right"]].set_visible(False)
+    left.set_ylim(top=102)
     left.set_ylabel("right answers, %")
     left.legend(frameon=False, fontsize=8, loc="lower left")
     return figure
@@ -85,12 +97,15 @@ def example(frontier: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def write_report(path: Path, frontier: dict[str, Any], mining: dict[str, Any] | None = None) -> None:
-    """Write report.html; `mining` adds what was mined and fitted: samples, mismatches, important_share, judge_auc."""
+    """Write report.html and, beside it, frontier.svg; `mining` adds what was mined and fitted: samples, mismatches,
+    important_share, judge_auc."""
     environment = Environment(loader=PackageLoader("lenience", "templates"), autoescape=True, trim_blocks=True)
     environment.filters["short"] = short
+    drawn = svg(frontier)
+    path.with_name("frontier.svg").write_text(drawn, encoding="utf-8")
     page = environment.get_template("report.html").render(
         frontier=frontier,
-        plot=svg(frontier),
+        plot=drawn,
         example=example(frontier),
         origins=ORIGINS,
         mining=mining,

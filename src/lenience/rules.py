@@ -236,7 +236,8 @@ def parse_rule(spec: str | Rule) -> Rule:
 
 def _split(text: str, mark: str, limit: int = 0) -> list[str]:
     """Split at `mark` outside double quotes, at most `limit` times where it is positive."""
-    parts, quoted, start = [], False, 0
+    parts: list[str] = []
+    quoted, start = False, 0
     for i, char in enumerate(text):
         quoted ^= char == '"'
         if char == mark and not quoted and (not limit or len(parts) < limit):
@@ -273,7 +274,7 @@ def _term(text: str) -> Term:
     for key in missing:
         if key not in given:
             raise InputError(f"{name} needs {key}: write {name}:{key.upper()}")
-    return kind(**given)  # pyright: ignore[reportCallIssue]
+    return kind(**given)
 
 
 def _value(what: str, text: str, kind: object) -> object:

@@ -47,10 +47,8 @@ class JsonlTask:
             yield Sample(str(row.get("id", number)), prompt, found)
 
     def answer(self, text: str) -> str | None:
-        found = None
-        for found in self._pattern.finditer(text):
-            pass
-        return None if found is None else (found[1] if found.re.groups else found[0])
+        *_, last = [None, *self._pattern.finditer(text)]
+        return None if last is None else (last[1] if last.re.groups else last[0])
 
     def same(self, a: str | None, b: str | None) -> bool | None:
         left = None if a is None else self._normal(a)
@@ -74,7 +72,7 @@ def _rows(path: Path) -> Iterator[dict]:
         except ValueError as error:
             raise InputError(f"task file {path}, line {number}: not JSON ({error})") from None
         if not isinstance(row, dict) or not ("prompt" in row or "messages" in row):
-            raise InputError(f"task file {path}, line {number}: needs a \"prompt\" or \"messages\"")
+            raise InputError(f'task file {path}, line {number}: needs a "prompt" or "messages"')
         yield row
 
 

@@ -10,15 +10,33 @@ each trained on one author's solutions, so that they disagree harmlessly all the
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
+from typing import TypeVar
 
 from lenience.tasks.base import Sample, number_after
 
-NAMES = "Ann Bob Cara Dan Eva Finn Gina Hugo Iris Jack Kira Liam Mona Nils Olga Paul".split()
-GOODS = "apples pears books coins cards stamps shells marbles pens stones".split()
-WARES = "lamps chairs bowls ropes hats masks toys boxes".split()
+NAMES = [
+    "Ann",
+    "Bob",
+    "Cara",
+    "Dan",
+    "Eva",
+    "Finn",
+    "Gina",
+    "Hugo",
+    "Iris",
+    "Jack",
+    "Kira",
+    "Liam",
+    "Mona",
+    "Nils",
+    "Olga",
+    "Paul",
+]
+GOODS = ["apples", "pears", "books", "coins", "cards", "stamps", "shells", "marbles", "pens", "stones"]
+WARES = ["lamps", "chairs", "bowls", "ropes", "hats", "masks", "toys", "boxes"]
 PARTS = {2: "half", 3: "a third", 4: "a quarter"}
 TIMES = {2: "twice", 3: "three times", 4: "four times"}
 
@@ -73,7 +91,8 @@ def _compare(rng: random.Random) -> Problem:
     a, b, c = rng.sample(NAMES, 3)
     unit = rng.choice(GOODS)
     have = {a: rng.randint(6, 60)}
-    facts, groups, recaps = [f"{a} has {have[a]} {unit}."], [], [f"at the start {a} had {have[a]} {unit}."]
+    facts, recaps = [f"{a} has {have[a]} {unit}."], [f"at the start {a} had {have[a]} {unit}."]
+    groups: list[tuple[Operation, ...]] = []
 
     def relate(who: str, other: str) -> Operation:
         n = have[other]
@@ -180,13 +199,13 @@ def _share(rng: random.Random) -> Problem:
     rest = Operation(a, HAS, n, "-", gift.result, unit, (f"after giving to {b},", "with that gone,"))
     of = ("of the rest,", "of what is left,") if of_rest else ("of the whole,", "of all at first,")
     second = Operation(c, gift.verbs, base, "/", d2, unit, tuple(f"with {PARTS[d2]} {o}" for o in of))
-    groups = [(gift,), (rest,), (second,)] if of_rest else [(gift, second), (rest,)]
+    groups: list[tuple[Operation, ...]] = [(gift,), (rest,), (second,)] if of_rest else [(gift, second), (rest,)]
     asked = rng.choice(("left", "left", "more"))
     if asked == "more" and gift.result != second.result:
         high, low = (gift, second) if gift.result > second.result else (second, gift)
         question = f"How many more {unit} does {high.subject} get than {low.subject}?"
-        clauses = (f"compared with {low.subject},",)
-        groups.append((Operation(high.subject, HAS, high.result, "-", low.result, unit, clauses),))
+        than = (f"compared with {low.subject},",)
+        groups.append((Operation(high.subject, HAS, high.result, "-", low.result, unit, than),))
         if not of_rest:
             groups.pop(1)
     else:
@@ -211,9 +230,7 @@ def _work(rng: random.Random) -> Problem:
     one = Operation(a, MAKES, rate, "*", hours, unit, (f"in {hours} hours,", f"working for {hours} hours,"))
     clauses = (f"with {k} {kind} than {a},", f"at {k} {side} {a},")
     pace = Operation(f"each hour {b}", MAKES, rate, "+" if kind == "more" else "-", k, unit, clauses)
-    two = Operation(
-        b, MAKES, pace.result, "*", others, unit, (f"in {others} hours,", f"working for {others} hours,")
-    )
+    two = Operation(b, MAKES, pace.result, "*", others, unit, (f"in {others} hours,", f"working for {others} hours,"))
     groups: list[tuple[Operation, ...]] = [(one, pace), (two,)]
     if rng.random() < 0.5 or one.result == two.result:
         question = f"How many {unit} do they make together?"
@@ -221,11 +238,13 @@ def _work(rng: random.Random) -> Problem:
     else:
         high, low = (one, two) if one.result > two.result else (two, one)
         question = f"How many more {unit} does {high.subject} make than {low.subject}?"
-        clauses = (f"compared with {low.subject},",)
-        groups.append((Operation(high.subject, MAKES, high.result, "-", low.result, unit, clauses),))
+        than = (f"compared with {low.subject},",)
+        groups.append((Operation(high.subject, MAKES, high.result, "-", low.result, unit, than),))
     recaps = [f"in an hour {a} makes {rate} {unit}.", f"{b} works for {others} hours."]
     return _problem(rng, facts, question, groups, recaps, a)
 
+
+T = TypeVar("T")
 
 FAMILIES: tuple[Callable[[random.Random], Problem], ...] = (_compare, _compare, _shop, _share, _work)
 
@@ -248,7 +267,7 @@ def _problem(
 # ---- writing a solution as one of the authors would
 
 
-@lru_cache(maxsize=None)
+@cache
 def _ranking(author: str, choice: str, context: str, n: int) -> tuple[int, ...]:
     """The order in which an author prefers the n options of a choice in a context; fixed for ever by its name."""
     if author == "draft" and random.Random(f"agree|{choice}|{context}").random() < 0.35:
@@ -262,7 +281,7 @@ class _Author:
     def __init__(self, name: str, rng: random.Random):
         self.name, self.rng = name, rng
 
-    def pick(self, choice: str, context: str, options: tuple) -> object:
+    def pick(self, choice: str, context: str, options: Sequence[T]) -> T:
         n = len(options)
         rank = self.rng.choices(range(n), weights=[0.22**k for k in range(n)])[0]
         return options[_ranking(self.name, choice, context, n)[rank]]
