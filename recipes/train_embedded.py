@@ -11,12 +11,15 @@ started again. Both models see right solutions only, each in the wording of its 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -54,15 +57,16 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS)
 
 
-def batches(author: str, tokenizer: PreTrainedTokenizerFast, size: int, start: int) -> Iterator[tuple]:
+def batches(author: str, tokenizer: PreTrainedTokenizerFast, size: int, start: int, compare: int) -> Iterator[tuple]:
     """Endless (state, ids [B, T], labels [B, T]) of about `size` tokens, rows of like length together; `start` is the
-    pool to begin with."""
+    pool to begin with, `compare` how often the hardest family comes for once of each other."""
+    hardest, *others = wordmath.FAMILIES
     pool = start
     while True:
         rng = random.Random(f"pool|{author}|{pool}")
         rows = []
         for i in range(pool * 2048, (pool + 1) * 2048):
-            made = wordmath.problem(f"pretrain-{author}", i)
+            made = wordmath.problem(f"pretrain-{author}", i, [hardest] * compare + others)
             rows.append((wordmath.prompt(made), f" {wordmath.solution(made, author, rng)}"))
         asked = tokenizer([row[0] for row in rows])["input_ids"]
         whole = tokenizer([row[0] + row[1] for row in rows])["input_ids"]
@@ -93,8 +97,35 @@ def schedule(done: float) -> float:
     return min(1.0, done / 0.01, max(0.02, (1 - done) / 0.4))
 
 
-def train(role: str, tokens: float, work: Path, rate: float, size: int, device: str) -> None:
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(EMBEDDED / role)
+def save_state(path: Path, model: torch.nn.Module, optimizers: list, progress: tuple[int, int, int]) -> None:
+    """Weights and optimizer states, whole or not at all; `progress` is (tokens seen, next pool, steps)."""
+    tensors = {f"model/{name}": value for name, value in model.named_parameters()}
+    for i, optimizer in enumerate(optimizers):
+        for j, state in optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer/{i}/{j}/{key}": value for key, value in state.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path.with_suffix(".new"), metadata={"progress": json.dumps(progress)})
+    path.with_suffix(".new").replace(path)
+
+
+def load_state(path: Path, model: torch.nn.Module, optimizers: list) -> tuple[int, int, int]:
+    parameters = dict(model.named_parameters())
+    states: list[dict] = [{} for _ in optimizers]
+    with safe_open(path, "pt") as file, torch.no_grad():
+        for key in file.keys():  # noqa: SIM118
+            kind, *rest = key.split("/")
+            if kind == "model":
+                parameters[rest[0]].copy_(file.get_tensor(key))
+            else:
+                states[int(rest[0])].setdefault(int(rest[1]), {})[rest[2]] = file.get_tensor(key)
+        progress = json.loads(file.metadata()["progress"])
+    for optimizer, state in zip(optimizers, states):
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+    return tuple(progress)
+
+
+def train(role: str, tokens: float, work: Path, rate: float, size: int, compare: int, device: str, out: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(out / role)
     torch.manual_seed({"target": 1, "draft": 2}[role])
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -113,16 +144,10 @@ def train(role: str, tokens: float, work: Path, rate: float, size: int, device: 
         torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=rate, weight_decay=0.0, betas=(0.9, 0.95)),
     ]
-    state = work / f"{role}.pt"
-    seen, pool, step = 0, 0, 0
-    if state.exists():
-        saved = torch.load(state, weights_only=True, map_location=device)
-        model.load_state_dict(saved["model"])
-        for optimizer, kept in zip(optimizers, saved["optimizers"]):
-            optimizer.load_state_dict(kept)
-        seen, pool, step = saved["seen"], saved["pool"], saved["step"]
+    state = work / f"{role}.safetensors"
+    seen, pool, step = load_state(state, model, optimizers) if state.exists() else (0, 0, 0)
     began, first, losses = time.time(), seen, []
-    for pool_now, ids, labels in batches(role, tokenizer, size, pool):
+    for pool_now, ids, labels in batches(role, tokenizer, size, pool, compare):
         ids, labels = ids.to(device), labels.to(device)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -146,16 +171,10 @@ def train(role: str, tokens: float, work: Path, rate: float, size: int, device: 
                 flush=True,
             )
         if step % 200 == 0 or last:
-            work.mkdir(parents=True, exist_ok=True)
-            kept = [optimizer.state_dict() for optimizer in optimizers]
-            new = {"model": model.state_dict(), "optimizers": kept, "seen": seen, "pool": pool_now, "step": step}
-            torch.save(new, state.with_suffix(".new"))
-            state.with_suffix(".new").replace(state)
-            model.save_pretrained(work / role)
-            tokenizer.save_pretrained(work / role)
+            save_state(state, model, optimizers, (seen, pool_now, step))
         if last:
             break
-    model.save_pretrained(EMBEDDED / role)
+    model.save_pretrained(out / role)
 
 
 def main() -> None:
@@ -164,14 +183,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=float, default=12e6, help="how many tokens to train on")
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--batch", type=int, default=8192, help="tokens in a batch")
+    parser.add_argument("--compare", type=int, default=2, help="how often the family `compare` comes for once of each other")
     parser.add_argument("--work", type=Path, default=Path("training"), help="where the state of the training is kept")
+    parser.add_argument("--out", type=Path, default=EMBEDDED, help="where the finished models go")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
     if given.what == "tokenizer":
         for role in SHAPES:
-            build_tokenizer().save_pretrained(EMBEDDED / role)
+            build_tokenizer().save_pretrained(given.out / role)
     else:
-        train(given.what, given.tokens, given.work, given.rate, given.batch, given.device)
+        train(given.what, given.tokens, given.work, given.rate, given.batch, given.compare, given.device, given.out)
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def _choose_c(x: NDArray, harmless: NDArray, samples: NDArray, seed: int) -> tup
     from sklearn.model_selection import GroupShuffleSplit
 
     for train, valid in GroupShuffleSplit(n_splits=20, test_size=0.1, random_state=seed).split(x, harmless, samples):
-        if len(set(harmless[valid])) == 2:
+        if len(set(harmless[valid])) == len(set(harmless[train])) == 2:
             break
     else:
         raise InputError("important mismatches sit in too few samples to set any aside; mine more (lenience mine --limit)")

@@ -78,7 +78,7 @@ class LM:
             hint = "" if Path(name).is_dir() else "; give a Hub name or a folder that holds config.json"
             raise InputError(f"{role} {name!r}: cannot be loaded ({first_line(error)}){hint}") from error
         if "device_map" not in kwargs and not getattr(model, "is_quantized", False):
-            model.to(device)
+            model.to(torch.device(device))  # type: ignore[arg-type]
         return cls(model, tokenizer, name, role)
 
     def _catch_state(self, _module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:

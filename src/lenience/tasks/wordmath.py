@@ -246,7 +246,7 @@ def _work(rng: random.Random) -> Problem:
 
 T = TypeVar("T")
 
-FAMILIES: tuple[Callable[[random.Random], Problem], ...] = (_compare, _compare, _shop, _share, _work)
+FAMILIES: tuple[Callable[[random.Random], Problem], ...] = (_compare, _shop, _share, _work)
 
 
 def _problem(
@@ -348,10 +348,10 @@ def solution(problem: Problem, author: str, rng: random.Random) -> str:
     return " ".join(part for part in said if part)
 
 
-def problem(split: str, index: int) -> Problem:
-    """The `index`-th problem of a split; its seed is the split's name, so splits never share one."""
+def problem(split: str, index: int, families: Sequence[Callable[[random.Random], Problem]] = FAMILIES) -> Problem:
+    """The `index`-th problem of a split, of one of `families`; its seed is the split's name, so splits never share one."""
     rng = random.Random(f"wordmath/{split}/{index}")
-    return rng.choice(FAMILIES)(rng)
+    return rng.choice(families)(rng)
 
 
 def prompt(problem: Problem) -> str:
