@@ -51,6 +51,9 @@ def test_show_colours_without_losing_text() -> None:
     (["compare", "--rule", "judge:{tmp}@0.5", "--limit", "2"], "no judge.json"),
     (["compare", "--rule", "exact", "--limit", "0"], "--limit 0"),
     (["decode"], "decode"),
+    (["generate", "Ann", "--dtype", "float99"], "float99"),
+    (["generate", "Ann", "--device", "cuda:7"], "cuda:7"),
+    (["mine", "--out", "{tmp}/r", "--limit", "-1"], "limit -1"),
 ])  # fmt: skip
 def test_wrong_input_is_one_line_and_exit_2(args: list[str], says: str, tmp_path: Path) -> None:
     done = run(*[arg.replace("{tmp}", str(tmp_path)) for arg in args])

@@ -48,6 +48,8 @@ def test_the_pseudo_rules_decode_with_one_model(llama: Pair) -> None:
     out = llama.generate(prompt, rule="target", max_new_tokens=20)
     assert out.tokens == plain_greedy(llama, prompt, 20)
     assert (out.target_passes, out.draft_passes, out.tokens_per_pass) == (len(out.tokens), 0, 1.0)
+    drafted = llama.generate(prompt, rule="draft", max_new_tokens=20)
+    assert (drafted.target_passes, drafted.draft_passes) == (0, 20)
     swapped = Pair(llama.draft, llama.target, "swapped")
     assert llama.generate(prompt, rule="draft", max_new_tokens=20).tokens == plain_greedy(swapped, prompt, 20)
 

@@ -227,7 +227,8 @@ def test_arguments_may_be_named() -> None:
     ("tokp:3", "there is no rule 'tokp'"), ("", "there is no rule ''"), ("topk", "topk needs k"), ("topk:x", "whole number"),
     ("topk:0", "at least 1"), ("topk:3@0.5", "takes no @threshold"), ("topk:3,4", "at most 1"), ("topk:j=3", "no argument 'j'"),
     ("judge:x@high", "a number"), ("exact:1", "at most 0"), ('judge:"x@0.5', "not closed"), ("exact|", "there is no rule ''"),
-    ("judge:x@0.5@0.6", "a number"), ("judge:x,unchecked=maybe@1", "true or false"), ("judge:@0.5", "must be given"),
+    ("judge:x@0.5@0.6", "a number"), ("judge:x,unchecked=maybe@1", "true or false"), ("judge:@0.5", "must be given"), ("judge:x@90", "a score is a probability"), ("judge:x@nan", "a score is a probability"),
+    ("exact|speculative", "two strict rules"),
 ])  # fmt: skip
 def test_wrong_specs_are_told(spec: str, says: str) -> None:
     with pytest.raises(InputError, match=says):

@@ -115,7 +115,7 @@ def test_a_jsonl_task_with_splits_messages_and_choices(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row, options, says", [
-    ("{", {}, "line 2: not JSON"), ({"question": "x"}, {}, "line 2: needs a \"prompt\""), ({"prompt": "x"}, {"answer": "x"}, "regex:PATTERN"),
+    ("{", {}, "line 2: not JSON"), ({"prompt": 5}, {}, "line 2: needs"), ({"prompt": "y", "id": "1"}, {}, "'1' has come before"), ({"question": "x"}, {}, "line 2: needs a \"prompt\""), ({"prompt": "x"}, {"answer": "x"}, "regex:PATTERN"),
     ({"prompt": "x"}, {"answer": "regex:("}, "not a regular expression"), ({"prompt": "x"}, {"same": "vibes"}, "number, text, choice"),
 ])  # fmt: skip
 def test_wrong_jsonl_tasks_are_told(row, options: dict, says: str, tmp_path: Path) -> None:

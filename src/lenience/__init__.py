@@ -19,11 +19,19 @@ __version__ = "0.1.0"
 __all__ = ["InputError", "load_pair", "rule", "task"]
 
 
-def load_pair(target: str | None = None, draft: str | None = None, **options: Any) -> Pair:
+def load_pair(
+    target: str | None = None,
+    draft: str | None = None,
+    *,
+    dtype: str | None = None,
+    device: str = "auto",
+    target_kwargs: dict[str, Any] | None = None,
+    draft_kwargs: dict[str, Any] | None = None,
+) -> Pair:
     """Load a target and a draft by Hub name or folder, or the built-in pair; see `lenience.pair.load_pair`."""
     from lenience.pair import load_pair
 
-    return load_pair(target, draft, **options)
+    return load_pair(target, draft, dtype=dtype, device=device, target_kwargs=target_kwargs, draft_kwargs=draft_kwargs)
 
 
 def rule(spec: str) -> Rule:
@@ -33,8 +41,8 @@ def rule(spec: str) -> Rule:
     return parse_rule(spec)
 
 
-def task(spec: str, **options: Any) -> Task:
+def task(spec: str, *, answer: str | None = None, same: str | None = None) -> Task:
     """A task by name ("wordmath"), as a JSONL file or as "file.py:Name"; see `lenience.tasks.load_task`."""
     from lenience.tasks import load_task
 
-    return load_task(spec, **options)
+    return load_task(spec, answer=answer, same=same)

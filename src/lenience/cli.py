@@ -117,9 +117,17 @@ def generate(
     pair = (models or Models()).load()
     if prompt is None:
         prompt = _prompt(pair)
-    options = {"rule": rule, "window": window, "max_new_tokens": max_new_tokens, "temperature": temperature,
-               "top_k": top_k, "top_p": top_p, "seed": seed, "stop_strings": stop_string}  # fmt: skip
-    out = pair.generate(prompt, **options)
+    out = pair.generate(
+        prompt,
+        rule=rule,
+        window=window,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop_strings=stop_string,
+    )
     styles = {"draft": "black on bright_blue", "draft-lenient": "bold black on bright_green",
               "correction": "black on bright_red", "bonus": "black on white"}  # fmt: skip
     if show:
@@ -230,17 +238,20 @@ def fit(
 
     inputs = Inputs(tuple(models.split(",")), tuple(tokens.split(",")))
     made = read_json(run / "run.json")
-    if target is None and draft is None and made["pair"] != "built-in":
-        target, draft = made["models"]["target"]["name"], made["models"]["draft"]["name"]
-    pair = Models(target, draft, made["models"]["target"]["dtype"], device).load()
+    if made["pair"] != "built-in":
+        target, draft = target or made["models"]["target"]["name"], draft or made["models"]["draft"]["name"]
+    dtypes = {model["dtype"] for model in made["models"].values()}
+    pair = Models(target, draft, dtypes.pop() if len(dtypes) == 1 else "auto", device).load()
     head = _fit(pair, run, inputs, recall, seed, out or run / "judge")
+    from lenience.report import probability
+
     table = Table("recall of important", "threshold", "unimportant accepted", box=None)
     for row in head.metrics["thresholds"]:
-        table.add_row(f"{row['recall']:g}", f"{row['threshold']:.6g}", f"{row['accepted']:.3f}")
+        table.add_row(f"{row['recall']:g}", probability(row["threshold"]), f"{row['accepted']:.3f}")
     screen.print(table)
     screen.print(
-        f"validation AUC {head.metrics['auc']:.3f}; out of fold {head.metrics['auc_out_of_fold']:.3f}; "
-        f"use it as judge:{out or run / 'judge'}@{head.threshold:.6g}",
+        f"AUC {head.metrics['auc_out_of_fold']:.3f} on folds it was not fitted to; "
+        f"use it as judge:{out or run / 'judge'}@{head.threshold!r}",
         highlight=False,
     )
     if json:
@@ -328,10 +339,12 @@ def demo(*, out: Path = Path("demo"), fresh: int = 24, limit: int = 100, json: J
         How many held-out problems to compare on.
     """
     from lenience.compare import compare as run
+    from lenience.compare import discard
     from lenience.heads import Inputs
-    from lenience.journal import Journal
+    from lenience.journal import Journal, read_json
     from lenience.pair import EMBEDDED
-    from lenience.report import write_report
+    from lenience.report import probability, write_report
+    from lenience.rules import Judge
     from lenience.tasks import WordMath
 
     began = time.perf_counter()
@@ -348,23 +361,26 @@ def demo(*, out: Path = Path("demo"), fresh: int = 24, limit: int = 100, json: J
 
     screen.rule("2. fitting the judge")
     head = _fit(pair, folder, Inputs(), 0.9, 0, folder / "judge")
+    auc = head.metrics["auc_out_of_fold"]
     each = counts["important"] / counts["samples"]
     wanted = 1 - 0.01 / each  # with `each` important mismatches in an answer, this recall loses about one answer in 100
     sweep = head.metrics["thresholds"]
     picked = next((row for row in sweep if row["recall"] >= wanted), sweep[-1])
     screen.print(
-        f"AUC {head.metrics['auc']:.3f}; an answer has {each:.2f} important mismatches, so a loss within a point "
-        f"needs a recall of {wanted:.3f}: threshold {picked['threshold']:.6g}",
+        f"AUC {auc:.3f}; an answer has {each:.2f} important mismatches, so a loss within a point "
+        f"needs a recall of {wanted:.3f}: threshold {probability(picked['threshold'])}",
         highlight=False,
     )
 
     screen.rule(f"3. comparing on {limit} held-out problems")
     recalls = {picked["recall"], 0.9, 0.98, 0.95 if picked["recall"] in (0.9, 0.98) else 0.9}
     thresholds = [row["threshold"] for row in sweep if row["recall"] in recalls]
-    judges = [f"judge:{_quoted(folder / 'judge')}@{threshold:.6g}" for threshold in thresholds]
+    judges = [str(Judge(str(folder / "judge"), threshold)) for threshold in thresholds]
     rules = ["target", "draft", "exact", "topk:2", "topk:4", *judges]
+    if (out / "compare.json").exists() and read_json(out / "compare.json")["rules"] != rules:
+        discard(out)  # of another judge
     frontier = _compare(run(pair, task, rules, limit=limit, tuning=8, out=out))
-    write_report(out / "report.html", frontier, {**counts, "important_share": share, "judge_auc": head.metrics["auc"]})
+    write_report(out / "report.html", frontier, {**counts, "important_share": share, "judge_auc": auc})
     _print_table(frontier)
     seconds = time.perf_counter() - began
     screen.print(f"report: {out / 'report.html'}   run folder: {folder}   {seconds:.0f} s", highlight=False)
@@ -372,13 +388,9 @@ def demo(*, out: Path = Path("demo"), fresh: int = 24, limit: int = 100, json: J
         by_rule = {row["rule"]: row for row in reversed(frontier["rows"])}
         _print_json({
             "target_accuracy": by_rule["target"]["accuracy"], "draft_accuracy": by_rule["draft"]["accuracy"],
-            "important_share": share, "judge_auc": head.metrics["auc"], "threshold": picked["threshold"],
+            "important_share": share, "judge_auc": auc, "threshold": picked["threshold"],
             "rows": frontier["rows"], "machine": frontier["machine"], "seconds": seconds,
         })  # fmt: skip
-
-
-def _quoted(path: Path) -> str:
-    return f'"{path}"' if any(mark in str(path) for mark in "@,|&= ") else str(path)
 
 
 @contextmanager

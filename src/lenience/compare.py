@@ -14,6 +14,7 @@ import torch
 from scipy.stats import binomtest
 
 from lenience.decode import pieces
+from lenience.errors import InputError
 from lenience.journal import Journal, open_run, read_json, write_json
 from lenience.mining import describe
 from lenience.pair import Generation, Pair
@@ -65,8 +66,9 @@ def compare(
     second call goes on from them. Raises InputError for a wrong rule, task or folder.
     """
     for rule in rules:
-        if rule not in ALONE:
-            list(getattr(parse_rule(rule), "heads", []))  # a judge that is missing is told before any work
+        pair.check(rule)  # a wrong rule or judge is told before any work
+    if tuning < 1:
+        raise InputError(f"tuning {tuning}: must be 1 or more")
     samples = take(task, "test", limit)
     max_new_tokens = max_new_tokens or task.max_new_tokens
     rules = list(dict.fromkeys(["target", *rules]))
@@ -81,12 +83,13 @@ def compare(
     if chosen and chosen.exists():
         settings = [Setting(**setting) for setting in read_json(chosen)["settings"]]
     else:
-        settings = yield from run.tune(rules, windows, take(task, "train", None)[-tuning:])
+        others = take(task, "train", None)[-tuning:] if len(windows) > 1 else []
+        settings = yield from run.tune(rules, windows, others)
         if chosen:
             write_json(chosen, {"settings": [vars(setting) for setting in settings]})
     finished = {record["id"]: record for record in (journal.resume() if journal else [])}
-    for rule in ALONE:
-        run.answer(samples[0], Setting(rule, 0))  # warm-up
+    for setting in settings:
+        run.answer(samples[0], setting)  # warm-up
     for done, sample in enumerate(samples):
         yield Progress("comparing", done, len(samples))
         if sample.id not in finished:
@@ -103,6 +106,12 @@ def compare(
     if out is not None:
         write_json(out / "frontier.json", frontier)
     yield frontier
+
+
+def discard(out: Path) -> None:
+    """Forget a comparison, so that its folder takes another one."""
+    for name in ("compare.json", "compare.jsonl", "windows.json"):
+        (out / name).unlink(missing_ok=True)
 
 
 class _Run:
@@ -147,8 +156,8 @@ class _Run:
             out = self.answer(sample, setting)
             result: dict[str, Any] = {
                 "tokens": len(out.tokens),
-                "target_passes": 0 if setting.rule == "draft" else out.target_passes,
-                "draft_passes": out.target_passes if setting.rule == "draft" else out.draft_passes,
+                "target_passes": out.target_passes,
+                "draft_passes": out.draft_passes,
                 "accepted_exact": out.accepted_exact,
                 "accepted_lenient": out.accepted_lenient,
                 "seconds": round(out.seconds, 5),

@@ -70,19 +70,21 @@ class Head:
         x = torch.cat(parts, -1).float()  # [n, F]
         return torch.sigmoid((x @ self.weight.to(x.device) + self.bias).double())  # float32 has no steps near 1
 
-    def check(self, fingerprints: dict[str, str], width: int) -> None:
-        """Raise InputError unless this head can run on models of these fingerprints and this input width."""
+    def check(self, fingerprints: dict[str, str], sizes: dict[str, int]) -> None:
+        """Raise InputError unless this head can run on models of these fingerprints and hidden sizes, by role; parts that
+        `fingerprints` lacks are not compared."""
         if "target" in self.inputs.tokens:
             raise InputError(
                 f"judge {self.folder}: reads the state after the target's own token, which decoding does "
                 "not compute; fit one with --tokens draft or previous"
             )
         for part, value in self.fingerprints.items():
-            if fingerprints[part] != value:
+            if fingerprints.get(part, value) != value:
                 raise InputError(
                     f"judge {self.folder}: was fitted to another {part} ({value}, this is "
                     f"{fingerprints[part]}); fit one for this pair, or add ,unchecked=true to the rule"
                 )
+        width = sum(sizes[model] for model in self.inputs.models) * len(self.inputs.tokens)
         if len(self.weight) != width:
             raise InputError(f"judge {self.folder}: reads {len(self.weight)} numbers, these models give {width}")
 
@@ -149,6 +151,7 @@ def fit_head(
     the AUC on 10 % of the samples; thresholds are read off scores that no fold's own samples trained; the head that is
     kept is fitted to everything. Raises InputError where there is too little to learn from.
     """
+    from scipy.special import expit
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import roc_auc_score
     from sklearn.model_selection import GroupKFold
@@ -167,7 +170,7 @@ def fit_head(
     held_out = np.zeros(len(x))
     for inside, outside in GroupKFold(5).split(x, harmless, samples):
         fold = LogisticRegression(max_iter=500, C=best).fit(x[inside], harmless[inside])
-        held_out[outside] = fold.predict_proba(x[outside])[:, 1]
+        held_out[outside] = expit(fold.decision_function(x[outside]).astype(np.float64))  # float32 has no steps near 1
     model = LogisticRegression(max_iter=1000, C=best).fit(x, harmless)
     weight = (model.coef_[0] / scale).astype(np.float32)
     sweep = thresholds(held_out, important)

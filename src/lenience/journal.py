@@ -68,7 +68,7 @@ def open_run(folder: Path, asked: dict[str, Any], name: str = "run.json") -> Non
     if path.exists():
         before = read_json(path)
         for key, value in asked.items():
-            if before.get(key) != value and key != "versions":
+            if key != "versions" and _nameless(before.get(key)) != _nameless(value):
                 raise InputError(
                     f"{folder}: was made with {_difference(key, before.get(key), value)}; give the same, or another folder"
                 )
@@ -80,9 +80,14 @@ def open_run(folder: Path, asked: dict[str, Any], name: str = "run.json") -> Non
     write_json(path, asked)
 
 
+def _nameless(value: Any) -> Any:
+    """A model is known by its fingerprint: its folder may move."""
+    return {key: _nameless(inner) for key, inner in value.items() if key != "name"} if isinstance(value, dict) else value
+
+
 def _difference(key: str, before: Any, now: Any) -> str:
     if isinstance(before, dict) and isinstance(now, dict):
-        inner = next(part for part in [*now, *before] if before.get(part) != now.get(part))
+        inner = next(part for part in [*now, *before] if _nameless(before.get(part)) != _nameless(now.get(part)))
         return _difference(f"{key} {inner}", before.get(inner), now.get(inner))
     return f"{key} {before!r}, not {now!r}"
 

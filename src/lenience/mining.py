@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -150,7 +152,9 @@ def mine(
 def mine_sample(pair: Pair, task: Task, sample: Sample, max_new_tokens: int) -> dict[str, Any]:
     """One journal record."""
     began = time.perf_counter()
-    prompt = pair.target.encode(sample.prompt)
+    prompt = pair.draft.encode(pair.target.encode(sample.prompt))  # both must have room for it
+    room = min(lm.context or 1 << 30 for lm in (pair.target, pair.draft)) - len(prompt)
+    max_new_tokens = min(max_new_tokens, room)
     sessions = Sessions(Session(pair.target), Session(pair.draft))
     miner = pair_miner(pair, task, max_new_tokens, sessions)
     own, final, mismatches, answer = miner.mine(prompt)
@@ -177,7 +181,7 @@ SHARD = 100
 
 
 def features(pair: Pair, folder: Path, inputs: Inputs) -> Iterator[tuple[int, int]]:
-    """Compute the hidden states of a run's labelled mismatches into RUN/features; shards that are whole are kept.
+    """Compute the hidden states of a run's labelled mismatches into RUN/features; shards of the same records are kept.
 
     Yields (records done, records). Raises InputError where the run is of other models.
     """
@@ -195,15 +199,18 @@ def features(pair: Pair, folder: Path, inputs: Inputs) -> Iterator[tuple[int, in
     for begin in range(0, len(records), SHARD):
         part = records[begin : begin + SHARD]
         path = place / f"{begin // SHARD:05d}.safetensors"
-        if _records_in(path) != len(part):
+        digest = hashlib.blake2b(json.dumps(part).encode(), digest_size=8).hexdigest()
+        if _digest_of(path) != digest:
             rows = [_states(pair, record, inputs) for record in part]
             sample = [torch.full((len(x),), begin + i) for i, (x, _) in enumerate(rows)]
             tensors = {"x": torch.cat([x for x, _ in rows]), "important": torch.cat([y for _, y in rows]),
                        "sample": torch.cat(sample)}  # fmt: skip
             new = path.with_suffix(".new")
-            save_file(tensors, new, metadata={"records": str(len(part))})
+            save_file(tensors, new, metadata={"records": digest})
             new.replace(path)
         yield begin + len(part), len(records)
+    for path in sorted(place.glob("*.safetensors"))[-(-len(records) // SHARD) :]:
+        path.unlink()  # of a longer journal
 
 
 def load_features(folder: Path, inputs: Inputs) -> tuple[NDArray, NDArray, NDArray]:
@@ -218,12 +225,12 @@ def load_features(folder: Path, inputs: Inputs) -> tuple[NDArray, NDArray, NDArr
     return x, important.astype(bool), sample.astype(int)
 
 
-def _records_in(path: Path) -> int:
+def _digest_of(path: Path) -> str | None:
     try:
         with safe_open(path, "pt") as file:
-            return int(file.metadata()["records"])
+            return file.metadata()["records"]
     except (OSError, SafetensorError, KeyError, TypeError):
-        return 0
+        return None
 
 
 def _states(pair: Pair, record: dict[str, Any], inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -66,6 +66,12 @@ class LM:
     def load(cls, name: str, role: str, *, dtype: str, device: str, kwargs: dict[str, Any]) -> LM:
         """Load a Hub name or local folder; `kwargs` reach the model's from_pretrained. Raises InputError where it can't
         be loaded."""
+        if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise InputError(f"dtype {dtype!r}: there is none; name float32, bfloat16, float16 or auto")
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise InputError(f"device {device!r}: cannot be used ({first_line(error)}); name cpu, cuda or auto") from None
         shared = {key: kwargs[key] for key in ("revision", "trust_remote_code", "token", "cache_dir") if key in kwargs}
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, **shared)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -45,8 +45,8 @@ class Generation:
 
     @property
     def tokens_per_pass(self) -> float:
-        """New tokens per pass of the target, corrections and bonus tokens included."""
-        return len(self.tokens) / max(1, self.target_passes)
+        """New tokens per pass of the target, corrections and bonus tokens included; 0 where the target read nothing."""
+        return len(self.tokens) / self.target_passes if self.target_passes else 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -64,6 +64,28 @@ class Generation:
         self.finish = step.finish or ""
 
 
+@dataclass
+class Sessions:
+    """The caches of a target and a draft that follow one sequence of tokens."""
+
+    target: Session
+    draft: Session
+
+
+class Options(TypedDict, total=False):
+    """What `Pair.generate` takes besides the prompt; `Pair.stream` says what each means and its default."""
+
+    rule: str | Rule
+    window: int
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int
+    stop_strings: str | Sequence[str]
+    sessions: Sessions | None
+
+
 class Pair:
     """A target and a draft. Raises InputError where their vocabularies differ."""
 
@@ -79,15 +101,16 @@ class Pair:
             "tokenizer": self.target.tokenizer_fingerprint,
         }
 
-    def generate(self, prompt: Prompt, **options: Any) -> Generation:
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
         """Answer one prompt: text, chat messages or a list of ids. The options are those of `stream`."""
-        options.setdefault("text", bool(options.get("stop_strings")))
         began = time.perf_counter()
         out = Generation(self.target.encode(prompt))
-        for step in self.stream(out.prompt_tokens, **options):
+        for step in self.stream(out.prompt_tokens, text=False, **options):
             out.add(step)
         out.seconds = time.perf_counter() - began
-        if not options["text"]:
+        if options.get("rule") == "draft":
+            out.target_passes, out.draft_passes = 0, out.target_passes
+        if not options.get("stop_strings"):
             out.text = self.target.decode(out.tokens)
         return out
 
@@ -102,7 +125,7 @@ class Pair:
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int = 0,
-        stop_strings: Sequence[str] = (),
+        stop_strings: str | Sequence[str] = (),
         text: bool = True,
         sessions: Sessions | None = None,
     ) -> Iterator[Step]:
@@ -114,10 +137,9 @@ class Pair:
         caches to go on with. Raises InputError for wrong options, an unusable prompt, or a judge of other models.
         """
         rule, window, main = self._roles(rule, window)
-        _check_options(window, max_new_tokens, temperature, top_k, top_p)
-        for head in getattr(rule, "heads", []):
-            sizes = {"target": self.target.hidden_size, "draft": self.draft.hidden_size}
-            head.check(self.fingerprints, sum(sizes[m] for m in head.inputs.models) * len(head.inputs.tokens))
+        stop_strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
+        _check_options(window, max_new_tokens, temperature, top_k, top_p, stop_strings)
+        self.check(rule)
         ids = main.encode(prompt)
         config = main.model.generation_config
         ctx = Context(
@@ -127,12 +149,18 @@ class Pair:
             getattr(config, "top_p", None) if top_p is None else top_p,
             main.processors(sampling=temperature > 0) or None,
         )
-        limits = Limits(main, max_new_tokens, len(ids), tuple(stop_strings), text)
+        limits = Limits(main, max_new_tokens, len(ids), stop_strings, text)
         if sessions is None:
             sessions = Sessions(Session(main), Session(self.draft))
         keep_states = isinstance(rule, Term | AnyOf) and rule.reads_draft
         drafter = ModelDrafter(sessions.draft, window, main, keep_states)
         return decode(sessions.target, drafter, rule, ids, ctx, limits)
+
+    def check(self, rule: str | Rule) -> None:
+        """Raise InputError where a rule's spec is wrong, or its judge is not for these models."""
+        rule, _, _ = self._roles(rule, 0)
+        if isinstance(rule, Term | AnyOf):
+            rule.check(lambda: self.fingerprints, {"target": self.target.hidden_size, "draft": self.draft.hidden_size})
 
     def _roles(self, rule: str | Rule, window: int) -> tuple[Rule, int, LM]:
         """The rule, the window and the model that reads; "target" and "draft" stand for that model without a drafter."""
@@ -141,14 +169,6 @@ class Pair:
         if rule == "draft":
             return Exact(), 0, self.draft
         return parse_rule(rule), window, self.target
-
-
-@dataclass
-class Sessions:
-    """The caches of a target and a draft that follow one sequence of tokens."""
-
-    target: Session
-    draft: Session
 
 
 def load_pair(
@@ -182,7 +202,16 @@ def load_pair(
     return Pair(lms["target"], lms["draft"], "built-in" if built_in else f"{target} + {draft}")
 
 
-def _check_options(window: int, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
+def _check_options(
+    window: int,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    stop_strings: Sequence[str],
+) -> None:
+    if "" in stop_strings:
+        raise InputError("stop_strings: an empty one would stop at once; leave it out")
     if window < 0:
         raise InputError(f"window {window}: must be 0 (no drafting) or more")
     if max_new_tokens < 1:

@@ -8,6 +8,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
+from lenience.rules import AnyOf, Judge, parse_rule
+
 COLORS = {"target": "#6b7280", "draft": "#6b7280", "exact": "#2563eb", "topk": "#d97706", "judge": "#059669"}
 MARKS = {"target": "s", "draft": "D", "exact": "o", "topk": "^", "judge": "o"}
 ORIGINS = {
@@ -25,10 +27,25 @@ def family(rule: str) -> str:
 
 def short(row: dict[str, Any]) -> str:
     """A row's rule without the path of its judge."""
-    rule = row["rule"]
-    if family(rule) == "judge":
-        rule = "judge" + (f"@{float(rule.rpartition('@')[2]):.4g}" if "@" in rule else "")
-    return rule
+    if row["rule"] in ("target", "draft"):
+        return row["rule"]
+    parsed = parse_rule(row["rule"])
+    terms = parsed.terms if isinstance(parsed, AnyOf) else (parsed,)
+    return "|".join(
+        ("judge" if term.threshold is None else f"judge@{probability(term.threshold)}")
+        if isinstance(term, Judge)
+        else str(term)
+        for term in terms
+    )
+
+
+def probability(p: float) -> str:
+    """A probability in as few digits as tell it from 0 and 1: 0.9 and 0.99996."""
+    for digits in range(2, 17):
+        text = f"{p:.{digits}g}"
+        if abs(float(text) - p) <= 0.05 * min(abs(p), abs(1 - p)):
+            return text
+    return repr(p)
 
 
 def plot(frontier: dict[str, Any]) -> Any:

@@ -46,10 +46,8 @@ class Term:
         purpose = "correction" if i < len(draft.tokens) else "token"
         return ctx.noise.draw(ctx.probs(reading.logits[i : i + 1])[0], ctx.position + i, purpose)
 
-    @property
-    def heads(self) -> list[Head]:
-        """The fitted heads that must fit the models."""
-        return []
+    def check(self, fingerprints: Callable[[], dict[str, str]], sizes: dict[str, int]) -> None:
+        """Raise InputError where a head of this rule cannot run on models of these fingerprints and hidden sizes."""
 
     @property
     def reads_draft(self) -> bool:
@@ -154,9 +152,12 @@ class Judge(Term):
     def head(self) -> Head:
         return load_head(self.path)
 
-    @property
-    def heads(self) -> list[Head]:
-        return [] if self.unchecked else [self.head]
+    def __post_init__(self) -> None:
+        if self.threshold is not None and not 0 <= self.threshold <= 2:
+            raise InputError(f"judge's threshold {self.threshold}: a score is a probability, above 1 nothing is accepted")
+
+    def check(self, fingerprints: Callable[[], dict[str, str]], sizes: dict[str, int]) -> None:
+        self.head.check({} if self.unchecked else fingerprints(), sizes)
 
     @property
     def reads_draft(self) -> bool:
@@ -178,9 +179,13 @@ class AnyOf:
 
     terms: tuple[Term, ...]
 
-    @property
-    def heads(self) -> list[Head]:
-        return [head for term in self.terms for head in term.heads]
+    def __post_init__(self) -> None:
+        if sum(term.strict for term in self.terms) > 1:
+            raise InputError(f"{self}: joins two strict rules, and only one can say what follows a rejection")
+
+    def check(self, fingerprints: Callable[[], dict[str, str]], sizes: dict[str, int]) -> None:
+        for term in self.terms:
+            term.check(fingerprints, sizes)
 
     @property
     def reads_draft(self) -> bool:
@@ -229,9 +234,9 @@ def parse_rule(spec: str | Rule) -> Rule:
         return spec
     try:
         terms = [_term(part) for part in _split(spec, "|")]
+        return terms[0] if len(terms) == 1 else AnyOf(tuple(terms))
     except InputError as error:
         raise InputError(f"rule {spec!r}: {error}") from None
-    return terms[0] if len(terms) == 1 else AnyOf(tuple(terms))
 
 
 def _split(text: str, mark: str, limit: int = 0) -> list[str]:

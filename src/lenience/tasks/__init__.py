@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -35,6 +36,8 @@ def load_task(spec: str, *, answer: str | None = None, same: str | None = None) 
 
 def take(task: Task, split: str, limit: int | None) -> list[Sample]:
     """The first `limit` samples of a split; all of them if None. Raises InputError where there are none."""
+    if limit is not None and limit < 1:
+        raise InputError(f"limit {limit}: must be 1 or more")
     found = list(islice(task.samples(split), limit))
     if not found:
         raise InputError(f"task {task.name!r} has no samples in its split {split!r}")
@@ -43,18 +46,19 @@ def take(task: Task, split: str, limit: int | None) -> list[Sample]:
 
 def _from_file(path: Path, name: str) -> Task:
     """Run a user's own file and take `name` from it."""
-    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    module_spec = importlib.util.spec_from_file_location(f"lenience_task_{path.stem}", path)
     if not path.is_file() or module_spec is None or module_spec.loader is None:
         raise InputError(f"task file {path}: there is no such file")
     module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # where dataclasses look their types up
     try:
         module_spec.loader.exec_module(module)
+        found = getattr(module, name, None)
+        task = found() if isinstance(found, type) else found
     except Exception as error:
         raise InputError(f"task file {path}: {type(error).__name__}: {first_line(error)}") from error
-    if not hasattr(module, name):
+    if task is None:
         raise InputError(f"task file {path}: there is no {name!r} in it")
-    found = getattr(module, name)
-    task = found() if isinstance(found, type) else found
     lacking = [part for part in ("name", "max_new_tokens", "samples", "answer", "same", "correct") if not hasattr(task, part)]
     if lacking:
         raise InputError(f"task {path}:{name}: lacks {', '.join(lacking)}; see docs/your-own-task.md")

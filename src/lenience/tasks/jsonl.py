@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -33,9 +34,10 @@ class JsonlTask:
             self._pattern = re.compile(what if how == "regex" else re.escape(what) + r"[ \t]*([^\n]*[^\s])")
         except re.error as error:
             raise InputError(f"answer {answer!r}: not a regular expression ({error})") from None
-        self.name = f"{path.name} answer={answer} same={same}"
         self._normal = COMPARISONS[same]
         self._rows = list(_rows(path))
+        content = hashlib.blake2b(path.read_bytes(), digest_size=6).hexdigest()
+        self.name = f"{path.name} ({content}) answer={answer} same={same}"
 
     def samples(self, split: str) -> Iterator[Sample]:
         for number, row in enumerate(self._rows):
@@ -44,7 +46,7 @@ class JsonlTask:
             prompt = row["prompt"] if "prompt" in row else row["messages"]
             reference = row.get("reference")
             found = None if reference is None else self.answer(str(reference)) or str(reference)
-            yield Sample(str(row.get("id", number)), prompt, found)
+            yield Sample(str(row["id"]), prompt, found)
 
     def answer(self, text: str) -> str | None:
         *_, last = [None, *self._pattern.finditer(text)]
@@ -61,9 +63,10 @@ class JsonlTask:
 
 def _rows(path: Path) -> Iterator[dict]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"task file {path}: cannot be read ({error})") from None
+    ids = set()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -71,8 +74,11 @@ def _rows(path: Path) -> Iterator[dict]:
             row = json.loads(line)
         except ValueError as error:
             raise InputError(f"task file {path}, line {number}: not JSON ({error})") from None
-        if not isinstance(row, dict) or not ("prompt" in row or "messages" in row):
-            raise InputError(f'task file {path}, line {number}: needs a "prompt" or "messages"')
+        if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or isinstance(row.get("messages"), list)):
+            raise InputError(f'task file {path}, line {number}: needs a "prompt" (text) or "messages" (a list)')
+        if row.setdefault("id", str(number)) in ids:
+            raise InputError(f"task file {path}, line {number}: the id {row['id']!r} has come before; make each one once")
+        ids.add(row["id"])
         yield row
 
 

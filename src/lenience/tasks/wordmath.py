@@ -113,14 +113,14 @@ def _compare(rng: random.Random) -> Problem:
 
     first = relate(b, a)
     people = [a, b]
-    if rng.random() < 0.55:
+    if rng.random() < 0.15:
         people.append(c)
         other = rng.choice((a, b))
         second = relate(c, other)
         groups += [(first, second)] if other == a else [(first,), (second,)]
     else:
         groups.append((first,))
-    if rng.random() < 0.6:
+    if len(people) == 2 and rng.random() < 0.6:
         giver, taker = rng.sample(people, 2)
         k = rng.randint(2, min(30, have[giver] - 1))
         if rng.random() < 0.5:
