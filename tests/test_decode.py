@@ -97,6 +97,10 @@ def test_a_stop_string_ends_text_and_tokens(llama: Pair) -> None:
     words = whole.text.split()
     stop = f"{words[6]} {words[7]}"  # spans two tokens
     place = whole.text.index(stop)
+    alone = llama.generate(PROMPTS[0], max_new_tokens=30, stop_strings=stop)
+    assert alone.text == whole.text[:place]
+    with pytest.raises(InputError, match="empty"):
+        llama.generate(PROMPTS[0], stop_strings=["x", ""])
     for window in (1, 8):
         out = llama.generate(PROMPTS[0], max_new_tokens=30, window=window, stop_strings=[stop, "not there"])
         assert (out.text, out.finish) == (whole.text[:place], "stop")

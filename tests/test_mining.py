@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from lenience import InputError
 from lenience.heads import Inputs
 from lenience.journal import Journal
 from lenience.mining import Miner, Mismatch, features, load_features, mine
-from lenience.pair import Pair
+from lenience.pair import Pair, load_pair
 from lenience.tasks import Sample
 
 # ---- a scripted model: a response is a list of numbers, 0 is EOS, and the answer is what follows the last 9
@@ -274,6 +275,29 @@ def test_a_run_of_other_options_or_models_is_refused(pairs, llama: Pair, tmp_pat
         list(features(Pair(llama.draft, llama.target, llama.name), tmp_path, Inputs()))
 
 
+def test_a_model_is_known_by_its_fingerprint_wherever_it_lies(checkpoints, llama: Pair, tmp_path: Path) -> None:
+    list(mine(llama, ParityTask(), tmp_path / "run", limit=1))
+    folders = [shutil.copytree(folder, tmp_path / Path(folder).name) for folder in checkpoints("llama")]
+    moved = load_pair(*map(str, folders), dtype="float32")
+    moved.name = llama.name
+    assert [done for done, _, _ in mine(moved, ParityTask(), tmp_path / "run", limit=2)] == [1, 2]
+
+
+def test_a_response_may_fill_the_context(llama: Pair, tmp_path: Path) -> None:
+    class Long(ParityTask):
+        max_new_tokens = 100
+
+        def samples(self, split: str):
+            for i in range(3):
+                yield Sample(f"{split}-{i}", " ".join(f"w{1 + (i + j) % 40}" for j in range(240)), None)
+
+    list(mine(llama, Long(), tmp_path, limit=3))
+    for record in lines(tmp_path):
+        assert len(record["prompt_ids"]) + len(record["response_ids"]) <= 256
+    assert sum(len(record["mismatches"]) for record in lines(tmp_path)) > 5
+    list(features(llama, tmp_path, Inputs()))
+
+
 @pytest.mark.parametrize("models", [("target", "draft"), ("target",), ("draft",)])
 def test_features_equal_the_states_of_passes_from_scratch(models: tuple[str, ...], llama: Pair, tmp_path: Path) -> None:
     list(mine(llama, ParityTask(), tmp_path, limit=6))
@@ -305,10 +329,15 @@ def test_whole_shards_of_features_are_kept(llama: Pair, tmp_path: Path) -> None:
     before = shard.stat().st_mtime_ns
     list(features(llama, tmp_path, Inputs()))
     assert shard.stat().st_mtime_ns == before
+    (shard.parent / "00001.safetensors").write_bytes(shard.read_bytes())  # left from a longer journal
     list(mine(llama, ParityTask(), tmp_path, limit=4))
     list(features(llama, tmp_path, Inputs()))
     labelled = sum(m["important"] is not None for record in lines(tmp_path) for m in record["mismatches"])
     assert len(load_features(tmp_path, Inputs())[0]) == labelled
+    journal = tmp_path / "journal.jsonl"
+    journal.write_text(journal.read_text().replace('"important":true', '"important":false'))
+    list(features(llama, tmp_path, Inputs()))
+    assert not load_features(tmp_path, Inputs())[1].any()
 
 
 def test_the_strict_decoder_used_for_continuations_is_the_targets_own(built_in: Pair) -> None:

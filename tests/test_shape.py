@@ -11,7 +11,7 @@ import lenience
 
 SOURCE = Path(lenience.__file__).parent
 ORDER = ["errors", "core", "heads", "rules", "journal", "tasks", "model", "drafters", "decode", "pair", "mining", "compare",
-         "report", "cli"]  # fmt: skip
+         "report", "steps", "demo", "cli"]  # fmt: skip
 """Each module imports only what stands before it."""
 
 

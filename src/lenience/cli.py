@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +16,7 @@ from rich.table import Table
 
 from lenience import __version__
 from lenience.errors import InputError, first_line
+from lenience.steps import fit_run, follow, loading, mine_run, print_table, screen
 
 if TYPE_CHECKING:
     from lenience.pair import Pair
@@ -30,7 +27,6 @@ app = App(
     help="Speculative decoding that learns which draft tokens do not matter for your task.",
     version=__version__,
 )
-screen = Console(stderr=True)
 
 
 @Parameter(name="*")
@@ -46,13 +42,9 @@ class Models:
     "cpu, cuda, cuda:1, …; auto takes a GPU if there is one."
 
     def load(self) -> Pair:
-        with screen.status("loading the models"):
-            from transformers.utils import logging
-
+        with loading():
             from lenience.pair import load_pair
 
-            logging.disable_progress_bar()
-            logging.set_verbosity_error()
             return load_pair(self.target, self.draft, dtype=self.dtype, device=self.device)
 
 
@@ -177,7 +169,7 @@ def mine(
     choice, models = choice or TaskChoice(), models or Models()
     task = choice.load()
     pair = models.load()
-    counts = _mine(pair, task, out, limit, choice.max_new_tokens)
+    counts = mine_run(pair, task, out, limit, choice.max_new_tokens)
     screen.print(
         f"{counts['samples']} samples, {counts['mismatches']} mismatches, {counts['important']} important, "
         f"{counts['abstained']} without a parseable answer; next: lenience fit {out}",
@@ -185,22 +177,6 @@ def mine(
     )
     if json:
         _print_json({"run": str(out), **counts})
-
-
-def _mine(pair: Pair, task: Task, out: Path, limit: int | None, max_new_tokens: int | None) -> dict[str, Any]:
-    from lenience.journal import Journal
-    from lenience.mining import mine
-
-    with _progress() as show:
-        for done, total, _ in mine(pair, task, out, limit=limit, max_new_tokens=max_new_tokens):
-            show("mining", done, total)
-    labels = [m["important"] for record in Journal(out / "journal.jsonl") for m in record["mismatches"]]
-    return {
-        "samples": sum(1 for _ in Journal(out / "journal.jsonl")),
-        "mismatches": len(labels),
-        "important": sum(label is True for label in labels),
-        "abstained": sum(label is None for label in labels),
-    }
 
 
 @app.command
@@ -242,7 +218,7 @@ def fit(
         target, draft = target or made["models"]["target"]["name"], draft or made["models"]["draft"]["name"]
     dtypes = {model["dtype"] for model in made["models"].values()}
     pair = Models(target, draft, dtypes.pop() if len(dtypes) == 1 else "auto", device).load()
-    head = _fit(pair, run, inputs, recall, seed, out or run / "judge")
+    head = fit_run(pair, run, inputs, recall, seed, out or run / "judge")
     from lenience.report import probability
 
     table = Table("recall of important", "threshold", "unimportant accepted", box=None)
@@ -256,20 +232,6 @@ def fit(
     )
     if json:
         _print_json({"judge": str(out or run / "judge"), "threshold": head.threshold, **head.metrics})
-
-
-def _fit(pair: Pair, run: Path, inputs: Any, recall: float, seed: int, out: Path) -> Any:
-    from lenience.heads import fit_head
-    from lenience.mining import features, load_features
-
-    with _progress() as show:
-        for done, total in features(pair, run, inputs):
-            show("hidden states", done, total)
-    with screen.status("fitting the judge"):
-        x, important, samples = load_features(run, inputs)
-        head = fit_head(x, important, samples, inputs=inputs, fingerprints=pair.fingerprints, recall=recall, seed=seed)
-    head.save(out)
-    return head
 
 
 @app.command
@@ -302,9 +264,9 @@ def compare(
     choice, models = choice or TaskChoice(), models or Models()
     task = choice.load()
     pair = models.load()
-    frontier = _compare(run(pair, task, rule, windows=window or WINDOWS, limit=limit, tuning=tuning, out=out,
+    frontier = follow(run(pair, task, rule, windows=window or WINDOWS, limit=limit, tuning=tuning, out=out,
                             max_new_tokens=choice.max_new_tokens))  # fmt: skip
-    _print_table(frontier)
+    print_table(frontier)
     if out is not None:
         from lenience.report import write_report
 
@@ -312,17 +274,6 @@ def compare(
         screen.print(f"report: {out / 'report.html'}", highlight=False)
     if json:
         _print_json({key: value for key, value in frontier.items() if key != "examples"})
-
-
-def _compare(progress: Iterable[Any]) -> dict[str, Any]:
-    with _progress() as show:
-        frontier: dict[str, Any] = {}
-        for item in progress:
-            if isinstance(item, dict):
-                frontier = item
-            else:
-                show(item.phase, item.done, item.total)
-    return frontier
 
 
 @app.command
@@ -338,105 +289,11 @@ def demo(*, out: Path = Path("demo"), fresh: int = 24, limit: int = 100, json: J
     limit
         How many held-out problems to compare on.
     """
-    from lenience.compare import compare as run
-    from lenience.compare import discard
-    from lenience.heads import Inputs
-    from lenience.journal import Journal, read_json
-    from lenience.pair import EMBEDDED
-    from lenience.report import probability, write_report
-    from lenience.rules import Judge
-    from lenience.tasks import WordMath
-
-    began = time.perf_counter()
-    pair, task, folder = Models().load(), WordMath(), out / "run"
-    shipped = sum(1 for _ in Journal(EMBEDDED / "run" / "journal.jsonl"))
-    if not (folder / "run.json").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in ("journal.jsonl", "run.json"):
-            shutil.copyfile(EMBEDDED / "run" / name, folder / name)
-    screen.rule(f"1. mining: {shipped} samples come with the pair, {fresh} are mined now")
-    counts = _mine(pair, task, folder, shipped + fresh, None)
-    share = counts["important"] / (counts["mismatches"] - counts["abstained"])
-    screen.print(f"{counts['mismatches']} mismatches, {share:.1%} of them change the answer", highlight=False)
-
-    screen.rule("2. fitting the judge")
-    head = _fit(pair, folder, Inputs(), 0.9, 0, folder / "judge")
-    auc = head.metrics["auc_out_of_fold"]
-    each = counts["important"] / counts["samples"]
-    wanted = 1 - 0.01 / each  # with `each` important mismatches in an answer, this recall loses about one answer in 100
-    sweep = head.metrics["thresholds"]
-    picked = next((row for row in sweep if row["recall"] >= wanted), sweep[-1])
-    screen.print(
-        f"AUC {auc:.3f}; an answer has {each:.2f} important mismatches, so a loss within a point "
-        f"needs a recall of {wanted:.3f}: threshold {probability(picked['threshold'])}",
-        highlight=False,
-    )
-
-    screen.rule(f"3. comparing on {limit} held-out problems")
-    recalls = {picked["recall"], 0.9, 0.98, 0.95 if picked["recall"] in (0.9, 0.98) else 0.9}
-    thresholds = [row["threshold"] for row in sweep if row["recall"] in recalls]
-    judges = [str(Judge(str(folder / "judge"), threshold)) for threshold in thresholds]
-    rules = ["target", "draft", "exact", "topk:2", "topk:4", *judges]
-    if (out / "compare.json").exists() and read_json(out / "compare.json")["rules"] != rules:
-        discard(out)  # of another judge
-    frontier = _compare(run(pair, task, rules, limit=limit, tuning=8, out=out))
-    write_report(out / "report.html", frontier, {**counts, "important_share": share, "judge_auc": auc})
-    _print_table(frontier)
-    seconds = time.perf_counter() - began
-    screen.print(f"report: {out / 'report.html'}   run folder: {folder}   {seconds:.0f} s", highlight=False)
+    with loading():
+        from lenience.demo import tell
+    told = tell(out, fresh, limit)
     if json:
-        by_rule = {row["rule"]: row for row in reversed(frontier["rows"])}
-        _print_json({
-            "target_accuracy": by_rule["target"]["accuracy"], "draft_accuracy": by_rule["draft"]["accuracy"],
-            "important_share": share, "judge_auc": auc, "threshold": picked["threshold"],
-            "rows": frontier["rows"], "machine": frontier["machine"], "seconds": seconds,
-        })  # fmt: skip
-
-
-@contextmanager
-def _progress() -> Iterator[Any]:
-    """A function (what, done, total) that draws a bar with the time left on standard error."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-               TextColumn("left"), TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns, console=screen) as bars:
-        made: dict[str, Any] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in made:
-                made[what] = bars.add_task(what, total=total)
-            bars.update(made[what], completed=done, total=total)
-
-        yield show
-
-
-def _print_table(frontier: dict[str, Any]) -> None:
-    from lenience.report import short
-
-    table = Table("rule", title=f"{frontier['task']}, {frontier['rows'][0]['n']} prompts, {frontier['machine']}")
-    for column in ("window", "accuracy", "paired loss", "tokens/pass", "tokens/s", "s/right answer"):
-        table.add_column(column, justify="right")
-    for row in frontier["rows"]:
-        low, high = row["accuracy_interval"]
-        lost = row["paired_loss_interval"]
-        table.add_row(
-            short(row) + (" (judge's window)" if row["why"] != "given" else ""),
-            str(row["window"] or "–"),
-            f"{row['accuracy']:.1%} [dim]{low:.1%}–{high:.1%}[/]",
-            f"{row['paired_loss']:.1%} [dim]{lost[0]:.1%}–{lost[1]:.1%}[/]",
-            "–" if row["tokens_per_pass"] is None else f"{row['tokens_per_pass']:.2f}",
-            f"{row['tokens_per_second']:.0f}",
-            "–" if row["seconds_per_correct"] is None else f"{row['seconds_per_correct']:.3f}",
-        )
-    Console(stderr=True, width=max(screen.width, 110)).print(table)
+        _print_json(told)
 
 
 def _print_json(value: dict[str, Any]) -> None:

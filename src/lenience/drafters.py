@@ -10,7 +10,7 @@ from lenience.model import LM, Session
 
 
 class ModelDrafter:
-    """Drafts with an independent model of the same vocabulary, `window` tokens at most.
+    """Drafts with an independent model of the same vocabulary, `window` tokens at most and none past an EOS.
 
     What it proposes is as wide as the target's logits and on their device: embeddings of one vocabulary may be padded
     differently, and an id that only the draft's has is never proposed. `keep_states` keeps the draft's hidden states for a
@@ -19,7 +19,7 @@ class ModelDrafter:
 
     def __init__(self, session: Session, window: int, target: LM, keep_states: bool = False):
         self.session, self.window, self.keep_states = session, window, keep_states
-        self.width, self.device = target.width, target.device
+        self.width, self.device, self.eos_ids = target.width, target.device, target.eos_ids
 
     @property
     def passes(self) -> int:
@@ -36,6 +36,8 @@ class ModelDrafter:
             logits.append(ctx.process(self._as_target(reading.logits), drafted))  # [1, V]
             hidden.append(reading.hidden)
             drafted.append(ctx.draw(logits[-1][0], ahead))
+            if drafted[-1] in self.eos_ids:
+                break  # nothing after it could be kept
         states = None
         if self.keep_states:
             # the state after the last drafted token costs one more pass, which the next window would have to make anyway

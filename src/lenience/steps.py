@@ -1,0 +1,119 @@
+"""The steps of a run as a person sees them: with a bar and the time left on standard error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from lenience.heads import Head, Inputs
+    from lenience.pair import Pair
+    from lenience.tasks import Task
+
+screen = Console(stderr=True)
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """While models load: says so, and keeps transformers from drawing bars of its own."""
+    with screen.status("loading the models"):
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        yield
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A function (what, done, total) that draws a bar with the time left on standard error."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+               TextColumn("left"), TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=screen) as bars:
+        made: dict[str, Any] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in made:
+                made[what] = bars.add_task(what, total=total)
+            bars.update(made[what], completed=done, total=total)
+
+        yield show
+
+
+def mine_run(pair: Pair, task: Task, out: Path, limit: int | None, max_new_tokens: int | None) -> dict[str, Any]:
+    """Mine, and count what the journal holds then."""
+    from lenience.journal import Journal
+    from lenience.mining import mine
+
+    with progress() as show:
+        for done, total, _ in mine(pair, task, out, limit=limit, max_new_tokens=max_new_tokens):
+            show("mining", done, total)
+    labels = [m["important"] for record in Journal(out / "journal.jsonl") for m in record["mismatches"]]
+    return {
+        "samples": sum(1 for _ in Journal(out / "journal.jsonl")),
+        "mismatches": len(labels),
+        "important": sum(label is True for label in labels),
+        "abstained": sum(label is None for label in labels),
+    }
+
+
+def fit_run(pair: Pair, run: Path, inputs: Inputs, recall: float, seed: int, out: Path) -> Head:
+    """Compute the hidden states of a run's mismatches, fit a judge to them and save it."""
+    from lenience.heads import fit_head
+    from lenience.mining import features, load_features
+
+    with progress() as show:
+        for done, total in features(pair, run, inputs):
+            show("hidden states", done, total)
+    with screen.status("fitting the judge"):
+        x, important, samples = load_features(run, inputs)
+        head = fit_head(x, important, samples, inputs=inputs, fingerprints=pair.fingerprints, recall=recall, seed=seed)
+    head.save(out)
+    return head
+
+
+def follow(items: Iterable[Any]) -> dict[str, Any]:
+    """Draw the progress of a comparison; returns its frontier."""
+    with progress() as show:
+        frontier: dict[str, Any] = {}
+        for item in items:
+            if isinstance(item, dict):
+                frontier = item
+            else:
+                show(item.phase, item.done, item.total)
+    return frontier
+
+
+def print_table(frontier: dict[str, Any]) -> None:
+    from lenience.report import short
+
+    table = Table("rule", title=f"{frontier['task']}, {frontier['rows'][0]['n']} prompts, {frontier['machine']}")
+    for column in ("window", "accuracy", "paired loss", "tokens/pass", "tokens/s", "s/right answer"):
+        table.add_column(column, justify="right")
+    for row in frontier["rows"]:
+        low, high = row["accuracy_interval"]
+        lost = row["paired_loss_interval"]
+        table.add_row(
+            short(row) + (" (judge's window)" if row["why"] != "given" else ""),
+            str(row["window"] or "–"),
+            f"{row['accuracy']:.1%} [dim]{low:.1%}–{high:.1%}[/]",
+            f"{row['paired_loss']:.1%} [dim]{lost[0]:.1%}–{lost[1]:.1%}[/]",
+            "–" if row["tokens_per_pass"] is None else f"{row['tokens_per_pass']:.2f}",
+            f"{row['tokens_per_second']:.0f}",
+            "–" if row["seconds_per_correct"] is None else f"{row['seconds_per_correct']:.3f}",
+        )
+    Console(stderr=True, width=max(screen.width, 110)).print(table)
