@@ -15,6 +15,7 @@ from lenience import InputError
 from lenience.core import Draft, Reading
 from lenience.heads import Head, Inputs, fit_head, load_head, threshold_at, thresholds
 
+DRAFTED = Inputs(tokens=("draft",))
 PRINTS = {"target": "a", "draft": "b", "tokenizer": "c"}
 
 
@@ -51,7 +52,7 @@ def synthetic(seed: int, m: int = 3000) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 def test_the_best_linear_head_is_found() -> None:
     x, important, samples = synthetic(1)
-    head = fit_head(x, important, samples, inputs=Inputs(), fingerprints=PRINTS, recall=0.9, seed=0)
+    head = fit_head(x, important, samples, inputs=DRAFTED, fingerprints=PRINTS, recall=0.9, seed=0)
     assert head.metrics["auc_out_of_fold"] == pytest.approx(0.921, abs=0.015)
     direction = head.weight.numpy() * x.std(0)
     assert abs(direction[0]) > 5 * np.abs(direction[1:]).max()
@@ -65,7 +66,7 @@ def test_the_best_linear_head_is_found() -> None:
 
 def test_fitting_is_repeatable() -> None:
     given = synthetic(3)
-    a, b = (fit_head(*given, inputs=Inputs(), fingerprints=PRINTS, recall=0.9, seed=5) for _ in range(2))
+    a, b = (fit_head(*given, inputs=DRAFTED, fingerprints=PRINTS, recall=0.9, seed=5) for _ in range(2))
     assert torch.equal(a.weight, b.weight) and a.threshold == b.threshold
 
 
@@ -75,14 +76,14 @@ def test_samples_are_never_split() -> None:
     samples = np.repeat(np.arange(150), 8)
     x = rng.normal(size=(150, 40))[samples].astype(np.float32)
     important = (rng.random(150) < 0.3)[samples]
-    head = fit_head(x, important, samples, inputs=Inputs(), fingerprints=PRINTS, recall=0.9, seed=0)
+    head = fit_head(x, important, samples, inputs=DRAFTED, fingerprints=PRINTS, recall=0.9, seed=0)
     assert head.metrics["auc_out_of_fold"] < 0.65
 
 
 def test_too_little_to_learn_from_is_refused() -> None:
     x, important, samples = synthetic(1, 60)
     with pytest.raises(InputError, match="too few"):
-        fit_head(x, important & (samples < 2), samples, inputs=Inputs(), fingerprints=PRINTS, recall=0.9, seed=0)
+        fit_head(x, important & (samples < 2), samples, inputs=DRAFTED, fingerprints=PRINTS, recall=0.9, seed=0)
 
 
 def test_a_head_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -104,6 +105,6 @@ def test_heads_that_cannot_decode_here_are_refused() -> None:
     with pytest.raises(InputError, match="target's own token"):
         Head(torch.zeros(2), 0.0, Inputs(tokens=("target",)), 0.5, PRINTS).check(PRINTS, {"target": 1, "draft": 1})
     with pytest.raises(InputError, match="reads 2 numbers, these models give 3"):
-        Head(torch.zeros(2), 0.0, Inputs(), 0.5, PRINTS).check(PRINTS, {"target": 2, "draft": 1})
+        Head(torch.zeros(2), 0.0, DRAFTED, 0.5, PRINTS).check(PRINTS, {"target": 2, "draft": 1})
     with pytest.raises(InputError, match="name one or more of target, draft"):
         Inputs(("both",))

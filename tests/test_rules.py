@@ -128,10 +128,13 @@ def test_a_lenient_correction_is_the_targets_choice_when_greedy_and_its_draw_whe
 # ---- the judge
 
 
+DRAFTED = Inputs(tokens=("draft",))
+
+
 def save_head(folder: Path, **about) -> None:
     """score = sigmoid(first number of the target's state + ten times the second of the draft's)."""
     given = {"fingerprints": {"target": "a", "draft": "b", "tokenizer": "c"}, "threshold": 0.5} | about
-    Head(torch.tensor([1.0, 0, 0, 0, 10.0]), 0.0, Inputs(), **given).save(folder)
+    Head(torch.tensor([1.0, 0, 0, 0, 10.0]), 0.0, DRAFTED, **given).save(folder)
 
 
 def test_the_judge_reads_the_state_after_the_drafted_token(tmp_path: Path) -> None:
@@ -163,7 +166,7 @@ def test_the_judge_is_asked_only_where_the_strict_rule_rejects(tmp_path: Path) -
 
 def test_a_judge_alone_means_exact_or_judge(tmp_path: Path, llama: Pair) -> None:
     width = llama.target.hidden_size + llama.draft.hidden_size
-    head = Head(torch.randn(width, generator=torch.Generator().manual_seed(1)), 0.0, Inputs(), 0.5, llama.fingerprints)
+    head = Head(torch.randn(width, generator=torch.Generator().manual_seed(1)), 0.0, DRAFTED, 0.5, llama.fingerprints)
     head.save(tmp_path)
     lenient = llama.generate([5, 9], rule=f"judge:{tmp_path}@0.5", max_new_tokens=40)
     same = llama.generate([5, 9], rule=f"exact|judge:{tmp_path}", max_new_tokens=40)
@@ -180,7 +183,7 @@ def test_a_judge_alone_means_exact_or_judge(tmp_path: Path, llama: Pair) -> None
 def test_a_judge_refuses_other_models_unless_told(tmp_path: Path, llama: Pair) -> None:
     width = llama.target.hidden_size + llama.draft.hidden_size
     for part in ("target", "draft", "tokenizer"):
-        Head(torch.zeros(width), 0.0, Inputs(), 0.5, llama.fingerprints | {part: "other"}).save(tmp_path / part)
+        Head(torch.zeros(width), 0.0, DRAFTED, 0.5, llama.fingerprints | {part: "other"}).save(tmp_path / part)
         with pytest.raises(InputError, match=f"another {part}"):
             llama.generate([1], rule=f"judge:{tmp_path / part}@0.5")
         assert llama.generate([1], rule=f"judge:{tmp_path / part},unchecked=true@0.5", max_new_tokens=2).tokens

@@ -181,7 +181,7 @@ def mine(
 
 @app.command
 def fit(
-    run: Path, /, *, recall: float = 0.9, models: str = "target,draft", tokens: str = "draft", out: Path | None = None,
+    run: Path, /, *, recall: float = 0.9, models: str = "target,draft", tokens: str = "draft,previous", out: Path | None = None,
     seed: int = 0, target: str | None = None, draft: str | None = None, device: str = "auto", json: Json = False,
 ) -> None:  # fmt: skip
     """Fit a judge to a run's journal and save it in RUN/judge.
@@ -195,7 +195,7 @@ def fit(
     models
         Whose hidden states it reads: target, draft or both, with a comma.
     tokens
-        After which token was read: draft (the drafted one), previous, target (for study only), or several.
+        After which token was read: draft (the drafted one), previous, target (for study only), or several, with a comma.
     out
         Save the judge in another folder.
     seed

@@ -27,10 +27,14 @@ TOKENS = ("draft", "previous", "target")
 @dataclass(frozen=True)
 class Inputs:
     """Which hidden states a head reads, concatenated: of which models, and after which token was read: the drafted one,
-    the one before it, or the one that the target itself picked (which decoding does not compute)."""
+    the one before it, or the one that the target itself picked (which decoding does not compute).
+
+    By default the first two of both models: on the built-in pair that tells important tokens best, and decoding has all
+    four at hand (docs/architecture.md, Mining).
+    """
 
     models: tuple[str, ...] = MODELS
-    tokens: tuple[str, ...] = ("draft",)
+    tokens: tuple[str, ...] = ("draft", "previous")
 
     def __post_init__(self) -> None:
         for what, given, known in (("models", self.models, MODELS), ("tokens", self.tokens, TOKENS)):
