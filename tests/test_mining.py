@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -340,15 +339,13 @@ def test_whole_shards_of_features_are_kept(llama: Pair, tmp_path: Path) -> None:
     assert not load_features(tmp_path, Inputs())[1].any()
 
 
-def test_the_strict_decoder_used_for_continuations_is_the_targets_own(built_in: Pair) -> None:
-    """A mined sample of the built-in task, relabelled by hand: its final response answers as the target did."""
+def test_a_mined_sample_of_the_built_in_task(built_in: Pair) -> None:
+    """A mined sample of the built-in task: harmless swaps are in its final response, important ones are not."""
     task = lenience.task("wordmath")
     sample = next(iter(task.samples("train")))
     from lenience.mining import mine_sample
 
-    began = time.perf_counter()
     record = mine_sample(built_in, task, sample, task.max_new_tokens)
-    assert record["cost"]["seconds"] <= time.perf_counter() - began
     assert record["answers"]["target"] == record["answers"]["final"] == task.answer(built_in.target.decode(record["final_ids"]))
     swapped = [m for m in record["mismatches"] if m["important"] is False]
     assert swapped and all(record["final_ids"][m["position"]] == m["draft_token"] for m in swapped)

@@ -243,24 +243,23 @@ def _states(pair: Pair, record: dict[str, Any], inputs: Inputs) -> tuple[torch.T
     kept = [Mismatch(**mismatch) for mismatch in record["mismatches"] if mismatch["important"] is not None]
     whole = record["prompt_ids"] + record["final_ids"]
     start = len(record["prompt_ids"])
-    columns = []
-    for token in inputs.tokens:
-        for model in inputs.models:
-            session = Session(getattr(pair, model))
-            path = session.read(whole, len(record["final_ids"]) + 1).hidden  # [T + 1, H], row p: before position p
-            rows = []
-            for mismatch in reversed(kept):
-                at = mismatch.position
-                if token == "previous":
-                    rows.append(path[at])
-                    continue
+    states: dict[tuple[str, str], list[torch.Tensor]] = {}  # by token and model, the last mismatch first
+    for model in inputs.models:
+        session = Session(getattr(pair, model))
+        path = session.read(whole, len(record["final_ids"]) + 1).hidden.cpu()  # [T + 1, H], row p: before position p
+        for mismatch in reversed(kept):
+            at = mismatch.position
+            for token in inputs.tokens:
                 wanted = mismatch.draft_token if token == "draft" else mismatch.target_token
-                if record["final_ids"][at] == wanted:
-                    rows.append(path[at + 1])
+                if token == "previous":
+                    row = path[at]
+                elif record["final_ids"][at] == wanted:
+                    row = path[at + 1]
                 else:
-                    rows.append(session.read([*whole[: start + at], wanted]).hidden[0])
-            rows.reverse()
-            columns.append(torch.stack(rows) if rows else path[:0])
-    device = columns[0].device
-    x = torch.cat([column.to(device) for column in columns], -1)
-    return x.cpu().contiguous(), torch.tensor([mismatch.important for mismatch in kept], dtype=torch.uint8)
+                    row = session.read([*whole[: start + at], wanted]).hidden[0].cpu()
+                states.setdefault((token, model), []).append(row)
+    if not kept:
+        width = sum(getattr(pair, model).hidden_size for model in inputs.models) * len(inputs.tokens)
+        return torch.empty(0, width, dtype=path.dtype), torch.empty(0, dtype=torch.uint8)
+    x = torch.cat([torch.stack(states[token, model][::-1]) for token in inputs.tokens for model in inputs.models], -1)
+    return x.contiguous(), torch.tensor([mismatch.important for mismatch in kept], dtype=torch.uint8)
