@@ -28,12 +28,12 @@ from lenience.tasks import WordMath, take
 def pass_seconds(lm: LM, prompt: list[int], new: int, repeats: int = 200) -> float:
     """Median time of reading `new` tokens after a prompt."""
     session, times = Session(lm), []
-    session.read(prompt)
+    session.read([prompt])
     for _ in range(repeats):
         began = time.perf_counter()
-        session.read(prompt + prompt[:new], new)
+        session.read([prompt + prompt[:new]], new)
         times.append(time.perf_counter() - began)
-        session.read(prompt)
+        session.read([prompt])
     return float(np.median(times))
 
 
@@ -55,7 +55,9 @@ def main() -> None:
     words = pair.target.tokenizer.convert_ids_to_tokens
     found = [m for record in Journal(given.run / "journal.jsonl") for m in record["mismatches"] if m["important"] is not None]
     important = np.array([m["important"] for m in found])
-    kind = np.array([any(re.search(r"[\d+*/=-]", words(m[key])) for key in ("target_token", "draft_token")) for m in found])
+    kind = np.array(
+        [any(re.fullmatch(r"▁?[\d+*/=-]", words(m[key])) for key in ("target_token", "draft_token")) for m in found]
+    )
     told |= {
         "mismatches": len(found),
         "important_share": float(important.mean()),

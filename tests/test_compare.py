@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import beta
 from test_mining import ParityTask
 
 from lenience import InputError
 from lenience.compare import Progress, Setting, compare, rows
+from lenience.heads import Head, Inputs
+from lenience.mining import mine
 from lenience.pair import Pair
 from lenience.report import example, write_report
+from lenience.tasks import load_task, take
 
 RULES = ["draft", "exact", "topk:2"]
 
@@ -86,7 +91,9 @@ def test_windows_are_chosen_by_speed_on_other_prompts(llama: Pair, monkeypatch: 
         stage = isinstance(item, Progress) and item.phase == "choosing windows"
         if isinstance(item, dict):
             assert [row["window"] for row in item["rows"]] == [0, 0, 4, 4]
-    assert len(seen["tuning"]) >= 3 and {sample.prompt for sample in ParityTask().samples("test")} >= seen["reported"]
+    warm_up = take(ParityTask(), "test", 1)[0].prompt
+    assert len(seen["tuning"] - {warm_up}) == 3 and len(seen["reported"]) == 5
+    assert not (seen["tuning"] - {warm_up}) & seen["reported"]
 
 
 def test_a_stopped_comparison_goes_on(llama: Pair, tmp_path: Path) -> None:
@@ -106,6 +113,32 @@ def test_a_stopped_comparison_goes_on(llama: Pair, tmp_path: Path) -> None:
     assert frontier["rows"][0]["n"] == 8
     with pytest.raises(InputError, match="rules"):
         finish(compare(llama, ParityTask(), ["exact"], windows=(2, 4), limit=8, tuning=2, out=tmp_path))
+
+
+def test_a_comparison_with_a_judge_that_was_fitted_anew_is_another_one(llama: Pair, tmp_path: Path) -> None:
+    width = 2 * (llama.target.hidden_size + llama.draft.hidden_size)
+    head = Head(torch.ones(width), 0.0, Inputs(), 0.5, llama.fingerprints)
+    head.save(tmp_path / "judge")
+    given = (llama, ParityTask(), [f"judge:{tmp_path / 'judge'}"])
+    finish(compare(*given, windows=(3,), limit=2, out=tmp_path / "c"))
+    head.threshold = 0.75  # as another --recall gives it
+    head.save(tmp_path / "judge")
+    with pytest.raises(InputError, match="heads"):
+        finish(compare(*given, windows=(3,), limit=2, out=tmp_path / "c"))
+
+
+def test_what_cannot_be_compared_is_told_before_any_work(llama: Pair, tmp_path: Path) -> None:
+    rows = [{"id": "a", "prompt": "w1", "split": "test", "reference": "1"}, {"id": "b", "prompt": "w2", "split": "test"},
+            {"id": "c", "prompt": "w1 " * 300, "split": "train"}]  # fmt: skip
+    (tmp_path / "t.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    task = load_task(str(tmp_path / "t.jsonl"))
+    with pytest.raises(InputError, match="sample b has no reference"):
+        finish(compare(llama, task, ["exact"]))
+    with pytest.raises(InputError, match="sample c: the prompt has 300 tokens"):
+        list(mine(llama, task, tmp_path / "run"))
+    with pytest.raises(InputError, match="max_new_tokens -5"):
+        list(mine(llama, ParityTask(), tmp_path / "run", max_new_tokens=-5))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_missing_judge_is_told_before_any_work(llama: Pair, tmp_path: Path) -> None:

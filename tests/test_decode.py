@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 from transformers import LlamaConfig
 
 from lenience import InputError
-from lenience.core import Context, Draft, Noise, Reading
+from lenience.core import Context, Draft, Noise, Reading, Row, race, uniform
 from lenience.decode import TextStream, pieces
 from lenience.pair import Pair, load_pair
 from lenience.rules import Exact, Speculative
@@ -182,20 +182,24 @@ def test_sampled_pairs_of_tokens_follow_the_target(rule: str, options: dict) -> 
     wanted = warp(first[None])[0][:, None] * warp(second)  # [5, 5]
     counts = np.zeros((5, 5))
     decide = Exact() if rule == "exact" else Speculative()
-    zeros = torch.zeros(3, 1)
-    for seed in range(20_000):
-        ctx = Context(Noise.for_prompt(seed, [1]), **options)
-        a = ctx.draw(drafted, 0)
-        b = ctx.draw(second_draft[a], 1)
-        draft = Draft([a, b], torch.stack([drafted, second_draft[a]]))
-        verdict = decide(draft, Reading(torch.stack([first, second[a], first]), zeros), ctx)
-        tokens = [*draft.tokens[: verdict.accepted], verdict.token][:2]
-        if len(tokens) == 1:  # rejected at once: the next cycle drafts from the correction
-            ctx.position = 1
-            c = ctx.draw(second_draft[tokens[0]], 0)
-            again = Draft([c], second_draft[tokens[0]][None])
-            verdict = decide(again, Reading(torch.stack([second[tokens[0]], first]), zeros[:2]), ctx)
-            tokens.append(c if verdict.accepted else verdict.token)
+    rows = 20_000  # one seed each, decided together
+    ctx = Context([Row(Noise.for_prompt(seed, [1]), [1]) for seed in range(rows)], **options)
+    one, zeros = torch.ones(rows, dtype=torch.long), torch.zeros(rows, 3, 1)
+    a = ctx.draw(drafted.expand(rows, 1, 5))[:, 0]
+    b = ctx.draw(second_draft[a][:, None], 1)[:, 0]
+    draft = Draft(torch.stack([a, b], 1), 2 * one, torch.stack([drafted.expand(rows, 5), second_draft[a]], 1))
+    logits = torch.stack([first.expand(rows, 5), second[a], first.expand(rows, 5)], 1)
+    verdicts = decide(draft, Reading(logits, zeros), ctx)
+    written = [[*verdict.drafted[: verdict.accepted], verdict.token][:2] for verdict in verdicts]
+    for row in ctx.rows:
+        row.position = 1
+    start = torch.tensor([tokens[0] for tokens in written])  # where rejected at once, the next cycle drafts from the correction
+    c = ctx.draw(second_draft[start][:, None])
+    logits = torch.stack([second[start], first.expand(rows, 5)], 1)
+    again = decide(Draft(c, one, second_draft[start][:, None]), Reading(logits, zeros[:, :2]), ctx)
+    for tokens, verdict in zip(written, again):
+        if len(tokens) == 1:
+            tokens.append(verdict.drafted[0] if verdict.accepted else verdict.token)
         counts[tokens[0], tokens[1]] += 1
     possible = wanted > 0
     assert counts[~possible].sum() == 0
@@ -243,14 +247,26 @@ def test_a_whole_decode_follows_the_targets_distribution(llama: Pair) -> None:
 @settings(max_examples=50, deadline=None)
 def test_noise_depends_on_its_key_alone(seed: int, prompt: list[int], position: int) -> None:
     noise = Noise.for_prompt(seed, prompt)
-    first = noise.uniform(position, "accept")
-    Noise.for_prompt(seed + 1, prompt).uniform(position, "accept")
-    assert noise.uniform(position, "accept") == first
-    others = {noise.uniform(position + 1, "accept"), noise.uniform(position, "token"),
-              Noise.for_prompt(seed, [*prompt, 1]).uniform(position, "accept")}  # fmt: skip
+    first = noise.key(position, "accept")
+    Noise.for_prompt(seed + 1, prompt).key(position, "accept")
+    assert noise.key(position, "accept") == first
+    others = {noise.key(position + 1, "accept"), noise.key(position, "token"),
+              Noise.for_prompt(seed, [*prompt, 1]).key(position, "accept")}  # fmt: skip
     assert first not in others and len(others) == 3
 
 
-def test_noise_is_uniform() -> None:
-    draws = [Noise.for_prompt(0, [1, 2]).uniform(i, "accept") for i in range(10_000)]
-    assert chisquare(np.histogram(draws, bins=20, range=(0, 1))[0]).pvalue > 1e-4
+def test_noise_is_uniform_and_races_are_won_in_proportion() -> None:
+    keys = torch.tensor([Noise.for_prompt(0, [1, 2]).key(i, "accept") for i in range(10_000)])
+    for given_keys in (keys, torch.arange(10_000)):  # neighbouring keys must not show
+        assert chisquare(np.histogram(uniform(given_keys), bins=20, range=(0, 1))[0]).pvalue > 1e-4
+        won = race(torch.tensor([0.5, 0.0, 0.3, 0.2]).expand(10_000, 4), given_keys)
+        counts = np.bincount(won, minlength=4)
+        assert counts[1] == 0 and chisquare(counts[[0, 2, 3]], [5000, 3000, 2000]).pvalue > 1e-4
+
+
+def test_uniform_is_the_published_splitmix64() -> None:
+    """The generator's first outputs from seed 1234567, as its reference implementation prints them."""
+    state = 1234567
+    wanted = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    got = uniform(torch.tensor([(state + i * 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63 for i in range(3)]))
+    np.testing.assert_allclose(got.numpy(), [value / 2**64 for value in wanted], rtol=1e-15, atol=2**-53)

@@ -58,9 +58,9 @@ def test_the_best_linear_head_is_found() -> None:
     assert abs(direction[0]) > 5 * np.abs(direction[1:]).max()
     # the saved threshold keeps its promise on fresh data
     fresh, wanted, _ = synthetic(2, 20_000)
-    reading = Reading(torch.zeros(len(fresh) + 1, 1), torch.tensor(np.vstack([fresh[:1], fresh])[:, :4]))
-    draft = Draft([0] * len(fresh), None, torch.tensor(np.vstack([fresh[:1], fresh])[:, 4:]))
-    rejected = (head.scores(draft, reading) < head.threshold).numpy()
+    states, n = torch.tensor(np.vstack([fresh[:1], fresh]))[None], len(fresh)
+    draft = Draft(torch.zeros(1, n, dtype=torch.long), torch.tensor([n]), None, states[..., 4:])
+    rejected = (head.scores(draft, Reading(torch.zeros(1, n + 1, 1), states[..., :4]))[0] < head.threshold).numpy()
     assert rejected[wanted].mean() == pytest.approx(0.9, abs=0.03)
 
 
@@ -97,8 +97,9 @@ def test_a_head_is_saved_and_loaded(tmp_path: Path) -> None:
 
 def test_previous_token_heads_read_the_row_before() -> None:
     head = Head(torch.tensor([1.0]), 0.0, Inputs(("target",), ("previous",)), 0.5, PRINTS)
-    reading = Reading(torch.zeros(3, 1), torch.tensor([[1.0], [2.0], [3.0]]))
-    torch.testing.assert_close(head.scores(Draft([0, 0]), reading), torch.sigmoid(torch.tensor([1.0, 2.0]).double()))
+    reading = Reading(torch.zeros(1, 3, 1), torch.tensor([[[1.0], [2.0], [3.0]]]))
+    draft = Draft(torch.tensor([[0, 0]]), torch.tensor([2]))
+    torch.testing.assert_close(head.scores(draft, reading), torch.sigmoid(torch.tensor([[1.0, 2.0]]).double()))
 
 
 def test_heads_that_cannot_decode_here_are_refused() -> None:

@@ -28,24 +28,24 @@ def test_rolling_back_equals_a_fresh_pass(name: str, pairs: Callable[[str], Pair
     @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     def check(edits: list[tuple[int, list[int]]]) -> None:
         session, tokens = Session(lm), [4] * 20
-        session.read(tokens)
+        session.read([tokens])
         for keep, new in edits:
             tokens = tokens[: max(1, keep)] + new
             rows = min(len(new), 3)
-            got = session.read(tokens, rows)
+            got = session.read([tokens], rows)
             with torch.inference_mode():
                 fresh = lm.model(torch.tensor([tokens])).logits[0, -rows:]
-            torch.testing.assert_close(got.logits, fresh, atol=2e-4, rtol=1e-3)
-            assert session.tokens == tokens
+            torch.testing.assert_close(got.logits[0], fresh, atol=2e-4, rtol=1e-3)
+            assert session.tokens == [tokens]
 
     check()
 
 
 def test_a_session_reads_only_what_is_new(llama: Pair) -> None:
     session = Session(llama.target)
-    session.read([1, 2, 3, 4, 5])
-    session.read([1, 2, 3, 9])
-    session.read([1, 2, 3, 9], rows=2)  # already read: only the rows that are asked for
+    session.read([[1, 2, 3, 4, 5]])
+    session.read([[1, 2, 3, 9]])
+    session.read([[1, 2, 3, 9]], 2)  # already read: only the rows that are asked for
     assert session.tokens_read == 5 + 1 + 2
 
 
@@ -59,11 +59,11 @@ def test_common_beginning(a: list[int], b: list[int]) -> None:
 
 
 def test_hidden_states_are_what_the_head_reads(llama: Pair) -> None:
-    reading = Session(llama.target).read([1, 2, 3, 4], rows=3)
+    reading = Session(llama.target).read([[1, 2, 3, 4]], 3)
     with torch.inference_mode():
         torch.testing.assert_close(llama.target.model.get_output_embeddings()(reading.hidden), reading.logits)
         whole = llama.target.model(torch.tensor([[1, 2, 3, 4]]), output_hidden_states=True)
-    torch.testing.assert_close(reading.hidden, whole.hidden_states[-1][0, -3:])
+    torch.testing.assert_close(reading.hidden, whole.hidden_states[-1][:, -3:])
 
 
 @pytest.mark.parametrize("setting", [

@@ -14,7 +14,7 @@ from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor
 
 import lenience
 from lenience import InputError
-from lenience.core import Context, Draft, Noise, Reading
+from lenience.core import Context, Draft, Noise, Reading, Row, Rule, Verdict, uniform
 from lenience.heads import Head, Inputs, load_head
 from lenience.pair import Pair
 from lenience.rules import AnyOf, Exact, Judge, Speculative, TopK
@@ -28,76 +28,98 @@ windows = st.integers(1, 5).flatmap(
 )
 
 
-def reading(logits: np.ndarray, hidden: int = 3) -> Reading:
-    return Reading(torch.tensor(logits), torch.zeros(len(logits), hidden))
+def window(tokens: list[int], logits: torch.Tensor | None = None, hidden: torch.Tensor | None = None) -> Draft:
+    """A draft of one row."""
+    return Draft(
+        torch.tensor([tokens]),
+        torch.tensor([len(tokens)]),
+        None if logits is None else logits[None],
+        None if hidden is None else hidden[None],
+    )
+
+
+def reading(logits: np.ndarray, hidden: torch.Tensor | None = None) -> Reading:
+    return Reading(torch.tensor(logits)[None], torch.zeros(1, len(logits), 3) if hidden is None else hidden[None])
 
 
 def greedy() -> Context:
-    return Context(Noise.for_prompt(0, [1]))
+    return sampling(0, 0.0)
+
+
+def sampling(seed: int, temperature: float, position: int = 0, **options) -> Context:
+    return Context([Row(Noise.for_prompt(seed, [1]), [1], position)], temperature, **options)
+
+
+def decide(rule: Rule, draft: Draft, read: Reading, ctx: Context) -> Verdict:
+    (verdict,) = rule(draft, read, ctx)
+    return verdict
 
 
 @given(windows)
-def test_exact_keeps_the_longest_prefix_that_the_target_would_pick(window: tuple[list[int], np.ndarray]) -> None:
-    tokens, logits = window
+def test_exact_keeps_the_longest_prefix_that_the_target_would_pick(made: tuple[list[int], np.ndarray]) -> None:
+    tokens, logits = made
     best = logits.argmax(-1)
     kept = 0
     while kept < len(tokens) and tokens[kept] == best[kept]:
         kept += 1
-    verdict = Exact()(Draft(tokens), reading(logits), greedy())
+    verdict = decide(Exact(), window(tokens), reading(logits), greedy())
     assert (verdict.accepted, verdict.token) == (kept, best[kept])
     assert verdict.exact == [token == top for token, top in zip(tokens, best)]
 
 
 @given(windows, st.integers(1, VOCABULARY))
-def test_topk_ranks_a_token_at_its_own_position(window: tuple[list[int], np.ndarray], k: int) -> None:
-    tokens, logits = window
+def test_topk_ranks_a_token_at_its_own_position(made: tuple[list[int], np.ndarray], k: int) -> None:
+    tokens, logits = made
     ok = [int((row > row[token]).sum()) < k for token, row in zip(tokens, logits)]
     kept = ok.index(False) if False in ok else len(ok)
-    verdict = TopK(k)(Draft(tokens), reading(logits), greedy())
+    verdict = decide(TopK(k), window(tokens), reading(logits), greedy())
     assert (verdict.accepted, verdict.token) == (kept, logits[kept].argmax())
 
 
 def test_topk_is_not_read_one_position_late() -> None:
     logits = np.array([[9, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 9], [9, 0, 0, 0, 0, 0]], dtype=np.float32)
-    verdict = TopK(1)(Draft([0, 0]), reading(logits), greedy())
+    verdict = decide(TopK(1), window([0, 0]), reading(logits), greedy())
     assert (verdict.accepted, verdict.token) == (1, 5)  # row 1 allows token 5 alone; row 2 would have allowed token 0
 
 
 @given(windows)
-def test_topk_1_is_exact_and_topk_of_everything_accepts_everything(window: tuple[list[int], np.ndarray]) -> None:
-    tokens, logits = window
-    assert TopK(1)(Draft(tokens), reading(logits), greedy()) == Exact()(Draft(tokens), reading(logits), greedy())
-    assert TopK(VOCABULARY)(Draft(tokens), reading(logits), greedy()).accepted == len(tokens)
+def test_topk_1_is_exact_and_topk_of_everything_accepts_everything(made: tuple[list[int], np.ndarray]) -> None:
+    tokens, logits = made
+    assert decide(TopK(1), window(tokens), reading(logits), greedy()) == decide(
+        Exact(), window(tokens), reading(logits), greedy()
+    )
+    assert decide(TopK(VOCABULARY), window(tokens), reading(logits), greedy()).accepted == len(tokens)
 
 
 @given(windows, st.data(), st.integers(0, 1000), st.floats(0.3, 2))
-def test_speculative_follows_its_definition(window, data, seed: int, temperature: float) -> None:
-    tokens, logits = window
+def test_speculative_follows_its_definition(made, data, seed: int, temperature: float) -> None:
+    tokens, logits = made
     n = len(tokens)
     drafted = data.draw(hnp.arrays(np.float32, (n, VOCABULARY), elements=st.floats(-9, 9, width=32)))
-    ctx = Context(Noise.for_prompt(seed, [2]), temperature, position=7)
+    ctx = sampling(seed, temperature, position=7)
 
     def softmax(x: np.ndarray) -> np.ndarray:
         e = np.exp((x.astype(np.float64) - x.max(-1, keepdims=True)) / temperature)
         return e / e.sum(-1, keepdims=True)
 
     p, q = softmax(logits), softmax(drafted)
-    margins = [p[i, t] / q[i, t] - ctx.noise.uniform(7 + i, "accept") for i, t in enumerate(tokens)]
+    keys = [ctx.rows[0].noise.key(7 + i, "accept") for i in range(n)]
+    margins = [p[i, t] / q[i, t] - float(uniform(torch.tensor(key))) for i, (t, key) in enumerate(zip(tokens, keys))]
     if min(abs(margin) for margin in margins) < 1e-5:
         return  # float32 may fall on either side
     kept = next((i for i, margin in enumerate(margins) if margin <= 0), n)
-    verdict = Speculative()(Draft(tokens, torch.tensor(drafted)), reading(logits), ctx)
+    verdict = decide(Speculative(), window(tokens, torch.tensor(drafted)), reading(logits), ctx)
     assert verdict.accepted == kept
     if kept < n:
         assert p[kept, verdict.token] > q[kept, verdict.token] - 1e-6  # the rest is positive there
 
 
 @given(windows)
-def test_speculative_is_exact_when_greedy(window: tuple[list[int], np.ndarray]) -> None:
-    tokens, logits = window
+def test_speculative_is_exact_when_greedy(made: tuple[list[int], np.ndarray]) -> None:
+    tokens, logits = made
     drafted = torch.nn.functional.one_hot(torch.tensor(tokens), VOCABULARY).float() * 5
-    a = Speculative()(Draft(tokens, drafted), reading(logits), greedy())
-    b = Exact()(Draft(tokens, drafted), reading(logits), greedy())
+    a = decide(Speculative(), window(tokens, drafted), reading(logits), greedy())
+    b = decide(Exact(), window(tokens, drafted), reading(logits), greedy())
     assert (a.accepted, a.token) == (b.accepted, b.token)
 
 
@@ -105,23 +127,23 @@ def test_speculative_is_exact_when_greedy(window: tuple[list[int], np.ndarray]) 
 def test_a_forbidden_token_is_never_accepted(temperature: float, tmp_path: Path) -> None:
     save_head(tmp_path)
     processors = LogitsProcessorList([SuppressTokensLogitsProcessor([4])])
-    ctx = Context(Noise.for_prompt(0, [1]), temperature, processors=processors, prefix=[1])
-    logits = ctx.process(torch.zeros(3, VOCABULARY), [4, 4])
+    ctx = sampling(0, temperature, processors=processors)
+    logits = ctx.process(torch.zeros(1, 3, VOCABULARY), torch.tensor([[4, 4]]))
     for rule in ("topk:6", f"judge:{tmp_path}@0", "exact", "speculative"):
-        draft = Draft([4, 4], torch.zeros(2, VOCABULARY), torch.zeros(3, 2))
-        verdict = lenience.rule(rule)(draft, Reading(logits, torch.zeros(3, 3)), ctx)
+        draft = window([4, 4], torch.zeros(2, VOCABULARY), torch.zeros(3, 2))
+        verdict = decide(lenience.rule(rule), draft, Reading(logits, torch.zeros(1, 3, 3)), ctx)
         assert verdict.accepted == 0 and verdict.token != 4
-    ctx = Context(Noise.for_prompt(0, [1]), 1.0, top_k=2)
+    ctx = sampling(0, 1.0, top_k=2)
     cut = torch.arange(12.0).reshape(2, 6)
-    assert lenience.rule("topk:6")(Draft([0]), Reading(cut, torch.zeros(2, 3)), ctx).accepted == 0
+    assert decide(lenience.rule("topk:6"), window([0]), reading(cut.numpy()), ctx).accepted == 0
 
 
 def test_a_lenient_correction_is_the_targets_choice_when_greedy_and_its_draw_when_sampling() -> None:
     logits = np.log(np.array([[0.5, 0.3, 0.2, 1e-9, 1e-9, 1e-9]] * 2, dtype=np.float32))
-    assert TopK(1)(Draft([2]), reading(logits), greedy()).token == 0
+    assert decide(TopK(1), window([2]), reading(logits), greedy()).token == 0
     seen = np.zeros(6)
     for seed in range(4000):
-        seen[TopK(1)(Draft([2]), reading(logits), Context(Noise.for_prompt(seed, [1]), 1.0)).token] += 1
+        seen[decide(TopK(1), window([2]), reading(logits), sampling(seed, 1.0)).token] += 1
     np.testing.assert_allclose(seen[:3] / 4000, [0.5, 0.3, 0.2], atol=0.03)
 
 
@@ -145,7 +167,7 @@ def test_the_judge_reads_the_state_after_the_drafted_token(tmp_path: Path) -> No
     target[1, 0], target[3, 0] = 1.5, 1.5  # after the first and the third drafted token
     draft[2, 1] = 0.1
     draft[3, 1] = -0.3  # third: 1.5 - 3
-    verdict = Judge(str(tmp_path), 0.7)(Draft([1, 2, 3], None, draft), Reading(torch.tensor(logits), target), greedy())
+    verdict = decide(Judge(str(tmp_path), 0.7), window([1, 2, 3], None, draft), reading(logits, target), greedy())
     wanted = [1 / (1 + np.exp(-x)) for x in (1.5, 1.0, -1.5)]
     assert verdict.accepted == 2 and verdict.token == 5
     np.testing.assert_allclose(verdict.scores, wanted, rtol=1e-6)
@@ -156,11 +178,11 @@ def test_the_judge_is_asked_only_where_the_strict_rule_rejects(tmp_path: Path) -
     save_head(tmp_path)
     logits = np.zeros((3, VOCABULARY), dtype=np.float32)
     logits[:, 5] = 1
-    draft = Draft([5, 1], None, torch.zeros(3, 2))
-    verdict = Judge(str(tmp_path), 0.9)(draft, reading(logits), greedy())
+    draft = window([5, 1], None, torch.zeros(3, 2))
+    verdict = decide(Judge(str(tmp_path), 0.9), draft, reading(logits), greedy())
     assert verdict.scores == [None, 0.5]
     assert (verdict.accepted, verdict.exact) == (1, [True, False])
-    loose = Judge(str(tmp_path), 0.5)(draft, reading(logits), greedy())
+    loose = decide(Judge(str(tmp_path), 0.5), draft, reading(logits), greedy())
     assert (loose.accepted, loose.token) == (2, 5)
 
 

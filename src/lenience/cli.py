@@ -174,6 +174,7 @@ def mine(
         f"{counts['samples']} samples, {counts['mismatches']} mismatches, {counts['important']} important, "
         f"{counts['abstained']} without a parseable answer; next: lenience fit {out}",
         highlight=False,
+        markup=False,
     )
     if json:
         _print_json({"run": str(out), **counts})
@@ -209,17 +210,22 @@ def fit(
     """
     if not 0 < recall <= 1:
         raise InputError(f"--recall {recall}: must be in (0, 1]")
+    if not 0 <= seed < 2**32:
+        raise InputError(f"--seed {seed}: must be from 0 to 2**32 - 1")
     from lenience.heads import Inputs
     from lenience.journal import read_json
 
     inputs = Inputs(tuple(models.split(",")), tuple(tokens.split(",")))
     made = read_json(run / "run.json")
+    if not made.keys() >= {"pair", "models"}:
+        raise InputError(f"{run / 'run.json'}: does not say which models it was mined with; mine into another folder")
     if made["pair"] != "built-in":
         target, draft = target or made["models"]["target"]["name"], draft or made["models"]["draft"]["name"]
     dtypes = {model["dtype"] for model in made["models"].values()}
     pair = Models(target, draft, dtypes.pop() if len(dtypes) == 1 else "auto", device).load()
     head = fit_run(pair, run, inputs, recall, seed, out or run / "judge")
     from lenience.report import probability
+    from lenience.rules import Judge
 
     table = Table("recall of important", "threshold", "unimportant accepted", box=None)
     for row in head.metrics["thresholds"]:
@@ -227,8 +233,9 @@ def fit(
     screen.print(table)
     screen.print(
         f"AUC {head.metrics['auc_out_of_fold']:.3f} on folds it was not fitted to; "
-        f"use it as judge:{out or run / 'judge'}@{head.threshold!r}",
+        f"use it as {Judge(str(out or run / 'judge'), head.threshold)}",
         highlight=False,
+        markup=False,
     )
     if json:
         _print_json({"judge": str(out or run / "judge"), "threshold": head.threshold, **head.metrics})
@@ -266,12 +273,13 @@ def compare(
     pair = models.load()
     frontier = follow(run(pair, task, rule, windows=window or WINDOWS, limit=limit, tuning=tuning, out=out,
                             max_new_tokens=choice.max_new_tokens))  # fmt: skip
-    print_table(frontier)
     if out is not None:
         from lenience.report import write_report
 
         write_report(out / "report.html", frontier)
-        screen.print(f"report: {out / 'report.html'}", highlight=False)
+    print_table(frontier)
+    if out is not None:
+        screen.print(f"report: {out / 'report.html'}", highlight=False, markup=False)
     if json:
         _print_json({key: value for key, value in frontier.items() if key != "examples"})
 

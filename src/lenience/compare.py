@@ -16,10 +16,10 @@ from scipy.stats import binomtest
 from lenience.decode import pieces
 from lenience.errors import InputError
 from lenience.journal import Journal, open_run, read_json, write_json
-from lenience.mining import describe
+from lenience.mining import check_prompts, describe
 from lenience.pair import Generation, Pair
 from lenience.rules import AnyOf, Judge, parse_rule
-from lenience.tasks import Sample, Task, take
+from lenience.tasks import JsonlTask, Sample, Task, take
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -70,7 +70,10 @@ def compare(
     if tuning < 1:
         raise InputError(f"tuning {tuning}: must be 1 or more")
     samples = take(task, "test", limit)
-    max_new_tokens = max_new_tokens or task.max_new_tokens
+    max_new_tokens = check_prompts(pair, task, samples, max_new_tokens)
+    unknown = [sample.id for sample in samples if sample.reference is None] if isinstance(task, JsonlTask) else []
+    if unknown:
+        raise InputError(f"task {task.name!r}: sample {unknown[0]} has no reference, and accuracy cannot be told without one")
     rules = list(dict.fromkeys(["target", *rules]))
     journal = None
     if out is not None:
@@ -179,9 +182,9 @@ def _judges(rule: str) -> list[Judge]:
     return [term for term in terms if isinstance(term, Judge)]
 
 
-def _heads(rules: Sequence[str]) -> dict[str, float]:
-    """Identifies the heads of the rules: a head that was fitted anew is another one."""
-    return {judge.path: float(judge.head.weight.double().sum()) for rule in rules for judge in _judges(rule)}
+def _heads(rules: Sequence[str]) -> dict[str, str]:
+    """Identifies the heads of the rules: a head that was fitted anew, or has another threshold, is another one."""
+    return {judge.path: judge.head.fingerprint for rule in rules for judge in _judges(rule)}
 
 
 def rows(settings: Sequence[Setting], records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

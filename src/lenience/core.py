@@ -1,7 +1,8 @@
 """The nouns of a decoding cycle, and the protocols Drafter and Rule.
 
-Rows: of a window of n drafted tokens, row 0 of logits and hidden states is the one after the prefix, which predicts
-the first drafted token, and row i + 1 the one after the i-th drafted token was read.
+Everything is batched: B rows are decoded together, each with its own history and its own acceptance. Of a window of W
+drafted tokens, state 0 of logits and hidden states is the one after the prefix, which predicts the first drafted
+token, and state i + 1 the one after the i-th drafted token was read.
 """
 
 from __future__ import annotations
@@ -24,29 +25,42 @@ Origin = Literal["draft", "draft-lenient", "correction", "bonus"]
 
 @dataclass(frozen=True)
 class Draft:
-    """A proposed window: a chain of n tokens, perhaps empty."""
+    """A proposed window for each row: a chain of at most W tokens, perhaps empty."""
 
-    tokens: list[int]
+    tokens: Tensor
+    """[B, W]; what stands from a row's length on is not proposed."""
+    lengths: Tensor
+    """[B]: how many tokens are proposed for each row."""
     logits: Tensor | None = None
-    """[n, V]: what each token was picked from, after the logits processors; None where nothing was drafted."""
+    """[B, W, V]: what each token was picked from, after the logits processors; None where nothing was drafted."""
     hidden: Tensor | None = None
-    """[n + 1, H]: the draft's states, see the module's rows; None unless a rule asked for them."""
+    """[B, W + 1, H]: the draft's states, see the module; None unless a rule asked for them."""
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def proposed(self) -> Tensor:
+        """[B, W] bool: which places hold a proposed token."""
+        return torch.arange(self.width, device=self.tokens.device) < self.lengths[:, None]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What one pass of a model over a prefix and n tokens gave."""
+    """What one pass of a model over B prefixes and W tokens after each gave."""
 
     logits: Tensor
-    """[n + 1, V]"""
+    """[B, W + 1, V]"""
     hidden: Tensor
-    """[n + 1, H]: the states that the LM head reads, after the final norm."""
+    """[B, W + 1, H]: the states that the LM head reads, after the final norm."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A rule's answer for one window."""
+    """A rule's answer for one row's window."""
 
+    drafted: list[int]
     accepted: int
     """How many drafted tokens are kept."""
     token: int
@@ -98,52 +112,52 @@ class Noise:
         return cls(seed, hashlib.blake2b(struct.pack(f"<{len(prompt)}q", *prompt), digest_size=16).digest())
 
     def key(self, position: int, purpose: str) -> int:
+        """A signed 64-bit number."""
         message = struct.pack("<qq", self.seed, position) + self.request + purpose.encode()
-        return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little")
-
-    def uniform(self, position: int, purpose: str) -> float:
-        """A number in [0, 1)."""
-        return (self.key(position, purpose) >> 11) / 2**53
-
-    def draw(self, probs: Tensor, position: int, purpose: str) -> int:
-        """A token from `probs` [V] (need not sum to 1) by the exponential race, the Gumbel trick without logarithms: two
-        distributions raced on the same key mostly give the same token."""
-        generator = torch.Generator().manual_seed(self.key(position, purpose) >> 1)
-        times = torch.empty(probs.shape[-1], dtype=torch.float64).exponential_(generator=generator)
-        return int((probs.double() / times.to(probs.device)).argmax())
+        return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little", signed=True)
 
 
 @dataclass
-class Context:
-    """What a rule and a drafter need besides the models' readings: sampling parameters, history, randomness."""
+class Row:
+    """One of the sequences that are decoded together."""
 
     noise: Noise
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    processors: LogitsProcessorList | None = None
     prefix: list[int] = field(default_factory=list)
     """All tokens so far, the prompt's included."""
     position: int = 0
     """How many new tokens there are so far."""
 
+
+@dataclass
+class Context:
+    """What a rule and a drafter need besides the models' readings: sampling parameters, and each row's history and
+    randomness."""
+
+    rows: list[Row] = field(default_factory=list)
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    processors: LogitsProcessorList | None = None
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
-    def process(self, logits: Tensor, tokens: Sequence[int]) -> Tensor:
-        """Apply the model's logits processors to `logits` [m, V], whose last row follows `tokens` after the prefix."""
+    def process(self, logits: Tensor, ahead: Tensor) -> Tensor:
+        """Apply the model's logits processors to `logits` [B, m, V], the last of which follow `ahead` [B, a] after the
+        prefixes."""
         if not self.processors:
             return logits
-        rows, end = [], len(self.prefix) + len(tokens)
-        history = torch.tensor([*self.prefix, *tokens], device=logits.device)[None]  # [1, T]
-        for i, row in enumerate(logits):
-            seen = history[:, : end - len(logits) + 1 + i]
-            rows.append(self.processors(cast(torch.LongTensor, seen), cast(torch.FloatTensor, row[None].float())))
-        return torch.cat(rows)
+        m, done = logits.shape[1], []
+        for row, tokens, scores in zip(self.rows, ahead.tolist(), logits.float()):
+            history = torch.tensor([[*row.prefix, *tokens]], device=logits.device)  # [1, T]
+            for i in range(m):
+                seen = history[:, : history.shape[1] - m + 1 + i]
+                done.append(self.processors(cast(torch.LongTensor, seen), cast(torch.FloatTensor, scores[i : i + 1])))
+        return torch.cat(done).view(logits.shape)
 
     def probs(self, logits: Tensor) -> Tensor:
-        """[m, V] processed logits → the distributions that sampling really uses, in float32; one-hot when greedy.
+        """[…, V] processed logits → the distributions that sampling really uses, in float32; one-hot when greedy.
 
         Temperature, then top-k, then top-p, as `transformers` defines them.
         """
@@ -155,25 +169,49 @@ class Context:
     def _warp(self, logits: Tensor) -> Tensor:
         from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-        logits = logits / self.temperature
+        flat = logits.reshape(-1, logits.shape[-1]) / self.temperature
         nothing: Any = torch.empty(0)
         if self.top_k:
-            logits = TopKLogitsWarper(self.top_k)(nothing, cast(torch.FloatTensor, logits))
+            flat = TopKLogitsWarper(self.top_k)(nothing, cast(torch.FloatTensor, flat))
         if self.top_p is not None and self.top_p < 1:
-            logits = TopPLogitsWarper(self.top_p)(nothing, cast(torch.FloatTensor, logits))
-        return logits
+            flat = TopPLogitsWarper(self.top_p)(nothing, cast(torch.FloatTensor, flat))
+        return flat.view(logits.shape)
 
     def forbidden(self, logits: Tensor) -> Tensor:
-        """[m, V] processed logits → which tokens a processor or the truncation rules out."""
+        """[…, V] processed logits → which tokens a processor or the truncation rules out."""
         if self.greedy:
             return torch.isneginf(logits)
         return torch.isneginf(self._warp(logits.float()))
 
-    def draw(self, logits: Tensor, ahead: int) -> int:
-        """The token that plain decoding takes from processed `logits` [V], `ahead` tokens after the present position."""
+    def keys(self, n: int, purpose: str, ahead: int = 0, device: torch.device | None = None) -> Tensor:
+        """[B, n] int64: each row's keys for n positions, the first of them `ahead` of where it stands."""
+        keys = [[row.noise.key(row.position + ahead + i, purpose) for i in range(n)] for row in self.rows]
+        return torch.tensor(keys, dtype=torch.int64, device=device)
+
+    def draw(self, logits: Tensor, ahead: int = 0) -> Tensor:
+        """[B, m, V] processed logits → [B, m]: the tokens that plain decoding takes, the first of them `ahead` tokens after
+        where the rows stand."""
         if self.greedy:
-            return int(logits.argmax())
-        return self.noise.draw(self.probs(logits[None])[0], self.position + ahead, "token")
+            return logits.argmax(-1)
+        return race(self.probs(logits), self.keys(logits.shape[1], "token", ahead, logits.device))
+
+
+def uniform(keys: Tensor) -> Tensor:
+    """int64 keys → numbers in (0, 1), by the finaliser of SplitMix64 (Steele 2014), the same on every device."""
+    bits = keys + _GOLDEN
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
+        bits = (bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return ((bits >> 11) & ((1 << 53) - 1)).double() / 2**53 + 2**-54
+
+
+_GOLDEN = -0x61C8864680B583EB  # 2⁶⁴ divided by the golden ratio, as a signed number
+
+
+def race(probs: Tensor, keys: Tensor) -> Tensor:
+    """A token from each of `probs` […, V] (need not sum to 1) by an exponential race on `keys` […], the Gumbel trick: two
+    distributions that are raced on the same key mostly give the same token."""
+    lanes = torch.arange(1, probs.shape[-1] + 1, device=probs.device) * _GOLDEN
+    return (probs.double() / -uniform(keys[..., None] + lanes).log()).argmax(-1)
 
 
 class Drafter(Protocol):
@@ -184,12 +222,16 @@ class Drafter(Protocol):
         """How many passes of a model proposing has taken so far."""
         ...
 
-    def propose(self, tokens: list[int], ctx: Context, room: int) -> Draft:
-        """A window of at most `room` tokens to follow `tokens`; it may be empty."""
+    def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
+        """A window for each row of `ctx`, of at most `room` tokens for it; it may be empty."""
+        ...
+
+    def move(self, source: int, to: int) -> None:
+        """The row at `source` becomes the row at `to`."""
         ...
 
 
 class Rule(Protocol):
-    """Decides what of a window is kept. A rule is data: `str(rule)` is its spec."""
+    """Decides what of each row's window is kept. A rule is data: `str(rule)` is its spec."""
 
-    def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> Verdict: ...
+    def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]: ...

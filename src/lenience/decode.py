@@ -2,26 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 
-from lenience.core import Context, Draft, Drafter, Finish, Reading, Rule, Step, Trace, Verdict
+from lenience.core import Context, Drafter, Finish, Reading, Row, Rule, Step, Trace, Verdict
 from lenience.model import LM, Session
 
 
-def decode(session: Session, drafter: Drafter, rule: Rule, prompt: list[int], ctx: Context, limits: Limits) -> Iterator[Step]:
-    """Continue `prompt`, one cycle at a time, until a limit is reached."""
-    tokens = list(prompt)
-    while limits.finish is None:
-        ctx.prefix, ctx.position = tokens, limits.new
+@dataclass
+class Request:
+    """A prompt that is being answered."""
+
+    row: Row
+    limits: Limits
+    number: int = 0
+    began: float = field(default_factory=time.perf_counter)
+
+
+def decode(
+    session: Session, drafter: Drafter, rule: Rule, ctx: Context, requests: Iterable[Request], size: int = 1
+) -> Iterator[tuple[Request, Step]]:
+    """Answer `requests`, `size` of them together, one cycle at a time; as soon as one has reached a limit the next takes its
+    place."""
+    waiting, active = iter(requests), list[Request]()
+    while active := active + list(islice(waiting, size - len(active))):
+        ctx.rows = [request.row for request in active]
         before = drafter.passes
-        draft = drafter.propose(tokens, ctx, limits.room - 1)
-        reading = session.read(tokens + draft.tokens, len(draft.tokens) + 1)
+        draft = drafter.propose(ctx, [request.limits.room - 1 for request in active])
+        reading = session.read([row.prefix for row in ctx.rows], draft.width + 1, draft.tokens)
         reading = Reading(ctx.process(reading.logits, draft.tokens), reading.hidden)
-        verdict = rule(draft, reading, ctx)
-        step = limits.clip(draft, verdict, drafter.passes - before)
-        tokens += step.tokens
-        yield step
+        for request, verdict in zip(active, rule(draft, reading, ctx)):
+            step = request.limits.clip(verdict, drafter.passes - before)
+            request.row.prefix += step.tokens
+            request.row.position += len(step.tokens)
+            yield request, step
+        for i in reversed(range(len(active))):
+            if active[i].limits.finish:  # the last row fills the gap
+                last = active.pop()
+                if i < len(active):
+                    active[i] = last
+                    session.move(len(active), i)
+                    drafter.move(len(active), i)
 
 
 @dataclass
@@ -49,12 +72,12 @@ class Limits:
         """How many more new tokens are allowed."""
         return self._left - self.new
 
-    def clip(self, draft: Draft, verdict: Verdict, draft_passes: int) -> Step:
+    def clip(self, verdict: Verdict, draft_passes: int) -> Step:
         """The step that a verdict comes to, cut off where the response ends."""
-        n, k = len(draft.tokens), verdict.accepted
+        n, k = len(verdict.drafted), verdict.accepted
         kept = [
             Trace(token, "draft" if exact else "draft-lenient", score)
-            for token, exact, score in zip(draft.tokens[:k], verdict.exact, verdict.scores)
+            for token, exact, score in zip(verdict.drafted[:k], verdict.exact, verdict.scores)
         ]
         last = Trace(verdict.token, "bonus") if k == n else Trace(verdict.token, "correction", verdict.scores[k])
         trace: list[Trace] = []

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lenience.compare import compare, discard
+from lenience.errors import InputError
 from lenience.heads import Inputs
 from lenience.journal import Journal, read_json
 from lenience.pair import EMBEDDED, load_pair
@@ -21,6 +22,8 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
     """Mine `fresh` samples on top of those that come with the pair, fit a judge, pick a threshold, compare on `limit`
     held-out problems and write OUT/report.html. Returns the figures."""
     began = time.perf_counter()
+    if out.exists() and not out.is_dir():
+        raise InputError(f"--out {out}: is a file; name a folder")
     with loading():
         pair = load_pair()
     task, folder = WordMath(), out / "run"
@@ -49,7 +52,7 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
     write_report(out / "report.html", frontier, {**counts, "important_share": share, "judge_auc": auc})
     print_table(frontier)
     seconds = time.perf_counter() - began
-    screen.print(f"report: {out / 'report.html'}   run folder: {folder}   {seconds:.0f} s", highlight=False)
+    screen.print(f"report: {out / 'report.html'}   run folder: {folder}   {seconds:.0f} s", highlight=False, markup=False)
     by_rule = {row["rule"]: row for row in reversed(frontier["rows"])}
     return {
         "target_accuracy": by_rule["target"]["accuracy"],

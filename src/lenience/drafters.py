@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,26 +27,36 @@ class ModelDrafter:
     def passes(self) -> int:
         return self.session.passes
 
-    def propose(self, tokens: list[int], ctx: Context, room: int) -> Draft:
-        n = min(self.window, room, self.session.room(tokens) - 1)
-        if n < 1 or max(tokens) >= self.session.lm.width:  # an id that only the target's embedding has
-            return Draft([])
-        drafted: list[int] = []
+    def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
+        prefixes = [row.prefix for row in ctx.rows]
+        most = [max(0, min(self.window, r, self.session.room(p) - 1)) for p, r in zip(prefixes, room)]
+        if self.session.lm.width < self.width:  # ids that only the target's embedding has
+            most = [0 if max(p) >= self.session.lm.width else m for p, m in zip(prefixes, most)]
+        drafted: list[list[int]] = [[] for _ in prefixes]
         logits, hidden = [], []
-        for ahead in range(n):
-            reading = self.session.read([*tokens, *drafted])
-            logits.append(ctx.process(self._as_target(reading.logits), drafted))  # [1, V]
+        for ahead in range(max(most)):
+            reading = self.session.read([p + d for p, d in zip(prefixes, drafted)])
+            logits.append(ctx.process(self._as_target(reading.logits), torch.tensor(drafted)))  # [B, 1, V]
             hidden.append(reading.hidden)
-            drafted.append(ctx.draw(logits[-1][0], ahead))
-            if drafted[-1] in self.eos_ids:
-                break  # nothing after it could be kept
+            for b, (token,) in enumerate(ctx.draw(logits[-1], ahead).tolist()):
+                drafted[b].append(token)
+                if token in self.eos_ids:
+                    most[b] = min(most[b], ahead + 1)  # nothing after it could be kept
+            if all(ahead + 1 >= m for m in most):
+                break
+        lengths = torch.tensor(most, device=self.device)
+        tokens = torch.tensor(drafted, dtype=torch.long, device=self.device)
+        if not logits:
+            return Draft(tokens, lengths)
         states = None
         if self.keep_states:
-            # the state after the last drafted token costs one more pass, which the next window would have to make anyway
-            # wherever this one is accepted whole
-            hidden.append(self.session.read([*tokens, *drafted]).hidden)
-            states = torch.cat(hidden).to(self.device)  # [n + 1, H]
-        return Draft(drafted, torch.cat(logits), states)
+            # the state after the last drafted token: one more pass
+            hidden.append(self.session.read([p + d for p, d in zip(prefixes, drafted)]).hidden)
+            states = torch.cat(hidden, 1).to(self.device)  # [B, W + 1, H]
+        return Draft(tokens, lengths, torch.cat(logits, 1), states)
+
+    def move(self, source: int, to: int) -> None:
+        self.session.move(source, to)
 
     def _as_target(self, logits: Tensor) -> Tensor:
         missing = self.width - logits.shape[-1]

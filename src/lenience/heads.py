@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from lenience.core import Draft, Reading
 from lenience.errors import InputError
+from lenience.journal import write_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,18 +63,23 @@ class Head:
     folder: str = ""
 
     def scores(self, draft: Draft, reading: Reading) -> Tensor:
-        """[n] scores for a window of n drafted tokens."""
-        n = len(draft.tokens)
+        """[B, W] scores of windows of W drafted tokens."""
         parts = []
         for token in self.inputs.tokens:
-            rows = slice(1, n + 1) if token == "draft" else slice(0, n)
+            rows = slice(1, draft.width + 1) if token == "draft" else slice(0, draft.width)
             for model in self.inputs.models:
                 state = reading.hidden if model == "target" else draft.hidden
                 if state is None:
                     raise RuntimeError("the drafter did not keep the draft's hidden states")
-                parts.append(state[rows])
-        x = torch.cat(parts, -1).float()  # [n, F]
+                parts.append(state[:, rows])
+        x = torch.cat(parts, -1).float()  # [B, W, F]
         return torch.sigmoid((x @ self.weight.to(x.device) + self.bias).double())  # float32 has no steps near 1
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies what it decides: weights, bias, threshold and inputs."""
+        numbers = self.weight.numpy().tobytes() + np.array([self.bias, self.threshold]).tobytes()
+        return hashlib.blake2b(numbers + str(self.inputs).encode(), digest_size=8).hexdigest()
 
     def check(self, fingerprints: dict[str, str], sizes: dict[str, int]) -> None:
         """Raise InputError unless this head can run on models of these fingerprints and hidden sizes, by role; parts that
@@ -93,16 +100,20 @@ class Head:
             raise InputError(f"judge {self.folder}: reads {len(self.weight)} numbers, these models give {width}")
 
     def save(self, folder: Path) -> None:
+        """Write judge.safetensors and judge.json, each whole or not at all; one that is of another save is refused."""
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({"weight": self.weight, "bias": torch.tensor([self.bias])}, folder / "judge.safetensors")
+        new = folder / "judge.safetensors.new"
+        save_file({"weight": self.weight, "bias": torch.tensor([self.bias], dtype=torch.float64)}, new)
+        new.replace(folder / "judge.safetensors")
         about = {
             "kind": "logistic",
+            "fingerprint": self.fingerprint,
             "inputs": asdict(self.inputs),
             "threshold": self.threshold,
             "fingerprints": self.fingerprints,
             "metrics": self.metrics,
         }
-        (folder / "judge.json").write_text(json.dumps(about, indent=1) + "\n")
+        write_json(folder / "judge.json", about)
 
 
 def load_head(folder: str | Path) -> Head:
@@ -119,15 +130,11 @@ def _load(path: Path, changed: int) -> Head:
         about = json.loads((path / "judge.json").read_text())
         tensors = load_file(path / "judge.safetensors")
         inputs = Inputs(**{key: tuple(value) for key, value in about["inputs"].items()})
-        return Head(
-            tensors["weight"],
-            float(tensors["bias"]),
-            inputs,
-            about["threshold"],
-            about["fingerprints"],
-            about["metrics"],
-            str(path),
-        )
+        head = Head(tensors["weight"], float(tensors["bias"]), inputs, about["threshold"], about["fingerprints"],
+                    about["metrics"], str(path))  # fmt: skip
+        if about["fingerprint"] != head.fingerprint:
+            raise ValueError("judge.json and judge.safetensors are not of the same fit")
+        return head
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise InputError(f"judge {path}: is broken ({type(error).__name__}: {error}); fit it again") from None
 

@@ -30,12 +30,15 @@ class Journal:
                 if not line.endswith(b"\n"):
                     return
                 try:
-                    yield json.loads(line)
+                    record = json.loads(line)
+                    if not isinstance(record, dict):
+                        raise ValueError("not a record")
                 except ValueError as error:
                     raise InputError(
                         f"{self.path}, line {number}: broken ({error}); restore the file from a copy, or "
                         "delete that line to do its sample again"
                     ) from None
+                yield record
 
     def resume(self) -> list[dict[str, Any]]:
         """The finished records; a torn last line is cut off the file."""
@@ -68,7 +71,7 @@ def open_run(folder: Path, asked: dict[str, Any], name: str = "run.json") -> Non
     if path.exists():
         before = read_json(path)
         for key, value in asked.items():
-            if key != "versions" and _nameless(before.get(key)) != _nameless(value):
+            if key not in ("versions", "pair") and _nameless(before.get(key)) != _nameless(value):
                 raise InputError(
                     f"{folder}: was made with {_difference(key, before.get(key), value)}; give the same, or another folder"
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from lenience import __version__
-from lenience.core import Context, Noise
+from lenience.core import Context, Noise, Row
 from lenience.errors import InputError
 from lenience.heads import Inputs
 from lenience.journal import Journal, open_run, read_json
@@ -102,9 +102,10 @@ def pair_miner(pair: Pair, task: Task, max_new_tokens: int, sessions: Sessions) 
 
     def predict(prompt: list[int], response: list[int], start: int) -> list[int]:
         rows = len(response) - start
-        reading = sessions.draft.read(prompt + response[:-1], rows)
-        ctx = Context(Noise.for_prompt(0, []), processors=processors, prefix=prompt)
-        return ctx.process(reading.logits, response[:-1])[:, : pair.target.width].argmax(-1).tolist()
+        reading = sessions.draft.read([prompt + response[:-1]], rows)
+        ctx = Context([Row(Noise.for_prompt(0, []), prompt)], processors=processors)
+        logits = ctx.process(reading.logits, torch.tensor([response[:-1]]))  # [1, rows, V]
+        return logits[0, :, : pair.target.width].argmax(-1).tolist()
 
     return Miner(task, continue_, predict, pair.target.decode, pair.target.eos_ids, max_new_tokens)
 
@@ -122,6 +123,7 @@ def describe(pair: Pair, task: Task, **options: Any) -> dict[str, Any]:
         "models": models,
         "tokenizer": pair.target.tokenizer_fingerprint,
         "task": task.name,
+        "task_version": getattr(task, "version", None),
         **options,
     }
 
@@ -134,9 +136,9 @@ def mine(
     Yields (samples done, samples wanted, the record just finished), at first with None. Raises InputError where the
     folder was made with other models or options, or its journal is broken.
     """
-    max_new_tokens = max_new_tokens or task.max_new_tokens
     samples = take(task, "train", limit)
-    open_run(folder, describe(pair, task, split="train", max_new_tokens=max_new_tokens))
+    max_new_tokens = check_prompts(pair, task, samples, max_new_tokens)
+    open_run(folder, describe(pair, task, split="train", max_new_tokens=max_new_tokens, seed=0))
     journal = Journal(folder / "journal.jsonl")
     finished = {record["id"] for record in journal.resume()}
     done = sum(sample.id in finished for sample in samples)
@@ -149,10 +151,22 @@ def mine(
             yield done, len(samples), record
 
 
+def check_prompts(pair: Pair, task: Task, samples: Sequence[Sample], max_new_tokens: int | None) -> int:
+    """Raise InputError, before any work, for the first sample whose prompt a model cannot read; returns the length limit."""
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise InputError(f"max_new_tokens {max_new_tokens}: must be 1 or more")
+    for sample in samples:
+        try:
+            pair.draft.encode(pair.target.encode(sample.prompt))  # both must have room for it
+        except InputError as error:
+            raise InputError(f"task {task.name!r}, sample {sample.id}: {error}") from None
+    return max_new_tokens or task.max_new_tokens
+
+
 def mine_sample(pair: Pair, task: Task, sample: Sample, max_new_tokens: int) -> dict[str, Any]:
     """One journal record."""
     began = time.perf_counter()
-    prompt = pair.draft.encode(pair.target.encode(sample.prompt))  # both must have room for it
+    prompt = pair.target.encode(sample.prompt)
     room = min(lm.context or 1 << 30 for lm in (pair.target, pair.draft)) - len(prompt)
     max_new_tokens = min(max_new_tokens, room)
     sessions = Sessions(Session(pair.target), Session(pair.draft))
@@ -246,7 +260,7 @@ def _states(pair: Pair, record: dict[str, Any], inputs: Inputs) -> tuple[torch.T
     states: dict[tuple[str, str], list[torch.Tensor]] = {}  # by token and model, the last mismatch first
     for model in inputs.models:
         session = Session(getattr(pair, model))
-        path = session.read(whole, len(record["final_ids"]) + 1).hidden.cpu()  # [T + 1, H], row p: before position p
+        path = session.read([whole], len(record["final_ids"]) + 1).hidden[0].cpu()  # [T + 1, H], row p: before position p
         for mismatch in reversed(kept):
             at = mismatch.position
             for token in inputs.tokens:
@@ -256,7 +270,7 @@ def _states(pair: Pair, record: dict[str, Any], inputs: Inputs) -> tuple[torch.T
                 elif record["final_ids"][at] == wanted:
                     row = path[at + 1]
                 else:
-                    row = session.read([*whole[: start + at], wanted]).hidden[0].cpu()
+                    row = session.read([[*whole[: start + at], wanted]]).hidden[0, 0].cpu()
                 states.setdefault((token, model), []).append(row)
     if not kept:
         width = sum(getattr(pair, model).hidden_size for model in inputs.models) * len(inputs.tokens)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Cache,
     DynamicCache,
     LogitsProcessorList,
     NoBadWordsLogitsProcessor,
@@ -26,7 +28,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
     SuppressTokensLogitsProcessor,
 )
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from lenience.core import Reading
 from lenience.errors import InputError, first_line
@@ -106,6 +108,14 @@ class LM:
         return self.embedding.weight.shape[0]
 
     @cached_property
+    def state_bytes(self) -> int:
+        """What one token takes in the KV cache."""
+        config: Any = self.model.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return 2 * config.num_hidden_layers * heads * size * self.model.dtype.itemsize
+
+    @cached_property
     def eos_ids(self) -> frozenset[int]:
         """The tokens that end a response: those of generation_config, else the tokenizer's."""
         given = self.model.generation_config.eos_token_id if self.model.generation_config else None
@@ -128,6 +138,39 @@ class LM:
         vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()))
         template = getattr(self.tokenizer, "chat_template", None) or ""
         return hashlib.blake2b((vocabulary + str(template)).encode(), digest_size=8).hexdigest()
+
+    def masks(self, at: Tensor, extent: int) -> Any:
+        """What of `extent` keys each query at the positions `at` [m, T] sees, as the model's attention wants it told."""
+        config: Any = self.model.config.get_text_config()
+        keys = torch.arange(extent, device=at.device)
+        full = (keys <= at[..., None])[:, None]  # [m, 1, T, extent]
+        kinds = set(getattr(config, "layer_types", None) or ())
+        window = getattr(config, "sliding_window", None)
+        sliding = full & (keys > at[..., None] - window)[:, None] if window else full
+        if config._attn_implementation == "eager":
+            least = torch.finfo(self.model.dtype).min
+            full, sliding = (torch.zeros(mask.shape, dtype=self.model.dtype, device=at.device).masked_fill(~mask, least)
+                             for mask in (full, sliding))  # fmt: skip
+        if "sliding_attention" in kinds:
+            return {"full_attention": full, "sliding_attention": sliding}
+        return full if kinds else sliding
+
+    @cached_property
+    def takes_masks(self) -> bool:
+        """Whether rows of different lengths can share a pass; tried out, since models differ in how they place a mask."""
+        if getattr(self.model.config, "model_type", "") == "gpt_neo":
+            return False  # its local layers place their own window by the longest row
+        generator = torch.Generator().manual_seed(0)
+        rows = [torch.randint(self.width, (n,), generator=generator).tolist() for n in (5, 40, 23)]
+        together = Session(self, 3)
+        self.__dict__["takes_masks"] = True  # for the session that tries it
+        try:
+            together.read([row[:-3] for row in rows])
+            states = together.read(rows, 2).hidden
+        except Exception:
+            return False
+        alone = torch.cat([Session(self).read([row], 2).hidden for row in rows])
+        return bool((states - alone).abs().max() <= 20 * torch.finfo(alone.dtype).eps ** 0.75 * alone.abs().max())
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: ids as they are; text and messages through the chat template, where there is one.
@@ -221,44 +264,179 @@ def _refuse_unless_rollable(model: PreTrainedModel, what: str) -> None:
         )
 
 
-class Session:
-    """One sequence of tokens and its KV cache. It is handed the whole sequence each time and works out what is new; what
-    does not agree with the cache is rolled back."""
+class _Layer(CacheLayerMixin):
+    """One layer's keys and values [rows, H, capacity + 1, D], written and read where the session's `place` says. Layers
+    with a sliding window keep every state too, so that rolling back is the same everywhere; the mask does the sliding."""
 
-    def __init__(self, lm: LM):
+    is_sliding = False
+
+    def __init__(self, place: _Place):
+        super().__init__()
+        self.place = place
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys, self.values = self._room(key_states), self._room(value_states)
+        self.is_initialized = True
+
+    def _room(self, states: Tensor, old: Tensor | None = None) -> Tensor:
+        """Zeros, not anything: a masked key's weight is 0, and 0 times a NaN is none."""
+        made = states.new_zeros(self.place.rows, states.shape[1], self.place.capacity + 1, states.shape[3])
+        if old is not None:
+            made[:, :, : old.shape[2] - 1] = old[:, :, :-1]
+        return made
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.keys is None or self.values is None:
+            self.lazy_initialization(key_states, value_states)
+        elif self.keys.shape[2] <= self.place.capacity:
+            self.keys, self.values = self._room(key_states, self.keys), self._room(value_states, self.values)
+        return self._write(self.keys, key_states), self._write(self.values, value_states)
+
+    def _write(self, kept: Tensor | None, states: Tensor) -> Tensor:
+        assert kept is not None
+        place, visible = self.place, cast(Tensor, kept)[:, :, : self.place.extent]
+        if place.columns is None:  # one row, and its new states stand side by side
+            row = place.which[0]
+            kept[row, :, place.start : place.extent] = states[0]
+            return visible[row : row + 1]
+        kept[place.index[:, None], :, place.columns] = states.transpose(1, 2)  # [m, T, H, D]
+        return visible[: len(place.which)] if place.first else visible[place.index]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.place.start + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.place.start
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+@dataclass
+class _Place:
+    """Where the states of a pass go: the one thing that the layers of a cache share."""
+
+    rows: int
+    capacity: int
+    """How many tokens a row can hold; the column after them takes the states of padding."""
+    which: Sequence[int] = ()
+    """The rows that take part in the pass."""
+    index: Tensor = field(default_factory=lambda: torch.empty(0))
+    """[m]: the same as a tensor."""
+    first: bool = True
+    """Whether they are the first m rows, so that no copy is needed to read them."""
+    start: int = 0
+    """How many tokens the row holds before the pass, where it is one row."""
+    extent: int = 0
+    """How many columns the pass can see."""
+    columns: Tensor | None = None
+    """[m, T]: the column of each new state; None where one row takes part."""
+
+
+class Session:
+    """Sequences of tokens, each in a row of a preallocated KV cache that is addressed by position. A session is handed the
+    whole sequences each time and works out what is new; rolling back is forgetting that a row was longer.
+
+    Rows of different lengths share a pass where the model's attention takes a mask from outside (checked once, see
+    `LM.takes_masks`), and are read one by one where it does not.
+    """
+
+    def __init__(self, lm: LM, rows: int = 1, capacity: int = 256):
         self.lm = lm
-        self.tokens: list[int] = []
+        self.tokens: list[list[int]] = [[] for _ in range(rows)]
         self.passes = 0
         self.tokens_read = 0
-        # Layers without a sliding window keep every state, so that rolling back is always dropping the end; the model's
-        # own mask does the sliding.
-        self.cache = DynamicCache()
+        self._place = _Place(rows, capacity)
+        self._cache = Cache(layer_class_to_replicate=cast(type[CacheLayerMixin], partial(_Layer, self._place)))
 
     def room(self, tokens: Sequence[int]) -> int:
         """How many more tokens the model's context can hold after these."""
         return 1 << 30 if self.lm.context is None else self.lm.context - len(tokens)
 
-    def rewind(self, tokens: Sequence[int], most: int) -> int:
-        """Roll back to what the cache shares with `tokens`, at most `most` of them; returns how many are kept."""
-        keep = min(_common(self.tokens, tokens), most)
-        if keep < len(self.tokens):
-            self.cache.crop(keep - len(self.tokens))
-            del self.tokens[keep:]
-        return keep
+    @torch.inference_mode()
+    def move(self, source: int, to: int) -> None:
+        """The row at `source` becomes the row at `to`."""
+        self.tokens[to], self.tokens[source] = self.tokens[source], []
+        for layer in cast(list[_Layer], self._cache.layers):
+            assert layer.keys is not None and layer.values is not None
+            layer.keys[to], layer.values[to] = layer.keys[source], layer.values[source]
 
     @torch.inference_mode()
-    def read(self, tokens: list[int], rows: int = 1) -> Reading:
-        """Logits [rows, V] and hidden states [rows, H] after each of the last `rows` of `tokens`."""
-        keep = self.rewind(tokens, len(tokens) - rows)
-        new = torch.tensor([tokens[keep:]], device=self.lm.device)  # [1, T]
-        out = self.lm.model(input_ids=new, past_key_values=self.cache, use_cache=True, logits_to_keep=rows)
-        self.tokens += tokens[keep:]
+    def read(self, sequences: Sequence[list[int]], states: int = 1, ahead: Tensor | None = None) -> Reading:
+        """Logits [B, states, V] and hidden states [B, states, H] after each of the last `states` tokens of each sequence,
+        which may be followed by tokens `ahead` [B, a]; sequence b is row b's."""
+        if ahead is not None:
+            sequences = [sequence + tokens for sequence, tokens in zip(sequences, ahead.tolist())]
+        keep = [min(_common(old, new), len(new) - states) for old, new in zip(self.tokens, sequences)]
+        counts = [len(new) - kept for kept, new in zip(keep, sequences)]
+        # rows with much to read, such as new prompts, would make the others wait if they were read with them
+        short = [b for b, count in enumerate(counts) if count <= states + 1]
+        groups = [group for group in (short, [b for b, count in enumerate(counts) if count > states + 1]) if group]
+        if len(sequences) > 1 and not self.lm.takes_masks:
+            groups = [[b] for b in range(len(sequences))]
+        done = [self._pass(group, [sequences[b] for b in group], [keep[b] for b in group], states) for group in groups]
         self.passes += 1
-        self.tokens_read += len(tokens) - keep
-        state = self.lm._state
-        self.lm._state = None
+        self.tokens_read += sum(counts)
+        for b, new in enumerate(sequences):
+            self.tokens[b][keep[b] :] = new[keep[b] :]
+        if len(done) == 1:
+            return done[0]
+        order = torch.tensor([b for group in groups for b in group], device=self.lm.device).argsort()
+        logits, hidden = (torch.cat(parts)[order] for parts in zip(*((part.logits, part.hidden) for part in done)))
+        return Reading(logits, hidden)
+
+    def _pass(self, which: list[int], sequences: list[list[int]], keep: list[int], states: int) -> Reading:
+        """One forward pass of the rows `which`, of whose sequences `keep` tokens are in the cache. Rows with fewer new
+        tokens than others are padded in front, so that the last states are those asked for."""
+        place, device = self._place, self.lm.device
+        place.which, place.extent = which, max(map(len, sequences))
+        if place.extent > place.capacity:
+            place.capacity = max(place.extent, 2 * place.capacity)
+        extra: dict[str, Any] = {}
+        if len(which) == 1:
+            place.start, place.columns = keep[0], None
+            ids = torch.tensor([sequences[0][keep[0] :]], device=device)  # [1, T]
+        else:
+            most = max(len(new) - kept for new, kept in zip(sequences, keep))  # T
+            pads = [most - len(new) + kept for new, kept in zip(sequences, keep)]
+            ids = torch.tensor([[0] * pad + new[kept:] for pad, new, kept in zip(pads, sequences, keep)], device=device)
+            steps, before = torch.arange(most, device=device), torch.tensor(pads, device=device)[:, None]
+            padding = steps < before  # [m, T]
+            at = steps - before + torch.tensor(keep, device=device)[:, None]
+            place.start, place.index, place.first = 0, torch.tensor(which, device=device), which == list(range(len(which)))
+            place.columns = at.masked_fill(padding, place.capacity)
+            at = at.masked_fill(padding, 0)
+            # what is drafted past the end of the context is thrown away, but its positions must exist
+            positions = at.clamp(max=self.lm.context - 1) if self.lm.context else at
+            extra = {"position_ids": positions, "attention_mask": self.lm.masks(at, place.extent)}
+        ids = ids.clamp(max=self.lm.width - 1)  # an id that only the other model's embedding has is read as the last one
+        out = self.lm.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=states, **extra)
+        state, self.lm._state = self.lm._state, None
         assert state is not None
-        return Reading(out.logits[0, -rows:], state[0, -rows:])
+        logits = out.logits[:, -states:]
+        return Reading(logits, state[:, -states:].to(logits.device))  # a model may lie on several devices
+
+
+def check_memory(lms: Iterable[LM], rows: int, capacity: int) -> None:
+    """Raise InputError where the caches of `rows` rows of `capacity` tokens would not fit into the free memory."""
+    lms = list(lms)
+    need, free = sum(lm.state_bytes for lm in lms) * capacity, free_bytes(lms[0].device)
+    if free is not None and need * rows > free:
+        raise InputError(
+            f"{rows} rows of {capacity} tokens need {need * rows / 2**30:.1f} GiB of KV cache, {free / 2**30:.1f} GiB are "
+            f"free: at most {free // need} rows fit; lower batch_size or max_new_tokens"
+        )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """How much memory a device has left; None where it cannot be told."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

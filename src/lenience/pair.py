@@ -12,11 +12,11 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from lenience.core import Context, Noise, Rule, Step, Trace
-from lenience.decode import Limits, decode
+from lenience.core import Context, Noise, Row, Rule, Step, Trace
+from lenience.decode import Limits, Request, decode
 from lenience.drafters import ModelDrafter
 from lenience.errors import InputError
-from lenience.model import LM, Prompt, Session
+from lenience.model import LM, Prompt, Session, check_memory
 from lenience.rules import AnyOf, Exact, Term, parse_rule
 
 EMBEDDED = Path(__file__).parent / "embedded"
@@ -103,21 +103,47 @@ class Pair:
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
         """Answer one prompt: text, chat messages or a list of ids. The options are those of `stream`."""
-        began = time.perf_counter()
-        out = Generation(self.target.encode(prompt))
-        for step in self.stream(out.prompt_tokens, text=False, **options):
-            out.add(step)
-        out.seconds = time.perf_counter() - began
-        if options.get("rule") == "draft":
-            out.target_passes, out.draft_passes = 0, out.target_passes
-        if not options.get("stop_strings"):
-            out.text = self.target.decode(out.tokens)
-        return out
+        return self.generate_batch([prompt], batch_size=1, **options)[0]
 
-    def stream(
+    def generate_batch(
+        self, prompts: Sequence[Prompt], *, batch_size: int = 16, **options: Unpack[Options]
+    ) -> list[Generation]:
+        """Answer many prompts, `batch_size` of them together: the answers that `generate` gives one by one, in the order of
+        the prompts. A finished answer's place is taken by the next prompt at once. An answer's `seconds` run from its own
+        start to its end, others being decoded beside it.
+
+        Raises InputError, before any work, for an unusable prompt, wrong options or a cache that memory has no room for.
+        """
+        ids, steps = self._decode(prompts, batch_size, text=False, **options)
+        outs = [Generation(prompt) for prompt in ids]
+        for request, step in steps:
+            outs[request.number].add(step)
+            outs[request.number].seconds = time.perf_counter() - request.began
+        for out in outs:
+            if options.get("rule") == "draft":
+                out.target_passes, out.draft_passes = 0, out.target_passes
+            if not options.get("stop_strings"):
+                out.text = self.target.decode(out.tokens)
+        return outs
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Step]:
+        """Answer one prompt step by step; `step.text` is what each cycle adds.
+
+        `rule` is a spec or a Rule, or "target" or "draft" for plain decoding with that model alone, by default "exact";
+        `window` (8) is how many tokens are drafted in a cycle; `max_new_tokens` (256) and `stop_strings` end the answer;
+        `temperature` 0, the default, is greedy; `top_k` and `top_p` left out are those of the target's generation_config;
+        draws are keyed by `seed` (0); `sessions` are caches to go on with. Raises InputError for wrong options, an
+        unusable prompt, or a judge of other models.
+        """
+        _, steps = self._decode([prompt], 1, text=True, **options)
+        return (step for _, step in steps)
+
+    def _decode(
         self,
-        prompt: Prompt,
+        prompts: Sequence[Prompt],
+        batch_size: int,
         *,
+        text: bool,
         rule: str | Rule = "exact",
         window: int = 8,
         max_new_tokens: int = 256,
@@ -126,35 +152,39 @@ class Pair:
         top_p: float | None = None,
         seed: int = 0,
         stop_strings: str | Sequence[str] = (),
-        text: bool = True,
         sessions: Sessions | None = None,
-    ) -> Iterator[Step]:
-        """Answer one prompt step by step; `step.text` is what each cycle adds.
-
-        `rule` is a spec or a Rule, or "target" or "draft" for plain decoding with that model alone; `window` is how many
-        tokens are drafted in a cycle; `temperature` 0 is greedy; `top_k` and `top_p` left out are those of the target's
-        generation_config; `text=False` leaves the steps' text empty where no stop string needs it; `sessions` are
-        caches to go on with. Raises InputError for wrong options, an unusable prompt, or a judge of other models.
-        """
+    ) -> tuple[list[list[int]], Iterator[tuple[Request, Step]]]:
+        """The prompts' ids, and their steps as they are decoded; everything that can be wrong is told before the first."""
         rule, window, main = self._roles(rule, window)
-        stop_strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
-        _check_options(window, max_new_tokens, temperature, top_k, top_p, stop_strings)
+        stops = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
+        _check_options(window, max_new_tokens, temperature, top_k, top_p, seed, stops)
+        if batch_size < 1:
+            raise InputError(f"batch_size {batch_size}: must be 1 or more")
         self.check(rule)
-        ids = main.encode(prompt)
+        ids = [main.encode(prompt) for prompt in prompts]
         config = main.model.generation_config
         ctx = Context(
-            Noise.for_prompt(seed, ids),
+            [],
             temperature,
             getattr(config, "top_k", None) if top_k is None else top_k,
             getattr(config, "top_p", None) if top_p is None else top_p,
             main.processors(sampling=temperature > 0) or None,
         )
-        limits = Limits(main, max_new_tokens, len(ids), stop_strings, text)
+        size = min(batch_size, len(ids))
         if sessions is None:
-            sessions = Sessions(Session(main), Session(self.draft))
+            capacity = max(map(len, ids), default=0) + max_new_tokens + window
+            lms = {id(lm): lm for lm in (main, *([self.draft] if window else []))}.values()
+            check_memory(lms, size, capacity)
+            sessions = Sessions(Session(main, size, capacity), Session(self.draft, size, capacity))
         keep_states = isinstance(rule, Term | AnyOf) and rule.reads_draft
         drafter = ModelDrafter(sessions.draft, window, main, keep_states)
-        return decode(sessions.target, drafter, rule, ids, ctx, limits)
+        requests = (
+            Request(
+                Row(Noise.for_prompt(seed, prompt), list(prompt)), Limits(main, max_new_tokens, len(prompt), stops, text), i
+            )
+            for i, prompt in enumerate(ids)
+        )
+        return ids, decode(sessions.target, drafter, rule, ctx, requests, size)
 
     def check(self, rule: str | Rule) -> None:
         """Raise InputError where a rule's spec is wrong, or its judge is not for these models."""
@@ -208,10 +238,13 @@ def _check_options(
     temperature: float,
     top_k: int | None,
     top_p: float | None,
+    seed: int,
     stop_strings: Sequence[str],
 ) -> None:
     if "" in stop_strings:
         raise InputError("stop_strings: an empty one would stop at once; leave it out")
+    if not -(2**63) <= seed < 2**63:
+        raise InputError(f"seed {seed}: must fit into 64 bits")
     if window < 0:
         raise InputError(f"window {window}: must be 0 (no drafting) or more")
     if max_new_tokens < 1:

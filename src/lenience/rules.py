@@ -18,7 +18,7 @@ from typing import ClassVar, get_type_hints
 import torch
 from torch import Tensor
 
-from lenience.core import Context, Draft, Reading, Rule, Verdict
+from lenience.core import Context, Draft, Reading, Rule, Verdict, race, uniform
 from lenience.errors import InputError
 from lenience.heads import Head, load_head
 
@@ -31,20 +31,18 @@ class Term:
     strict: ClassVar[bool] = False
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        """[n] bool: for each drafted position, whether its token is accepted there."""
+        """[B, W] bool: for each drafted position, whether its token is accepted there."""
         raise NotImplementedError
 
     def scores(self, draft: Draft, reading: Reading) -> Tensor | None:
-        """[n]: a judge's scores; None for rules that have none."""
+        """[B, W]: a judge's scores; None for rules that have none."""
         return None
 
-    def follow(self, i: int, draft: Draft, reading: Reading, ctx: Context) -> int:
-        """The token after i accepted ones: a correction, or the bonus where i = n. Here: from the target's own
-        distribution, by a draw that is independent of the one that picked the rejected token."""
-        if ctx.greedy:
-            return int(reading.logits[i].argmax())
-        purpose = "correction" if i < len(draft.tokens) else "token"
-        return ctx.noise.draw(ctx.probs(reading.logits[i : i + 1])[0], ctx.position + i, purpose)
+    def follow(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        """[B]: the token after `kept` [B] accepted ones: a correction, or the bonus where all are kept. Here: from the target's
+        own distribution, by a draw that is independent of the one that picked the rejected token."""
+        logits = _at(reading.logits, kept)
+        return logits.argmax(-1) if ctx.greedy else race(ctx.probs(logits), _follow_keys(kept, draft, ctx))
 
     def check(self, fingerprints: Callable[[], dict[str, str]], sizes: dict[str, int]) -> None:
         """Raise InputError where a head of this rule cannot run on models of these fingerprints and hidden sizes."""
@@ -54,7 +52,7 @@ class Term:
         """Whether the draft's hidden states are needed."""
         return False
 
-    def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> Verdict:
+    def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:
         return AnyOf((self,))(draft, reading, ctx)
 
     def __str__(self) -> str:
@@ -79,14 +77,13 @@ class Exact(Term):
     strict = True
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        tokens = torch.tensor(draft.tokens, dtype=torch.long, device=reading.logits.device)
-        if ctx.greedy:
-            return reading.logits[:-1].argmax(-1) == tokens
-        picked = [ctx.draw(row, i) for i, row in enumerate(reading.logits[:-1])]
-        return torch.tensor(picked, dtype=torch.long, device=tokens.device) == tokens
+        return ctx.draw(reading.logits[:, :-1]) == draft.tokens
 
-    def follow(self, i: int, draft: Draft, reading: Reading, ctx: Context) -> int:
-        return ctx.draw(reading.logits[i], i)
+    def follow(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        logits = _at(reading.logits, kept)
+        if ctx.greedy:
+            return logits.argmax(-1)
+        return race(ctx.probs(logits), _at(ctx.keys(draft.width + 1, "token", device=kept.device), kept))
 
 
 @dataclass(frozen=True)
@@ -98,24 +95,23 @@ class Speculative(Term):
     strict = True
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        n = len(draft.tokens)
-        if n == 0 or draft.logits is None:
-            return torch.zeros(n, dtype=torch.bool)
-        tokens = torch.tensor(draft.tokens, device=reading.logits.device)[:, None]  # [n, 1]
-        target = ctx.probs(reading.logits[:-1]).gather(1, tokens)[:, 0]
-        drafted = ctx.probs(draft.logits).gather(1, tokens)[:, 0]
-        chance = [ctx.noise.uniform(ctx.position + i, "accept") for i in range(n)]
+        if draft.logits is None:
+            return torch.zeros_like(draft.proposed)
+        target = _of(ctx.probs(reading.logits[:, :-1]), draft.tokens)
+        drafted = _of(ctx.probs(draft.logits), draft.tokens)
+        chance = uniform(ctx.keys(draft.width, "accept", device=target.device))  # [B, W]
         # chance < target / drafted, without the division: a token that the target forbids is never accepted
-        return torch.tensor(chance, dtype=torch.float64, device=target.device) * drafted.double() < target.double()
+        return chance * drafted.double() < target.double()
 
-    def follow(self, i: int, draft: Draft, reading: Reading, ctx: Context) -> int:
-        target = ctx.probs(reading.logits[i : i + 1])[0]
-        if i == len(draft.tokens) or draft.logits is None:
-            return super().follow(i, draft, reading, ctx)
-        rest = (target - ctx.probs(draft.logits[i : i + 1])[0]).clamp(min=0)
-        if not rest.any():  # equal distributions, rejected by rounding alone
-            rest = target
-        return ctx.noise.draw(rest, ctx.position + i, "correction")
+    def follow(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        if draft.logits is None:
+            return super().follow(kept, draft, reading, ctx)
+        target = ctx.probs(_at(reading.logits, kept))  # [B, V]
+        drafted = ctx.probs(_at(draft.logits, kept.clamp(max=draft.width - 1)))
+        rest = (target - drafted).clamp(min=0)
+        # a window kept whole has a bonus from the target itself; so have equal distributions, rejected by rounding alone
+        whole = (kept == draft.lengths) | ~rest.any(-1)
+        return race(torch.where(whole[:, None], target, rest), _follow_keys(kept, draft, ctx))
 
 
 @dataclass(frozen=True)
@@ -130,10 +126,9 @@ class TopK(Term):
             raise InputError(f"rule topk:{self.k}: k must be at least 1")
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        logits = reading.logits[:-1]
-        tokens = torch.tensor(draft.tokens, dtype=torch.long, device=logits.device)[:, None]  # [n, 1]
-        best = logits.topk(min(self.k, logits.shape[-1])).indices  # [n, k]; of equal logits it names as many as fit
-        return (best == tokens).any(-1) & ~ctx.forbidden(logits).gather(1, tokens)[:, 0]
+        logits = reading.logits[:, :-1]
+        best = logits.topk(min(self.k, logits.shape[-1])).indices  # [B, W, k]; of equal logits it names as many as fit
+        return (best == draft.tokens[..., None]).any(-1) & ~_of(ctx.forbidden(logits), draft.tokens)
 
 
 @dataclass(frozen=True)
@@ -168,8 +163,7 @@ class Judge(Term):
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         threshold = self.head.threshold if self.threshold is None else self.threshold
-        tokens = torch.tensor(draft.tokens, dtype=torch.long, device=reading.logits.device)[:, None]
-        allowed = ~ctx.forbidden(reading.logits[:-1]).gather(1, tokens)[:, 0]
+        allowed = ~_of(ctx.forbidden(reading.logits[:, :-1]), draft.tokens)
         return (self.scores(draft, reading) >= threshold) & allowed
 
 
@@ -191,31 +185,49 @@ class AnyOf:
     def reads_draft(self) -> bool:
         return any(term.reads_draft for term in self.terms)
 
-    def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> Verdict:
-        n = len(draft.tokens)
+    def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:
         strict = next((term for term in self.terms if term.strict), None)
         terms = self.terms
         if strict is None and any(isinstance(term, Judge) for term in terms):
             strict = Exact() if ctx.greedy else Speculative()
             terms = (strict, *terms)
-        base = strict or Exact()
-        if n == 0:
-            return Verdict(0, (strict or terms[0]).follow(0, draft, reading, ctx), [], [])
-        exact = base.accepts(draft, reading, ctx)
-        accepted = torch.zeros_like(exact)
-        scores: Tensor | None = None
-        for term in terms:
+        exact = (strict or Exact()).accepts(draft, reading, ctx)
+        accepted, scores = torch.zeros_like(exact), None
+        for term in terms if draft.width else ():
             accepted |= exact if term is strict else term.accepts(draft, reading, ctx)
             scores = term.scores(draft, reading) if scores is None else scores
-        table = [exact, accepted] if scores is None else [exact, accepted, scores]
-        rows = torch.stack([column.double() for column in table]).tolist()  # the cycle's one synchronisation
-        kept = next((i for i, ok in enumerate(rows[1]) if not ok), n)
-        strictly = [bool(ok) for ok in rows[0]]
-        asked = [None if scores is None or ok else rows[2][i] for i, ok in enumerate(strictly)]
-        return Verdict(kept, (strict or terms[0]).follow(kept, draft, reading, ctx), strictly, asked)
+        kept = (accepted & draft.proposed).long().cumprod(1).sum(1)  # [B]
+        last = (strict or terms[0]).follow(kept, draft, reading, ctx)
+        columns = [kept[:, None], last[:, None], draft.lengths[:, None], draft.tokens, exact]
+        table = torch.cat([column.double() for column in (*columns, *([] if scores is None else [scores]))], 1)
+        return [_verdict(row, draft.width) for row in table.tolist()]  # the cycle's one synchronisation
 
     def __str__(self) -> str:
         return "|".join(str(term) for term in self.terms)
+
+
+def _verdict(row: list[float], width: int) -> Verdict:
+    n = int(row[2])
+    drafted, exact, scores = (row[3 + i * width : 3 + i * width + n] for i in range(3))
+    asked: list[float | None] = [None] * n if not scores else [None if ok else score for ok, score in zip(exact, scores)]
+    return Verdict([int(token) for token in drafted], int(row[0]), int(row[1]), [bool(ok) for ok in exact], asked)
+
+
+def _at(values: Tensor, i: Tensor) -> Tensor:
+    """[B, m, V] and an index [B] → [B, V]."""
+    return values[torch.arange(len(i), device=i.device), i]
+
+
+def _of(values: Tensor, tokens: Tensor) -> Tensor:
+    """[B, W, V] and tokens [B, W] → the tokens' values [B, W]."""
+    return values.gather(2, tokens[..., None])[..., 0]
+
+
+def _follow_keys(kept: Tensor, draft: Draft, ctx: Context) -> Tensor:
+    """[B]: keys of the token after the kept ones; a bonus is drawn as plain decoding draws."""
+    n, device = draft.width + 1, kept.device
+    correction, token = (ctx.keys(n, purpose, device=device) for purpose in ("correction", "token"))
+    return torch.where(kept == draft.lengths, _at(token, kept), _at(correction, kept))
 
 
 RULES: dict[str, type[Term]] = {term.name: term for term in (Exact, Speculative, TopK, Judge)}

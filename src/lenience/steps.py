@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -101,14 +102,14 @@ def follow(items: Iterable[Any]) -> dict[str, Any]:
 def print_table(frontier: dict[str, Any]) -> None:
     from lenience.report import short
 
-    table = Table("rule", title=f"{frontier['task']}, {frontier['rows'][0]['n']} prompts, {frontier['machine']}")
+    table = Table("rule", title=escape(f"{frontier['task']}, {frontier['rows'][0]['n']} prompts, {frontier['machine']}"))
     for column in ("window", "accuracy", "paired loss", "tokens/pass", "tokens/s", "s/right answer"):
         table.add_column(column, justify="right")
     for row in frontier["rows"]:
         low, high = row["accuracy_interval"]
         lost = row["paired_loss_interval"]
         table.add_row(
-            short(row) + (" (judge's window)" if row["why"] != "given" else ""),
+            escape(short(row)) + (" (judge's window)" if row["why"] != "given" else ""),
             str(row["window"] or "–"),
             f"{row['accuracy']:.1%} [dim]{low:.1%}–{high:.1%}[/]",
             f"{row['paired_loss']:.1%} [dim]{lost[0]:.1%}–{lost[1]:.1%}[/]",

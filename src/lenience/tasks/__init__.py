@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import sys
 from itertools import islice
@@ -62,4 +63,6 @@ def _from_file(path: Path, name: str) -> Task:
     lacking = [part for part in ("name", "max_new_tokens", "samples", "answer", "same", "correct") if not hasattr(task, part)]
     if lacking:
         raise InputError(f"task {path}:{name}: lacks {', '.join(lacking)}; see docs/your-own-task.md")
+    if not hasattr(task, "version"):  # a run is not gone on with after its task has changed
+        task.version = hashlib.blake2b(path.read_bytes(), digest_size=6).hexdigest()
     return task

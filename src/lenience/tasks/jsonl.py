@@ -43,10 +43,10 @@ class JsonlTask:
         for number, row in enumerate(self._rows):
             if row.get("split", "test" if number % 5 == 4 else "train") != split:
                 continue
-            prompt = row["prompt"] if "prompt" in row else row["messages"]
+            prompt = row["messages"] if row.get("prompt") is None else row["prompt"]
             reference = row.get("reference")
             found = None if reference is None else self.answer(str(reference)) or str(reference)
-            yield Sample(str(row["id"]), prompt, found)
+            yield Sample(row["id"], prompt, found)
 
     def answer(self, text: str) -> str | None:
         *_, last = [None, *self._pattern.finditer(text)]
@@ -74,12 +74,25 @@ def _rows(path: Path) -> Iterator[dict]:
             row = json.loads(line)
         except ValueError as error:
             raise InputError(f"task file {path}, line {number}: not JSON ({error})") from None
-        if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or isinstance(row.get("messages"), list)):
-            raise InputError(f'task file {path}, line {number}: needs a "prompt" (text) or "messages" (a list)')
-        if row.setdefault("id", str(number)) in ids:
+        if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or _is_chat(row)):
+            raise InputError(
+                f'task file {path}, line {number}: needs a "prompt" (text) or "messages" (a list of {{"role", "content"}})'
+            )
+        row["id"] = str(row.get("id", number))
+        if row["id"] in ids:
             raise InputError(f"task file {path}, line {number}: the id {row['id']!r} has come before; make each one once")
         ids.add(row["id"])
         yield row
+
+
+def _is_chat(row: dict) -> bool:
+    messages = row.get("messages")
+    return (
+        row.get("prompt") is None
+        and isinstance(messages, list)
+        and bool(messages)
+        and all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages)
+    )
 
 
 def _number(text: str) -> float | None:

@@ -1,0 +1,142 @@
+"""Many prompts decoded together: each gets the answer that it gets alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CONFIGS, VOCABULARY
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from lenience import InputError
+from lenience.heads import Head, Inputs
+from lenience.model import Session
+from lenience.pair import Generation, Pair, load_pair
+
+QUICK = dict(derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
+prompts = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=30), min_size=1, max_size=7)
+
+
+def assert_same(together: list[Generation], alone: list[Generation]) -> None:
+    """All that must not depend on the company a prompt is decoded in; how much is drafted past an end may."""
+    for a, b in zip(together, alone, strict=True):
+        for key in ("prompt_tokens", "tokens", "text", "target_passes", "accepted_exact", "accepted_lenient", "finish"):
+            assert getattr(a, key) == getattr(b, key), key
+        assert [entry.origin for entry in a.trace] == [entry.origin for entry in b.trace]
+        for x, y in zip(a.trace, b.trace):
+            assert x.score == y.score or x.score == pytest.approx(y.score, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory, llama: Pair) -> str:
+    folder = tmp_path_factory.mktemp("judge")
+    width = 2 * (llama.target.hidden_size + llama.draft.hidden_size)
+    weight = torch.randn(width, generator=torch.Generator().manual_seed(1)) / 4
+    Head(weight, 0.0, Inputs(), 0.5, llama.fingerprints).save(folder)
+    return f"judge:{folder}@0.5"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@given(
+    prompts,
+    st.integers(0, 9),
+    st.integers(1, 40),
+    st.integers(1, 5),
+    st.sampled_from(["exact", "topk:3", "speculative", "target", "draft"]),
+    st.sampled_from([0.0, 0.8]),
+)
+@settings(max_examples=12, deadline=None, **QUICK)
+def test_together_as_alone(name: str, pairs, given_prompts, window, new, size, rule, temperature) -> None:
+    pair = pairs(name)
+    options = {"rule": rule, "window": window, "max_new_tokens": new, "temperature": temperature, "seed": 5}
+    together = pair.generate_batch(given_prompts, batch_size=size, **options)
+    assert_same(together, [pair.generate(prompt, **options) for prompt in given_prompts])
+
+
+@given(prompts, st.integers(1, 9), st.integers(1, 40), st.integers(1, 5))
+@settings(max_examples=30, deadline=None, **QUICK)
+def test_a_judge_scores_each_row_as_alone(llama, judge, given_prompts, window, new, size) -> None:
+    options = {"rule": judge, "window": window, "max_new_tokens": new}
+    together = llama.generate_batch(given_prompts, batch_size=size, **options)
+    assert_same(together, [llama.generate(prompt, **options) for prompt in given_prompts])
+
+
+def test_exact_together_is_the_targets_own_greedy_answer(pairs: Callable[[str], Pair]) -> None:
+    pair = pairs("qwen2")
+    asked = [[i + 1, *range(1, 4 * i % 11 + 2)] for i in range(9)]
+    for prompt, out in zip(asked, pair.generate_batch(asked, batch_size=4, max_new_tokens=24)):
+        with torch.inference_mode():
+            plain = pair.target.model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)
+        assert out.tokens == plain[0, len(prompt) :].tolist()
+
+
+def test_an_answer_that_ends_early_makes_room_for_the_next(built_in: Pair) -> None:
+    asked = ["Ann has 12 apples. Answer:", "Bob has 5 apples. How many apples does Bob have left? Answer:"] * 4
+    outs = built_in.generate_batch(asked, batch_size=3, max_new_tokens=60, stop_strings=["12", "5"])
+    alone = [built_in.generate(prompt, max_new_tokens=60, stop_strings=["12", "5"]) for prompt in asked]
+    assert_same(outs, alone)
+    assert {out.finish for out in outs} & {"stop"}
+
+
+def test_rows_that_reach_the_context_end_there(llama: Pair) -> None:
+    asked = [[3] * n for n in (250, 5, 255)]
+    for size in (1, 3):
+        outs = llama.generate_batch(asked, batch_size=size, max_new_tokens=30, window=4)
+        assert [len(prompt) + len(out.tokens) for prompt, out in zip(asked, outs) if out.finish == "context"] == [256, 256]
+
+
+def test_no_prompts_no_answers_and_wrong_options_are_told_before_any_work(llama: Pair) -> None:
+    assert llama.generate_batch([]) == []
+    calls: list[object] = []
+    watch = llama.target.model.register_forward_pre_hook(lambda *call: calls.append(call))
+    with pytest.raises(InputError, match="batch_size 0"):
+        llama.generate_batch([[1]], batch_size=0)
+    with pytest.raises(InputError, match="prompt is empty"):
+        llama.generate_batch([[1], []])
+    watch.remove()
+    assert not calls
+
+
+def test_a_cache_that_cannot_fit_is_refused_with_what_would(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    each = (llama.target.state_bytes + llama.draft.state_bytes) * (1 + 20 + 8)
+    monkeypatch.setattr("lenience.model.free_bytes", lambda device: 3 * each)
+    assert len(llama.generate_batch([[1]] * 4, batch_size=3, max_new_tokens=20)) == 4
+    with pytest.raises(InputError, match="at most 3 rows fit"):
+        llama.generate_batch([[1]] * 4, batch_size=4, max_new_tokens=20)
+
+
+def test_the_cache_takes_what_it_is_said_to_take(llama: Pair) -> None:
+    session = Session(llama.target, 3, 50)
+    session.read([[1, 2], [3], [4]])
+    taken = sum(kept.nbytes for layer in session._cache.layers for kept in (layer.keys, layer.values))
+    assert taken == 3 * 51 * llama.target.state_bytes  # one column more, for padding
+
+
+def test_the_cache_grows_where_it_is_full_and_keeps_what_it_holds(llama: Pair) -> None:
+    small, large = Session(llama.target, 2, 6), Session(llama.target, 2, 64)
+    rows = [[5, 6, 7, 8, 9, 1], [2, 3]]  # the first fills its row exactly
+    for session in (small, large):
+        session.read(rows)
+    for more in ([4], [4, 5, 6, 7]):
+        grown = [row + more for row in rows]
+        torch.testing.assert_close(small.read(grown, 1).logits, large.read(grown, 1).logits)
+
+
+def test_rows_are_read_one_by_one_where_a_model_places_its_own_mask(pairs: Callable[[str], Pair]) -> None:
+    assert {name: pairs(name).target.takes_masks for name in CONFIGS} == dict.fromkeys(CONFIGS, True) | {"gpt_neo": False}
+
+
+def test_in_bfloat16_answers_part_only_at_near_ties(tmp_path: Path, checkpoints) -> None:
+    pair = load_pair(*checkpoints("llama"), dtype="bfloat16")
+    asked = [[i + 1] * (i % 5 + 1) for i in range(12)]
+    for prompt, out in zip(asked, pair.generate_batch(asked, batch_size=6, max_new_tokens=20)):
+        alone = pair.generate(prompt, max_new_tokens=20)
+        parted = next((i for i, (a, b) in enumerate(zip(out.tokens, alone.tokens)) if a != b), None)
+        if parted is not None:
+            with torch.inference_mode():
+                logits = pair.target.model(torch.tensor([prompt + alone.tokens[:parted]])).logits[0, -1].float()
+            gap = (logits[alone.tokens[parted]] - logits[out.tokens[parted]]).abs()
+            assert gap < 0.03 * logits.abs().max()
