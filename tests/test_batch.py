@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from lenience import InputError
 from lenience.heads import Head, Inputs
-from lenience.model import Session
-from lenience.pair import Generation, Pair, load_pair
+from lenience.model import LM, Session
+from lenience.pair import Generation, Pair, Sessions, load_pair
 
 QUICK = dict(derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
 prompts = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=30), min_size=1, max_size=7)
@@ -81,11 +81,37 @@ def test_an_answer_that_ends_early_makes_room_for_the_next(built_in: Pair) -> No
     assert {out.finish for out in outs} & {"stop"}
 
 
-def test_rows_that_reach_the_context_end_there(llama: Pair) -> None:
-    asked = [[3] * n for n in (250, 5, 255)]
-    for size in (1, 3):
-        outs = llama.generate_batch(asked, batch_size=size, max_new_tokens=30, window=4)
-        assert [len(prompt) + len(out.tokens) for prompt, out in zip(asked, outs) if out.finish == "context"] == [256, 256]
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rows_that_reach_the_context_end_there(name: str, pairs: Callable[[str], Pair]) -> None:
+    pair, asked = pairs(name), [[3] * 250, [5, 4], [1 + i % 40 for i in range(255)]]
+    for rule in ("exact", "topk:3"):
+        alone = [pair.generate(prompt, rule=rule, max_new_tokens=30, window=8) for prompt in asked]
+        assert_same(pair.generate_batch(asked, rule=rule, batch_size=3, max_new_tokens=30, window=8), alone)
+        assert len(asked[2]) + len(alone[2].tokens) == 256
+
+
+def test_what_is_past_the_context_is_not_read(pairs: Callable[[str], Pair]) -> None:
+    lm = pairs("gpt2").target
+    long, short = [1 + i % 40 for i in range(259)], [4, 5, 6, 7, 8, 9]
+    reading = Session(lm, 2).read([long, short], 5)
+    with torch.inference_mode():
+        whole = lm.model(torch.tensor([long[:256]])).logits[0]
+    torch.testing.assert_close(reading.logits[0, :2], whole[-2:], atol=2e-4, rtol=1e-3)  # after the tokens 255 and 256
+
+
+def test_a_pass_that_fails_leaves_nothing_that_is_believed(llama: Pair) -> None:
+    session = Session(llama.target)
+    session.read([[1, 2, 3, 4, 5]])
+
+    def fail(*_call: object) -> None:
+        raise MemoryError
+
+    watch = llama.target.model.model.layers[1].register_forward_pre_hook(fail)  # the first layer has written by then
+    with pytest.raises(MemoryError):
+        session.read([[1, 2, 9, 9]])
+    watch.remove()
+    fresh = Session(llama.target).read([[1, 2, 3, 4, 5, 6]])
+    torch.testing.assert_close(session.read([[1, 2, 3, 4, 5, 6]]).logits, fresh.logits)
 
 
 def test_no_prompts_no_answers_and_wrong_options_are_told_before_any_work(llama: Pair) -> None:
@@ -101,18 +127,32 @@ def test_no_prompts_no_answers_and_wrong_options_are_told_before_any_work(llama:
 
 
 def test_a_cache_that_cannot_fit_is_refused_with_what_would(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    each = (llama.target.state_bytes + llama.draft.state_bytes) * (1 + 20 + 8)
+    each = sum(sum(lm.state_bytes.values()) for lm in (llama.target, llama.draft)) * (1 + 20 + 8 + 1)
     monkeypatch.setattr("lenience.model.free_bytes", lambda device: 3 * each)
     assert len(llama.generate_batch([[1]] * 4, batch_size=3, max_new_tokens=20)) == 4
     with pytest.raises(InputError, match="at most 3 rows fit"):
         llama.generate_batch([[1]] * 4, batch_size=4, max_new_tokens=20)
 
 
-def test_the_cache_takes_what_it_is_said_to_take(llama: Pair) -> None:
-    session = Session(llama.target, 3, 50)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_cache_takes_what_it_is_said_to_take(name: str, pairs: Callable[[str], Pair]) -> None:
+    lm = pairs(name).target
+    session = Session(lm, 3, 50)
     session.read([[1, 2], [3], [4]])
     taken = sum(kept.nbytes for layer in session._cache.layers for kept in (layer.keys, layer.values))
-    assert taken == 3 * 51 * llama.target.state_bytes  # one column more, for padding
+    assert taken == 3 * 51 * sum(lm.state_bytes.values())  # one column more, for padding
+
+
+def test_a_length_limit_beyond_the_context_takes_no_more_than_the_context(llama: Pair) -> None:
+    assert llama.generate([5], max_new_tokens=10**9).finish in ("context", "eos")
+
+
+def test_sessions_with_too_few_rows_are_refused(llama: Pair) -> None:
+    sessions = Sessions(Session(llama.target), Session(llama.draft))
+    with pytest.raises(InputError, match="room for 1 prompts, not 2"):
+        llama.generate_batch([[1], [2]], sessions=sessions)
+    alone = llama.generate([7, 3], rule="draft", max_new_tokens=9, sessions=sessions)
+    assert alone.tokens == llama.generate([7, 3], rule="draft", max_new_tokens=9).tokens
 
 
 def test_the_cache_grows_where_it_is_full_and_keeps_what_it_holds(llama: Pair) -> None:
@@ -127,6 +167,21 @@ def test_the_cache_grows_where_it_is_full_and_keeps_what_it_holds(llama: Pair) -
 
 def test_rows_are_read_one_by_one_where_a_model_places_its_own_mask(pairs: Callable[[str], Pair]) -> None:
     assert {name: pairs(name).target.takes_masks for name in CONFIGS} == dict.fromkeys(CONFIGS, True) | {"gpt_neo": False}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_model_that_places_masks_otherwise_is_found_out(name: str, dtype: str, checkpoints, monkeypatch) -> None:
+    lm = load_pair(*checkpoints(name), dtype=dtype).target
+    assert lm.takes_masks
+    del lm.takes_masks
+    masks = LM.masks
+
+    def shifted(self: LM, at: torch.Tensor, extent: int):
+        return masks(self, (at - 1).clamp(min=0), extent)
+
+    monkeypatch.setattr(LM, "masks", shifted)
+    assert not lm.takes_masks
 
 
 def test_in_bfloat16_answers_part_only_at_near_ties(tmp_path: Path, checkpoints) -> None:

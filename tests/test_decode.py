@@ -269,4 +269,6 @@ def test_uniform_is_the_published_splitmix64() -> None:
     state = 1234567
     wanted = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     got = uniform(torch.tensor([(state + i * 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63 for i in range(3)]))
-    np.testing.assert_allclose(got.numpy(), [value / 2**64 for value in wanted], rtol=1e-15, atol=2**-53)
+    np.testing.assert_allclose(got.numpy(), [value / 2**64 for value in wanted], rtol=0, atol=2**-52)
+    extremes = uniform(torch.arange(-(2**17), 2**17))
+    assert extremes.min() > 0 and extremes.max() < 1

@@ -201,7 +201,7 @@ def uniform(keys: Tensor) -> Tensor:
     bits = keys + _GOLDEN
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
         bits = (bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return ((bits >> 11) & ((1 << 53) - 1)).double() / 2**53 + 2**-54
+    return (((bits >> 12) & ((1 << 52) - 1)).double() + 0.5) / 2**52
 
 
 _GOLDEN = -0x61C8864680B583EB  # 2⁶⁴ divided by the golden ratio, as a signed number

@@ -50,6 +50,10 @@ REFUSED_WHEN_SAMPLING: dict[str, tuple[Any, ...]] = {
 }
 
 
+LARGEST_MASK = 1 << 26
+"""How many entries the attention mask of rows that are read together may have."""
+
+
 class LM:
     """A causal language model and its tokenizer, ready for inference."""
 
@@ -108,12 +112,15 @@ class LM:
         return self.embedding.weight.shape[0]
 
     @cached_property
-    def state_bytes(self) -> int:
-        """What one token takes in the KV cache."""
-        config: Any = self.model.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return 2 * config.num_hidden_layers * heads * size * self.model.dtype.itemsize
+    def state_bytes(self) -> dict[torch.device, int]:
+        """What one token takes in the KV cache, on each device; found by reading one."""
+        session, taken = Session(self, capacity=1), dict[torch.device, int]()
+        session.read([[0]])
+        for layer in cast(list[_Layer], session._cache.layers):
+            for kept in (layer.keys, layer.values):
+                assert kept is not None
+                taken[kept.device] = taken.get(kept.device, 0) + kept[0, :, 0].nbytes
+        return taken
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
@@ -157,20 +164,32 @@ class LM:
 
     @cached_property
     def takes_masks(self) -> bool:
-        """Whether rows of different lengths can share a pass; tried out, since models differ in how they place a mask."""
-        if getattr(self.model.config, "model_type", "") == "gpt_neo":
-            return False  # its local layers place their own window by the longest row
+        """Whether rows of different lengths can share a pass. Where the architecture does not rule it out it is tried, since
+        models differ in how they place a mask."""
+        config: Any = self.model.config.get_text_config()
+        rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
+        if (
+            config._attn_implementation not in ("eager", "sdpa")
+            or config.model_type == "gpt_neo"  # its local layers place their window by the longest row
+            or "longrope" in rope  # rescales positions by the longest row
+            or "dynamic" in rope
+            or {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+        ):
+            return False
         generator = torch.Generator().manual_seed(0)
-        rows = [torch.randint(self.width, (n,), generator=generator).tolist() for n in (5, 40, 23)]
-        together = Session(self, 3)
+        lengths = [min(n, self.context or n) for n in (8, 40, 23)]
+        rows = [torch.randint(self.width, (n,), generator=generator).tolist() for n in lengths]
         self.__dict__["takes_masks"] = True  # for the session that tries it
         try:
+            together, alone = Session(self, 3), [Session(self).read([row], 2).hidden for row in rows]
             together.read([row[:-3] for row in rows])
-            states = together.read(rows, 2).hidden
+            states, wanted = together.read(rows, 2).hidden.float(), torch.cat(alone).float()
         except Exception:
             return False
-        alone = torch.cat([Session(self).read([row], 2).hidden for row in rows])
-        return bool((states - alone).abs().max() <= 20 * torch.finfo(alone.dtype).eps ** 0.75 * alone.abs().max())
+        finally:
+            del self.__dict__["takes_masks"]
+        error = (states - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+        return bool(error.max() < (0.1 if self.model.dtype.itemsize < 4 else 1e-3))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: ids as they are; text and messages through the chat template, where there is one.
@@ -299,8 +318,9 @@ class _Layer(CacheLayerMixin):
             row = place.which[0]
             kept[row, :, place.start : place.extent] = states[0]
             return visible[row : row + 1]
-        kept[place.index[:, None], :, place.columns] = states.transpose(1, 2)  # [m, T, H, D]
-        return visible[: len(place.which)] if place.first else visible[place.index]
+        index, columns = place.index.to(kept.device), place.columns.to(kept.device)
+        kept[index[:, None], :, columns] = states.transpose(1, 2)  # [m, T, H, D]
+        return visible[: len(place.which)] if place.first else visible[index]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.place.start + query_length, 0
@@ -356,34 +376,55 @@ class Session:
     @torch.inference_mode()
     def move(self, source: int, to: int) -> None:
         """The row at `source` becomes the row at `to`."""
-        self.tokens[to], self.tokens[source] = self.tokens[source], []
+        moved, self.tokens[to], self.tokens[source] = self.tokens[source], [], []
         for layer in cast(list[_Layer], self._cache.layers):
             assert layer.keys is not None and layer.values is not None
             layer.keys[to], layer.values[to] = layer.keys[source], layer.values[source]
+        self.tokens[to] = moved
 
     @torch.inference_mode()
     def read(self, sequences: Sequence[list[int]], states: int = 1, ahead: Tensor | None = None) -> Reading:
         """Logits [B, states, V] and hidden states [B, states, H] after each of the last `states` tokens of each sequence,
-        which may be followed by tokens `ahead` [B, a]; sequence b is row b's."""
+        which may be followed by tokens `ahead` [B, a]; sequence b is row b's. What is past the end of the model's context
+        is not read; its states are anything."""
+        assert len(sequences) <= len(self.tokens)
         if ahead is not None:
             sequences = [sequence + tokens for sequence, tokens in zip(sequences, ahead.tolist())]
+        over = [max(0, -self.room(new)) for new in sequences]
+        sequences = [new[: len(new) - past] for new, past in zip(sequences, over)]
         keep = [min(_common(old, new), len(new) - states) for old, new in zip(self.tokens, sequences)]
         counts = [len(new) - kept for kept, new in zip(keep, sequences)]
-        # rows with much to read, such as new prompts, would make the others wait if they were read with them
-        short = [b for b, count in enumerate(counts) if count <= states + 1]
-        groups = [group for group in (short, [b for b, count in enumerate(counts) if count > states + 1]) if group]
-        if len(sequences) > 1 and not self.lm.takes_masks:
-            groups = [[b] for b in range(len(sequences))]
+        groups = self._groups(sequences, counts, states)
+        for old, kept in zip(self.tokens, keep):
+            del old[kept:]  # a pass that fails leaves nothing that is believed
         done = [self._pass(group, [sequences[b] for b in group], [keep[b] for b in group], states) for group in groups]
         self.passes += 1
         self.tokens_read += sum(counts)
-        for b, new in enumerate(sequences):
-            self.tokens[b][keep[b] :] = new[keep[b] :]
-        if len(done) == 1:
-            return done[0]
-        order = torch.tensor([b for group in groups for b in group], device=self.lm.device).argsort()
-        logits, hidden = (torch.cat(parts)[order] for parts in zip(*((part.logits, part.hidden) for part in done)))
+        for old, new in zip(self.tokens, sequences):
+            old += new[len(old) :]
+        logits, hidden = done[0].logits, done[0].hidden
+        if len(done) > 1:
+            order = torch.tensor([b for group in groups for b in group], device=logits.device).argsort()
+            logits, hidden = (torch.cat(parts)[order] for parts in zip(*((part.logits, part.hidden) for part in done)))
+        if any(over):  # the states of what was read belong further in front
+            logits, hidden = (torch.stack([row.roll(-past, 0) for row, past in zip(rows, over)]) for rows in (logits, hidden))
         return Reading(logits, hidden)
+
+    def _groups(self, sequences: Sequence[list[int]], counts: list[int], states: int) -> list[list[int]]:
+        """Which rows are read in one pass. Rows with much to read, such as new prompts, would make the others wait if they
+        were read with them, and too many of them together would need a large mask."""
+        if len(sequences) > 1 and not self.lm.takes_masks:
+            return [[b] for b in range(len(sequences))]
+        groups: list[list[int]] = []
+        for b in (b for b, count in enumerate(counts) if count > states + 1):
+            group = [*groups[-1], b] if groups else [b]
+            mask = len(group) * max(counts[g] for g in group) * max(len(sequences[g]) for g in group)
+            if groups and mask <= LARGEST_MASK:
+                groups[-1] = group
+            else:
+                groups.append([b])
+        short = [b for b, count in enumerate(counts) if count <= states + 1]
+        return [short, *groups] if short else groups
 
     def _pass(self, which: list[int], sequences: list[list[int]], keep: list[int], states: int) -> Reading:
         """One forward pass of the rows `which`, of whose sequences `keep` tokens are in the cache. Rows with fewer new
@@ -406,9 +447,7 @@ class Session:
             place.start, place.index, place.first = 0, torch.tensor(which, device=device), which == list(range(len(which)))
             place.columns = at.masked_fill(padding, place.capacity)
             at = at.masked_fill(padding, 0)
-            # what is drafted past the end of the context is thrown away, but its positions must exist
-            positions = at.clamp(max=self.lm.context - 1) if self.lm.context else at
-            extra = {"position_ids": positions, "attention_mask": self.lm.masks(at, place.extent)}
+            extra = {"position_ids": at, "attention_mask": self.lm.masks(at, place.extent)}
         ids = ids.clamp(max=self.lm.width - 1)  # an id that only the other model's embedding has is read as the last one
         out = self.lm.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=states, **extra)
         state, self.lm._state = self.lm._state, None
@@ -417,21 +456,27 @@ class Session:
         return Reading(logits, state[:, -states:].to(logits.device))  # a model may lie on several devices
 
 
-def check_memory(lms: Iterable[LM], rows: int, capacity: int) -> None:
-    """Raise InputError where the caches of `rows` rows of `capacity` tokens would not fit into the free memory."""
-    lms = list(lms)
-    need, free = sum(lm.state_bytes for lm in lms) * capacity, free_bytes(lms[0].device)
-    if free is not None and need * rows > free:
-        raise InputError(
-            f"{rows} rows of {capacity} tokens need {need * rows / 2**30:.1f} GiB of KV cache, {free / 2**30:.1f} GiB are "
-            f"free: at most {free // need} rows fit; lower batch_size or max_new_tokens"
-        )
+def check_memory(caches: Iterable[tuple[LM, int]], rows: int) -> None:
+    """Raise InputError where the caches of `rows` rows would not fit into the free memory; `caches` says of each model how
+    many tokens a row must hold."""
+    need: dict[torch.device, int] = {}
+    for lm, capacity in caches:
+        for device, size in lm.state_bytes.items():
+            need[device] = need.get(device, 0) + size * (capacity + 1)
+    for device, size in need.items():
+        free = free_bytes(device)
+        if free is not None and size * rows > free:
+            raise InputError(
+                f"{rows} rows need {size * rows / 2**30:.1f} GiB of KV cache on {device}, {free / 2**30:.1f} GiB are free: at "
+                f"most {free // size} rows fit; lower batch_size or max_new_tokens"
+            )
 
 
 def free_bytes(device: torch.device) -> int | None:
     """How much memory a device has left; None where it cannot be told."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        kept_by_torch = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept_by_torch
     try:
         with open("/proc/meminfo") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))

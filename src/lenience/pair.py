@@ -172,10 +172,14 @@ class Pair:
         )
         size = min(batch_size, len(ids))
         if sessions is None:
-            capacity = max(map(len, ids), default=0) + max_new_tokens + window
-            lms = {id(lm): lm for lm in (main, *([self.draft] if window else []))}.values()
-            check_memory(lms, size, capacity)
-            sessions = Sessions(Session(main, size, capacity), Session(self.draft, size, capacity))
+            longest = max(map(len, ids), default=0) + max_new_tokens + window
+            capacity = {lm: min(longest, lm.context or longest) for lm in (main, self.draft)}
+            check_memory([(lm, capacity[lm]) for lm in ((main, self.draft) if window else (main,))], size)
+            sessions = Sessions(Session(main, size, capacity[main]), Session(self.draft, size, capacity[self.draft]))
+        elif len(sessions.target.tokens) < size:
+            raise InputError(f"sessions: have room for {len(sessions.target.tokens)} prompts, not {size}")
+        if main is self.draft:
+            sessions = Sessions(sessions.draft, Session(self.draft))  # nothing is drafted
         keep_states = isinstance(rule, Term | AnyOf) and rule.reads_draft
         drafter = ModelDrafter(sessions.draft, window, main, keep_states)
         requests = (
