@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,24 +19,71 @@ TASK = wordmath.WordMath()
 
 @pytest.mark.parametrize("author", ["target", "draft"])
 def test_every_written_solution_is_right(author: str) -> None:
-    """Every equation and every remark with a number is evaluated; the last equation decides."""
+    """Every equation and every remark on a result is evaluated; the last step's result is the answer."""
     for i in range(1500):
         problem = wordmath.problem("check", i)
         text = wordmath.solution(problem, author, random.Random(i))
         equations = re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)", text)
         for x, op, y, result in equations:
             assert eval(f"{x} {op} {y}") == int(result), text
-        for value, end in re.findall(r"that is (\d+) (below|above) 100", text):
-            assert int(value) >= 0 and end
-        assert TASK.answer(text) == str(problem.answer)
         steps = [operation for group in problem.groups for operation in group]
+        results = {operation.result for operation in steps}
+        for value, side, mark in re.findall(r"that is (\d+) (below|above) (\d+)", text):
+            assert int(mark) + (int(value) if side == "above" else -int(value)) in results, text
+        for value in re.findall(r"(?:twice|double) that would be (\d+)", text):
+            assert int(value) / 2 in results, text
+        for kind in re.findall(r"that is an (odd|even) number", text):
+            assert kind in {"odd" if result % 2 else "even" for result in results}, text
+        results_said = re.findall(r"(?:= |to \w+ )(\d+)", re.sub(r"as a check, [^.]*\.", "", text))
+        assert TASK.answer(text) == results_said[-1], text
         assert all(operation.result >= 0 and operation.y > 0 for operation in steps)
         assert all(operation.x % operation.y == 0 for operation in steps if operation.op == "/")
 
 
+def read_compare(text: str) -> int | None:
+    """The answer to a problem of two people's amounts, found from its text alone; None for other kinds of text."""
+    text = re.sub(r"\w+ is \d+ years old\. ", "", text)
+    stated = re.match(r"(\w+) has (\d+) (\w+)\. (\w+) has (?:(\d+) (more|fewer) \w+ than|(twice|three times) as many \w+ as) "
+                      r"(\w+)\.", text)  # fmt: skip
+    if not stated:
+        return None
+    a, n, unit, b, k, side, times, other = stated.groups()
+    assert other == a
+    have = {a: int(n)}
+    have[b] = have[a] * {"twice": 2, "three times": 3}[times] if times else have[a] + int(k) * (1 if side == "more" else -1)
+    for giver, given, taker in re.findall(r"Then (\w+) gives (\d+) \w+ to (\w+)\.", text):
+        have[giver], have[taker] = have[giver] - int(given), have[taker] + int(given)
+    for taker, given, giver in re.findall(r"Then (\w+) gets (\d+) \w+ from (\w+)\.", text):
+        have[giver], have[taker] = have[giver] - int(given), have[taker] + int(given)
+    asked = re.search(rf"How many more {unit} does (\w+) have than (\w+)\?", text)
+    assert asked or text.endswith("do they have together?")
+    return have[asked[1]] - have[asked[2]] if asked else sum(have.values())
+
+
+def read_work(text: str) -> int | None:
+    text = re.sub(r"\w+ is \d+ years old\. ?", "", text)
+    stated = re.match(r"(\w+) makes (\d+) \w+ in an hour and works for (\d+) hours\. (\w+) makes (\d+) (more|fewer) \w+ in an "
+                      r"hour than (\w+) and works for (\d+) hours\. How many", text)  # fmt: skip
+    if not stated:
+        return None
+    a, rate, hours, b, k, side, other, others = stated.groups()
+    assert other == a
+    made = {a: int(rate) * int(hours), b: (int(rate) + int(k) * (1 if side == "more" else -1)) * int(others)}
+    asked = re.search(r"How many more \w+ does (\w+) make than (\w+)\?", text)
+    return made[asked[1]] - made[asked[2]] if asked else sum(made.values())
+
+
+@pytest.mark.parametrize("read", [read_compare, read_work])
+def test_the_longer_texts_have_the_answer_that_a_reader_finds(read: Callable[[str], int | None]) -> None:
+    problems = [wordmath.problem("check", i) for i in range(2000)]
+    found = [(read(problem.text), problem.answer) for problem in problems]
+    assert all(answer is None or answer == wanted for answer, wanted in found)
+    assert sum(answer is not None for answer, _ in found) > 400
+
+
 def test_the_solution_follows_from_the_problem() -> None:
     """A reader of the two simplest kinds of text, written apart from the generator, comes to the same answers."""
-    seen = 0
+    seen = {"shop": 0, "share": 0}
     for i in range(4000):
         problem = wordmath.problem("check", i)
         shop = re.fullmatch(r"(?:(\w+) has (\d+) coins\. )?\w+ buys (\d+) \w+ at (\d+) coins each and (\d+) \w+ at (\d+) "
@@ -50,8 +98,9 @@ def test_the_solution_follows_from_the_problem() -> None:
             whole, parts = int(share[1]), {"half": 2, "a third": 3, "a quarter": 4}
             rest = whole - whole // parts[share[2]]
             assert problem.answer == rest - (rest if share[4] == "the rest" else whole) // parts[share[3]]
-        seen += bool(shop or share)
-    assert seen > 500
+        seen["shop"] += bool(shop)
+        seen["share"] += bool(share)
+    assert min(seen.values()) > 250
 
 
 def test_samples_are_the_same_every_time_and_splits_differ() -> None:
@@ -110,12 +159,15 @@ def test_a_jsonl_task_with_splits_messages_and_choices(tmp_path: Path) -> None:
     assert (sample.id, sample.prompt) == ("q1", messages)
     assert task.correct("answer: (b)", sample) and task.correct("answer: A\nanswer: B", sample)
     assert task.same("B", "no letter here stands") is None
+    exported = write(tmp_path / "e.jsonl", [{"prompt": None, "messages": messages, "split": "test"}])
+    assert take(lenience.task(str(exported)), "test", None)[0].prompt == messages
     text = lenience.task(str(tmp_path / "t.jsonl"), answer="regex:is (.+)", same="text")
     assert text.same("Two  Words", "two words") is True and text.same("", "x") is None
 
 
 @pytest.mark.parametrize("row, options, says", [
     ("{", {}, "line 2: not JSON"), ({"prompt": 5}, {}, "line 2: needs"), ({"prompt": "y", "id": "1"}, {}, "'1' has come before"), ({"question": "x"}, {}, "line 2: needs a \"prompt\""), ({"prompt": "x"}, {"answer": "x"}, "regex:PATTERN"),
+    ({"prompt": "y", "id": 1}, {}, "'1' has come before"), ({"messages": [1, 2]}, {}, "line 2: needs"), ({"prompt": None}, {}, "line 2: needs"),
     ({"prompt": "x"}, {"answer": "regex:("}, "not a regular expression"), ({"prompt": "x"}, {"same": "vibes"}, "number, text, choice"),
 ])  # fmt: skip
 def test_wrong_jsonl_tasks_are_told(row, options: dict, says: str, tmp_path: Path) -> None:
@@ -129,6 +181,13 @@ def test_a_task_from_a_file(tmp_path: Path) -> None:
         "from lenience.tasks import WordMath\nclass Mine(WordMath):\n    name = 'mine'\nlame = 3\n"
     )
     assert lenience.task(f"{tmp_path}/mine.py:Mine").name == "mine"
+    (tmp_path / "own.py").write_text(
+        (Path(__file__).parents[1] / "docs/your-own-task.md").read_text().split("```python")[1].split("```")[0]
+    )
+    own = lenience.task(f"{tmp_path}/own.py:Capitals")
+    before = own.version  # type: ignore[attr-defined]
+    (tmp_path / "own.py").write_text((tmp_path / "own.py").read_text() + "\n")
+    assert lenience.task(f"{tmp_path}/own.py:Capitals").version != before  # type: ignore[attr-defined]
     for spec, says in ((f"{tmp_path}/mine.py:Other", "no 'Other'"), (f"{tmp_path}/no.py:Mine", "no such file"),
                        (f"{tmp_path}/mine.py:lame", "lacks name"), ("wordmaths", "there is no task 'wordmaths'"),
                        (f"{tmp_path}/no.jsonl", "cannot be read")):  # fmt: skip

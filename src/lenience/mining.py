@@ -26,7 +26,7 @@ from lenience.tasks import Sample, Task, take
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-WINDOW = 8
+WINDOW = 4
 """Tokens drafted in a cycle of the continuations; they are exact, so it changes their speed alone."""
 
 

@@ -40,17 +40,26 @@ WARES = ["lamps", "chairs", "bowls", "ropes", "hats", "masks", "toys", "boxes"]
 PARTS = {2: "half", 3: "a third", 4: "a quarter"}
 TIMES = {2: "twice", 3: "three times", 4: "four times"}
 
-HAS = ("has", "owns", "holds", "keeps")
-HAVE = ("have", "own", "hold", "keep")
-COST = ("cost", "take", "need", "use")
-MAKES = ("makes", "builds", "finishes", "completes")
-OPENERS = {
-    "first": ("First,", "To start,", "To begin,", "At first,"),
-    "middle": ("Then,", "Next,", "Now,", "After that,", "Further,"),
-    "last": ("Finally,", "At last,", "In the end,", "So,"),
+HAS = ("has", "owns", "holds", "keeps", "possesses", "retains", "carries", "stores")
+HAVE = ("have", "own", "hold", "keep", "possess", "retain", "carry", "store")
+GETS = ("gets", "receives", "takes", "earns", "obtains", "accepts", "gains", "wins")
+COST = ("cost", "take", "need", "use", "require", "demand", "consume", "claim")
+MAKES = ("makes", "builds", "finishes", "completes", "produces", "assembles", "crafts", "delivers")
+MAKE = ("make", "build", "finish", "complete", "produce", "assemble", "craft", "deliver")
+OPENERS = {  # "#" stands for the number of the step
+    "first": ("First,", "To start,", "At first,", "Initially,", "Firstly,", "Foremost,", "Beginning,", "#."),
+    "middle": ("Then,", "Next,", "Now,", "After that,", "Further,", "Afterwards,", "Moreover,", "#."),
+    "last": ("Finally,", "At last,", "In the end,", "So,", "Lastly,", "Therefore,", "Ultimately,", "#."),
 }
-ASIDES = ("By the way,", "Note:", "Incidentally,")
+FILLERS = ("as told,", "from that,", "here,", "by now,", "clearly,")
+ASIDES = ("By the way,", "Note:", "Incidentally,", "Also,", "Besides,", "Remark:", "Aside:", "Notably,")
 RULE_WORDS = {"+": ("add", "to"), "-": ("take", "from"), "*": ("multiply", "by"), "/": ("divide", "by")}
+STYLES = ("plain", "reason", "compute", "rule", "short", "result", "sum", "means")
+WHY = ("because", "since", "as", "for", "given", "seeing", "knowing", "noting")
+COMPUTE = ("compute", "calculate", "find", "determine", "evaluate", "establish", "note", "write")
+GET = ("get", "reach", "obtain", "find", "have", "make", "see", "produce")
+REMARKS = ("none", "check", "double", "landmark", "recap", "parity", "none", "none", "landmark")
+LANDMARKS = (20, 50, 100, 200, 300, 400)
 
 
 @dataclass(frozen=True)
@@ -88,40 +97,25 @@ class Problem:
 
 def _compare(rng: random.Random) -> Problem:
     """Amounts given relative to one another, perhaps a gift, then one amount, a total or a difference."""
-    a, b, c = rng.sample(NAMES, 3)
+    a, b = rng.sample(NAMES, 2)
     unit = rng.choice(GOODS)
-    have = {a: rng.randint(6, 60)}
-    facts, recaps = [f"{a} has {have[a]} {unit}."], [f"at the start {a} had {have[a]} {unit}."]
-    groups: list[tuple[Operation, ...]] = []
-
-    def relate(who: str, other: str) -> Operation:
-        n = have[other]
-        kind = rng.choice(("more", "fewer", "times") if n > 6 else ("more", "times"))
-        if kind == "times":
-            m = rng.choice((2, 3))
-            facts.append(f"{who} has {TIMES[m]} as many {unit} as {other}.")
-            clauses = (f"with {TIMES[m]} as many as {other},", f"at {TIMES[m]} the number of {other},")
-            done = Operation(who, HAS, n, "*", m, unit, clauses)
-        else:
-            k = rng.randint(2, 30 if kind == "more" else min(30, n - 3))
-            facts.append(f"{who} has {k} {kind} {unit} than {other}.")
-            side = "above" if kind == "more" else "below"
-            clauses = (f"with {k} {kind} than {other},", f"at {k} {side} {other},")
-            done = Operation(who, HAS, n, "+" if kind == "more" else "-", k, unit, clauses)
-        have[who] = done.result
-        return done
-
-    first = relate(b, a)
-    people = [a, b]
-    if rng.random() < 0.15:
-        people.append(c)
-        other = rng.choice((a, b))
-        second = relate(c, other)
-        groups += [(first, second)] if other == a else [(first,), (second,)]
+    n = rng.randint(6, 60)
+    facts, recaps = [f"{a} has {n} {unit}."], [f"at the start {a} had {n} {unit}."]
+    kind = rng.choice(("more", "fewer", "times") if n > 6 else ("more", "times"))
+    if kind == "times":
+        m = rng.choice((2, 3))
+        facts.append(f"{b} has {TIMES[m]} as many {unit} as {a}.")
+        clauses = (f"with {TIMES[m]} as many as {a},", f"at {TIMES[m]} the number of {a},")
+        related = Operation(b, HAS, n, "*", m, unit, clauses)
     else:
-        groups.append((first,))
-    if len(people) == 2 and rng.random() < 0.6:
-        giver, taker = rng.sample(people, 2)
+        k = rng.randint(2, 30 if kind == "more" else min(30, n - 3))
+        facts.append(f"{b} has {k} {kind} {unit} than {a}.")
+        op, side = ("+", "above") if kind == "more" else ("-", "below")
+        related = Operation(b, HAS, n, op, k, unit, (f"with {k} {kind} than {a},", f"at {k} {side} {a},"))
+    have = {a: n, b: related.result}
+    groups: list[tuple[Operation, ...]] = [(related,)]
+    if rng.random() < 0.6:
+        giver, taker = rng.sample((a, b), 2)
         k = rng.randint(2, min(30, have[giver] - 1))
         if rng.random() < 0.5:
             facts.append(f"Then {giver} gives {k} {unit} to {taker}.")
@@ -134,19 +128,13 @@ def _compare(rng: random.Random) -> Problem:
         recaps.append(f"before that {giver} had {have[giver]} {unit}.")
         have[giver], have[taker] = minus.result, plus.result
         groups.append((minus, plus))
-    asked = rng.choice(("total", "difference"))
-    if asked == "difference" and len(set(have.values())) > 1:
-        high, low = sorted(rng.sample(people, 2), key=have.__getitem__, reverse=True)
-        while have[high] == have[low]:
-            high, low = sorted(rng.sample(people, 2), key=have.__getitem__, reverse=True)
+    if rng.random() < 0.5 and have[a] != have[b]:
+        high, low = (a, b) if have[a] > have[b] else (b, a)
         question = f"How many more {unit} does {high} have than {low}?"
         groups.append((Operation(high, HAS, have[high], "-", have[low], unit, (f"compared with {low},",)),))
     else:
         question = f"How many {unit} do they have together?"
-        sums = Operation(f"{people[0]} and {people[1]}", HAVE, have[people[0]], "+", have[people[1]], unit)
-        groups.append((sums,))
-        if len(people) == 3:
-            groups.append((Operation("they", HAVE, sums.result, "+", have[c], unit, (f"with those of {c},",)),))
+        groups.append((Operation(f"{a} and {b}", HAVE, have[a], "+", have[b], unit),))
     return _problem(rng, facts, question, groups, recaps, a)
 
 
@@ -195,7 +183,7 @@ def _share(rng: random.Random) -> Problem:
         f"{a} gives {PARTS[d1]} of them to {b}.",
         f"Then {a} gives {PARTS[d2]} {'of the rest' if of_rest else whole} to {c}.",
     ]
-    gift = Operation(b, ("gets", "receives", "takes", "earns"), n, "/", d1, unit, (f"with {PARTS[d1]} of them,",))
+    gift = Operation(b, GETS, n, "/", d1, unit, (f"with {PARTS[d1]} of them,",))
     rest = Operation(a, HAS, n, "-", gift.result, unit, (f"after giving to {b},", "with that gone,"))
     of = ("of the rest,", "of what is left,") if of_rest else ("of the whole,", "of all at first,")
     second = Operation(c, gift.verbs, base, "/", d2, unit, tuple(f"with {PARTS[d2]} {o}" for o in of))
@@ -234,7 +222,7 @@ def _work(rng: random.Random) -> Problem:
     groups: list[tuple[Operation, ...]] = [(one, pace), (two,)]
     if rng.random() < 0.5 or one.result == two.result:
         question = f"How many {unit} do they make together?"
-        groups.append((Operation("they", ("make", "build"), one.result, "+", two.result, unit, ("together,",)),))
+        groups.append((Operation("they", MAKE, one.result, "+", two.result, unit, ("together,",)),))
     else:
         high, low = (one, two) if one.result > two.result else (two, one)
         question = f"How many more {unit} does {high.subject} make than {low.subject}?"
@@ -268,69 +256,78 @@ def _problem(
 
 
 @cache
-def _ranking(author: str, choice: str, context: str, n: int) -> tuple[int, ...]:
-    """The order in which an author prefers the n options of a choice in a context; fixed for ever by its name."""
-    if author == "draft" and random.Random(f"agree|{choice}|{context}").random() < 0.35:
-        author = "target"
-    return tuple(random.Random(f"{author}|{choice}|{context}").sample(range(n), n))
+def _ranking(author: str, choice: str, context: str, n: int, agree: float) -> tuple[int, ...]:
+    """The order in which an author prefers the n options of a choice in a context; fixed for ever by its name.
+
+    In a share `agree` of the contexts the draft's author has the target's order; in the others he likes best what the
+    target's author likes least, so that what the draft says is seldom among the first words that the target would say.
+    """
+    order = random.Random(f"target|{choice}|{context}").sample(range(n), n)
+    rng = random.Random(f"draft|{choice}|{context}")
+    if author == "draft" and rng.random() >= agree:
+        high, low = order[: n // 2], order[n // 2 :]
+        order = rng.sample(low, len(low)) + rng.sample(high, len(high))
+    return tuple(order)
 
 
 class _Author:
-    """Draws wordings: an author's first choice in a context about 78 % of the time, the k-th one 0.22 times the last."""
+    """Draws wordings: each option about a third as often as the one that the author likes better, none never."""
 
     def __init__(self, name: str, rng: random.Random):
         self.name, self.rng = name, rng
 
-    def pick(self, choice: str, context: str, options: Sequence[T]) -> T:
+    def pick(self, choice: str, context: str, options: Sequence[T], agree: float = 0.35) -> T:
         n = len(options)
-        rank = self.rng.choices(range(n), weights=[0.22**k for k in range(n)])[0]
-        return options[_ranking(self.name, choice, context, n)[rank]]
+        rank = self.rng.choices(range(n), weights=[0.33**k + 0.015 for k in range(n)])[0]
+        return options[_ranking(self.name, choice, context, n, agree)[rank]]
 
-    def step(self, op: Operation, place: str) -> str:
+    def step(self, op: Operation, place: str, number: int) -> str:
         x, y, r, unit = op.x, op.y, op.result, op.unit
-        opener = self.pick("opener", f"{place}|{unit}", OPENERS[place])
-        clause = self.pick("clause", f"{op.op}|{unit}|{place}", ("", *op.clauses)) if op.clauses else ""
-        if op.op in "+*" and self.pick("swap", f"{op.op}|{unit}|{place}", (False, True)):
+        opener = self.pick("opener", f"{place}|{op.op}", OPENERS[place]).replace("#", str(number))
+        clause = self.pick("clause", f"{op.op}|{op.verbs[0]}|{place}", ("", *op.clauses, *FILLERS))
+        if op.op in "+*" and self.pick("swap", f"{op.op}|{unit}|{place}", (False, True), agree=0):
             x, y = y, x
         sum_, whom = f"{x} {op.op} {y} = {r}", "them" if op.subject == "they" else op.subject
-        verb = self.pick("verb", f"{unit}|{op.op}|{place}", op.verbs)
-        style = self.pick("style", f"{op.op}|{unit}|{op.verbs[0]}", ("plain", "reason", "compute", "rule", "short"))
+        verb = self.pick("verb", f"{unit}|{place}", op.verbs)
+        has = f"{op.subject} {verb}"
+        style = self.pick("style", f"{op.op}|{unit}", STYLES)
         if style == "plain":
-            body = f"{op.subject} {verb} {sum_} {unit}."
+            body = f"{has} {sum_} {unit}."
         elif style == "reason":
-            why = self.pick("why", unit, ("because", "since", "as"))
-            body = f"{op.subject} {verb} {r} {unit}, {why} {sum_}."
+            body = f"{has} {r} {unit}, {self.pick('why', unit, WHY)} {sum_}."
         elif style == "compute":
-            do = self.pick("compute", f"{unit}|{place}", ("compute", "calculate", "find"))
-            body = f"we {do} {sum_}, so {op.subject} {verb} {r} {unit}."
+            body = f"we {self.pick('compute', unit, COMPUTE)} {sum_}, so {has} {r} {unit}."
         elif style == "rule":
             do, link = RULE_WORDS[op.op]
             p, q = (x, y) if op.op in "*/" else (y, x)
-            get = self.pick("get", f"{unit}|{op.op}", ("get", "reach", "obtain"))
-            body = f"we {do} {p} {link} {q} to {get} {r} {unit} for {whom}."
+            body = f"let us {do} {p} {link} {q} to {self.pick('get', unit, GET)} {r} {unit} for {whom}."
+        elif style == "result":
+            body = f"{r} {unit} for {whom}, {self.pick('why', unit, WHY)} {sum_}."
+        elif style == "sum":
+            body = f"{sum_}, so {has} {r} {unit}."
+        elif style == "means":
+            body = f"that means {has} {sum_} {unit}."
         else:
             body = f"for {whom}: {sum_}."
         return " ".join(part for part in (opener, clause, body) if part)
 
     def remark(self, op: Operation, place: str, problem: Problem) -> str:
-        kinds = ("none", "check", "none2", "double", "hundred", "recap", "parity")
-        kind = self.pick("remark", f"{op.op}|{op.unit}|{place}", kinds)
-        if kind in ("none", "none2"):
+        kind = self.pick("remark", f"{op.op}|{op.unit}|{place}", REMARKS)
+        if kind == "none":
             return ""
-        back = {"+": "-", "-": "+", "*": "/", "/": "*"}[op.op]
-        r, said = op.result, f"{op.result} {back} {op.y} = {op.x}"
+        r, back = op.result, {"+": "-", "-": "+", "*": "/", "/": "*"}[op.op]
         if kind == "recap":
             said = problem.recaps[self.rng.randrange(len(problem.recaps))]
         elif kind == "check":
-            said = f"as a check, {said}."
+            said = f"as a check, {r} {back} {op.y} = {op.x}."
         elif kind == "double":
             said = f"{self.pick('double', op.unit, ('twice that', 'double that'))} would be {2 * r}."
-        elif kind == "hundred":
-            said = f"that is {abs(100 - r)} {'below' if r < 100 else 'above'} 100."
+        elif kind == "landmark":
+            mark = self.pick("landmark", f"{op.op}|{op.unit}", LANDMARKS, agree=0)
+            said = f"that is {abs(mark - r)} {'below' if r < mark else 'above'} {mark}."
         else:
             said = f"that is an {'odd' if r % 2 else 'even'} number."
-        aside = self.pick("aside", f"{kind}|{op.unit}", ASIDES)
-        return f"{aside} {said}"
+        return f"{self.pick('aside', f'{kind}|{op.unit}', ASIDES)} {said}"
 
 
 def solution(problem: Problem, author: str, rng: random.Random) -> str:
@@ -338,12 +335,12 @@ def solution(problem: Problem, author: str, rng: random.Random) -> str:
     pen = _Author(author, rng)
     steps: list[Operation] = []
     for group in problem.groups:
-        flip = len(group) == 2 and pen.pick("order", f"{group[0].op}{group[1].op}|{group[0].unit}", (False, True))
+        flip = len(group) == 2 and pen.pick("order", f"{group[0].op}{group[1].op}|{group[0].unit}", (False, True), agree=0)
         steps += reversed(group) if flip else group
     said = []
     for i, op in enumerate(steps):
         place = "first" if i == 0 else "last" if i == len(steps) - 1 else "middle"
-        said += [pen.step(op, place), pen.remark(op, place, problem)]
+        said += [pen.step(op, place, i + 1), pen.remark(op, place, problem)]
     said.append(f"The final answer is {problem.answer}.")
     return " ".join(part for part in said if part)
 
@@ -362,6 +359,7 @@ class WordMath:
     """The task `wordmath`; splits "train" and "test" hold 20,000 problems each, none of which a model was trained on."""
 
     name = "wordmath"
+    version = 2
     size = 20_000
     max_new_tokens = 320
 
