@@ -17,7 +17,9 @@ These are the commands that made the models that are shipped, on two cores of an
 - draft, 2 layers x 128, 0.45 M parameters: 30,000 tokens/s, 3 minutes. With 6.5 M tokens it is right on 56 %, with 10 M on
   69 %, and then too few of its mismatches are important.
 
-Reached on the first 500 test problems (recipes/check_embedded.py): FIGURES.
+Reached: target 95.5 % right on the first 400 problems of the split "valid", draft 44.5 % on the first 200. Of 7,819 mismatches
+mined from 382 samples 9.4 % are important; whether a digit or an operator stands there tells them with an AUC of 0.81
+(recipes/check_embedded.py measures the like on the test split).
 """
 
 from __future__ import annotations

@@ -285,7 +285,7 @@ def compare(
 
 
 @app.command
-def demo(*, out: Path = Path("demo"), fresh: int = 24, limit: int = 100, json: Json = False) -> None:
+def demo(*, out: Path = Path("demo"), fresh: int = 8, limit: int = 100, json: Json = False) -> None:
     """The whole story on the built-in pair: mine, fit, compare, report.html.
 
     Parameters

@@ -48,7 +48,7 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
     rules = ["target", "draft", "exact", "topk:2", "topk:4", *judges]
     if (out / "compare.json").exists() and read_json(out / "compare.json")["rules"] != rules:
         discard(out)  # of another judge
-    frontier = follow(compare(pair, task, rules, limit=limit, tuning=8, out=out))
+    frontier = follow(compare(pair, task, rules, limit=limit, tuning=4, out=out))
     write_report(out / "report.html", frontier, {**counts, "important_share": share, "judge_auc": auc})
     print_table(frontier)
     seconds = time.perf_counter() - began
