@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -164,8 +165,15 @@ class LM:
 
     @cached_property
     def takes_masks(self) -> bool:
-        """Whether rows of different lengths can share a pass. Where the architecture does not rule it out it is tried, since
-        models differ in how they place a mask."""
+        """Whether rows of different lengths can share a pass; where they cannot, a warning says so."""
+        able = self._try_masks()
+        if not able:
+            warnings.warn(f"{self.role} {self.name!r}: takes no mask from outside; rows are read one by one", stacklevel=2)
+        return able
+
+    def _try_masks(self) -> bool:
+        """Where the architecture does not rule masks from outside out they are tried, since models differ in how they place
+        them."""
         config: Any = self.model.config.get_text_config()
         rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
         if (

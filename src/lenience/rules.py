@@ -42,7 +42,13 @@ class Term:
         """[B]: the token after `kept` [B] accepted ones: a correction, or the bonus where all are kept. Here: from the target's
         own distribution, by a draw that is independent of the one that picked the rejected token."""
         logits = _at(reading.logits, kept)
-        return logits.argmax(-1) if ctx.greedy else race(ctx.probs(logits), _follow_keys(kept, draft, ctx))
+        return logits.argmax(-1) if ctx.greedy else race(ctx.probs(logits), self.keys(kept, draft, ctx))
+
+    def keys(self, kept: Tensor, draft: Draft, ctx: Context) -> Tensor:
+        """[B]: what the token after the kept ones is drawn with; a bonus is drawn as plain decoding draws."""
+        n, device = draft.width + 1, kept.device
+        correction, token = (ctx.keys(n, purpose, device=device) for purpose in ("correction", "token"))
+        return torch.where(kept == draft.lengths, _at(token, kept), _at(correction, kept))
 
     def check(self, fingerprints: Callable[[], dict[str, str]], sizes: dict[str, int]) -> None:
         """Raise InputError where a head of this rule cannot run on models of these fingerprints and hidden sizes."""
@@ -79,11 +85,8 @@ class Exact(Term):
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         return ctx.draw(reading.logits[:, :-1]) == draft.tokens
 
-    def follow(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        logits = _at(reading.logits, kept)
-        if ctx.greedy:
-            return logits.argmax(-1)
-        return race(ctx.probs(logits), _at(ctx.keys(draft.width + 1, "token", device=kept.device), kept))
+    def keys(self, kept: Tensor, draft: Draft, ctx: Context) -> Tensor:
+        return _at(ctx.keys(draft.width + 1, "token", device=kept.device), kept)
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class Speculative(Term):
         rest = (target - drafted).clamp(min=0)
         # a window kept whole has a bonus from the target itself; so have equal distributions, rejected by rounding alone
         whole = (kept == draft.lengths) | ~rest.any(-1)
-        return race(torch.where(whole[:, None], target, rest), _follow_keys(kept, draft, ctx))
+        return race(torch.where(whole[:, None], target, rest), self.keys(kept, draft, ctx))
 
 
 @dataclass(frozen=True)
@@ -214,20 +217,13 @@ def _verdict(row: list[float], width: int) -> Verdict:
 
 
 def _at(values: Tensor, i: Tensor) -> Tensor:
-    """[B, m, V] and an index [B] → [B, V]."""
+    """[B, m, …] and an index [B] → [B, …]."""
     return values[torch.arange(len(i), device=i.device), i]
 
 
 def _of(values: Tensor, tokens: Tensor) -> Tensor:
     """[B, W, V] and tokens [B, W] → the tokens' values [B, W]."""
     return values.gather(2, tokens[..., None])[..., 0]
-
-
-def _follow_keys(kept: Tensor, draft: Draft, ctx: Context) -> Tensor:
-    """[B]: keys of the token after the kept ones; a bonus is drawn as plain decoding draws."""
-    n, device = draft.width + 1, kept.device
-    correction, token = (ctx.keys(n, purpose, device=device) for purpose in ("correction", "token"))
-    return torch.where(kept == draft.lengths, _at(token, kept), _at(correction, kept))
 
 
 RULES: dict[str, type[Term]] = {term.name: term for term in (Exact, Speculative, TopK, Judge)}

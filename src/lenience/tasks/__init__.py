@@ -56,6 +56,8 @@ def _from_file(path: Path, name: str) -> Task:
         module_spec.loader.exec_module(module)
         found = getattr(module, name, None)
         task = found() if isinstance(found, type) else found
+        if task is not None:  # a run is not gone on with after its task has changed
+            task.version = hashlib.blake2b(path.read_bytes(), digest_size=6).hexdigest()
     except Exception as error:
         raise InputError(f"task file {path}: {type(error).__name__}: {first_line(error)}") from error
     if task is None:
@@ -63,6 +65,4 @@ def _from_file(path: Path, name: str) -> Task:
     lacking = [part for part in ("name", "max_new_tokens", "samples", "answer", "same", "correct") if not hasattr(task, part)]
     if lacking:
         raise InputError(f"task {path}:{name}: lacks {', '.join(lacking)}; see docs/your-own-task.md")
-    if not hasattr(task, "version"):  # a run is not gone on with after its task has changed
-        task.version = hashlib.blake2b(path.read_bytes(), digest_size=6).hexdigest()
     return task

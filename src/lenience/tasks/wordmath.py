@@ -96,7 +96,7 @@ class Problem:
 
 
 def _compare(rng: random.Random) -> Problem:
-    """Amounts given relative to one another, perhaps a gift, then one amount, a total or a difference."""
+    """Amounts given relative to one another, perhaps a gift, then a total or a difference."""
     a, b = rng.sample(NAMES, 2)
     unit = rng.choice(GOODS)
     n = rng.randint(6, 60)
