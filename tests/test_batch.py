@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lenience import InputError
 from lenience.heads import Head, Inputs
 from lenience.model import LM, Session
-from lenience.pair import Generation, Pair, Sessions, load_pair
+from lenience.pair import Generation, Pair, load_pair
 
 QUICK = dict(derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
 prompts = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=30), min_size=1, max_size=7)
@@ -145,14 +145,6 @@ def test_the_cache_takes_what_it_is_said_to_take(name: str, pairs: Callable[[str
 
 def test_a_length_limit_beyond_the_context_takes_no_more_than_the_context(llama: Pair) -> None:
     assert llama.generate([5], max_new_tokens=10**9).finish in ("context", "eos")
-
-
-def test_sessions_with_too_few_rows_are_refused(llama: Pair) -> None:
-    sessions = Sessions(Session(llama.target), Session(llama.draft))
-    with pytest.raises(InputError, match="room for 1 prompts, not 2"):
-        llama.generate_batch([[1], [2]], sessions=sessions)
-    alone = llama.generate([7, 3], rule="draft", max_new_tokens=9, sessions=sessions)
-    assert alone.tokens == llama.generate([7, 3], rule="draft", max_new_tokens=9).tokens
 
 
 def test_the_cache_grows_where_it_is_full_and_keeps_what_it_holds(llama: Pair) -> None:

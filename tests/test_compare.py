@@ -28,40 +28,39 @@ def finish(items) -> tuple[list[Progress], dict]:
     return items[:-1], items[-1]
 
 
-def result(tokens: int, passes: int, seconds: float, correct: bool) -> dict:
-    return {"tokens": tokens, "target_passes": passes, "seconds": seconds, "correct": correct, "accepted_exact": 0}
+def result(tokens: int, passes: int, correct: bool) -> dict:
+    return {"tokens": tokens, "target_passes": passes, "correct": correct, "accepted_exact": 0}
 
 
 def test_the_tables_figures_follow_their_definitions() -> None:
     rng = np.random.default_rng(0)
     right = rng.random((40, 2)) < 0.7
-    records = [
-        {"results": [result(10, 10, 1.0, bool(a)), result(12 + i % 3, 4, 0.5, bool(b))]} for i, (a, b) in enumerate(right)
+    answers = [
+        [result(10, 10, bool(a)) for a, _ in right],
+        [result(5, 0, bool(b)) for _, b in right],
+        [result(12 + i % 3, 4, bool(b)) for i, (_, b) in enumerate(right)],
     ]
-    _, lenient = rows([Setting("target", 0), Setting("topk:2", 8)], records)
+    settings = [Setting("target", 0), Setting("draft", 0), Setting("topk:2", 8, "fastest")]
+    _, draft, lenient = rows(settings, answers, [[1.0, 0.25, 0.5]] * 10)  # seconds of the first ten
     lost = int((right[:, 0] & ~right[:, 1]).sum())
-    assert lost > 0 and lenient["n"] == 40
+    assert lost > 0 and (lenient["n"], lenient["timed_n"]) == (40, 10)
     assert lenient["accuracy"] == right[:, 1].mean()
     assert lenient["paired_loss"] == lost / 40
     assert lenient["paired_gain"] == (~right[:, 0] & right[:, 1]).sum() / 40
     low, high = beta.ppf(0.025, lost, 41 - lost), beta.ppf(0.975, lost + 1, 40 - lost)  # Clopper–Pearson
     assert lenient["paired_loss_interval"] == pytest.approx([low, high])
     assert lenient["tokens_per_pass"] == sum(12 + i % 3 for i in range(40)) / 160
-    assert lenient["tokens_per_second"] == pytest.approx(lenient["tokens_per_pass"] * 160 / 20)
-    assert lenient["seconds_per_correct"] == 20 / right[:, 1].sum()
+    assert lenient["tokens_per_second"] == pytest.approx(sum(12 + i % 3 for i in range(10)) / 5)
+    assert draft["tokens_per_second"] == 20 and draft["tokens_per_pass"] is None
+    assert lenient["share_of_cap"] == lenient["tokens_per_second"] / 20
+    assert lenient["seconds_per_correct"] == 5 / right[:10, 1].sum()
     low, high = lenient["tokens_per_pass_interval"]
     assert low < lenient["tokens_per_pass"] < high and high - low < 0.3
 
 
-def test_a_decoder_that_reads_no_target_has_no_tokens_per_pass() -> None:
-    (row,) = [row for row in rows([Setting("target", 0), Setting("draft", 0)],
-                                  [{"results": [result(5, 5, 1, True), result(5, 0, 1, False)]}] * 3) if row["rule"] == "draft"]  # fmt: skip
-    assert row["tokens_per_pass"] is None and row["paired_loss"] == 1.0
-
-
 def test_compare_measures_what_generate_does(llama: Pair) -> None:
     task = ParityTask()
-    progress, frontier = finish(compare(llama, task, RULES, windows=(3,), limit=6, tuning=2))
+    progress, frontier = finish(compare(llama, task, RULES, windows=(3,), limit=6, timed=3, batch_size=4))
     assert [row["rule"] for row in frontier["rows"]] == ["target", *RULES]
     assert {row["window"] for row in frontier["rows"]} == {0, 3}
     samples = [sample for sample, _ in zip(task.samples("test"), range(6))]
@@ -72,7 +71,7 @@ def test_compare_measures_what_generate_does(llama: Pair) -> None:
             assert row["tokens_per_pass"] == sum(len(out.tokens) for out in outs) / sum(out.target_passes for out in outs)
     exact = next(row for row in frontier["rows"] if row["rule"] == "exact")
     assert exact["paired_loss"] == exact["paired_gain"] == 0
-    assert (progress[-1].done, progress[-1].total) == (6, 6)
+    assert {(item.phase, item.total) for item in progress} == {("decoding", 24), ("timing", 3)}
 
 
 def test_windows_are_chosen_by_speed_on_other_prompts(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +89,9 @@ def test_windows_are_chosen_by_speed_on_other_prompts(llama: Pair, monkeypatch: 
     for item in compare(llama, ParityTask(), RULES, windows=(2, 4, 8), limit=5, tuning=3):
         stage = isinstance(item, Progress) and item.phase == "choosing windows"
         if isinstance(item, dict):
-            assert [row["window"] for row in item["rows"]] == [0, 0, 4, 4]
+            assert [(row["rule"], row["window"]) for row in item["rows"]] == [
+                ("target", 0), ("draft", 0), ("exact", 4), ("topk:2", 4), ("exact", 8), ("topk:2", 8),
+            ]  # fmt: skip
     warm_up = take(ParityTask(), "test", 1)[0].prompt
     assert len(seen["tuning"] - {warm_up}) == 3 and len(seen["reported"]) == 5
     assert not (seen["tuning"] - {warm_up}) & seen["reported"]
@@ -98,19 +99,32 @@ def test_windows_are_chosen_by_speed_on_other_prompts(llama: Pair, monkeypatch: 
 
 def test_a_stopped_comparison_goes_on(llama: Pair, tmp_path: Path) -> None:
     def run():
-        return compare(llama, ParityTask(), RULES, windows=(2, 4), limit=8, tuning=2, out=tmp_path)
+        return compare(llama, ParityTask(), RULES, windows=(2, 4), limit=8, tuning=2, timed=4, out=tmp_path)
 
-    items = run()
-    for item in items:
-        if isinstance(item, Progress) and item.phase == "comparing" and item.done == 4:
-            break
-    items.close()
+    def stop(phase: str, done: int) -> None:
+        items = run()
+        for item in items:
+            if isinstance(item, Progress) and (item.phase, item.done) == (phase, done):
+                break
+        items.close()
+
+    stop("decoding", 11)
     kept = (tmp_path / "compare.jsonl").read_text()
-    assert len(kept.splitlines()) == 4
+    assert len(kept.splitlines()) == 11
+    stop("timing", 2)
+    timed = (tmp_path / "timings.jsonl").read_text()
+    assert len(timed.splitlines()) == 2
     progress, frontier = finish(run())
-    assert not any(item.phase == "choosing windows" for item in progress)
+    assert {item.phase for item in progress} == {"decoding", "timing"}
+    assert progress[0].done == progress[0].total, "nothing is decoded again"
     assert (tmp_path / "compare.jsonl").read_text().startswith(kept)
-    assert frontier["rows"][0]["n"] == 8
+    assert (tmp_path / "timings.jsonl").read_text().startswith(timed)
+    whole = finish(compare(llama, ParityTask(), RULES, windows=(2, 4), limit=8, tuning=2, timed=4))[1]
+    for row, same in zip(frontier["rows"], whole["rows"]):
+        if row["window"] == same["window"]:  # a machine's moods may choose another
+            assert [row[key] for key in ("n", "accuracy", "tokens_per_pass")] == [
+                same[key] for key in ("n", "accuracy", "tokens_per_pass")
+            ]
     with pytest.raises(InputError, match="rules"):
         finish(compare(llama, ParityTask(), ["exact"], windows=(2, 4), limit=8, tuning=2, out=tmp_path))
 
@@ -133,7 +147,7 @@ def test_what_cannot_be_compared_is_told_before_any_work(llama: Pair, tmp_path: 
     (tmp_path / "t.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     task = load_task(str(tmp_path / "t.jsonl"))
     with pytest.raises(InputError, match="sample b has no reference"):
-        finish(compare(llama, task, ["exact"]))
+        finish(compare(llama, task, ["exact"], windows=(4,)))
     with pytest.raises(InputError, match="sample c: the prompt has 300 tokens"):
         list(mine(llama, task, tmp_path / "run"))
     with pytest.raises(InputError, match="max_new_tokens -5"):

@@ -18,7 +18,7 @@ import lenience
 from lenience import InputError
 from lenience.heads import Inputs
 from lenience.journal import Journal
-from lenience.mining import WINDOW, Miner, Mismatch, features, load_features, mine
+from lenience.mining import WINDOW, Found, Miner, Mismatch, features, load_features, mine, search
 from lenience.pair import Pair, load_pair
 from lenience.tasks import Sample
 
@@ -40,14 +40,9 @@ class LastAfterNine:
 
 def scripted(
     target: dict[tuple[int, ...], list[int]], guesses: dict[tuple[int, ...], int], limit: int = 20
-) -> tuple[Miner, list]:
-    """`target` says how each prefix (without the prompt) goes on; `guesses` what the draft puts after a prefix, where it
-    differs from what stands there."""
-    asked: list[tuple[int, ...]] = []
-
-    def continue_(ids: list[int], most: int) -> list[int]:
-        asked.append(tuple(ids[1:]))
-        return target[tuple(ids[1:])][:most]
+) -> tuple[Found, list[tuple[int, ...]]]:
+    """What is found where `target` says how each prefix (without the prompt) goes on, and `guesses` what the draft puts
+    after a prefix, where it differs from what stands there; and the prefixes that the target was asked to go on from."""
 
     def predict(prompt: list[int], response: list[int], start: int) -> list[int]:
         return [guesses.get(tuple(response[:i]), response[i]) for i in range(start, len(response))]
@@ -55,78 +50,77 @@ def scripted(
     def decode(ids: list[int]) -> str:
         return " ".join(str(token) for token in ids if token != EOS)
 
-    return Miner(LastAfterNine(), continue_, predict, decode, frozenset({EOS}), limit), asked
+    steps = Miner(LastAfterNine(), predict, decode, frozenset({EOS}), limit).search([100])
+    asked: list[tuple[int, ...]] = []
+    ids, most = next(steps)
+    while True:
+        asked.append(tuple(ids[1:]))
+        try:
+            ids, most = steps.send(target[asked[-1]][:most])
+        except StopIteration as end:
+            return end.value, asked
 
 
 def test_labels_known_by_hand() -> None:
     # Own answer 7. Swapping 1→2 keeps the answer (adopted, and the rest is worded anew), then 5→6 changes it to 8 (kept),
     # then EOS after the answer is reached.
-    miner, asked = scripted(
+    found, asked = scripted(
         target={(): [1, 5, 9, 7, 0], (2,): [4, 5, 9, 7, 0], (2, 4, 6): [9, 8, 0]},
         guesses={(): 2, (2, 4): 6},
     )
-    own, final, found, answer = miner.mine([100])
-    assert own == [1, 5, 9, 7, 0]
-    assert final == [2, 4, 5, 9, 7, 0]
-    assert found == [Mismatch(0, 1, 2, False), Mismatch(2, 5, 6, True)]
-    assert answer == "7"
+    mismatches = [Mismatch(0, 1, 2, False), Mismatch(2, 5, 6, True)]
+    assert found == Found([1, 5, 9, 7, 0], [2, 4, 5, 9, 7, 0], mismatches, "7")
     assert asked == [(), (2,), (2, 4, 6)]
 
 
 def test_mismatches_of_an_adopted_response_are_found_afresh() -> None:
     # In the own response the draft would miss position 2; after the adopted swap at 0 it is position 1 that it misses.
-    miner, _ = scripted(
+    found, _ = scripted(
         target={(): [1, 5, 6, 9, 7, 0], (2,): [5, 6, 9, 7, 0], (2, 3): [9, 7, 0]},
         guesses={(): 2, (1, 5): 3, (2,): 3},
     )
-    _, final, found, _ = miner.mine([100])
-    assert found == [Mismatch(0, 1, 2, False), Mismatch(1, 5, 3, False)]
-    assert final == [2, 3, 9, 7, 0]
+    assert found.mismatches == [Mismatch(0, 1, 2, False), Mismatch(1, 5, 3, False)]
+    assert found.final == [2, 3, 9, 7, 0]
 
 
 def test_a_swap_that_changes_the_answer_is_not_kept_for_the_next_one() -> None:
-    miner, asked = scripted(
+    found, asked = scripted(
         target={(): [1, 5, 9, 7, 0], (2,): [9, 8, 0], (1, 4): [9, 7, 0]},
         guesses={(): 2, (1,): 4},
     )
-    _, final, found, _ = miner.mine([100])
-    assert found == [Mismatch(0, 1, 2, True), Mismatch(1, 5, 4, False)]
-    assert final == [1, 4, 9, 7, 0]
+    assert found.mismatches == [Mismatch(0, 1, 2, True), Mismatch(1, 5, 4, False)]
+    assert found.final == [1, 4, 9, 7, 0]
     assert (2,) in asked and (1, 4) in asked
 
 
 def test_an_answer_that_cannot_be_parsed_abstains_and_is_never_the_same() -> None:
-    miner, _ = scripted(target={(): [1, 9, 7, 0], (2,): [3, 0]}, guesses={(): 2})
-    _, final, found, _ = miner.mine([100])
-    assert found == [Mismatch(0, 1, 2, None)]
-    assert final == [1, 9, 7, 0]
+    found, _ = scripted(target={(): [1, 9, 7, 0], (2,): [3, 0]}, guesses={(): 2})
+    assert found.mismatches == [Mismatch(0, 1, 2, None)]
+    assert found.final == [1, 9, 7, 0]
     # neither own nor swapped answer can be parsed: None == None is not "the same"
-    miner, asked = scripted(target={(): [1, 3, 0]}, guesses={(): 2, (1, 3): 4})
-    _, final, found, answer = miner.mine([100])
-    assert answer is None and final == [1, 3, 0]
-    assert found == [Mismatch(0, 1, 2, None), Mismatch(2, 0, 4, None)]
+    found, asked = scripted(target={(): [1, 3, 0]}, guesses={(): 2, (1, 3): 4})
+    assert found.answer is None and found.final == [1, 3, 0]
+    assert found.mismatches == [Mismatch(0, 1, 2, None), Mismatch(2, 0, 4, None)]
     assert asked == [()]
 
 
 def test_eos_is_a_token_like_any_other() -> None:
     # The draft ends too early (position 2, before the answer is whole) and goes on where the target ends (position 4).
-    miner, asked = scripted(
+    found, asked = scripted(
         target={(): [1, 9, 7, 6, 0], (1, 9, 7, 6, 3): [9, 5, 0]},
         guesses={(1, 9): EOS, (1, 9, 7, 6): 3},
     )
-    _, final, found, _ = miner.mine([100])
-    assert found == [Mismatch(2, 7, 0, None), Mismatch(4, 0, 3, True)]  # "1 9" has nothing after the 9
-    assert final == [1, 9, 7, 6, 0]
+    assert found.mismatches == [Mismatch(2, 7, 0, None), Mismatch(4, 0, 3, True)]  # "1 9" has nothing after the 9
+    assert found.final == [1, 9, 7, 6, 0]
     assert (1, 9, 0) not in asked, "nothing is continued after an EOS"
 
 
 def test_the_whole_length_is_bounded_throughout() -> None:
     endless = {(): [1, 9, 7, 1, 1, 1, 1, 1], (2,): [9, 7, 1, 1, 1, 1, 1, 1, 1], (2, 9, 7, 1, 1, 3): [9, 7, 7, 7]}
-    miner, _ = scripted(target=endless, guesses={(): 2, (2, 9, 7, 1, 1): 3}, limit=6)
-    own, final, found, _ = miner.mine([100])
-    assert len(own) == 6 and len(final) <= 6
-    assert found == [Mismatch(0, 1, 2, False), Mismatch(5, 1, 3, False)]
-    assert final == [2, 9, 7, 1, 1, 3]
+    found, _ = scripted(target=endless, guesses={(): 2, (2, 9, 7, 1, 1): 3}, limit=6)
+    assert len(found.own) == 6
+    assert found.mismatches == [Mismatch(0, 1, 2, False), Mismatch(5, 1, 3, False)]
+    assert found.final == [2, 9, 7, 1, 1, 3]
 
 
 # ---- on real models
@@ -184,9 +178,10 @@ def brute_force(pair: Pair, task: ParityTask, prompt: list[int]) -> tuple[list[i
     return response, found
 
 
-def test_mining_equals_a_search_from_scratch(llama: Pair, tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_mining_equals_a_search_from_scratch(batch_size: int, llama: Pair, tmp_path: Path) -> None:
     task = ParityTask()
-    for _ in mine(llama, task, tmp_path, limit=8):
+    for _ in mine(llama, task, tmp_path, limit=8, batch_size=batch_size):
         pass
     labels = set()
     for record in lines(tmp_path):
@@ -203,13 +198,14 @@ def test_only_what_changed_is_read(llama: Pair, tmp_path: Path) -> None:
             for sample in super().samples(split):
                 yield Sample(sample.id, " ".join(["w3"] * 150) + " " + sample.prompt, sample.reference)
 
-    for _ in mine(llama, Long(), tmp_path, limit=4):
+    for _ in mine(llama, Long(), tmp_path, limit=7, batch_size=3):
         pass
     assert sum(len(record["mismatches"]) for record in lines(tmp_path)) > 20
     for record in lines(tmp_path):
-        # a pass reads a window and the token before it; only the first reads the prompt, which a fresh prefill at each
-        # swap would read again
-        assert record["cost"]["target_tokens"] <= len(record["prompt_ids"]) + (WINDOW + 1) * record["cost"]["target_passes"]
+        # a pass reads a window and the token before it, and after a swap that was not adopted what stands up to the next one;
+        # only the first reads the prompt, which a fresh prefill at each swap would read again
+        new = len(record["prompt_ids"]) + len(record["final_ids"])
+        assert record["cost"]["target_tokens"] <= new + (WINDOW + 1) * record["cost"]["target_passes"]
 
 
 SCRIPT = """
@@ -347,9 +343,7 @@ def test_a_mined_sample_of_the_built_in_task(built_in: Pair) -> None:
     """A mined sample of the built-in task: harmless swaps are in its final response, important ones are not."""
     task = lenience.task("wordmath")
     sample = next(iter(task.samples("train")))
-    from lenience.mining import mine_sample
-
-    record = mine_sample(built_in, task, sample, task.max_new_tokens)
+    (record,) = search(built_in, task, [sample], task.max_new_tokens, 1)
     assert record["answers"]["target"] == record["answers"]["final"] == task.answer(built_in.target.decode(record["final_ids"]))
     swapped = [m for m in record["mismatches"] if m["important"] is False]
     assert swapped and all(record["final_ids"][m["position"]] == m["draft_token"] for m in swapped)

@@ -154,8 +154,8 @@ def _prompt(pair: Pair) -> str:
 
 @app.command
 def mine(
-    *, out: Path, limit: int | None = None, choice: TaskChoice | None = None, models: Models | None = None,
-    json: Json = False,
+    *, out: Path, limit: int | None = None, batch_size: int = 16, choice: TaskChoice | None = None,
+    models: Models | None = None, json: Json = False,
 ) -> None:  # fmt: skip
     """Search a task's training samples for important tokens; started again, it goes on where it stopped.
 
@@ -165,11 +165,13 @@ def mine(
         The run folder.
     limit
         How many samples; all of the training split if left out.
+    batch_size
+        How many samples are decoded together.
     """
     choice, models = choice or TaskChoice(), models or Models()
     task = choice.load()
     pair = models.load()
-    counts = mine_run(pair, task, out, limit, choice.max_new_tokens)
+    counts = mine_run(pair, task, out, limit, max_new_tokens=choice.max_new_tokens, batch_size=batch_size)
     screen.print(
         f"{counts['samples']} samples, {counts['mismatches']} mismatches, {counts['important']} important, "
         f"{counts['abstained']} without a parseable answer; next: lenience fit {out}",
@@ -243,8 +245,9 @@ def fit(
 
 @app.command
 def compare(
-    *, rule: tuple[str, ...], window: tuple[int, ...] = (), limit: int | None = None, tuning: int = 20,
-    out: Path | None = None, choice: TaskChoice | None = None, models: Models | None = None, json: Json = False,
+    *, rule: tuple[str, ...], window: tuple[int, ...] = (), limit: int | None = None, tuning: int = 20, timed: int = 50,
+    repeats: int = 3, batch_size: int = 32, out: Path | None = None, choice: TaskChoice | None = None,
+    models: Models | None = None, json: Json = False,
 ) -> None:  # fmt: skip
     """Compare acceptance rules on a task's test samples: quality and speed, each with its interval.
 
@@ -253,11 +256,17 @@ def compare(
     rule
         A rule, or target or draft for that model alone; give one for each row.
     window
-        The draft windows to choose from, 2 4 8 16 32 by default; each rule runs at its fastest.
+        The draft windows to choose from, 2 4 8 16 32 by default; each rule runs at its fastest and at the widest.
     limit
         How many test samples; all if left out.
     tuning
         How many other samples the windows are chosen on.
+    timed
+        How many of the test samples are decoded one by one as well, for the seconds.
+    repeats
+        How often each of those is decoded; medians are taken.
+    batch_size
+        How many samples are decoded together where quality is measured.
     out
         A folder for frontier.json and report.html; with it, a comparison that was stopped goes on.
     """
@@ -266,13 +275,11 @@ def compare(
 
     if any(one < 1 for one in window):
         raise InputError("--window: must be 1 or more")
-    if limit is not None and limit < 1:
-        raise InputError(f"--limit {limit}: must be 1 or more")
     choice, models = choice or TaskChoice(), models or Models()
     task = choice.load()
     pair = models.load()
-    frontier = follow(run(pair, task, rule, windows=window or WINDOWS, limit=limit, tuning=tuning, out=out,
-                            max_new_tokens=choice.max_new_tokens))  # fmt: skip
+    frontier = follow(run(pair, task, rule, windows=window or WINDOWS, limit=limit, tuning=tuning, timed=timed,
+                          repeats=repeats, batch_size=batch_size, max_new_tokens=choice.max_new_tokens, out=out))  # fmt: skip
     if out is not None:
         from lenience.report import write_report
 

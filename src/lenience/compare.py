@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,7 +35,8 @@ EXAMPLES = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """A rule at a draft window, and why it is in the comparison: "given" or "window of RULE"."""
+    """A rule at a draft window, and why it is in the comparison: "fastest", "widest" or "window of RULE"; "given" where there
+    was nothing to choose."""
 
     rule: str
     window: int
@@ -55,123 +58,187 @@ def compare(
     windows: Sequence[int] = WINDOWS,
     limit: int | None = None,
     tuning: int = 20,
+    timed: int = 50,
+    repeats: int = 3,
+    batch_size: int = 32,
     max_new_tokens: int | None = None,
     out: Path | None = None,
 ) -> Iterator[Progress | dict[str, Any]]:
     """Decode the first `limit` test samples greedily by every rule; yields Progress and, at last, the frontier.
 
-    Each rule runs at the window of `windows` that gives it the most tokens per second on `tuning` other samples, the last
-    ones of the training split; the strict rule also at each window that a judge got. The rules take turns on every
-    prompt, so that a machine's moods fall on all of them alike. With `out`, finished prompts are kept there and a
-    second call goes on from them. Raises InputError for a wrong rule, task or folder.
+    Each rule runs at two windows: the one of `windows` that gives it the most tokens per second on `tuning` other samples, the
+    last ones of the training split, and the widest, for what it gains where only the target's passes cost; the strict rule
+    also at each window that a judge got. Quality and passes are counted while `batch_size` samples are decoded together;
+    seconds are measured one by one on the first `timed` samples, medians of `repeats`, the rules taking turns so that a
+    machine's moods fall on all of them alike. With `out`, finished answers are kept there and a second call goes on from
+    them. Raises InputError for a wrong rule, task or folder.
     """
     for rule in rules:
         pair.check(rule)  # a wrong rule or judge is told before any work
-    if tuning < 1:
-        raise InputError(f"tuning {tuning}: must be 1 or more")
+    for name, value in (("tuning", tuning), ("timed", timed), ("repeats", repeats), ("batch_size", batch_size)):
+        if value < 1:
+            raise InputError(f"{name} {value}: must be 1 or more")
     samples = take(task, "test", limit)
-    max_new_tokens = check_prompts(pair, task, samples, max_new_tokens)
+    others = take(task, "train", None)[-tuning:] if len(windows) > 1 else []
+    max_new_tokens = check_prompts(pair, task, [*samples, *others], max_new_tokens)
     unknown = [sample.id for sample in samples if sample.reference is None] if isinstance(task, JsonlTask) else []
     if unknown:
         raise InputError(f"task {task.name!r}: sample {unknown[0]} has no reference, and accuracy cannot be told without one")
     rules = list(dict.fromkeys(["target", *rules]))
-    journal = None
-    if out is not None:
-        asked = describe(pair, task, split="test", max_new_tokens=max_new_tokens, rules=rules, windows=list(windows),
-                         tuning=tuning, heads=_heads(rules))  # fmt: skip
-        open_run(out, asked, "compare.json")
-        journal = Journal(out / "compare.jsonl")
-    run = _Run(pair, task, max_new_tokens)
-    chosen = out / "windows.json" if out else None
-    if chosen and chosen.exists():
-        settings = [Setting(**setting) for setting in read_json(chosen)["settings"]]
-    else:
-        others = take(task, "train", None)[-tuning:] if len(windows) > 1 else []
-        settings = yield from run.tune(rules, windows, others)
-        if chosen:
-            write_json(chosen, {"settings": [vars(setting) for setting in settings]})
-    finished = {record["id"]: record for record in (journal.resume() if journal else [])}
-    for setting in settings:
-        run.answer(samples[0], setting)  # warm-up
-    for done, sample in enumerate(samples):
-        yield Progress("comparing", done, len(samples))
-        if sample.id not in finished:
-            finished[sample.id] = run.sample(sample, settings, keep=done < EXAMPLES)
-            if journal:
-                journal.append(finished[sample.id])
-    yield Progress("comparing", len(samples), len(samples))
+    asked = describe(pair, task, split="test", max_new_tokens=max_new_tokens, rules=rules, windows=list(windows),
+                     tuning=tuning, heads=_heads(rules))  # fmt: skip
+    with _folder(out, asked) as folder:
+        run = _Run(pair, task, max_new_tokens, folder)
+        settings = yield from run.settings(rules, windows, others)
+        answers = yield from run.answers(settings, samples, batch_size)
+        timings = yield from run.timings(settings, samples[:timed], repeats)
+    examples = [
+        {"id": sample.id, "prompt": sample.prompt, "reference": sample.reference, "results": [row[i] for row in answers]}
+        for i, sample in enumerate(samples[:EXAMPLES])
+    ]
     frontier = {
         **describe(pair, task, split="test", max_new_tokens=max_new_tokens),
         "machine": machine(pair),
-        "rows": rows(settings, [finished[sample.id] for sample in samples]),
-        "examples": [{"prompt": sample.prompt, **finished[sample.id]} for sample in samples[:EXAMPLES]],
+        "rows": rows(settings, answers, timings),
+        "examples": examples,
     }
     if out is not None:
         write_json(out / "frontier.json", frontier)
     yield frontier
 
 
+@contextmanager
+def _folder(out: Path | None, asked: dict[str, Any]) -> Iterator[Path]:
+    """Where finished work is kept: `out`, if it was asked for the same, or a folder for the time being."""
+    if out is not None:
+        open_run(out, asked, "compare.json")
+        yield out
+    else:
+        with TemporaryDirectory() as temporary:
+            yield Path(temporary)
+
+
 def discard(out: Path) -> None:
     """Forget a comparison, so that its folder takes another one."""
-    for name in ("compare.json", "compare.jsonl", "windows.json"):
+    for name in ("compare.json", "compare.jsonl", "timings.jsonl", "windows.json"):
         (out / name).unlink(missing_ok=True)
 
 
 class _Run:
-    """Answers samples under settings."""
+    """Answers samples under settings; what `folder` holds is not done again."""
 
-    def __init__(self, pair: Pair, task: Task, max_new_tokens: int):
-        self.pair, self.task, self.max_new_tokens = pair, task, max_new_tokens
+    def __init__(self, pair: Pair, task: Task, max_new_tokens: int, folder: Path):
+        self.pair, self.task, self.max_new_tokens, self.folder = pair, task, max_new_tokens, folder
 
-    def answer(self, sample: Sample, setting: Setting) -> Generation:
-        return self.pair.generate(sample.prompt, rule=setting.rule, window=setting.window, max_new_tokens=self.max_new_tokens)
-
-    def tune(self, rules: Sequence[str], windows: Sequence[int], samples: Sequence[Sample]) -> Any:
-        """The settings to compare: each rule at its fastest window."""
-        total, done = len([rule for rule in rules if rule not in ALONE]) * len(windows) * len(samples), 0
-        settings = []
-        for rule in rules:
-            if rule in ALONE or len(windows) == 1:
-                settings.append(Setting(rule, 0 if rule in ALONE else windows[0]))
-                continue
-            self.answer(samples[0], Setting(rule, windows[0]))  # warm-up
-            tokens, seconds = np.zeros(len(windows)), np.zeros(len(windows))
-            for sample in samples:
-                for i, window in enumerate(windows):
-                    out = self.answer(sample, Setting(rule, window))
-                    tokens[i] += len(out.tokens)
-                    seconds[i] += out.seconds
-                    done += 1
-                    yield Progress("choosing windows", done, total)
-            settings.append(Setting(rule, windows[int((tokens / seconds).argmax())]))
-        if "exact" in rules:
-            taken = {setting.window for setting in settings if setting.rule == "exact"}
-            for setting in list(settings):
-                if _judges(setting.rule) and setting.window not in taken:
-                    taken.add(setting.window)
-                    settings.append(Setting("exact", setting.window, f"window of {setting.rule}"))
+    def settings(
+        self, rules: Sequence[str], windows: Sequence[int], samples: Sequence[Sample]
+    ) -> Generator[Progress, None, list[Setting]]:
+        """Each rule at its fastest and at the widest window, the strict rule also at the judges'."""
+        chosen = self.folder / "windows.json"
+        if chosen.exists():
+            return [Setting(**setting) for setting in read_json(chosen)["settings"]]
+        drafting = [rule for rule in rules if rule not in ALONE]
+        found = {(rule, 0): Setting(rule, 0) for rule in rules if rule in ALONE}
+        if len(windows) == 1:
+            found |= {(rule, windows[0]): Setting(rule, windows[0]) for rule in drafting}
+        else:
+            speed = yield from self._speeds([(rule, window) for rule in drafting for window in windows], samples)
+            fastest = {rule: max(windows, key=lambda window: speed[rule, window]) for rule in drafting}
+            found |= {(rule, window): Setting(rule, window, "fastest") for rule, window in fastest.items()}
+            for rule in drafting:
+                found.setdefault((rule, max(windows)), Setting(rule, max(windows), "widest"))
+            if "exact" in rules:
+                for rule in filter(_judges, drafting):
+                    at = fastest[rule]
+                    found.setdefault(("exact", at), Setting("exact", at, f"window of {rule}"))
+        settings = list(found.values())
+        write_json(chosen, {"settings": [vars(setting) for setting in settings]})
         return settings
 
-    def sample(self, sample: Sample, settings: Sequence[Setting], keep: bool) -> dict[str, Any]:
-        """One journal record: every setting's result on one sample."""
-        results = []
-        for setting in settings:
-            out = self.answer(sample, setting)
-            result: dict[str, Any] = {
-                "tokens": len(out.tokens),
-                "target_passes": out.target_passes,
-                "draft_passes": out.draft_passes,
-                "accepted_exact": out.accepted_exact,
-                "accepted_lenient": out.accepted_lenient,
-                "seconds": round(out.seconds, 5),
-                "answer": self.task.answer(out.text),
-                "correct": self.task.correct(out.text, sample),
-            }
-            if keep:
-                text = pieces(self.pair.target, out.tokens)
-                result["trace"] = [[piece, entry.origin, entry.score] for piece, entry in zip(text, out.trace)]
-            results.append(result)
-        return {"id": sample.id, "reference": sample.reference, "results": results}
+    def _speeds(
+        self, tried: Sequence[tuple[str, int]], samples: Sequence[Sample]
+    ) -> Generator[Progress, None, dict[tuple[str, int], float]]:
+        """Tokens per second of each rule and window, taking turns; the first sample is a warm-up too."""
+        tokens, seconds = dict.fromkeys(tried, 0), dict.fromkeys(tried, 0.0)
+        for rule, window in tried:
+            self._generate(samples[0], rule, window)
+        for done, sample in enumerate(samples):
+            for each, key in enumerate(tried):
+                yield Progress("choosing windows", done * len(tried) + each, len(samples) * len(tried))
+                out = self._generate(sample, *key)
+                tokens[key] += len(out.tokens)
+                seconds[key] += out.seconds
+        yield Progress("choosing windows", len(samples) * len(tried), len(samples) * len(tried))
+        return {key: tokens[key] / seconds[key] for key in tried}
+
+    def answers(
+        self, settings: Sequence[Setting], samples: Sequence[Sample], batch_size: int
+    ) -> Generator[Progress, None, list[list[dict[str, Any]]]]:
+        """Each setting's results on the samples, in their order."""
+        journal = Journal(self.folder / "compare.jsonl")
+        finished = {(record["rule"], record["window"], record["id"]): record for record in journal.resume()}
+        places = [[(setting.rule, setting.window, sample.id) for sample in samples] for setting in settings]
+        total = len(settings) * len(samples)
+        done = sum(place in finished for row in places for place in row)
+        for setting, row in zip(settings, places):
+            left = [i for i, place in enumerate(row) if place not in finished]
+            decoding = self.pair.as_completed(
+                [samples[i].prompt for i in left],
+                batch_size=batch_size,
+                rule=setting.rule,
+                window=setting.window,
+                max_new_tokens=self.max_new_tokens,
+            )
+            for number, out in decoding:
+                yield Progress("decoding", done, total)
+                i, done = left[number], done + 1
+                finished[row[i]] = self._result(setting, samples[i], out, keep=i < EXAMPLES)
+                journal.append(finished[row[i]])
+        yield Progress("decoding", total, total)
+        return [[finished[place] for place in row] for row in places]
+
+    def timings(
+        self, settings: Sequence[Setting], samples: Sequence[Sample], repeats: int
+    ) -> Generator[Progress, None, list[list[float]]]:
+        """For each sample, every setting's seconds. Those of another machine or of other repeats are measured again."""
+        journal, here = Journal(self.folder / "timings.jsonl"), {"machine": machine(self.pair), "repeats": repeats}
+        finished = {record["id"]: record for record in journal.resume() if here.items() <= record.items()}
+        if len(finished) < len(samples):
+            for setting in settings:
+                self._generate(samples[0], setting.rule, setting.window)  # warm-up
+        for done, sample in enumerate(samples):
+            yield Progress("timing", done, len(samples))
+            if sample.id not in finished:
+                turns = [
+                    [self._generate(sample, setting.rule, setting.window).seconds for setting in settings]
+                    for _ in range(repeats)
+                ]
+                finished[sample.id] = {"id": sample.id, **here, "seconds": np.median(turns, 0).round(6).tolist()}
+                journal.append(finished[sample.id])
+        yield Progress("timing", len(samples), len(samples))
+        return [finished[sample.id]["seconds"] for sample in samples]
+
+    def _generate(self, sample: Sample, rule: str, window: int) -> Generation:
+        return self.pair.generate(sample.prompt, rule=rule, window=window, max_new_tokens=self.max_new_tokens)
+
+    def _result(self, setting: Setting, sample: Sample, out: Generation, keep: bool) -> dict[str, Any]:
+        """One journal record; `keep` keeps where every token came from."""
+        result: dict[str, Any] = {
+            "id": sample.id,
+            "rule": setting.rule,
+            "window": setting.window,
+            "tokens": len(out.tokens),
+            "target_passes": out.target_passes,
+            "draft_passes": out.draft_passes,
+            "accepted_exact": out.accepted_exact,
+            "accepted_lenient": out.accepted_lenient,
+            "answer": self.task.answer(out.text),
+            "correct": self.task.correct(out.text, sample),
+        }
+        if keep:
+            text = pieces(self.pair.target, out.tokens)
+            result["trace"] = [[piece, entry.origin, entry.score] for piece, entry in zip(text, out.trace)]
+        return result
 
 
 def _judges(rule: str) -> list[Judge]:
@@ -187,31 +254,38 @@ def _heads(rules: Sequence[str]) -> dict[str, str]:
     return {judge.path: judge.head.fingerprint for rule in rules for judge in _judges(rule)}
 
 
-def rows(settings: Sequence[Setting], records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def rows(
+    settings: Sequence[Setting], answers: Sequence[Sequence[dict[str, Any]]], timings: Sequence[Sequence[float]]
+) -> list[dict[str, Any]]:
     """The table: one row a setting, each figure with its 95 % interval (exact binomial for shares, bootstrap over prompts
-    for ratios). `paired_loss` is the share of prompts that the target alone gets right and this decoder wrong."""
-    n = len(records)
+    for ratios). `answers` holds each setting's results on n samples, `timings` the seconds of each of the first `timed_n`
+    of them by setting. `paired_loss` is the share of prompts that the target alone gets right and this decoder wrong;
+    `share_of_cap` the tokens per second as a share of the draft's alone, where that was asked for."""
 
     def column(i: int, key: str) -> NDArray:
-        return np.array([record["results"][i][key] for record in records], dtype=float)
+        return np.array([result[key] for result in answers[i]], dtype=float)
 
-    base = next(i for i, setting in enumerate(settings) if setting.rule == "target")
-    alone = column(base, "correct").astype(bool)
-    draws = np.random.default_rng(0).integers(0, n, (1000, n))
+    def draws(n: int) -> NDArray:
+        return np.random.default_rng(0).integers(0, n, (1000, n))
+
+    seconds = np.array(timings, dtype=float)  # [timed_n, settings]
+    n, timed = len(answers[0]), len(seconds)
+    alone = {setting.rule: i for i, setting in enumerate(settings) if setting.rule in ALONE}
+    target_right = column(alone["target"], "correct").astype(bool)
     table = []
     for i, setting in enumerate(settings):
-        right, tokens, seconds = column(i, "correct").astype(bool), column(i, "tokens"), column(i, "seconds")
-        passes = column(i, "target_passes")
-        row: dict[str, Any] = {"rule": setting.rule, "window": setting.window, "why": setting.why, "n": n}
+        right, tokens, passes = column(i, "correct").astype(bool), column(i, "tokens"), column(i, "target_passes")
+        row: dict[str, Any] = {**vars(setting), "n": n, "timed_n": timed}
         row |= _share("accuracy", int(right.sum()), n)
-        row |= _share("paired_loss", int((alone & ~right).sum()), n)
-        row |= _share("paired_gain", int((~alone & right).sum()), n)
-        row |= _ratio("tokens_per_pass", tokens, passes, draws)
-        row |= _ratio("tokens_per_second", tokens, seconds, draws)
-        row |= _ratio("seconds_per_correct", seconds, right.astype(float), draws)
-        row |= _ratio("accepted_exact_per_pass", column(i, "accepted_exact"), passes, draws)
+        row |= _share("paired_loss", int((target_right & ~right).sum()), n)
+        row |= _share("paired_gain", int((~target_right & right).sum()), n)
+        row |= _ratio("tokens_per_pass", tokens, passes, draws(n))
+        row |= _ratio("accepted_exact_per_pass", column(i, "accepted_exact"), passes, draws(n))
+        row |= _ratio("tokens_per_second", tokens[:timed], seconds[:, i], draws(timed))
+        row |= _ratio("seconds_per_correct", seconds[:, i], right[:timed].astype(float), draws(timed))
         table.append(row)
-    return table
+    cap = table[alone["draft"]]["tokens_per_second"] if "draft" in alone else None
+    return [{**row, "share_of_cap": row["tokens_per_second"] / cap if cap else None} for row in table]
 
 
 def _share(name: str, hits: int, n: int) -> dict[str, Any]:

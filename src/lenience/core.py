@@ -35,6 +35,10 @@ class Draft:
     """[B, W, V]: what each token was picked from, after the logits processors; None where nothing was drafted."""
     hidden: Tensor | None = None
     """[B, W + 1, H]: the draft's states, see the module; None unless a rule asked for them."""
+    passes: int = 0
+    """How many passes of a model proposing took."""
+    read: Sequence[int] | None = None
+    """[B]: how many tokens those passes read for each row; None where no model did."""
 
     @property
     def width(self) -> int:
@@ -54,6 +58,8 @@ class Reading:
     """[B, W + 1, V]"""
     hidden: Tensor
     """[B, W + 1, H]: the states that the LM head reads, after the final norm."""
+    read: Sequence[int] = ()
+    """[B]: how many tokens the pass read for each row; the others were in the cache."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,9 @@ class Step:
     accepted_lenient: int
     """How many drafted tokens were kept beyond those."""
     draft_passes: int
+    target_tokens: int
+    """How many tokens the target read for this row, the prompt's included."""
+    draft_tokens: int
     text: str
     """The text that this step adds, incomplete characters and possible stop strings held back until they are decided."""
     finish: Finish | None = None
@@ -216,11 +225,6 @@ def race(probs: Tensor, keys: Tensor) -> Tensor:
 
 class Drafter(Protocol):
     """Proposes windows."""
-
-    @property
-    def passes(self) -> int:
-        """How many passes of a model proposing has taken so far."""
-        ...
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         """A window for each row of `ctx`, of at most `room` tokens for it; it may be empty."""

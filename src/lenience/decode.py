@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from lenience.core import Context, Drafter, Finish, Reading, Row, Rule, Step, Trace, Verdict
+from lenience.core import Context, Drafter, Finish, Row, Rule, Step, Trace, Verdict
 from lenience.model import LM, Session
 
 
@@ -22,29 +21,40 @@ class Request:
 
 
 def decode(
-    session: Session, drafter: Drafter, rule: Rule, ctx: Context, requests: Iterable[Request], size: int = 1
+    session: Session,
+    drafter: Drafter,
+    rule: Rule,
+    ctx: Context,
+    follow: Callable[[Request | None], Request | None],
+    size: int = 1,
 ) -> Iterator[tuple[Request, Step]]:
-    """Answer `requests`, `size` of them together, one cycle at a time; as soon as one has reached a limit the next takes its
-    place."""
-    waiting, active = iter(requests), list[Request]()
-    while active := active + list(islice(waiting, size - len(active))):
+    """Answer requests, `size` of them together, one cycle at a time. `follow` gives the request that takes the row of one that
+    has reached a limit, so that what they have in common need not be read again, or of none; it gives None when there are
+    no more."""
+    active = list[Request]()
+    while True:
+        while len(active) < size and (request := follow(None)):
+            active.append(request)
+        if not active:
+            return
         ctx.rows = [request.row for request in active]
-        before = drafter.passes
         draft = drafter.propose(ctx, [request.limits.room - 1 for request in active])
         reading = session.read([row.prefix for row in ctx.rows], draft.width + 1, draft.tokens)
-        reading = Reading(ctx.process(reading.logits, draft.tokens), reading.hidden)
-        for request, verdict in zip(active, rule(draft, reading, ctx)):
-            step = request.limits.clip(verdict, drafter.passes - before)
+        reading = replace(reading, logits=ctx.process(reading.logits, draft.tokens))
+        for i, verdict in enumerate(rule(draft, reading, ctx)):
+            request = active[i]
+            step = request.limits.clip(verdict, draft.passes, reading.read[i], draft.read[i] if draft.read else 0)
             request.row.prefix += step.tokens
             request.row.position += len(step.tokens)
             yield request, step
-        for i in reversed(range(len(active))):
-            if active[i].limits.finish:  # the last row fills the gap
-                last = active.pop()
-                if i < len(active):
-                    active[i] = last
-                    session.move(len(active), i)
-                    drafter.move(len(active), i)
+        rows = [follow(request) if request.limits.finish else request for request in active]
+        for i in reversed([i for i, row in enumerate(rows) if row is None]):
+            last = rows.pop()  # the last row fills the gap
+            if i < len(rows):
+                rows[i] = last
+                session.move(len(rows), i)
+                drafter.move(len(rows), i)
+        active = [row for row in rows if row]
 
 
 @dataclass
@@ -72,8 +82,8 @@ class Limits:
         """How many more new tokens are allowed."""
         return self._left - self.new
 
-    def clip(self, verdict: Verdict, draft_passes: int) -> Step:
-        """The step that a verdict comes to, cut off where the response ends."""
+    def clip(self, verdict: Verdict, draft_passes: int, target_tokens: int, draft_tokens: int) -> Step:
+        """The step that a verdict comes to, cut off where the response ends, and what it took."""
         n, k = len(verdict.drafted), verdict.accepted
         kept = [
             Trace(token, "draft" if exact else "draft-lenient", score)
@@ -98,7 +108,7 @@ class Limits:
                 break
         drafted = sum(entry.origin.startswith("draft") for entry in trace)
         exact = next((i for i in range(drafted) if not verdict.exact[i]), drafted)
-        return Step(trace, n, exact, drafted - exact, draft_passes, text, self.finish)
+        return Step(trace, n, exact, drafted - exact, draft_passes, target_tokens, draft_tokens, text, self.finish)
 
 
 class TextStream:

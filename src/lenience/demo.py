@@ -29,7 +29,7 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
     task, folder = WordMath(), out / "run"
     shipped = _copy_shipped(folder)
     screen.rule(f"1. mining: {shipped} samples come with the pair, {fresh} are mined now")
-    counts = mine_run(pair, task, folder, shipped + fresh, None)
+    counts = mine_run(pair, task, folder, shipped + fresh)
     share = counts["important"] / (counts["mismatches"] - counts["abstained"])
     screen.print(f"{counts['mismatches']} mismatches, {share:.1%} of them change the answer", highlight=False)
 

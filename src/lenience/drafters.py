@@ -23,19 +23,16 @@ class ModelDrafter:
         self.session, self.window, self.keep_states = session, window, keep_states
         self.width, self.device, self.eos_ids = target.width, target.device, target.eos_ids
 
-    @property
-    def passes(self) -> int:
-        return self.session.passes
-
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         prefixes = [row.prefix for row in ctx.rows]
         most = [max(0, min(self.window, r, self.session.room(p) - 1)) for p, r in zip(prefixes, room)]
         if self.session.lm.width < self.width:  # ids that only the target's embedding has
             most = [0 if max(p) >= self.session.lm.width else m for p, m in zip(prefixes, most)]
         drafted: list[list[int]] = [[] for _ in prefixes]
-        logits, hidden = [], []
+        logits, hidden, read = [], [], [0] * len(prefixes)
         for ahead in range(max(most)):
             reading = self.session.read([p + d for p, d in zip(prefixes, drafted)])
+            read = [a + b for a, b in zip(read, reading.read)]
             logits.append(ctx.process(self._as_target(reading.logits), torch.tensor(drafted)))  # [B, 1, V]
             hidden.append(reading.hidden)
             for b, (token,) in enumerate(ctx.draw(logits[-1], ahead).tolist()):
@@ -51,9 +48,10 @@ class ModelDrafter:
         states = None
         if self.keep_states:
             # the state after the last drafted token: one more pass
-            hidden.append(self.session.read([p + d for p, d in zip(prefixes, drafted)]).hidden)
-            states = torch.cat(hidden, 1).to(self.device)  # [B, W + 1, H]
-        return Draft(tokens, lengths, torch.cat(logits, 1), states)
+            reading = self.session.read([p + d for p, d in zip(prefixes, drafted)])
+            read = [a + b for a, b in zip(read, reading.read)]
+            states = torch.cat([*hidden, reading.hidden], 1).to(self.device)  # [B, W + 1, H]
+        return Draft(tokens, lengths, torch.cat(logits, 1), states, len(logits) + self.keep_states, read)
 
     def move(self, source: int, to: int) -> None:
         self.session.move(source, to)

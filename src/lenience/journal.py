@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +53,30 @@ class Journal:
     def append(self, record: dict[str, Any]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:
-            file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+            file.write(_line(record))
             file.flush()
             os.fsync(file.fileno())
+
+    def sort(self, order: Sequence[str]) -> None:
+        """Put the records whose ids are in `order` into that order, the others after them; the file is whole at all times."""
+        place = {id: i for i, id in enumerate(order)}
+        records = list(self)
+        ordered = sorted(records, key=lambda record: place.get(record["id"], len(place)))
+        if ordered != records:
+            new = self.path.with_suffix(".new")
+            with new.open("wb") as file:
+                file.writelines(map(_line, ordered))
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(self.path)
 
     def _whole_size(self) -> int:
         with self.path.open("rb") as file:
             return sum(len(line) for line in file if line.endswith(b"\n"))
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
 
 def open_run(folder: Path, asked: dict[str, Any], name: str = "run.json") -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from lenience import __version__
-from lenience.core import Context, Noise, Row
+from lenience.core import Context, Noise, Row, Step
+from lenience.decode import Limits, Request, decode
 from lenience.errors import InputError
 from lenience.heads import Inputs
 from lenience.journal import Journal, open_run, read_json
 from lenience.model import Session
-from lenience.pair import Pair, Sessions
+from lenience.pair import Pair
+from lenience.rules import Exact
 from lenience.tasks import Sample, Task, take
 
 if TYPE_CHECKING:
@@ -41,73 +43,146 @@ class Mismatch:
     """None where the answer could not be parsed."""
 
 
+@dataclass
+class Found:
+    """What the search found on one prompt."""
+
+    own: list[int]
+    """The target's own response."""
+    final: list[int]
+    """The response after all harmless swaps."""
+    mismatches: list[Mismatch]
+    """In order."""
+    answer: str | None
+    """The target's own answer, which every other one is compared with."""
+
+
 class Miner:
-    """Mines one sample at a time. `continue_` goes on with the target from ids until a number of new tokens, EOS
-    included; `predict` gives the draft's greedy token for each position of a response."""
+    """Searches one prompt at a time. `predict` gives the draft's greedy token for each position of a response from a start
+    on; what the target is asked is asked of the caller, so that many searches can be decoded together."""
 
     def __init__(
         self,
         task: Task,
-        continue_: Callable[[list[int], int], list[int]],
         predict: Callable[[list[int], list[int], int], list[int]],
         decode: Callable[[list[int]], str],
         eos_ids: frozenset[int],
         max_new_tokens: int,
     ):
-        self.task, self.continue_, self.predict, self.decode = task, continue_, predict, decode
+        self.task, self.predict, self.decode = task, predict, decode
         self.eos_ids, self.max_new_tokens = eos_ids, max_new_tokens
 
-    def mine(self, prompt: list[int]) -> tuple[list[int], list[int], list[Mismatch], str | None]:
-        """The target's own response, the response after all harmless swaps, the mismatches in order, and the target's own
-        answer, which is what every other one is compared with."""
-        own = self.continue_(prompt, self.max_new_tokens)
+    def search(self, prompt: list[int]) -> Generator[tuple[list[int], int], list[int], Found]:
+        """Yields (ids, limit) and wants sent how the target goes on after those ids, greedily, until EOS, which is
+        included, or `limit` new tokens; returns what was found."""
+        own = yield prompt, self.max_new_tokens
         answer = self.task.answer(self.decode(own))
-        response, found, start = own, [], 0
+        response, found, start = own, list[Mismatch](), 0
         while start < len(response):
-            guesses = self.predict(prompt, response, start)
-            at = next((i for i in range(start, len(response)) if guesses[i - start] != response[i]), None)
-            if at is None:
-                break
-            # the response up to here is settled, and so are the draft's guesses as long as no swap is adopted
-            adopted = False
-            for i in range(at, len(response)):
-                guess = guesses[i - start]
-                if guess == response[i]:
-                    continue
-                swapped, same = self._swap(prompt, response[:i], guess, answer)
-                found.append(Mismatch(i, response[i], guess, None if same is None else not same))
+            guesses = dict(enumerate(self.predict(prompt, response, start), start))
+            # the response up to a mismatch is settled, and so are the draft's guesses as long as no swap is adopted
+            mismatches = [i for i in guesses if guesses[i] != response[i]]
+            start = len(response)
+            for i in mismatches:
+                swapped, same = yield from self._swap(prompt, response[:i], guesses[i], answer)
+                found.append(Mismatch(i, response[i], guesses[i], None if same is None else not same))
                 if same:
-                    response, start, adopted = swapped, i + 1, True
+                    response, start = swapped, i + 1
                     break
-            if not adopted:
-                break
-        return own, response, found, answer
+        return Found(own, response, found, answer)
 
-    def _swap(self, prompt: list[int], before: list[int], token: int, answer: str | None) -> tuple[list[int], bool | None]:
+    def _swap(
+        self, prompt: list[int], before: list[int], token: int, answer: str | None
+    ) -> Generator[tuple[list[int], int], list[int], tuple[list[int], bool | None]]:
         """Put `token` after `before` and let the target go on: the new response, and whether its answer is the same."""
         if answer is None:
             return [], None
         response = [*before, token]
         if token not in self.eos_ids and len(response) < self.max_new_tokens:
-            response += self.continue_(prompt + response, self.max_new_tokens - len(response))
+            response += yield prompt + response, self.max_new_tokens - len(response)
         return response, self.task.same(self.task.answer(self.decode(response)), answer)
 
 
-def pair_miner(pair: Pair, task: Task, max_new_tokens: int, sessions: Sessions) -> Miner:
-    """A Miner on real models. Both caches are kept from one continuation to the next, so that only what changed is read."""
-    processors = pair.target.processors(sampling=False) or None
+class _Search:
+    """The search on one sample, between one continuation and the next."""
 
-    def continue_(ids: list[int], limit: int) -> list[int]:
-        return pair.generate(ids, rule="exact", window=WINDOW, max_new_tokens=limit, sessions=sessions).tokens
+    def __init__(self, pair: Pair, task: Task, sample: Sample, max_new_tokens: int):
+        self.pair, self.task, self.sample, self.began = pair, task, sample, time.perf_counter()
+        self.prompt = pair.target.encode(sample.prompt)
+        room = min(lm.context or 1 << 30 for lm in (pair.target, pair.draft)) - len(self.prompt)
+        self.draft = Session(pair.draft, capacity=len(self.prompt) + min(max_new_tokens, room))
+        self.ctx = Context([Row(Noise(0, b""), self.prompt)], processors=pair.target.processors(sampling=False) or None)
+        self.cost = {"target_passes": 0, "target_tokens": 0, "draft_tokens": 0}
+        miner = Miner(task, self._predict, pair.target.decode, pair.target.eos_ids, min(max_new_tokens, room))
+        self._steps = miner.search(self.prompt)
+        self._tokens: list[int] | None = None  # of the continuation that is being decoded
 
-    def predict(prompt: list[int], response: list[int], start: int) -> list[int]:
-        rows = len(response) - start
-        reading = sessions.draft.read([prompt + response[:-1]], rows)
-        ctx = Context([Row(Noise.for_prompt(0, []), prompt)], processors=processors)
-        logits = ctx.process(reading.logits, torch.tensor([response[:-1]]))  # [1, rows, V]
-        return logits[0, :, : pair.target.width].argmax(-1).tolist()
+    def ask(self, number: int) -> Request | None:
+        """The next continuation to decode; None where the search is over."""
+        try:
+            # nothing can be sent before the first continuation
+            ids, limit = next(self._steps) if self._tokens is None else self._steps.send(self._tokens)
+        except StopIteration as end:
+            self.found: Found = end.value
+            return None
+        self._tokens = []
+        return Request(Row(self.ctx.rows[0].noise, list(ids)), Limits(self.pair.target, limit, len(ids)), number)
 
-    return Miner(task, continue_, predict, pair.target.decode, pair.target.eos_ids, max_new_tokens)
+    def add(self, step: Step) -> None:
+        assert self._tokens is not None
+        self._tokens += step.tokens
+        self.cost["target_passes"] += 1
+        self.cost["target_tokens"] += step.target_tokens
+        self.cost["draft_tokens"] += step.draft_tokens
+
+    def record(self, together: int) -> dict[str, Any]:
+        """The journal's record; `together` searches shared the time."""
+        found, pair = self.found, self.pair
+        return {
+            "id": self.sample.id,
+            "prompt_ids": self.prompt,
+            "response_ids": found.own,
+            "final_ids": found.final,
+            "mismatches": [asdict(mismatch) for mismatch in found.mismatches],
+            "answers": {
+                "target": found.answer,
+                "final": self.task.answer(pair.target.decode(found.final)),
+                "reference": self.sample.reference,
+            },
+            "cost": {**self.cost, "seconds": round((time.perf_counter() - self.began) / together, 3)},
+        }
+
+    def _predict(self, prompt: list[int], response: list[int], start: int) -> list[int]:
+        """The draft re-encodes the response in one parallel pass."""
+        reading = self.draft.read([prompt + response[:-1]], len(response) - start)
+        self.cost["draft_tokens"] += reading.read[0]
+        logits = self.ctx.process(reading.logits, torch.tensor([response[:-1]]))  # [1, len(response) - start, V]
+        return logits[0, :, : self.pair.target.width].argmax(-1).tolist()
+
+
+def search(pair: Pair, task: Task, samples: Sequence[Sample], max_new_tokens: int, batch_size: int) -> Iterator[dict[str, Any]]:
+    """The journal records of `samples`, as they are finished; `batch_size` searches are decoded together. A search keeps its
+    row of the caches from one continuation to the next, so that only what changed is read."""
+    fresh, active, done = iter(enumerate(samples)), dict[int, _Search](), list[dict[str, Any]]()
+    size = min(batch_size, len(samples))
+
+    def follow(ended: Request | None) -> Request | None:
+        if ended:
+            if request := active[ended.number].ask(ended.number):
+                return request
+            done.append(active.pop(ended.number).record(size))
+        for number, sample in fresh:
+            active[number] = _Search(pair, task, sample, max_new_tokens)
+            return active[number].ask(number)
+        return None
+
+    longest = max((len(pair.target.encode(sample.prompt)) for sample in samples), default=0) + max_new_tokens
+    ctx = Context(processors=pair.target.processors(sampling=False) or None)
+    for request, step in decode(*pair.engine(size, longest, WINDOW), Exact(), ctx, follow, size):
+        active[request.number].add(step)
+        yield from done
+        done.clear()
+    yield from done
 
 
 def describe(pair: Pair, task: Task, **options: Any) -> dict[str, Any]:
@@ -129,13 +204,22 @@ def describe(pair: Pair, task: Task, **options: Any) -> dict[str, Any]:
 
 
 def mine(
-    pair: Pair, task: Task, folder: Path, *, limit: int | None = None, max_new_tokens: int | None = None
+    pair: Pair,
+    task: Task,
+    folder: Path,
+    *,
+    limit: int | None = None,
+    max_new_tokens: int | None = None,
+    batch_size: int = 16,
 ) -> Iterator[tuple[int, int, dict[str, Any] | None]]:
-    """Mine the first `limit` training samples of a task into a run folder; what its journal holds is not done again.
+    """Mine the first `limit` training samples of a task into a run folder, `batch_size` of them together; what its journal
+    holds is not done again. A finished sample is in the journal at once; when all are, they are put into the task's order.
 
     Yields (samples done, samples wanted, the record just finished), at first with None. Raises InputError where the
-    folder was made with other models or options, or its journal is broken.
+    folder was made with other models or options, its journal is broken, or memory has no room for the caches.
     """
+    if batch_size < 1:
+        raise InputError(f"batch_size {batch_size}: must be 1 or more")
     samples = take(task, "train", limit)
     max_new_tokens = check_prompts(pair, task, samples, max_new_tokens)
     open_run(folder, describe(pair, task, split="train", max_new_tokens=max_new_tokens, seed=0))
@@ -143,12 +227,12 @@ def mine(
     finished = {record["id"] for record in journal.resume()}
     done = sum(sample.id in finished for sample in samples)
     yield done, len(samples), None
-    for sample in samples:
-        if sample.id not in finished:
-            record = mine_sample(pair, task, sample, max_new_tokens)
-            journal.append(record)
-            done += 1
-            yield done, len(samples), record
+    left = [sample for sample in samples if sample.id not in finished]
+    for record in search(pair, task, left, max_new_tokens, batch_size):
+        journal.append(record)
+        done += 1
+        yield done, len(samples), record
+    journal.sort([sample.id for sample in samples])
 
 
 def check_prompts(pair: Pair, task: Task, samples: Sequence[Sample], max_new_tokens: int | None) -> int:
@@ -161,31 +245,6 @@ def check_prompts(pair: Pair, task: Task, samples: Sequence[Sample], max_new_tok
         except InputError as error:
             raise InputError(f"task {task.name!r}, sample {sample.id}: {error}") from None
     return max_new_tokens or task.max_new_tokens
-
-
-def mine_sample(pair: Pair, task: Task, sample: Sample, max_new_tokens: int) -> dict[str, Any]:
-    """One journal record."""
-    began = time.perf_counter()
-    prompt = pair.target.encode(sample.prompt)
-    room = min(lm.context or 1 << 30 for lm in (pair.target, pair.draft)) - len(prompt)
-    max_new_tokens = min(max_new_tokens, room)
-    sessions = Sessions(Session(pair.target), Session(pair.draft))
-    miner = pair_miner(pair, task, max_new_tokens, sessions)
-    own, final, mismatches, answer = miner.mine(prompt)
-    return {
-        "id": sample.id,
-        "prompt_ids": prompt,
-        "response_ids": own,
-        "final_ids": final,
-        "mismatches": [asdict(mismatch) for mismatch in mismatches],
-        "answers": {"target": answer, "final": task.answer(pair.target.decode(final)), "reference": sample.reference},
-        "cost": {
-            "target_passes": sessions.target.passes,
-            "target_tokens": sessions.target.tokens_read,
-            "draft_tokens": sessions.draft.tokens_read,
-            "seconds": round(time.perf_counter() - began, 3),
-        },
-    }
 
 
 # ---- hidden states of the mismatches

@@ -372,8 +372,6 @@ class Session:
     def __init__(self, lm: LM, rows: int = 1, capacity: int = 256):
         self.lm = lm
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
-        self.passes = 0
-        self.tokens_read = 0
         self._place = _Place(rows, capacity)
         self._cache = Cache(layer_class_to_replicate=cast(type[CacheLayerMixin], partial(_Layer, self._place)))
 
@@ -406,17 +404,15 @@ class Session:
         for old, kept in zip(self.tokens, keep):
             del old[kept:]  # a pass that fails leaves nothing that is believed
         done = [self._pass(group, [sequences[b] for b in group], [keep[b] for b in group], states) for group in groups]
-        self.passes += 1
-        self.tokens_read += sum(counts)
         for old, new in zip(self.tokens, sequences):
             old += new[len(old) :]
-        logits, hidden = done[0].logits, done[0].hidden
+        logits, hidden = done[0]
         if len(done) > 1:
             order = torch.tensor([b for group in groups for b in group], device=logits.device).argsort()
-            logits, hidden = (torch.cat(parts)[order] for parts in zip(*((part.logits, part.hidden) for part in done)))
+            logits, hidden = (torch.cat(parts)[order] for parts in zip(*done))
         if any(over):  # the states of what was read belong further in front
             logits, hidden = (torch.stack([row.roll(-past, 0) for row, past in zip(rows, over)]) for rows in (logits, hidden))
-        return Reading(logits, hidden)
+        return Reading(logits, hidden, counts)
 
     def _groups(self, sequences: Sequence[list[int]], counts: list[int], states: int) -> list[list[int]]:
         """Which rows are read in one pass. Rows with much to read, such as new prompts, would make the others wait if they
@@ -434,9 +430,10 @@ class Session:
         short = [b for b, count in enumerate(counts) if count <= states + 1]
         return [short, *groups] if short else groups
 
-    def _pass(self, which: list[int], sequences: list[list[int]], keep: list[int], states: int) -> Reading:
-        """One forward pass of the rows `which`, of whose sequences `keep` tokens are in the cache. Rows with fewer new
-        tokens than others are padded in front, so that the last states are those asked for."""
+    def _pass(self, which: list[int], sequences: list[list[int]], keep: list[int], states: int) -> tuple[Tensor, Tensor]:
+        """One forward pass of the rows `which`, of whose sequences `keep` tokens are in the cache; gives logits and
+        hidden states. Rows with fewer new tokens than others are padded in front, so that the last states are those asked
+        for."""
         place, device = self._place, self.lm.device
         place.which, place.extent = which, max(map(len, sequences))
         if place.extent > place.capacity:
@@ -461,7 +458,7 @@ class Session:
         state, self.lm._state = self.lm._state, None
         assert state is not None
         logits = out.logits[:, -states:]
-        return Reading(logits, state[:, -states:].to(logits.device))  # a model may lie on several devices
+        return logits, state[:, -states:].to(logits.device)  # a model may lie on several devices
 
 
 def check_memory(caches: Iterable[tuple[LM, int]], rows: int) -> None:

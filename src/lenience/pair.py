@@ -34,6 +34,9 @@ class Generation:
     trace: list[Trace] = field(default_factory=list)
     target_passes: int = 0
     draft_passes: int = 0
+    target_tokens: int = 0
+    """How many tokens the target read, the prompt's included."""
+    draft_tokens: int = 0
     drafted: int = 0
     accepted_exact: int = 0
     """Drafted tokens that the strict rule would have kept of the same windows."""
@@ -57,19 +60,13 @@ class Generation:
         self.tokens += step.tokens
         self.target_passes += 1
         self.draft_passes += step.draft_passes
+        self.target_tokens += step.target_tokens
+        self.draft_tokens += step.draft_tokens
         self.drafted += step.drafted
         self.accepted_exact += step.accepted_exact
         self.accepted_lenient += step.accepted_lenient
         self.text += step.text
         self.finish = step.finish or ""
-
-
-@dataclass
-class Sessions:
-    """The caches of a target and a draft that follow one sequence of tokens."""
-
-    target: Session
-    draft: Session
 
 
 class Options(TypedDict, total=False):
@@ -83,7 +80,6 @@ class Options(TypedDict, total=False):
     top_p: float | None
     seed: int
     stop_strings: str | Sequence[str]
-    sessions: Sessions | None
 
 
 class Pair:
@@ -114,17 +110,31 @@ class Pair:
 
         Raises InputError, before any work, for an unusable prompt, wrong options or a cache that memory has no room for.
         """
+        answers = dict(self.as_completed(prompts, batch_size=batch_size, **options))
+        return [answers[i] for i in range(len(prompts))]
+
+    def as_completed(
+        self, prompts: Sequence[Prompt], *, batch_size: int = 16, **options: Unpack[Options]
+    ) -> Iterator[tuple[int, Generation]]:
+        """As `generate_batch`, but gives each answer, with its prompt's number, as soon as it is finished."""
         ids, steps = self._decode(prompts, batch_size, text=False, **options)
-        outs = [Generation(prompt) for prompt in ids]
+        return self._finished([Generation(prompt) for prompt in ids], steps, options)
+
+    def _finished(
+        self, outs: list[Generation], steps: Iterator[tuple[Request, Step]], options: Options
+    ) -> Iterator[tuple[int, Generation]]:
         for request, step in steps:
-            outs[request.number].add(step)
-            outs[request.number].seconds = time.perf_counter() - request.began
-        for out in outs:
+            out = outs[request.number]
+            out.add(step)
+            if not step.finish:
+                continue
+            out.seconds = time.perf_counter() - request.began
             if options.get("rule") == "draft":
                 out.target_passes, out.draft_passes = 0, out.target_passes
+                out.target_tokens, out.draft_tokens = 0, out.target_tokens
             if not options.get("stop_strings"):
                 out.text = self.target.decode(out.tokens)
-        return outs
+            yield request.number, out
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Step]:
         """Answer one prompt step by step; `step.text` is what each cycle adds.
@@ -132,8 +142,7 @@ class Pair:
         `rule` is a spec or a Rule, or "target" or "draft" for plain decoding with that model alone, by default "exact";
         `window` (8) is how many tokens are drafted in a cycle; `max_new_tokens` (256) and `stop_strings` end the answer;
         `temperature` 0, the default, is greedy; `top_k` and `top_p` left out are those of the target's generation_config;
-        draws are keyed by `seed` (0); `sessions` are caches to go on with. Raises InputError for wrong options, an
-        unusable prompt, or a judge of other models.
+        draws are keyed by `seed` (0). Raises InputError for wrong options, an unusable prompt, or a judge of other models.
         """
         _, steps = self._decode([prompt], 1, text=True, **options)
         return (step for _, step in steps)
@@ -152,7 +161,6 @@ class Pair:
         top_p: float | None = None,
         seed: int = 0,
         stop_strings: str | Sequence[str] = (),
-        sessions: Sessions | None = None,
     ) -> tuple[list[list[int]], Iterator[tuple[Request, Step]]]:
         """The prompts' ids, and their steps as they are decoded; everything that can be wrong is told before the first."""
         rule, window, main = self._roles(rule, window)
@@ -171,24 +179,26 @@ class Pair:
             main.processors(sampling=temperature > 0) or None,
         )
         size = min(batch_size, len(ids))
-        if sessions is None:
-            longest = max(map(len, ids), default=0) + max_new_tokens + window
-            capacity = {lm: min(longest, lm.context or longest) for lm in (main, self.draft)}
-            check_memory([(lm, capacity[lm]) for lm in ((main, self.draft) if window else (main,))], size)
-            sessions = Sessions(Session(main, size, capacity[main]), Session(self.draft, size, capacity[self.draft]))
-        elif len(sessions.target.tokens) < size:
-            raise InputError(f"sessions: have room for {len(sessions.target.tokens)} prompts, not {size}")
-        if main is self.draft:
-            sessions = Sessions(sessions.draft, Session(self.draft))  # nothing is drafted
-        keep_states = isinstance(rule, Term | AnyOf) and rule.reads_draft
-        drafter = ModelDrafter(sessions.draft, window, main, keep_states)
+        longest = max(map(len, ids), default=0) + max_new_tokens
+        session, drafter = self.engine(size, longest, window, main, isinstance(rule, Term | AnyOf) and rule.reads_draft)
         requests = (
             Request(
                 Row(Noise.for_prompt(seed, prompt), list(prompt)), Limits(main, max_new_tokens, len(prompt), stops, text), i
             )
             for i, prompt in enumerate(ids)
         )
-        return ids, decode(sessions.target, drafter, rule, ctx, requests, size)
+        return ids, decode(session, drafter, rule, ctx, lambda _: next(requests, None), size)
+
+    def engine(
+        self, size: int, longest: int, window: int, main: LM | None = None, keep_states: bool = False
+    ) -> tuple[Session, ModelDrafter]:
+        """What reads and what drafts `size` sequences of at most `longest` tokens together, in caches of their own; `main`
+        reads, by default the target. Raises InputError where memory has no room for the caches."""
+        main, longest = main or self.target, longest + window
+        capacity = {lm: min(longest, lm.context or longest) for lm in (main, self.draft)}
+        check_memory([(lm, capacity[lm]) for lm in ((main, self.draft) if window else (main,))], size)
+        draft = Session(self.draft, size, capacity[self.draft])
+        return Session(main, size, capacity[main]), ModelDrafter(draft, window, main, keep_states)
 
     def check(self, rule: str | Rule) -> None:
         """Raise InputError where a rule's spec is wrong, or its judge is not for these models."""

@@ -39,6 +39,13 @@ def short(row: dict[str, Any]) -> str:
     )
 
 
+def why(row: dict[str, Any]) -> str:
+    """Why a row's window is in the table, where it is not the rule's fastest."""
+    if row["why"].startswith("window of"):
+        return "a judge's window"
+    return "widest window" if row["why"] == "widest" else ""
+
+
 def probability(p: float) -> str:
     """A probability in as few digits as tell it from 0 and 1: 0.9 and 0.99996."""
     for digits in range(2, 17):
@@ -58,18 +65,19 @@ def plot(frontier: dict[str, Any]) -> Any:
         (left, "tokens_per_pass", "tokens per pass of the target"),
         (right, "tokens_per_second", "tokens per second"),
     ):
-        groups: dict[str, list[dict[str, Any]]] = {}
+        groups: dict[tuple[str, bool], list[dict[str, Any]]] = {}
         for row in frontier["rows"]:
             if row[key] is not None:
-                groups.setdefault(family(row["rule"]), []).append(row)
-        for name, group in groups.items():
+                groups.setdefault((family(row["rule"]), bool(why(row))), []).append(row)
+        for (name, other), group in groups.items():
             group.sort(key=lambda row: row[key])
             x, y = [row[key] for row in group], [100 * row["accuracy"] for row in group]
             low = [100 * (row["accuracy"] - row["accuracy_interval"][0]) for row in group]
             high = [100 * (row["accuracy_interval"][1] - row["accuracy"]) for row in group]
             color, mark = COLORS.get(name, "#7c3aed"), MARKS.get(name, "v")
             axis.errorbar(x, y, yerr=[low, high], color=color, fmt="none", alpha=0.3, linewidth=1)
-            axis.plot(x, y, color=color, marker=mark, markersize=7, linewidth=1.2, label=name)
+            style = {"linestyle": ":", "markerfacecolor": "white"} if other else {"label": name}
+            axis.plot(x, y, color=color, marker=mark, markersize=6, linewidth=1.2, **style)
             above = name in ("judge", "target", "draft")
             for row, px, py in zip(group, x, y):
                 text = f"{short(row)}, w {row['window']}" if row["window"] else short(row)
@@ -117,7 +125,7 @@ def write_report(path: Path, frontier: dict[str, Any], mining: dict[str, Any] | 
     """Write report.html and, beside it, frontier.svg; `mining` adds what was mined and fitted: samples, mismatches,
     important_share, judge_auc."""
     environment = Environment(loader=PackageLoader("lenience", "templates"), autoescape=True, trim_blocks=True)
-    environment.filters["short"] = short
+    environment.filters |= {"short": short, "why": why}
     drawn = svg(frontier)
     path.with_name("frontier.svg").write_text(drawn, encoding="utf-8")
     page = environment.get_template("report.html").render(

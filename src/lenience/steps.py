@@ -55,13 +55,13 @@ def progress() -> Iterator[Callable[[str, int, int], None]]:
         yield show
 
 
-def mine_run(pair: Pair, task: Task, out: Path, limit: int | None, max_new_tokens: int | None) -> dict[str, Any]:
+def mine_run(pair: Pair, task: Task, out: Path, limit: int | None, **options: Any) -> dict[str, Any]:
     """Mine, and count what the journal holds then."""
     from lenience.journal import Journal
     from lenience.mining import mine
 
     with progress() as show:
-        for done, total, _ in mine(pair, task, out, limit=limit, max_new_tokens=max_new_tokens):
+        for done, total, _ in mine(pair, task, out, limit=limit, **options):
             show("mining", done, total)
     labels = [m["important"] for record in Journal(out / "journal.jsonl") for m in record["mismatches"]]
     return {
@@ -100,7 +100,7 @@ def follow(items: Iterable[Any]) -> dict[str, Any]:
 
 
 def print_table(frontier: dict[str, Any]) -> None:
-    from lenience.report import short
+    from lenience.report import short, why
 
     table = Table("rule", title=escape(f"{frontier['task']}, {frontier['rows'][0]['n']} prompts, {frontier['machine']}"))
     for column in ("window", "accuracy", "paired loss", "tokens/pass", "tokens/s", "s/right answer"):
@@ -109,7 +109,7 @@ def print_table(frontier: dict[str, Any]) -> None:
         low, high = row["accuracy_interval"]
         lost = row["paired_loss_interval"]
         table.add_row(
-            escape(short(row)) + (" (judge's window)" if row["why"] != "given" else ""),
+            f"{escape(short(row))} [dim]{why(row)}[/]",
             str(row["window"] or "–"),
             f"{row['accuracy']:.1%} [dim]{low:.1%}–{high:.1%}[/]",
             f"{row['paired_loss']:.1%} [dim]{lost[0]:.1%}–{lost[1]:.1%}[/]",
