@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["LENIENCE_CACHE"] = tempfile.mkdtemp(prefix="lenience-tests-")  # exported models
 
 from collections.abc import Callable
 from pathlib import Path

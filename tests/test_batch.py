@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from lenience import InputError
 from lenience.heads import Head, Inputs
-from lenience.model import LM, Session
+from lenience.model import LM
 from lenience.pair import Generation, Pair, load_pair
+from lenience.session import Session, takes_masks, token_bytes
 
 QUICK = dict(derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
 prompts = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=30), min_size=1, max_size=7)
@@ -127,8 +128,8 @@ def test_no_prompts_no_answers_and_wrong_options_are_told_before_any_work(llama:
 
 
 def test_a_cache_that_cannot_fit_is_refused_with_what_would(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    each = sum(sum(lm.state_bytes.values()) for lm in (llama.target, llama.draft)) * (1 + 20 + 8 + 1)
-    monkeypatch.setattr("lenience.model.free_bytes", lambda device: 3 * each)
+    each = sum(sum(token_bytes(lm).values()) for lm in (llama.target, llama.draft)) * (1 + 20 + 8 + 1)
+    monkeypatch.setattr("lenience.session.free_bytes", lambda device: 3 * each)
     assert len(llama.generate_batch([[1]] * 4, batch_size=3, max_new_tokens=20)) == 4
     with pytest.raises(InputError, match="at most 3 rows fit"):
         llama.generate_batch([[1]] * 4, batch_size=4, max_new_tokens=20)
@@ -139,8 +140,8 @@ def test_the_cache_takes_what_it_is_said_to_take(name: str, pairs: Callable[[str
     lm = pairs(name).target
     session = Session(lm, 3, 50)
     session.read([[1, 2], [3], [4]])
-    taken = sum(kept.nbytes for layer in session._cache.layers for kept in (layer.keys, layer.values))
-    assert taken == 3 * 51 * sum(lm.state_bytes.values())  # one column more, for padding
+    taken = sum(kept.nbytes for layer in session.cache.layers for kept in (layer.keys, layer.values))
+    assert taken == 3 * 51 * sum(token_bytes(lm).values())  # one column more, for padding
 
 
 def test_a_length_limit_beyond_the_context_takes_no_more_than_the_context(llama: Pair) -> None:
@@ -158,22 +159,23 @@ def test_the_cache_grows_where_it_is_full_and_keeps_what_it_holds(llama: Pair) -
 
 
 def test_rows_are_read_one_by_one_where_a_model_places_its_own_mask(pairs: Callable[[str], Pair]) -> None:
-    assert {name: pairs(name).target.takes_masks for name in CONFIGS} == dict.fromkeys(CONFIGS, True) | {"gpt_neo": False}
+    assert {name: takes_masks(pairs(name).target) for name in CONFIGS} == dict.fromkeys(CONFIGS, True) | {"gpt_neo": False}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_model_that_places_masks_otherwise_is_found_out(name: str, dtype: str, checkpoints, monkeypatch) -> None:
     lm = load_pair(*checkpoints(name), dtype=dtype).target
-    assert lm.takes_masks
-    del lm.takes_masks
+    assert takes_masks(lm)
+    lm.takes_masks = None
     masks = LM.masks
 
-    def shifted(self: LM, at: torch.Tensor, extent: int):
-        return masks(self, (at - 1).clamp(min=0), extent)
+    def shifted(self: LM, at: torch.Tensor, keys: torch.Tensor):
+        return masks(self, (at - 1).clamp(min=0), keys)
 
     monkeypatch.setattr(LM, "masks", shifted)
-    assert not lm.takes_masks
+    with pytest.warns(UserWarning, match="one by one"):
+        assert not takes_masks(lm)
 
 
 def test_in_bfloat16_answers_part_only_at_near_ties(tmp_path: Path, checkpoints) -> None:

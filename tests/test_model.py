@@ -14,8 +14,8 @@ from transformers import LlamaConfig, MambaConfig, T5Config
 from transformers.models.auto.modeling_auto import AutoModelForSeq2SeqLM
 
 from lenience import InputError
-from lenience.model import Session, _common
 from lenience.pair import Pair, load_pair
+from lenience.session import Session, _common
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from lenience import __version__
 from lenience.errors import InputError, first_line
-from lenience.steps import fit_run, follow, loading, mine_run, print_table, screen
+from lenience.steps import compile_pair, fit_run, follow, loading, mine_run, print_table, screen
 
 if TYPE_CHECKING:
     from lenience.pair import Pair
@@ -40,12 +40,17 @@ class Models:
     "float32, bfloat16, …; by default the checkpoint's own."
     device: str = "auto"
     "cpu, cuda, cuda:1, …; auto takes a GPU if there is one."
+    compile: bool | None = None
+    "Export the models for ONNX Runtime, kept for the next time; by default where the work is long and they are small."
 
-    def load(self) -> Pair:
+    def load(self, long: bool = False) -> Pair:
+        """`long`: there is so much to decode that exporting the models pays."""
         with loading():
             from lenience.pair import load_pair
 
-            return load_pair(self.target, self.draft, dtype=self.dtype, device=self.device)
+            pair = load_pair(self.target, self.draft, dtype=self.dtype, device=self.device, compile=False)
+        compile_pair(pair, self.compile, long)
+        return pair
 
 
 @Parameter(name="*")
@@ -170,7 +175,7 @@ def mine(
     """
     choice, models = choice or TaskChoice(), models or Models()
     task = choice.load()
-    pair = models.load()
+    pair = models.load(long=True)
     counts = mine_run(pair, task, out, limit, max_new_tokens=choice.max_new_tokens, batch_size=batch_size)
     screen.print(
         f"{counts['samples']} samples, {counts['mismatches']} mismatches, {counts['important']} important, "
@@ -277,7 +282,7 @@ def compare(
         raise InputError("--window: must be 1 or more")
     choice, models = choice or TaskChoice(), models or Models()
     task = choice.load()
-    pair = models.load()
+    pair = models.load(long=True)
     frontier = follow(run(pair, task, rule, windows=window or WINDOWS, limit=limit, tuning=tuning, timed=timed,
                           repeats=repeats, batch_size=batch_size, max_new_tokens=choice.max_new_tokens, out=out))  # fmt: skip
     if out is not None:

@@ -313,4 +313,5 @@ def machine(pair: Pair) -> str:
             name = next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
         pass
-    return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {platform.system()}"
+    engine = "ONNX Runtime" if pair.compiled else f"torch, {torch.get_num_threads()} threads"
+    return f"{name}, {os.cpu_count()} cores, {platform.system()}, {engine}"

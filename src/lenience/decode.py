@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from lenience.core import Context, Drafter, Finish, Row, Rule, Step, Trace, Verdict
-from lenience.model import LM, Session
+from lenience.model import LM
+from lenience.session import Session
 
 
 @dataclass

@@ -14,7 +14,7 @@ from lenience.journal import Journal, read_json
 from lenience.pair import EMBEDDED, load_pair
 from lenience.report import probability, write_report
 from lenience.rules import Judge
-from lenience.steps import fit_run, follow, loading, mine_run, print_table, screen
+from lenience.steps import compile_pair, fit_run, follow, loading, mine_run, print_table, screen
 from lenience.tasks import WordMath
 
 
@@ -26,6 +26,7 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
         raise InputError(f"--out {out}: is a file; name a folder")
     with loading():
         pair = load_pair()
+    compile_pair(pair, None, long=True)
     task, folder = WordMath(), out / "run"
     shipped = _copy_shipped(folder)
     screen.rule(f"1. mining: {shipped} samples come with the pair, {fresh} are mined now")

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lenience.core import Context, Draft
-from lenience.model import LM, Session
+from lenience.model import LM
+from lenience.session import Session
 
 
 class ModelDrafter:

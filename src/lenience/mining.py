@@ -20,9 +20,9 @@ from lenience.decode import Limits, Request, decode
 from lenience.errors import InputError
 from lenience.heads import Inputs
 from lenience.journal import Journal, open_run, read_json
-from lenience.model import Session
 from lenience.pair import Pair
 from lenience.rules import Exact
+from lenience.session import Session
 from lenience.tasks import Sample, Task, take
 
 if TYPE_CHECKING:

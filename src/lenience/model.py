@@ -1,14 +1,13 @@
-"""LM: a Hugging Face causal language model with its tokenizer. Session: its tokens and KV cache, read and rolled back."""
+"""LM: a Hugging Face causal language model with its tokenizer, and what it takes and refuses."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import json
-import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +17,6 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    Cache,
     DynamicCache,
     LogitsProcessorList,
     NoBadWordsLogitsProcessor,
@@ -29,9 +27,8 @@ from transformers import (
     SequenceBiasLogitsProcessor,
     SuppressTokensLogitsProcessor,
 )
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from lenience.core import Reading
 from lenience.errors import InputError, first_line
 
 Prompt = str | Sequence[int] | list[dict[str, str]]
@@ -51,8 +48,27 @@ REFUSED_WHEN_SAMPLING: dict[str, tuple[Any, ...]] = {
 }
 
 
-LARGEST_MASK = 1 << 26
-"""How many entries the attention mask of rows that are read together may have."""
+@dataclass(frozen=True)
+class Pass:
+    """What a model is asked to read at once: new tokens of m rows, at most T of each, those with fewer padded in front."""
+
+    which: list[int]
+    """[m]: the rows of the cache."""
+    ids: list[list[int]]
+    """[m, T]"""
+    pads: list[int]
+    """[m]: how many of the T are padding."""
+    cached: list[int]
+    """[m]: how many tokens of each row are in the cache."""
+    extent: int
+    """How many tokens the longest row has, the new ones included."""
+    states: int
+    """After how many of the last tokens logits and hidden states are wanted."""
+
+    @property
+    def first(self) -> bool:
+        """Whether its rows are the first m of the cache."""
+        return self.which == list(range(len(self.which)))
 
 
 class LM:
@@ -62,7 +78,12 @@ class LM:
         self.model, self.tokenizer, self.name, self.role = model.eval(), tokenizer, name, role
         self.embedding = cast(torch.nn.Embedding, model.get_input_embeddings())
         _refuse_unless_rollable(model, f"{role} {name!r}")
-        self._state: Tensor | None = None
+        self.state: Tensor | None = None
+        """What the LM head read last: hidden states after the final norm."""
+        self.graph: Any = None
+        """The exported forward pass that is used in place of the model's own; see lenience.compiled."""
+        self.takes_masks: bool | None = None
+        """Whether rows of different lengths can share a pass; None until a session has found out."""
         head = cast(torch.nn.Linear | None, model.get_output_embeddings())
         if head is None:
             raise InputError(f"{role} {name!r}: {type(model).__name__} has no LM head; name a causal language model")
@@ -95,7 +116,7 @@ class LM:
         return cls(model, tokenizer, name, role)
 
     def _catch_state(self, _module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
-        self._state = args[0]
+        self.state = args[0]
 
     @property
     def device(self) -> torch.device:
@@ -111,17 +132,6 @@ class LM:
     def width(self) -> int:
         """The number of rows of the input embedding: ids from here on cannot be read."""
         return self.embedding.weight.shape[0]
-
-    @cached_property
-    def state_bytes(self) -> dict[torch.device, int]:
-        """What one token takes in the KV cache, on each device; found by reading one."""
-        session, taken = Session(self, capacity=1), dict[torch.device, int]()
-        session.read([[0]])
-        for layer in cast(list[_Layer], session._cache.layers):
-            for kept in (layer.keys, layer.values):
-                assert kept is not None
-                taken[kept.device] = taken.get(kept.device, 0) + kept[0, :, 0].nbytes
-        return taken
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
@@ -147,57 +157,18 @@ class LM:
         template = getattr(self.tokenizer, "chat_template", None) or ""
         return hashlib.blake2b((vocabulary + str(template)).encode(), digest_size=8).hexdigest()
 
-    def masks(self, at: Tensor, extent: int) -> Any:
-        """What of `extent` keys each query at the positions `at` [m, T] sees, as the model's attention wants it told."""
+    def masks(self, at: Tensor, keys: Tensor) -> dict[str, Tensor]:
+        """For each kind of layer, which of the keys at the positions `keys` [m, K] (or [K]) each query at the positions `at`
+        [m, T] sees: [m, 1, T, K] bool."""
         config: Any = self.model.config.get_text_config()
-        keys = torch.arange(extent, device=at.device)
-        full = (keys <= at[..., None])[:, None]  # [m, 1, T, extent]
         kinds = set(getattr(config, "layer_types", None) or ())
         window = getattr(config, "sliding_window", None)
+        keys = keys[..., None, :]
+        full = (keys <= at[..., None])[:, None]
         sliding = full & (keys > at[..., None] - window)[:, None] if window else full
-        if config._attn_implementation == "eager":
-            least = torch.finfo(self.model.dtype).min
-            full, sliding = (torch.zeros(mask.shape, dtype=self.model.dtype, device=at.device).masked_fill(~mask, least)
-                             for mask in (full, sliding))  # fmt: skip
         if "sliding_attention" in kinds:
             return {"full_attention": full, "sliding_attention": sliding}
-        return full if kinds else sliding
-
-    @cached_property
-    def takes_masks(self) -> bool:
-        """Whether rows of different lengths can share a pass; where they cannot, a warning says so."""
-        able = self._try_masks()
-        if not able:
-            warnings.warn(f"{self.role} {self.name!r}: takes no mask from outside; rows are read one by one", stacklevel=2)
-        return able
-
-    def _try_masks(self) -> bool:
-        """Where the architecture does not rule masks from outside out they are tried, since models differ in how they place
-        them."""
-        config: Any = self.model.config.get_text_config()
-        rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
-        if (
-            config._attn_implementation not in ("eager", "sdpa")
-            or config.model_type == "gpt_neo"  # its local layers place their window by the longest row
-            or "longrope" in rope  # rescales positions by the longest row
-            or "dynamic" in rope
-            or {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
-        ):
-            return False
-        generator = torch.Generator().manual_seed(0)
-        lengths = [min(n, self.context or n) for n in (8, 40, 23)]
-        rows = [torch.randint(self.width, (n,), generator=generator).tolist() for n in lengths]
-        self.__dict__["takes_masks"] = True  # for the session that tries it
-        try:
-            together, alone = Session(self, 3), [Session(self).read([row], 2).hidden for row in rows]
-            together.read([row[:-3] for row in rows])
-            states, wanted = together.read(rows, 2).hidden.float(), torch.cat(alone).float()
-        except Exception:
-            return False
-        finally:
-            del self.__dict__["takes_masks"]
-        error = (states - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-        return bool(error.max() < (0.1 if self.model.dtype.itemsize < 4 else 1e-3))
+        return {"full_attention": full if kinds else sliding}
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: ids as they are; text and messages through the chat template, where there is one.
@@ -291,213 +262,8 @@ def _refuse_unless_rollable(model: PreTrainedModel, what: str) -> None:
         )
 
 
-class _Layer(CacheLayerMixin):
-    """One layer's keys and values [rows, H, capacity + 1, D], written and read where the session's `place` says. Layers
-    with a sliding window keep every state too, so that rolling back is the same everywhere; the mask does the sliding."""
-
-    is_sliding = False
-
-    def __init__(self, place: _Place):
-        super().__init__()
-        self.place = place
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys, self.values = self._room(key_states), self._room(value_states)
-        self.is_initialized = True
-
-    def _room(self, states: Tensor, old: Tensor | None = None) -> Tensor:
-        """Zeros, not anything: a masked key's weight is 0, and 0 times a NaN is none."""
-        made = states.new_zeros(self.place.rows, states.shape[1], self.place.capacity + 1, states.shape[3])
-        if old is not None:
-            made[:, :, : old.shape[2] - 1] = old[:, :, :-1]
-        return made
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.keys is None or self.values is None:
-            self.lazy_initialization(key_states, value_states)
-        elif self.keys.shape[2] <= self.place.capacity:
-            self.keys, self.values = self._room(key_states, self.keys), self._room(value_states, self.values)
-        return self._write(self.keys, key_states), self._write(self.values, value_states)
-
-    def _write(self, kept: Tensor | None, states: Tensor) -> Tensor:
-        assert kept is not None
-        place, visible = self.place, cast(Tensor, kept)[:, :, : self.place.extent]
-        if place.columns is None:  # one row, and its new states stand side by side
-            row = place.which[0]
-            kept[row, :, place.start : place.extent] = states[0]
-            return visible[row : row + 1]
-        index, columns = place.index.to(kept.device), place.columns.to(kept.device)
-        kept[index[:, None], :, columns] = states.transpose(1, 2)  # [m, T, H, D]
-        return visible[: len(place.which)] if place.first else visible[index]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.place.start + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.place.start
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-@dataclass
-class _Place:
-    """Where the states of a pass go: the one thing that the layers of a cache share."""
-
-    rows: int
-    capacity: int
-    """How many tokens a row can hold; the column after them takes the states of padding."""
-    which: Sequence[int] = ()
-    """The rows that take part in the pass."""
-    index: Tensor = field(default_factory=lambda: torch.empty(0))
-    """[m]: the same as a tensor."""
-    first: bool = True
-    """Whether they are the first m rows, so that no copy is needed to read them."""
-    start: int = 0
-    """How many tokens the row holds before the pass, where it is one row."""
-    extent: int = 0
-    """How many columns the pass can see."""
-    columns: Tensor | None = None
-    """[m, T]: the column of each new state; None where one row takes part."""
-
-
-class Session:
-    """Sequences of tokens, each in a row of a preallocated KV cache that is addressed by position. A session is handed the
-    whole sequences each time and works out what is new; rolling back is forgetting that a row was longer.
-
-    Rows of different lengths share a pass where the model's attention takes a mask from outside (checked once, see
-    `LM.takes_masks`), and are read one by one where it does not.
-    """
-
-    def __init__(self, lm: LM, rows: int = 1, capacity: int = 256):
-        self.lm = lm
-        self.tokens: list[list[int]] = [[] for _ in range(rows)]
-        self._place = _Place(rows, capacity)
-        self._cache = Cache(layer_class_to_replicate=cast(type[CacheLayerMixin], partial(_Layer, self._place)))
-
-    def room(self, tokens: Sequence[int]) -> int:
-        """How many more tokens the model's context can hold after these."""
-        return 1 << 30 if self.lm.context is None else self.lm.context - len(tokens)
-
-    @torch.inference_mode()
-    def move(self, source: int, to: int) -> None:
-        """The row at `source` becomes the row at `to`."""
-        moved, self.tokens[to], self.tokens[source] = self.tokens[source], [], []
-        for layer in cast(list[_Layer], self._cache.layers):
-            assert layer.keys is not None and layer.values is not None
-            layer.keys[to], layer.values[to] = layer.keys[source], layer.values[source]
-        self.tokens[to] = moved
-
-    @torch.inference_mode()
-    def read(self, sequences: Sequence[list[int]], states: int = 1, ahead: Tensor | None = None) -> Reading:
-        """Logits [B, states, V] and hidden states [B, states, H] after each of the last `states` tokens of each sequence,
-        which may be followed by tokens `ahead` [B, a]; sequence b is row b's. What is past the end of the model's context
-        is not read; its states are anything."""
-        assert len(sequences) <= len(self.tokens)
-        if ahead is not None:
-            sequences = [sequence + tokens for sequence, tokens in zip(sequences, ahead.tolist())]
-        over = [max(0, -self.room(new)) for new in sequences]
-        sequences = [new[: len(new) - past] for new, past in zip(sequences, over)]
-        keep = [min(_common(old, new), len(new) - states) for old, new in zip(self.tokens, sequences)]
-        counts = [len(new) - kept for kept, new in zip(keep, sequences)]
-        groups = self._groups(sequences, counts, states)
-        for old, kept in zip(self.tokens, keep):
-            del old[kept:]  # a pass that fails leaves nothing that is believed
-        done = [self._pass(group, [sequences[b] for b in group], [keep[b] for b in group], states) for group in groups]
-        for old, new in zip(self.tokens, sequences):
-            old += new[len(old) :]
-        logits, hidden = done[0]
-        if len(done) > 1:
-            order = torch.tensor([b for group in groups for b in group], device=logits.device).argsort()
-            logits, hidden = (torch.cat(parts)[order] for parts in zip(*done))
-        if any(over):  # the states of what was read belong further in front
-            logits, hidden = (torch.stack([row.roll(-past, 0) for row, past in zip(rows, over)]) for rows in (logits, hidden))
-        return Reading(logits, hidden, counts)
-
-    def _groups(self, sequences: Sequence[list[int]], counts: list[int], states: int) -> list[list[int]]:
-        """Which rows are read in one pass. Rows with much to read, such as new prompts, would make the others wait if they
-        were read with them, and too many of them together would need a large mask."""
-        if len(sequences) > 1 and not self.lm.takes_masks:
-            return [[b] for b in range(len(sequences))]
-        groups: list[list[int]] = []
-        for b in (b for b, count in enumerate(counts) if count > states + 1):
-            group = [*groups[-1], b] if groups else [b]
-            mask = len(group) * max(counts[g] for g in group) * max(len(sequences[g]) for g in group)
-            if groups and mask <= LARGEST_MASK:
-                groups[-1] = group
-            else:
-                groups.append([b])
-        short = [b for b, count in enumerate(counts) if count <= states + 1]
-        return [short, *groups] if short else groups
-
-    def _pass(self, which: list[int], sequences: list[list[int]], keep: list[int], states: int) -> tuple[Tensor, Tensor]:
-        """One forward pass of the rows `which`, of whose sequences `keep` tokens are in the cache; gives logits and
-        hidden states. Rows with fewer new tokens than others are padded in front, so that the last states are those asked
-        for."""
-        place, device = self._place, self.lm.device
-        place.which, place.extent = which, max(map(len, sequences))
-        if place.extent > place.capacity:
-            place.capacity = max(place.extent, 2 * place.capacity)
-        extra: dict[str, Any] = {}
-        if len(which) == 1:
-            place.start, place.columns = keep[0], None
-            ids = torch.tensor([sequences[0][keep[0] :]], device=device)  # [1, T]
-        else:
-            most = max(len(new) - kept for new, kept in zip(sequences, keep))  # T
-            pads = [most - len(new) + kept for new, kept in zip(sequences, keep)]
-            ids = torch.tensor([[0] * pad + new[kept:] for pad, new, kept in zip(pads, sequences, keep)], device=device)
-            steps, before = torch.arange(most, device=device), torch.tensor(pads, device=device)[:, None]
-            padding = steps < before  # [m, T]
-            at = steps - before + torch.tensor(keep, device=device)[:, None]
-            place.start, place.index, place.first = 0, torch.tensor(which, device=device), which == list(range(len(which)))
-            place.columns = at.masked_fill(padding, place.capacity)
-            at = at.masked_fill(padding, 0)
-            extra = {"position_ids": at, "attention_mask": self.lm.masks(at, place.extent)}
-        ids = ids.clamp(max=self.lm.width - 1)  # an id that only the other model's embedding has is read as the last one
-        out = self.lm.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=states, **extra)
-        state, self.lm._state = self.lm._state, None
-        assert state is not None
-        logits = out.logits[:, -states:]
-        return logits, state[:, -states:].to(logits.device)  # a model may lie on several devices
-
-
-def check_memory(caches: Iterable[tuple[LM, int]], rows: int) -> None:
-    """Raise InputError where the caches of `rows` rows would not fit into the free memory; `caches` says of each model how
-    many tokens a row must hold."""
-    need: dict[torch.device, int] = {}
-    for lm, capacity in caches:
-        for device, size in lm.state_bytes.items():
-            need[device] = need.get(device, 0) + size * (capacity + 1)
-    for device, size in need.items():
-        free = free_bytes(device)
-        if free is not None and size * rows > free:
-            raise InputError(
-                f"{rows} rows need {size * rows / 2**30:.1f} GiB of KV cache on {device}, {free / 2**30:.1f} GiB are free: at "
-                f"most {free // size} rows fit; lower batch_size or max_new_tokens"
-            )
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """How much memory a device has left; None where it cannot be told."""
-    if device.type == "cuda":
-        kept_by_torch = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + kept_by_torch
-    try:
-        with open("/proc/meminfo") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return None
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """The length of the common beginning of two sequences, by bisection over comparisons of slices."""
-    low, high = 0, min(len(a), len(b))
-    if a[:high] == b[:high]:
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
+def positions(ids: Tensor, pads: Tensor, cached: Tensor) -> tuple[Tensor, Tensor]:
+    """The position of each of `ids` [m, T], 0 for padding, and which are padding, both [m, T]; `pads` [m] stand in front and
+    `cached` [m] tokens came before."""
+    steps = torch.arange(ids.shape[1], device=ids.device) - pads[:, None]
+    return (steps + cached[:, None]).masked_fill(steps < 0, 0), steps < 0

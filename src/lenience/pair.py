@@ -16,8 +16,9 @@ from lenience.core import Context, Noise, Row, Rule, Step, Trace
 from lenience.decode import Limits, Request, decode
 from lenience.drafters import ModelDrafter
 from lenience.errors import InputError
-from lenience.model import LM, Prompt, Session, check_memory
+from lenience.model import LM, Prompt
 from lenience.rules import AnyOf, Exact, Term, parse_rule
+from lenience.session import Session, check_memory, compile_model
 
 EMBEDDED = Path(__file__).parent / "embedded"
 
@@ -96,6 +97,15 @@ class Pair:
             "draft": self.draft.fingerprint,
             "tokenizer": self.target.tokenizer_fingerprint,
         }
+
+    def compile(self, *, export: bool = True) -> bool:
+        """Read both models through exported graphs, see `lenience.session.compile_model`; says whether both are. On a CPU, in
+        float32. What is left to torch is little then: torch.set_num_threads(1) leaves the cores to the graphs."""
+        return all([compile_model(lm, export=export) for lm in (self.target, self.draft)])
+
+    @property
+    def compiled(self) -> bool:
+        return None not in (self.target.graph, self.draft.graph)
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
         """Answer one prompt: text, chat messages or a list of ids. The options are those of `stream`."""
@@ -221,14 +231,16 @@ def load_pair(
     *,
     dtype: str | None = None,
     device: str = "auto",
+    compile: bool | None = None,
     target_kwargs: dict[str, Any] | None = None,
     draft_kwargs: dict[str, Any] | None = None,
 ) -> Pair:
     """Load a pair: Hub names or local folders; without names the built-in pair (float32 unless `dtype` says otherwise).
 
-    `dtype` defaults to the checkpoint's own; `device` "auto" takes a GPU if there is one; `target_kwargs` and
-    `draft_kwargs` reach from_pretrained (device_map, quantization_config, …). Raises InputError where a model can't be
-    loaded or used, or the vocabularies differ.
+    `dtype` defaults to the checkpoint's own; `device` "auto" takes a GPU if there is one; `compile` True exports the models'
+    forward passes for ONNX Runtime (`Pair.compile`), None uses such exports where earlier ones lie in the cache, and False
+    does not; `target_kwargs` and `draft_kwargs` reach from_pretrained (device_map, quantization_config, …). Raises
+    InputError where a model can't be loaded or used, or the vocabularies differ.
     """
     if (target is None) != (draft is None):
         raise InputError("name both the target and the draft, or neither for the built-in pair")
@@ -243,7 +255,10 @@ def load_pair(
     if built_in:
         for role, lm in lms.items():
             lm.name = f"built-in {role}"
-    return Pair(lms["target"], lms["draft"], "built-in" if built_in else f"{target} + {draft}")
+    pair = Pair(lms["target"], lms["draft"], "built-in" if built_in else f"{target} + {draft}")
+    if compile is not False:
+        pair.compile(export=bool(compile))
+    return pair
 
 
 def _check_options(

@@ -30,6 +30,22 @@ def loading() -> Iterator[None]:
         yield
 
 
+def compile_pair(pair: Pair, wanted: bool | None, long: bool) -> None:
+    """Read the models through exported graphs, if that is `wanted` or, where None is said, if graphs are in the cache or the
+    work is `long` and they can be made."""
+    from lenience.compiled import refuses
+
+    if wanted or (wanted is None and long and not any(map(refuses, (pair.target, pair.draft)))):
+        with screen.status("compiling the models; this is done once and kept"):
+            pair.compile()
+    elif wanted is None:
+        pair.compile(export=False)
+    if pair.compiled:
+        import torch
+
+        torch.set_num_threads(1)  # leaves the cores to the graphs
+
+
 @contextmanager
 def progress() -> Iterator[Callable[[str, int, int], None]]:
     """A function (what, done, total) that draws a bar with the time left on standard error."""

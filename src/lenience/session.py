@@ -1,0 +1,349 @@
+"""Session: rows of tokens and their KV cache, read and rolled back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from lenience import compiled
+from lenience.compiled import GraphCache
+from lenience.core import Reading
+from lenience.errors import InputError, first_line
+from lenience.model import LM, Pass, positions
+
+LARGEST_MASK = 1 << 26
+"""How many entries the attention mask of rows that are read together may have."""
+
+
+class Session:
+    """Sequences of tokens, each in a row of a preallocated KV cache that is addressed by position. A session is handed the
+    whole sequences each time and works out what is new; rolling back is forgetting that a row was longer.
+
+    Rows of different lengths share a pass where the model's attention takes a mask from outside (checked once, see
+    `takes_masks`), and are read one by one where it does not.
+    """
+
+    def __init__(self, lm: LM, rows: int = 1, capacity: int = 256):
+        self.lm = lm
+        self.tokens: list[list[int]] = [[] for _ in range(rows)]
+        self.cache = (GraphCache if lm.graph else PlainCache)(lm, rows, capacity)
+
+    def room(self, tokens: Sequence[int]) -> int:
+        """How many more tokens the model's context can hold after these."""
+        return 1 << 30 if self.lm.context is None else self.lm.context - len(tokens)
+
+    @torch.inference_mode()
+    def move(self, source: int, to: int) -> None:
+        """The row at `source` becomes the row at `to`."""
+        moved, self.tokens[to], self.tokens[source] = self.tokens[source], [], []
+        self.cache.move(source, to)
+        self.tokens[to] = moved
+
+    @torch.inference_mode()
+    def read(self, sequences: Sequence[list[int]], states: int = 1, ahead: Tensor | None = None) -> Reading:
+        """Logits [B, states, V] and hidden states [B, states, H] after each of the last `states` tokens of each sequence,
+        which may be followed by tokens `ahead` [B, a]; sequence b is row b's. What is past the end of the model's context
+        is not read; its states are anything."""
+        assert len(sequences) <= len(self.tokens)
+        if ahead is not None:
+            sequences = [sequence + tokens for sequence, tokens in zip(sequences, ahead.tolist())]
+        over = [max(0, -self.room(new)) for new in sequences]
+        sequences = [new[: len(new) - past] for new, past in zip(sequences, over)]
+        keep = [min(_common(old, new), len(new) - states) for old, new in zip(self.tokens, sequences)]
+        counts = [len(new) - kept for kept, new in zip(keep, sequences)]
+        groups = self._groups(sequences, counts, states)
+        for old, kept in zip(self.tokens, keep):
+            del old[kept:]  # a pass that fails leaves nothing that is believed
+        done = [self._pass(group, [sequences[b] for b in group], [keep[b] for b in group], states) for group in groups]
+        for old, new in zip(self.tokens, sequences):
+            old += new[len(old) :]
+        logits, hidden = done[0]
+        if len(done) > 1:
+            order = torch.tensor([b for group in groups for b in group], device=logits.device).argsort()
+            logits, hidden = (torch.cat(parts)[order] for parts in zip(*done))
+        if any(over):  # the states of what was read belong further in front
+            logits, hidden = (torch.stack([row.roll(-past, 0) for row, past in zip(rows, over)]) for rows in (logits, hidden))
+        return Reading(logits, hidden, counts)
+
+    def _groups(self, sequences: Sequence[list[int]], counts: list[int], states: int) -> list[list[int]]:
+        """Which rows are read in one pass. Rows with much to read, such as new prompts, would make the others wait if they
+        were read with them, and too many of them together would need a large mask."""
+        if len(sequences) > 1 and not self.cache.together:
+            return [[b] for b in range(len(sequences))]
+        groups: list[list[int]] = []
+        for b in (b for b, count in enumerate(counts) if count > states + 1):
+            group = [*groups[-1], b] if groups else [b]
+            mask = len(group) * max(counts[g] for g in group) * max(len(sequences[g]) for g in group)
+            if groups and mask <= LARGEST_MASK:
+                groups[-1] = group
+            else:
+                groups.append([b])
+        short = [b for b, count in enumerate(counts) if count <= states + 1]
+        return [short, *groups] if short else groups
+
+    def _pass(self, which: list[int], sequences: list[list[int]], keep: list[int], states: int) -> tuple[Tensor, Tensor]:
+        """One forward pass of the rows `which`, of whose sequences `keep` tokens are in the cache; gives logits and hidden
+        states. Rows with fewer new tokens than others are padded in front, so that the last states are those asked for."""
+        most = max(len(new) - kept for new, kept in zip(sequences, keep))  # T
+        pads = [most - len(new) + kept for new, kept in zip(sequences, keep)]
+        ids = [[0] * pad + new[kept:] for pad, new, kept in zip(pads, sequences, keep)]
+        return self.cache.read(Pass(which, ids, pads, keep, max(map(len, sequences)), states))
+
+
+class PlainCache:
+    """The keys and values of rows of tokens, read through the model's own forward pass. Layers with a sliding window keep
+    every state too, so that rolling back is the same everywhere; the mask does the sliding."""
+
+    def __init__(self, lm: LM, rows: int, capacity: int):
+        self.lm, self._place = lm, _Place(rows, capacity)
+        self._cache = Cache(layer_class_to_replicate=cast(type[CacheLayerMixin], partial(_Layer, self._place)))
+
+    @property
+    def together(self) -> bool:
+        """Whether rows of different lengths can share a pass."""
+        return takes_masks(self.lm)
+
+    @property
+    def layers(self) -> list[_Layer]:
+        return cast(list[_Layer], self._cache.layers)
+
+    @property
+    def token_bytes(self) -> dict[torch.device, int]:
+        """What one token takes, on each device, once something was read."""
+        taken: dict[torch.device, int] = {}
+        for layer in self.layers:
+            for kept in (layer.keys, layer.values):
+                assert kept is not None
+                taken[kept.device] = taken.get(kept.device, 0) + kept[0, :, 0].nbytes
+        return taken
+
+    def move(self, source: int, to: int) -> None:
+        for layer in self.layers:
+            assert layer.keys is not None and layer.values is not None
+            layer.keys[to], layer.values[to] = layer.keys[source], layer.values[source]
+
+    def read(self, p: Pass) -> tuple[Tensor, Tensor]:
+        """Logits [m, states, V] and hidden states [m, states, H]."""
+        place, device = self._place, self.lm.device
+        ids = torch.tensor(p.ids, device=device)
+        ids = ids.clamp(max=self.lm.width - 1)  # an id that only the other model's embedding has is read as the last one
+        place.which, place.extent = p.which, p.extent
+        if place.extent > place.capacity:
+            place.capacity = max(place.extent, 2 * place.capacity)
+        extra: dict[str, Any] = {}
+        if len(p.which) == 1:
+            place.start, place.columns = p.cached[0], None
+        else:
+            place.start, place.index, place.first = 0, torch.tensor(p.which, device=device), p.first
+            at, padding = positions(ids, *(torch.tensor(counts, device=device) for counts in (p.pads, p.cached)))
+            place.columns = at.masked_fill(padding, place.capacity)
+            extra = {"position_ids": at, "attention_mask": self._masks(at, p.extent)}
+        out = self.lm.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=p.states, **extra)
+        state, self.lm.state = self.lm.state, None
+        assert state is not None
+        logits = out.logits[:, -p.states :]
+        return logits, state[:, -p.states :].to(logits.device)  # a model may lie on several devices
+
+    def _masks(self, at: Tensor, extent: int) -> Any:
+        """What of `extent` keys each query sees, as the model's attention wants it told."""
+        masks, model = self.lm.masks(at, torch.arange(extent, device=at.device)), self.lm.model
+        if model.config.get_text_config()._attn_implementation == "eager":
+            least = torch.finfo(model.dtype).min
+            masks = {kind: torch.zeros(mask.shape, dtype=model.dtype, device=at.device).masked_fill(~mask, least)
+                     for kind, mask in masks.items()}  # fmt: skip
+        return masks if len(masks) > 1 else masks["full_attention"]
+
+
+class _Layer(CacheLayerMixin):
+    """One layer's keys and values [rows, H, capacity + 1, D], written and read where the session's `place` says. Layers
+    with a sliding window keep every state too, so that rolling back is the same everywhere; the mask does the sliding."""
+
+    is_sliding = False
+
+    def __init__(self, place: _Place):
+        super().__init__()
+        self.place = place
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys, self.values = self._room(key_states), self._room(value_states)
+        self.is_initialized = True
+
+    def _room(self, states: Tensor, old: Tensor | None = None) -> Tensor:
+        """Zeros, not anything: a masked key's weight is 0, and 0 times a NaN is none."""
+        made = states.new_zeros(self.place.rows, states.shape[1], self.place.capacity + 1, states.shape[3])
+        if old is not None:
+            made[:, :, : old.shape[2] - 1] = old[:, :, :-1]
+        return made
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.keys is None or self.values is None:
+            self.lazy_initialization(key_states, value_states)
+        elif self.keys.shape[2] <= self.place.capacity:
+            self.keys, self.values = self._room(key_states, self.keys), self._room(value_states, self.values)
+        return self._write(self.keys, key_states), self._write(self.values, value_states)
+
+    def _write(self, kept: Tensor | None, states: Tensor) -> Tensor:
+        assert kept is not None
+        place, visible = self.place, cast(Tensor, kept)[:, :, : self.place.extent]
+        if place.columns is None:  # one row, and its new states stand side by side
+            row = place.which[0]
+            kept[row, :, place.start : place.extent] = states[0]
+            return visible[row : row + 1]
+        index, columns = place.index.to(kept.device), place.columns.to(kept.device)
+        kept[index[:, None], :, columns] = states.transpose(1, 2)  # [m, T, H, D]
+        return visible[: len(place.which)] if place.first else visible[index]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.place.start + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.place.start
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+@dataclass
+class _Place:
+    """Where the states of a pass go: the one thing that the layers of a cache share."""
+
+    rows: int
+    capacity: int
+    """How many tokens a row can hold; the column after them takes the states of padding."""
+    which: Sequence[int] = ()
+    """The rows that take part in the pass."""
+    index: Tensor = field(default_factory=lambda: torch.empty(0))
+    """[m]: the same as a tensor."""
+    first: bool = True
+    """Whether they are the first m rows, so that no copy is needed to read them."""
+    start: int = 0
+    """How many tokens the row holds before the pass, where it is one row."""
+    extent: int = 0
+    """How many columns the pass can see."""
+    columns: Tensor | None = None
+    """[m, T]: the column of each new state; None where one row takes part."""
+
+
+def takes_masks(lm: LM) -> bool:
+    """Whether rows of different lengths can share a pass of a model's own forward; where they cannot, a warning says so.
+    Found out once for a model."""
+    if lm.takes_masks is None:
+        config: Any = lm.model.config.get_text_config()
+        rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
+        lm.takes_masks = not (
+            config._attn_implementation not in ("eager", "sdpa")
+            or config.model_type == "gpt_neo"  # its local layers place their window by the longest row
+            or "longrope" in rope  # rescales positions by the longest row
+            or "dynamic" in rope
+            or {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+        )
+        # models differ in how they place a mask, so it is tried; the session that tries it believes that it can
+        lm.takes_masks = lm.takes_masks and _reads_together_as_alone(lm)
+        if not lm.takes_masks:
+            warnings.warn(f"{lm.role} {lm.name!r}: takes no mask from outside; rows are read one by one", stacklevel=3)
+    return lm.takes_masks
+
+
+def compile_model(lm: LM, *, export: bool = True) -> bool:
+    """Use the exported forward pass of a model: the one that an earlier export left in the cache or, with `export`, a new one,
+    which takes some seconds; says whether it is used. It is checked against the model's own pass; where it cannot be
+    made, is broken or differs, a warning says why, and the model's own is used on."""
+    if lm.graph is not None:
+        return True
+    why = compiled.refuses(lm)
+    path = None if why else compiled.graph_path(lm)
+    if not export and not (path and path.exists()):
+        return False
+    try:
+        if path:
+            if not path.exists():
+                compiled.export(lm, path)
+            lm.graph = compiled.Graph(path)
+            if not _reads_together_as_alone(lm):
+                why = "the exported pass differs from its own"
+    except Exception as error:  # whatever an exporter raises
+        why = f"{type(error).__name__}: {first_line(error)}"
+    if why:
+        lm.graph = None
+        if path:
+            path.unlink(missing_ok=True)
+        warnings.warn(f"{lm.role} {lm.name!r}: is not compiled: {why}", stacklevel=2)
+    return not why
+
+
+def _reads_together_as_alone(lm: LM) -> bool:
+    """Whether rows of different lengths that are read together have the states that they have when each is read alone by the
+    model's own pass."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [min(n, lm.context or n) for n in (8, 40, 23)]
+    rows = [torch.randint(lm.width, (n,), generator=generator).tolist() for n in lengths]
+    graph = lm.graph
+    try:
+        together = Session(lm, 3)
+        lm.graph = None
+        alone = [Session(lm).read([row], 2).hidden for row in rows]
+        together.read([row[:-3] for row in rows])
+        states, wanted = together.read(rows, 2).hidden.float(), torch.cat(alone).float()
+    except Exception:
+        return False
+    finally:
+        lm.graph = graph
+    error = (states - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    return bool(error.max() < (0.1 if lm.model.dtype.itemsize < 4 else 1e-3))
+
+
+def token_bytes(lm: LM) -> dict[torch.device, int]:
+    """What one token takes in the KV cache, on each device; found by reading one."""
+    session = Session(lm, capacity=1)
+    session.read([[0]])
+    return session.cache.token_bytes
+
+
+def check_memory(caches: Iterable[tuple[LM, int]], rows: int) -> None:
+    """Raise InputError where the caches of `rows` rows would not fit into the free memory; `caches` says of each model how
+    many tokens a row must hold."""
+    need: dict[torch.device, int] = {}
+    for lm, capacity in caches:
+        for device, size in token_bytes(lm).items():
+            need[device] = need.get(device, 0) + size * (capacity + 1)
+    for device, size in need.items():
+        free = free_bytes(device)
+        if free is not None and size * rows > free:
+            raise InputError(
+                f"{rows} rows need {size * rows / 2**30:.1f} GiB of KV cache on {device}, {free / 2**30:.1f} GiB are free: at "
+                f"most {free // size} rows fit; lower batch_size or max_new_tokens"
+            )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """How much memory a device has left; None where it cannot be told."""
+    if device.type == "cuda":
+        kept_by_torch = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept_by_torch
+    try:
+        with open("/proc/meminfo") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """The length of the common beginning of two sequences, by bisection over comparisons of slices."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,100 @@
+"""Exported forward passes give what the models' own give."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import VOCABULARY
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from test_batch import assert_same
+
+from lenience.compiled import export, graph_path
+from lenience.model import LM
+from lenience.pair import Pair, load_pair
+from lenience.session import Session, compile_model, token_bytes
+
+EXPORTED = ["llama", "qwen2", "qwen3", "gemma2", "mistral", "gpt2"]
+QUICK = dict(derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
+rows = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=30), min_size=1, max_size=5)
+
+
+@pytest.fixture(scope="module")
+def compiled(checkpoints: Callable[[str], tuple[str, str]]) -> Callable[[str], LM]:
+    made: dict[str, LM] = {}
+
+    def get(name: str) -> LM:
+        if name not in made:
+            made[name] = load_pair(*checkpoints(name), dtype="float32").target
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert compile_model(made[name])
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+@given(st.lists(rows, min_size=1, max_size=3), st.integers(1, 3), st.integers(4, 40))
+@settings(max_examples=10, deadline=None, **QUICK)
+def test_states_and_logits_are_the_models_own(name: str, compiled, readings, states, capacity) -> None:
+    """Rows of any lengths, one after the other in the same cache, which grows where it is too small."""
+    lm = compiled(name)
+    session = Session(lm, 5, capacity)
+    for sequences in readings:
+        sequences = [sequence + [7] * states for sequence in sequences]
+        got = session.read(sequences, states)
+        for row, sequence in enumerate(sequences):
+            with torch.inference_mode():
+                own = lm.model(torch.tensor([sequence]), output_hidden_states=True)
+            torch.testing.assert_close(got.logits[row], own.logits[0, -states:], atol=2e-4, rtol=1e-3)
+            torch.testing.assert_close(got.hidden[row], own.hidden_states[-1][0, -states:], atol=2e-4, rtol=1e-3)
+
+
+@given(rows, st.sampled_from([("exact", 0.0), ("topk:3", 0.0), ("speculative", 0.8)]), st.integers(0, 9), st.integers(1, 4))
+@settings(max_examples=15, deadline=None, **QUICK)
+def test_a_compiled_pair_answers_as_a_plain_one(compiled, llama: Pair, asked, how, window, size) -> None:
+    pair = Pair(compiled("llama"), llama.draft, "half compiled")
+    options = dict(zip(("rule", "temperature"), how), window=window, max_new_tokens=30, batch_size=size)
+    assert_same(pair.generate_batch(asked, **options), llama.generate_batch(asked, **options))
+
+
+def test_the_built_in_pair_compiled_answers_as_plain(built_in: Pair) -> None:
+    fast = load_pair(compile=True)
+    assert fast.compiled and not built_in.compiled
+    prompts = [sample.prompt for sample, _ in zip(__import__("lenience").task("wordmath").samples("test"), range(6))]
+    options = {"max_new_tokens": 200, "batch_size": 4}
+    assert_same(fast.generate_batch(prompts, **options), built_in.generate_batch(prompts, **options))
+    assert token_bytes(fast.target) == token_bytes(built_in.target)
+    assert load_pair().compiled, "the exports are kept"
+    assert not load_pair(compile=False).compiled
+
+
+def test_what_cannot_be_exported_is_told_and_read_plainly(checkpoints) -> None:
+    neo = load_pair(*checkpoints("gpt_neo"), dtype="float32").target
+    with pytest.warns(UserWarning, match="is not compiled"):
+        assert not compile_model(neo)
+    Session(neo).read([[1, 2, 3]])
+    half = load_pair(*checkpoints("llama"), dtype="bfloat16").target
+    with pytest.warns(UserWarning, match="not all float32"):
+        assert not compile_model(half)
+
+
+def test_a_broken_or_foreign_export_is_not_used(checkpoints, compiled) -> None:
+    pair = load_pair(*checkpoints("mistral"), dtype="float32", compile=False)
+    path = graph_path(pair.target)
+    compiled("mistral")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.warns(UserWarning, match="is not compiled"):
+        assert not compile_model(pair.target, export=False)
+    assert not path.exists()
+    export(pair.draft, graph_path(pair.draft))
+    shutil.copy(graph_path(pair.draft), path)
+    with pytest.warns(UserWarning, match="differs from its own"):
+        assert not compile_model(pair.target, export=False)
+    assert pair.target.graph is None
