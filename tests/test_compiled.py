@@ -69,7 +69,8 @@ def test_the_built_in_pair_compiled_answers_as_plain(built_in: Pair) -> None:
     prompts = [sample.prompt for sample, _ in zip(__import__("lenience").task("wordmath").samples("test"), range(6))]
     options = {"max_new_tokens": 200, "batch_size": 4}
     assert_same(fast.generate_batch(prompts, **options), built_in.generate_batch(prompts, **options))
-    assert token_bytes(fast.target) == token_bytes(built_in.target)
+    device = built_in.target.device
+    assert token_bytes(fast.target)[device] == 2 * token_bytes(built_in.target)[device]  # while it grows there are two
     assert load_pair().compiled, "the exports are kept"
     assert not load_pair(compile=False).compiled
 

@@ -7,7 +7,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import cyclopts
 from cyclopts import App, Parameter
@@ -189,8 +189,9 @@ def mine(
 
 @app.command
 def fit(
-    run: Path, /, *, recall: float = 0.9, models: str = "target,draft", tokens: str = "draft,previous", out: Path | None = None,
-    seed: int = 0, target: str | None = None, draft: str | None = None, device: str = "auto", json: Json = False,
+    run: Path, /, *, head: Literal["logistic", "mlp"] = "logistic", recall: float = 0.9, models: str = "target,draft",
+    tokens: str = "draft,previous", out: Path | None = None, seed: int = 0, target: str | None = None,
+    draft: str | None = None, device: str = "auto", json: Json = False,
 ) -> None:  # fmt: skip
     """Fit a judge to a run's journal and save it in RUN/judge.
 
@@ -198,6 +199,8 @@ def fit(
     ----------
     run
         The run folder.
+    head
+        logistic, as AutoJudge has it, or mlp, with a hidden layer, which tells better where there is much to learn from.
     recall
         The share of important tokens that the judge's own threshold must reject; other thresholds are listed too.
     models
@@ -230,22 +233,22 @@ def fit(
         target, draft = target or made["models"]["target"]["name"], draft or made["models"]["draft"]["name"]
     dtypes = {model["dtype"] for model in made["models"].values()}
     pair = Models(target, draft, dtypes.pop() if len(dtypes) == 1 else "auto", device).load()
-    head = fit_run(pair, run, inputs, recall, seed, out or run / "judge")
+    fitted = fit_run(pair, run, inputs, out or run / "judge", kind=head, recall=recall, seed=seed)
     from lenience.report import probability
     from lenience.rules import Judge
 
     table = Table("recall of important", "threshold", "unimportant accepted", box=None)
-    for row in head.metrics["thresholds"]:
+    for row in fitted.metrics["thresholds"]:
         table.add_row(f"{row['recall']:g}", probability(row["threshold"]), f"{row['accepted']:.3f}")
     screen.print(table)
     screen.print(
-        f"AUC {head.metrics['auc_out_of_fold']:.3f} on folds it was not fitted to; "
-        f"use it as {Judge(str(out or run / 'judge'), head.threshold)}",
+        f"AUC {fitted.metrics['auc_out_of_fold']:.3f} on folds it was not fitted to; "
+        f"use it as {Judge(str(out or run / 'judge'), fitted.threshold)}",
         highlight=False,
         markup=False,
     )
     if json:
-        _print_json({"judge": str(out or run / "judge"), "threshold": head.threshold, **head.metrics})
+        _print_json({"judge": str(out or run / "judge"), "head": head, "threshold": fitted.threshold, **fitted.metrics})
 
 
 @app.command

@@ -32,6 +32,11 @@ LARGEST = 1 << 28
 """Models of more parameters than this are not exported: a graph is one file of at most 2 GiB."""
 
 
+FIRST_CAPACITY = 160
+KEPT_CALLS = 16
+"""How many shapes of calls a cache keeps bound."""
+
+
 def refuses(lm: LM) -> str | None:
     """Why a model cannot be exported at all; None where it can be tried."""
     if lm.device.type != "cpu":
@@ -105,18 +110,21 @@ def export(lm: LM, path: Path) -> None:
 
 
 class GraphCache:
-    """The keys and values of rows of tokens [2 · layers, rows, H, capacity, D], read through a graph."""
+    """The keys and values of rows of tokens [2 · layers, rows, H, C, D], read through a graph. The graph reads all of C, so it
+    starts small and grows with the rows, to `capacity` where that is enough."""
 
     together = True
 
     def __init__(self, lm: LM, rows: int, capacity: int):
         self.lm, self.graph = lm, cast(Graph, lm.graph)
-        self.states = self._room(rows, capacity)
-        self._calls: dict[tuple[int, int, int], _Call] = {}
+        self.most = capacity
+        self.states = self._room(rows, min(capacity, FIRST_CAPACITY))
+        self._calls: dict[tuple[int, int, int, int], _Call] = {}
 
     @property
     def token_bytes(self) -> dict[torch.device, int]:
-        return {self.states.device: self.states[:, 0, :, 0].nbytes}
+        """What one token takes at most: while the cache grows there are two."""
+        return {self.states.device: 2 * self.states[:, 0, :, 0].nbytes}
 
     def move(self, source: int, to: int) -> None:
         self.states[:, to] = self.states[:, source]
@@ -124,24 +132,31 @@ class GraphCache:
     def read(self, p: Pass) -> tuple[Tensor, Tensor]:
         """Logits [m, states, V] and hidden states [m, states, H]."""
         if p.extent > self.states.shape[3]:
-            old, self.states = self.states, self._room(self.states.shape[1], max(p.extent, 2 * self.states.shape[3]))
+            old, rows, least = self.states, self.states.shape[1], self.states.shape[3] * 3 // 2
+            self.states = self._room(rows, max(p.extent, min(least, self.most)))
             self.states[:, :, :, : old.shape[3]] = old
             self._calls = {}
-        m, t = len(p.ids), len(p.ids[0])
-        call = self._calls.get((m, t, p.states)) if p.first else None
-        if call is None:
-            call = _Call(self.graph, self.states[:, :m] if p.first else self.states[:, p.which], m, t, p.states)
-            if p.first:
-                self._calls[m, t, p.states] = call
-        logits, hidden = call(np.minimum(p.ids, self.lm.width - 1), p.pads, p.cached)
-        if m == 1:
-            self.states[:, p.which[0], :, p.cached[0] : p.extent] = call.new[:, 0]
-        else:
-            real = torch.arange(t) >= torch.tensor(p.pads)[:, None]
-            row, step = real.nonzero(as_tuple=True)
-            column = step + (torch.tensor(p.cached) - torch.tensor(p.pads))[row]
-            self.states[:, torch.tensor(p.which)[row], :, column] = call.new[:, row, :, step]
+        t, begin, end = len(p.ids[0]), min(p.which), max(p.which) + 1
+        ids = np.minimum(p.ids, self.lm.width - 1)
+        if end - begin > 2 * len(p.which):  # rows far apart are gathered
+            call = _Call(self.graph, self.states[:, p.which], t, p.states)
+            place = list(range(len(p.which)))
+        else:  # those between them are read as padding, since gathering would copy most of the cache
+            call = self._call(begin, end, t, p.states)
+            place = [row - begin for row in p.which]
+        logits, hidden = call(ids, p.pads, p.cached, place)
+        for i, row, pad, cached in zip(place, p.which, p.pads, p.cached):
+            self.states[:, row, :, cached : cached + t - pad] = call.new[:, i, :, pad:]
         return logits, hidden
+
+    def _call(self, begin: int, end: int, t: int, states: int) -> _Call:
+        """What reads `t` tokens of each of the rows from `begin` to `end`; some are kept."""
+        key = (begin, end, t, states)
+        if key not in self._calls:
+            if len(self._calls) >= KEPT_CALLS:
+                self._calls.clear()
+            self._calls[key] = _Call(self.graph, self.states[:, begin:end], t, states)
+        return self._calls[key]
 
     def _room(self, rows: int, capacity: int) -> Tensor:
         """Zeros, not anything: a masked key's weight is 0, and 0 times a NaN is none."""
@@ -152,7 +167,8 @@ class GraphCache:
 class _Call:
     """A graph bound to cached states and to shapes; what is bound is kept, so that a call writes a few numbers."""
 
-    def __init__(self, graph: Graph, past: Tensor, m: int, t: int, states: int):
+    def __init__(self, graph: Graph, past: Tensor, t: int, states: int):
+        m = past.shape[1]
         self.graph, self.past, self.binding = graph, past, graph.session.io_binding()
         self.ids = np.zeros((m, t), np.int64)
         self.pads, self.cached = np.zeros(m, np.int64), np.zeros(m, np.int64)
@@ -165,13 +181,17 @@ class _Call:
             self.binding.bind_input(name, "cpu", 0, np.int64, value.shape, value.ctypes.data)
         self._bind_output("new", self.new)
 
-    def __call__(self, ids: Any, pads: Sequence[int], cached: Sequence[int]) -> tuple[Tensor, Tensor]:
-        self.ids[:], self.pads[:], self.cached[:] = ids, pads, cached
-        logits, hidden = (torch.empty(len(ids), len(self.kept), width) for width in (self.graph.width, self.graph.hidden))
+    def __call__(self, ids: Any, pads: list[int], cached: list[int], place: list[int]) -> tuple[Tensor, Tensor]:
+        """Logits and hidden states of the rows at `place`; the others are padding."""
+        m, whole = len(self.ids), len(place) == len(self.ids)
+        if not whole:
+            self.pads[:], self.cached[:] = self.ids.shape[1], 0
+        self.ids[place], self.pads[place], self.cached[place] = ids, pads, cached
+        logits, hidden = (torch.empty(m, len(self.kept), width) for width in (self.graph.width, self.graph.hidden))
         self._bind_output("logits", logits)
         self._bind_output("hidden", hidden)
         self.graph.session.run_with_iobinding(self.binding)
-        return logits, hidden
+        return (logits, hidden) if whole else (logits[place], hidden[place])
 
     def _bind_output(self, name: str, value: Tensor) -> None:
         self.binding.bind_output(name, "cpu", 0, np.float32, tuple(value.shape), value.data_ptr())

@@ -35,7 +35,7 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
     screen.print(f"{counts['mismatches']} mismatches, {share:.1%} of them change the answer", highlight=False)
 
     screen.rule("2. fitting the judge")
-    head = fit_run(pair, folder, Inputs(), 0.9, 0, folder / "judge")
+    head = fit_run(pair, folder, Inputs(), folder / "judge", kind="mlp", recall=0.9, seed=0)
     auc, each = head.metrics["auc_out_of_fold"], counts["important"] / counts["samples"]
     thresholds, picked = _thresholds(head.metrics["thresholds"], each)
     screen.print(

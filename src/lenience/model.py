@@ -65,11 +65,6 @@ class Pass:
     states: int
     """After how many of the last tokens logits and hidden states are wanted."""
 
-    @property
-    def first(self) -> bool:
-        """Whether its rows are the first m of the cache."""
-        return self.which == list(range(len(self.which)))
-
 
 class LM:
     """A causal language model and its tokenizer, ready for inference."""

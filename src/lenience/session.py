@@ -142,7 +142,7 @@ class PlainCache:
         if len(p.which) == 1:
             place.start, place.columns = p.cached[0], None
         else:
-            place.start, place.index, place.first = 0, torch.tensor(p.which, device=device), p.first
+            place.start, place.index, place.first = 0, torch.tensor(p.which, device=device), p.which == [*range(len(p.which))]
             at, padding = positions(ids, *(torch.tensor(counts, device=device) for counts in (p.pads, p.cached)))
             place.columns = at.masked_fill(padding, place.capacity)
             extra = {"position_ids": at, "attention_mask": self._masks(at, p.extent)}

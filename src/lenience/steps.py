@@ -88,7 +88,7 @@ def mine_run(pair: Pair, task: Task, out: Path, limit: int | None, **options: An
     }
 
 
-def fit_run(pair: Pair, run: Path, inputs: Inputs, recall: float, seed: int, out: Path) -> Head:
+def fit_run(pair: Pair, run: Path, inputs: Inputs, out: Path, **options: Any) -> Head:
     """Compute the hidden states of a run's mismatches, fit a judge to them and save it."""
     from lenience.heads import fit_head
     from lenience.mining import features, load_features
@@ -98,7 +98,7 @@ def fit_run(pair: Pair, run: Path, inputs: Inputs, recall: float, seed: int, out
             show("hidden states", done, total)
     with screen.status("fitting the judge"):
         x, important, samples = load_features(run, inputs)
-        head = fit_head(x, important, samples, inputs=inputs, fingerprints=pair.fingerprints, recall=recall, seed=seed)
+        head = fit_head(x, important, samples, inputs=inputs, fingerprints=pair.fingerprints, **options)
     head.save(out)
     return head
 
