@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -178,7 +178,17 @@ def test_a_model_that_places_masks_otherwise_is_found_out(name: str, dtype: str,
         assert not takes_masks(lm)
 
 
-def test_in_bfloat16_answers_part_only_at_near_ties(tmp_path: Path, checkpoints) -> None:
+def test_threads_that_use_one_pair_do_not_mix(checkpoints, judge: str) -> None:
+    pair = load_pair(*checkpoints("llama"), dtype="float32")
+    asked = [[[i + 1, *range(1, 3 * i % 9 + 2)] for i in range(k, k + 6)] for k in range(0, 24, 6)]
+    options = {"rule": judge, "batch_size": 3, "max_new_tokens": 30}
+    with ThreadPoolExecutor(4) as threads:
+        outs = list(threads.map(lambda prompts: pair.generate_batch(prompts, **options), asked))
+    for prompts, together in zip(asked, outs):
+        assert_same(together, pair.generate_batch(prompts, **options))
+
+
+def test_in_bfloat16_answers_part_only_at_near_ties(checkpoints) -> None:
     pair = load_pair(*checkpoints("llama"), dtype="bfloat16")
     asked = [[i + 1] * (i % 5 + 1) for i in range(12)]
     for prompt, out in zip(asked, pair.generate_batch(asked, batch_size=6, max_new_tokens=20)):

@@ -10,6 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from scipy.special import expit
+from scipy.stats import norm
 
 from lenience import InputError
 from lenience.core import Draft, Reading
@@ -64,9 +66,47 @@ def test_the_best_linear_head_is_found() -> None:
     assert rejected[wanted].mean() == pytest.approx(0.9, abs=0.03)
 
 
-def test_fitting_is_repeatable() -> None:
+def test_a_hidden_layer_finds_what_no_linear_head_can() -> None:
+    """Important where two coordinates have the same sign: each alone, and any sum of them, says nothing."""
+    rng = np.random.default_rng(4)
+    x = rng.normal(size=(4000, 6)).astype(np.float32)
+    important = x[:, 0] * x[:, 1] > 0
+    x = x * np.array([1, 100, 1e-3, 5, 1, 1], np.float32) + np.array([50, 0, 3, -7, 0, 0], np.float32)
+    given = {"inputs": DRAFTED, "fingerprints": PRINTS, "recall": 0.9, "seed": 0}
+    linear, mlp = (fit_head(x, important, np.arange(4000) // 4, kind=kind, **given) for kind in ("logistic", "mlp"))
+    assert linear.metrics["auc_out_of_fold"] < 0.6 and mlp.metrics["auc_out_of_fold"] > 0.95
+    # what decoding computes on raw states is what was fitted on standardised ones
+    fresh = rng.normal(size=(2000, 6)).astype(np.float32)
+    wanted = fresh[:, 0] * fresh[:, 1] > 0
+    raw = fresh * np.array([1, 100, 1e-3, 5, 1, 1], np.float32) + np.array([50, 0, 3, -7, 0, 0], np.float32)
+    states, n = torch.tensor(np.vstack([raw[:1], raw]))[None], len(raw)
+    draft = Draft(torch.zeros(1, n, dtype=torch.long), torch.tensor([n]), None, states[..., 4:])
+    rejected = (mlp.scores(draft, Reading(torch.zeros(1, n + 1, 1), states[..., :4]))[0] < mlp.threshold).numpy()
+    assert rejected[wanted].mean() == pytest.approx(0.9, abs=0.04) and rejected[~wanted].mean() < 0.15
+
+
+def test_an_mlp_scores_as_its_definition_says(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    weight, bias, inner, shift = rng.normal(size=7), 0.25, rng.normal(size=(3, 7)), rng.normal(size=7)
+    layer = (torch.tensor(inner, dtype=torch.float32), torch.tensor(shift, dtype=torch.float32))
+    head = Head(torch.tensor(weight, dtype=torch.float32), bias, DRAFTED, 0.5, PRINTS, layer=layer)
+    head.save(tmp_path)
+    again = load_head(tmp_path)
+    assert again.fingerprint == head.fingerprint and again.kind == "mlp"
+    states = rng.normal(size=(1, 4, 3))
+    draft = Draft(torch.zeros(1, 3, dtype=torch.long), torch.tensor([3]), None, torch.tensor(states[..., 2:]))
+    z = states[0, 1:] @ inner + shift
+    gelu = z * norm.cdf(z)
+    scores = again.scores(draft, Reading(torch.zeros(1, 4, 1), torch.tensor(states[..., :2])))[0]
+    np.testing.assert_allclose(scores.numpy(), expit(gelu @ weight + bias), atol=1e-5)
+    with pytest.raises(InputError, match="reads 3 numbers, these models give 5"):
+        again.check(PRINTS, {"target": 4, "draft": 1})
+
+
+@pytest.mark.parametrize("kind", ["logistic", "mlp"])
+def test_fitting_is_repeatable(kind: str) -> None:
     given = synthetic(3)
-    a, b = (fit_head(*given, inputs=DRAFTED, fingerprints=PRINTS, recall=0.9, seed=5) for _ in range(2))
+    a, b = (fit_head(*given, inputs=DRAFTED, fingerprints=PRINTS, recall=0.9, seed=5, kind=kind) for _ in range(2))
     assert torch.equal(a.weight, b.weight) and a.threshold == b.threshold
 
 

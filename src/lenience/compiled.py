@@ -255,8 +255,7 @@ class _Forward(torch.nn.Module):
             logits_to_keep=kept,
         )
         new = [states for layer in layers for states in (layer.keys, layer.values)]
-        assert self.lm.state is not None
-        return out.logits, self.lm.state, torch.stack(cast(list[Tensor], new))
+        return out.logits, self.lm.take_state(), torch.stack(cast(list[Tensor], new))
 
 
 def _attend(
@@ -296,7 +295,7 @@ def _attention_of_the_graph(lm: LM) -> Iterator[None]:
         yield
     finally:
         lm.model.set_attn_implementation(before)
-        _Forward.past, lm.state = (), None
+        _Forward.past = ()
 
 
 @contextmanager

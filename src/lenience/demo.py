@@ -11,11 +11,16 @@ from lenience.compare import compare, discard
 from lenience.errors import InputError
 from lenience.heads import Inputs
 from lenience.journal import Journal, read_json
-from lenience.pair import EMBEDDED, load_pair
+from lenience.pair import EMBEDDED, Pair, load_pair
 from lenience.report import probability, write_report
 from lenience.rules import Judge
-from lenience.steps import compile_pair, fit_run, follow, loading, mine_run, print_table, screen
-from lenience.tasks import WordMath
+from lenience.steps import compile_pair, fit_run, follow, loading, mine_run, print_table, progress, screen
+from lenience.tasks import Task, WordMath, take
+
+RECALLS = (0.9, 0.95, 0.98, 0.99)
+"""Of important tokens: the thresholds that are tried, from the paper's to one that hardly loses anything."""
+PICKING = 100
+"""How many problems the threshold is picked on."""
 
 
 def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
@@ -36,20 +41,23 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
 
     screen.rule("2. fitting the judge")
     head = fit_run(pair, folder, Inputs(), folder / "judge", kind="mlp", recall=0.9, seed=0)
-    auc, each = head.metrics["auc_out_of_fold"], counts["important"] / counts["samples"]
-    thresholds, picked = _thresholds(head.metrics["thresholds"], each)
+    auc, sweep = head.metrics["auc_out_of_fold"], {row["recall"]: row["threshold"] for row in head.metrics["thresholds"]}
+    screen.print(f"AUC {auc:.3f} on samples it was not fitted to", highlight=False)
+    thresholds = [sweep[recall] for recall in RECALLS]
+    judges = [str(Judge(str(folder / "judge"), threshold)) for threshold in thresholds]
+    picked, lost = _pick(pair, task, judges)
     screen.print(
-        f"AUC {auc:.3f}; an answer has {each:.2f} important mismatches, so a loss within a point needs a recall of "
-        f"{1 - 0.01 / each:.3f}: threshold {probability(picked)}",
+        f"picked: threshold {probability(thresholds[picked])}, the most lenient that loses at most one in a hundred on "
+        f"{PICKING} other problems (it lost {lost})",
         highlight=False,
     )
 
     screen.rule(f"3. comparing on {limit} held-out problems")
-    judges = [str(Judge(str(folder / "judge"), threshold)) for threshold in thresholds]
-    rules = ["target", "draft", "exact", "topk:2", "topk:4", *judges]
+    shown = [judges[i] for i in sorted({0, picked, len(judges) - 1})]
+    rules = ["target", "draft", "exact", "topk:2", "topk:4", *shown]
     if (out / "compare.json").exists() and read_json(out / "compare.json")["rules"] != rules:
         discard(out)  # of another judge
-    frontier = follow(compare(pair, task, rules, limit=limit, tuning=4, out=out))
+    frontier = follow(compare(pair, task, rules, windows=(4, 16), limit=limit, tuning=4, timed=12, repeats=1, out=out))
     write_report(out / "report.html", frontier, {**counts, "important_share": share, "judge_auc": auc})
     print_table(frontier)
     seconds = time.perf_counter() - began
@@ -60,7 +68,7 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
         "draft_accuracy": by_rule["draft"]["accuracy"],
         "important_share": share,
         "judge_auc": auc,
-        "threshold": picked,
+        "threshold": thresholds[picked],
         "rows": frontier["rows"],
         "machine": frontier["machine"],
         "seconds": seconds,
@@ -76,10 +84,26 @@ def _copy_shipped(folder: Path) -> int:
     return sum(1 for _ in Journal(EMBEDDED / "run" / "journal.jsonl"))
 
 
-def _thresholds(sweep: list[dict[str, float]], each: float) -> tuple[list[float], float]:
-    """Three thresholds to show, and the one that is picked: with `each` important mismatches in an answer, a recall of
-    1 - 0.01 / each loses about one answer in a hundred. The others are the paper's recall of 0.9 and one between."""
-    picked = next((row for row in sweep if row["recall"] >= 1 - 0.01 / each), sweep[-1])
-    between = next(row for row in reversed(sweep) if row["recall"] < (picked["recall"] + 0.9) / 2 or row is sweep[0])
-    paper = next(row for row in sweep if row["recall"] == 0.9)
-    return sorted({row["threshold"] for row in (paper, between, picked)}), picked["threshold"]
+def _pick(pair: Pair, task: Task, judges: list[str]) -> tuple[int, int]:
+    """The last of `judges`, most lenient first, that comes before one which loses more than one in a hundred of the last
+    problems of the training split, and how many it loses. They are tried from the strictest on."""
+    samples = take(task, "train", None)[-PICKING:]
+    with progress() as show:
+
+        def right(rule: str, nth: int) -> dict[int, bool]:
+            found: dict[int, bool] = {}
+            prompts = [sample.prompt for sample in samples]
+            for i, out in pair.as_completed(prompts, batch_size=32, rule=rule, window=16, max_new_tokens=task.max_new_tokens):
+                found[i] = task.correct(out.text, samples[i])
+                show("picking", nth * len(samples) + len(found), (len(judges) + 1) * len(samples))
+            return found
+
+        strict, picked, lost = right("exact", 0), len(judges) - 1, 0
+        for i in reversed(range(len(judges))):
+            lenient = right(judges[i], len(judges) - i)
+            losses = sum(strict[k] and not lenient[k] for k in strict)
+            if losses > len(samples) // 100:
+                break
+            picked, lost = i, losses
+        show("picking", 1, 1)
+    return picked, lost

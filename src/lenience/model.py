@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,8 +74,9 @@ class LM:
         self.model, self.tokenizer, self.name, self.role = model.eval(), tokenizer, name, role
         self.embedding = cast(torch.nn.Embedding, model.get_input_embeddings())
         _refuse_unless_rollable(model, f"{role} {name!r}")
-        self.state: Tensor | None = None
-        """What the LM head read last: hidden states after the final norm."""
+        self._read = threading.local()
+        self.lock = threading.RLock()
+        """Held while something is found out about the model or it is exported."""
         self.graph: Any = None
         """The exported forward pass that is used in place of the model's own; see lenience.compiled."""
         self.takes_masks: bool | None = None
@@ -111,7 +113,12 @@ class LM:
         return cls(model, tokenizer, name, role)
 
     def _catch_state(self, _module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.state = args[0]
+        self._read.state = args[0]
+
+    def take_state(self) -> Tensor:
+        """What the LM head read last in this thread: hidden states after the final norm."""
+        state, self._read.state = self._read.state, None
+        return cast(Tensor, state)
 
     @property
     def device(self) -> torch.device:

@@ -26,13 +26,13 @@ def family(rule: str) -> str:
 
 
 def short(row: dict[str, Any]) -> str:
-    """A row's rule without the path of its judge."""
+    """A row's rule with no more of its judge's path than its folder."""
     if row["rule"] in ("target", "draft"):
         return row["rule"]
     parsed = parse_rule(row["rule"])
     terms = parsed.terms if isinstance(parsed, AnyOf) else (parsed,)
     return "|".join(
-        ("judge" if term.threshold is None else f"judge@{probability(term.threshold)}")
+        Path(term.path).name + ("" if term.threshold is None else f"@{probability(term.threshold)}")
         if isinstance(term, Judge)
         else str(term)
         for term in terms

@@ -147,9 +147,7 @@ class PlainCache:
             place.columns = at.masked_fill(padding, place.capacity)
             extra = {"position_ids": at, "attention_mask": self._masks(at, p.extent)}
         out = self.lm.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=p.states, **extra)
-        state, self.lm.state = self.lm.state, None
-        assert state is not None
-        logits = out.logits[:, -p.states :]
+        state, logits = self.lm.take_state(), out.logits[:, -p.states :]
         return logits, state[:, -p.states :].to(logits.device)  # a model may lie on several devices
 
     def _masks(self, at: Tensor, extent: int) -> Any:
@@ -235,29 +233,37 @@ class _Place:
 def takes_masks(lm: LM) -> bool:
     """Whether rows of different lengths can share a pass of a model's own forward; where they cannot, a warning says so.
     Found out once for a model."""
-    if lm.takes_masks is None:
-        config: Any = lm.model.config.get_text_config()
-        rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
-        lm.takes_masks = not (
-            config._attn_implementation not in ("eager", "sdpa")
-            or config.model_type == "gpt_neo"  # its local layers place their window by the longest row
-            or "longrope" in rope  # rescales positions by the longest row
-            or "dynamic" in rope
-            or {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
-        )
-        # models differ in how they place a mask, so it is tried; the session that tries it believes that it can
-        lm.takes_masks = lm.takes_masks and _reads_together_as_alone(lm)
-        if not lm.takes_masks:
-            warnings.warn(f"{lm.role} {lm.name!r}: takes no mask from outside; rows are read one by one", stacklevel=3)
-    return lm.takes_masks
+    with lm.lock:
+        if lm.takes_masks is None:
+            _try_masks(lm)
+    return bool(lm.takes_masks)
+
+
+def _try_masks(lm: LM) -> None:
+    config: Any = lm.model.config.get_text_config()
+    rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
+    able = not (
+        config._attn_implementation not in ("eager", "sdpa")
+        or config.model_type == "gpt_neo"  # its local layers place their window by the longest row
+        or "longrope" in rope  # rescales positions by the longest row
+        or "dynamic" in rope
+        or {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    )
+    lm.takes_masks = able  # models differ in how they place a mask, so it is tried; the session that tries it believes it
+    lm.takes_masks = able and _reads_together_as_alone(lm)
+    if not lm.takes_masks:
+        warnings.warn(f"{lm.role} {lm.name!r}: takes no mask from outside; rows are read one by one", stacklevel=4)
 
 
 def compile_model(lm: LM, *, export: bool = True) -> bool:
     """Use the exported forward pass of a model: the one that an earlier export left in the cache or, with `export`, a new one,
     which takes some seconds; says whether it is used. It is checked against the model's own pass; where it cannot be
     made, is broken or differs, a warning says why, and the model's own is used on."""
-    if lm.graph is not None:
-        return True
+    with lm.lock:
+        return lm.graph is not None or _compile(lm, export)
+
+
+def _compile(lm: LM, export: bool) -> bool:
     why = compiled.refuses(lm)
     path = None if why else compiled.graph_path(lm)
     if not export and not (path and path.exists()):
@@ -275,7 +281,7 @@ def compile_model(lm: LM, *, export: bool = True) -> bool:
         lm.graph = None
         if path:
             path.unlink(missing_ok=True)
-        warnings.warn(f"{lm.role} {lm.name!r}: is not compiled: {why}", stacklevel=2)
+        warnings.warn(f"{lm.role} {lm.name!r}: is not compiled: {why}", stacklevel=3)
     return not why
 
 
