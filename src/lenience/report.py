@@ -21,8 +21,8 @@ ORIGINS = {
 
 
 def family(rule: str) -> str:
-    """The group that a rule is drawn with."""
-    return "judge" if "judge" in rule else rule.split(":")[0]
+    """The group that a rule is drawn with; judges by the folder of their head."""
+    return short({"rule": rule}).split("|")[-1].split(":")[0].split("@")[0]
 
 
 def short(row: dict[str, Any]) -> str:
@@ -42,8 +42,8 @@ def short(row: dict[str, Any]) -> str:
 def why(row: dict[str, Any]) -> str:
     """Why a row's window is in the table, where it is not the rule's fastest."""
     if row["why"].startswith("window of"):
-        return "a judge's window"
-    return "widest window" if row["why"] == "widest" else ""
+        return "judge's"
+    return "widest" if row["why"] == "widest" else ""
 
 
 def probability(p: float) -> str:
@@ -56,50 +56,60 @@ def probability(p: float) -> str:
 
 
 def plot(frontier: dict[str, Any]) -> Any:
-    """The frontier as a matplotlib figure: accuracy against tokens per pass and against tokens per second."""
+    """The frontier as a matplotlib figure: accuracy against tokens per pass and, at the rules' fastest windows, against tokens
+    per second. Accuracies are drawn on a logit scale, which parts those near 1; a label that would cover another is left
+    out."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    for axis, key, label in (
-        (left, "tokens_per_pass", "tokens per pass of the target"),
-        (right, "tokens_per_second", "tokens per second"),
-    ):
-        groups: dict[tuple[str, bool], list[dict[str, Any]]] = {}
-        for row in frontier["rows"]:
-            if row[key] is not None:
-                groups.setdefault((family(row["rule"]), bool(why(row))), []).append(row)
-        for (name, other), group in groups.items():
-            group.sort(key=lambda row: row[key])
-            x, y = [row[key] for row in group], [100 * row["accuracy"] for row in group]
-            low = [100 * (row["accuracy"] - row["accuracy_interval"][0]) for row in group]
-            high = [100 * (row["accuracy_interval"][1] - row["accuracy"]) for row in group]
-            color, mark = COLORS.get(name, "#7c3aed"), MARKS.get(name, "v")
-            axis.errorbar(x, y, yerr=[low, high], color=color, fmt="none", alpha=0.3, linewidth=1)
-            style = {"linestyle": ":", "markerfacecolor": "white"} if other else {"label": name}
-            axis.plot(x, y, color=color, marker=mark, markersize=6, linewidth=1.2, **style)
-            above = name in ("judge", "target", "draft")
-            for row, px, py in zip(group, x, y):
-                text = f"{short(row)}, w {row['window']}" if row["window"] else short(row)
-                axis.annotate(
-                    text,
-                    (px, py),
-                    fontsize=6.5,
-                    color=color,
-                    rotation=35 if above else -35,
-                    rotation_mode="anchor",
-                    xytext=(4, 4 if above else -4),
-                    textcoords="offset points",
-                    va="bottom" if above else "top",
-                )
-        axis.set_xlabel(label)
-        axis.margins(x=0.15, y=0.2)
-        axis.grid(alpha=0.25, linewidth=0.5)
-        axis.spines[["top", "right"]].set_visible(False)
-    left.set_ylim(top=102)
+    marked = {
+        left: _marks(left, "tokens_per_pass", "tokens per pass of the target", frontier["rows"]),
+        right: _marks(right, "tokens_per_second", "tokens per second", [row for row in frontier["rows"] if not why(row)]),
+    }
+    left.set_yscale("logit")
+    ticks = [
+        share for share in (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99) if left.get_ylim()[0] < share < left.get_ylim()[1]
+    ]
+    left.set_yticks(ticks, [f"{100 * share:.0f}" for share in ticks])
+    left.set_yticks([], minor=True)
     left.set_ylabel("right answers, %")
     left.legend(frameon=False, fontsize=8, loc="lower left")
+    figure.draw_without_rendering()  # so that data can be told in pixels
+    for axis, marks in marked.items():
+        taken: list[Any] = []
+        for x, y, text, color in marks:
+            at = axis.transData.transform((x, y))
+            if all(abs(at[0] - other[0]) > 88 or abs(at[1] - other[1]) > 11 for other in taken):
+                taken.append(at)
+                axis.annotate(text, (x, y), fontsize=7, color=color, xytext=(4, 4), textcoords="offset points")
     return figure
+
+
+def _marks(axis: Any, key: str, label: str, rows: list[dict[str, Any]]) -> list[tuple[float, float, str, str]]:
+    """Draw one axis; gives the marks that may be labelled, fastest windows first: x, y, text and colour."""
+    groups: dict[tuple[str, bool], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row[key] is not None:
+            groups.setdefault((family(row["rule"]), bool(why(row))), []).append(row)
+    marks = []
+    for (name, other), group in sorted(groups.items(), key=lambda item: item[0][1]):
+        group.sort(key=lambda row: row[key])
+        least = 0.5 / group[0]["n"]  # 0 and 1 have no place on a logit scale
+        x, y = [row[key] for row in group], [min(max(row["accuracy"], least), 1 - least) for row in group]
+        bounds = [[min(max(bound, least / 2), 1 - least / 2) for bound in row["accuracy_interval"]] for row in group]
+        errors = [[abs(at - bound[side]) for at, bound in zip(y, bounds)] for side in (0, 1)]
+        color, mark = COLORS.get(name, "#7c3aed"), MARKS.get(name, "o")
+        axis.errorbar(x, y, yerr=errors, color=color, fmt="none", alpha=0.3, linewidth=1)
+        style = {"linestyle": ":", "markerfacecolor": "white"} if other else {"label": name}
+        axis.plot(x, y, color=color, marker=mark, markersize=6, linewidth=1.2, **style)
+        for row, px, py in zip(group, x, y):
+            marks.append((px, py, f"{short(row)}, w {row['window']}" if row["window"] else short(row), color))
+    axis.set_xlabel(label)
+    axis.margins(x=0.15)
+    axis.grid(alpha=0.25, linewidth=0.5)
+    axis.spines[["top", "right"]].set_visible(False)
+    return marks
 
 
 def svg(frontier: dict[str, Any]) -> str:
@@ -116,7 +126,7 @@ def example(frontier: dict[str, Any]) -> dict[str, Any] | None:
     for sample in frontier["examples"]:
         for row, result in zip(frontier["rows"], sample["results"]):
             lenient = sum(origin == "draft-lenient" for _, origin, _ in result.get("trace", []))
-            rank = (family(row["rule"]) == "judge", result["correct"], lenient)
+            rank = ("judge:" in row["rule"], result["correct"], lenient)
             found.append((rank, {"row": row, "sample": sample, "result": result, "lenient": lenient}))
     return max(found, key=lambda item: item[0], default=(None, None))[1]
 

@@ -133,4 +133,4 @@ def print_table(frontier: dict[str, Any]) -> None:
             f"{row['tokens_per_second']:.0f}",
             "–" if row["seconds_per_correct"] is None else f"{row['seconds_per_correct']:.3f}",
         )
-    Console(stderr=True, width=max(screen.width, 110)).print(table)
+    Console(stderr=True, width=max(screen.width, 120)).print(table)
