@@ -19,8 +19,9 @@ from lenience.tasks import Task, WordMath, take
 
 RECALLS = (0.9, 0.95, 0.98, 0.99)
 """Of important tokens: the thresholds that are tried, from the paper's to one that hardly loses anything."""
-PICKING = 100
+PICKING = 300
 """How many problems the threshold is picked on."""
+WINDOWS = (4, 8, 32)
 
 
 def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
@@ -53,11 +54,10 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
     )
 
     screen.rule(f"3. comparing on {limit} held-out problems")
-    shown = [judges[i] for i in sorted({0, picked, len(judges) - 1})]
-    rules = ["target", "draft", "exact", "topk:2", "topk:4", *shown]
+    rules = ["target", "draft", "exact", "topk:2", "topk:4", *judges]
     if (out / "compare.json").exists() and read_json(out / "compare.json")["rules"] != rules:
         discard(out)  # of another judge
-    frontier = follow(compare(pair, task, rules, windows=(4, 16), limit=limit, tuning=4, timed=12, repeats=1, out=out))
+    frontier = follow(compare(pair, task, rules, windows=WINDOWS, limit=limit, tuning=4, timed=12, repeats=1, out=out))
     write_report(out / "report.html", frontier, {**counts, "important_share": share, "judge_auc": auc})
     print_table(frontier)
     seconds = time.perf_counter() - began
@@ -93,7 +93,9 @@ def _pick(pair: Pair, task: Task, judges: list[str]) -> tuple[int, int]:
         def right(rule: str, nth: int) -> dict[int, bool]:
             found: dict[int, bool] = {}
             prompts = [sample.prompt for sample in samples]
-            for i, out in pair.as_completed(prompts, batch_size=32, rule=rule, window=16, max_new_tokens=task.max_new_tokens):
+            for i, out in pair.as_completed(
+                prompts, batch_size=32, rule=rule, window=max(WINDOWS), max_new_tokens=task.max_new_tokens
+            ):
                 found[i] = task.correct(out.text, samples[i])
                 show("picking", nth * len(samples) + len(found), (len(judges) + 1) * len(samples))
             return found
