@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["LENIENCE_CACHE"] = tempfile.mkdtemp(prefix="lenience-tests-")  # exported models
+RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+os.environ["LENIENCE_CACHE"] = f"{tempfile.gettempdir()}/lenience-tests-{RUN}"  # exported models, the same for all workers
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +34,12 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from lenience.pair import Pair, load_pair
 
 torch.set_num_threads(1)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ["LENIENCE_CACHE"], ignore_errors=True)
+
 
 VOCABULARY = 48
 COMMON = dict(vocab_size=VOCABULARY, eos_token_id=0, bos_token_id=None, pad_token_id=0, initializer_range=0.35)

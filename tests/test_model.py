@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import AutoModelForSeq2SeqLM
 
 from lenience import InputError
 from lenience.pair import Pair, load_pair
-from lenience.session import Session, _common
+from lenience.session import Session, common
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -53,8 +53,8 @@ def test_common_beginning(a: list[int], b: list[int]) -> None:
     wanted = 0
     while wanted < min(len(a), len(b)) and a[wanted] == b[wanted]:
         wanted += 1
-    assert _common(a, b) == wanted
-    assert _common(a, a + b) == len(a)
+    assert common(a, b) == wanted
+    assert common(a, a + b) == len(a)
 
 
 def test_hidden_states_are_what_the_head_reads(llama: Pair) -> None:

@@ -173,6 +173,7 @@ def mine(
     batch_size
         How many samples are decoded together.
     """
+    _check_limit(limit)
     choice, models = choice or TaskChoice(), models or Models()
     task = choice.load()
     pair = models.load(long=True)
@@ -278,11 +279,13 @@ def compare(
     out
         A folder for frontier.json and report.html; with it, a comparison that was stopped goes on.
     """
-    from lenience.compare import WINDOWS
-    from lenience.compare import compare as run
-
+    _check_limit(limit)
     if any(one < 1 for one in window):
         raise InputError("--window: must be 1 or more")
+    from lenience.compare import WINDOWS, heads
+    from lenience.compare import compare as run
+
+    heads(rule)  # a wrong rule is told before the models are loaded
     choice, models = choice or TaskChoice(), models or Models()
     task = choice.load()
     pair = models.load(long=True)
@@ -317,6 +320,11 @@ def demo(*, out: Path = Path("demo"), fresh: int = 8, limit: int = 100, json: Js
     told = tell(out, fresh, limit)
     if json:
         _print_json(told)
+
+
+def _check_limit(limit: int | None) -> None:
+    if limit is not None and limit < 1:
+        raise InputError(f"--limit {limit}: must be 1 or more")
 
 
 def _print_json(value: dict[str, Any]) -> None:

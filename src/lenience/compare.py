@@ -86,7 +86,7 @@ def compare(
         raise InputError(f"task {task.name!r}: sample {unknown[0]} has no reference, and accuracy cannot be told without one")
     rules = list(dict.fromkeys(["target", *rules]))
     asked = describe(pair, task, split="test", max_new_tokens=max_new_tokens, rules=rules, windows=list(windows),
-                     tuning=tuning, heads=_heads(rules))  # fmt: skip
+                     tuning=tuning, heads=heads(rules))  # fmt: skip
     with _folder(out, asked) as folder:
         run = _Run(pair, task, max_new_tokens, folder)
         settings = yield from run.settings(rules, windows, others)
@@ -249,7 +249,7 @@ def _judges(rule: str) -> list[Judge]:
     return [term for term in terms if isinstance(term, Judge)]
 
 
-def _heads(rules: Sequence[str]) -> dict[str, str]:
+def heads(rules: Sequence[str]) -> dict[str, str]:
     """Identifies the heads of the rules: a head that was fitted anew, or has another threshold, is another one."""
     return {judge.path: judge.head.fingerprint for rule in rules for judge in _judges(rule)}
 

@@ -15,12 +15,10 @@ from lenience.pair import EMBEDDED, Pair, load_pair
 from lenience.report import probability, write_report
 from lenience.rules import Judge
 from lenience.steps import compile_pair, fit_run, follow, loading, mine_run, print_table, progress, screen
-from lenience.tasks import Task, WordMath, take
+from lenience.tasks import Sample, Task, WordMath, take
 
 RECALLS = (0.9, 0.95, 0.98, 0.99)
 """Of important tokens: the thresholds that are tried, from the paper's to one that hardly loses anything."""
-PICKING = 300
-"""How many problems the threshold is picked on."""
 WINDOWS = (4, 8, 32)
 
 
@@ -46,10 +44,11 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
     screen.print(f"AUC {auc:.3f} on samples it was not fitted to", highlight=False)
     thresholds = [sweep[recall] for recall in RECALLS]
     judges = [str(Judge(str(folder / "judge"), threshold)) for threshold in thresholds]
-    picked, lost = _pick(pair, task, judges)
+    others = take(task, "train", None)[-3 * limit :]
+    picked, lost = _pick(pair, task, judges, others)
     screen.print(
         f"picked: threshold {probability(thresholds[picked])}, the most lenient that loses at most one in a hundred on "
-        f"{PICKING} other problems (it lost {lost})",
+        f"{len(others)} other problems (it lost {lost})",
         highlight=False,
     )
 
@@ -84,10 +83,9 @@ def _copy_shipped(folder: Path) -> int:
     return sum(1 for _ in Journal(EMBEDDED / "run" / "journal.jsonl"))
 
 
-def _pick(pair: Pair, task: Task, judges: list[str]) -> tuple[int, int]:
-    """The last of `judges`, most lenient first, that comes before one which loses more than one in a hundred of the last
-    problems of the training split, and how many it loses. They are tried from the strictest on."""
-    samples = take(task, "train", None)[-PICKING:]
+def _pick(pair: Pair, task: Task, judges: list[str], samples: list[Sample]) -> tuple[int, int]:
+    """Which of `judges`, most lenient first, is the last, tried from the strictest on, to lose at most one in a hundred of the
+    samples, and how many it loses; the strictest, if that loses more."""
     with progress() as show:
 
         def right(rule: str, nth: int) -> dict[int, bool]:
@@ -100,12 +98,12 @@ def _pick(pair: Pair, task: Task, judges: list[str]) -> tuple[int, int]:
                 show("picking", nth * len(samples) + len(found), (len(judges) + 1) * len(samples))
             return found
 
-        strict, picked, lost = right("exact", 0), len(judges) - 1, 0
+        strict, losses = right("exact", 0), dict[int, int]()
         for i in reversed(range(len(judges))):
             lenient = right(judges[i], len(judges) - i)
-            losses = sum(strict[k] and not lenient[k] for k in strict)
-            if losses > len(samples) // 100:
+            losses[i] = sum(strict[k] and not lenient[k] for k in strict)
+            if losses[i] > len(samples) // 100:
                 break
-            picked, lost = i, losses
         show("picking", 1, 1)
-    return picked, lost
+    picked = min((i for i in losses if losses[i] <= len(samples) // 100), default=len(judges) - 1)
+    return picked, losses[picked]

@@ -22,7 +22,7 @@ from lenience.heads import Inputs
 from lenience.journal import Journal, open_run, read_json
 from lenience.pair import Pair
 from lenience.rules import Exact
-from lenience.session import Session
+from lenience.session import Session, common
 from lenience.tasks import Sample, Task, take
 
 if TYPE_CHECKING:
@@ -104,7 +104,8 @@ class Miner:
 
 
 class _Search:
-    """The search on one sample, between one continuation and the next."""
+    """The search on one sample, between one continuation and the next. Its cost is counted as if it were decoded alone, so that
+    it does not depend on the company."""
 
     def __init__(self, pair: Pair, task: Task, sample: Sample, max_new_tokens: int):
         self.pair, self.task, self.sample, self.began = pair, task, sample, time.perf_counter()
@@ -115,25 +116,33 @@ class _Search:
         self.cost = {"target_passes": 0, "target_tokens": 0, "draft_tokens": 0}
         miner = Miner(task, self._predict, pair.target.decode, pair.target.eos_ids, min(max_new_tokens, room))
         self._steps = miner.search(self.prompt)
-        self._tokens: list[int] | None = None  # of the continuation that is being decoded
+        self._ids, self._tokens = list[int](), list[int]()  # the continuation that is being decoded
+        self._unread = {"target": 0, "draft": 0}  # how many tokens of it a model has not read
+        self._started = False
 
     def ask(self, number: int) -> Request | None:
         """The next continuation to decode; None where the search is over."""
         try:
             # nothing can be sent before the first continuation
-            ids, limit = next(self._steps) if self._tokens is None else self._steps.send(self._tokens)
+            ids, limit = self._steps.send(self._tokens) if self._started else next(self._steps)
         except StopIteration as end:
             self.found: Found = end.value
             return None
-        self._tokens = []
+        unread = len(ids) - min(common([*self._ids, *self._tokens[:-1]], ids), len(ids) - 1)
+        self._ids, self._tokens, self._unread, self._started = list(ids), [], dict.fromkeys(self._unread, unread), True
         return Request(Row(self.ctx.rows[0].noise, list(ids)), Limits(self.pair.target, limit, len(ids)), number)
 
     def add(self, step: Step) -> None:
-        assert self._tokens is not None
         self._tokens += step.tokens
         self.cost["target_passes"] += 1
-        self.cost["target_tokens"] += step.target_tokens
-        self.cost["draft_tokens"] += step.draft_tokens
+        self.cost["target_tokens"] += self._unread["target"] + step.drafted
+        self._unread["target"] = 1
+        if step.drafted:
+            self.cost["draft_tokens"] += self._unread["draft"] + step.drafted - 1
+            whole = step.accepted_exact + step.accepted_lenient == step.drafted  # then its last token is unread as well
+            self._unread["draft"] = 2 if whole else 1
+        else:
+            self._unread["draft"] += len(step.tokens)
 
     def record(self, together: int) -> dict[str, Any]:
         """The journal's record; `together` searches shared the time."""

@@ -57,7 +57,7 @@ class Session:
             sequences = [sequence + tokens for sequence, tokens in zip(sequences, ahead.tolist())]
         over = [max(0, -self.room(new)) for new in sequences]
         sequences = [new[: len(new) - past] for new, past in zip(sequences, over)]
-        keep = [min(_common(old, new), len(new) - states) for old, new in zip(self.tokens, sequences)]
+        keep = [min(common(old, new), len(new) - states) for old, new in zip(self.tokens, sequences)]
         counts = [len(new) - kept for kept, new in zip(keep, sequences)]
         groups = self._groups(sequences, counts, states)
         for old, kept in zip(self.tokens, keep):
@@ -341,7 +341,7 @@ def free_bytes(device: torch.device) -> int | None:
         return None
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def common(a: Sequence[int], b: Sequence[int]) -> int:
     """The length of the common beginning of two sequences, by bisection over comparisons of slices."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:

@@ -56,7 +56,7 @@ def _from_file(path: Path, name: str) -> Task:
         module_spec.loader.exec_module(module)
         found = getattr(module, name, None)
         task = found() if isinstance(found, type) else found
-        if task is not None:  # a run is not gone on with after its task has changed
+        if task is not None and hasattr(task, "name"):  # a run is not gone on with after its task has changed
             task.version = hashlib.blake2b(path.read_bytes(), digest_size=6).hexdigest()
     except Exception as error:
         raise InputError(f"task file {path}: {type(error).__name__}: {first_line(error)}") from error
