@@ -20,8 +20,9 @@ from rich.progress import track
 from sklearn.metrics import roc_auc_score
 
 from lenience.journal import Journal, read_json
-from lenience.model import LM, Session
+from lenience.model import LM
 from lenience.pair import EMBEDDED, load_pair
+from lenience.session import Session
 from lenience.tasks import WordMath, take
 
 
@@ -42,16 +43,19 @@ def main() -> None:
     parser.add_argument("--run", type=Path, default=EMBEDDED / "run", help="a mined run; its judge's AUC is told too")
     parser.add_argument("--limit", type=int, default=500, help="how many held-out problems")
     given = parser.parse_args()
-    pair, task = load_pair(), WordMath()
+    pair, task = load_pair(compile=False), WordMath()
     samples = take(task, "test", given.limit)
     told: dict[str, object] = {"n": len(samples)}
     for rule in ("target", "draft"):
-        texts = [pair.generate(s.prompt, rule=rule, max_new_tokens=task.max_new_tokens).text for s in track(samples, rule)]
-        told[f"{rule}_accuracy"] = sum(task.correct(text, sample) for text, sample in zip(texts, samples)) / len(samples)
+        answers = pair.as_completed([s.prompt for s in samples], batch_size=32, rule=rule, max_new_tokens=task.max_new_tokens)
+        right = [task.correct(out.text, samples[i]) for i, out in track(answers, rule, total=len(samples))]
+        told[f"{rule}_accuracy"] = sum(right) / len(samples)
     prompt = pair.target.encode(samples[0].prompt)
-    told["draft_pass_ms"] = 1000 * pass_seconds(pair.draft, prompt, 1)
-    told["target_read_of_9_ms"] = 1000 * pass_seconds(pair.target, prompt, 9)
-    told["cost_ratio"] = told["draft_pass_ms"] / told["target_read_of_9_ms"]  # type: ignore[operator]
+    for how in ("plain", "compiled"):
+        if how == "compiled":
+            pair.compile()
+        draft, target = 1000 * pass_seconds(pair.draft, prompt, 1), 1000 * pass_seconds(pair.target, prompt, 9)
+        told[how] = {"draft_pass_ms": draft, "target_read_of_9_ms": target, "cost_ratio": draft / target}
     words = pair.target.tokenizer.convert_ids_to_tokens
     found = [m for record in Journal(given.run / "journal.jsonl") for m in record["mismatches"] if m["important"] is not None]
     important = np.array([m["important"] for m in found])

@@ -8,8 +8,9 @@ import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
-RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-os.environ["LENIENCE_CACHE"] = f"{tempfile.gettempdir()}/lenience-tests-{RUN}"  # exported models, the same for all workers
+os.environ["LENIENCE_CACHE"] = os.path.join(  # exported models, the same for all workers
+    tempfile.gettempdir(), f"lenience-tests-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+)
 
 from collections.abc import Callable
 from pathlib import Path
