@@ -44,7 +44,7 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
     screen.print(f"AUC {auc:.3f} on samples it was not fitted to", highlight=False)
     thresholds = [sweep[recall] for recall in RECALLS]
     judges = [str(Judge(str(folder / "judge"), threshold)) for threshold in thresholds]
-    others = take(task, "train", None)[-3 * limit :]
+    others = take(task, "train", None)[-2 * limit :]
     picked, lost = _pick(pair, task, judges, others)
     screen.print(
         f"picked: threshold {probability(thresholds[picked])}, the most lenient that loses at most one in a hundred on "
@@ -56,7 +56,7 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
     rules = ["target", "draft", "exact", "topk:2", "topk:4", *judges]
     if (out / "compare.json").exists() and read_json(out / "compare.json")["rules"] != rules:
         discard(out)  # of another judge
-    frontier = follow(compare(pair, task, rules, windows=WINDOWS, limit=limit, tuning=4, timed=12, repeats=1, out=out))
+    frontier = follow(compare(pair, task, rules, windows=WINDOWS, limit=limit, tuning=4, timed=8, repeats=1, out=out))
     write_report(out / "report.html", frontier, {**counts, "important_share": share, "judge_auc": auc})
     print_table(frontier)
     seconds = time.perf_counter() - began
