@@ -8,9 +8,8 @@ import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["LENIENCE_CACHE"] = os.path.join(  # exported models, the same for all workers
-    tempfile.gettempdir(), f"lenience-tests-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
-)
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share the folder that their controller made
+    os.environ["LENIENCE_CACHE"] = tempfile.mkdtemp(prefix="lenience-tests-")  # exported models
 
 from collections.abc import Callable
 from pathlib import Path
@@ -100,7 +99,7 @@ def pairs(checkpoints: Callable[[str], tuple[str, str]]) -> Callable[[str], Pair
 
     def get(name: str) -> Pair:
         if name not in made:
-            made[name] = load_pair(*checkpoints(name), dtype="float32")
+            made[name] = load_pair(*checkpoints(name), dtype="float32", compile=False)
         return made[name]
 
     return get
@@ -113,4 +112,4 @@ def llama(pairs: Callable[[str], Pair]) -> Pair:
 
 @pytest.fixture(scope="session")
 def built_in() -> Pair:
-    return load_pair()
+    return load_pair(compile=False)

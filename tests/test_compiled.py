@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_batch import assert_same
 
+import lenience
 from lenience.compiled import export, graph_path
 from lenience.model import LM
 from lenience.pair import Pair, load_pair
@@ -23,8 +26,15 @@ QUICK = dict(derandomize=True, suppress_health_check=list(HealthCheck), phases=(
 rows = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=30), min_size=1, max_size=5)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LENIENCE_CACHE", str(tmp_path_factory.mktemp("exports")))
+        yield
+
+
 @pytest.fixture(scope="module")
-def compiled(checkpoints: Callable[[str], tuple[str, str]]) -> Callable[[str], LM]:
+def compiled(own_cache: None, checkpoints: Callable[[str], tuple[str, str]]) -> Callable[[str], LM]:
     made: dict[str, LM] = {}
 
     def get(name: str) -> LM:
@@ -66,7 +76,7 @@ def test_a_compiled_pair_answers_as_a_plain_one(compiled, llama: Pair, asked, ho
 def test_the_built_in_pair_compiled_answers_as_plain(built_in: Pair) -> None:
     fast = load_pair(compile=True)
     assert fast.compiled and not built_in.compiled
-    prompts = [sample.prompt for sample, _ in zip(__import__("lenience").task("wordmath").samples("test"), range(6))]
+    prompts = [sample.prompt for sample, _ in zip(lenience.task("wordmath").samples("test"), range(6))]
     options = {"max_new_tokens": 200, "batch_size": 4}
     assert_same(fast.generate_batch(prompts, **options), built_in.generate_batch(prompts, **options))
     device = built_in.target.device
@@ -99,3 +109,45 @@ def test_a_broken_or_foreign_export_is_not_used(checkpoints, compiled) -> None:
     with pytest.warns(UserWarning, match="differs from its own"):
         assert not compile_model(pair.target, export=False)
     assert pair.target.graph is None
+
+
+def test_rows_that_cannot_be_read_together_are_not_exported(checkpoints) -> None:
+    lm = load_pair(*checkpoints("llama"), dtype="float32", compile=False).target
+    lm.model.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
+    with pytest.warns(UserWarning, match="cannot be read together"):
+        assert not compile_model(lm)
+
+
+def test_an_export_is_of_all_the_weights(checkpoints) -> None:
+    lm = load_pair(*checkpoints("llama"), dtype="float32", compile=False).target
+    before = graph_path(lm)
+    with torch.no_grad():
+        lm.embedding.weight[5, 7] += 1
+    assert graph_path(lm) != before
+
+
+@pytest.mark.parametrize("largest", [1 << 24, 4000, 300])
+def test_long_prompts_are_read_in_parts(compiled, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lenience.compiled.LARGEST_SCORES", largest)
+    lm, prompts = compiled("llama"), [[1 + (7 * i) % 40 for i in range(n)] for n in (200, 9, 71)]
+    for states in (1, 5):
+        got = Session(lm, 3, 16).read(prompts, states)
+        for row, prompt in enumerate(prompts):
+            with torch.inference_mode():
+                own = lm.model(torch.tensor([prompt])).logits[0, -states:]
+            torch.testing.assert_close(got.logits[row], own, atol=2e-4, rtol=1e-3)
+
+
+def test_a_pair_is_exported_while_it_decodes(checkpoints) -> None:
+    pair = load_pair(*checkpoints("qwen2"), dtype="float32", compile=False)
+    asked = [[3, 4, 5], [6, 7]]
+    wanted = [out.tokens for out in pair.generate_batch(asked, max_new_tokens=30)]
+    with ThreadPoolExecutor(1) as thread:
+        exporting = thread.submit(pair.compile)
+        while not exporting.done():
+            assert [pair.generate(prompt, max_new_tokens=30).tokens for prompt in asked] == wanted
+    assert exporting.result() and pair.compiled
+
+
+def test_the_public_function_takes_what_the_inner_one_takes() -> None:
+    assert inspect.signature(lenience.load_pair) == inspect.signature(load_pair)

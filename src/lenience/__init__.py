@@ -25,13 +25,15 @@ def load_pair(
     *,
     dtype: str | None = None,
     device: str = "auto",
+    compile: bool | None = None,
     target_kwargs: dict[str, Any] | None = None,
     draft_kwargs: dict[str, Any] | None = None,
 ) -> Pair:
     """Load a target and a draft by Hub name or folder, or the built-in pair; see `lenience.pair.load_pair`."""
     from lenience.pair import load_pair
 
-    return load_pair(target, draft, dtype=dtype, device=device, target_kwargs=target_kwargs, draft_kwargs=draft_kwargs)
+    kwargs = {"target_kwargs": target_kwargs, "draft_kwargs": draft_kwargs}
+    return load_pair(target, draft, dtype=dtype, device=device, compile=compile, **kwargs)
 
 
 def rule(spec: str) -> Rule:

@@ -7,9 +7,11 @@ taken over both without joining them, so nothing is copied, and the mask says wh
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import os
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +23,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -33,8 +35,10 @@ LARGEST = 1 << 28
 
 
 FIRST_CAPACITY = 160
-KEPT_CALLS = 16
-"""How many shapes of calls a cache keeps bound."""
+KEPT_CALLS, LONGEST_KEPT_CALL = 16, 64
+"""How many shapes of calls a cache keeps bound, and of how many tokens."""
+LARGEST_SCORES = 1 << 24
+"""How many attention scores a layer may take at once; longer reads are made in parts."""
 
 
 def refuses(lm: LM) -> str | None:
@@ -45,23 +49,41 @@ def refuses(lm: LM) -> str | None:
         return "its weights are not all float32"
     if sum(weight.numel() for weight in lm.model.parameters()) > LARGEST:
         return f"it has more than {LARGEST >> 20} Mi parameters"
+    if lm.reads_rows_apart:
+        return "its rows cannot be read together"
     return None
 
 
 def graph_path(lm: LM) -> Path:
-    """Where a model's graph is kept: $LENIENCE_CACHE, else the user's cache folder."""
+    """Where a model's graph is kept: $LENIENCE_CACHE, else the user's cache folder; its name is a hash of all weights, the
+    configuration and the versions."""
     base = os.environ.get("LENIENCE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lenience"
-    made = [__version__, torch.__version__, transformers.__version__, lm.model.config.to_json_string(), lm.fingerprint]
-    return Path(base) / f"{hashlib.blake2b(repr(made).encode(), digest_size=12).hexdigest()}.onnx"
+    made = [__version__, torch.__version__, transformers.__version__, lm.model.config.to_json_string()]
+    digest = hashlib.blake2b(repr(made).encode(), digest_size=12)
+    for name, weight in sorted(lm.model.state_dict().items()):
+        digest.update(name.encode() + weight.detach().contiguous().view(torch.uint8).numpy().data)
+    return Path(base) / f"{digest.hexdigest()}.onnx"
+
+
+def load(path: Path) -> Graph:
+    """The graph in a file, which is deleted if ONNX Runtime cannot read it; raises whatever that raises."""
+    import onnxruntime
+
+    _share_threads()
+    try:
+        return Graph(path)
+    except (onnxruntime.capi.onnxruntime_pybind11_state.InvalidProtobuf,
+            onnxruntime.capi.onnxruntime_pybind11_state.InvalidGraph):  # fmt: skip
+        path.unlink(missing_ok=True)
+        raise
 
 
 class Graph:
-    """An exported forward pass, loaded. Raises whatever ONNX Runtime does where the file is broken."""
+    """An exported forward pass, loaded."""
 
     def __init__(self, path: Path):
         import onnxruntime
 
-        _share_threads()
         options = onnxruntime.SessionOptions()
         options.use_per_session_threads = False
         self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -75,11 +97,13 @@ def _share_threads() -> None:
     """One pool for all graphs: threads of the target's that wait by spinning would take the cores from the draft."""
     import onnxruntime
 
-    onnxruntime.set_global_thread_pool_sizes(len(os.sched_getaffinity(0)), 1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    onnxruntime.set_global_thread_pool_sizes(cores, 1)
 
 
 def export(lm: LM, path: Path) -> None:
-    """Export a model's forward pass into a file; takes some seconds."""
+    """Export a model's forward pass into a file; takes some seconds. What is traced is another model on the same
+    weights, so that this one can decode meanwhile."""
     layers, heads, size = _cache_shape(lm)
     m, t, capacity, kept = 2, 5, 32, 3
     past = [torch.randn(m, heads, capacity, size) for _ in range(2 * layers)]
@@ -92,9 +116,9 @@ def export(lm: LM, path: Path) -> None:
     )
     shapes = ({0: "m", 1: "T"}, {0: "m"}, {0: "m"}, {0: "S"}, [{0: "m", 2: "C"}] * (2 * layers))
     names = ["ids", "pads", "cached", "kept", *(f"past_{i}" for i in range(2 * layers))]
-    with _attention_of_the_graph(lm), torch.no_grad(), _quiet():
+    with _TRACING, torch.no_grad(), _quiet():
         program = torch.onnx.export(
-            _Forward(lm),
+            _Forward(lm, _twin(lm)),
             given,
             dynamo=True,
             dynamic_shapes=shapes,
@@ -115,8 +139,9 @@ class GraphCache:
 
     together = True
 
-    def __init__(self, lm: LM, rows: int, capacity: int):
-        self.lm, self.graph = lm, cast(Graph, lm.graph)
+    def __init__(self, lm: LM, graph: Graph, rows: int, capacity: int):
+        self.lm, self.graph = lm, graph
+        self.heads = int(lm.model.config.get_text_config().num_attention_heads)
         self.most = capacity
         self.states = self._room(rows, min(capacity, FIRST_CAPACITY))
         self._calls: dict[tuple[int, int, int, int], _Call] = {}
@@ -137,6 +162,8 @@ class GraphCache:
             self.states[:, :, :, : old.shape[3]] = old
             self._calls = {}
         t, begin, end = len(p.ids[0]), min(p.which), max(p.which) + 1
+        if t > 1 and self.heads * (end - begin) * t * self.states.shape[3] > LARGEST_SCORES:
+            return self._in_halves(p, t // 2)
         ids = np.minimum(p.ids, self.lm.width - 1)
         if end - begin > 2 * len(p.which):  # rows far apart are gathered
             call = _Call(self.graph, self.states[:, p.which], t, p.states)
@@ -149,9 +176,23 @@ class GraphCache:
             self.states[:, row, :, cached : cached + t - pad] = call.new[:, i, :, pad:]
         return logits, hidden
 
+    def _in_halves(self, p: Pass, half: int) -> tuple[Tensor, Tensor]:
+        """Read what would take too much memory at once, the first `half` columns of it and then the others."""
+        rest = len(p.ids[0]) - half
+        before = [min(pad, half) for pad in p.pads]
+        first = Pass(p.which, [ids[:half] for ids in p.ids], before, p.cached, p.extent - rest, max(p.states - rest, 1))
+        cached = [kept + half - pad for kept, pad in zip(p.cached, before)]
+        pads = [pad - gone for pad, gone in zip(p.pads, before)]
+        second = Pass(p.which, [ids[half:] for ids in p.ids], pads, cached, p.extent, min(p.states, rest))
+        parts = [self.read(first), self.read(second)]
+        logits, hidden = (torch.cat(pair, 1) for pair in zip(*parts))
+        return logits[:, -p.states :], hidden[:, -p.states :]
+
     def _call(self, begin: int, end: int, t: int, states: int) -> _Call:
         """What reads `t` tokens of each of the rows from `begin` to `end`; some are kept."""
         key = (begin, end, t, states)
+        if t > LONGEST_KEPT_CALL:
+            return _Call(self.graph, self.states[:, begin:end], t, states)
         if key not in self._calls:
             if len(self._calls) >= KEPT_CALLS:
                 self._calls.clear()
@@ -232,9 +273,13 @@ class _Forward(torch.nn.Module):
     past: Sequence[Tensor] = ()
     """The cached keys and values of the pass that is being traced."""
 
-    def __init__(self, lm: LM):
+    def __init__(self, lm: LM, twin: PreTrainedModel):
         super().__init__()
-        self.lm, self.model = lm, lm.model
+        self.lm, self.model = lm, twin
+        cast(torch.nn.Module, twin.get_output_embeddings()).register_forward_pre_hook(self._catch)
+
+    def _catch(self, _module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
+        self.state = args[0]
 
     def forward(self, ids: Tensor, pads: Tensor, cached: Tensor, kept: Tensor, past: list[Tensor]) -> tuple[Tensor, ...]:
         """Logits [m, S, V], hidden states [m, S, H] and the new states [2 · layers, m, H, T, D] of `ids` [m, T], the first
@@ -255,7 +300,7 @@ class _Forward(torch.nn.Module):
             logits_to_keep=kept,
         )
         new = [states for layer in layers for states in (layer.keys, layer.values)]
-        return out.logits, self.lm.take_state(), torch.stack(cast(list[Tensor], new))
+        return out.logits, self.state, torch.stack(cast(list[Tensor], new))
 
 
 def _attend(
@@ -286,16 +331,17 @@ def _attend(
     return out.view(m, heads, t, size).transpose(1, 2).contiguous(), None
 
 
-@contextmanager
-def _attention_of_the_graph(lm: LM) -> Iterator[None]:
-    ALL_ATTENTION_FUNCTIONS.register("lenience_graph", _attend)
-    before = lm.model.config._attn_implementation
-    lm.model.set_attn_implementation("lenience_graph")
-    try:
-        yield
-    finally:
-        lm.model.set_attn_implementation(before)
-        _Forward.past = ()
+ALL_ATTENTION_FUNCTIONS.register("lenience_graph", _attend)
+_TRACING = threading.RLock()
+
+
+def _twin(lm: LM) -> PreTrainedModel:
+    """A model on the same weights, with the attention of the graph."""
+    model = lm.model
+    twin = type(model)._from_config(copy.deepcopy(model.config), attn_implementation="lenience_graph", dtype=torch.float32)
+    twin.load_state_dict(model.state_dict(), assign=True)
+    twin.tie_weights()
+    return twin.eval()
 
 
 @contextmanager

@@ -46,9 +46,10 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
     judges = [str(Judge(str(folder / "judge"), threshold)) for threshold in thresholds]
     others = take(task, "train", None)[-2 * limit :]
     picked, lost = _pick(pair, task, judges, others)
+    what = "the most lenient that loses" if lost <= len(others) // 100 else "the strictest, since none loses"
     screen.print(
-        f"picked: threshold {probability(thresholds[picked])}, the most lenient that loses at most one in a hundred on "
-        f"{len(others)} other problems (it lost {lost})",
+        f"picked: threshold {probability(thresholds[picked])}, {what} at most one in a hundred on {len(others)} other problems "
+        f"(it lost {lost})",
         highlight=False,
     )
 

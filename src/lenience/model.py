@@ -159,6 +159,18 @@ class LM:
         template = getattr(self.tokenizer, "chat_template", None) or ""
         return hashlib.blake2b((vocabulary + str(template)).encode(), digest_size=8).hexdigest()
 
+    @cached_property
+    def reads_rows_apart(self) -> bool:
+        """Whether what a row reads as depends on the rows that are read with it, so that they must be read one by one."""
+        config: Any = self.model.config.get_text_config()
+        rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
+        return (
+            config.model_type == "gpt_neo"  # its local layers place their window by the longest row
+            or "longrope" in rope  # rescales positions by the longest row
+            or "dynamic" in rope
+            or bool({*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"})
+        )
+
     def masks(self, at: Tensor, keys: Tensor) -> dict[str, Tensor]:
         """For each kind of layer, which of the keys at the positions `keys` [m, K] (or [K]) each query at the positions `at`
         [m, T] sees: [m, 1, T, K] bool."""

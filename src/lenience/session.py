@@ -31,10 +31,11 @@ class Session:
     `takes_masks`), and are read one by one where it does not.
     """
 
-    def __init__(self, lm: LM, rows: int = 1, capacity: int = 256):
+    def __init__(self, lm: LM, rows: int = 1, capacity: int = 256, cache: GraphCache | PlainCache | None = None):
         self.lm = lm
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
-        self.cache = (GraphCache if lm.graph else PlainCache)(lm, rows, capacity)
+        graph = lm.graph
+        self.cache = cache or (GraphCache(lm, graph, rows, capacity) if graph else PlainCache(lm, rows, capacity))
 
     def room(self, tokens: Sequence[int]) -> int:
         """How many more tokens the model's context can hold after these."""
@@ -240,17 +241,13 @@ def takes_masks(lm: LM) -> bool:
 
 
 def _try_masks(lm: LM) -> None:
-    config: Any = lm.model.config.get_text_config()
-    rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
-    able = not (
-        config._attn_implementation not in ("eager", "sdpa")
-        or config.model_type == "gpt_neo"  # its local layers place their window by the longest row
-        or "longrope" in rope  # rescales positions by the longest row
-        or "dynamic" in rope
-        or {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
-    )
-    lm.takes_masks = able  # models differ in how they place a mask, so it is tried; the session that tries it believes it
-    lm.takes_masks = able and _reads_together_as_alone(lm)
+    attention = lm.model.config.get_text_config()._attn_implementation
+    lm.takes_masks = attention in ("eager", "sdpa") and not lm.reads_rows_apart
+    if lm.takes_masks:  # models differ in how they place a mask, so it is tried; the session that tries it believes that it can
+        try:
+            lm.takes_masks = _reads_together_as_alone(lm, PlainCache(lm, 3, 256))
+        except Exception:
+            lm.takes_masks = False
     if not lm.takes_masks:
         warnings.warn(f"{lm.role} {lm.name!r}: takes no mask from outside; rows are read one by one", stacklevel=4)
 
@@ -272,36 +269,29 @@ def _compile(lm: LM, export: bool) -> bool:
         if path:
             if not path.exists():
                 compiled.export(lm, path)
-            lm.graph = compiled.Graph(path)
-            if not _reads_together_as_alone(lm):
+            graph = compiled.load(path)
+            if _reads_together_as_alone(lm, GraphCache(lm, graph, 3, 256)):
+                lm.graph = graph
+            else:
+                path.unlink(missing_ok=True)
                 why = "the exported pass differs from its own"
     except Exception as error:  # whatever an exporter raises
         why = f"{type(error).__name__}: {first_line(error)}"
     if why:
-        lm.graph = None
-        if path:
-            path.unlink(missing_ok=True)
         warnings.warn(f"{lm.role} {lm.name!r}: is not compiled: {why}", stacklevel=3)
     return not why
 
 
-def _reads_together_as_alone(lm: LM) -> bool:
-    """Whether rows of different lengths that are read together have the states that they have when each is read alone by the
-    model's own pass."""
+def _reads_together_as_alone(lm: LM, cache: GraphCache | PlainCache) -> bool:
+    """Whether rows of different lengths that are read together in `cache`, of three rows, have the states that they have when
+    each is read alone by the model's own pass."""
     generator = torch.Generator().manual_seed(0)
     lengths = [min(n, lm.context or n) for n in (8, 40, 23)]
     rows = [torch.randint(lm.width, (n,), generator=generator).tolist() for n in lengths]
-    graph = lm.graph
-    try:
-        together = Session(lm, 3)
-        lm.graph = None
-        alone = [Session(lm).read([row], 2).hidden for row in rows]
-        together.read([row[:-3] for row in rows])
-        states, wanted = together.read(rows, 2).hidden.float(), torch.cat(alone).float()
-    except Exception:
-        return False
-    finally:
-        lm.graph = graph
+    together = Session(lm, 3, cache=cache)
+    alone = [Session(lm, cache=PlainCache(lm, 1, 256)).read([row], 2).hidden for row in rows]
+    together.read([row[:-3] for row in rows])
+    states, wanted = together.read(rows, 2).hidden.float(), torch.cat(alone).float()
     error = (states - wanted).norm(dim=-1) / wanted.norm(dim=-1)
     return bool(error.max() < (0.1 if lm.model.dtype.itemsize < 4 else 1e-3))
 
