@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from test_batch import assert_same
 
 import lenience
-from lenience.compiled import export, graph_path
+from lenience.compiled import compile_model, export_graph, graph_path
 from lenience.model import LM
 from lenience.pair import Pair, load_pair
-from lenience.session import Session, compile_model, token_bytes
+from lenience.session import Session, token_bytes
 
 EXPORTED = ["llama", "qwen2", "qwen3", "gemma2", "mistral", "gpt2"]
 QUICK = dict(derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
@@ -104,7 +104,7 @@ def test_a_broken_or_foreign_export_is_not_used(checkpoints, compiled) -> None:
     with pytest.warns(UserWarning, match="is not compiled"):
         assert not compile_model(pair.target, export=False)
     assert not path.exists()
-    export(pair.draft, graph_path(pair.draft))
+    export_graph(pair.draft, graph_path(pair.draft))
     shutil.copy(graph_path(pair.draft), path)
     with pytest.warns(UserWarning, match="differs from its own"):
         assert not compile_model(pair.target, export=False)

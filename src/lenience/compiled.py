@@ -28,17 +28,48 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lenience import __version__
-from lenience.model import LM, Pass, positions
+from lenience.errors import first_line
+from lenience.model import LM
+from lenience.session import Pass, positions, reads_together_as_alone
 
 LARGEST = 1 << 28
 """Models of more parameters than this are not exported: a graph is one file of at most 2 GiB."""
-
-
 FIRST_CAPACITY = 160
+"""How many tokens a row of a new cache can hold before it grows."""
 KEPT_CALLS, LONGEST_KEPT_CALL = 16, 64
 """How many shapes of calls a cache keeps bound, and of how many tokens."""
 LARGEST_SCORES = 1 << 24
 """How many attention scores a layer may take at once; longer reads are made in parts."""
+
+
+def compile_model(lm: LM, *, export: bool = True) -> bool:
+    """Use the exported forward pass of a model: the one that an earlier export left in the cache or, with `export`, a new one,
+    which takes some seconds; says whether it is used. It is checked against the model's own pass; where it cannot be
+    made, is broken or differs, a warning says why, and the model's own is used on."""
+    with lm.lock:
+        return lm.graph is not None or _compile(lm, export)
+
+
+def _compile(lm: LM, export: bool) -> bool:
+    why = refuses(lm)
+    path = None if why else graph_path(lm)
+    if not export and not (path and path.exists()):
+        return False
+    try:
+        if path:
+            if not path.exists():
+                export_graph(lm, path)
+            graph = load(path)
+            if reads_together_as_alone(lm, graph.cache(lm, 3, 256)):
+                lm.graph = graph
+            else:
+                path.unlink(missing_ok=True)
+                why = "the exported pass differs from its own"
+    except Exception as error:  # whatever an exporter raises
+        why = f"{type(error).__name__}: {first_line(error)}"
+    if why:
+        warnings.warn(f"{lm.role} {lm.name!r}: is not compiled: {why}", stacklevel=3)
+    return not why
 
 
 def refuses(lm: LM) -> str | None:
@@ -91,6 +122,9 @@ class Graph:
         self.layers, self.heads, self.size = len(past) // 2, past[0].shape[1], past[0].shape[3]
         self.width, self.hidden = (item.shape[-1] for item in self.session.get_outputs()[:2])
 
+    def cache(self, lm: LM, rows: int, capacity: int) -> GraphCache:
+        return GraphCache(lm, self, rows, capacity)
+
 
 @cache
 def _share_threads() -> None:
@@ -101,7 +135,7 @@ def _share_threads() -> None:
     onnxruntime.set_global_thread_pool_sizes(cores, 1)
 
 
-def export(lm: LM, path: Path) -> None:
+def export_graph(lm: LM, path: Path) -> None:
     """Export a model's forward pass into a file; takes some seconds. What is traced is another model on the same
     weights, so that this one can decode meanwhile."""
     layers, heads, size = _cache_shape(lm)
@@ -148,14 +182,13 @@ class GraphCache:
 
     @property
     def token_bytes(self) -> dict[torch.device, int]:
-        """What one token takes at most: while the cache grows there are two."""
+        """While a cache grows there are two."""
         return {self.states.device: 2 * self.states[:, 0, :, 0].nbytes}
 
     def move(self, source: int, to: int) -> None:
         self.states[:, to] = self.states[:, source]
 
     def read(self, p: Pass) -> tuple[Tensor, Tensor]:
-        """Logits [m, states, V] and hidden states [m, states, H]."""
         if p.extent > self.states.shape[3]:
             old, rows, least = self.states, self.states.shape[1], self.states.shape[3] * 3 // 2
             self.states = self._room(rows, max(p.extent, min(least, self.most)))

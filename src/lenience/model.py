@@ -7,7 +7,6 @@ import inspect
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -47,24 +46,6 @@ REFUSED_WHEN_SAMPLING: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "top_h"), (None, 0.0)),
     "typical_p": (None, 1.0),
 }
-
-
-@dataclass(frozen=True)
-class Pass:
-    """What a model is asked to read at once: new tokens of m rows, at most T of each, those with fewer padded in front."""
-
-    which: list[int]
-    """[m]: the rows of the cache."""
-    ids: list[list[int]]
-    """[m, T]"""
-    pads: list[int]
-    """[m]: how many of the T are padding."""
-    cached: list[int]
-    """[m]: how many tokens of each row are in the cache."""
-    extent: int
-    """How many tokens the longest row has, the new ones included."""
-    states: int
-    """After how many of the last tokens logits and hidden states are wanted."""
 
 
 class LM:
@@ -274,10 +255,3 @@ def _refuse_unless_rollable(model: PreTrainedModel, what: str) -> None:
             f"{what}: {kind} keeps a state that cannot be rolled back to an earlier token, which speculative "
             "decoding needs; use a decoder-only attention model"
         )
-
-
-def positions(ids: Tensor, pads: Tensor, cached: Tensor) -> tuple[Tensor, Tensor]:
-    """The position of each of `ids` [m, T], 0 for padding, and which are padding, both [m, T]; `pads` [m] stand in front and
-    `cached` [m] tokens came before."""
-    steps = torch.arange(ids.shape[1], device=ids.device) - pads[:, None]
-    return (steps + cached[:, None]).masked_fill(steps < 0, 0), steps < 0

@@ -12,13 +12,14 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
+from lenience.compiled import compile_model
 from lenience.core import Context, Noise, Row, Rule, Step, Trace
 from lenience.decode import Limits, Request, decode
 from lenience.drafters import ModelDrafter
 from lenience.errors import InputError
 from lenience.model import LM, Prompt
 from lenience.rules import AnyOf, Exact, Term, parse_rule
-from lenience.session import Session, check_memory, compile_model
+from lenience.session import Session, check_memory
 
 EMBEDDED = Path(__file__).parent / "embedded"
 
@@ -99,7 +100,7 @@ class Pair:
         }
 
     def compile(self, *, export: bool = True) -> bool:
-        """Read both models through exported graphs, see `lenience.session.compile_model`; says whether both are. On a CPU, in
+        """Read both models through exported graphs, see `lenience.compiled.compile_model`; says whether both are. On a CPU, in
         float32. What is left to torch is little then: torch.set_num_threads(1) leaves the cores to the graphs."""
         return all([compile_model(lm, export=export) for lm in (self.target, self.draft)])
 

@@ -6,21 +6,60 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from lenience import compiled
-from lenience.compiled import GraphCache
 from lenience.core import Reading
 from lenience.errors import InputError, first_line
-from lenience.model import LM, Pass, positions
+from lenience.model import LM
 
 LARGEST_MASK = 1 << 26
 """How many entries the attention mask of rows that are read together may have."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a model is asked to read at once: new tokens of m rows, at most T of each, those with fewer padded in front."""
+
+    which: list[int]
+    """[m]: the rows of the cache."""
+    ids: list[list[int]]
+    """[m, T]"""
+    pads: list[int]
+    """[m]: how many of the T are padding."""
+    cached: list[int]
+    """[m]: how many tokens of each row are in the cache."""
+    extent: int
+    """How many tokens the longest row has, the new ones included."""
+    states: int
+    """After how many of the last tokens logits and hidden states are wanted."""
+
+
+class RowCache(Protocol):
+    """Keys and values of rows of tokens, and the model that reads more of them."""
+
+    @property
+    def together(self) -> bool:
+        """Whether rows of different lengths can share a pass."""
+        ...
+
+    @property
+    def token_bytes(self) -> dict[torch.device, int]:
+        """What one token takes at most, on each device."""
+        ...
+
+    def move(self, source: int, to: int) -> None:
+        """The row at `source` becomes the row at `to`."""
+        ...
+
+    def read(self, p: Pass) -> tuple[Tensor, Tensor]:
+        """Logits [m, states, V] and hidden states [m, states, H]."""
+        ...
 
 
 class Session:
@@ -31,11 +70,10 @@ class Session:
     `takes_masks`), and are read one by one where it does not.
     """
 
-    def __init__(self, lm: LM, rows: int = 1, capacity: int = 256, cache: GraphCache | PlainCache | None = None):
+    def __init__(self, lm: LM, rows: int = 1, capacity: int = 256, cache: RowCache | None = None):
         self.lm = lm
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
-        graph = lm.graph
-        self.cache = cache or (GraphCache(lm, graph, rows, capacity) if graph else PlainCache(lm, rows, capacity))
+        self.cache: RowCache = cache or (lm.graph.cache if lm.graph else PlainCache)(lm, rows, capacity)
 
     def room(self, tokens: Sequence[int]) -> int:
         """How many more tokens the model's context can hold after these."""
@@ -109,7 +147,6 @@ class PlainCache:
 
     @property
     def together(self) -> bool:
-        """Whether rows of different lengths can share a pass."""
         return takes_masks(self.lm)
 
     @property
@@ -118,8 +155,9 @@ class PlainCache:
 
     @property
     def token_bytes(self) -> dict[torch.device, int]:
-        """What one token takes, on each device, once something was read."""
         taken: dict[torch.device, int] = {}
+        if not self.layers:  # they are made by the first read
+            Session(self.lm, cache=self).read([[0]])
         for layer in self.layers:
             for kept in (layer.keys, layer.values):
                 assert kept is not None
@@ -132,7 +170,6 @@ class PlainCache:
             layer.keys[to], layer.values[to] = layer.keys[source], layer.values[source]
 
     def read(self, p: Pass) -> tuple[Tensor, Tensor]:
-        """Logits [m, states, V] and hidden states [m, states, H]."""
         place, device = self._place, self.lm.device
         ids = torch.tensor(p.ids, device=device)
         ids = ids.clamp(max=self.lm.width - 1)  # an id that only the other model's embedding has is read as the last one
@@ -231,6 +268,13 @@ class _Place:
     """[m, T]: the column of each new state; None where one row takes part."""
 
 
+def positions(ids: Tensor, pads: Tensor, cached: Tensor) -> tuple[Tensor, Tensor]:
+    """The position of each of `ids` [m, T], 0 for padding, and which are padding, both [m, T]; `pads` [m] stand in front and
+    `cached` [m] tokens came before."""
+    steps = torch.arange(ids.shape[1], device=ids.device) - pads[:, None]
+    return (steps + cached[:, None]).masked_fill(steps < 0, 0), steps < 0
+
+
 def takes_masks(lm: LM) -> bool:
     """Whether rows of different lengths can share a pass of a model's own forward; where they cannot, a warning says so.
     Found out once for a model."""
@@ -243,46 +287,17 @@ def takes_masks(lm: LM) -> bool:
 def _try_masks(lm: LM) -> None:
     attention = lm.model.config.get_text_config()._attn_implementation
     lm.takes_masks = attention in ("eager", "sdpa") and not lm.reads_rows_apart
+    why = "takes no mask from outside"
     if lm.takes_masks:  # models differ in how they place a mask, so it is tried; the session that tries it believes that it can
         try:
-            lm.takes_masks = _reads_together_as_alone(lm, PlainCache(lm, 3, 256))
-        except Exception:
-            lm.takes_masks = False
+            lm.takes_masks = reads_together_as_alone(lm, PlainCache(lm, 3, 256))
+        except Exception as error:  # whatever a model raises that wants its mask otherwise
+            lm.takes_masks, why = False, f"{why} ({type(error).__name__}: {first_line(error)})"
     if not lm.takes_masks:
-        warnings.warn(f"{lm.role} {lm.name!r}: takes no mask from outside; rows are read one by one", stacklevel=4)
+        warnings.warn(f"{lm.role} {lm.name!r}: {why}; rows are read one by one", stacklevel=4)
 
 
-def compile_model(lm: LM, *, export: bool = True) -> bool:
-    """Use the exported forward pass of a model: the one that an earlier export left in the cache or, with `export`, a new one,
-    which takes some seconds; says whether it is used. It is checked against the model's own pass; where it cannot be
-    made, is broken or differs, a warning says why, and the model's own is used on."""
-    with lm.lock:
-        return lm.graph is not None or _compile(lm, export)
-
-
-def _compile(lm: LM, export: bool) -> bool:
-    why = compiled.refuses(lm)
-    path = None if why else compiled.graph_path(lm)
-    if not export and not (path and path.exists()):
-        return False
-    try:
-        if path:
-            if not path.exists():
-                compiled.export(lm, path)
-            graph = compiled.load(path)
-            if _reads_together_as_alone(lm, GraphCache(lm, graph, 3, 256)):
-                lm.graph = graph
-            else:
-                path.unlink(missing_ok=True)
-                why = "the exported pass differs from its own"
-    except Exception as error:  # whatever an exporter raises
-        why = f"{type(error).__name__}: {first_line(error)}"
-    if why:
-        warnings.warn(f"{lm.role} {lm.name!r}: is not compiled: {why}", stacklevel=3)
-    return not why
-
-
-def _reads_together_as_alone(lm: LM, cache: GraphCache | PlainCache) -> bool:
+def reads_together_as_alone(lm: LM, cache: RowCache) -> bool:
     """Whether rows of different lengths that are read together in `cache`, of three rows, have the states that they have when
     each is read alone by the model's own pass."""
     generator = torch.Generator().manual_seed(0)
@@ -297,10 +312,14 @@ def _reads_together_as_alone(lm: LM, cache: GraphCache | PlainCache) -> bool:
 
 
 def token_bytes(lm: LM) -> dict[torch.device, int]:
-    """What one token takes in the KV cache, on each device; found by reading one."""
-    session = Session(lm, capacity=1)
-    session.read([[0]])
-    return session.cache.token_bytes
+    """What one token takes in the KV cache, on each device; found out once for a model and the way it is read."""
+    known = _TOKEN_BYTES.setdefault(lm, {})
+    if lm.graph not in known:
+        known[lm.graph] = Session(lm, capacity=1).cache.token_bytes
+    return known[lm.graph]
+
+
+_TOKEN_BYTES: WeakKeyDictionary[LM, dict[Any, dict[torch.device, int]]] = WeakKeyDictionary()
 
 
 def check_memory(caches: Iterable[tuple[LM, int]], rows: int) -> None:
