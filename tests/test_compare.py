@@ -17,7 +17,7 @@ from lenience.compare import Progress, Setting, compare, rows
 from lenience.heads import Head, Inputs
 from lenience.mining import mine
 from lenience.pair import Pair
-from lenience.report import example, write_report
+from lenience.report import example, family, short, write_report
 from lenience.tasks import load_task, take
 
 RULES = ["draft", "exact", "topk:2"]
@@ -129,6 +129,18 @@ def test_a_stopped_comparison_goes_on(llama: Pair, tmp_path: Path) -> None:
         finish(compare(llama, ParityTask(), ["exact"], windows=(2, 4), limit=8, tuning=2, out=tmp_path))
 
 
+def test_times_of_another_machine_are_measured_again(llama: Pair, tmp_path: Path) -> None:
+    given = {"windows": (4,), "limit": 3, "timed": 2, "out": tmp_path}
+    finish(compare(llama, ParityTask(), RULES, **given))
+    kept = [json.loads(line) for line in (tmp_path / "timings.jsonl").read_text().splitlines()]
+    (tmp_path / "timings.jsonl").write_text(
+        "".join(json.dumps({**record, "machine": "another", "seconds": [9.0] * 4}) + "\n" for record in kept)
+    )
+    _, frontier = finish(compare(llama, ParityTask(), RULES, **given))
+    assert all(row["tokens_per_second"] > 30 for row in frontier["rows"]), "9 seconds an answer were another machine's"
+    assert len((tmp_path / "timings.jsonl").read_text().splitlines()) == 4
+
+
 def test_a_comparison_with_a_judge_that_was_fitted_anew_is_another_one(llama: Pair, tmp_path: Path) -> None:
     width = 2 * (llama.target.hidden_size + llama.draft.hidden_size)
     head = Head(torch.ones(width), 0.0, Inputs(), 0.5, llama.fingerprints)
@@ -158,6 +170,12 @@ def test_what_cannot_be_compared_is_told_before_any_work(llama: Pair, tmp_path: 
 def test_a_missing_judge_is_told_before_any_work(llama: Pair, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no judge\.json"):
         next(iter(compare(llama, ParityTask(), [f"judge:{tmp_path}@0.5"], limit=2)))
+
+
+def test_rules_are_drawn_with_their_kind() -> None:
+    rules = ["target", "draft", "exact", "topk:2", "judge:run/judge@0.99", 'exact|judge:"a:b/m@p"@0.5', "judge:run/mlp"]
+    assert [family(rule) for rule in rules] == ["target", "draft", "exact", "topk", "judge", "m@p", "mlp"]
+    assert [short({"rule": rule}) for rule in rules[3:]] == ["topk:2", "judge@0.99", "exact|m@p@0.5", "mlp"]
 
 
 def test_the_report_stands_alone_and_holds_every_token(llama: Pair, tmp_path: Path) -> None:

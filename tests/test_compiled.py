@@ -151,3 +151,16 @@ def test_a_pair_is_exported_while_it_decodes(checkpoints) -> None:
 
 def test_the_public_function_takes_what_the_inner_one_takes() -> None:
     assert inspect.signature(lenience.load_pair) == inspect.signature(load_pair)
+
+
+def test_a_passing_failure_keeps_the_export(compiled, checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled("qwen3")
+    lm = load_pair(*checkpoints("qwen3"), dtype="float32", compile=False).target
+
+    def fail(_path: object) -> None:
+        raise MemoryError("none left")
+
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="MemoryError: none left"):
+        patch.setattr("lenience.compiled.Graph", fail)
+        assert not compile_model(lm, export=False)
+    assert graph_path(lm).exists() and compile_model(lm, export=False)

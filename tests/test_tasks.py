@@ -40,6 +40,12 @@ def test_every_written_solution_is_right(author: str) -> None:
         assert all(operation.x % operation.y == 0 for operation in steps if operation.op == "/")
 
 
+def asked_of(text: str, amounts: dict[str, int]) -> int:
+    """The difference that a text asks for, or else the sum."""
+    more = re.search(r"How many more \w+ does (\w+) (?:have|make) than (\w+)\?", text)
+    return amounts[more[1]] - amounts[more[2]] if more else sum(amounts.values())
+
+
 def read_compare(text: str) -> int | None:
     """The answer to a problem of two people's amounts, found from its text alone; None for other kinds of text."""
     text = re.sub(r"\w+ is \d+ years old\. ", "", text)
@@ -55,9 +61,8 @@ def read_compare(text: str) -> int | None:
         have[giver], have[taker] = have[giver] - int(given), have[taker] + int(given)
     for taker, given, giver in re.findall(r"Then (\w+) gets (\d+) \w+ from (\w+)\.", text):
         have[giver], have[taker] = have[giver] - int(given), have[taker] + int(given)
-    asked = re.search(rf"How many more {unit} does (\w+) have than (\w+)\?", text)
-    assert asked or text.endswith("do they have together?")
-    return have[asked[1]] - have[asked[2]] if asked else sum(have.values())
+    assert f"How many more {unit} " in text or text.endswith("do they have together?")
+    return asked_of(text, have)
 
 
 def read_work(text: str) -> int | None:
@@ -69,8 +74,7 @@ def read_work(text: str) -> int | None:
     a, rate, hours, b, k, side, other, others = stated.groups()
     assert other == a
     made = {a: int(rate) * int(hours), b: (int(rate) + int(k) * (1 if side == "more" else -1)) * int(others)}
-    asked = re.search(r"How many more \w+ does (\w+) make than (\w+)\?", text)
-    return made[asked[1]] - made[asked[2]] if asked else sum(made.values())
+    return asked_of(text, made)
 
 
 @pytest.mark.parametrize("read", [read_compare, read_work])

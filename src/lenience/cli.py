@@ -11,12 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import cyclopts
 from cyclopts import App, Parameter
-from rich.console import Console
-from rich.table import Table
 
 from lenience import __version__
 from lenience.errors import InputError, first_line
-from lenience.steps import compile_pair, fit_run, follow, loading, mine_run, print_table, screen
+from lenience.steps import (
+    compile_pair,
+    fit_run,
+    follow,
+    loading,
+    mine_run,
+    print_answer,
+    print_counts,
+    print_table,
+    print_thresholds,
+    screen,
+)
 
 if TYPE_CHECKING:
     from lenience.pair import Pair
@@ -106,11 +115,9 @@ def generate(
     show
         Colour every token by where it came from.
     """
-    from lenience.decode import pieces
-    from lenience.rules import parse_rule
+    from lenience.rules import terms
 
-    if rule not in ("target", "draft"):
-        parse_rule(rule)  # a wrong rule is told before the models are loaded
+    terms(rule)  # a wrong rule is told before the models are loaded
     pair = (models or Models()).load()
     if prompt is None:
         prompt = _prompt(pair)
@@ -125,20 +132,9 @@ def generate(
         seed=seed,
         stop_strings=stop_string,
     )
-    styles = {"draft": "black on bright_blue", "draft-lenient": "bold black on bright_green",
-              "correction": "black on bright_red", "bonus": "black on white"}  # fmt: skip
-    if show:
-        console = Console(force_terminal=True if sys.stdout.isatty() else None, soft_wrap=True)
-        for text, entry in zip(pieces(pair.target, out.tokens), out.trace):
-            console.print(text, style=styles[entry.origin], end="", markup=False, highlight=False)
-        console.print()
-        console.print("  ".join(f"[{style}] {origin} [/]" for origin, style in styles.items()), highlight=False)
-    elif not json:
-        print(out.text)
-    screen.print(
-        f"[dim]{len(out.tokens)} tokens, {out.target_passes} passes of the target, {out.tokens_per_pass:.2f} tokens per "
-        f"pass, {out.tokens_per_second:.0f} tokens/s, {out.accepted_lenient} gained by lenience, ended by {out.finish}[/]"
-    )
+    if show or not json:
+        print_answer(pair, out, show)
+    print_counts(out)
     if json:
         trace = [[entry.token, entry.origin, entry.score] for entry in out.trace]
         whole = {key: value for key, value in vars(out).items() if key != "trace"}
@@ -235,19 +231,7 @@ def fit(
     dtypes = {model["dtype"] for model in made["models"].values()}
     pair = Models(target, draft, dtypes.pop() if len(dtypes) == 1 else "auto", device).load()
     fitted = fit_run(pair, run, inputs, out or run / "judge", kind=head, recall=recall, seed=seed)
-    from lenience.report import probability
-    from lenience.rules import Judge
-
-    table = Table("recall of important", "threshold", "unimportant accepted", box=None)
-    for row in fitted.metrics["thresholds"]:
-        table.add_row(f"{row['recall']:g}", probability(row["threshold"]), f"{row['accepted']:.3f}")
-    screen.print(table)
-    screen.print(
-        f"AUC {fitted.metrics['auc_out_of_fold']:.3f} on folds it was not fitted to; "
-        f"use it as {Judge(str(out or run / 'judge'), fitted.threshold)}",
-        highlight=False,
-        markup=False,
-    )
+    print_thresholds(fitted, out or run / "judge")
     if json:
         _print_json({"judge": str(out or run / "judge"), "head": head, "threshold": fitted.threshold, **fitted.metrics})
 

@@ -20,15 +20,13 @@ from lenience.errors import InputError
 from lenience.journal import Journal, open_run, read_json, write_json
 from lenience.mining import check_prompts, describe
 from lenience.pair import Generation, Pair
-from lenience.rules import AnyOf, Judge, parse_rule
+from lenience.rules import ALONE, Judge, terms
 from lenience.tasks import JsonlTask, Sample, Task, take
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 WINDOWS = (2, 4, 8, 16, 32)
-ALONE = ("target", "draft")
-"""Stand for decoding with that model alone."""
 EXAMPLES = 3
 """How many prompts' answers are kept for the report, token by token."""
 
@@ -242,11 +240,7 @@ class _Run:
 
 
 def _judges(rule: str) -> list[Judge]:
-    if rule in ALONE:
-        return []
-    parsed = parse_rule(rule)
-    terms = parsed.terms if isinstance(parsed, AnyOf) else (parsed,)
-    return [term for term in terms if isinstance(term, Judge)]
+    return [term for term in terms(rule) if isinstance(term, Judge)]
 
 
 def heads(rules: Sequence[str]) -> dict[str, str]:

@@ -37,8 +37,6 @@ class Draft:
     """[B, W + 1, H]: the draft's states, see the module; None unless a rule asked for them."""
     passes: int = 0
     """How many passes of a model proposing took."""
-    read: Sequence[int] | None = None
-    """[B]: how many tokens those passes read for each row; None where no model did."""
 
     @property
     def width(self) -> int:
@@ -97,9 +95,6 @@ class Step:
     accepted_lenient: int
     """How many drafted tokens were kept beyond those."""
     draft_passes: int
-    target_tokens: int
-    """How many tokens the target read for this row, the prompt's included."""
-    draft_tokens: int
     text: str
     """The text that this step adds, incomplete characters and possible stop strings held back until they are decided."""
     finish: Finish | None = None

@@ -42,9 +42,8 @@ def decode(
         draft = drafter.propose(ctx, [request.limits.room - 1 for request in active])
         reading = session.read([row.prefix for row in ctx.rows], draft.width + 1, draft.tokens)
         reading = replace(reading, logits=ctx.process(reading.logits, draft.tokens))
-        for i, verdict in enumerate(rule(draft, reading, ctx)):
-            request = active[i]
-            step = request.limits.clip(verdict, draft.passes, reading.read[i], draft.read[i] if draft.read else 0)
+        for request, verdict in zip(active, rule(draft, reading, ctx)):
+            step = request.limits.clip(verdict, draft.passes)
             request.row.prefix += step.tokens
             request.row.position += len(step.tokens)
             yield request, step
@@ -83,8 +82,8 @@ class Limits:
         """How many more new tokens are allowed."""
         return self._left - self.new
 
-    def clip(self, verdict: Verdict, draft_passes: int, target_tokens: int, draft_tokens: int) -> Step:
-        """The step that a verdict comes to, cut off where the response ends, and what it took."""
+    def clip(self, verdict: Verdict, draft_passes: int) -> Step:
+        """The step that a verdict comes to, cut off where the response ends."""
         n, k = len(verdict.drafted), verdict.accepted
         kept = [
             Trace(token, "draft" if exact else "draft-lenient", score)
@@ -109,7 +108,7 @@ class Limits:
                 break
         drafted = sum(entry.origin.startswith("draft") for entry in trace)
         exact = next((i for i in range(drafted) if not verdict.exact[i]), drafted)
-        return Step(trace, n, exact, drafted - exact, draft_passes, target_tokens, draft_tokens, text, self.finish)
+        return Step(trace, n, exact, drafted - exact, draft_passes, text, self.finish)
 
 
 class TextStream:

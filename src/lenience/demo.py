@@ -29,7 +29,7 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out}: is a file; name a folder")
     with loading():
-        pair = load_pair()
+        pair = load_pair(compile=False)
     compile_pair(pair, None, long=True)
     task, folder = WordMath(), out / "run"
     shipped = _copy_shipped(folder)
@@ -46,7 +46,7 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
     judges = [str(Judge(str(folder / "judge"), threshold)) for threshold in thresholds]
     others = take(task, "train", None)[-2 * limit :]
     picked, lost = _pick(pair, task, judges, others)
-    what = "the most lenient that loses" if lost <= len(others) // 100 else "the strictest, since none loses"
+    what = "the most lenient that loses" if lost <= _allowed(others) else "the strictest, since none loses"
     screen.print(
         f"picked: threshold {probability(thresholds[picked])}, {what} at most one in a hundred on {len(others)} other problems "
         f"(it lost {lost})",
@@ -84,27 +84,35 @@ def _copy_shipped(folder: Path) -> int:
     return sum(1 for _ in Journal(EMBEDDED / "run" / "journal.jsonl"))
 
 
+def _allowed(samples: list[Sample]) -> int:
+    """How many of the samples a threshold may lose: one in a hundred."""
+    return len(samples) // 100
+
+
 def _pick(pair: Pair, task: Task, judges: list[str], samples: list[Sample]) -> tuple[int, int]:
-    """Which of `judges`, most lenient first, is the last, tried from the strictest on, to lose at most one in a hundred of the
-    samples, and how many it loses; the strictest, if that loses more."""
+    """Which of `judges`, most lenient first, is the last, tried from the strictest on, to lose no more of the samples than
+    allowed, and how many it loses; the strictest, if that loses more."""
+    tried, each = ["exact", *reversed(judges)], len(samples)
+    strict, losses = [True] * each, dict[str, int]()
     with progress() as show:
-
-        def right(rule: str, nth: int) -> dict[int, bool]:
-            found: dict[int, bool] = {}
-            prompts = [sample.prompt for sample in samples]
-            for i, out in pair.as_completed(
-                prompts, batch_size=32, rule=rule, window=max(WINDOWS), max_new_tokens=task.max_new_tokens
-            ):
-                found[i] = task.correct(out.text, samples[i])
-                show("picking", nth * len(samples) + len(found), (len(judges) + 1) * len(samples))
-            return found
-
-        strict, losses = right("exact", 0), dict[int, int]()
-        for i in reversed(range(len(judges))):
-            lenient = right(judges[i], len(judges) - i)
-            losses[i] = sum(strict[k] and not lenient[k] for k in strict)
-            if losses[i] > len(samples) // 100:
+        for nth, rule in enumerate(tried):
+            right = [False] * each
+            decoding = pair.as_completed(
+                [sample.prompt for sample in samples],
+                batch_size=32,
+                rule=rule,
+                window=max(WINDOWS),
+                max_new_tokens=task.max_new_tokens,
+            )
+            for done, (i, out) in enumerate(decoding, 1):
+                right[i] = task.correct(out.text, samples[i])
+                show("picking", nth * each + done, len(tried) * each)
+            if rule == "exact":
+                strict = right
+                continue
+            losses[rule] = sum(a and not b for a, b in zip(strict, right))
+            if losses[rule] > _allowed(samples):
                 break
-        show("picking", 1, 1)
-    picked = min((i for i in losses if losses[i] <= len(samples) // 100), default=len(judges) - 1)
-    return picked, losses[picked]
+        show("picking", 1, 1)  # what is left of the bar need not be tried
+    kept = [rule for rule in losses if losses[rule] <= _allowed(samples)] or judges[-1:]
+    return judges.index(kept[-1]), losses[kept[-1]]

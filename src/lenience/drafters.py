@@ -30,10 +30,9 @@ class ModelDrafter:
         if self.session.lm.width < self.width:  # ids that only the target's embedding has
             most = [0 if max(p) >= self.session.lm.width else m for p, m in zip(prefixes, most)]
         drafted: list[list[int]] = [[] for _ in prefixes]
-        logits, hidden, read = [], [], [0] * len(prefixes)
+        logits, hidden = [], []
         for ahead in range(max(most)):
             reading = self.session.read([p + d for p, d in zip(prefixes, drafted)])
-            read = [a + b for a, b in zip(read, reading.read)]
             logits.append(ctx.process(self._as_target(reading.logits), torch.tensor(drafted)))  # [B, 1, V]
             hidden.append(reading.hidden)
             for b, (token,) in enumerate(ctx.draw(logits[-1], ahead).tolist()):
@@ -50,9 +49,8 @@ class ModelDrafter:
         if self.keep_states:
             # the state after the last drafted token: one more pass
             reading = self.session.read([p + d for p, d in zip(prefixes, drafted)])
-            read = [a + b for a, b in zip(read, reading.read)]
             states = torch.cat([*hidden, reading.hidden], 1).to(self.device)  # [B, W + 1, H]
-        return Draft(tokens, lengths, torch.cat(logits, 1), states, len(logits) + self.keep_states, read)
+        return Draft(tokens, lengths, torch.cat(logits, 1), states, len(logits) + self.keep_states)
 
     def move(self, source: int, to: int) -> None:
         self.session.move(source, to)

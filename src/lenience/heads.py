@@ -161,11 +161,8 @@ GRID = tuple(10.0**k for k in range(-4, 3))
 RECALLS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 1.0)
 
 
-KINDS = ("logistic", "mlp")
-
-
 @dataclass
-class _Fit:
+class _Fitted:
     """A head on standardised inputs: score = sigmoid(x · weight + bias), or with a hidden layer as `Head` has it."""
 
     weight: NDArray
@@ -263,20 +260,20 @@ def _curve(kind: str, x: NDArray, harmless: NDArray, train: NDArray, valid: NDAr
     return curve
 
 
-def _fit(kind: str, x: NDArray, harmless: NDArray, c: float, seed: int) -> _Fit:
+def _fit(kind: str, x: NDArray, harmless: NDArray, c: float, seed: int) -> _Fitted:
     from sklearn.linear_model import LogisticRegression
 
     if kind == "mlp":
         return _fit_mlp(torch.from_numpy(x), torch.from_numpy(harmless.astype(np.float32)), seed)
     model = LogisticRegression(max_iter=1000, C=c).fit(x, harmless)
-    return _Fit(model.coef_[0], float(model.intercept_[0]))
+    return _Fitted(model.coef_[0], float(model.intercept_[0]))
 
 
 UNITS, BATCH, EPOCHS, LEAST_STEPS = 128, 512, 15, 400
 """Of the MLP: on the built-in pair 128 to 384 units, batches of 256 to 1,024 and weight decay of 0.05 to 0.3 came out alike."""
 
 
-def _fit_mlp(x: Tensor, harmless: Tensor, seed: int) -> _Fit:
+def _fit_mlp(x: Tensor, harmless: Tensor, seed: int) -> _Fitted:
     """One hidden layer, dropout on its inputs and outputs, cross-entropy, AdamW on a one-cycle schedule."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -293,7 +290,7 @@ def _fit_mlp(x: Tensor, harmless: Tensor, seed: int) -> _Fit:
             optimizer.step()
             schedule.step()
     weights = [parameter.detach().numpy() for parameter in (inner.weight.T, inner.bias, outer.weight[0])]
-    return _Fit(weights[2], float(outer.bias.detach()), (weights[0], weights[1]))
+    return _Fitted(weights[2], float(outer.bias.detach()), (weights[0], weights[1]))
 
 
 def threshold_at(scores: NDArray, important: NDArray, recall: float) -> float:

@@ -22,7 +22,7 @@ from lenience.heads import Inputs
 from lenience.journal import Journal, open_run, read_json
 from lenience.pair import Pair
 from lenience.rules import Exact
-from lenience.session import Session, check_memory, common
+from lenience.session import Session, common
 from lenience.tasks import Sample, Task, take
 
 if TYPE_CHECKING:
@@ -186,9 +186,9 @@ def search(pair: Pair, task: Task, samples: Sequence[Sample], max_new_tokens: in
         return None
 
     longest = max((len(pair.target.encode(sample.prompt)) for sample in samples), default=0) + max_new_tokens
-    check_memory([(pair.target, longest), (pair.draft, longest), (pair.draft, longest)], size)  # searches have one of their own
+    session, drafter = pair.engine(size, longest, WINDOW, beside=[pair.draft])  # each search has one more
     ctx = Context(processors=pair.target.processors(sampling=False) or None)
-    for request, step in decode(*pair.engine(size, longest, WINDOW), Exact(), ctx, follow, size):
+    for request, step in decode(session, drafter, Exact(), ctx, follow, size):
         active[request.number].add(step)
         yield from done
         done.clear()

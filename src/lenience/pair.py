@@ -36,9 +36,6 @@ class Generation:
     trace: list[Trace] = field(default_factory=list)
     target_passes: int = 0
     draft_passes: int = 0
-    target_tokens: int = 0
-    """How many tokens the target read, the prompt's included."""
-    draft_tokens: int = 0
     drafted: int = 0
     accepted_exact: int = 0
     """Drafted tokens that the strict rule would have kept of the same windows."""
@@ -62,8 +59,6 @@ class Generation:
         self.tokens += step.tokens
         self.target_passes += 1
         self.draft_passes += step.draft_passes
-        self.target_tokens += step.target_tokens
-        self.draft_tokens += step.draft_tokens
         self.drafted += step.drafted
         self.accepted_exact += step.accepted_exact
         self.accepted_lenient += step.accepted_lenient
@@ -142,7 +137,6 @@ class Pair:
             out.seconds = time.perf_counter() - request.began
             if options.get("rule") == "draft":
                 out.target_passes, out.draft_passes = 0, out.target_passes
-                out.target_tokens, out.draft_tokens = 0, out.target_tokens
             if not options.get("stop_strings"):
                 out.text = self.target.decode(out.tokens)
             yield request.number, out
@@ -201,13 +195,20 @@ class Pair:
         return ids, decode(session, drafter, rule, ctx, lambda _: next(requests, None), size)
 
     def engine(
-        self, size: int, longest: int, window: int, main: LM | None = None, keep_states: bool = False
+        self,
+        size: int,
+        longest: int,
+        window: int,
+        main: LM | None = None,
+        keep_states: bool = False,
+        beside: Sequence[LM] = (),
     ) -> tuple[Session, ModelDrafter]:
         """What reads and what drafts `size` sequences of at most `longest` tokens together, in caches of their own; `main`
-        reads, by default the target. Raises InputError where memory has no room for the caches."""
+        reads, by default the target. Raises InputError where memory has no room for the caches and for as many of the
+        models `beside`, which the caller makes."""
         main, longest = main or self.target, longest + window
         capacity = {lm: min(longest, lm.context or longest) for lm in (main, self.draft)}
-        check_memory([(lm, capacity[lm]) for lm in ((main, self.draft) if window else (main,))], size)
+        check_memory([(lm, capacity[lm]) for lm in (main, *([self.draft] if window else []), *beside)], size)
         draft = Session(self.draft, size, capacity[self.draft])
         return Session(main, size, capacity[main]), ModelDrafter(draft, window, main, keep_states)
 

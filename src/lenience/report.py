@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
-from lenience.rules import AnyOf, Judge, parse_rule
+from lenience.rules import Judge, terms
 
 COLORS = {"target": "#6b7280", "draft": "#6b7280", "exact": "#2563eb", "topk": "#d97706", "judge": "#059669"}
 MARKS = {"target": "s", "draft": "D", "exact": "o", "topk": "^", "judge": "o"}
@@ -21,22 +21,20 @@ ORIGINS = {
 
 
 def family(rule: str) -> str:
-    """The group that a rule is drawn with; judges by the folder of their head."""
-    return short({"rule": rule}).split("|")[-1].split(":")[0].split("@")[0]
+    """The group that a rule is drawn with: the name of its last term, for a judge the folder of its head."""
+    last = [Path(term.path).name if isinstance(term, Judge) else term.name for term in terms(rule)][-1:]
+    return last[0] if last else rule
 
 
 def short(row: dict[str, Any]) -> str:
     """A row's rule with no more of its judge's path than its folder."""
-    if row["rule"] in ("target", "draft"):
-        return row["rule"]
-    parsed = parse_rule(row["rule"])
-    terms = parsed.terms if isinstance(parsed, AnyOf) else (parsed,)
-    return "|".join(
+    shortened = (
         Path(term.path).name + ("" if term.threshold is None else f"@{probability(term.threshold)}")
         if isinstance(term, Judge)
         else str(term)
-        for term in terms
+        for term in terms(row["rule"])
     )
+    return "|".join(shortened) or row["rule"]
 
 
 def why(row: dict[str, Any]) -> str:

@@ -247,6 +247,16 @@ def parse_rule(spec: str | Rule) -> Rule:
         raise InputError(f"rule {spec!r}: {error}") from None
 
 
+ALONE = ("target", "draft")
+"""Stand in place of a rule for decoding with that model alone."""
+
+
+def terms(spec: str) -> tuple[Term, ...]:
+    """The terms of a rule's spec, none for a model alone. Raises InputError as `parse_rule` does."""
+    rule = None if spec in ALONE else parse_rule(spec)
+    return rule.terms if isinstance(rule, AnyOf) else (rule,) if isinstance(rule, Term) else ()
+
+
 def _split(text: str, mark: str, limit: int = 0) -> list[str]:
     """Split at `mark` outside double quotes, at most `limit` times where it is positive."""
     parts: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +14,17 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from lenience.heads import Head, Inputs
-    from lenience.pair import Pair
+    from lenience.pair import Generation, Pair
     from lenience.tasks import Task
 
 screen = Console(stderr=True)
+STYLES = {
+    "draft": "black on bright_blue",
+    "draft-lenient": "bold black on bright_green",
+    "correction": "black on bright_red",
+    "bonus": "black on white",
+}
+"""Of tokens, by where they came from."""
 
 
 @contextmanager
@@ -134,3 +142,41 @@ def print_table(frontier: dict[str, Any]) -> None:
             "–" if row["seconds_per_correct"] is None else f"{row['seconds_per_correct']:.3f}",
         )
     Console(stderr=True, width=max(screen.width, 120)).print(table)
+
+
+def print_answer(pair: Pair, out: Generation, coloured: bool) -> None:
+    """An answer on standard output, perhaps with every token coloured by where it came from."""
+    from lenience.decode import pieces
+
+    if not coloured:
+        print(out.text)
+        return
+    console = Console(force_terminal=True if sys.stdout.isatty() else None, soft_wrap=True)
+    for text, entry in zip(pieces(pair.target, out.tokens), out.trace):
+        console.print(text, style=STYLES[entry.origin], end="", markup=False, highlight=False)
+    console.print()
+    console.print("  ".join(f"[{style}] {origin} [/]" for origin, style in STYLES.items()), highlight=False)
+
+
+def print_counts(out: Generation) -> None:
+    screen.print(
+        f"[dim]{len(out.tokens)} tokens, {out.target_passes} passes of the target, {out.tokens_per_pass:.2f} tokens per "
+        f"pass, {out.tokens_per_second:.0f} tokens/s, {out.accepted_lenient} gained by lenience, ended by {out.finish}[/]"
+    )
+
+
+def print_thresholds(head: Head, folder: Path) -> None:
+    """What a fitted judge's thresholds come to, and how to use it."""
+    from lenience.report import probability
+    from lenience.rules import Judge
+
+    table = Table("recall of important", "threshold", "unimportant accepted", box=None)
+    for row in head.metrics["thresholds"]:
+        table.add_row(f"{row['recall']:g}", probability(row["threshold"]), f"{row['accepted']:.3f}")
+    screen.print(table)
+    screen.print(
+        f"AUC {head.metrics['auc_out_of_fold']:.3f} on folds it was not fitted to; "
+        f"use it as {Judge(str(folder), head.threshold)}",
+        highlight=False,
+        markup=False,
+    )
