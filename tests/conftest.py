@@ -31,6 +31,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from lenience.heads import Head, Inputs
 from lenience.pair import Pair, load_pair
 
 torch.set_num_threads(1)
@@ -113,3 +114,12 @@ def llama(pairs: Callable[[str], Pair]) -> Pair:
 @pytest.fixture(scope="session")
 def built_in() -> Pair:
     return load_pair(compile=False)
+
+
+@pytest.fixture(scope="session")
+def judge(tmp_path_factory: pytest.TempPathFactory, llama: Pair) -> str:
+    folder = tmp_path_factory.mktemp("judge")
+    width = 2 * (llama.target.hidden_size + llama.draft.hidden_size)
+    weight = torch.randn(width, generator=torch.Generator().manual_seed(1)) / 4
+    Head(weight, 0.0, Inputs(), 0.5, llama.fingerprints).save(folder)
+    return f"judge:{folder}@0.5"

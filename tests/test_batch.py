@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from lenience import InputError
-from lenience.heads import Head, Inputs
 from lenience.model import LM
 from lenience.pair import Generation, Pair, load_pair
 from lenience.session import Session, takes_masks, token_bytes
@@ -29,15 +28,6 @@ def assert_same(together: list[Generation], alone: list[Generation]) -> None:
         assert [entry.origin for entry in a.trace] == [entry.origin for entry in b.trace]
         for x, y in zip(a.trace, b.trace):
             assert x.score == y.score or x.score == pytest.approx(y.score, abs=1e-4)
-
-
-@pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory, llama: Pair) -> str:
-    folder = tmp_path_factory.mktemp("judge")
-    width = 2 * (llama.target.hidden_size + llama.draft.hidden_size)
-    weight = torch.randn(width, generator=torch.Generator().manual_seed(1)) / 4
-    Head(weight, 0.0, Inputs(), 0.5, llama.fingerprints).save(folder)
-    return f"judge:{folder}@0.5"
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from test_batch import assert_same
 
 import lenience
-from lenience.compiled import compile_model, export_graph, graph_path
+from lenience.compiled import compile_model, graph_path
+from lenience.export import export_graph
 from lenience.model import LM
 from lenience.pair import Pair, load_pair
 from lenience.session import Session, token_bytes
@@ -35,15 +36,16 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def compiled(own_cache: None, checkpoints: Callable[[str], tuple[str, str]]) -> Callable[[str], LM]:
-    made: dict[str, LM] = {}
+    made: dict[tuple[str, str], LM] = {}
 
-    def get(name: str) -> LM:
-        if name not in made:
-            made[name] = load_pair(*checkpoints(name), dtype="float32").target
+    def get(name: str, role: str = "target") -> LM:
+        if (name, role) not in made:
+            lm = getattr(load_pair(*checkpoints(name), dtype="float32"), role)
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                assert compile_model(made[name])
-        return made[name]
+                assert compile_model(lm)
+            made[name, role] = lm
+        return made[name, role]
 
     return get
 
@@ -65,10 +67,37 @@ def test_states_and_logits_are_the_models_own(name: str, compiled, readings, sta
             torch.testing.assert_close(got.hidden[row], own.hidden_states[-1][0, -states:], atol=2e-4, rtol=1e-3)
 
 
-@given(rows, st.sampled_from([("exact", 0.0), ("topk:3", 0.0), ("speculative", 0.8)]), st.integers(0, 9), st.integers(1, 4))
-@settings(max_examples=15, deadline=None, **QUICK)
-def test_a_compiled_pair_answers_as_a_plain_one(compiled, llama: Pair, asked, how, window, size) -> None:
-    pair = Pair(compiled("llama"), llama.draft, "half compiled")
+@pytest.mark.parametrize("name", EXPORTED)
+@given(st.lists(rows, min_size=1, max_size=3), st.integers(0, 9), st.integers(4, 40))
+@settings(max_examples=8, deadline=None, **QUICK)
+def test_a_draft_that_reads_on_takes_what_is_most_probable(name: str, compiled, readings, on, capacity) -> None:
+    lm = compiled(name, "draft")
+    session = Session(lm, 5, capacity)
+    for sequences in readings:
+        got = session.read(sequences, on=on)
+        n = got.logits.shape[1]
+        room = min(map(session.room, sequences))
+        assert n == 1 + min(on, room) or (n == 1 and len(sequences) > 1)  # prompts are not read with short rows
+        drafted = got.logits.argmax(-1).tolist()
+        for row, sequence in enumerate(sequences):
+            assert session.tokens[row] == sequence + drafted[row][:-1]
+            with torch.inference_mode():
+                own = lm.model(torch.tensor([session.tokens[row]]), output_hidden_states=True)
+            torch.testing.assert_close(got.logits[row], own.logits[0, -n:], atol=2e-4, rtol=1e-3)
+            torch.testing.assert_close(got.hidden[row], own.hidden_states[-1][0, -n:], atol=2e-4, rtol=1e-3)
+
+
+@given(
+    rows,
+    st.sampled_from([("exact", 0.0), ("topk:3", 0.0), ("judge", 0.0), ("speculative", 0.8)]),
+    st.integers(0, 19),
+    st.integers(1, 4),
+)
+@settings(max_examples=25, deadline=None, **QUICK)
+def test_a_compiled_pair_answers_as_a_plain_one(compiled, llama: Pair, judge: str, asked, how, window, size) -> None:
+    pair = Pair(compiled("llama"), compiled("llama", "draft"), "compiled")
+    assert pair.compiled
+    how = (judge if how[0] == "judge" else how[0], how[1])
     options = dict(zip(("rule", "temperature"), how), window=window, max_new_tokens=30, batch_size=size)
     assert_same(pair.generate_batch(asked, **options), llama.generate_batch(asked, **options))
 

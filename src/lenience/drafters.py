@@ -11,6 +11,9 @@ from lenience.core import Context, Draft
 from lenience.model import LM
 from lenience.session import Session
 
+CHUNK = 8
+"""How many tokens are drafted at most before EOS is looked for."""
+
 
 class ModelDrafter:
     """Drafts with an independent model of the same vocabulary, `window` tokens at most and none past an EOS.
@@ -29,28 +32,26 @@ class ModelDrafter:
         most = [max(0, min(self.window, r, self.session.room(p) - 1)) for p, r in zip(prefixes, room)]
         if self.session.lm.width < self.width:  # ids that only the target's embedding has
             most = [0 if max(p) >= self.session.lm.width else m for p, m in zip(prefixes, most)]
-        drafted: list[list[int]] = [[] for _ in prefixes]
-        logits, hidden = [], []
-        for ahead in range(max(most)):
-            reading = self.session.read([p + d for p, d in zip(prefixes, drafted)])
-            logits.append(ctx.process(self._as_target(reading.logits), torch.tensor(drafted)))  # [B, 1, V]
+        tokens = torch.empty(len(most), 0, dtype=torch.long, device=self.device)
+        logits, hidden = list[Tensor](), list[Tensor]()
+        # the state after the last drafted token takes one more pass
+        while (wanted := max(most)) and (left := wanted + self.keep_states - tokens.shape[1]) > 0:
+            reading = self.session.read(prefixes, ahead=tokens, on=min(left, CHUNK) - 1 if self._reads_on(ctx) else 0)
+            logits.append(ctx.process(self._as_target(reading.logits), tokens))  # [B, n, V]
             hidden.append(reading.hidden)
-            for b, (token,) in enumerate(ctx.draw(logits[-1], ahead).tolist()):
-                drafted[b].append(token)
-                if token in self.eos_ids:
-                    most[b] = min(most[b], ahead + 1)  # nothing after it could be kept
-            if all(ahead + 1 >= m for m in most):
-                break
+            tokens = torch.cat([tokens, ctx.draw(logits[-1], tokens.shape[1])], 1)
+            for b, row in enumerate(tokens.tolist()):
+                # nothing after an EOS could be kept
+                most[b] = next((i for i, token in enumerate(row[: most[b]], 1) if token in self.eos_ids), most[b])
         lengths = torch.tensor(most, device=self.device)
-        tokens = torch.tensor(drafted, dtype=torch.long, device=self.device)
         if not logits:
             return Draft(tokens, lengths)
-        states = None
-        if self.keep_states:
-            # the state after the last drafted token: one more pass
-            reading = self.session.read([p + d for p, d in zip(prefixes, drafted)])
-            states = torch.cat([*hidden, reading.hidden], 1).to(self.device)  # [B, W + 1, H]
-        return Draft(tokens, lengths, torch.cat(logits, 1), states, len(logits) + self.keep_states)
+        states = torch.cat(hidden, 1)[:, : wanted + 1].to(self.device) if self.keep_states else None  # [B, W + 1, H]
+        return Draft(tokens[:, :wanted], lengths, torch.cat(logits, 1)[:, :wanted], states, tokens.shape[1])
+
+    def _reads_on(self, ctx: Context) -> bool:
+        """Whether the most probable token by the model's own logits is the one that is drafted."""
+        return ctx.greedy and not ctx.processors and self.session.lm.width <= self.width
 
     def move(self, source: int, to: int) -> None:
         self.session.move(source, to)

@@ -38,6 +38,9 @@ class Pass:
     """How many tokens the longest row has, the new ones included."""
     states: int
     """After how many of the last tokens logits and hidden states are wanted."""
+    on: int = 0
+    """How many tokens more are read, each the most probable one after the one before; only by a cache that `loops`, and only
+    where `states` is 1."""
 
 
 class RowCache(Protocol):
@@ -46,6 +49,11 @@ class RowCache(Protocol):
     @property
     def together(self) -> bool:
         """Whether rows of different lengths can share a pass."""
+        ...
+
+    @property
+    def loops(self) -> bool:
+        """Whether a pass can go on by itself."""
         ...
 
     @property
@@ -58,7 +66,7 @@ class RowCache(Protocol):
         ...
 
     def read(self, p: Pass) -> tuple[Tensor, Tensor]:
-        """Logits [m, states, V] and hidden states [m, states, H]."""
+        """Logits [m, states + on, V] and hidden states [m, states + on, H]."""
         ...
 
 
@@ -87,10 +95,14 @@ class Session:
         self.tokens[to] = moved
 
     @torch.inference_mode()
-    def read(self, sequences: Sequence[list[int]], states: int = 1, ahead: Tensor | None = None) -> Reading:
+    def read(self, sequences: Sequence[list[int]], states: int = 1, ahead: Tensor | None = None, on: int = 0) -> Reading:
         """Logits [B, states, V] and hidden states [B, states, H] after each of the last `states` tokens of each sequence,
         which may be followed by tokens `ahead` [B, a]; sequence b is row b's. What is past the end of the model's context
-        is not read; its states are anything."""
+        is not read; its states are anything.
+
+        Of a single state, up to `on` more may follow, each after the most probable token of the one before, where the cache
+        reads on by itself.
+        """
         assert len(sequences) <= len(self.tokens)
         if ahead is not None:
             sequences = [sequence + tokens for sequence, tokens in zip(sequences, ahead.tolist())]
@@ -99,12 +111,17 @@ class Session:
         keep = [min(common(old, new), len(new) - states) for old, new in zip(self.tokens, sequences)]
         counts = [len(new) - kept for kept, new in zip(keep, sequences)]
         groups = self._groups(sequences, counts, states)
+        if len(groups) > 1 or not self.cache.loops:
+            on = 0
+        on = max(0, min([on, *map(self.room, sequences)]))
         for old, kept in zip(self.tokens, keep):
             del old[kept:]  # a pass that fails leaves nothing that is believed
-        done = [self._pass(group, [sequences[b] for b in group], [keep[b] for b in group], states) for group in groups]
+        done = [self._pass(group, [sequences[b] for b in group], [keep[b] for b in group], states, on) for group in groups]
         for old, new in zip(self.tokens, sequences):
             old += new[len(old) :]
         logits, hidden = done[0]
+        for old, more in zip(self.tokens, logits[:, :on].argmax(-1).tolist() if on else ()):
+            old += more
         if len(done) > 1:
             order = torch.tensor([b for group in groups for b in group], device=logits.device).argsort()
             logits, hidden = (torch.cat(parts)[order] for parts in zip(*done))
@@ -128,18 +145,22 @@ class Session:
         short = [b for b, count in enumerate(counts) if count <= states + 1]
         return [short, *groups] if short else groups
 
-    def _pass(self, which: list[int], sequences: list[list[int]], keep: list[int], states: int) -> tuple[Tensor, Tensor]:
+    def _pass(
+        self, which: list[int], sequences: list[list[int]], keep: list[int], states: int, on: int
+    ) -> tuple[Tensor, Tensor]:
         """One forward pass of the rows `which`, of whose sequences `keep` tokens are in the cache; gives logits and hidden
         states. Rows with fewer new tokens than others are padded in front, so that the last states are those asked for."""
         most = max(len(new) - kept for new, kept in zip(sequences, keep))  # T
         pads = [most - len(new) + kept for new, kept in zip(sequences, keep)]
         ids = [[0] * pad + new[kept:] for pad, new, kept in zip(pads, sequences, keep)]
-        return self.cache.read(Pass(which, ids, pads, keep, max(map(len, sequences)), states))
+        return self.cache.read(Pass(which, ids, pads, keep, max(map(len, sequences)) + on, states, on))
 
 
 class PlainCache:
     """The keys and values of rows of tokens, read through the model's own forward pass. Layers with a sliding window keep
     every state too, so that rolling back is the same everywhere; the mask does the sliding."""
+
+    loops = False
 
     def __init__(self, lm: LM, rows: int, capacity: int):
         self.lm, self._place = lm, _Place(rows, capacity)
@@ -299,16 +320,22 @@ def _try_masks(lm: LM) -> None:
 
 def reads_together_as_alone(lm: LM, cache: RowCache) -> bool:
     """Whether rows of different lengths that are read together in `cache`, of three rows, have the states that they have when
-    each is read alone by the model's own pass."""
+    each is read alone by the model's own pass; so have those that the cache goes on to by itself."""
     generator = torch.Generator().manual_seed(0)
     lengths = [min(n, lm.context or n) for n in (8, 40, 23)]
     rows = [torch.randint(lm.width, (n,), generator=generator).tolist() for n in lengths]
     together = Session(lm, 3, cache=cache)
-    alone = [Session(lm, cache=PlainCache(lm, 1, 256)).read([row], 2).hidden for row in rows]
     together.read([row[:-3] for row in rows])
-    states, wanted = together.read(rows, 2).hidden.float(), torch.cat(alone).float()
-    error = (states - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-    return bool(error.max() < (0.1 if lm.model.dtype.itemsize < 4 else 1e-3))
+    for states, on in ((2, 0), (1, 3)):
+        got = together.read(rows, states, on=on)
+        n = got.hidden.shape[1]
+        rows = [row + more for row, more in zip(rows, got.logits[:, : n - states].argmax(-1).tolist())]
+        alone = [Session(lm, cache=PlainCache(lm, 1, 256)).read([row], n).hidden for row in rows]
+        wanted = torch.cat(alone).float()
+        error = (got.hidden.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+        if not error.max() < (0.1 if lm.model.dtype.itemsize < 4 else 1e-3):
+            return False
+    return True
 
 
 def token_bytes(lm: LM) -> dict[torch.device, int]:
