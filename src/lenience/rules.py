@@ -1,23 +1,19 @@
-"""Acceptance rules. A rule is data: a frozen dataclass whose fields are its spec, `name:arg,key=value@threshold`.
+"""Acceptance rules. A rule is data: a frozen dataclass whose fields are its spec, see lenience.spec.
 
-    spec = term {"|" term}
-    term = name [":" arg {"," arg}] ["@" number]        arg = value | key "=" value
-
-A value that holds one of `@ , | & "` or a space stands in double quotes. `a|b` accepts what either accepts; the
-correction is the strict member's, and is drawn from the target's own distribution where there is none.
+`a|b` accepts what either accepts; the correction is the strict member's, and is drawn from the target's own distribution
+where there is none.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, get_type_hints
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from lenience import spec
 from lenience.core import Context, Draft, Reading, Rule, Verdict, race, uniform
 from lenience.errors import InputError
 from lenience.heads import Head, load_head
@@ -62,16 +58,7 @@ class Term:
         return AnyOf((self,))(draft, reading, ctx)
 
     def __str__(self) -> str:
-        args, at = [], ""
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            if item.name == "threshold":
-                at = "" if value is None else f"@{value!r}"
-            elif item.default is dataclasses.MISSING:
-                args.append(_quote(str(value)))
-            elif value != item.default:
-                args.append(f"{item.name}={_quote(str(value).lower() if isinstance(value, bool) else str(value))}")
-        return self.name + (":" + ",".join(args) if args else "") + at
+        return spec.show(self.name, self)
 
 
 @dataclass(frozen=True)
@@ -229,89 +216,25 @@ def _of(values: Tensor, tokens: Tensor) -> Tensor:
 RULES: dict[str, type[Term]] = {term.name: term for term in (Exact, Speculative, TopK, Judge)}
 
 
-def _quote(text: str) -> str:
-    return f'"{text}"' if re.search(r"[@,|&=\s]", text) else text
-
-
-def parse_rule(spec: str | Rule) -> Rule:
+def parse_rule(rule: str | Rule) -> Rule:
     """A rule from its spec, such as "topk:3" or "judge:runs/gsm8k/judge@0.9"; a Rule is returned as it is.
 
     Raises InputError that names what is wrong with the spec.
     """
-    if not isinstance(spec, str):
-        return spec
+    if not isinstance(rule, str):
+        return rule
     try:
-        terms = [_term(part) for part in _split(spec, "|")]
+        terms = [spec.parse_term(part, "rule", RULES) for part in spec.split(rule, "|")]
         return terms[0] if len(terms) == 1 else AnyOf(tuple(terms))
     except InputError as error:
-        raise InputError(f"rule {spec!r}: {error}") from None
+        raise InputError(f"rule {rule!r}: {error}") from None
 
 
 ALONE = ("target", "draft")
 """Stand in place of a rule for decoding with that model alone."""
 
 
-def terms(spec: str) -> tuple[Term, ...]:
+def terms(text: str) -> tuple[Term, ...]:
     """The terms of a rule's spec, none for a model alone. Raises InputError as `parse_rule` does."""
-    rule = None if spec in ALONE else parse_rule(spec)
+    rule = None if text in ALONE else parse_rule(text)
     return rule.terms if isinstance(rule, AnyOf) else (rule,) if isinstance(rule, Term) else ()
-
-
-def _split(text: str, mark: str, limit: int = 0) -> list[str]:
-    """Split at `mark` outside double quotes, at most `limit` times where it is positive."""
-    parts: list[str] = []
-    quoted, start = False, 0
-    for i, char in enumerate(text):
-        quoted ^= char == '"'
-        if char == mark and not quoted and (not limit or len(parts) < limit):
-            parts.append(text[start:i])
-            start = i + 1
-    if quoted:
-        raise InputError("a double quote is not closed")
-    return [*parts, text[start:]]
-
-
-def _term(text: str) -> Term:
-    body, *at = _split(text.strip(), "@")
-    name, *rest = _split(body, ":", limit=1)
-    if name not in RULES:
-        raise InputError(f"there is no rule {name!r}; there are {', '.join(RULES)}")
-    kind = RULES[name]
-    types = {item.name: get_type_hints(kind)[item.name] for item in dataclasses.fields(kind)}
-    positional = [item for item in types if item != "threshold"]
-    given: dict[str, object] = {}
-    for i, arg in enumerate(_split(rest[0], ",") if rest else []):
-        key, *value = _split(arg, "=", limit=1)
-        if not value:
-            if i >= len(positional):
-                raise InputError(f"{name} takes at most {len(positional)} arguments")
-            key, value = positional[i], [arg]
-        if key not in positional:
-            raise InputError(f"{name} has no argument {key!r}; it has {', '.join(positional) or 'none'}")
-        given[key] = _value(f"{name}'s {key}", value[0].strip('"'), types[key])
-    if at:
-        if "threshold" not in types:
-            raise InputError(f"{name} takes no @threshold")
-        given["threshold"] = _value(f"{name}'s threshold", "@".join(at), float)
-    missing = [item.name for item in dataclasses.fields(kind) if item.default is dataclasses.MISSING]
-    for key in missing:
-        if key not in given:
-            raise InputError(f"{name} needs {key}: write {name}:{key.upper()}")
-    return kind(**given)
-
-
-def _value(what: str, text: str, kind: object) -> object:
-    convert, expected = _KINDS.get(kind, (str, "given"))
-    try:
-        if not text:
-            raise ValueError
-        return convert(text)
-    except (ValueError, KeyError):
-        raise InputError(f"{what} must be {expected}, not {text!r}") from None
-
-
-_KINDS: dict[object, tuple[Callable[[str], object], str]] = {
-    int: (int, "a whole number"),
-    float: (float, "a number"),
-    bool: ({"true": True, "false": False}.__getitem__, "true or false"),
-}
