@@ -32,6 +32,16 @@ def test_generate_prints_the_answer() -> None:
     assert len(told["trace"]) == len(told["tokens"]) == round(told["tokens_per_pass"] * told["target_passes"])
 
 
+def test_a_profile_says_where_the_time_goes() -> None:
+    done = run("generate", PROBLEM, "--profile", "--window", "auto", "--stop", "confidence:0.5", "--json")
+    told = last_json(done)
+    assert told["window"] > 0 and f"window {told['window']} was picked" in " ".join(done.stderr.split())
+    assert told["profile"]["cycles"] == told["target_passes"]
+    assert set(told["profile"]["seconds"]) == {"draft", "target", "rule", "cache", "rest"}
+    for said in ("warmed up", "passes of the target", "ms a cycle", "100.0%"):
+        assert said in done.stderr
+
+
 def test_show_colours_without_losing_text() -> None:
     done = run("generate", PROBLEM, "--show")
     plain = run("generate", PROBLEM)
@@ -45,6 +55,8 @@ def test_show_colours_without_losing_text() -> None:
     (["generate", "Ann", "--window", "-1"], "window -1"),
     (["generate", "Ann", "--windw", "1"], "--windw"),
     (["generate", "Ann", "--window", "x"], "--window"),
+    (["generate", "Ann", "--stop", "head:{tmp}@0.5"], "no stop.json"),
+    (["compare", "--rule", "exact", "--stop", "confidence:2"], "confidence's least chance 2.0"),
     (["mine", "--out", "{tmp}/r", "--task", "mathword"], "there is no task 'mathword'"),
     (["mine"], "--out"),
     (["fit", "{tmp}/nothing"], "no such file"),
@@ -89,6 +101,10 @@ def test_the_whole_path_on_a_users_own_pair_and_task(checkpoints, tmp_path: Path
     told = last_json(run("compare", *models, *task, *rules, "--limit", 5, "--tuning", 2, "--out", tmp_path / "cmp", "--json"))
     assert {row["rule"].split(":")[0] for row in told["rows"]} == {"target", "exact", "topk", "judge"}
     assert (tmp_path / "cmp" / "report.html").stat().st_size > 10_000
+    stop = last_json(run("fit", folder, "--stop", "--json"))["stop"]
+    stopped = ["--rule", "exact", "--stop", f"head:{stop}@0.5", "--limit", 5, "--tuning", 2, "--out", tmp_path / "stopped"]
+    last_json(run("compare", *models, *task, *stopped, "--json"))
+    assert json.loads((tmp_path / "stopped" / "frontier.json").read_text())["stop"] == f"head:{stop}@0.5"
     other = last_json(run("fit", folder, "--models", "target", "--tokens", "previous", "--out", tmp_path / "judge2", "--json"))
     assert other["mismatches"] == fitted["mismatches"]
 

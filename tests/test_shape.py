@@ -10,7 +10,7 @@ from pathlib import Path
 import lenience
 
 SOURCE = Path(lenience.__file__).parent
-ORDER = ["errors", "spec", "core", "journal", "heads", "rules", "tasks", "model", "session", "export", "compiled", "drafters", "decode", "pair", "mining", "compare",
+ORDER = ["errors", "spec", "core", "journal", "heads", "rules", "stops", "tasks", "model", "session", "export", "compiled", "drafters", "decode", "pair", "mining", "compare",
          "report", "steps", "demo", "cli"]  # fmt: skip
 """Each module imports only what stands before it."""
 

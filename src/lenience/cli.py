@@ -15,6 +15,7 @@ from cyclopts import App, Parameter
 from lenience import __version__
 from lenience.errors import InputError, first_line
 from lenience.steps import (
+    answer,
     compile_pair,
     fit_run,
     follow,
@@ -22,6 +23,7 @@ from lenience.steps import (
     mine_run,
     print_answer,
     print_counts,
+    print_profile,
     print_table,
     print_thresholds,
     screen,
@@ -80,14 +82,16 @@ class TaskChoice:
         return load_task(self.task, answer=self.answer, same=self.same)
 
 
+Flag = Annotated[bool, Parameter(negative="")]
+Window = int | Literal["auto"]
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON object as the last line.")]
 
 
 @app.command
 def generate(
-    prompt: str | None = None, /, *, rule: str = "exact", window: int = 8, max_new_tokens: int = 256,
+    prompt: str | None = None, /, *, rule: str = "exact", window: Window = 8, stop: str = "fixed", max_new_tokens: int = 256,
     temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None, seed: int = 0,
-    stop_string: tuple[str, ...] = (), show: Annotated[bool, Parameter(negative="")] = False,
+    stop_string: tuple[str, ...] = (), show: Flag = False, profile: Flag = False,
     models: Models | None = None, json: Json = False,
 ) -> None:  # fmt: skip
     """Answer one prompt.
@@ -99,7 +103,9 @@ def generate(
     rule
         The acceptance rule: exact, speculative, topk:K, judge:PATH@T, or target or draft for that model alone.
     window
-        How many tokens are drafted in a cycle.
+        How many tokens are drafted at most in a cycle; auto measures which is fastest for this prompt.
+    stop
+        What ends drafting earlier: fixed (nothing), heuristic, confidence:P, entropy:P, or head:PATH@T.
     max_new_tokens
         The length limit of the answer.
     temperature
@@ -114,17 +120,24 @@ def generate(
         End the answer before this text; may be given again.
     show
         Colour every token by where it came from.
+    profile
+        Say where the time goes; the prompt is answered once before, which is not counted.
     """
     from lenience.rules import terms
+    from lenience.stops import parse_stop
 
-    terms(rule)  # a wrong rule is told before the models are loaded
+    terms(rule)  # what is wrong is told before the models are loaded
+    parse_stop(stop)
     pair = (models or Models()).load()
     if prompt is None:
         prompt = _prompt(pair)
-    out = pair.generate(
+    out, told = answer(
+        pair,
         prompt,
+        profile,
         rule=rule,
         window=window,
+        stop=stop,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -134,11 +147,14 @@ def generate(
     )
     if show or not json:
         print_answer(pair, out, show)
-    print_counts(out)
+    print_counts(out, window == "auto")
+    if told:
+        print_profile(told)
     if json:
         trace = [[entry.token, entry.origin, entry.score] for entry in out.trace]
         whole = {key: value for key, value in vars(out).items() if key != "trace"}
-        _print_json({"prompt": prompt, **whole, "tokens_per_pass": out.tokens_per_pass, "trace": trace})
+        where = {"profile": {"cycles": told.cycles, "seconds": told.seconds}} if told else {}
+        _print_json({"prompt": prompt, **whole, "tokens_per_pass": out.tokens_per_pass, **where, "trace": trace})
 
 
 def _prompt(pair: Pair) -> str:
@@ -187,10 +203,10 @@ def mine(
 @app.command
 def fit(
     run: Path, /, *, head: Literal["logistic", "mlp"] = "logistic", recall: float = 0.9, models: str = "target,draft",
-    tokens: str = "draft,previous", out: Path | None = None, seed: int = 0, target: str | None = None,
+    tokens: str = "draft,previous", stop: Flag = False, out: Path | None = None, seed: int = 0, target: str | None = None,
     draft: str | None = None, device: str = "auto", json: Json = False,
 ) -> None:  # fmt: skip
-    """Fit a judge to a run's journal and save it in RUN/judge.
+    """Fit a judge to a run's journal and save it in RUN/judge; or a stop condition for the drafter, in RUN/stop.
 
     Parameters
     ----------
@@ -204,8 +220,10 @@ def fit(
         Whose hidden states it reads: target, draft or both, with a comma.
     tokens
         After which token was read: draft (the drafted one), previous, target (for study only), or several, with a comma.
+    stop
+        Fit a head on the draft's states that says when to stop drafting, used as --stop head:RUN/stop@T.
     out
-        Save the judge in another folder.
+        Save the head in another folder.
     seed
         Of the split.
     target
@@ -222,7 +240,8 @@ def fit(
     from lenience.heads import Inputs
     from lenience.journal import read_json
 
-    inputs = Inputs(tuple(models.split(",")), tuple(tokens.split(",")))
+    inputs = Inputs(("draft",), ("previous",)) if stop else Inputs(tuple(models.split(",")), tuple(tokens.split(",")))
+    role = "stop" if stop else "judge"
     made = read_json(run / "run.json")
     if not made.keys() >= {"pair", "models"}:
         raise InputError(f"{run / 'run.json'}: does not say which models it was mined with; mine into another folder")
@@ -230,17 +249,17 @@ def fit(
         target, draft = target or made["models"]["target"]["name"], draft or made["models"]["draft"]["name"]
     dtypes = {model["dtype"] for model in made["models"].values()}
     pair = Models(target, draft, dtypes.pop() if len(dtypes) == 1 else "auto", device).load()
-    fitted = fit_run(pair, run, inputs, out or run / "judge", kind=head, recall=recall, seed=seed)
-    print_thresholds(fitted, out or run / "judge")
+    fitted = fit_run(pair, run, inputs, out or run / role, kind=head, recall=recall, seed=seed, role=role)
+    print_thresholds(fitted, out or run / role)
     if json:
-        _print_json({"judge": str(out or run / "judge"), "head": head, "threshold": fitted.threshold, **fitted.metrics})
+        _print_json({role: str(out or run / role), "head": head, "threshold": fitted.threshold, **fitted.metrics})
 
 
 @app.command
 def compare(
-    *, rule: tuple[str, ...], window: tuple[int, ...] = (), limit: int | None = None, tuning: int = 20, timed: int = 50,
-    repeats: int = 3, batch_size: int = 32, out: Path | None = None, choice: TaskChoice | None = None,
-    models: Models | None = None, json: Json = False,
+    *, rule: tuple[str, ...], window: tuple[int, ...] = (), stop: str = "fixed", limit: int | None = None,
+    tuning: int = 20, timed: int = 50, repeats: int = 3, batch_size: int = 32, out: Path | None = None,
+    choice: TaskChoice | None = None, models: Models | None = None, json: Json = False,
 ) -> None:  # fmt: skip
     """Compare acceptance rules on a task's test samples: quality and speed, each with its interval.
 
@@ -250,6 +269,8 @@ def compare(
         A rule, or target or draft for that model alone; give one for each row.
     window
         The draft windows to choose from, 2 4 8 16 32 by default; each rule runs at its fastest and at the widest.
+    stop
+        What ends drafting earlier, for all rules: fixed (nothing), heuristic, confidence:P, entropy:P, or head:PATH@T.
     limit
         How many test samples; all if left out.
     tuning
@@ -269,11 +290,11 @@ def compare(
     from lenience.compare import WINDOWS, heads
     from lenience.compare import compare as run
 
-    heads(rule)  # a wrong rule is told before the models are loaded
+    heads(rule, stop)  # what is wrong is told before the models are loaded
     choice, models = choice or TaskChoice(), models or Models()
     task = choice.load()
     pair = models.load(long=True)
-    frontier = follow(run(pair, task, rule, windows=window or WINDOWS, limit=limit, tuning=tuning, timed=timed,
+    frontier = follow(run(pair, task, rule, windows=window or WINDOWS, stop=stop, limit=limit, tuning=tuning, timed=timed,
                           repeats=repeats, batch_size=batch_size, max_new_tokens=choice.max_new_tokens, out=out))  # fmt: skip
     if out is not None:
         from lenience.report import write_report

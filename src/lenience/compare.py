@@ -19,8 +19,9 @@ from lenience.decode import pieces
 from lenience.errors import InputError
 from lenience.journal import Journal, open_run, read_json, write_json
 from lenience.mining import check_prompts, describe
-from lenience.pair import Generation, Pair
+from lenience.pair import Generation, Options, Pair
 from lenience.rules import ALONE, Judge, terms
+from lenience.stops import Learned, parse_stop
 from lenience.tasks import JsonlTask, Sample, Task, take
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def compare(
     rules: Sequence[str],
     *,
     windows: Sequence[int] = WINDOWS,
+    stop: str = "fixed",
     limit: int | None = None,
     tuning: int = 20,
     timed: int = 50,
@@ -72,7 +74,7 @@ def compare(
     them. Raises InputError for a wrong rule, task or folder.
     """
     for rule in rules:
-        pair.check(rule)  # a wrong rule or judge is told before any work
+        pair.check(rule, stop)  # a wrong rule or head is told before any work
     for name, value in (("tuning", tuning), ("timed", timed), ("repeats", repeats), ("batch_size", batch_size)):
         if value < 1:
             raise InputError(f"{name} {value}: must be 1 or more")
@@ -84,9 +86,9 @@ def compare(
         raise InputError(f"task {task.name!r}: sample {unknown[0]} has no reference, and accuracy cannot be told without one")
     rules = list(dict.fromkeys(["target", *rules]))
     asked = describe(pair, task, split="test", max_new_tokens=max_new_tokens, rules=rules, windows=list(windows),
-                     tuning=tuning, heads=heads(rules))  # fmt: skip
+                     stop=stop, tuning=tuning, heads=heads(rules, stop))  # fmt: skip
     with _folder(out, asked) as folder:
-        run = _Run(pair, task, max_new_tokens, folder)
+        run = _Run(pair, task, folder, {"max_new_tokens": max_new_tokens, "stop": stop})
         settings = yield from run.settings(rules, windows, others)
         answers = yield from run.answers(settings, samples, batch_size)
         timings = yield from run.timings(settings, samples[:timed], repeats)
@@ -95,7 +97,7 @@ def compare(
         for i, sample in enumerate(samples[:EXAMPLES])
     ]
     frontier = {
-        **describe(pair, task, split="test", max_new_tokens=max_new_tokens),
+        **describe(pair, task, split="test", max_new_tokens=max_new_tokens, stop=stop),
         "machine": machine(pair),
         "rows": rows(settings, answers, timings),
         "examples": examples,
@@ -125,8 +127,8 @@ def discard(out: Path) -> None:
 class _Run:
     """Answers samples under settings; what `folder` holds is not done again."""
 
-    def __init__(self, pair: Pair, task: Task, max_new_tokens: int, folder: Path):
-        self.pair, self.task, self.max_new_tokens, self.folder = pair, task, max_new_tokens, folder
+    def __init__(self, pair: Pair, task: Task, folder: Path, options: Options):
+        self.pair, self.task, self.folder, self.options = pair, task, folder, options
 
     def settings(
         self, rules: Sequence[str], windows: Sequence[int], samples: Sequence[Sample]
@@ -181,11 +183,7 @@ class _Run:
         for setting, row in zip(settings, places):
             left = [i for i, place in enumerate(row) if place not in finished]
             decoding = self.pair.as_completed(
-                [samples[i].prompt for i in left],
-                batch_size=batch_size,
-                rule=setting.rule,
-                window=setting.window,
-                max_new_tokens=self.max_new_tokens,
+                [samples[i].prompt for i in left], batch_size=batch_size, **self._options(setting.rule, setting.window)
             )
             for number, out in decoding:
                 yield Progress("decoding", done, total)
@@ -217,7 +215,10 @@ class _Run:
         return [finished[sample.id]["seconds"] for sample in samples]
 
     def _generate(self, sample: Sample, rule: str, window: int) -> Generation:
-        return self.pair.generate(sample.prompt, rule=rule, window=window, max_new_tokens=self.max_new_tokens)
+        return self.pair.generate(sample.prompt, **self._options(rule, window))
+
+    def _options(self, rule: str, window: int) -> Options:
+        return {**self.options, "rule": rule, "window": window}
 
     def _result(self, setting: Setting, sample: Sample, out: Generation, keep: bool) -> dict[str, Any]:
         """One journal record; `keep` keeps where every token came from."""
@@ -243,9 +244,13 @@ def _judges(rule: str) -> list[Judge]:
     return [term for term in terms(rule) if isinstance(term, Judge)]
 
 
-def heads(rules: Sequence[str]) -> dict[str, str]:
-    """Identifies the heads of the rules: a head that was fitted anew, or has another threshold, is another one."""
-    return {judge.path: judge.head.fingerprint for rule in rules for judge in _judges(rule)}
+def heads(rules: Sequence[str], stop: str) -> dict[str, str]:
+    """Identifies the heads of the rules and of the stop condition: a head that was fitted anew, or has another threshold, is
+    another one. Raises InputError for a wrong spec."""
+    condition = parse_stop(stop)
+    used: list[Judge | Learned] = [judge for rule in rules for judge in _judges(rule)]
+    used += [condition] if isinstance(condition, Learned) else []
+    return {one.path: one.head.fingerprint for one in used}
 
 
 def rows(

@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor
 
 from lenience import export
+from lenience.core import Profile
 from lenience.errors import first_line
 from lenience.export import export_graph
 from lenience.model import LM
@@ -150,7 +151,7 @@ class GraphCache:
     def move(self, source: int, to: int) -> None:
         self.states[:, to] = self.states[:, source]
 
-    def read(self, p: Pass) -> tuple[Tensor, Tensor]:
+    def read(self, p: Pass, profile: Profile) -> tuple[Tensor, Tensor]:
         if p.extent > self.states.shape[3]:
             old, rows, least = self.states, self.states.shape[1], self.states.shape[3] * 3 // 2
             self.states = self._room(rows, max(p.extent, min(least, self.most)))
@@ -158,7 +159,7 @@ class GraphCache:
             self._calls = {}
         t, begin, end = len(p.ids[0]), min(p.which), max(p.which) + 1
         if t > 1 and self.heads * (end - begin) * t * self.states.shape[3] > LARGEST_SCORES:
-            return self._in_halves(p, t // 2)
+            return self._in_halves(p, t // 2, profile)
         ids = np.minimum(p.ids, self.lm.width - 1)
         if end - begin > 2 * len(p.which):  # rows far apart are gathered
             call = _Call(self.graph, self.states[:, p.which], t, p.states, p.on)
@@ -166,12 +167,14 @@ class GraphCache:
         else:  # those between them are read as padding, since gathering would copy most of the cache
             call = self._call(begin, end, t, p.states, p.on)
             place = [row - begin for row in p.which]
+        profile.lap("cache")
         logits, hidden = call(ids, p.pads, p.cached, place)
+        profile.lap(self.lm.role)
         for i, row, pad, cached in zip(place, p.which, p.pads, p.cached):
             self.states[:, row, :, cached : cached + t - pad + p.on] = call.new[:, i, :, pad:]
         return logits, hidden
 
-    def _in_halves(self, p: Pass, half: int) -> tuple[Tensor, Tensor]:
+    def _in_halves(self, p: Pass, half: int, profile: Profile) -> tuple[Tensor, Tensor]:
         """Read what would take too much memory at once, the first `half` columns of it and then the others."""
         rest = len(p.ids[0]) - half
         before = [min(pad, half) for pad in p.pads]
@@ -179,7 +182,7 @@ class GraphCache:
         cached = [kept + half - pad for kept, pad in zip(p.cached, before)]
         pads = [pad - gone for pad, gone in zip(p.pads, before)]
         second = Pass(p.which, [ids[half:] for ids in p.ids], pads, cached, p.extent, min(p.states, rest), p.on)
-        parts, n = [self.read(first), self.read(second)], p.states + p.on
+        parts, n = [self.read(first, profile), self.read(second, profile)], p.states + p.on
         logits, hidden = (torch.cat(pair, 1)[:, -n:] for pair in zip(*parts))
         return logits, hidden
 

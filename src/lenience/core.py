@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
@@ -130,6 +131,10 @@ class Row:
     """All tokens so far, the prompt's included."""
     position: int = 0
     """How many new tokens there are so far."""
+    last: Step | None = None
+    """What its last cycle kept."""
+    schedule: int = 0
+    """How many tokens a stop condition's schedule has come to allow."""
 
 
 @dataclass
@@ -216,6 +221,31 @@ def race(probs: Tensor, keys: Tensor) -> Tensor:
     distributions that are raced on the same key mostly give the same token."""
     lanes = torch.arange(1, probs.shape[-1] + 1, device=probs.device) * _GOLDEN
     return (probs.double() / -uniform(keys[..., None] + lanes).log()).argmax(-1)
+
+
+class Profile:
+    """Where the time of decoding goes: `seconds` in the passes of the draft and of the target, in the rule, in the caches (what
+    is new in the rows, and writing their states) and in the rest; `cycles` in all. It may be given to several calls, one
+    after the other. On a GPU each part is waited for, which takes time itself."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(("draft", "target", "rule", "cache", "rest"), 0.0)
+        self.cycles = 0
+        self.wait: Callable[[], None] | None = None
+        """Waits for the device."""
+        self._last = time.perf_counter()
+
+    def start(self) -> None:
+        """What came before belongs to no part."""
+        self._last = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        """What has passed since the last call belongs to this part."""
+        if self.wait:
+            self.wait()
+        now = time.perf_counter()
+        self.seconds[part] += now - self._last
+        self._last = now
 
 
 class Drafter(Protocol):

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from lenience.core import Context, Drafter, Finish, Row, Rule, Step, Trace, Verdict
+from lenience.core import Context, Draft, Drafter, Finish, Row, Rule, Step, Trace, Verdict
 from lenience.model import LM
 from lenience.session import Session
 
@@ -32,21 +32,23 @@ def decode(
     """Answer requests, `size` of them together, one cycle at a time. `follow` gives the request that takes the row of one that
     has reached a limit, so that what they have in common need not be read again, or of none; it gives None when there are
     no more."""
-    active = list[Request]()
+    active, profile = list[Request](), session.profile
     while True:
+        profile.start()
         while len(active) < size and (request := follow(None)):
             active.append(request)
         if not active:
             return
         ctx.rows = [request.row for request in active]
-        draft = drafter.propose(ctx, [request.limits.room - 1 for request in active])
-        reading = session.read([row.prefix for row in ctx.rows], draft.width + 1, draft.tokens)
-        reading = replace(reading, logits=ctx.process(reading.logits, draft.tokens))
-        for request, verdict in zip(active, rule(draft, reading, ctx)):
+        draft, verdicts = cycle(session, drafter, rule, ctx, [request.limits.room - 1 for request in active])
+        for request, verdict in zip(active, verdicts):
             step = request.limits.clip(verdict, draft.passes)
             request.row.prefix += step.tokens
             request.row.position += len(step.tokens)
+            request.row.last = step
+            profile.lap("rest")
             yield request, step
+            profile.start()
         rows = [follow(request) if request.limits.finish else request for request in active]
         for i in reversed([i for i, row in enumerate(rows) if row is None]):
             last = rows.pop()  # the last row fills the gap
@@ -55,6 +57,19 @@ def decode(
                 session.move(len(rows), i)
                 drafter.move(len(rows), i)
         active = [row for row in rows if row]
+        profile.lap("cache")
+
+
+def cycle(session: Session, drafter: Drafter, rule: Rule, ctx: Context, room: Sequence[int]) -> tuple[Draft, list[Verdict]]:
+    """Propose at most `room` tokens for each row of `ctx`, read them, and judge them."""
+    draft = drafter.propose(ctx, room)
+    reading = session.read([row.prefix for row in ctx.rows], draft.width + 1, draft.tokens)
+    reading = replace(reading, logits=ctx.process(reading.logits, draft.tokens))
+    session.profile.lap("rest")
+    verdicts = rule(draft, reading, ctx)
+    session.profile.lap("rule")
+    session.profile.cycles += 1
+    return draft, verdicts
 
 
 @dataclass

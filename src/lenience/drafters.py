@@ -10,9 +10,10 @@ from torch import Tensor
 from lenience.core import Context, Draft
 from lenience.model import LM
 from lenience.session import Session
+from lenience.stops import Fixed, Stop
 
-CHUNK = 8
-"""How many tokens are drafted at most before EOS is looked for."""
+CHUNK, CHUNK_ASKED = 8, 2
+"""How many tokens are drafted at most before EOS is looked for, and where a stop condition asks about each."""
 
 
 class ModelDrafter:
@@ -23,26 +24,34 @@ class ModelDrafter:
     rule that reads them.
     """
 
-    def __init__(self, session: Session, window: int, target: LM, keep_states: bool = False):
-        self.session, self.window, self.keep_states = session, window, keep_states
+    def __init__(self, session: Session, window: int, target: LM, keep_states: bool = False, stop: Stop | None = None):
+        self.session, self.window, self.keep_states, self.stop = session, window, keep_states, stop or Fixed()
         self.width, self.device, self.eos_ids = target.width, target.device, target.eos_ids
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         prefixes = [row.prefix for row in ctx.rows]
-        most = [max(0, min(self.window, r, self.session.room(p) - 1)) for p, r in zip(prefixes, room)]
+        asked = [self.stop.most(row, self.window) for row in ctx.rows]
+        most = [max(0, min(n, r, self.session.room(p) - 1)) for n, p, r in zip(asked, prefixes, room)]
         if self.session.lm.width < self.width:  # ids that only the target's embedding has
             most = [0 if max(p) >= self.session.lm.width else m for p, m in zip(prefixes, most)]
         tokens = torch.empty(len(most), 0, dtype=torch.long, device=self.device)
-        logits, hidden = list[Tensor](), list[Tensor]()
+        logits, hidden, chances = list[Tensor](), list[Tensor](), list[Tensor]()
+        chunk = 1 if not self._reads_on(ctx) else CHUNK_ASKED if self.stop.asks else CHUNK
         # the state after the last drafted token takes one more pass
         while (wanted := max(most)) and (left := wanted + self.keep_states - tokens.shape[1]) > 0:
-            reading = self.session.read(prefixes, ahead=tokens, on=min(left, CHUNK) - 1 if self._reads_on(ctx) else 0)
+            reading = self.session.read(prefixes, ahead=tokens, on=min(left, chunk) - 1)
             logits.append(ctx.process(self._as_target(reading.logits), tokens))  # [B, n, V]
             hidden.append(reading.hidden)
-            tokens = torch.cat([tokens, ctx.draw(logits[-1], tokens.shape[1])], 1)
-            for b, row in enumerate(tokens.tolist()):
+            drawn = ctx.draw(logits[-1], tokens.shape[1])
+            tokens = torch.cat([tokens, drawn], 1)
+            ends = torch.zeros_like(tokens)
+            if self.stop.asks:
+                chances.append(self.stop.chances(logits[-1], reading.hidden, drawn, ctx))
+                ends = self.stop.ends(torch.cat(chances, 1)).to(ends)
+            for b, (row, end) in enumerate(zip(*torch.stack([tokens, ends]).tolist())):
                 # nothing after an EOS could be kept
-                most[b] = next((i for i, token in enumerate(row[: most[b]], 1) if token in self.eos_ids), most[b])
+                at = (i for i, (token, is_end) in enumerate(zip(row[: most[b]], end), 1) if is_end or token in self.eos_ids)
+                most[b] = next(at, most[b])
         lengths = torch.tensor(most, device=self.device)
         if not logits:
             return Draft(tokens, lengths)

@@ -62,6 +62,8 @@ class Head:
     """Of the target, the draft and their tokenizer, as the head was fitted to them."""
     metrics: dict[str, Any] = field(default_factory=dict)
     folder: str = ""
+    role: str = "judge"
+    """What it is for: "judge", or "stop" for a head that says when to stop drafting; its files are named by it."""
     layer: tuple[Tensor, Tensor] | None = None
     """[F, N] and [N] float32, the scaling of the inputs folded in"""
 
@@ -79,7 +81,11 @@ class Head:
                 if state is None:
                     raise RuntimeError("the drafter did not keep the draft's hidden states")
                 parts.append(state[:, rows])
-        x = torch.cat(parts, -1).float()  # [B, W, F]
+        return self.score(torch.cat(parts, -1))
+
+    def score(self, x: Tensor) -> Tensor:
+        """[…] scores of states […, F]."""
+        x = x.float()
         if self.layer:
             x = torch.nn.functional.gelu(x @ self.layer[0].to(x.device) + self.layer[1].to(x.device))
         return torch.sigmoid((x @ self.weight.to(x.device) + self.bias).double())  # float32 has no steps near 1
@@ -96,29 +102,30 @@ class Head:
         `fingerprints` lacks are not compared."""
         if "target" in self.inputs.tokens:
             raise InputError(
-                f"judge {self.folder}: reads the state after the target's own token, which decoding does "
+                f"{self.role} {self.folder}: reads the state after the target's own token, which decoding does "
                 "not compute; fit one with --tokens draft or previous"
             )
         for part, value in self.fingerprints.items():
             if fingerprints.get(part, value) != value:
                 raise InputError(
-                    f"judge {self.folder}: was fitted to another {part} ({value}, this is "
-                    f"{fingerprints[part]}); fit one for this pair, or add ,unchecked=true to the rule"
+                    f"{self.role} {self.folder}: was fitted to another {part} ({value}, this is "
+                    f"{fingerprints[part]}); fit one for this pair, or add ,unchecked=true to its spec"
                 )
         width = sum(sizes[model] for model in self.inputs.models) * len(self.inputs.tokens)
         reads = len(self.layer[0] if self.layer else self.weight)
         if reads != width:
-            raise InputError(f"judge {self.folder}: reads {reads} numbers, these models give {width}")
+            raise InputError(f"{self.role} {self.folder}: reads {reads} numbers, these models give {width}")
 
     def save(self, folder: Path) -> None:
-        """Write judge.safetensors and judge.json, each whole or not at all; one that is of another save is refused."""
+        """Write judge.safetensors and judge.json, each whole or not at all; one that is of another save is refused. A stop's
+        are named after it."""
         folder.mkdir(parents=True, exist_ok=True)
-        new = folder / "judge.safetensors.new"
+        new = folder / f"{self.role}.safetensors.new"
         tensors = {"weight": self.weight, "bias": torch.tensor([self.bias], dtype=torch.float64)}
         if self.layer:
             tensors |= {"layer.weight": self.layer[0].contiguous(), "layer.bias": self.layer[1]}
         save_file(tensors, new)
-        new.replace(folder / "judge.safetensors")
+        new.replace(folder / f"{self.role}.safetensors")
         about = {
             "kind": self.kind,
             "fingerprint": self.fingerprint,
@@ -127,31 +134,32 @@ class Head:
             "fingerprints": self.fingerprints,
             "metrics": self.metrics,
         }
-        write_json(folder / "judge.json", about)
+        write_json(folder / f"{self.role}.json", about)
 
 
-def load_head(folder: str | Path) -> Head:
-    """The head saved in a judge folder. Raises InputError where there is none or it is broken."""
+def load_head(folder: str | Path, role: str = "judge") -> Head:
+    """The head saved in a folder for a role. Raises InputError where there is none or it is broken."""
     path = Path(folder)
-    if not (path / "judge.json").is_file():
-        raise InputError(f"judge {folder}: there is no judge.json in it; `lenience fit RUN` makes RUN/judge")
-    return _load(path, (path / "judge.json").stat().st_mtime_ns)
+    if not (path / f"{role}.json").is_file():
+        how = "lenience fit RUN" + (" --stop" if role == "stop" else "")
+        raise InputError(f"{role} {folder}: there is no {role}.json in it; `{how}` makes RUN/{role}")
+    return _load(path, role, (path / f"{role}.json").stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=8)
-def _load(path: Path, changed: int) -> Head:
+def _load(path: Path, role: str, changed: int) -> Head:
     try:
-        about = json.loads((path / "judge.json").read_text())
-        tensors = load_file(path / "judge.safetensors")
+        about = json.loads((path / f"{role}.json").read_text())
+        tensors = load_file(path / f"{role}.safetensors")
         inputs = Inputs(**{key: tuple(value) for key, value in about["inputs"].items()})
         layer = (tensors["layer.weight"], tensors["layer.bias"]) if about["kind"] == "mlp" else None
         head = Head(tensors["weight"], float(tensors["bias"]), inputs, about["threshold"], about["fingerprints"],
-                    about["metrics"], str(path), layer)  # fmt: skip
+                    about["metrics"], str(path), role, layer)  # fmt: skip
         if about["fingerprint"] != head.fingerprint:
-            raise ValueError("judge.json and judge.safetensors are not of the same fit")
+            raise ValueError(f"{role}.json and {role}.safetensors are not of the same fit")
         return head
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise InputError(f"judge {path}: is broken ({type(error).__name__}: {error}); fit it again") from None
+        raise InputError(f"{role} {path}: is broken ({type(error).__name__}: {error}); fit it again") from None
 
 
 # ---- fitting
@@ -194,8 +202,10 @@ def fit_head(
     recall: float,
     seed: int,
     kind: str = "logistic",
+    role: str = "judge",
 ) -> Head:
-    """Fit a judge by logistic regression (AutoJudge, section 3.2) or, of the `kind` "mlp", with a hidden layer.
+    """Fit a judge by logistic regression (AutoJudge, section 3.2) or, of the `kind` "mlp", with a hidden layer; or a stop, to
+    which tokens that the target rejects are what important mismatches are to a judge.
 
     `x` [m, F] are the mismatches' states, `important` [m] bool, `samples` [m] the sample each came from. The strength of the
     logistic penalty is chosen by the AUC on 10 % of the samples; thresholds are read off scores that no fold's own
@@ -210,7 +220,7 @@ def fit_head(
     if groups < 10 or important.all():
         raise InputError(
             f"{int(important.sum())} important of {len(x)} mismatches, in {groups} samples: too few to fit "
-            "a judge; mine more samples (lenience mine --limit)"
+            f"a {role}; mine more samples (lenience mine --limit)"
         )
     mean, scale = x.mean(0), x.std(0) + 1e-6
     x = ((x - mean) / scale).astype(np.float32)
@@ -233,7 +243,8 @@ def fit_head(
         "thresholds": thresholds(held_out, important),
     }
     weight, bias, layer = _fit(kind, x, harmless, best, seed).on_raw(mean, scale)
-    return Head(weight, bias, inputs, threshold_at(held_out, important, recall), fingerprints, metrics, layer=layer)
+    threshold = threshold_at(held_out, important, recall) if role == "judge" else 0.5
+    return Head(weight, bias, inputs, threshold, fingerprints, metrics, "", role, layer)
 
 
 def _split(x: NDArray, harmless: NDArray, samples: NDArray, seed: int) -> tuple[NDArray, NDArray]:

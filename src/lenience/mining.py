@@ -263,28 +263,28 @@ SHARD = 100
 """Journal records in a shard of features."""
 
 
-def features(pair: Pair, folder: Path, inputs: Inputs) -> Iterator[tuple[int, int]]:
-    """Compute the hidden states of a run's labelled mismatches into RUN/features; shards of the same records are kept.
+def features(pair: Pair, folder: Path, inputs: Inputs, role: str = "judge") -> Iterator[tuple[int, int]]:
+    """Compute the hidden states of a run's labelled mismatches, or what a head of another `role` is fitted to, into
+    RUN/features; shards of the same records are kept.
 
     Yields (records done, records). Raises InputError where the run is of other models.
     """
     run = read_json(folder / "run.json")
-    for role, lm in (("target", pair.target), ("draft", pair.draft)):
-        if run["models"][role]["fingerprint"] != lm.fingerprint:
-            raise InputError(
-                f"{folder}: was mined with another {role} ({run['models'][role]['name']}); name the pair it was mined with"
-            )
+    for lm in (pair.target, pair.draft):
+        if run["models"][lm.role]["fingerprint"] != lm.fingerprint:
+            name = run["models"][lm.role]["name"]
+            raise InputError(f"{folder}: was mined with another {lm.role} ({name}); name the pair it was mined with")
     records = Journal(folder / "journal.jsonl").resume()
     if not records:
         raise InputError(f"{folder}: its journal is empty; mine some samples first (lenience mine --out {folder})")
-    place = folder / "features" / str(inputs)
+    place, states = _place(folder, inputs, role), _states if role == "judge" else _drafted
     place.mkdir(parents=True, exist_ok=True)
     for begin in range(0, len(records), SHARD):
         part = records[begin : begin + SHARD]
         path = place / f"{begin // SHARD:05d}.safetensors"
         digest = hashlib.blake2b(json.dumps(part).encode(), digest_size=8).hexdigest()
         if _digest_of(path) != digest:
-            rows = [_states(pair, record, inputs) for record in part]
+            rows = [states(pair, record, inputs) for record in part]
             sample = [torch.full((len(x),), begin + i) for i, (x, _) in enumerate(rows)]
             tensors = {"x": torch.cat([x for x, _ in rows]), "important": torch.cat([y for _, y in rows]),
                        "sample": torch.cat(sample)}  # fmt: skip
@@ -296,12 +296,16 @@ def features(pair: Pair, folder: Path, inputs: Inputs) -> Iterator[tuple[int, in
         path.unlink()  # of a longer journal
 
 
-def load_features(folder: Path, inputs: Inputs) -> tuple[NDArray, NDArray, NDArray]:
-    """x [m, F] float32, important [m] bool, sample [m] int: every labelled mismatch of a run, in the journal's order."""
+def _place(folder: Path, inputs: Inputs, role: str) -> Path:
+    return folder / "features" / (str(inputs) if role == "judge" else role)
+
+
+def load_features(folder: Path, inputs: Inputs, role: str = "judge") -> tuple[NDArray, NDArray, NDArray]:
+    """x [m, F] float32, important [m] bool, sample [m] int: all that `features` has computed, in the journal's order."""
     import numpy as np
 
     shards = []
-    for path in sorted((folder / "features" / str(inputs)).glob("*.safetensors")):
+    for path in sorted(_place(folder, inputs, role).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             shards.append([file.get_tensor(name).float().numpy() for name in ("x", "important", "sample")])
     x, important, sample = (np.concatenate(column) for column in zip(*shards))
@@ -346,3 +350,17 @@ def _states(pair: Pair, record: dict[str, Any], inputs: Inputs) -> tuple[torch.T
         return torch.empty(0, width, dtype=path.dtype), torch.empty(0, dtype=torch.uint8)
     x = torch.cat([torch.stack(states[token, model][::-1]) for token in inputs.tokens for model in inputs.models], -1)
     return x.contiguous(), torch.tensor([mismatch.important for mismatch in kept], dtype=torch.uint8)
+
+
+DRAFTED = 64
+"""How many tokens of an answer a stop is fitted to."""
+
+
+def _drafted(pair: Pair, record: dict[str, Any], _inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of some tokens of the target's own answer, evenly spread: the draft's states [m, H] before them, and whether the token
+    that it would draft there is another one [m]."""
+    response = record["response_ids"]
+    reading = Session(pair.draft).read([record["prompt_ids"] + response], len(response) + 1)
+    rows = torch.arange(0, len(response), max(1, -(-len(response) // DRAFTED)))
+    drafted = reading.logits[0, :, : pair.target.width].argmax(-1).cpu()
+    return reading.hidden[0].cpu()[rows].contiguous(), (drafted[rows] != torch.tensor(response)[rows]).to(torch.uint8)

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 
 from lenience.compiled import compile_model
-from lenience.core import Context, Noise, Row, Rule, Step, Trace
-from lenience.decode import Limits, Request, decode
+from lenience.core import Context, Noise, Profile, Row, Rule, Step, Trace
+from lenience.decode import Limits, Request, cycle, decode
 from lenience.drafters import ModelDrafter
 from lenience.errors import InputError
 from lenience.model import LM, Prompt
-from lenience.rules import AnyOf, Exact, Term, parse_rule
+from lenience.rules import ALONE, AnyOf, Exact, Term, parse_rule
 from lenience.session import Session, check_memory
+from lenience.stops import Stop, parse_stop
 
 EMBEDDED = Path(__file__).parent / "embedded"
+WINDOWS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""What an automatic window is picked from."""
 
 
 @dataclass
@@ -29,6 +33,8 @@ class Generation:
     """One answer and what it took."""
 
     prompt_tokens: list[int]
+    window: int = 0
+    """The draft window, as it was given or picked."""
     tokens: list[int] = field(default_factory=list)
     """The new tokens, EOS included if it was reached."""
     text: str = ""
@@ -54,6 +60,12 @@ class Generation:
     def tokens_per_second(self) -> float:
         return len(self.tokens) / self.seconds if self.seconds else 0.0
 
+    @property
+    def kept(self) -> list[int]:
+        """How many drafted tokens each cycle kept."""
+        origins = "".join("d" if entry.origin.startswith("draft") else " " for entry in self.trace)
+        return [len(run) for run in origins.removesuffix(" ").split(" ")]
+
     def add(self, step: Step) -> None:
         self.trace += step.trace
         self.tokens += step.tokens
@@ -70,13 +82,15 @@ class Options(TypedDict, total=False):
     """What `Pair.generate` takes besides the prompt; `Pair.stream` says what each means and its default."""
 
     rule: str | Rule
-    window: int
+    window: int | Literal["auto"]
+    stop: str | Stop
     max_new_tokens: int
     temperature: float
     top_k: int | None
     top_p: float | None
     seed: int
     stop_strings: str | Sequence[str]
+    profile: Profile | None
 
 
 class Pair:
@@ -84,6 +98,7 @@ class Pair:
 
     def __init__(self, target: LM, draft: LM, name: str):
         self.target, self.draft, self.name = target, draft, name
+        self._picked: dict[tuple[Any, ...], int] = {}
         _refuse_different_vocabularies(target, draft)
 
     @cached_property
@@ -123,8 +138,7 @@ class Pair:
         self, prompts: Sequence[Prompt], *, batch_size: int = 16, **options: Unpack[Options]
     ) -> Iterator[tuple[int, Generation]]:
         """As `generate_batch`, but gives each answer, with its prompt's number, as soon as it is finished."""
-        ids, steps = self._decode(prompts, batch_size, text=False, **options)
-        return self._finished([Generation(prompt) for prompt in ids], steps, options)
+        return self._finished(*self._decode(prompts, batch_size, text=False, **options), options)
 
     def _finished(
         self, outs: list[Generation], steps: Iterator[tuple[Request, Step]], options: Options
@@ -145,9 +159,11 @@ class Pair:
         """Answer one prompt step by step; `step.text` is what each cycle adds.
 
         `rule` is a spec or a Rule, or "target" or "draft" for plain decoding with that model alone, by default "exact";
-        `window` (8) is how many tokens are drafted in a cycle; `max_new_tokens` (256) and `stop_strings` end the answer;
-        `temperature` 0, the default, is greedy; `top_k` and `top_p` left out are those of the target's generation_config;
-        draws are keyed by `seed` (0). Raises InputError for wrong options, an unusable prompt, or a judge of other models.
+        `window` (8) is how many tokens are drafted at most in a cycle, "auto" for what `pick_window` picks on the prompts;
+        `stop`, a spec or a Stop, by default "fixed", may end drafting earlier (lenience.stops); `max_new_tokens` (256) and
+        `stop_strings` end the answer; `temperature` 0, the default, is greedy; `top_k` and `top_p` left out are those of the
+        target's generation_config; draws are keyed by `seed` (0); a `profile` is told where the time goes. Raises
+        InputError for wrong options, an unusable prompt, or a head of other models.
         """
         _, steps = self._decode([prompt], 1, text=True, **options)
         return (step for _, step in steps)
@@ -159,21 +175,25 @@ class Pair:
         *,
         text: bool,
         rule: str | Rule = "exact",
-        window: int = 8,
+        window: int | Literal["auto"] = 8,
+        stop: str | Stop = "fixed",
         max_new_tokens: int = 256,
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int = 0,
         stop_strings: str | Sequence[str] = (),
-    ) -> tuple[list[list[int]], Iterator[tuple[Request, Step]]]:
-        """The prompts' ids, and their steps as they are decoded; everything that can be wrong is told before the first."""
-        rule, window, main = self._roles(rule, window)
+        profile: Profile | None = None,
+    ) -> tuple[list[Generation], Iterator[tuple[Request, Step]]]:
+        """The answers to be filled, and their steps as they are decoded; everything that can be wrong is told before the
+        first."""
+        rule, drafts, main = self._roles(rule)
+        stop = parse_stop(stop)
         stops = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
-        _check_options(window, max_new_tokens, temperature, top_k, top_p, seed, stops)
+        _check_options(0 if window == "auto" else window, max_new_tokens, temperature, top_k, top_p, seed, stops)
         if batch_size < 1:
             raise InputError(f"batch_size {batch_size}: must be 1 or more")
-        self.check(rule)
+        self.check(rule, stop)
         ids = [main.encode(prompt) for prompt in prompts]
         config = main.model.generation_config
         ctx = Context(
@@ -184,15 +204,23 @@ class Pair:
             main.processors(sampling=temperature > 0) or None,
         )
         size = min(batch_size, len(ids))
+        if not drafts or not ids:
+            window = 0
+        elif window == "auto":
+            window = self._pick_window(ids, size, rule, stop, ctx, seed)
+        if profile and main.device.type == "cuda":
+            profile.wait = torch.cuda.synchronize
         longest = max(map(len, ids), default=0) + max_new_tokens
-        session, drafter = self.engine(size, longest, window, main, isinstance(rule, Term | AnyOf) and rule.reads_draft)
+        keep_states = isinstance(rule, Term | AnyOf) and rule.reads_draft
+        session, drafter = self.engine(size, longest, window, main, keep_states, stop=stop, profile=profile)
         requests = (
             Request(
                 Row(Noise.for_prompt(seed, prompt), list(prompt)), Limits(main, max_new_tokens, len(prompt), stops, text), i
             )
             for i, prompt in enumerate(ids)
         )
-        return ids, decode(session, drafter, rule, ctx, lambda _: next(requests, None), size)
+        outs = [Generation(prompt, window) for prompt in ids]
+        return outs, decode(session, drafter, rule, ctx, lambda _: next(requests, None), size)
 
     def engine(
         self,
@@ -202,6 +230,8 @@ class Pair:
         main: LM | None = None,
         keep_states: bool = False,
         beside: Sequence[LM] = (),
+        stop: Stop | None = None,
+        profile: Profile | None = None,
     ) -> tuple[Session, ModelDrafter]:
         """What reads and what drafts `size` sequences of at most `longest` tokens together, in caches of their own; `main`
         reads, by default the target. Raises InputError where memory has no room for the caches and for as many of the
@@ -209,22 +239,60 @@ class Pair:
         main, longest = main or self.target, longest + window
         capacity = {lm: min(longest, lm.context or longest) for lm in (main, self.draft)}
         check_memory([(lm, capacity[lm]) for lm in (main, *([self.draft] if window else []), *beside)], size)
-        draft = Session(self.draft, size, capacity[self.draft])
-        return Session(main, size, capacity[main]), ModelDrafter(draft, window, main, keep_states)
+        profile = profile or Profile()
+        draft = Session(self.draft, size, capacity[self.draft], profile=profile)
+        session = Session(main, size, capacity[main], profile=profile)
+        return session, ModelDrafter(draft, window, main, keep_states, stop)
 
-    def check(self, rule: str | Rule) -> None:
-        """Raise InputError where a rule's spec is wrong, or its judge is not for these models."""
-        rule, _, _ = self._roles(rule, 0)
-        if isinstance(rule, Term | AnyOf):
-            rule.check(lambda: self.fingerprints, {"target": self.target.hidden_size, "draft": self.draft.hidden_size})
+    def check(self, rule: str | Rule, stop: str | Stop = "fixed") -> None:
+        """Raise InputError where a rule's or a stop condition's spec is wrong, or its head is not for these models."""
+        rule, stop = self._roles(rule)[0], parse_stop(stop)
+        for part in (rule, stop):
+            if isinstance(part, Term | AnyOf | Stop):
+                part.check(lambda: self.fingerprints, {"target": self.target.hidden_size, "draft": self.draft.hidden_size})
 
-    def _roles(self, rule: str | Rule, window: int) -> tuple[Rule, int, LM]:
-        """The rule, the window and the model that reads; "target" and "draft" stand for that model without a drafter."""
-        if rule == "target":
-            return Exact(), 0, self.target
-        if rule == "draft":
-            return Exact(), 0, self.draft
-        return parse_rule(rule), window, self.target
+    def _roles(self, rule: str | Rule) -> tuple[Rule, bool, LM]:
+        """The rule, whether it drafts, and the model that reads; "target" and "draft" stand for that model without a
+        drafter."""
+        if rule in ALONE:
+            return Exact(), False, self.target if rule == "target" else self.draft
+        return parse_rule(rule), True, self.target
+
+    def pick_window(self, prompts: Sequence[Prompt], *, batch_size: int = 1, **options: Unpack[Options]) -> int:
+        """The window of WINDOWS at which these prompts should be answered fastest: how many tokens the rule keeps of a wide
+        window is counted on a few of them, and what a cycle takes at each window is measured. It is picked once for a rule,
+        a stop condition, a temperature and a batch size, and then stays."""
+        options["window"] = "auto"
+        outs, _ = self._decode(prompts, batch_size, text=False, **options)
+        return outs[0].window if outs else 0
+
+    def _pick_window(self, ids: list[list[int]], size: int, rule: Rule, stop: Stop, ctx: Context, seed: int) -> int:
+        key = (str(rule), str(stop), ctx.temperature, ctx.top_k, ctx.top_p, size, self.compiled)
+        if key not in self._picked:
+            pilot: Options = {
+                "rule": rule, "stop": stop, "window": max(WINDOWS), "max_new_tokens": 64, "seed": seed,
+                "temperature": ctx.temperature, "top_k": ctx.top_k, "top_p": ctx.top_p,
+            }  # fmt: skip
+            outs = self.generate_batch(ids[:8], batch_size=size, **pilot)
+            kept = [n for out in outs for n in out.kept]
+            costs = self._costs([ids[i % len(ids)] for i in range(size)], rule, stop, ctx, seed)
+            self._picked[key] = max(WINDOWS, key=lambda w: (1 + sum(min(n, w) for n in kept) / len(kept)) / costs[w])
+        return self._picked[key]
+
+    def _costs(self, ids: list[list[int]], rule: Rule, stop: Stop, ctx: Context, seed: int) -> dict[int, float]:
+        """The seconds of a cycle after the prompts at each window, medians of five."""
+        keep_states = isinstance(rule, Term | AnyOf) and rule.reads_draft
+        session, drafter = self.engine(len(ids), max(map(len, ids)), max(WINDOWS), keep_states=keep_states, stop=stop)
+        costs = {}
+        for drafter.window in WINDOWS:
+            seconds = []
+            for _ in range(6):  # the first is a warm-up
+                rows = [Row(Noise.for_prompt(seed, prompt), list(prompt)) for prompt in ids]
+                began = time.perf_counter()
+                cycle(session, drafter, rule, replace(ctx, rows=rows), [drafter.window] * len(ids))
+                seconds.append(time.perf_counter() - began)
+            costs[drafter.window] = statistics.median(seconds[1:])
+        return costs
 
 
 def load_pair(
@@ -277,7 +345,7 @@ def _check_options(
     if not -(2**63) <= seed < 2**63:
         raise InputError(f"seed {seed}: must fit into 64 bits")
     if window < 0:
-        raise InputError(f"window {window}: must be 0 (no drafting) or more")
+        raise InputError(f'window {window}: must be 0 (no drafting) or more, or "auto"')
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens {max_new_tokens}: must be 1 or more")
     if temperature < 0 or not math.isfinite(temperature):

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from lenience.core import Reading
+from lenience.core import Profile, Reading
 from lenience.errors import InputError, first_line
 from lenience.model import LM
 
@@ -65,7 +65,7 @@ class RowCache(Protocol):
         """The row at `source` becomes the row at `to`."""
         ...
 
-    def read(self, p: Pass) -> tuple[Tensor, Tensor]:
+    def read(self, p: Pass, profile: Profile) -> tuple[Tensor, Tensor]:
         """Logits [m, states + on, V] and hidden states [m, states + on, H]."""
         ...
 
@@ -78,8 +78,10 @@ class Session:
     `takes_masks`), and are read one by one where it does not.
     """
 
-    def __init__(self, lm: LM, rows: int = 1, capacity: int = 256, cache: RowCache | None = None):
-        self.lm = lm
+    def __init__(
+        self, lm: LM, rows: int = 1, capacity: int = 256, cache: RowCache | None = None, profile: Profile | None = None
+    ):
+        self.lm, self.profile = lm, profile or Profile()
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
         self.cache: RowCache = cache or (lm.graph.cache if lm.graph else PlainCache)(lm, rows, capacity)
 
@@ -104,6 +106,7 @@ class Session:
         reads on by itself.
         """
         assert len(sequences) <= len(self.tokens)
+        self.profile.lap("rest")
         if ahead is not None:
             sequences = [sequence + tokens for sequence, tokens in zip(sequences, ahead.tolist())]
         over = [max(0, -self.room(new)) for new in sequences]
@@ -127,6 +130,7 @@ class Session:
             logits, hidden = (torch.cat(parts)[order] for parts in zip(*done))
         if any(over):  # the states of what was read belong further in front
             logits, hidden = (torch.stack([row.roll(-past, 0) for row, past in zip(rows, over)]) for rows in (logits, hidden))
+        self.profile.lap("cache")
         return Reading(logits, hidden, counts)
 
     def _groups(self, sequences: Sequence[list[int]], counts: list[int], states: int) -> list[list[int]]:
@@ -153,7 +157,7 @@ class Session:
         most = max(len(new) - kept for new, kept in zip(sequences, keep))  # T
         pads = [most - len(new) + kept for new, kept in zip(sequences, keep)]
         ids = [[0] * pad + new[kept:] for pad, new, kept in zip(pads, sequences, keep)]
-        return self.cache.read(Pass(which, ids, pads, keep, max(map(len, sequences)) + on, states, on))
+        return self.cache.read(Pass(which, ids, pads, keep, max(map(len, sequences)) + on, states, on), self.profile)
 
 
 class PlainCache:
@@ -190,7 +194,7 @@ class PlainCache:
             assert layer.keys is not None and layer.values is not None
             layer.keys[to], layer.values[to] = layer.keys[source], layer.values[source]
 
-    def read(self, p: Pass) -> tuple[Tensor, Tensor]:
+    def read(self, p: Pass, profile: Profile) -> tuple[Tensor, Tensor]:
         place, device = self._place, self.lm.device
         ids = torch.tensor(p.ids, device=device)
         ids = ids.clamp(max=self.lm.width - 1)  # an id that only the other model's embedding has is read as the last one
@@ -205,7 +209,9 @@ class PlainCache:
             at, padding = positions(ids, *(torch.tensor(counts, device=device) for counts in (p.pads, p.cached)))
             place.columns = at.masked_fill(padding, place.capacity)
             extra = {"position_ids": at, "attention_mask": self._masks(at, p.extent)}
+        profile.lap("cache")
         out = self.lm.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=p.states, **extra)
+        profile.lap(self.lm.role)
         state, logits = self.lm.take_state(), out.logits[:, -p.states :]
         return logits, state[:, -p.states :].to(logits.device)  # a model may lie on several devices
 

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from lenience.core import Profile
     from lenience.heads import Head, Inputs
     from lenience.pair import Generation, Pair
     from lenience.tasks import Task
@@ -96,17 +97,17 @@ def mine_run(pair: Pair, task: Task, out: Path, limit: int | None, **options: An
     }
 
 
-def fit_run(pair: Pair, run: Path, inputs: Inputs, out: Path, **options: Any) -> Head:
-    """Compute the hidden states of a run's mismatches, fit a judge to them and save it."""
+def fit_run(pair: Pair, run: Path, inputs: Inputs, out: Path, role: str = "judge", **options: Any) -> Head:
+    """Compute the hidden states that a head of a role is fitted to, fit it and save it."""
     from lenience.heads import fit_head
     from lenience.mining import features, load_features
 
     with progress() as show:
-        for done, total in features(pair, run, inputs):
+        for done, total in features(pair, run, inputs, role):
             show("hidden states", done, total)
-    with screen.status("fitting the judge"):
-        x, important, samples = load_features(run, inputs)
-        head = fit_head(x, important, samples, inputs=inputs, fingerprints=pair.fingerprints, **options)
+    with screen.status(f"fitting the {role}"):
+        x, important, samples = load_features(run, inputs, role)
+        head = fit_head(x, important, samples, inputs=inputs, fingerprints=pair.fingerprints, role=role, **options)
     head.save(out)
     return head
 
@@ -158,18 +159,63 @@ def print_answer(pair: Pair, out: Generation, coloured: bool) -> None:
     console.print("  ".join(f"[{style}] {origin} [/]" for origin, style in STYLES.items()), highlight=False)
 
 
-def print_counts(out: Generation) -> None:
+def answer(pair: Pair, prompt: str, profiled: bool, **options: Any) -> tuple[Generation, Profile | None]:
+    """One answer; where the time goes is measured the second time."""
+    if not profiled:
+        return pair.generate(prompt, **options), None
+    from lenience.core import Profile
+
+    with screen.status("warming up"):
+        warm = pair.generate(prompt, **options)
+    screen.print(f"[dim]warmed up in {warm.seconds:.2f} s[/]")
+    profile = Profile()
+    return pair.generate(prompt, profile=profile, **options), profile
+
+
+def print_counts(out: Generation, picked: bool = False) -> None:
     screen.print(
         f"[dim]{len(out.tokens)} tokens, {out.target_passes} passes of the target, {out.tokens_per_pass:.2f} tokens per "
-        f"pass, {out.tokens_per_second:.0f} tokens/s, {out.accepted_lenient} gained by lenience, ended by {out.finish}[/]"
+        f"pass, {out.tokens_per_second:.0f} tokens/s, {out.accepted_lenient} gained by lenience, ended by {out.finish}"
+        + (f"; window {out.window} was picked as the fastest here" if picked else "")
+        + "[/]"
     )
 
 
+def print_profile(profile: Profile) -> None:
+    """Where the time of a cycle goes."""
+    table = Table("where the time goes", box=None)
+    for column in ("ms a cycle", "share"):
+        table.add_column(column, justify="right")
+    whole = sum(profile.seconds.values())
+    for part, seconds in (*profile.seconds.items(), ("all", whole)):
+        table.add_row(_PARTS.get(part, part), f"{1e3 * seconds / profile.cycles:.3f}", f"{seconds / whole:.1%}")
+    screen.print(table)
+
+
+_PARTS = {
+    "draft": "passes of the draft",
+    "target": "passes of the target",
+    "rule": "acceptance rule",
+    "cache": "caches",
+    "rest": "the rest",
+}
+
+
 def print_thresholds(head: Head, folder: Path) -> None:
-    """What a fitted judge's thresholds come to, and how to use it."""
+    """What a fitted head's thresholds come to, and how to use it."""
     from lenience.report import probability
     from lenience.rules import Judge
+    from lenience.stops import Learned
 
+    if head.role == "stop":
+        rejected, tokens = head.metrics["important"], head.metrics["mismatches"]
+        screen.print(
+            f"{tokens} tokens, {rejected / tokens:.1%} of them rejected; AUC {head.metrics['auc_out_of_fold']:.3f} on folds it "
+            f"was not fitted to; use it as --stop {Learned(str(folder), head.threshold)}",
+            highlight=False,
+            markup=False,
+        )
+        return
     table = Table("recall of important", "threshold", "unimportant accepted", box=None)
     for row in head.metrics["thresholds"]:
         table.add_row(f"{row['recall']:g}", probability(row["threshold"]), f"{row['accepted']:.3f}")

@@ -1,0 +1,166 @@
+"""Stop conditions: when drafting ends before the window is full. Like a rule, one is data: its fields are its spec.
+
+The token at which a condition stops is the last of its window: reading it costs the target next to nothing. A window may
+always end early at an EOS, at the limits of the answer and of the models' contexts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lenience import spec
+from lenience.core import Context, Row
+from lenience.errors import InputError
+from lenience.heads import Head, load_head
+
+
+@dataclass(frozen=True)
+class Stop:
+    """One named condition. Here, and in subclasses that say nothing else: none."""
+
+    name: ClassVar[str]
+    asks: ClassVar[bool] = False
+    """Whether each drafted token is asked about."""
+
+    def most(self, row: Row, window: int) -> int:
+        """How many tokens may be drafted for a row now, at most `window`; asked once a cycle."""
+        return window
+
+    def chances(self, logits: Tensor, hidden: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
+        """[B, n]: how likely each of the drafted `tokens` [B, n] is to be accepted; `logits` [B, n, V] are what they were
+        picked from, `hidden` [B, n, H] the draft's states there."""
+        raise NotImplementedError
+
+    def ends(self, chances: Tensor) -> Tensor:
+        """[B, n] bool: where drafting ends, by the chances [B, n] of the whole window so far."""
+        raise NotImplementedError
+
+    def check(self, fingerprints: Callable[[], dict[str, str]], sizes: dict[str, int]) -> None:
+        """Raise InputError where a head of this condition cannot run on models of these fingerprints and hidden sizes."""
+
+    def __str__(self) -> str:
+        return spec.show(self.name, self)
+
+
+@dataclass(frozen=True)
+class Fixed(Stop):
+    """Always the whole window."""
+
+    name = "fixed"
+
+
+@dataclass(frozen=True)
+class Heuristic(Stop):
+    """The schedule of `transformers` (num_assistant_tokens_schedule "heuristic"): from 5 tokens on, two more after a window
+    that was accepted whole, one fewer after another, of which at least one and at most `window`; by row."""
+
+    name = "heuristic"
+
+    def most(self, row: Row, window: int) -> int:
+        if row.last is None:
+            row.schedule = 5
+        elif row.last.drafted:
+            row.schedule += 2 if row.last.trace[-1].origin == "bonus" else -1
+        row.schedule = max(1, min(row.schedule, window))
+        return row.schedule
+
+
+@dataclass(frozen=True)
+class Asking(Stop):
+    """What stops at the first token whose chance is under `least`."""
+
+    least: float
+    asks = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.least <= 1:
+            raise InputError(f"{self.name}'s least chance {self.least}: must be from 0 to 1")
+
+    def ends(self, chances: Tensor) -> Tensor:
+        return chances < self.least
+
+
+@dataclass(frozen=True)
+class Confidence(Asking):
+    """Stop at the first token to which the draft itself gives a probability under `least` (`transformers`'
+    assistant_confidence_threshold), at the request's temperature, 1 when greedy."""
+
+    name = "confidence"
+
+    def chances(self, logits: Tensor, hidden: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
+        return torch.softmax(_at_temperature(logits, ctx), -1).gather(2, tokens[..., None])[..., 0]
+
+
+@dataclass(frozen=True)
+class Entropy(Asking):
+    """Stop at the first token for whose chance AdaEDL's bound, 1 − √(gamma · entropy of the draft's distribution), is under
+    `least` (Agrawal 2024, with a threshold that stays as it is)."""
+
+    gamma: float = 0.2
+    name = "entropy"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.gamma > 0:
+            raise InputError(f"entropy's gamma {self.gamma}: must be above 0")
+
+    def chances(self, logits: Tensor, hidden: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
+        logs = torch.log_softmax(_at_temperature(logits, ctx), -1)
+        entropy = -(logs.exp() * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(-1)  # nats; 0 · log 0 is 0
+        return 1 - (self.gamma * entropy).sqrt()
+
+
+@dataclass(frozen=True)
+class Learned(Stop):
+    """Stop at the first token with which it becomes likelier than `threshold` that the window holds one that is rejected, by a
+    head on the draft's states (SpecDec++, Huang 2024, section 3); `lenience fit RUN --stop` makes one."""
+
+    path: str
+    threshold: float | None = None
+    """None: the one that the head was saved with."""
+    unchecked: bool = False
+    """Run the head on models other than those it was fitted to."""
+    name = "head"
+    asks = True
+
+    def __post_init__(self) -> None:
+        if self.threshold is not None and not 0 <= self.threshold <= 1:
+            raise InputError(f"head's threshold {self.threshold}: must be from 0 to 1")
+
+    @property
+    def head(self) -> Head:
+        return load_head(self.path, "stop")
+
+    def check(self, fingerprints: Callable[[], dict[str, str]], sizes: dict[str, int]) -> None:
+        self.head.check({} if self.unchecked else fingerprints(), sizes)
+
+    def chances(self, logits: Tensor, hidden: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
+        return self.head.score(hidden)
+
+    def ends(self, chances: Tensor) -> Tensor:
+        return 1 - chances.cumprod(1) > (self.head.threshold if self.threshold is None else self.threshold)
+
+
+def _at_temperature(logits: Tensor, ctx: Context) -> Tensor:
+    return logits.float() / (ctx.temperature or 1)
+
+
+STOPS: dict[str, type[Stop]] = {stop.name: stop for stop in (Fixed, Heuristic, Confidence, Entropy, Learned)}
+
+
+def parse_stop(stop: str | Stop) -> Stop:
+    """A stop condition from its spec, such as "confidence:0.4" or "head:run/stop@0.5"; a Stop is returned as it is.
+
+    Raises InputError that names what is wrong with the spec.
+    """
+    if not isinstance(stop, str):
+        return stop
+    try:
+        return spec.parse_term(stop, "stop condition", STOPS)
+    except InputError as error:
+        raise InputError(f"stop {stop!r}: {error}") from None

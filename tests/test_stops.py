@@ -1,0 +1,207 @@
+"""Stop conditions and windows that are picked, against definitions in numpy and known answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import VOCABULARY
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from test_batch import assert_same
+from test_mining import ParityTask
+
+from lenience import InputError
+from lenience.core import Context, Noise, Profile, Row, Step, Trace
+from lenience.heads import Head, Inputs
+from lenience.mining import features, load_features, mine
+from lenience.pair import WINDOWS, Pair
+from lenience.steps import fit_run
+from lenience.stops import STOPS, Heuristic, parse_stop
+
+QUICK = dict(derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
+prompts = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=30), min_size=1, max_size=5)
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory, llama: Pair) -> Head:
+    weight = torch.randn(llama.draft.hidden_size, generator=torch.Generator().manual_seed(2))
+    made = Head(weight, 1.0, Inputs(("draft",), ("previous",)), 0.5, llama.fingerprints, role="stop")
+    folder = tmp_path_factory.mktemp("stop")
+    made.save(folder)
+    made.folder = str(folder)
+    return made
+
+
+@pytest.mark.parametrize(
+    "spec", ["fixed", "heuristic", "confidence:0.4", "entropy:0.3", "entropy:0.3,gamma=0.5", "head:run/stop@0.5"]
+)
+def test_a_spec_comes_back(spec: str) -> None:
+    assert str(parse_stop(spec)) == spec
+    assert parse_stop(parse_stop(spec)) == parse_stop(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("sometimes", "there is no stop condition 'sometimes'; there are fixed, heuristic, confidence, entropy, head"),
+        ("confidence", "confidence needs least"),
+        ("confidence:1.5", "must be from 0 to 1"),
+        ("entropy:0.3,gamma=0", "must be above 0"),
+        ("fixed@0.3", "takes no @threshold"),
+        ("head:x@7", "must be from 0 to 1"),
+        ("head:nowhere@0.5", "no stop.json in it; `lenience fit RUN --stop` makes RUN/stop"),
+    ],
+)
+def test_wrong_conditions_are_refused(llama: Pair, spec: str, said: str) -> None:
+    with pytest.raises(InputError, match=said.replace("?", r"\?").replace("(", r"\(")):
+        llama.generate([3, 4], stop=spec)
+
+
+@given(st.integers(0, 10_000), st.sampled_from([0.0, 0.7]), st.floats(0, 1), st.floats(0.05, 2))
+@settings(max_examples=40, deadline=None, **QUICK)
+def test_chances_are_what_their_definitions_say(head: Head, seed: int, temperature: float, least: float, gamma: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(2, 4, 9, generator=generator)
+    logits[0, 0, :8] = -torch.inf  # all on one token
+    hidden = torch.randn(2, 4, len(head.weight), generator=generator)
+    tokens = torch.randint(9, (2, 4), generator=generator)
+    ctx = Context(temperature=temperature)
+    p = softmax(logits.numpy() / (temperature or 1))
+    chosen = np.take_along_axis(p, tokens.numpy()[..., None], 2)[..., 0]
+    logs = np.log(p, out=np.zeros_like(p), where=p > 0)
+    bound = 1 - np.sqrt(gamma * -(p * logs).sum(-1).clip(max=0))
+    own = 1 / (1 + np.exp(-(hidden.numpy() @ head.weight.numpy() + 1.0)))
+    for spec, wanted in (
+        (f"confidence:{least}", chosen), (f"entropy:{least},gamma={gamma}", bound), (f"head:{head.folder}@{least}", own),
+    ):  # fmt: skip
+        stop = parse_stop(spec)
+        chances = stop.chances(logits, hidden, tokens, ctx)
+        np.testing.assert_allclose(chances.numpy(), wanted, atol=1e-5)
+        ends = 1 - np.cumprod(wanted, 1) > least if spec.startswith("head") else wanted < least
+        clear = np.abs((1 - np.cumprod(wanted, 1) if spec.startswith("head") else wanted) - least) > 1e-5
+        assert (stop.ends(chances).numpy() == ends)[clear].all()
+
+
+def test_the_schedule_grows_by_two_and_falls_by_one() -> None:
+    row, lengths = Row(Noise.for_prompt(0, [1])), []
+    for origin in ("bonus", "bonus", "correction", "correction", "bonus", *["correction"] * 9):
+        lengths.append(Heuristic().most(row, 8))
+        row.last = Step([Trace(1, origin)], lengths[-1], 0, 0, 0, "")
+    assert lengths == [5, 7, 8, 7, 6, 8, 7, 6, 5, 4, 3, 2, 1, 1]
+    row.last = Step([Trace(1, "bonus")], 0, 0, 0, 0, "")  # nothing was drafted: there was no room
+    assert Heuristic().most(row, 8) == 1
+
+
+@given(
+    prompts,
+    st.integers(1, 9),
+    st.sampled_from([*STOPS]),
+    st.sampled_from(["exact", "topk:2", "speculative"]),
+    st.integers(1, 4),
+)
+@settings(max_examples=40, deadline=None, **QUICK)
+def test_a_stop_neither_changes_strict_answers_nor_depends_on_company(
+    llama: Pair, head: Head, asked: list[list[int]], window: int, name: str, rule: str, size: int
+) -> None:
+    spec = {"confidence": "confidence:0.03", "entropy": "entropy:0.2", "head": f"head:{head.folder}@0.6"}.get(name, name)
+    options = {"rule": rule, "window": window, "stop": spec, "max_new_tokens": 30}
+    together = llama.generate_batch(asked, batch_size=size, **options)
+    assert_same(together, [llama.generate(prompt, **options) for prompt in asked])
+    if rule != "topk:2":
+        assert [out.tokens for out in together] == [
+            llama.generate(prompt, rule="target", max_new_tokens=30).tokens for prompt in asked
+        ]
+
+
+@pytest.mark.parametrize("name", ["confidence", "entropy", "head"])
+def test_windows_end_where_the_definition_says(llama: Pair, head: Head, name: str) -> None:
+    """Of each window, by the draft's own passes over the whole of it."""
+    spec = {"confidence": "confidence:0.03", "entropy": "entropy:0.2", "head": f"head:{head.folder}@0.6"}[name]
+    stop, prefix, lengths = parse_stop(spec), [5, 9, 2], set()
+    for step in llama.stream(prefix, rule="topk:9", window=7, stop=spec, max_new_tokens=60):
+        ids, logits, states = list(prefix), [], []
+        for _ in range(step.drafted):
+            with torch.inference_mode():
+                out = llama.draft.model(torch.tensor([ids]), output_hidden_states=True)
+            logits.append(out.logits[0, -1])
+            states.append(out.hidden_states[-1][0, -1])
+            ids.append(int(out.logits[0, -1].argmax()))
+        if step.drafted:
+            tokens = torch.tensor([ids[len(prefix) :]])
+            ends = stop.ends(stop.chances(torch.stack(logits)[None], torch.stack(states)[None], tokens, Context()))[0].tolist()
+            assert not any(ends[:-1])
+            room = 60 - (len(prefix) - 3) - 1
+            assert ends[-1] or step.drafted == min(7, room) or ids[-1] in llama.target.eos_ids
+            lengths.add(step.drafted)
+        prefix += step.tokens
+    assert len(lengths) > 1, "some windows were cut, others not"
+
+
+def test_a_stop_is_fitted_to_what_the_target_rejects(llama: Pair, tmp_path: Path) -> None:
+    for _ in mine(llama, ParityTask(), tmp_path, limit=30, max_new_tokens=20):
+        pass
+    inputs = Inputs(("draft",), ("previous",))
+    for _ in features(llama, tmp_path, inputs, "stop"):
+        pass
+    x, rejected, samples = load_features(tmp_path, inputs, "stop")
+    records = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    at = 0
+    for i, record in enumerate(records):
+        with torch.inference_mode():
+            out = llama.draft.model(torch.tensor([record["prompt_ids"] + record["response_ids"]]), output_hidden_states=True)
+        begin, n = len(record["prompt_ids"]) - 1, len(record["response_ids"])
+        wanted = out.logits[0, begin : begin + n].argmax(-1).tolist()
+        assert rejected[at : at + n].tolist() == [a != b for a, b in zip(wanted, record["response_ids"])]
+        np.testing.assert_allclose(x[at : at + n], out.hidden_states[-1][0, begin : begin + n], atol=1e-4)
+        assert (samples[at : at + n] == i).all()
+        at += n
+    assert at == len(x)
+    made = fit_run(llama, tmp_path, inputs, tmp_path / "stop", role="stop", recall=0.9, seed=0)
+    assert made.role == "stop" and made.threshold == 0.5
+    assert llama.generate([3, 4], stop=f"head:{tmp_path / 'stop'}@0.9").tokens == llama.generate([3, 4]).tokens
+    with pytest.raises(InputError, match=r"no judge\.json"):
+        llama.generate([3, 4], rule=f"judge:{tmp_path / 'stop'}")
+
+
+def test_an_automatic_window_is_picked_once_and_said(llama: Pair) -> None:
+    asked = [[3, 4, 5], [6, 7], [8]]
+    outs = llama.generate_batch(asked, batch_size=2, window="auto", max_new_tokens=20)
+    picked = outs[0].window
+    assert picked in WINDOWS and {out.window for out in outs} == {picked}
+    assert llama.pick_window(asked, batch_size=2) == picked
+    assert_same(outs, [llama.generate(prompt, window=picked, max_new_tokens=20) for prompt in asked])
+    assert llama.generate([1], rule="target", window="auto").window == 0
+    assert llama.generate([1], window=5).window == 5
+    assert llama.pick_window([]) == 0
+
+
+@pytest.mark.parametrize(("cost", "picked"), [(1e-6, 32), (1.0, 0), (0.3, 1)])
+def test_the_window_with_most_tokens_a_second_is_picked(
+    llama: Pair, monkeypatch: pytest.MonkeyPatch, cost: float, picked: int
+) -> None:
+    """A draft of the target itself, all of whose tokens are kept; a pass costs 1, a drafted token `cost`, beyond one four times."""
+    pair = Pair(llama.target, llama.target, "itself")
+    seconds = {w: 1 + cost * (w if w < 2 or cost < 0.1 else 4 * w) for w in WINDOWS}
+    seconds[0] = 1.0 if cost < 1 else 0.4
+    monkeypatch.setattr(pair, "_costs", lambda *_: seconds)
+    assert pair.pick_window([[3, 4, 5]], max_new_tokens=40) == picked
+
+
+def test_a_profile_accounts_for_all_of_the_time(llama: Pair) -> None:
+    profile = Profile()
+    out = llama.generate([3, 4, 5], profile=profile, max_new_tokens=60)
+    assert profile.cycles == out.target_passes
+    assert all(seconds > 0 for seconds in profile.seconds.values())
+    assert 0.5 * out.seconds < sum(profile.seconds.values()) < out.seconds
+    before = dict(profile.seconds)
+    llama.generate([3, 4, 5], profile=profile, rule="target", max_new_tokens=5)
+    assert profile.seconds["draft"] == before["draft"] and profile.seconds["target"] > before["target"]
