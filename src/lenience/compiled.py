@@ -8,7 +8,6 @@ import os
 import warnings
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -160,7 +159,6 @@ class GraphCache:
         t, begin, end = len(p.ids[0]), min(p.which), max(p.which) + 1
         if t > 1 and self.heads * (end - begin) * t * self.states.shape[3] > LARGEST_SCORES:
             return self._in_halves(p, t // 2, profile)
-        ids = np.minimum(p.ids, self.lm.width - 1)
         if end - begin > 2 * len(p.which):  # rows far apart are gathered
             call = _Call(self.graph, self.states[:, p.which], t, p.states, p.on)
             place = list(range(len(p.which)))
@@ -168,10 +166,11 @@ class GraphCache:
             call = self._call(begin, end, t, p.states, p.on)
             place = [row - begin for row in p.which]
         profile.lap("cache")
-        logits, hidden = call(ids, p.pads, p.cached, place)
+        logits, hidden = call(p, place, self.lm.width - 1)
         profile.lap(self.lm.role)
         for i, row, pad, cached in zip(place, p.which, p.pads, p.cached):
-            self.states[:, row, :, cached : cached + t - pad + p.on] = call.new[:, i, :, pad:]
+            n = t - pad + p.on
+            self.states.select(1, row).narrow(2, cached, n).copy_(call.new.select(1, i).narrow(2, pad, n))
         return logits, hidden
 
     def _in_halves(self, p: Pass, half: int, profile: Profile) -> tuple[Tensor, Tensor]:
@@ -238,13 +237,16 @@ class _Call:
     def _bind_output(self, name: str, value: Tensor) -> None:
         self.binding.bind_output(name, "cpu", 0, np.float32, tuple(value.shape), value.data_ptr())
 
-    def __call__(self, ids: Any, pads: list[int], cached: list[int], place: list[int]) -> tuple[Tensor, Tensor]:
-        """Logits and hidden states of the rows at `place`; the others are padding."""
-        if len(place) == len(self.ids):
-            self.ids[:], self.pads[:], self.cached[:] = ids, pads, cached
-            self.graph.session.run_with_iobinding(self.binding)
-            return self.logits.clone(), self.hidden.clone()
-        self.pads[:], self.cached[:] = self.ids.shape[1], 0
-        self.ids[place], self.pads[place], self.cached[place] = ids, pads, cached
+    def __call__(self, p: Pass, place: list[int], most: int) -> tuple[Tensor, Tensor]:
+        """Logits and hidden states of the rows at `place`, the others are padding; ids above `most` are read as that one."""
+        whole = len(place) == len(self.ids)
+        if whole:
+            self.ids[:], self.pads[:], self.cached[:] = p.ids, p.pads, p.cached
+        else:
+            self.pads[:], self.cached[:] = self.ids.shape[1], 0
+            self.ids[place], self.pads[place], self.cached[place] = p.ids, p.pads, p.cached
+        np.minimum(self.ids, most, out=self.ids)
         self.graph.session.run_with_iobinding(self.binding)
+        if whole:
+            return self.logits.clone(), self.hidden.clone()
         return self.logits[place], self.hidden[place]

@@ -12,6 +12,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
@@ -43,7 +44,7 @@ class Draft:
     def width(self) -> int:
         return self.tokens.shape[1]
 
-    @property
+    @cached_property
     def proposed(self) -> Tensor:
         """[B, W] bool: which places hold a proposed token."""
         return torch.arange(self.width, device=self.tokens.device) < self.lengths[:, None]
@@ -59,6 +60,11 @@ class Reading:
     """[B, W + 1, H]: the states that the LM head reads, after the final norm."""
     read: Sequence[int] = ()
     """[B]: how many tokens the pass read for each row; the others were in the cache."""
+
+    @cached_property
+    def best(self) -> Tensor:
+        """[B, W + 1]: the most probable tokens."""
+        return self.logits.argmax(-1)
 
 
 @dataclass(frozen=True)
@@ -186,11 +192,10 @@ class Context:
             flat = TopPLogitsWarper(self.top_p)(nothing, cast(torch.FloatTensor, flat))
         return flat.view(logits.shape)
 
-    def forbidden(self, logits: Tensor) -> Tensor:
-        """[…, V] processed logits → which tokens a processor or the truncation rules out."""
-        if self.greedy:
-            return torch.isneginf(logits)
-        return torch.isneginf(self._warp(logits.float()))
+    def forbids(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """[B, W, V] processed logits and [B, W] tokens → whether a processor or the truncation rules each out."""
+        logits = logits if self.greedy else self._warp(logits.float())
+        return torch.isneginf(logits.gather(2, tokens[..., None])[..., 0])
 
     def keys(self, n: int, purpose: str, ahead: int = 0, device: torch.device | None = None) -> Tensor:
         """[B, n] int64: each row's keys for n positions, the first of them `ahead` of where it stands."""

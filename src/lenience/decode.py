@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from lenience.core import Context, Draft, Drafter, Finish, Row, Rule, Step, Trace, Verdict
 from lenience.model import LM
 from lenience.session import Session
@@ -60,11 +62,13 @@ def decode(
         profile.lap("cache")
 
 
+@torch.inference_mode()
 def cycle(session: Session, drafter: Drafter, rule: Rule, ctx: Context, room: Sequence[int]) -> tuple[Draft, list[Verdict]]:
     """Propose at most `room` tokens for each row of `ctx`, read them, and judge them."""
     draft = drafter.propose(ctx, room)
     reading = session.read([row.prefix for row in ctx.rows], draft.width + 1, draft.tokens)
-    reading = replace(reading, logits=ctx.process(reading.logits, draft.tokens))
+    if ctx.processors:
+        reading = replace(reading, logits=ctx.process(reading.logits, draft.tokens))
     session.profile.lap("rest")
     verdicts = rule(draft, reading, ctx)
     session.profile.lap("rule")

@@ -36,31 +36,27 @@ class ModelDrafter:
             most = [0 if max(p) >= self.session.lm.width else m for p, m in zip(prefixes, most)]
         tokens = torch.empty(len(most), 0, dtype=torch.long, device=self.device)
         logits, hidden, chances = list[Tensor](), list[Tensor](), list[Tensor]()
-        chunk = 1 if not self._reads_on(ctx) else CHUNK_ASKED if self.stop.asks else CHUNK
+        reads_on = ctx.greedy and not ctx.processors and self.session.lm.width <= self.width
+        chunk = 1 if not reads_on else CHUNK_ASKED if self.stop.asks else CHUNK
         # the state after the last drafted token takes one more pass
         while (wanted := max(most)) and (left := wanted + self.keep_states - tokens.shape[1]) > 0:
-            reading = self.session.read(prefixes, ahead=tokens, on=min(left, chunk) - 1)
+            reading = self.session.read(prefixes, ahead=tokens if logits else None, on=min(left, chunk) - 1)
             logits.append(ctx.process(self._as_target(reading.logits), tokens))  # [B, n, V]
             hidden.append(reading.hidden)
-            drawn = ctx.draw(logits[-1], tokens.shape[1])
-            tokens = torch.cat([tokens, drawn], 1)
-            ends = torch.zeros_like(tokens)
+            drawn = reading.best if reads_on else ctx.draw(logits[-1], tokens.shape[1])
+            tokens = looked = torch.cat([tokens, drawn.to(self.device)], 1) if tokens.shape[1] else drawn.to(self.device)
             if self.stop.asks:
                 chances.append(self.stop.chances(logits[-1], reading.hidden, drawn, ctx))
-                ends = self.stop.ends(torch.cat(chances, 1)).to(ends)
-            for b, (row, end) in enumerate(zip(*torch.stack([tokens, ends]).tolist())):
+                looked = tokens.where(~self.stop.ends(torch.cat(chances, 1)).to(self.device), _END)
+            for b, row in enumerate(looked.tolist()):
                 # nothing after an EOS could be kept
-                at = (i for i, (token, is_end) in enumerate(zip(row[: most[b]], end), 1) if is_end or token in self.eos_ids)
-                most[b] = next(at, most[b])
+                ends = (i for i, token in enumerate(row[: most[b]], 1) if token == _END or token in self.eos_ids)
+                most[b] = next(ends, most[b])
         lengths = torch.tensor(most, device=self.device)
         if not logits:
             return Draft(tokens, lengths)
-        states = torch.cat(hidden, 1)[:, : wanted + 1].to(self.device) if self.keep_states else None  # [B, W + 1, H]
-        return Draft(tokens[:, :wanted], lengths, torch.cat(logits, 1)[:, :wanted], states, tokens.shape[1])
-
-    def _reads_on(self, ctx: Context) -> bool:
-        """Whether the most probable token by the model's own logits is the one that is drafted."""
-        return ctx.greedy and not ctx.processors and self.session.lm.width <= self.width
+        states = _first(hidden, wanted + 1).to(self.device) if self.keep_states else None  # [B, W + 1, H]
+        return Draft(tokens[:, :wanted], lengths, _first(logits, wanted), states, tokens.shape[1])
 
     def move(self, source: int, to: int) -> None:
         self.session.move(source, to)
@@ -69,3 +65,11 @@ class ModelDrafter:
         missing = self.width - logits.shape[-1]
         wide = torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
         return wide.to(self.device)
+
+
+_END = -1
+
+
+def _first(parts: list[Tensor], n: int) -> Tensor:
+    """The first `n` columns of parts that stand side by side."""
+    return (torch.cat(parts, 1) if len(parts) > 1 else parts[0])[:, :n]

@@ -270,10 +270,10 @@ def features(pair: Pair, folder: Path, inputs: Inputs, role: str = "judge") -> I
     Yields (records done, records). Raises InputError where the run is of other models.
     """
     run = read_json(folder / "run.json")
-    for part, lm in (("target", pair.target), ("draft", pair.draft)):
-        made = run["models"][part]
-        if made["fingerprint"] != lm.fingerprint:
-            raise InputError(f"{folder}: was mined with another {part} ({made['name']}); name the pair it was mined with")
+    for role_of, lm in (("target", pair.target), ("draft", pair.draft)):
+        if run["models"][role_of]["fingerprint"] != lm.fingerprint:
+            name = run["models"][role_of]["name"]
+            raise InputError(f"{folder}: was mined with another {role_of} ({name}); name the pair it was mined with")
     records = Journal(folder / "journal.jsonl").resume()
     if not records:
         raise InputError(f"{folder}: its journal is empty; mine some samples first (lenience mine --out {folder})")

@@ -30,15 +30,11 @@ class Term:
         """[B, W] bool: for each drafted position, whether its token is accepted there."""
         raise NotImplementedError
 
-    def scores(self, draft: Draft, reading: Reading) -> Tensor | None:
-        """[B, W]: a judge's scores; None for rules that have none."""
-        return None
-
     def follow(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         """[B]: the token after `kept` [B] accepted ones: a correction, or the bonus where all are kept. Here: from the target's
-        own distribution, by a draw that is independent of the one that picked the rejected token."""
-        logits = _at(reading.logits, kept)
-        return logits.argmax(-1) if ctx.greedy else race(ctx.probs(logits), self.keys(kept, draft, ctx))
+        own distribution, by a draw that is independent of the one that picked the rejected token. When greedy it is the
+        target's most probable one, and this is not asked."""
+        return race(ctx.probs(_at(reading.logits, kept)), self.keys(kept, draft, ctx))
 
     def keys(self, kept: Tensor, draft: Draft, ctx: Context) -> Tensor:
         """[B]: what the token after the kept ones is drawn with; a bonus is drawn as plain decoding draws."""
@@ -70,7 +66,8 @@ class Exact(Term):
     strict = True
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        return ctx.draw(reading.logits[:, :-1]) == draft.tokens
+        drawn = reading.best[:, :-1] if ctx.greedy else ctx.draw(reading.logits[:, :-1])
+        return drawn == draft.tokens
 
     def keys(self, kept: Tensor, draft: Draft, ctx: Context) -> Tensor:
         return _at(ctx.keys(draft.width + 1, "token", device=kept.device), kept)
@@ -118,7 +115,7 @@ class TopK(Term):
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         logits = reading.logits[:, :-1]
         best = logits.topk(min(self.k, logits.shape[-1])).indices  # [B, W, k]; of equal logits it names as many as fit
-        return (best == draft.tokens[..., None]).any(-1) & ~_of(ctx.forbidden(logits), draft.tokens)
+        return (best == draft.tokens[..., None]).any(-1) & ~ctx.forbids(logits, draft.tokens)
 
 
 @dataclass(frozen=True)
@@ -148,13 +145,14 @@ class Judge(Term):
     def reads_draft(self) -> bool:
         return "draft" in self.head.inputs.models
 
-    def scores(self, draft: Draft, reading: Reading) -> Tensor:
-        return self.head.scores(draft, reading)
-
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        return self.judge(draft, reading, ctx)[0]
+
+    def judge(self, draft: Draft, reading: Reading, ctx: Context) -> tuple[Tensor, Tensor]:
+        """[B, W]: what is accepted, and the scores."""
+        scores = self.head.scores(draft, reading)
         threshold = self.head.threshold if self.threshold is None else self.threshold
-        allowed = ~_of(ctx.forbidden(reading.logits[:, :-1]), draft.tokens)
-        return (self.scores(draft, reading) >= threshold) & allowed
+        return (scores >= threshold) & ~ctx.forbids(reading.logits[:, :-1], draft.tokens), scores
 
 
 @dataclass(frozen=True)
@@ -182,25 +180,35 @@ class AnyOf:
             strict = Exact() if ctx.greedy else Speculative()
             terms = (strict, *terms)
         exact = (strict or Exact()).accepts(draft, reading, ctx)
-        accepted, scores = torch.zeros_like(exact), None
+        accepted, scores = exact if strict else torch.zeros_like(exact), None
         for term in terms if draft.width else ():
-            accepted |= exact if term is strict else term.accepts(draft, reading, ctx)
-            scores = term.scores(draft, reading) if scores is None else scores
-        kept = (accepted & draft.proposed).long().cumprod(1).sum(1)  # [B]
-        last = (strict or terms[0]).follow(kept, draft, reading, ctx)
-        columns = [kept[:, None], last[:, None], draft.lengths[:, None], draft.tokens, exact]
-        table = torch.cat([column.double() for column in (*columns, *([] if scores is None else [scores]))], 1)
-        return [_verdict(row, draft.width) for row in table.tolist()]  # the cycle's one synchronisation
+            if isinstance(term, Judge):
+                accepts, scored = term.judge(draft, reading, ctx)
+                accepted, scores = accepted | accepts, scored if scores is None else scores
+            elif term is not strict:
+                accepted = accepted | term.accepts(draft, reading, ctx)
+        if ctx.greedy:
+            follow = reading.best
+        else:
+            kept = (accepted & draft.proposed).cumprod(1).sum(1)  # [B]
+            last = (strict or terms[0]).follow(kept, draft, reading, ctx)
+            follow = last[:, None].expand(-1, draft.width + 1)
+        columns = [draft.lengths[:, None], follow, draft.tokens, exact, accepted, *([] if scores is None else [scores])]
+        table = torch.cat(columns, 1)  # of float64, where there are scores
+        return [_verdict(row, draft.width) for row in table.tolist()]  # the rule's one synchronisation
 
     def __str__(self) -> str:
         return "|".join(str(term) for term in self.terms)
 
 
 def _verdict(row: list[float], width: int) -> Verdict:
-    n = int(row[2])
-    drafted, exact, scores = (row[3 + i * width : 3 + i * width + n] for i in range(3))
+    """From a row's length, what follows after 0 … W kept tokens, the tokens, which of them the strict rule and this one
+    accept, and perhaps scores."""
+    n = int(row[0])
+    drafted, exact, accepted, scores = (row[begin : begin + n] for begin in (2 + i * width for i in range(1, 5)))
+    kept = accepted.index(0) if 0 in accepted else n
     asked: list[float | None] = [None] * n if not scores else [None if ok else score for ok, score in zip(exact, scores)]
-    return Verdict([int(token) for token in drafted], int(row[0]), int(row[1]), [bool(ok) for ok in exact], asked)
+    return Verdict([int(token) for token in drafted], kept, int(row[1 + kept]), [bool(ok) for ok in exact], asked)
 
 
 def _at(values: Tensor, i: Tensor) -> Tensor:

@@ -123,15 +123,16 @@ class Session:
         for old, new in zip(self.tokens, sequences):
             old += new[len(old) :]
         logits, hidden = done[0]
-        for old, more in zip(self.tokens, logits[:, :on].argmax(-1).tolist() if on else ()):
-            old += more
         if len(done) > 1:
             order = torch.tensor([b for group in groups for b in group], device=logits.device).argsort()
             logits, hidden = (torch.cat(parts)[order] for parts in zip(*done))
         if any(over):  # the states of what was read belong further in front
             logits, hidden = (torch.stack([row.roll(-past, 0) for row, past in zip(rows, over)]) for rows in (logits, hidden))
+        reading = Reading(logits, hidden, counts)
+        for old, more in zip(self.tokens, reading.best.tolist() if on else ()):
+            old += more[:on]
         self.profile.lap("cache")
-        return Reading(logits, hidden, counts)
+        return reading
 
     def _groups(self, sequences: Sequence[list[int]], counts: list[int], states: int) -> list[list[int]]:
         """Which rows are read in one pass. Rows with much to read, such as new prompts, would make the others wait if they
