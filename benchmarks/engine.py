@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,8 @@ import torch
 from rich.progress import track
 
 from lenience.compare import machine
+from lenience.core import Profile
+from lenience.heads import Head, Inputs
 from lenience.pair import Pair, load_pair
 from lenience.tasks import WordMath, take
 
@@ -43,23 +47,18 @@ def transformers_generate(pair: Pair, prompts: list[list[int]], window: int | No
     return tokens
 
 
-def ours(pair: Pair, prompts: list[list[int]], size: int, **options: Any) -> int:
-    return sum(len(out.tokens) for out in pair.generate_batch(prompts, batch_size=size, max_new_tokens=NEW, **options))
+def ours(pair: Pair, prompts: list[list[int]], size: int, profile: Profile, **options: Any) -> int:
+    outs = pair.generate_batch(prompts, batch_size=size, max_new_tokens=NEW, profile=profile, **options)
+    return sum(len(out.tokens) for out in outs)
 
 
-class Timed:
-    """An ONNX Runtime session that counts the seconds of its passes."""
-
-    def __init__(self, session: Any):
-        self.session, self.seconds = session, 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.session, name)
-
-    def run_with_iobinding(self, binding: Any) -> None:
-        began = time.perf_counter()
-        self.session.run_with_iobinding(binding)
-        self.seconds += time.perf_counter() - began
+def idle_judge(pair: Pair, models: tuple[str, ...], folder: Path) -> str:
+    """A judge that reads the states of `models` and accepts nothing, so that its rule does what `exact` does and a judge
+    costs."""
+    inputs = Inputs(models)
+    width = sum(getattr(pair, model).hidden_size for model in models) * len(inputs.tokens)
+    Head(torch.zeros(width), 0.0, inputs, 2.0, pair.fingerprints).save(folder)
+    return f"judge:{folder}"
 
 
 def main() -> None:
@@ -72,9 +71,6 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     plain, fast = load_pair(compile=False), load_pair(compile=True)
-    passes = [Timed(lm.graph.session) for lm in (fast.target, fast.draft)]
-    for lm, timed in zip((fast.target, fast.draft), passes):
-        lm.graph.session = timed
     prompts = [plain.target.encode(sample.prompt) for sample in take(WordMath(), "test", given.prompts)]
     few = prompts[:8]
     exact = {"rule": "exact", "window": given.window}
@@ -82,38 +78,58 @@ def main() -> None:
     for pair, size in ((plain, 1), (fast, 1), (fast, given.batch)):
         outs = pair.generate_batch(prompts, batch_size=size, max_new_tokens=NEW, **exact)
         assert [out.tokens for out in outs] == wanted, "greedy decoding is token-identical however it is done"
-    decoders: dict[str, tuple[Callable[[], int], int]] = {
-        "transformers, greedy": (lambda: transformers_generate(plain, few, None), len(few)),
-        "transformers, assisted": (lambda: transformers_generate(plain, few, given.window), len(few)),
-        "plain, exact": (lambda: ours(plain, few, 1, **exact), len(few)),
-        "compiled, target alone": (lambda: ours(fast, few, 1, rule="target"), len(few)),
-        "compiled, exact": (lambda: ours(fast, few, 1, **exact), len(few)),
-        f"plain, exact, batch {given.batch}": (lambda: ours(plain, prompts, given.batch, **exact), len(prompts)),
-        f"compiled, exact, batch {given.batch}": (lambda: ours(fast, prompts, given.batch, **exact), len(prompts)),
+    few_picked = {**exact, "window": fast.pick_window(few, max_new_tokens=NEW)}
+    folder = Path(tempfile.mkdtemp())
+    judges = {name: {**exact, "rule": idle_judge(fast, models, folder / name)}
+              for name, models in (("target's", ("target",)), ("both models'", ("target", "draft")))}  # fmt: skip
+    decoders: dict[str, tuple[Callable[[Profile], int], int]] = {
+        "transformers, greedy": (lambda _: transformers_generate(plain, few, None), len(few)),
+        "transformers, assisted": (lambda _: transformers_generate(plain, few, given.window), len(few)),
+        "plain, exact": (lambda profile: ours(plain, few, 1, profile, **exact), len(few)),
+        "compiled, target alone": (lambda profile: ours(fast, few, 1, profile, rule="target"), len(few)),
+        "compiled, exact": (lambda profile: ours(fast, few, 1, profile, **exact), len(few)),
+        "compiled, exact, picked window": (lambda profile: ours(fast, few, 1, profile, **few_picked), len(few)),
+        **{
+            f"compiled, judge of {name} states": (
+                lambda profile, judged=judged: ours(fast, few, 1, profile, **judged),
+                len(few),
+            )
+            for name, judged in judges.items()
+        },
+        f"plain, exact, batch {given.batch}": (lambda p: ours(plain, prompts, given.batch, p, **exact), len(prompts)),
+        f"compiled, exact, batch {given.batch}": (lambda p: ours(fast, prompts, given.batch, p, **exact), len(prompts)),
     }
     speeds: dict[str, list[float]] = {name: [] for name in decoders}
-    shares: dict[str, list[float]] = {name: [] for name in decoders}
+    profiles: dict[str, list[tuple[Profile, float]]] = {name: [] for name in decoders}
     for repeat in track(range(given.repeats + 1), "repeats"):
         for name, (run, _) in decoders.items():
-            began, before = time.perf_counter(), sum(timed.seconds for timed in passes)
-            tokens = run()
+            profile, began = Profile(), time.perf_counter()
+            tokens = run(profile)
             seconds = time.perf_counter() - began
             if repeat:  # the first is a warm-up
                 speeds[name].append(tokens / seconds)
-                shares[name].append((sum(timed.seconds for timed in passes) - before) / seconds)
-    base = np.array(speeds["transformers, assisted"])
-    told = {
-        name: {
-            "prompts": decoders[name][1],
-            "tokens_per_second": round(float(np.median(values)), 1),
-            "times_assisted": round(float(np.median(np.array(values) / base)), 2),
-            "range": [round(float(end), 2) for end in ((np.array(values) / base).min(), (np.array(values) / base).max())],
-            **({"share_in_passes": round(float(np.median(shares[name])), 3)} if name.startswith("compiled") else {}),
-        }
-        for name, values in speeds.items()
-    }
-    about = {"machine": machine(fast), "window": given.window, "new_tokens": NEW, "repeats": given.repeats}
-    print(json.dumps({**about, "torch_threads": given.threads, "decoders": told}, indent=1))
+                profiles[name].append((profile, seconds))
+    told = {name: about(name, speeds, profiles[name], decoders[name][1]) for name in decoders}
+    how = {"machine": machine(fast), "window": given.window, "picked_window": few_picked["window"], "new_tokens": NEW,
+           "repeats": given.repeats, "torch_threads": given.threads}  # fmt: skip
+    print(json.dumps({**how, "decoders": told}, indent=1))
+
+
+def about(name: str, speeds: dict[str, list[float]], profiles: list[tuple[Profile, float]], prompts: int) -> dict[str, Any]:
+    told: dict[str, Any] = {"prompts": prompts, "tokens_per_second": round(float(np.median(speeds[name])), 1)}
+    for base in ("transformers, assisted", "transformers, greedy"):
+        times = np.array(speeds[name]) / np.array(speeds[base])
+        told[f"times {base}"] = [round(float(f(times)), 2) for f in (np.median, np.min, np.max)]
+    if profiles[0][0].cycles:
+        passes = [profile.seconds["draft"] + profile.seconds["target"] for profile, _ in profiles]
+        within = [sum(profile.seconds.values()) for profile, _ in profiles]
+        told["share_in_passes"] = round(float(np.median([p / all_ for p, (_, all_) in zip(passes, profiles)])), 3)
+        told["cycle_share_outside_passes"] = round(float(np.median([1 - p / w for p, w in zip(passes, within)])), 3)
+        for part in profiles[0][0].seconds:
+            told[f"{part}, ms a cycle"] = round(
+                1e3 * float(np.median([profile.seconds[part] / profile.cycles for profile, _ in profiles])), 3
+            )
+    return told
 
 
 if __name__ == "__main__":

@@ -62,7 +62,10 @@ def test_the_best_linear_head_is_found() -> None:
     fresh, wanted, _ = synthetic(2, 20_000)
     states, n = torch.tensor(np.vstack([fresh[:1], fresh]))[None], len(fresh)
     draft = Draft(torch.zeros(1, n, dtype=torch.long), torch.tensor([n]), None, states[..., 4:])
-    rejected = (head.scores(draft, Reading(torch.zeros(1, n + 1, 1), states[..., :4]))[0] < head.threshold).numpy()
+    rejected = (
+        torch.sigmoid(head.window_logits(draft, Reading(torch.zeros(1, n + 1, 1), states[..., :4])).double())[0]
+        < head.threshold
+    ).numpy()
     assert rejected[wanted].mean() == pytest.approx(0.9, abs=0.03)
 
 
@@ -81,7 +84,9 @@ def test_a_hidden_layer_finds_what_no_linear_head_can() -> None:
     raw = fresh * np.array([1, 100, 1e-3, 5, 1, 1], np.float32) + np.array([50, 0, 3, -7, 0, 0], np.float32)
     states, n = torch.tensor(np.vstack([raw[:1], raw]))[None], len(raw)
     draft = Draft(torch.zeros(1, n, dtype=torch.long), torch.tensor([n]), None, states[..., 4:])
-    rejected = (mlp.scores(draft, Reading(torch.zeros(1, n + 1, 1), states[..., :4]))[0] < mlp.threshold).numpy()
+    rejected = (
+        torch.sigmoid(mlp.window_logits(draft, Reading(torch.zeros(1, n + 1, 1), states[..., :4])).double())[0] < mlp.threshold
+    ).numpy()
     assert rejected[wanted].mean() == pytest.approx(0.9, abs=0.04) and rejected[~wanted].mean() < 0.15
 
 
@@ -97,7 +102,7 @@ def test_an_mlp_scores_as_its_definition_says(tmp_path: Path) -> None:
     draft = Draft(torch.zeros(1, 3, dtype=torch.long), torch.tensor([3]), None, torch.tensor(states[..., 2:]))
     z = states[0, 1:] @ inner + shift
     gelu = z * norm.cdf(z)
-    scores = again.scores(draft, Reading(torch.zeros(1, 4, 1), torch.tensor(states[..., :2])))[0]
+    scores = torch.sigmoid(again.window_logits(draft, Reading(torch.zeros(1, 4, 1), torch.tensor(states[..., :2]))).double())[0]
     np.testing.assert_allclose(scores.numpy(), expit(gelu @ weight + bias), atol=1e-5)
     with pytest.raises(InputError, match="reads 3 numbers, these models give 5"):
         again.check(PRINTS, {"target": 4, "draft": 1})
@@ -139,7 +144,9 @@ def test_previous_token_heads_read_the_row_before() -> None:
     head = Head(torch.tensor([1.0]), 0.0, Inputs(("target",), ("previous",)), 0.5, PRINTS)
     reading = Reading(torch.zeros(1, 3, 1), torch.tensor([[[1.0], [2.0], [3.0]]]))
     draft = Draft(torch.tensor([[0, 0]]), torch.tensor([2]))
-    torch.testing.assert_close(head.scores(draft, reading), torch.sigmoid(torch.tensor([[1.0, 2.0]]).double()))
+    torch.testing.assert_close(
+        torch.sigmoid(head.window_logits(draft, reading).double()), torch.sigmoid(torch.tensor([[1.0, 2.0]]).double())
+    )
 
 
 def test_heads_that_cannot_decode_here_are_refused() -> None:

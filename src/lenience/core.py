@@ -192,10 +192,10 @@ class Context:
             flat = TopPLogitsWarper(self.top_p)(nothing, cast(torch.FloatTensor, flat))
         return flat.view(logits.shape)
 
-    def forbids(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """[B, W, V] processed logits and [B, W] tokens → whether a processor or the truncation rules each out."""
+    def allows(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """[B, W, V] processed logits and [B, W] tokens → whether neither a processor nor the truncation rules each out."""
         logits = logits if self.greedy else self._warp(logits.float())
-        return torch.isneginf(logits.gather(2, tokens[..., None])[..., 0])
+        return logits.gather(2, tokens[..., None])[..., 0] > -torch.inf
 
     def keys(self, n: int, purpose: str, ahead: int = 0, device: torch.device | None = None) -> Tensor:
         """[B, n] int64: each row's keys for n positions, the first of them `ahead` of where it stands."""

@@ -71,8 +71,8 @@ class Head:
     def kind(self) -> str:
         return "mlp" if self.layer else "logistic"
 
-    def scores(self, draft: Draft, reading: Reading) -> Tensor:
-        """[B, W] scores of windows of W drafted tokens."""
+    def window_logits(self, draft: Draft, reading: Reading) -> Tensor:
+        """[B, W] logits of the scores of windows of W drafted tokens."""
         parts = []
         for token in self.inputs.tokens:
             rows = slice(1, draft.width + 1) if token == "draft" else slice(0, draft.width)
@@ -81,14 +81,14 @@ class Head:
                 if state is None:
                     raise RuntimeError("the drafter did not keep the draft's hidden states")
                 parts.append(state[:, rows])
-        return self.score(torch.cat(parts, -1))
+        return self.logits(torch.cat(parts, -1))
 
-    def score(self, x: Tensor) -> Tensor:
-        """[…] scores of states […, F]."""
+    def logits(self, x: Tensor) -> Tensor:
+        """[…] logits of the scores of states […, F]: a float32 score has no steps near 1, its logit has."""
         x = x.float()
         if self.layer:
             x = torch.nn.functional.gelu(x @ self.layer[0].to(x.device) + self.layer[1].to(x.device))
-        return torch.sigmoid((x @ self.weight.to(x.device) + self.bias).double())  # float32 has no steps near 1
+        return x @ self.weight.to(x.device) + self.bias
 
     @property
     def fingerprint(self) -> str:

@@ -6,6 +6,7 @@ where there is none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -115,7 +116,7 @@ class TopK(Term):
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         logits = reading.logits[:, :-1]
         best = logits.topk(min(self.k, logits.shape[-1])).indices  # [B, W, k]; of equal logits it names as many as fit
-        return (best == draft.tokens[..., None]).any(-1) & ~ctx.forbids(logits, draft.tokens)
+        return (best == draft.tokens[..., None]).any(-1) & ctx.allows(logits, draft.tokens)
 
 
 @dataclass(frozen=True)
@@ -149,10 +150,10 @@ class Judge(Term):
         return self.judge(draft, reading, ctx)[0]
 
     def judge(self, draft: Draft, reading: Reading, ctx: Context) -> tuple[Tensor, Tensor]:
-        """[B, W]: what is accepted, and the scores."""
-        scores = self.head.scores(draft, reading)
+        """[B, W]: what is accepted, and the scores' logits."""
+        logits = self.head.window_logits(draft, reading)
         threshold = self.head.threshold if self.threshold is None else self.threshold
-        return (scores >= threshold) & ~ctx.forbids(reading.logits[:, :-1], draft.tokens), scores
+        return (logits >= _logit(threshold)) & ctx.allows(reading.logits[:, :-1], draft.tokens), logits
 
 
 @dataclass(frozen=True)
@@ -180,11 +181,11 @@ class AnyOf:
             strict = Exact() if ctx.greedy else Speculative()
             terms = (strict, *terms)
         exact = (strict or Exact()).accepts(draft, reading, ctx)
-        accepted, scores = exact if strict else torch.zeros_like(exact), None
+        accepted, logits = exact if strict else torch.zeros_like(exact), None
         for term in terms if draft.width else ():
             if isinstance(term, Judge):
-                accepts, scored = term.judge(draft, reading, ctx)
-                accepted, scores = accepted | accepts, scored if scores is None else scores
+                accepts, judged = term.judge(draft, reading, ctx)
+                accepted, logits = accepted | accepts, judged if logits is None else logits
             elif term is not strict:
                 accepted = accepted | term.accepts(draft, reading, ctx)
         if ctx.greedy:
@@ -193,8 +194,8 @@ class AnyOf:
             kept = (accepted & draft.proposed).cumprod(1).sum(1)  # [B]
             last = (strict or terms[0]).follow(kept, draft, reading, ctx)
             follow = last[:, None].expand(-1, draft.width + 1)
-        columns = [draft.lengths[:, None], follow, draft.tokens, exact, accepted, *([] if scores is None else [scores])]
-        table = torch.cat(columns, 1)  # of float64, where there are scores
+        columns = [draft.lengths[:, None], follow, draft.tokens, exact, accepted, *([] if logits is None else [logits])]
+        table = torch.cat(columns, 1)  # of float32, where there are a judge's logits: it holds ids below 2²⁴
         return [_verdict(row, draft.width) for row in table.tolist()]  # the rule's one synchronisation
 
     def __str__(self) -> str:
@@ -203,12 +204,20 @@ class AnyOf:
 
 def _verdict(row: list[float], width: int) -> Verdict:
     """From a row's length, what follows after 0 … W kept tokens, the tokens, which of them the strict rule and this one
-    accept, and perhaps scores."""
+    accept, and perhaps the logits of a judge's scores."""
     n = int(row[0])
-    drafted, exact, accepted, scores = (row[begin : begin + n] for begin in (2 + i * width for i in range(1, 5)))
+    drafted, exact, accepted, logits = (row[begin : begin + n] for begin in (2 + i * width for i in range(1, 5)))
     kept = accepted.index(0) if 0 in accepted else n
-    asked: list[float | None] = [None] * n if not scores else [None if ok else score for ok, score in zip(exact, scores)]
+    asked: list[float | None] = [None] * n if not logits else [None if ok else _score(x) for ok, x in zip(exact, logits)]
     return Verdict([int(token) for token in drafted], kept, int(row[1 + kept]), [bool(ok) for ok in exact], asked)
+
+
+def _logit(threshold: float) -> float:
+    return math.copysign(math.inf, threshold - 0.5) if not 0 < threshold < 1 else math.log(threshold / (1 - threshold))
+
+
+def _score(logit: float) -> float:
+    return 1 / (1 + math.exp(-logit)) if logit > -700 else 0.0
 
 
 def _at(values: Tensor, i: Tensor) -> Tensor:

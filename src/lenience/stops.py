@@ -140,7 +140,7 @@ class Learned(Stop):
         self.head.check({} if self.unchecked else fingerprints(), sizes)
 
     def chances(self, logits: Tensor, hidden: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
-        return self.head.score(hidden)
+        return torch.sigmoid(self.head.logits(hidden).double())
 
     def ends(self, chances: Tensor) -> Tensor:
         return 1 - chances.cumprod(1) > (self.head.threshold if self.threshold is None else self.threshold)
