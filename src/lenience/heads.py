@@ -66,6 +66,10 @@ class Head:
     """What it is for: "judge", or "stop" for a head that says when to stop drafting; its files are named by it."""
     layer: tuple[Tensor, Tensor] | None = None
     """[F, N] and [N] float32, the scaling of the inputs folded in"""
+    _weights: dict[torch.device, list[tuple[Tensor, Tensor]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """The same as a product takes them, where they have been asked for."""
 
     @property
     def kind(self) -> str:
@@ -86,9 +90,14 @@ class Head:
     def logits(self, x: Tensor) -> Tensor:
         """[…] logits of the scores of states […, F]: a float32 score has no steps near 1, its logit has."""
         x = x.float()
-        if self.layer:
-            x = torch.nn.functional.gelu(x @ self.layer[0].to(x.device) + self.layer[1].to(x.device))
-        return x @ self.weight.to(x.device) + self.bias
+        if x.device not in self._weights:
+            last = (self.weight[None], torch.tensor([self.bias], dtype=torch.float32))
+            layers = [last] if not self.layer else [(self.layer[0].T.contiguous(), self.layer[1]), last]
+            self._weights[x.device] = [(weight.to(x.device), bias.to(x.device)) for weight, bias in layers]
+        *layers, last = self._weights[x.device]
+        for layer in layers:
+            x = torch.nn.functional.gelu(torch.nn.functional.linear(x, *layer))
+        return torch.nn.functional.linear(x, *last)[..., 0]
 
     @property
     def fingerprint(self) -> str:

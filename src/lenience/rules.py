@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -131,7 +132,7 @@ class Judge(Term):
     """Run the head on models other than those it was fitted to."""
     name = "judge"
 
-    @property
+    @cached_property
     def head(self) -> Head:
         return load_head(self.path)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -132,7 +133,7 @@ class Learned(Stop):
         if self.threshold is not None and not 0 <= self.threshold <= 1:
             raise InputError(f"head's threshold {self.threshold}: must be from 0 to 1")
 
-    @property
+    @cached_property
     def head(self) -> Head:
         return load_head(self.path, "stop")
 
