@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
 from rich.progress import track
 
 from lenience.compare import machine
@@ -101,7 +102,7 @@ def main() -> None:
     }
     speeds: dict[str, list[float]] = {name: [] for name in decoders}
     profiles: dict[str, list[tuple[Profile, float]]] = {name: [] for name in decoders}
-    for repeat in track(range(given.repeats + 1), "repeats"):
+    for repeat in track(range(given.repeats + 1), "repeats", console=Console(stderr=True)):
         for name, (run, _) in decoders.items():
             profile, began = Profile(), time.perf_counter()
             tokens = run(profile)

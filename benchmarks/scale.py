@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import track
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -173,7 +174,7 @@ def main() -> None:
     pair = Pair(target, draft, f"random {given.shape}")
     peak = bandwidth(target.device)
     batches = []
-    for rows in track(given.batch, "batches"):
+    for rows in track(given.batch, "batches", console=Console(stderr=True)):
         batches.append(measure(pair, rows, given.window, given.rate, given.repeats, peak))
     about = {"machine": machine(pair), "shape": given.shape, "dtype": "bfloat16", "window": given.window, "rate": given.rate,
              "prompt": PROMPT, "new_tokens": NEW, "repeats": given.repeats,

@@ -7,6 +7,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from lenience.compiled import compile_model, graph_path
 from lenience.export import export_graph
 from lenience.model import LM
 from lenience.pair import Pair, load_pair
+from lenience.replay import Replay
 from lenience.session import Session, token_bytes
 
 EXPORTED = ["llama", "qwen2", "qwen3", "gemma2", "mistral", "gpt2"]
@@ -100,6 +102,29 @@ def test_a_compiled_pair_answers_as_a_plain_one(compiled, llama: Pair, judge: st
     how = (judge if how[0] == "judge" else how[0], how[1])
     options = dict(zip(("rule", "temperature"), how), window=window, max_new_tokens=30, batch_size=size)
     assert_same(pair.generate_batch(asked, **options), llama.generate_batch(asked, **options))
+
+
+@pytest.mark.parametrize("how", ["exported", "recorded"])
+def test_sessions_at_the_same_time_have_caches_of_their_own(compiled, llama: Pair, checkpoints, how: str) -> None:
+    if how == "exported":
+        pair = Pair(compiled("llama"), compiled("llama", "draft"), "compiled")
+    else:
+        pair = load_pair(*checkpoints("llama"), dtype="float32", compile=False)
+        pair.target.graph, pair.draft.graph = Replay(), Replay()
+    asked = [[3, 4, 5], [9, 8, 7, 6], [20]]
+    wanted = [llama.generate(prompt, max_new_tokens=24).tokens for prompt in asked]
+    for _ in range(2):
+        streams = [pair.stream(prompt, max_new_tokens=24) for prompt in asked]
+        told: list[list[int]] = [[] for _ in asked]
+        for steps in zip_longest(*streams):  # in turns
+            for tokens, step in zip(told, steps):
+                tokens += step.tokens if step else []
+        assert told == wanted
+        del streams, steps
+    pair.generate([1], max_new_tokens=24)
+    (kept,) = pair.target.graph.spare
+    pair.generate([2], max_new_tokens=24)
+    assert pair.target.graph.spare[0] is kept, "the next session takes what the last one left"
 
 
 def test_the_built_in_pair_compiled_answers_as_plain(built_in: Pair) -> None:

@@ -1,11 +1,14 @@
 """Reading models through exported graphs, several times faster on a CPU than `transformers`' own forward, most of whose time
-on small models is Python's: which graph is a model's, whether it reads as the model does, and the cache that it reads."""
+on small models is Python's: which graph is a model's, whether it reads as the model does, and the cache that it reads. On a
+GPU, passes are recorded instead (lenience.replay)."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import warnings
+from collections import deque
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -19,10 +22,13 @@ from lenience.core import Profile
 from lenience.errors import first_line
 from lenience.export import export_graph
 from lenience.model import LM
+from lenience.replay import Replay
 from lenience.session import Pass, reads_together_as_alone
 
 LARGEST = 1 << 28
 """Models of more parameters than this are not exported: a graph is one file of at most 2 GiB."""
+SPARE = 1
+"""How many caches are kept for the next session."""
 FIRST_CAPACITY = 160
 """How many tokens a row of a new cache can hold before it grows."""
 KEPT_CALLS, LARGEST_KEPT_CALL = 16, 1 << 20
@@ -32,8 +38,9 @@ LARGEST_SCORES = 1 << 24
 
 
 def compile_model(lm: LM, *, export: bool = True) -> bool:
-    """Use the exported forward pass of a model: the one that an earlier export left in the cache or, with `export`, a new one,
-    which takes some seconds; says whether it is used. It is checked against the model's own pass; where it cannot be
+    """Read a model in another way than through its own forward; says whether that is done. On a CPU it is an exported pass, the
+    one that an earlier export left in the cache or, with `export`, a new one, which takes some seconds; on a GPU, with
+    `export`, passes are recorded and replayed. What is read is checked against the model's own pass; where it cannot be
     made, is broken or differs, a warning says why, and the model's own is used on."""
     with lm.lock:
         return lm.graph is not None or _compile(lm, export)
@@ -41,19 +48,20 @@ def compile_model(lm: LM, *, export: bool = True) -> bool:
 
 def _compile(lm: LM, export: bool) -> bool:
     why = refuses(lm)
-    path = None if why else graph_path(lm)
+    path = None if why or lm.device.type != "cpu" else graph_path(lm)
     if not export and not (path and path.exists()):
         return False
     try:
-        if path:
-            if not path.exists():
+        if not why:
+            if path and not path.exists():
                 export_graph(lm, path)
-            graph = load(path)
+            graph = load(path) if path else Replay()
             if reads_together_as_alone(lm, graph.cache(lm, 3, 256)):
                 lm.graph = graph
             else:
-                path.unlink(missing_ok=True)
-                why = "the exported pass differs from its own"
+                if path:
+                    path.unlink(missing_ok=True)
+                why = f"the {'exported' if path else 'recorded'} pass differs from its own"
     except Exception as error:  # whatever an exporter raises
         why = f"{type(error).__name__}: {first_line(error)}"
     if why:
@@ -62,15 +70,18 @@ def _compile(lm: LM, export: bool) -> bool:
 
 
 def refuses(lm: LM) -> str | None:
-    """Why a model cannot be exported at all; None where it can be tried."""
-    if lm.device.type != "cpu":
-        return f"it is on {lm.device}, and the exported pass is for a CPU"
+    """Why a model cannot be compiled at all; None where it can be tried."""
+    if lm.reads_rows_apart:
+        return "its rows cannot be read together"
+    devices = {str(weight.device) for weight in lm.model.parameters()}
+    if len(devices) > 1 or lm.device.type not in ("cpu", "cuda"):
+        return f"it is on {', '.join(sorted(devices))}, and what is compiled is for a CPU or one GPU"
+    if lm.device.type == "cuda":
+        return None
     if any(weight.dtype != torch.float32 for weight in lm.model.parameters()):
         return "its weights are not all float32"
     if sum(weight.numel() for weight in lm.model.parameters()) > LARGEST:
         return f"it has more than {LARGEST >> 20} Mi parameters"
-    if lm.reads_rows_apart:
-        return "its rows cannot be read together"
     return None
 
 
@@ -111,8 +122,15 @@ class Graph:
         self.layers, self.heads, self.size = len(past) // 2, past[0].shape[1], past[0].shape[3]
         self.width, self.hidden = (item.shape[-1] for item in self.session.get_outputs()[:2])
         self.loops = any(item.name == "steps" for item in self.session.get_inputs())
+        self.spare: deque[GraphCache] = deque(maxlen=SPARE)
+        """Caches that no session uses any more, for the next one: what is bound to them need not be bound again."""
 
     def cache(self, lm: LM, rows: int, capacity: int) -> GraphCache:
+        with suppress(IndexError):
+            cache = self.spare.popleft()
+            if cache.states.shape[1] == rows and cache.states.shape[3] <= max(capacity, FIRST_CAPACITY):
+                cache.most = capacity
+                return cache
         return GraphCache(lm, self, rows, capacity)
 
 

@@ -110,8 +110,9 @@ class Pair:
         }
 
     def compile(self, *, export: bool = True) -> bool:
-        """Read both models through exported graphs, see `lenience.compiled.compile_model`; says whether both are. On a CPU, in
-        float32. What is left to torch is little then: torch.set_num_threads(1) leaves the cores to the graphs."""
+        """Read both models through exported graphs on a CPU, in float32, or recorded passes on a GPU, see
+        `lenience.compiled.compile_model`; says whether both are. With graphs little is left to torch:
+        torch.set_num_threads(1) leaves the cores to them."""
         return all([compile_model(lm, export=export) for lm in (self.target, self.draft)])
 
     @property

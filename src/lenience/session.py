@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor
@@ -83,7 +83,10 @@ class Session:
     ):
         self.lm, self.profile = lm, profile or Profile()
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
-        self.cache: RowCache = cache or (lm.graph.cache if lm.graph else PlainCache)(lm, rows, capacity)
+        if cache is None and lm.graph:
+            cache = lm.graph.cache(lm, rows, capacity)
+            finalize(self, lm.graph.spare.append, cache).atexit = False
+        self.cache: RowCache = cache or PlainCache(lm, rows, capacity)
 
     def room(self, tokens: Sequence[int]) -> int:
         """How many more tokens the model's context can hold after these."""
@@ -168,8 +171,8 @@ class PlainCache:
     loops = False
 
     def __init__(self, lm: LM, rows: int, capacity: int):
-        self.lm, self._place = lm, _Place(rows, capacity)
-        self._cache = Cache(layer_class_to_replicate=cast(type[CacheLayerMixin], partial(_Layer, self._place)))
+        self.lm, self.place = lm, _Place(rows, capacity)
+        self._cache = Cache(layer_class_to_replicate=cast(type[CacheLayerMixin], partial(_Layer, self.place)))
 
     @property
     def together(self) -> bool:
@@ -196,25 +199,32 @@ class PlainCache:
             layer.keys[to], layer.values[to] = layer.keys[source], layer.values[source]
 
     def read(self, p: Pass, profile: Profile) -> tuple[Tensor, Tensor]:
-        place, device = self._place, self.lm.device
+        place, device = self.place, self.lm.device
         ids = torch.tensor(p.ids, device=device)
         ids = ids.clamp(max=self.lm.width - 1)  # an id that only the other model's embedding has is read as the last one
         place.which, place.extent = p.which, p.extent
         if place.extent > place.capacity:
             place.capacity = max(place.extent, 2 * place.capacity)
-        extra: dict[str, Any] = {}
+        at = None
         if len(p.which) == 1:
             place.start, place.columns = p.cached[0], None
         else:
             place.start, place.index, place.first = 0, torch.tensor(p.which, device=device), p.which == [*range(len(p.which))]
             at, padding = positions(ids, *(torch.tensor(counts, device=device) for counts in (p.pads, p.cached)))
             place.columns = at.masked_fill(padding, place.capacity)
-            extra = {"position_ids": at, "attention_mask": self._masks(at, p.extent)}
         profile.lap("cache")
-        out = self.lm.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=p.states, **extra)
+        read = self.forward(ids, p.states, at)
         profile.lap(self.lm.role)
-        state, logits = self.lm.take_state(), out.logits[:, -p.states :]
-        return logits, state[:, -p.states :].to(logits.device)  # a model may lie on several devices
+        return read
+
+    def forward(self, ids: Tensor, states: int, at: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The model's pass over `ids` [m, T], the `place` being set; `at` [m, T]: their positions, where it is not one row."""
+        extra: dict[str, Any] = {}
+        if at is not None:
+            extra = {"position_ids": at, "attention_mask": self._masks(at, self.place.extent)}
+        out = self.lm.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=states, **extra)
+        state, logits = self.lm.take_state(), out.logits[:, -states:]
+        return logits, state[:, -states:].to(logits.device)  # a model may lie on several devices
 
     def _masks(self, at: Tensor, extent: int) -> Any:
         """What of `extent` keys each query sees, as the model's attention wants it told."""

@@ -44,8 +44,9 @@ def compile_pair(pair: Pair, wanted: bool | None, long: bool) -> None:
     work is `long` and they can be made."""
     from lenience.compiled import refuses
 
-    if wanted or (wanted is None and long and not any(map(refuses, (pair.target, pair.draft)))):
-        with screen.status("compiling the models; this is done once and kept"):
+    fits = not any(refuses(lm) or lm.device.type != "cpu" for lm in (pair.target, pair.draft))
+    if wanted or (wanted is None and long and fits):
+        with screen.status("compiling the models"):
             pair.compile()
     elif wanted is None:
         pair.compile(export=False)

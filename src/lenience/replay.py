@@ -1,0 +1,148 @@
+"""Passes of fixed shapes, which a GPU records once as CUDA graphs and replays: what is left of the host's work between them is
+writing a few numbers. A draft's window is one replay.
+
+What a cycle reads is read of all rows of the cache, with its columns up to a multiple of BLOCK in sight; prompts are read as
+they are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lenience.core import Profile
+from lenience.model import LM
+from lenience.session import Pass, PlainCache, positions
+
+BLOCK, KEPT = 256, 64
+"""To a multiple of what the columns in sight are rounded up; how many recordings a cache keeps."""
+
+
+class Replay:
+    """The way in which a model is read, for `LM.graph`."""
+
+    def __init__(self) -> None:
+        self.spare: deque[ReplayCache] = deque(maxlen=1)
+        """A cache that no session uses any more, with its recordings, for the next one."""
+
+    def cache(self, lm: LM, rows: int, capacity: int) -> ReplayCache:
+        with suppress(IndexError):
+            cache = self.spare.popleft()
+            if cache.place.rows == rows and cache.place.capacity >= capacity:
+                return cache
+        return ReplayCache(lm, rows, -(-capacity // BLOCK) * BLOCK)
+
+
+class ReplayCache(PlainCache):
+    """The keys and values of rows of tokens; the passes of cycles over them are recorded and replayed. On a CPU they are made
+    anew each time, with the same shapes."""
+
+    loops = True
+
+    def __init__(self, lm: LM, rows: int, capacity: int):
+        super().__init__(lm, rows, capacity)
+        self._recorded: dict[tuple[int, ...], _Recording] = {}
+        self._capacity = capacity
+        self.pool = torch.cuda.graph_pool_handle() if lm.device.type == "cuda" else None
+        """Memory that all recordings share: what one leaves is copied before another is replayed."""
+
+    def read(self, p: Pass, profile: Profile) -> tuple[Tensor, Tensor]:
+        t = len(p.ids[0])
+        if t > p.states + 1:  # prompts, each of its own length
+            return self._read_on(p, super().read(replace(p, on=0, extent=p.extent - p.on), profile), profile)
+        extent = -(-p.extent // BLOCK) * BLOCK
+        if extent > self.place.capacity:
+            self.place.capacity = max(extent, 2 * self.place.capacity)
+        if self.place.capacity != self._capacity:  # what was recorded reads other memory
+            self._recorded, self._capacity = {}, self.place.capacity
+        key = (t, p.states, p.on, extent)
+        if key not in self._recorded:
+            if len(self._recorded) >= KEPT:
+                self._recorded.clear()
+            self._recorded[key] = _Recording(self, t, p.states, p.on, extent)
+        return self._recorded[key](p, profile)
+
+    def _read_on(self, p: Pass, first: tuple[Tensor, Tensor], profile: Profile) -> tuple[Tensor, Tensor]:
+        """What follows a pass that was not recorded, token by token."""
+        parts, cached = [first], [kept + len(ids) - pad for kept, ids, pad in zip(p.cached, p.ids, p.pads)]
+        for i in range(p.on):
+            tokens = parts[-1][0][:, -1:].argmax(-1).tolist()
+            here = [kept + i for kept in cached]
+            parts.append(self.read(Pass(p.which, tokens, [0] * len(here), here, max(here) + 1, 1), profile))
+        logits, hidden = (torch.cat(part, 1) for part in zip(*parts))
+        return logits, hidden
+
+
+class _Recording:
+    """A pass over `t` tokens of every row and `on` more, of whose last `states` and those that follow logits are wanted, with
+    `extent` columns of the cache in sight."""
+
+    def __init__(self, cache: ReplayCache, t: int, states: int, on: int, extent: int):
+        self.cache, self.states, self.on, self.extent = cache, states, on, extent
+        rows, device = cache.place.rows, cache.lm.device
+        self.ids = torch.zeros(rows, t, dtype=torch.long, device=device)
+        self.pads, self.cached = (torch.zeros(rows, dtype=torch.long, device=device) for _ in range(2))
+        self.rows, self.graph = torch.arange(rows, device=device), None
+        if device.type == "cuda":
+            self.graph = self._record()
+
+    def _record(self) -> Any:
+        """Padding is read while recording: it is written beside the rows."""
+        self.pads += self.ids.shape[1]
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            self._run()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.cache.pool, capture_error_mode="thread_local"):
+            self.out = self._run()
+        return graph
+
+    def _run(self) -> tuple[Tensor, Tensor]:
+        parts, ids, pads, cached = [], self.ids, self.pads, self.cached
+        for i in range(self.on + 1):
+            parts.append(self._forward(ids, *positions(ids, pads, cached), 1 if i else self.states))
+            if i == 0:  # rows of padding stay so
+                cached, pads = cached + ids.shape[1] - pads, (pads == ids.shape[1]).long()
+            else:
+                cached = cached + 1
+            ids = parts[-1][0][:, -1:].argmax(-1)
+        logits, hidden = (torch.cat(part, 1) for part in zip(*parts))
+        return logits, hidden
+
+    def _forward(self, ids: Tensor, at: Tensor, padding: Tensor, states: int) -> tuple[Tensor, Tensor]:
+        lm, place = self.cache.lm, self.cache.place
+        place.which, place.index, place.first = range(place.rows), self.rows, True
+        place.start, place.extent = 0, self.extent
+        place.columns = at.masked_fill(padding, place.capacity)
+        return self.cache.forward(ids.clamp(max=lm.width - 1), states, at)
+
+    @torch.inference_mode()
+    def __call__(self, p: Pass, profile: Profile) -> tuple[Tensor, Tensor]:
+        t, whole = self.ids.shape[1], p.which == [*range(len(self.rows))]
+        ids, pads, cached = [[0] * t] * len(self.rows), [t] * len(self.rows), [0] * len(self.rows)
+        for i, row in enumerate(p.which):
+            ids[row], pads[row], cached[row] = p.ids[i], p.pads[i], p.cached[i]
+        numbers = torch.tensor([[*row, pad, kept] for row, pad, kept in zip(ids, pads, cached)])
+        if self.graph:
+            numbers = numbers.pin_memory().to(self.ids.device, non_blocking=True)
+        self.ids.copy_(numbers[:, :t])
+        self.pads.copy_(numbers[:, t])
+        self.cached.copy_(numbers[:, t + 1])
+        profile.lap("cache")
+        if self.graph:
+            self.graph.replay()
+            logits, hidden = self.out
+        else:
+            logits, hidden = self._run()
+        profile.lap(self.cache.lm.role)
+        if whole:
+            return (logits.clone(), hidden.clone()) if self.graph else (logits, hidden)
+        which = torch.tensor(p.which, device=logits.device)
+        return logits[which], hidden[which]
