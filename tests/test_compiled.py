@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import shutil
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
@@ -69,7 +71,7 @@ def test_states_and_logits_are_the_models_own(name: str, compiled, readings, sta
             torch.testing.assert_close(got.hidden[row], own.hidden_states[-1][0, -states:], atol=2e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", EXPORTED)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 @given(st.lists(rows, min_size=1, max_size=3), st.integers(0, 9), st.integers(4, 40))
 @settings(max_examples=8, deadline=None, **QUICK)
 def test_a_draft_that_reads_on_takes_what_is_most_probable(name: str, compiled, readings, on, capacity) -> None:
@@ -121,10 +123,23 @@ def test_sessions_at_the_same_time_have_caches_of_their_own(compiled, llama: Pai
                 tokens += step.tokens if step else []
         assert told == wanted
         del streams, steps
+
+
+def test_a_recorded_cache_is_taken_over_and_forgets(checkpoints, llama: Pair) -> None:
+    pair = load_pair(*checkpoints("llama"), dtype="float32", compile=False)
+    pair.target.graph, pair.draft.graph = Replay(), Replay()
     pair.generate([1], max_new_tokens=24)
     (kept,) = pair.target.graph.spare
-    pair.generate([2], max_new_tokens=24)
-    assert pair.target.graph.spare[0] is kept, "the next session takes what the last one left"
+    with torch.inference_mode():
+        for layer in kept.layers:
+            layer.keys += torch.nan  # as after a pass that overflowed
+            layer.values += torch.nan
+    assert pair.generate([2], max_new_tokens=24).tokens == llama.generate([2], max_new_tokens=24).tokens
+    assert pair.target.graph.spare == [kept]
+    gone = weakref.ref(pair.target)
+    del pair, kept, layer
+    gc.collect()
+    assert gone() is None, "a model that nobody uses is freed, and its spare cache with it"
 
 
 def test_the_built_in_pair_compiled_answers_as_plain(built_in: Pair) -> None:

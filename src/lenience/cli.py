@@ -147,7 +147,7 @@ def generate(
     )
     if show or not json:
         print_answer(pair, out, show)
-    print_counts(out, window == "auto")
+    print_counts(out, picked=window == "auto" and bool(terms(rule)))
     if told:
         print_profile(told)
     if json:
@@ -240,6 +240,8 @@ def fit(
     from lenience.heads import Inputs
     from lenience.journal import read_json
 
+    if stop and (models, tokens) != ("target,draft", "draft,previous"):
+        raise InputError("--stop: is fitted to the draft's own states; leave --models and --tokens out")
     inputs = Inputs(("draft",), ("previous",)) if stop else Inputs(tuple(models.split(",")), tuple(tokens.split(",")))
     role = "stop" if stop else "judge"
     made = read_json(run / "run.json")

@@ -7,8 +7,6 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections import deque
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from lenience import export
+from lenience import export, model, session
 from lenience.core import Profile
 from lenience.errors import first_line
 from lenience.export import export_graph
@@ -27,8 +25,6 @@ from lenience.session import Pass, reads_together_as_alone
 
 LARGEST = 1 << 28
 """Models of more parameters than this are not exported: a graph is one file of at most 2 GiB."""
-SPARE = 1
-"""How many caches are kept for the next session."""
 FIRST_CAPACITY = 160
 """How many tokens a row of a new cache can hold before it grows."""
 KEPT_CALLS, LARGEST_KEPT_CALL = 16, 1 << 20
@@ -90,9 +86,10 @@ def graph_path(lm: LM) -> Path:
     configuration, the role and what exports it."""
     base = os.environ.get("LENIENCE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lenience"
     made = [torch.__version__, transformers.__version__, lm.model.config.to_json_string(), lm.role]
-    digest = hashlib.blake2b(repr(made).encode() + Path(export.__file__).read_bytes(), digest_size=12)
+    sources = b"".join(Path(str(module.__file__)).read_bytes() for module in (export, session, model))
+    digest = hashlib.blake2b(repr(made).encode() + sources, digest_size=12)
     for name, weight in sorted(lm.model.state_dict().items()):
-        digest.update(name.encode() + weight.detach().contiguous().view(torch.uint8).numpy().data)
+        digest.update(name.encode() + weight.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
     return Path(base) / f"{digest.hexdigest()}.onnx"
 
 
@@ -122,15 +119,12 @@ class Graph:
         self.layers, self.heads, self.size = len(past) // 2, past[0].shape[1], past[0].shape[3]
         self.width, self.hidden = (item.shape[-1] for item in self.session.get_outputs()[:2])
         self.loops = any(item.name == "steps" for item in self.session.get_inputs())
-        self.spare: deque[GraphCache] = deque(maxlen=SPARE)
-        """Caches that no session uses any more, for the next one: what is bound to them need not be bound again."""
+
+    def spares(self, rows: int, capacity: int) -> bool:
+        """Whether a cache is kept that the next session can take: none is."""
+        return False
 
     def cache(self, lm: LM, rows: int, capacity: int) -> GraphCache:
-        with suppress(IndexError):
-            cache = self.spare.popleft()
-            if cache.states.shape[1] == rows and cache.states.shape[3] <= max(capacity, FIRST_CAPACITY):
-                cache.most = capacity
-                return cache
         return GraphCache(lm, self, rows, capacity)
 
 
@@ -164,6 +158,8 @@ class GraphCache:
     def token_bytes(self) -> dict[torch.device, int]:
         """While a cache grows there are two."""
         return {self.states.device: 2 * self.states[:, 0, :, 0].nbytes}
+
+    def release(self) -> None: ...
 
     def move(self, source: int, to: int) -> None:
         self.states[:, to] = self.states[:, source]

@@ -113,6 +113,6 @@ def _pick(pair: Pair, task: Task, judges: list[str], samples: list[Sample]) -> t
             losses[rule] = sum(a and not b for a, b in zip(strict, right))
             if losses[rule] > _allowed(samples):
                 break
-        show("picking", 1, 1)  # what is left of the bar need not be tried
+        show("picking", len(tried) * each, len(tried) * each)  # what is left of the bar need not be tried
     kept = [rule for rule in losses if losses[rule] <= _allowed(samples)] or judges[-1:]
     return judges.index(kept[-1]), losses[kept[-1]]

@@ -43,8 +43,8 @@ class ModelDrafter:
             reading = self.session.read(prefixes, ahead=tokens if logits else None, on=min(left, chunk) - 1)
             logits.append(ctx.process(self._as_target(reading.logits), tokens))  # [B, n, V]
             hidden.append(reading.hidden)
-            drawn = reading.best if reads_on else ctx.draw(logits[-1], tokens.shape[1])
-            tokens = looked = torch.cat([tokens, drawn.to(self.device)], 1) if tokens.shape[1] else drawn.to(self.device)
+            drawn = (reading.best if reads_on else ctx.draw(logits[-1], tokens.shape[1])).to(self.device)
+            tokens = looked = torch.cat([tokens, drawn], 1) if tokens.shape[1] else drawn
             if self.stop.asks:
                 chances.append(self.stop.chances(logits[-1], reading.hidden, drawn, ctx))
                 looked = tokens.where(~self.stop.ends(torch.cat(chances, 1)).to(self.device), _END)

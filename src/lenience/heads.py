@@ -227,8 +227,9 @@ def fit_head(
 
     groups = len(set(samples[important].tolist()))
     if groups < 10 or important.all():
+        kinds = ("important", "mismatches") if role == "judge" else ("rejected", "tokens")
         raise InputError(
-            f"{int(important.sum())} important of {len(x)} mismatches, in {groups} samples: too few to fit "
+            f"{int(important.sum())} {kinds[0]} of {len(x)} {kinds[1]}, in {groups} samples: too few to fit "
             f"a {role}; mine more samples (lenience mine --limit)"
         )
     mean, scale = x.mean(0), x.std(0) + 1e-6

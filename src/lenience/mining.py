@@ -362,5 +362,7 @@ def _drafted(pair: Pair, record: dict[str, Any], _inputs: Inputs) -> tuple[torch
     response = record["response_ids"]
     reading = Session(pair.draft).read([record["prompt_ids"] + response], len(response) + 1)
     rows = torch.arange(0, len(response), max(1, -(-len(response) // DRAFTED)))
-    drafted = reading.logits[0, :, : pair.target.width].argmax(-1).cpu()
+    ctx = Context([Row(Noise.for_prompt(0, []), record["prompt_ids"])], processors=pair.target.processors(sampling=False))
+    logits = ctx.process(reading.logits, torch.tensor([response]))
+    drafted = logits[0, :, : pair.target.width].argmax(-1).cpu()
     return reading.hidden[0].cpu()[rows].contiguous(), (drafted[rows] != torch.tensor(response)[rows]).to(torch.uint8)

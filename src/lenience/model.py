@@ -60,6 +60,8 @@ class LM:
         """Held while something is found out about the model or it is exported."""
         self.graph: Any = None
         """The exported forward pass that is used in place of the model's own; see lenience.compiled."""
+        self.token_bytes: tuple[Any, dict[torch.device, int]] | None = None
+        """What one token takes in a cache on each device, and of which way to read it; None until a session has found out."""
         self.takes_masks: bool | None = None
         """Whether rows of different lengths can share a pass; None until a session has found out."""
         head = cast(torch.nn.Linear | None, model.get_output_embeddings())

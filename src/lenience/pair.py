@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from lenience.errors import InputError
 from lenience.model import LM, Prompt
 from lenience.rules import ALONE, AnyOf, Exact, Term, parse_rule
 from lenience.session import Session, check_memory
-from lenience.stops import Stop, parse_stop
+from lenience.stops import Fixed, Stop, parse_stop
 
 EMBEDDED = Path(__file__).parent / "embedded"
 WINDOWS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -209,8 +209,8 @@ class Pair:
             window = 0
         elif window == "auto":
             window = self._pick_window(ids, size, rule, stop, ctx, seed)
-        if profile and main.device.type == "cuda":
-            profile.wait = torch.cuda.synchronize
+        if profile:
+            profile.wait = _waiting({main.device, self.draft.device})
         longest = max(map(len, ids), default=0) + max_new_tokens
         keep_states = isinstance(rule, Term | AnyOf) and rule.reads_draft
         session, drafter = self.engine(size, longest, window, main, keep_states, stop=stop, profile=profile)
@@ -268,7 +268,8 @@ class Pair:
         return outs[0].window if outs else 0
 
     def _pick_window(self, ids: list[list[int]], size: int, rule: Rule, stop: Stop, ctx: Context, seed: int) -> int:
-        key = (str(rule), str(stop), ctx.temperature, ctx.top_k, ctx.top_p, size, self.compiled)
+        of = rule if isinstance(rule, Hashable) else str(rule)
+        key = (of, stop, ctx.temperature, ctx.top_k, ctx.top_p, bool(ctx.processors), size, self.compiled)
         if key not in self._picked:
             pilot: Options = {
                 "rule": rule, "stop": stop, "window": max(WINDOWS), "max_new_tokens": 64, "seed": seed,
@@ -281,14 +282,15 @@ class Pair:
         return self._picked[key]
 
     def _costs(self, ids: list[list[int]], rule: Rule, stop: Stop, ctx: Context, seed: int) -> dict[int, float]:
-        """The seconds of a cycle after the prompts at each window: medians of at least 3 rounds over all windows, and of up to
-        20 where they take no more than a second."""
+        """The seconds of a cycle after the prompts at each window: medians of up to 20 rounds over all windows, fewer where
+        they take more than a second."""
+        stop = stop if stop.asks else Fixed()
         keep_states = isinstance(rule, Term | AnyOf) and rule.reads_draft
         session, drafter = self.engine(len(ids), max(map(len, ids)), max(WINDOWS), keep_states=keep_states, stop=stop)
         seconds: dict[int, list[float]] = {window: [] for window in WINDOWS}
         rows = [Row(Noise.for_prompt(seed, prompt), list(prompt)) for prompt in ids]
         end = time.perf_counter() + 1
-        while len(seconds[0]) < 4 or (time.perf_counter() < end and len(seconds[0]) < 21):  # the first is a warm-up
+        while len(seconds[0]) < 2 or (time.perf_counter() < end and len(seconds[0]) < 21):  # the first is a warm-up
             for drafter.window in WINDOWS:
                 began = time.perf_counter()
                 cycle(session, drafter, rule, replace(ctx, rows=rows), [drafter.window] * len(ids))
@@ -332,6 +334,17 @@ def load_pair(
     return pair
 
 
+def _waiting(devices: set[torch.device]) -> Callable[[], None] | None:
+    """What waits for the GPUs among the devices; None where there is none."""
+    gpus = [device for device in devices if device.type == "cuda"]
+
+    def wait() -> None:
+        for gpu in gpus:
+            torch.cuda.synchronize(gpu)
+
+    return wait if gpus else None
+
+
 def _check_options(
     window: int,
     max_new_tokens: int,
@@ -345,7 +358,7 @@ def _check_options(
         raise InputError("stop_strings: an empty one would stop at once; leave it out")
     if not -(2**63) <= seed < 2**63:
         raise InputError(f"seed {seed}: must fit into 64 bits")
-    if window < 0:
+    if not isinstance(window, int) or window < 0:
         raise InputError(f'window {window}: must be 0 (no drafting) or more, or "auto"')
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens {max_new_tokens}: must be 1 or more")

@@ -7,7 +7,8 @@ they are.
 
 from __future__ import annotations
 
-from collections import deque
+import threading
+import warnings
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -16,9 +17,12 @@ import torch
 from torch import Tensor
 
 from lenience.core import Profile
+from lenience.errors import first_line
 from lenience.model import LM
 from lenience.session import Pass, PlainCache, positions
 
+_RECORDING = threading.Lock()
+"""There may be one at a time in a process."""
 BLOCK, KEPT = 256, 64
 """To a multiple of what the columns in sight are rounded up; how many recordings a cache keeps."""
 
@@ -27,13 +31,19 @@ class Replay:
     """The way in which a model is read, for `LM.graph`."""
 
     def __init__(self) -> None:
-        self.spare: deque[ReplayCache] = deque(maxlen=1)
-        """A cache that no session uses any more, with its recordings, for the next one."""
+        self.spare: list[ReplayCache] = []
+        """At most one cache that no session uses any more, with its recordings, for the next one."""
+
+    def spares(self, rows: int, capacity: int) -> bool:
+        """Whether a cache is kept that the next session can take; one that it cannot take is dropped."""
+        self.spare = [cache for cache in self.spare if cache.place.rows == rows and cache.place.capacity >= capacity]
+        return bool(self.spare)
 
     def cache(self, lm: LM, rows: int, capacity: int) -> ReplayCache:
-        with suppress(IndexError):
-            cache = self.spare.popleft()
-            if cache.place.rows == rows and cache.place.capacity >= capacity:
+        if self.spares(rows, capacity):
+            with suppress(IndexError):  # another thread may have taken it
+                cache = self.spare.pop()
+                cache.zero()
                 return cache
         return ReplayCache(lm, rows, -(-capacity // BLOCK) * BLOCK)
 
@@ -48,8 +58,20 @@ class ReplayCache(PlainCache):
         super().__init__(lm, rows, capacity)
         self._recorded: dict[tuple[int, ...], _Recording] = {}
         self._capacity = capacity
-        self.pool = torch.cuda.graph_pool_handle() if lm.device.type == "cuda" else None
+        self.pool: Any = None
         """Memory that all recordings share: what one leaves is copied before another is replayed."""
+
+    def release(self) -> None:
+        if isinstance(self.lm.graph, Replay):
+            self.lm.graph.spare = [self]
+
+    @torch.inference_mode()
+    def zero(self) -> None:
+        """What a pass left that overflowed must not reach another: 0 times a NaN is none."""
+        for layer in self.layers:
+            assert layer.keys is not None and layer.values is not None
+            layer.keys.zero_()
+            layer.values.zero_()
 
     def read(self, p: Pass, profile: Profile) -> tuple[Tensor, Tensor]:
         t = len(p.ids[0])
@@ -59,13 +81,13 @@ class ReplayCache(PlainCache):
         if extent > self.place.capacity:
             self.place.capacity = max(extent, 2 * self.place.capacity)
         if self.place.capacity != self._capacity:  # what was recorded reads other memory
-            self._recorded, self._capacity = {}, self.place.capacity
+            self._recorded, self._capacity, self.pool = {}, self.place.capacity, None
         key = (t, p.states, p.on, extent)
-        if key not in self._recorded:
-            if len(self._recorded) >= KEPT:
-                self._recorded.clear()
-            self._recorded[key] = _Recording(self, t, p.states, p.on, extent)
-        return self._recorded[key](p, profile)
+        recording = self._recorded.pop(key, None) or _Recording(self, *key)
+        self._recorded[key] = recording  # the last used one is the last
+        if len(self._recorded) > KEPT:
+            del self._recorded[next(iter(self._recorded))]
+        return recording(p, profile)
 
     def _read_on(self, p: Pass, first: tuple[Tensor, Tensor], profile: Profile) -> tuple[Tensor, Tensor]:
         """What follows a pass that was not recorded, token by token."""
@@ -89,19 +111,25 @@ class _Recording:
         self.pads, self.cached = (torch.zeros(rows, dtype=torch.long, device=device) for _ in range(2))
         self.rows, self.graph = torch.arange(rows, device=device), None
         if device.type == "cuda":
-            self.graph = self._record()
+            try:
+                with _RECORDING, torch.cuda.device(device):
+                    self.graph = self._record()
+            except RuntimeError as error:  # out of memory among them; the pass can still be made
+                lm = cache.lm
+                warnings.warn(f"{lm.role} {lm.name!r}: a pass is not recorded: {first_line(error)}", stacklevel=2)
 
     def _record(self) -> Any:
         """Padding is read while recording: it is written beside the rows."""
         self.pads += self.ids.shape[1]
-        aside = torch.cuda.Stream()
+        aside, cache = torch.cuda.Stream(), self.cache
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             self._run()
         torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.cache.pool, capture_error_mode="thread_local"):
+        graph, cache.pool = torch.cuda.CUDAGraph(), cache.pool or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=cache.pool, capture_error_mode="thread_local"):
             self.out = self._run()
+        cache.place.columns = None  # it lies in the pool
         return graph
 
     def _run(self) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
-from weakref import WeakKeyDictionary, finalize
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -61,6 +61,10 @@ class RowCache(Protocol):
         """What one token takes at most, on each device."""
         ...
 
+    def release(self) -> None:
+        """The session that used the cache is gone."""
+        ...
+
     def move(self, source: int, to: int) -> None:
         """The row at `source` becomes the row at `to`."""
         ...
@@ -83,10 +87,8 @@ class Session:
     ):
         self.lm, self.profile = lm, profile or Profile()
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
-        if cache is None and lm.graph:
-            cache = lm.graph.cache(lm, rows, capacity)
-            finalize(self, lm.graph.spare.append, cache).atexit = False
-        self.cache: RowCache = cache or PlainCache(lm, rows, capacity)
+        self.cache: RowCache = cache or (lm.graph.cache if lm.graph else PlainCache)(lm, rows, capacity)
+        finalize(self, self.cache.release).atexit = False
 
     def room(self, tokens: Sequence[int]) -> int:
         """How many more tokens the model's context can hold after these."""
@@ -192,6 +194,8 @@ class PlainCache:
                 assert kept is not None
                 taken[kept.device] = taken.get(kept.device, 0) + kept[0, :, 0].nbytes
         return taken
+
+    def release(self) -> None: ...
 
     def move(self, source: int, to: int) -> None:
         for layer in self.layers:
@@ -357,13 +361,9 @@ def reads_together_as_alone(lm: LM, cache: RowCache) -> bool:
 
 def token_bytes(lm: LM) -> dict[torch.device, int]:
     """What one token takes in the KV cache, on each device; found out once for a model and the way it is read."""
-    known = _TOKEN_BYTES.setdefault(lm, {})
-    if lm.graph not in known:
-        known[lm.graph] = Session(lm, capacity=1).cache.token_bytes
-    return known[lm.graph]
-
-
-_TOKEN_BYTES: WeakKeyDictionary[LM, dict[Any, dict[torch.device, int]]] = WeakKeyDictionary()
+    if lm.token_bytes is None or lm.token_bytes[0] is not lm.graph:
+        lm.token_bytes = lm.graph, Session(lm, capacity=1).cache.token_bytes
+    return lm.token_bytes[1]
 
 
 def check_memory(caches: Iterable[tuple[LM, int]], rows: int) -> None:
@@ -371,6 +371,8 @@ def check_memory(caches: Iterable[tuple[LM, int]], rows: int) -> None:
     many tokens a row must hold."""
     need: dict[torch.device, int] = {}
     for lm, capacity in caches:
+        if lm.graph and lm.graph.spares(rows, capacity):
+            continue  # it is there already
         for device, size in token_bytes(lm).items():
             need[device] = need.get(device, 0) + size * (capacity + 1)
     for device, size in need.items():

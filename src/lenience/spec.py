@@ -70,6 +70,8 @@ def parse_term(text: str, what: str, kinds: Mapping[str, type[T]]) -> T:
             key, value = positional[i], [arg]
         if key not in positional:
             raise InputError(f"{name} has no argument {key!r}; it has {', '.join(positional) or 'none'}")
+        if key in given:
+            raise InputError(f"{name}'s {key} is given twice")
         given[key] = _value(f"{name}'s {key}", value[0].strip('"'), types[key])
     if at:
         if "threshold" not in types:

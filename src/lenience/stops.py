@@ -6,6 +6,7 @@ always end early at an EOS, at the limits of the answer and of the models' conte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,7 +69,7 @@ class Heuristic(Stop):
         elif row.last.drafted:
             row.schedule += 2 if row.last.trace[-1].origin == "bonus" else -1
         row.schedule = max(1, min(row.schedule, window))
-        return row.schedule
+        return min(row.schedule, window)
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Entropy(Asking):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.gamma > 0:
+        if not 0 < self.gamma < math.inf:
             raise InputError(f"entropy's gamma {self.gamma}: must be above 0")
 
     def chances(self, logits: Tensor, hidden: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
