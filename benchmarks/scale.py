@@ -1,7 +1,7 @@
 """The engine on models of real size with random weights, where acceptance is drawn at a set rate. Prints one JSON object.
 
     python benchmarks/scale.py                                  # 1 B and a small draft, bfloat16
-    python benchmarks/scale.py --shape 8b --batch 1 8 32        # Llama-3.1-8B and Llama-3.2-1B, for a GPU
+    python benchmarks/scale.py --shape 8b --batch 1 8 32 --compile   # Llama-3.1-8B and Llama-3.2-1B, for a GPU
 
 What the bare forwards allow: the seconds that the passes of a run would take if there were nothing else, told from passes
 through `transformers`' own cache that are timed beside it.
@@ -168,10 +168,13 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=7)
     parser.add_argument("--rate", type=float, default=0.8, help="the chance that a drafted token is accepted")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--compile", action="store_true", help="record passes and replay them, on a GPU")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target, draft = (random_model(shape, device, role) for shape, role in zip(SHAPES[given.shape], ("target", "draft")))
     pair = Pair(target, draft, f"random {given.shape}")
+    if given.compile and not pair.compile():
+        raise SystemExit("the passes cannot be compiled here")
     peak = bandwidth(target.device)
     batches = []
     for rows in track(given.batch, "batches", console=Console(stderr=True)):

@@ -305,7 +305,7 @@ def _ratio(name: str, above: NDArray, below: NDArray, draws: NDArray) -> dict[st
 def machine(pair: Pair) -> str:
     """What the figures were measured on."""
     if pair.target.device.type == "cuda":
-        return torch.cuda.get_device_name(pair.target.device)
+        return torch.cuda.get_device_name(pair.target.device) + (", recorded passes" if pair.compiled else "")
     name = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo") as file:
