@@ -68,3 +68,16 @@ def test_long_prompts_and_caches_that_grow(checkpoints, n: int, monkeypatch: pyt
         before = [n, n - 3][row]
         torch.testing.assert_close(got.logits[row], own[before - 1 :][: got.logits.shape[1]], atol=2e-4, rtol=1e-3)
         torch.testing.assert_close(again.logits[row], own[-again.logits.shape[1] :], atol=2e-4, rtol=1e-3)
+
+
+def test_rows_that_take_no_part_keep_their_states(checkpoints) -> None:
+    lm = load_pair(*checkpoints("llama"), dtype="float32", compile=False).draft
+    session = Session(lm, 3, cache=ReplayCache(lm, 3, BLOCK))
+    rows = [[5, 6, 7], [8, 9, 10, 11], [12, 13]]
+    session.read(rows)
+    session.read([[*rows[0], 4]], on=3)  # the first row alone reads on
+    got = session.read([session.tokens[0], [*rows[1], 14], [*rows[2], 15]])
+    for row, sequence in enumerate(session.tokens):
+        with torch.inference_mode():
+            own = lm.model(torch.tensor([sequence])).logits[0, -1]
+        torch.testing.assert_close(got.logits[row, 0], own, atol=2e-4, rtol=1e-3)

@@ -13,12 +13,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_batch import assert_same
 from test_mining import ParityTask
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from lenience import InputError
 from lenience.core import Context, Noise, Profile, Row, Step, Trace
 from lenience.heads import Head, Inputs
 from lenience.mining import features, load_features, mine
-from lenience.pair import WINDOWS, Pair
+from lenience.pair import WINDOWS, Pair, load_pair
 from lenience.steps import fit_run
 from lenience.stops import STOPS, Heuristic, parse_stop
 
@@ -214,3 +215,25 @@ def test_a_profile_accounts_for_all_of_the_time(llama: Pair) -> None:
     before = dict(profile.seconds)
     llama.generate([3, 4, 5], profile=profile, rule="target", max_new_tokens=5)
     assert profile.seconds["draft"] == before["draft"] and profile.seconds["target"] > before["target"]
+
+
+def test_a_stop_is_fitted_to_what_decoding_drafts(checkpoints, tmp_path: Path) -> None:
+    """With the target's logits processors, as transformers applies them."""
+    pair = load_pair(*checkpoints("llama"), dtype="float32", compile=False)
+    pair.target.model.generation_config.repetition_penalty = 2.0
+    for _ in mine(pair, ParityTask(), tmp_path, limit=8, max_new_tokens=20):
+        pass
+    inputs = Inputs(("draft",), ("previous",))
+    for _ in features(pair, tmp_path, inputs, "stop"):
+        pass
+    _, rejected, _ = load_features(tmp_path, inputs, "stop")
+    penalty, wanted, unprocessed = RepetitionPenaltyLogitsProcessor(2.0), [], []
+    for record in map(json.loads, (tmp_path / "journal.jsonl").read_text().splitlines()):
+        ids = list(record["prompt_ids"])
+        for token in record["response_ids"]:
+            with torch.inference_mode():
+                logits = pair.draft.model(torch.tensor([ids])).logits[:, -1]
+            wanted.append(int(penalty(torch.tensor([ids]), logits.clone()).argmax()) != token)
+            unprocessed.append(int(logits.argmax()) != token)
+            ids.append(token)
+    assert rejected.tolist() == wanted != unprocessed

@@ -132,19 +132,9 @@ def generate(
     if prompt is None:
         prompt = _prompt(pair)
     out, told = answer(
-        pair,
-        prompt,
-        profile,
-        rule=rule,
-        window=window,
-        stop=stop,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        stop_strings=stop_string,
-    )
+        pair, prompt, profile, rule=rule, window=window, stop=stop, max_new_tokens=max_new_tokens, temperature=temperature,
+        top_k=top_k, top_p=top_p, seed=seed, stop_strings=stop_string,
+    )  # fmt: skip
     if show or not json:
         print_answer(pair, out, show)
     print_counts(out, picked=window == "auto" and bool(terms(rule)))

@@ -250,7 +250,7 @@ def _refuse_unless_rollable(model: PreTrainedModel, what: str) -> None:
     try:
         layers = [] if not takes_cache else DynamicCache(config=config).layers
         rollable = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
-    except Exception:
+    except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError):  # a configuration that it cannot lay out
         rollable = False
     if config.is_encoder_decoder or not takes_cache or getattr(model, "_is_stateful", False) or not rollable:
         raise InputError(
