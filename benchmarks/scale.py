@@ -25,11 +25,11 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from lenience.acceptance import Lenient
 from lenience.compare import machine
 from lenience.core import Context, Draft, Profile, Reading, uniform
 from lenience.model import LM
 from lenience.pair import Pair
-from lenience.rules import Term
 
 SHAPES = {
     "1b": (
@@ -49,7 +49,7 @@ PROMPT, NEW = 200, 64
 
 
 @dataclass(frozen=True)
-class Synthetic(Term):
+class Synthetic(Lenient):
     """Accept each drafted token with a set probability, whatever it is."""
 
     rate: float

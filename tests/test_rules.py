@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from scipy.stats import chisquare
 from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor
 
 import lenience
-from lenience import InputError
+from lenience import InputError, rules
+from lenience.acceptance import AnyOf, Exact, Speculative
 from lenience.core import Context, Draft, Noise, Reading, Row, Rule, Verdict, uniform
 from lenience.heads import Head, Inputs, load_head
 from lenience.pair import Pair
-from lenience.rules import AnyOf, Exact, Judge, Speculative, TopK
+from lenience.rules import Judge, TopK
 
 VOCABULARY = 6
 windows = st.integers(1, 5).flatmap(
@@ -67,28 +71,10 @@ def test_exact_keeps_the_longest_prefix_that_the_target_would_pick(made: tuple[l
     assert verdict.exact == [token == top for token, top in zip(tokens, best)]
 
 
-@given(windows, st.integers(1, VOCABULARY))
-def test_topk_ranks_a_token_at_its_own_position(made: tuple[list[int], np.ndarray], k: int) -> None:
-    tokens, logits = made
-    ok = [int((row > row[token]).sum()) < k for token, row in zip(tokens, logits)]
-    kept = ok.index(False) if False in ok else len(ok)
-    verdict = decide(TopK(k), window(tokens), reading(logits), greedy())
-    assert (verdict.accepted, verdict.token) == (kept, logits[kept].argmax())
-
-
 def test_topk_is_not_read_one_position_late() -> None:
     logits = np.array([[9, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 9], [9, 0, 0, 0, 0, 0]], dtype=np.float32)
     verdict = decide(TopK(1), window([0, 0]), reading(logits), greedy())
     assert (verdict.accepted, verdict.token) == (1, 5)  # row 1 allows token 5 alone; row 2 would have allowed token 0
-
-
-@given(windows)
-def test_topk_1_is_exact_and_topk_of_everything_accepts_everything(made: tuple[list[int], np.ndarray]) -> None:
-    tokens, logits = made
-    assert decide(TopK(1), window(tokens), reading(logits), greedy()) == decide(
-        Exact(), window(tokens), reading(logits), greedy()
-    )
-    assert decide(TopK(VOCABULARY), window(tokens), reading(logits), greedy()).accepted == len(tokens)
 
 
 @given(windows, st.data(), st.integers(0, 1000), st.floats(0.3, 2))
@@ -145,6 +131,360 @@ def test_a_lenient_correction_is_the_targets_choice_when_greedy_and_its_draw_whe
     for seed in range(4000):
         seen[decide(TopK(1), window([2]), reading(logits), sampling(seed, 1.0)).token] += 1
     np.testing.assert_allclose(seen[:3] / 4000, [0.5, 0.3, 0.2], atol=0.03)
+
+
+# ---- training-free rules against definitions in float64
+
+
+HARD = st.one_of(
+    st.floats(-9, 9, width=32),
+    st.sampled_from([-np.inf, -100.0, 0.0, 0.0, 5.0, 60.0]),  # forbidden, impossible, equal, certain
+)
+hard_windows = st.integers(1, 5).flatmap(
+    lambda n: st.tuples(
+        st.lists(st.integers(0, VOCABULARY - 1), min_size=n, max_size=n),
+        hnp.arrays(np.float32, (n + 1, VOCABULARY), elements=HARD).filter(lambda x: np.isfinite(x).any(-1).all()),
+        hnp.arrays(np.float32, (n, VOCABULARY), elements=HARD).filter(lambda x: np.isfinite(x).any(-1).all()),
+    )
+)
+
+
+def softmax(x: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    e = np.exp((x.astype(np.float64) - x.astype(np.float64).max(-1, keepdims=True)) / temperature)
+    return e / e.sum(-1, keepdims=True)
+
+
+def plogp(p: np.ndarray) -> np.ndarray:
+    return p * np.log(np.where(p > 0, p, 1))
+
+
+def kl(p: np.ndarray, q: np.ndarray) -> float:
+    return float((plogp(p) - p * np.where(q > 0, np.log(np.where(q > 0, q, 1)), -1000)).sum())
+
+
+def js(p: np.ndarray, q: np.ndarray) -> float:
+    return (kl(p, (p + q) / 2) + kl(q, (p + q) / 2)) / 2
+
+
+def tv(p: np.ndarray, q: np.ndarray) -> float:
+    return float(np.abs(p - q).sum() / 2)
+
+
+def lumped(divergence, k: int):
+    def of(p: np.ndarray, q: np.ndarray) -> float:
+        best = np.argsort(-p, kind="stable")
+        if p[best[k - 1]] - p[best[k]] < 1e-6:
+            return np.nan  # which of them is taken is left open
+        best = best[:k]
+        return divergence(*(np.append(x[best], max(0.0, 1 - x[best].sum())) for x in (p, q)))
+
+    return of
+
+
+def below(divergence, threshold: float):
+    return lambda p, q, token: threshold - divergence(p, q)
+
+
+# by its spec, what a rule asks of p (target), q (draft) and the token: accept where it is above 0, or at least 0 with a "≥"
+DEFINITIONS = {
+    "topk:1": lambda p, q, token: 0.5 - list(np.argsort(-p, kind="stable")).index(token),
+    "topk:3": lambda p, q, token: 2.5 - list(np.argsort(-p, kind="stable")).index(token),
+    "topk:3,margin=0.2": lambda p, q, token: min(
+        2.5 - list(np.argsort(-p, kind="stable")).index(token), p[token] - p.max() + 0.2
+    ),
+    "topk:6,ratio=0.3": lambda p, q, token: p[token] - 0.3 * p.max(),
+    "topk:6,floor=0.05": lambda p, q, token: p[token] - 0.05,
+    "lenient:0.4": lambda p, q, token: p[token] - 0.4 * p.max(),
+    "typical:0.3,0.5": lambda p, q, token: p[token] - min(0.3, 0.5 * np.exp(plogp(p).sum())),
+    "typical:0.09,0.3": lambda p, q, token: p[token] - min(0.09, 0.3 * np.exp(plogp(p).sum())),
+    "fuzzy:kl@0.8": below(kl, 0.8),
+    "fuzzy:js@0.3": below(js, 0.3),
+    "fuzzy:tv@0.5": below(tv, 0.5),
+    "fuzzy:kl,top=2@0.8": below(lumped(kl, 2), 0.8),
+    "fuzzy:js,top=2@0.3": below(lumped(js, 2), 0.3),
+    "fuzzy:tv,top=3@0.5": below(lumped(tv, 3), 0.5),
+    "exact|kl:1.5,guard=0.7": lambda p, q, token: (
+        1.0 if token == p.argmax() else min(0.7 - p.max(), 1.5 - kl(p, q))
+    ),
+    "kl:1.5,guard=1": lambda p, q, token: 1.0 if token == p.argmax() else 1.5 - kl(p, q),
+    "fuzzy:js@0.4&topk:4": lambda p, q, token: min(
+        0.4 - js(p, q), 3.5 - list(np.argsort(-p, kind="stable")).index(token)
+    ),
+    "fuzzy:js@0.1|topk:2": lambda p, q, token: max(
+        0.1 - js(p, q), 1.5 - list(np.argsort(-p, kind="stable")).index(token)
+    ),
+    "random:0": lambda p, q, token: 0.5 if token == p.argmax() else -0.5,
+    "random:1": lambda p, q, token: 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", DEFINITIONS)
+@given(made=hard_windows)
+@settings(max_examples=60)
+def test_a_rule_follows_its_definition(spec: str, made) -> None:
+    tokens, logits, drafted = made
+    p, q = softmax(logits), softmax(drafted)
+    asked = [DEFINITIONS[spec](p[i], q[i], token) for i, token in enumerate(tokens)]
+    asked = [-1.0 if logits[i, token] == -np.inf else value for i, (token, value) in enumerate(zip(tokens, asked))]
+    if not all(abs(value) > 1e-5 for value in asked):
+        return  # float32 may fall on either side
+    kept = next((i for i, value in enumerate(asked) if value < 0), len(tokens))
+    verdict = decide(lenience.rule(spec), window(tokens, torch.tensor(drafted)), reading(logits), greedy())
+    assert (verdict.accepted, verdict.token) == (kept, logits[kept].argmax())
+    assert verdict.exact == [token == row.argmax() for token, row in zip(tokens, logits)]
+
+
+@given(hard_windows)
+def test_divergences_stay_within_their_bounds(made) -> None:
+    _, logits, drafted = made
+    p, q = (torch.log_softmax(torch.tensor(x), -1) for x in (logits[:-1], drafted))
+    assert (rules.js(p, q) <= math.log(2)).all() and (rules.tv(p, q) <= 1).all()
+    assert (rules.kl(p, q) >= 0).all() and (rules.js(p, q) >= 0).all()
+    assert not rules.kl(p, p).any() and not rules.tv(p, p).any()
+    for mine, theirs in ((rules.kl, kl), (rules.js, js), (rules.tv, tv)):
+        wanted = [theirs(a, b) for a, b in zip(softmax(logits[:-1]), softmax(drafted))]
+        np.testing.assert_allclose(mine(p, q), wanted, rtol=2e-3, atol=2e-5)
+
+
+def test_the_divergences_of_disjoint_distributions_are_the_largest() -> None:
+    p = torch.tensor([[0.0, -torch.inf]])
+    assert rules.js(p, p.flip(-1)).item() == pytest.approx(math.log(2))
+    assert rules.tv(p, p.flip(-1)).item() == 1
+    assert rules.kl(p, p.flip(-1)).item() > 100
+
+
+@given(made=hard_windows, seed=st.integers(0, 1000), temperature=st.floats(0.3, 2))
+def test_when_sampling_rules_read_the_distributions_at_the_requests_temperature(made, seed: int, temperature: float) -> None:
+    tokens, logits, drafted = made
+    p, q = softmax(logits, temperature), softmax(drafted, temperature)
+    for spec in ("typical:0.3,0.5", "fuzzy:kl@0.8", "topk:3,margin=0.2"):
+        asked = [DEFINITIONS[spec](p[i], q[i], token) for i, token in enumerate(tokens)]
+        asked = [-1.0 if logits[i, token] == -np.inf else value for i, (token, value) in enumerate(zip(tokens, asked))]
+        if any(abs(value) < 1e-4 for value in asked):
+            continue
+        kept = next((i for i, value in enumerate(asked) if value < 0), len(tokens))
+        ctx = sampling(seed, temperature)
+        verdict = decide(lenience.rule(spec), window(tokens, torch.tensor(drafted)), reading(logits), ctx)
+        assert verdict.accepted == kept
+        assert p[kept, verdict.token] > 0
+
+
+@given(made=hard_windows, weight=st.floats(0, 1))
+def test_greedy_ensembles_keep_the_mixtures_best(made, weight: float) -> None:
+    tokens, logits, drafted = made
+    p, q = softmax(logits), softmax(drafted)
+    mixed = np.vstack([weight * p[:-1] + (1 - weight) * q, p[-1:]])
+    mixed[logits == -np.inf] = -1
+    if any(a - b < 1e-6 for b, a in np.sort(mixed)[:, -2:]):
+        return
+    best = mixed.argmax(-1)
+    kept = next((i for i, token in enumerate(tokens) if token != best[i]), len(tokens))
+    verdict = decide(lenience.rule(f"ensemble:{weight}"), window(tokens, torch.tensor(drafted)), reading(logits), greedy())
+    assert (verdict.accepted, verdict.token) == (kept, best[kept])
+
+
+@given(
+    exact=st.lists(st.booleans(), min_size=1, max_size=12),
+    unsure=st.lists(st.booleans(), min_size=12, max_size=12),
+    ahead=st.integers(1, 4),
+)
+def test_fly_looks_ahead(exact: list[bool], unsure: list[bool], ahead: int) -> None:
+    logits = np.zeros((len(exact) + 1, VOCABULARY), np.float32)
+    logits[:, 0] = 1e-3  # the target's choice
+    for i, even in enumerate(unsure[: len(exact)]):
+        logits[i, 0] = 1e-3 if even else 30  # three of six equal ones: 3 · ln 6 / 6 = 0.896 nats
+    tokens = [0 if same else 1 for same in exact]
+    kept = 0
+    while kept < len(exact) and (
+        exact[kept] or (unsure[kept] and kept + ahead < len(exact) and all(exact[kept + 1 : kept + 1 + ahead]))
+    ):
+        kept += 1
+    for entropy, wanted in ((0.89, kept), (0.9, [*exact, False].index(False))):
+        rule = lenience.rule(f"fly:{entropy},{ahead}")
+        verdict = decide(rule, window(tokens, torch.zeros(len(exact), VOCABULARY)), reading(logits), greedy())
+        assert (verdict.accepted, verdict.token) == (wanted, 0)
+
+
+@given(hard_windows, st.lists(st.floats(0, 3), min_size=2, max_size=4, unique=True))
+@settings(max_examples=30, deadline=None)
+def test_more_lenient_settings_accept_no_fewer(made, thresholds: list[float]) -> None:
+    tokens, logits, drafted = made
+    t = sorted(thresholds)
+    ladders = [
+        [f"fuzzy:{kind}@{x}" for x in t for kind in [divergence]] for divergence in ("kl", "js", "tv")
+    ] + [
+        [f"topk:{k}" for k in (1, 2, 4, 6)],
+        [f"topk:5,margin={x}" for x in t],
+        [f"topk:5,ratio={1 - x / 3}" for x in t],
+        [f"lenient:{max(1e-3, 1 - x / 3)}" for x in t],
+        [f"typical:{1 - x / 3},1" for x in t],
+        [f"kl:{x}" for x in t],
+        [f"kl:1,guard={x / 3}" for x in t],
+        [f"fly:{3 - x},2" for x in t],
+        [f"random:{x / 3}" for x in t],
+        [f"topk:6,budget={k}" for k in (0, 1, 2, 3)],
+        [f"topk:6,floor={1 - x / 3}" for x in t],
+    ]  # fmt: skip
+    for ladder in ladders:
+        for ctx in (greedy(), sampling(3, 0.8)):
+            kept = [
+                decide(lenience.rule(spec), window(tokens, torch.tensor(drafted)), reading(logits), ctx).accepted
+                for spec in ladder
+            ]
+            assert kept == sorted(kept), ladder
+
+
+# ---- rules that sample
+
+
+# a language of three tokens: what comes next depends on all that came before
+def language(seed: int) -> dict[tuple[int, ...], np.ndarray]:
+    rng = np.random.default_rng(seed)
+    prefixes = [()] + [(a,) for a in range(3)] + [(a, b) for a in range(3) for b in range(3)]
+    return {prefix: rng.dirichlet([2.0] * 3) for prefix in prefixes}
+
+
+TARGET, DRAFT = language(1), language(9)
+SEQUENCES = [(a, b, c) for a in range(3) for b in range(3) for c in range(3)]
+
+
+def draw(rng: np.random.Generator, probs: np.ndarray) -> int:
+    return int(rng.choice(3, p=probs))
+
+
+def decode_many(rule: Rule, rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sequences of three tokens [rows, 3] whose first ones come from one window of two drafted tokens and the verdict on it, the
+    rest from the target; and how many drafted ones were kept [rows]."""
+    rng = np.random.default_rng(seed)
+    drafted = []
+    for _ in range(rows):
+        first = draw(rng, DRAFT[()])
+        drafted.append((first, draw(rng, DRAFT[first,])))
+    log = {prefix: np.log(probs).astype(np.float32) for prefix, probs in TARGET.items()}
+    draft_log = {prefix: np.log(probs).astype(np.float32) for prefix, probs in DRAFT.items()}
+    made = Draft(
+        torch.tensor(drafted),
+        torch.full((rows,), 2),
+        torch.tensor(np.array([[draft_log[()], draft_log[(a,)]] for a, _ in drafted])),
+    )
+    read = Reading(torch.tensor(np.array([[log[()], log[(a,)], log[(a, b)]] for a, b in drafted])), torch.zeros(rows, 3, 1))
+    ctx = Context([Row(Noise.for_prompt(seed, [i]), [i]) for i in range(rows)], 1.0)
+    done, kept = [], []
+    for verdict in rule(made, read, ctx):
+        tokens = [*verdict.drafted[: verdict.accepted], verdict.token]
+        while len(tokens) < 3:
+            tokens.append(draw(rng, TARGET[tuple(tokens)]))
+        done.append(tokens)
+        kept.append(verdict.accepted)
+    return np.array(done), np.array(kept)
+
+
+def joint(language: dict[tuple[int, ...], np.ndarray]) -> np.ndarray:
+    """[27]: the probability of each sequence."""
+    return np.array([np.prod([language[s[:i]][s[i]] for i in range(3)]) for s in SEQUENCES])
+
+
+def counted(done: np.ndarray) -> np.ndarray:
+    return np.bincount(done @ [9, 3, 1], minlength=27)
+
+
+@pytest.mark.parametrize("spec", ["exact", "speculative", "block", "lenient:1", "ensemble:1", "mentored:0", "topk:2,budget=0",
+                                  "fuzzy:kl@0", "topk:3,begin=a,end=b", "random:0"])  # fmt: skip
+def test_lossless_rules_and_strict_ends_keep_the_targets_distribution(spec: str) -> None:
+    rule, rows = lenience.rule(spec), 12000
+    if "begin" in spec:
+        rule = replace(rule, begin="\0", end="\1")  # a span that no text opens
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Context, "inside", lambda self, begin, end, tokens: torch.zeros_like(tokens).bool())
+        done, _ = decode_many(rule, rows, seed=5)
+    assert chisquare(counted(done), joint(TARGET) * rows).pvalue > 1e-3
+
+
+def test_a_lossy_rule_fails_the_test_that_lossless_ones_pass() -> None:
+    done, _ = decode_many(lenience.rule("lenient:0.3"), 12000, seed=5)
+    assert chisquare(counted(done), joint(TARGET) * 12000).pvalue < 1e-6
+
+
+def test_block_keeps_as_many_more_as_its_paper_says() -> None:
+    """Sun 2024, section 2: of windows of two tokens, drafted with 2/3 and 1/3 where the target has 1/3 and 2/3, speculative sampling
+    keeps 10/9 on average and block verification 11/9."""
+    rows, rng = 20000, np.random.default_rng(6)
+    target, drafted = (torch.tensor(probs).log().expand(rows, -1, -1) for probs in ([[1 / 3, 2 / 3]] * 3, [[2 / 3, 1 / 3]] * 2))
+    made = Draft(torch.tensor(rng.random((rows, 2)) < 1 / 3).long(), torch.full((rows,), 2), drafted)
+    ctx = Context([Row(Noise.for_prompt(6, [i]), [i]) for i in range(rows)], 1.0)
+    for name, wanted in (("speculative", 10 / 9), ("block", 11 / 9)):
+        kept = [verdict.accepted for verdict in lenience.rule(name)(made, Reading(target, torch.zeros(rows, 3, 1)), ctx)]
+        assert np.mean(kept) == pytest.approx(wanted, abs=4 * np.std(kept) / math.sqrt(rows))
+
+
+def test_lenience_gives_no_token_more_than_its_factor_allows() -> None:
+    factor, rows = 0.5, 12000
+    done, _ = decode_many(lenience.rule(f"lenient:{factor}"), rows, seed=8)
+    share = np.bincount(done[:, 0], minlength=3) / rows
+    chance = np.minimum(1, TARGET[()] / (factor * DRAFT[()]))
+    rest = np.maximum(TARGET[()] - DRAFT[()], 0)
+    wanted = DRAFT[()] * chance + (1 - (DRAFT[()] * chance).sum()) * rest / rest.sum()
+    np.testing.assert_allclose(share, wanted, atol=0.02)
+    assert (wanted <= TARGET[()] / factor + 1e-12).all()
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3, 0.8])
+def test_a_sampled_ensemble_is_the_mixture(weight: float) -> None:
+    rows = 12000
+    done, _ = decode_many(lenience.rule(f"ensemble:{weight}"), rows, seed=9)
+    wanted = weight * TARGET[()] + (1 - weight) * DRAFT[()]
+    assert chisquare(np.bincount(done[:, 0], minlength=3), wanted * rows).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.2, 0.35, 0.6])
+def test_fuzzys_sequences_stay_within_the_sum_of_its_divergences(threshold: float) -> None:
+    """The output's distribution is the draft's where the divergence is below the threshold and the target's elsewhere, so over
+    two drafted tokens the total variation is at most 2 T, and KL(target ‖ output) at most 2 T (the chain rule)."""
+    rows = 12000
+    done, _ = decode_many(lenience.rule(f"fuzzy:tv@{threshold}"), rows, seed=10)
+    near = {prefix: tv(TARGET[prefix], DRAFT[prefix]) < threshold for prefix in [(), (0,), (1,), (2,)]}
+    mixed = {prefix: DRAFT[prefix] if near.get(prefix) else TARGET[prefix] for prefix in TARGET}
+    if not near[()]:  # after a rejection the target goes on
+        mixed = TARGET
+    assert chisquare(counted(done), joint(mixed) * rows).pvalue > 1e-3
+    assert np.abs(joint(mixed) - joint(TARGET)).sum() / 2 <= 2 * threshold
+    noise = math.sqrt(27 / rows)
+    assert np.abs(counted(done) / rows - joint(TARGET)).sum() / 2 <= 2 * threshold + noise
+
+
+@given(
+    hnp.arrays(np.float64, (2, 5), elements=st.one_of(st.just(0.0), st.floats(0.01, 1))).filter(lambda x: x.sum(-1).all()),
+    st.one_of(st.just(0.0), st.floats(0.001, 3)),
+    st.integers(0, 100),
+)
+@settings(max_examples=100, deadline=None)
+def test_mentored_decoding_accepts_most_within_its_divergence(weights, most: float, seed: int) -> None:
+    p, q = weights / weights.sum(-1, keepdims=True)
+    found = rules.mentor(torch.tensor(p), torch.tensor(q), most).numpy()
+    assert found.sum() == pytest.approx(1, abs=1e-7) and (found >= 0).all() and not found[p == 0].any()
+    assert kl(p, found) <= most + 1e-7
+    rng = np.random.default_rng(seed)
+    for _ in range(30):  # nothing else that stays within it accepts more
+        other = rng.dirichlet([0.5] * 5) * (p > 0)
+        if rng.random() < 0.5:
+            other = found * rng.uniform(0.8, 1.25, 5)
+        other = other / other.sum() if other.sum() else p
+        low, high = 0.0, 1.0
+        for _ in range(50):  # as far from the target towards it as the divergence allows
+            middle = (low + high) / 2
+            low, high = (middle, high) if kl(p, (1 - middle) * p + middle * other) <= most else (low, middle)
+        other = (1 - low) * p + low * other
+        assert np.minimum(other, q).sum() <= np.minimum(found, q).sum() + 1e-6
+
+
+def test_mentored_decodes_its_distribution_and_has_no_greedy_form(llama: Pair) -> None:
+    rows = 12000
+    done, kept = decode_many(lenience.rule("mentored:0.1"), rows, seed=11)
+    wanted = rules.mentor(torch.tensor(TARGET[()]), torch.tensor(DRAFT[()]), 0.1).numpy()
+    assert chisquare(np.bincount(done[:, 0], minlength=3), wanted * rows).pvalue > 1e-3
+    assert (kept > 0).mean() == pytest.approx(np.minimum(wanted, DRAFT[()]).sum(), abs=0.02)
+    with pytest.raises(InputError, match="no greedy form"):
+        llama.generate([1], rule="mentored:0.1")
 
 
 # ---- the judge
@@ -252,7 +592,7 @@ def test_arguments_may_be_named() -> None:
     ("tokp:3", "there is no rule 'tokp'"), ("", "there is no rule ''"), ("topk", "topk needs k"), ("topk:x", "whole number"),
     ("topk:0", "at least 1"), ("topk:3@0.5", "takes no @threshold"), ("topk:3,4", "at most 1"), ("topk:j=3", "no argument 'j'"),
     ("judge:x@high", "a number"), ("exact:1", "at most 0"), ('judge:"x@0.5', "not closed"), ("exact|", "there is no rule ''"),
-    ("judge:x@0.5@0.6", "a number"), ("judge:x,unchecked=maybe@1", "true or false"), ("judge:@0.5", "must be given"), ("judge:x@90", "a score is a probability"), ("judge:x@nan", "a score is a probability"),
+    ("judge:x@0.5@0.6", "a number"), ("judge:x,unchecked=maybe@1", "true or false"), ("judge:@0.5", "must be given"), ("judge:x@90", "a score is a probability"), ("judge:x@nan", "a number"),
     ("exact|speculative", "two strict rules"),
 ])  # fmt: skip
 def test_wrong_specs_are_told(spec: str, says: str) -> None:

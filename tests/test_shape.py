@@ -10,7 +10,7 @@ from pathlib import Path
 import lenience
 
 SOURCE = Path(lenience.__file__).parent
-ORDER = ["errors", "spec", "core", "journal", "heads", "rules", "stops", "tasks", "model", "session", "replay", "export", "compiled", "drafters", "decode", "pair", "mining", "compare",
+ORDER = ["errors", "spec", "core", "journal", "heads", "acceptance", "rules", "stops", "tasks", "model", "session", "replay", "export", "compiled", "drafters", "decode", "pair", "mining", "compare",
          "report", "steps", "demo", "cli"]  # fmt: skip
 """Each module imports only what stands before it."""
 
@@ -39,7 +39,7 @@ def test_imports_point_one_way() -> None:
 
 
 def test_rules_never_import_the_model() -> None:
-    assert not imported(SOURCE / "rules.py") & {
+    assert not (imported(SOURCE / "rules.py") | imported(SOURCE / "acceptance.py")) & {
         "model",
         "session",
         "replay",

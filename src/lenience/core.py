@@ -141,6 +141,10 @@ class Row:
     """What its last cycle kept."""
     schedule: int = 0
     """How many tokens a stop condition's schedule has come to allow."""
+    lenient: int = 0
+    """How many tokens have been kept that the strict rule rejects at their own place."""
+    spans: dict[tuple[str, str], tuple[int, bool]] = field(default_factory=dict)
+    """By the texts that open and close a span: of how many tokens it is known, and whether one is open after these."""
 
 
 @dataclass
@@ -153,6 +157,8 @@ class Context:
     top_k: int | None = None
     top_p: float | None = None
     processors: LogitsProcessorList | None = None
+    decode: Callable[[Sequence[int]], str] | None = None
+    """The text of tokens, special ones included."""
 
     @property
     def greedy(self) -> bool:
@@ -196,6 +202,38 @@ class Context:
         """[B, W, V] processed logits and [B, W] tokens → whether neither a processor nor the truncation rules each out."""
         logits = logits if self.greedy else self._warp(logits.float())
         return logits.gather(2, tokens[..., None])[..., 0] > -torch.inf
+
+    def logs(self, logits: Tensor) -> Tensor:
+        """[…, V] processed logits → log-probabilities at the request's temperature (1 when greedy), before truncation, in
+        float32."""
+        return torch.log_softmax(logits.float() / (self.temperature or 1), -1)
+
+    def used(self, device: torch.device) -> Tensor:
+        """[B]: how many tokens each row's request has kept that the strict rule rejects."""
+        return torch.tensor([row.lenient for row in self.rows], device=device)
+
+    def inside(self, begin: str, end: str, tokens: Tensor) -> Tensor:
+        """[B, W] bool: whether each of the drafted `tokens` stands in a span that the text `begin` opens and `end` closes."""
+        if self.decode is None:
+            raise RuntimeError("spans are marked by text, and the context has no tokenizer")
+        reach = len(max(begin, end, key=len).encode()) + 1  # a token may be less than a character
+        found = []
+        for row, drafted in zip(self.rows, tokens.tolist()):
+            known, open = row.spans.get((begin, end), (0, False))
+            ids, states = [*row.prefix, *drafted], []
+            # after the prompt, which is looked at whole, token by token: what one completes stands among the last few
+            for n in range(known or len(row.prefix) - row.position, len(ids)):
+                if n != known:
+                    text = self.decode(ids[max(0, n - reach) if known else 0 : n])
+                    opened, closed = text.rfind(begin), text.rfind(end)
+                    open = opened > closed if max(opened, closed) >= 0 else open
+                    known = known or n
+                if n == len(row.prefix):
+                    row.spans[begin, end] = n, open
+                if n >= len(row.prefix):
+                    states.append(open)
+            found.append(states)
+        return torch.tensor(found, dtype=torch.bool, device=tokens.device).view(tokens.shape)
 
     def keys(self, n: int, purpose: str, ahead: int = 0, device: torch.device | None = None) -> Tensor:
         """[B, n] int64: each row's keys for n positions, the first of them `ahead` of where it stands."""

@@ -47,6 +47,7 @@ def decode(
             step = request.limits.clip(verdict, draft.passes)
             request.row.prefix += step.tokens
             request.row.position += len(step.tokens)
+            request.row.lenient += sum(entry.origin == "draft-lenient" for entry in step.trace)
             request.row.last = step
             profile.lap("rest")
             yield request, step

@@ -15,13 +15,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from lenience import __version__
+from lenience.acceptance import Exact
 from lenience.core import Context, Noise, Row, Step
 from lenience.decode import Limits, Request, decode
 from lenience.errors import InputError
 from lenience.heads import Inputs
 from lenience.journal import Journal, open_run, read_json
 from lenience.pair import Pair
-from lenience.rules import Exact
 from lenience.session import Session, common
 from lenience.tasks import Sample, Task, take
 

@@ -209,6 +209,10 @@ class LM:
                 f"the prompt holds what the vocabulary of {self.name!r} lacks: {words}; it knows the words of its own task only"
             ) from error
 
+    def spell(self, ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
+
     def decode(self, ids: Sequence[int]) -> str:
         return cast(str, self.tokenizer.decode(list(ids), skip_special_tokens=True))
 

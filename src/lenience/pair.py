@@ -13,13 +13,14 @@ from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 
+from lenience.acceptance import AnyOf, Exact, Term
 from lenience.compiled import compile_model
 from lenience.core import Context, Noise, Profile, Row, Rule, Step, Trace
 from lenience.decode import Limits, Request, cycle, decode
 from lenience.drafters import ModelDrafter
 from lenience.errors import InputError
 from lenience.model import LM, Prompt
-from lenience.rules import ALONE, AnyOf, Exact, Term, parse_rule
+from lenience.rules import ALONE, parse_rule
 from lenience.session import Session, check_memory
 from lenience.stops import Fixed, Stop, parse_stop
 
@@ -194,7 +195,7 @@ class Pair:
         _check_options(0 if window == "auto" else window, max_new_tokens, temperature, top_k, top_p, seed, stops)
         if batch_size < 1:
             raise InputError(f"batch_size {batch_size}: must be 1 or more")
-        self.check(rule, stop)
+        self.check(rule, stop, temperature)
         ids = [main.encode(prompt) for prompt in prompts]
         config = main.model.generation_config
         ctx = Context(
@@ -203,6 +204,7 @@ class Pair:
             getattr(config, "top_k", None) if top_k is None else top_k,
             getattr(config, "top_p", None) if top_p is None else top_p,
             main.processors(sampling=temperature > 0) or None,
+            main.spell,
         )
         size = min(batch_size, len(ids))
         if not drafts or not ids:
@@ -245,9 +247,12 @@ class Pair:
         session = Session(main, size, capacity[main], profile=profile)
         return session, ModelDrafter(draft, window, main, keep_states, stop)
 
-    def check(self, rule: str | Rule, stop: str | Stop = "fixed") -> None:
-        """Raise InputError where a rule's or a stop condition's spec is wrong, or its head is not for these models."""
+    def check(self, rule: str | Rule, stop: str | Stop = "fixed", temperature: float = 0.0) -> None:
+        """Raise InputError where a rule's or a stop condition's spec is wrong, its head is not for these models, or a rule has
+        no meaning at this temperature."""
         rule, stop = self._roles(rule)[0], parse_stop(stop)
+        if temperature == 0 and isinstance(rule, Term | AnyOf) and rule.samples:
+            raise InputError(f"rule {rule}: has no greedy form; give a temperature above 0")
         for part in (rule, stop):
             if isinstance(part, Term | AnyOf | Stop):
                 part.check(lambda: self.fingerprints, {"target": self.target.hidden_size, "draft": self.draft.hidden_size})

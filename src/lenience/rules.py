@@ -1,127 +1,379 @@
-"""Acceptance rules. A rule is data: a frozen dataclass whose fields are its spec, see lenience.spec.
+"""The acceptance rules, and their specs. A rule is data: a frozen dataclass whose fields are its spec, see lenience.spec;
+RULES names them all. What follows a rejection, and how rules join, is in lenience.acceptance.
 
-`a|b` accepts what either accepts; the correction is the strict member's, and is drawn from the target's own distribution
-where there is none.
+Strict rules use the distributions that sampling really uses. Lenient ones read the target's and the draft's at the request's
+temperature (1 when greedy), before truncation; a token that truncation or a processor forbids is never accepted.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lenience import spec
-from lenience.core import Context, Draft, Reading, Rule, Verdict, race, uniform
+from lenience.acceptance import AllOf, AnyOf, Exact, Lenient, Speculative, Term, accept_ratio, at, correct, of
+from lenience.core import Context, Draft, Reading, Rule, uniform
 from lenience.errors import InputError
 from lenience.heads import Head, load_head
 
 
 @dataclass(frozen=True)
-class Term:
-    """One named rule. Subclasses say which drafted tokens they accept; strict ones also what follows a rejection."""
+class Block(Term):
+    """Block verification (Sun 2024, algorithm 2): a window's tokens are verified as a whole, so that one that is likely may
+    carry those before it. Lossless, and keeps at least as many as `speculative` on average; `exact` when greedy."""
 
-    name: ClassVar[str]
-    strict: ClassVar[bool] = False
+    name = "block"
+    strict = True
+    alone = True
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        """[B, W] bool: for each drafted position, whether its token is accepted there."""
-        raise NotImplementedError
+        if ctx.greedy:
+            return reading.best[:, :-1] == draft.tokens
+        if draft.logits is None:
+            return torch.zeros_like(draft.proposed)
+        target, drafted = ctx.probs(reading.logits).double(), ctx.probs(draft.logits).double()
+        share = self.shares(target, drafted, draft.tokens)  # [B, W + 1]
+        rest = (share[:, :-1, None] * target[:, :-1] - drafted).clamp(min=0).sum(-1)  # [B, W]: after 0 … W - 1 tokens
+        left = rest + 1 - share[:, :-1]
+        stays = torch.where(left > 0, rest / left, 1.0)  # 0 / 0: the next token is certain of its place
+        ends = torch.arange(1, draft.width + 1, device=draft.tokens.device) == draft.lengths[:, None]
+        chance = torch.where(ends, share[:, 1:], torch.cat([stays[:, 1:], share[:, -1:]], 1))  # [B, W]: to keep so many
+        passed = uniform(ctx.keys(draft.width, "accept", device=chance.device)) < chance
+        # the longest prefix that passes is kept, whatever came before
+        return (passed & draft.proposed).flip(1).cummax(1).values.flip(1)
 
     def follow(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        """[B]: the token after `kept` [B] accepted ones: a correction, or the bonus where all are kept. Here: from the target's
-        own distribution, by a draw that is independent of the one that picked the rejected token. When greedy it is the
-        target's most probable one, and this is not asked."""
-        return race(ctx.probs(_at(reading.logits, kept)), self.keys(kept, draft, ctx))
+        target = ctx.probs(reading.logits)
+        if draft.logits is None:
+            return correct(at(target, kept), 1.0, kept, draft, ctx)
+        share = self.shares(target.double(), ctx.probs(draft.logits).double(), draft.tokens)
+        return correct(at(target, kept).double(), at(share, kept)[:, None], kept, draft, ctx)
 
-    def keys(self, kept: Tensor, draft: Draft, ctx: Context) -> Tensor:
-        """[B]: what the token after the kept ones is drawn with; a bonus is drawn as plain decoding draws."""
-        n, device = draft.width + 1, kept.device
-        correction, token = (ctx.keys(n, purpose, device=device) for purpose in ("correction", "token"))
-        return torch.where(kept == draft.lengths, _at(token, kept), _at(correction, kept))
-
-    def check(self, fingerprints: Callable[[], dict[str, str]], sizes: dict[str, int]) -> None:
-        """Raise InputError where a head of this rule cannot run on models of these fingerprints and hidden sizes."""
-
-    @property
-    def reads_draft(self) -> bool:
-        """Whether the draft's hidden states are needed."""
-        return False
-
-    def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:
-        return AnyOf((self,))(draft, reading, ctx)
-
-    def __str__(self) -> str:
-        return spec.show(self.name, self)
+    @staticmethod
+    def shares(target: Tensor, drafted: Tensor, tokens: Tensor) -> Tensor:
+        """[B, W + 1]: p of the algorithm for the first 0 … W tokens, from the distributions [B, W + 1, V] and [B, W, V]."""
+        ratios = (of(target[:, :-1], tokens) / of(drafted, tokens)).nan_to_num(0.0)
+        shares = [torch.ones_like(ratios[:, 0])]
+        for ratio in ratios.unbind(1):
+            shares.append((shares[-1] * ratio).clamp(max=1))
+        return torch.stack(shares, 1)
 
 
 @dataclass(frozen=True)
-class Exact(Term):
-    """Keep a drafted token where the target picks the same (Stern 2018; Xia 2023). When sampling, the target's token is
-    drawn and compared, so that the output is plain sampling's with the same seed, whatever was drafted."""
+class Lenience(Lenient):
+    """Accept with probability min(1, target / (factor · draft)), and correct as `speculative` does (Leviathan 2023, appendix
+    A.5): no token comes with more than 1/factor times its probability. When greedy, accept a token whose probability is
+    at least factor times that of the target's most probable one."""
 
-    name = "exact"
-    strict = True
+    factor: float
+    name = "lenient"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.within("factor", self.factor, 0, 1, open=True)
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        drawn = reading.best[:, :-1] if ctx.greedy else ctx.draw(reading.logits[:, :-1])
-        return drawn == draft.tokens
+        before = reading.logits[:, :-1]
+        if ctx.greedy:
+            return of(before, draft.tokens).double() >= before.amax(-1).double() + math.log(self.factor)
+        return accept_ratio(ctx.probs(before), draft, ctx, self.factor)
 
-    def keys(self, kept: Tensor, draft: Draft, ctx: Context) -> Tensor:
-        return _at(ctx.keys(draft.width + 1, "token", device=kept.device), kept)
+    def follow(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        return correct(ctx.probs(at(reading.logits, kept)), 1.0, kept, draft, ctx)
 
 
 @dataclass(frozen=True)
-class Speculative(Term):
-    """Speculative sampling (Leviathan 2023, algorithm 1; Chen 2023): accept with probability min(1, target/draft), and
-    correct from the normalised positive part of target − draft. Lossless; the same as `exact` when greedy."""
+class TopK(Lenient):
+    """Accept a token that is among the target's k most probable ones at its own position (Bachmann 2025), of at least the
+    highest probability less `margin` (TensorRT-LLM's relaxed acceptance), or `ratio` times it."""
 
-    name = "speculative"
-    strict = True
+    k: int
+    margin: float = field(default=math.inf, kw_only=True)
+    ratio: float = field(default=0.0, kw_only=True)
+    name = "topk"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.within("k", self.k, 1, math.inf)
+        self.within("margin", self.margin, 0, math.inf)
+        self.within("ratio", self.ratio, 0, 1)
+
+    def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        logits = reading.logits[:, :-1]
+        own = logits.gather(2, draft.tokens[..., None])  # [B, W, 1]
+        earlier = torch.arange(logits.shape[-1], device=logits.device) < draft.tokens[..., None]
+        # of equal logits the first ranks first, as it does for argmax
+        accepted = ((logits > own) | (logits == own) & earlier).sum(-1) < self.k
+        if self.margin < math.inf or self.ratio > 0:
+            probs = ctx.logs(logits).exp()
+            token, top = of(probs, draft.tokens), probs.amax(-1)
+            accepted = accepted & (token >= top - self.margin) & (token >= self.ratio * top)
+        return accepted
+
+
+@dataclass(frozen=True)
+class Typical(Lenient):
+    """Typical acceptance (Medusa, Cai 2024, section 2.3.1): accept a token whose probability is above min(eps, delta ·
+    exp(−entropy of the target's distribution))."""
+
+    eps: float
+    delta: float
+    name = "typical"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.within("eps", self.eps, 0, 1)
+        self.within("delta", self.delta, 0, math.inf)
+
+    def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        logs = ctx.logs(reading.logits[:, :-1])
+        return of(logs, draft.tokens).exp() > (self.delta * (-entropy(logs)).exp()).clamp(max=self.eps)
+
+
+@dataclass(frozen=True)
+class Fuzzy(Lenient):
+    """Fuzzy speculative decoding (Holsman 2025): accept whatever is drafted where the divergence between the target's and the
+    draft's distributions is below the threshold: KL(target ‖ draft) in nats, Jensen–Shannon in nats (at most ln 2), or
+    total variation (at most 1)."""
+
+    divergence: str
+    threshold: float
+    top: int | None = None
+    """Tell apart only so many of the target's most probable tokens; the others count as one."""
+    name = "fuzzy"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.divergence not in DIVERGENCES:
+            raise InputError(f"fuzzy's divergence {self.divergence!r}: must be one of {', '.join(DIVERGENCES)}")
+        self.within("threshold", self.threshold, 0, math.inf)
+        if self.top is not None:
+            self.within("top", self.top, 1, math.inf)
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         if draft.logits is None:
             return torch.zeros_like(draft.proposed)
-        target = _of(ctx.probs(reading.logits[:, :-1]), draft.tokens)
-        drafted = _of(ctx.probs(draft.logits), draft.tokens)
-        chance = uniform(ctx.keys(draft.width, "accept", device=target.device))  # [B, W]
-        # chance < target / drafted, without the division: a token that the target forbids is never accepted
-        return chance * drafted.double() < target.double()
+        target, drafted = ctx.logs(reading.logits[:, :-1]), ctx.logs(draft.logits)
+        if self.top is not None:
+            best = target.topk(min(self.top, target.shape[-1])).indices
+            target, drafted = lump(target.gather(2, best)), lump(drafted.gather(2, best))
+        return DIVERGENCES[self.divergence](target, drafted) < self.threshold
 
-    def follow(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        if draft.logits is None:
-            return super().follow(kept, draft, reading, ctx)
-        target = ctx.probs(_at(reading.logits, kept))  # [B, V]
-        drafted = ctx.probs(_at(draft.logits, kept.clamp(max=draft.width - 1)))
-        rest = (target - drafted).clamp(min=0)
-        # a window kept whole has a bonus from the target itself; so have equal distributions, rejected by rounding alone
-        whole = (kept == draft.lengths) | ~rest.any(-1)
-        return race(torch.where(whole[:, None], target, rest), self.keys(kept, draft, ctx))
+
+def entropy(logs: Tensor) -> Tensor:
+    """[…] nats, of log-probabilities […, V]."""
+    return -weighted(logs, logs).sum(-1)
+
+
+def lump(logs: Tensor) -> Tensor:
+    """[…, k] log-probabilities of some tokens → […, k + 1], the last of all others together."""
+    rest = (1 - logs.double().exp().sum(-1, keepdim=True)).clamp(min=0).log()
+    return torch.cat([logs, rest.to(logs.dtype)], -1)
+
+
+def weighted(logs: Tensor, values: Tensor) -> Tensor:
+    """exp(logs) · values, 0 where the probability is 0."""
+    return torch.where(logs > -torch.inf, logs.exp() * values, 0.0)
+
+
+def kl(p: Tensor, q: Tensor) -> Tensor:
+    """[…] KL(p ‖ q) in nats, of log-probabilities […, V]. What q cannot give, such as a token that only p's embedding has a row
+    for, counts as if q gave it exp(−1000)."""
+    return weighted(p, p - q.clamp(min=-1000)).sum(-1).clamp(min=0)
+
+
+def js(p: Tensor, q: Tensor) -> Tensor:
+    """[…] Jensen–Shannon divergence in nats, of log-probabilities […, V]."""
+    middle = torch.logaddexp(p, q) - math.log(2)
+    return ((weighted(p, p - middle) + weighted(q, q - middle)).sum(-1) / 2).clamp(0, math.log(2))
+
+
+def tv(p: Tensor, q: Tensor) -> Tensor:
+    """[…] total variation distance, of log-probabilities […, V]."""
+    return (p.exp() - q.exp()).abs().sum(-1).clamp(max=2) / 2
+
+
+DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"kl": kl, "js": js, "tv": tv}
 
 
 @dataclass(frozen=True)
-class TopK(Term):
-    """Accept a drafted token that is among the target's k most probable ones at its own position (Bachmann 2025)."""
+class GuardedKL(Lenient):
+    """Accept also where KL(target ‖ draft) is below `most` nats, unless the target's largest probability is above `guard`
+    (JuDi, Sun 2026). Alone it means `exact|kl:…` when greedy and `speculative|kl:…` when sampling."""
 
-    k: int
-    name = "topk"
+    most: float
+    guard: float = 0.9
+    name = "kl"
+    joins = True
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise InputError(f"rule topk:{self.k}: k must be at least 1")
+        super().__post_init__()
+        self.within("most", self.most, 0, math.inf)
+        self.within("guard", self.guard, 0, 1)
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        logits = reading.logits[:, :-1]
-        best = logits.topk(min(self.k, logits.shape[-1])).indices  # [B, W, k]; of equal logits it names as many as fit
-        return (best == draft.tokens[..., None]).any(-1) & ctx.allows(logits, draft.tokens)
+        return Fuzzy("kl", self.most).accepts(draft, reading, ctx)
+
+    def defers(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        sure = ctx.logs(reading.logits[:, :-1]).amax(-1).exp() > self.guard
+        outside = super().defers(draft, reading, ctx)
+        return sure if outside is None else sure | outside
 
 
 @dataclass(frozen=True)
-class Judge(Term):
+class Ensemble(Lenient):
+    """Verify against weight · target + (1 − weight) · draft in place of the target's distribution, as `transformers`'
+    assistant_ensemble_weight does (DIVERSE, 2026): when sampling by speculative sampling, when greedy by its most
+    probable token. The bonus is the target's."""
+
+    weight: float
+    name = "ensemble"
+    alone = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.within("weight", self.weight, 0, 1)
+
+    def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        if ctx.greedy:
+            return self.best(draft, reading, ctx)[:, :-1] == draft.tokens
+        if draft.logits is None:
+            return torch.zeros_like(draft.proposed)
+        return accept_ratio(self._mixed(ctx.probs(reading.logits[:, :-1]), ctx.probs(draft.logits)), draft, ctx)
+
+    def best(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        if draft.logits is None:
+            return reading.best
+        before = reading.logits[:, :-1]
+        mixed = self._mixed(ctx.logs(before).exp(), ctx.logs(draft.logits).exp())
+        mixed = mixed.where(before > -torch.inf, -1.0)
+        return torch.cat([mixed.argmax(-1).where(draft.proposed, reading.best[:, :-1]), reading.best[:, -1:]], 1)
+
+    def follow(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        # the positive part of mixture − draft is that of target − draft, scaled
+        return correct(ctx.probs(at(reading.logits, kept)), 1.0, kept, draft, ctx)
+
+    def _mixed(self, target: Tensor, drafted: Tensor) -> Tensor:
+        return self.weight * target + (1 - self.weight) * drafted
+
+
+@dataclass(frozen=True)
+class Fly(Lenient):
+    """Accept a mismatch where the target is unsure and agrees with what follows (FLy, Li 2025, in vLLM's form): where −Σ p ln p
+    over its three most probable tokens is at least `entropy`, and the strict rule accepts each of the next `window`
+    drafted tokens."""
+
+    entropy: float = 0.3
+    window: int = 6
+    name = "fly"
+    alone = True
+    joins = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.within("entropy", self.entropy, 0, math.inf)
+        self.within("window", self.window, 1, math.inf)
+
+    def ask(self, draft: Draft, reading: Reading, ctx: Context, exact: Tensor) -> tuple[Tensor, None]:
+        logs = ctx.logs(reading.logits[:, :-1])
+        unsure = entropy(logs.topk(min(3, logs.shape[-1])).values) >= self.entropy
+        n = max(0, draft.width - self.window)  # how many places have a whole window after them
+        agreed = torch.nn.functional.pad((exact & draft.proposed).cumsum(1), (1, 0))  # [B, W + 1]: before each place
+        follows = agreed[:, 1 + self.window :] - agreed[:, 1 : 1 + n] == self.window  # [B, n]
+        return unsure & torch.nn.functional.pad(follows, (0, draft.width - n)), None
+
+
+@dataclass(frozen=True)
+class Mentored(Lenient):
+    """Verify against the distribution that accepts most of the draft's among those within `most` nats of the target's (mentored
+    decoding, Tran-Thien 2023). 0 is speculative sampling; there is no greedy form."""
+
+    most: float
+    name = "mentored"
+    alone = True
+    samples = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.within("most", self.most, 0, math.inf)
+
+    def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        if draft.logits is None:
+            return torch.zeros_like(draft.proposed)
+        return accept_ratio(mentor(ctx.probs(reading.logits[:, :-1]), ctx.probs(draft.logits), self.most), draft, ctx)
+
+    def follow(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        target = ctx.probs(at(reading.logits, kept))  # [B, V]
+        if draft.logits is None:
+            return correct(target, 1.0, kept, draft, ctx)
+        drafted = ctx.probs(at(draft.logits, kept.clamp(max=draft.width - 1)))
+        whole = (kept == draft.lengths)[:, None]
+        return correct(torch.where(whole, target.double(), mentor(target, drafted, self.most)), 1.0, kept, draft, ctx)
+
+
+def mentor(target: Tensor, drafted: Tensor, most: float) -> Tensor:
+    """[…, V] float64: of the distributions π with KL(target ‖ π) ≤ `most`, the one with the largest Σ min(π, drafted), so that
+    most of the draft's tokens are accepted: clip(drafted, low · target, high · target).
+
+    The smaller `low`, the less mass moves from the tokens that the draft thinks too much of to the others, and the larger
+    the divergence; `high` follows, as π sums to 1. `low` is searched for, on sums over the tokens sorted by their ratio.
+    """
+    p, q = target.double(), drafted.double()
+    if most == 0:
+        return p
+    ratio, order = torch.where(p > 0, q / p, torch.inf).sort(-1)
+    sorted_p, sorted_q = p.gather(-1, order), q.gather(-1, order)
+    gain = torch.where((sorted_p > 0) & (sorted_q > 0), -sorted_p * ratio.log(), 0.0)  # p log(p / q)
+    below_p, below_q, below_gain = (torch.nn.functional.pad(x.cumsum(-1), (1, 0)) for x in (sorted_p, sorted_q, gain))
+    above_p, above_q = (torch.nn.functional.pad(x.flip(-1).cumsum(-1).flip(-1), (0, 1)) for x in (sorted_p, sorted_q))
+    # what `high` takes away where it is the ratio of a token; falls from token to token
+    taken = torch.where(sorted_p > 0, above_q[..., 1:] - ratio * above_p[..., 1:], -1.0).nan_to_num(-1.0)
+    forbidden = q.masked_fill(p > 0, 0).sum(-1, keepdim=True)  # must move in any case
+
+    def divergence(low: Tensor) -> tuple[Tensor, Tensor]:
+        """[…, 1]: KL(target ‖ π), infinite where π would give something to forbidden tokens, and `high`."""
+        i = torch.searchsorted(ratio, low)
+        moved = low * below_p.gather(-1, i) - below_q.gather(-1, i)
+        j = torch.searchsorted(-taken, -moved)
+        rest = above_p.gather(-1, j)
+        high = torch.where(rest > 0, (above_q.gather(-1, j) - moved) / rest, torch.inf)
+        found = -low.log() * below_p.gather(-1, i) + below_gain.gather(-1, j) - below_gain.gather(-1, i)
+        found = found - torch.where(rest > 0, rest * high.log(), 0.0)
+        return torch.where(moved < forbidden - 1e-12, torch.inf, found), high
+
+    worst, best = torch.full_like(forbidden, -70.0), torch.zeros_like(forbidden)  # of log(low)
+    for _ in range(60):
+        middle = (worst + best) / 2
+        within = divergence(middle.exp())[0] <= most
+        worst, best = torch.where(within, worst, middle), torch.where(within, middle, best)
+    low = best.exp()
+    return torch.where(p > 0, q.clamp(low * p, divergence(low)[1] * p), 0.0)
+
+
+@dataclass(frozen=True)
+class Random(Lenient):
+    """Accept a mismatch with probability `rate`: a floor that any rule must beat (Holsman 2025). Alone it means
+    `exact|random:…` when greedy and `speculative|random:…` when sampling."""
+
+    rate: float
+    name = "random"
+    joins = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.within("rate", self.rate, 0, 1)
+
+    def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        return uniform(ctx.keys(draft.width, "random", device=draft.tokens.device)) < self.rate
+
+
+@dataclass(frozen=True)
+class Judge(Lenient):
     """Accept a mismatch that a fitted head scores at least `threshold` (AutoJudge, Garipov 2025; Judge Decoding, Bachmann
     2025). Alone it means `exact|judge:…` when greedy and `speculative|judge:…` when sampling."""
 
@@ -131,12 +383,14 @@ class Judge(Term):
     unchecked: bool = False
     """Run the head on models other than those it was fitted to."""
     name = "judge"
+    joins = True
 
     @cached_property
     def head(self) -> Head:
         return load_head(self.path)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.threshold is not None and not 0 <= self.threshold <= 2:
             raise InputError(f"judge's threshold {self.threshold}: a score is a probability, above 1 nothing is accepted")
 
@@ -147,91 +401,21 @@ class Judge(Term):
     def reads_draft(self) -> bool:
         return "draft" in self.head.inputs.models
 
-    def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        return self.judge(draft, reading, ctx)[0]
-
-    def judge(self, draft: Draft, reading: Reading, ctx: Context) -> tuple[Tensor, Tensor]:
-        """[B, W]: what is accepted, and the scores' logits."""
+    def ask(self, draft: Draft, reading: Reading, ctx: Context, exact: Tensor) -> tuple[Tensor, Tensor | None]:
         logits = self.head.window_logits(draft, reading)
-        threshold = self.head.threshold if self.threshold is None else self.threshold
-        return (logits >= _logit(threshold)) & ctx.allows(reading.logits[:, :-1], draft.tokens), logits
-
-
-@dataclass(frozen=True)
-class AnyOf:
-    """Accept what any of the terms accepts: `exact|judge:…`."""
-
-    terms: tuple[Term, ...]
-
-    def __post_init__(self) -> None:
-        if sum(term.strict for term in self.terms) > 1:
-            raise InputError(f"{self}: joins two strict rules, and only one can say what follows a rejection")
-
-    def check(self, fingerprints: Callable[[], dict[str, str]], sizes: dict[str, int]) -> None:
-        for term in self.terms:
-            term.check(fingerprints, sizes)
-
-    @property
-    def reads_draft(self) -> bool:
-        return any(term.reads_draft for term in self.terms)
-
-    def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:
-        strict = next((term for term in self.terms if term.strict), None)
-        terms = self.terms
-        if strict is None and any(isinstance(term, Judge) for term in terms):
-            strict = Exact() if ctx.greedy else Speculative()
-            terms = (strict, *terms)
-        exact = (strict or Exact()).accepts(draft, reading, ctx)
-        accepted, logits = exact if strict else torch.zeros_like(exact), None
-        for term in terms if draft.width else ():
-            if isinstance(term, Judge):
-                accepts, judged = term.judge(draft, reading, ctx)
-                accepted, logits = accepted | accepts, judged if logits is None else logits
-            elif term is not strict:
-                accepted = accepted | term.accepts(draft, reading, ctx)
-        if ctx.greedy:
-            follow = reading.best
-        else:
-            kept = (accepted & draft.proposed).cumprod(1).sum(1)  # [B]
-            last = (strict or terms[0]).follow(kept, draft, reading, ctx)
-            follow = last[:, None].expand(-1, draft.width + 1)
-        columns = [draft.lengths[:, None], follow, draft.tokens, exact, accepted, *([] if logits is None else [logits])]
-        table = torch.cat(columns, 1)  # of float32, where there are a judge's logits: it holds ids below 2²⁴
-        return [_verdict(row, draft.width) for row in table.tolist()]  # the rule's one synchronisation
-
-    def __str__(self) -> str:
-        return "|".join(str(term) for term in self.terms)
-
-
-def _verdict(row: list[float], width: int) -> Verdict:
-    """From a row's length, what follows after 0 … W kept tokens, the tokens, which of them the strict rule and this one
-    accept, and perhaps the logits of a judge's scores."""
-    n = int(row[0])
-    drafted, exact, accepted, logits = (row[begin : begin + n] for begin in (2 + i * width for i in range(1, 5)))
-    kept = accepted.index(0) if 0 in accepted else n
-    asked: list[float | None] = [None] * n if not logits else [None if ok else _score(x) for ok, x in zip(exact, logits)]
-    return Verdict([int(token) for token in drafted], kept, int(row[1 + kept]), [bool(ok) for ok in exact], asked)
+        return logits >= _logit(self.head.threshold if self.threshold is None else self.threshold), logits
 
 
 def _logit(threshold: float) -> float:
     return math.copysign(math.inf, threshold - 0.5) if not 0 < threshold < 1 else math.log(threshold / (1 - threshold))
 
 
-def _score(logit: float) -> float:
-    return 1 / (1 + math.exp(-logit)) if logit > -700 else 0.0
-
-
-def _at(values: Tensor, i: Tensor) -> Tensor:
-    """[B, m, …] and an index [B] → [B, …]."""
-    return values[torch.arange(len(i), device=i.device), i]
-
-
-def _of(values: Tensor, tokens: Tensor) -> Tensor:
-    """[B, W, V] and tokens [B, W] → the tokens' values [B, W]."""
-    return values.gather(2, tokens[..., None])[..., 0]
-
-
-RULES: dict[str, type[Term]] = {term.name: term for term in (Exact, Speculative, TopK, Judge)}
+RULES: dict[str, type[Term]] = {
+    term.name: term
+    for term in (
+        Exact, Speculative, Block, Lenience, TopK, Typical, Fuzzy, GuardedKL, Ensemble, Fly, Mentored, Random, Judge
+    )
+}  # fmt: skip
 
 
 def parse_rule(rule: str | Rule) -> Rule:
@@ -242,10 +426,20 @@ def parse_rule(rule: str | Rule) -> Rule:
     if not isinstance(rule, str):
         return rule
     try:
-        terms = [spec.parse_term(part, "rule", RULES) for part in spec.split(rule, "|")]
-        return terms[0] if len(terms) == 1 else AnyOf(tuple(terms))
+        parts = [_part(part) for part in spec.split(rule, "|")]
+        return parts[0] if len(parts) == 1 and isinstance(parts[0], Term) else AnyOf(tuple(parts))
     except InputError as error:
         raise InputError(f"rule {rule!r}: {error}") from None
+
+
+def _part(text: str) -> Term | AllOf:
+    terms = tuple(spec.parse_term(term, "rule", RULES) for term in spec.split(text, "&"))
+    if len(terms) == 1:
+        return terms[0]
+    for term in terms:
+        if not isinstance(term, Lenient):
+            raise InputError(f"{term} is a strict rule, which is joined by |, not by &")
+    return AllOf(tuple(term for term in terms if isinstance(term, Lenient)))
 
 
 ALONE = ("target", "draft")

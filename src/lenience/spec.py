@@ -1,17 +1,19 @@
 """Specs: a rule or a stop condition as text. Their fields are its arguments.
 
-    spec = term {"|" term}
+    spec = term {("|" | "&") term}        "&" binds tighter
     term = name [":" arg {"," arg}] ["@" number]        arg = value | key "=" value
 
-A value that holds one of `@ , | & "` or a space stands in double quotes; the number is the field `threshold`.
+A value that holds one of `@ , | & =` or a space stands in double quotes; the number is the field `threshold`. Fields that
+are keyword-only have no place without their key.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from lenience.errors import InputError
 
@@ -21,7 +23,7 @@ T = TypeVar("T")
 def show(name: str, value: Any) -> str:
     """The spec of a dataclass."""
     args, at = [], ""
-    for item in dataclasses.fields(value):
+    for item in _fields(value):
         given = getattr(value, item.name)
         if item.name == "threshold":
             at = "" if given is None else f"@{given!r}"
@@ -30,6 +32,11 @@ def show(name: str, value: Any) -> str:
         elif given != item.default:
             args.append(f"{item.name}={_quote(str(given).lower() if isinstance(given, bool) else str(given))}")
     return name + (":" + ",".join(args) if args else "") + at
+
+
+def _fields(kind: Any) -> list[dataclasses.Field[Any]]:
+    """Those with a place of their own first."""
+    return sorted(dataclasses.fields(kind), key=lambda item: bool(item.kw_only))
 
 
 def _quote(text: str) -> str:
@@ -58,9 +65,10 @@ def parse_term(text: str, what: str, kinds: Mapping[str, type[T]]) -> T:
     if name not in kinds:
         raise InputError(f"there is no {what} {name!r}; there are {', '.join(kinds)}")
     kind = kinds[name]
-    items = dataclasses.fields(cast(Any, kind))
+    items = _fields(kind)
     types = {item.name: get_type_hints(kind)[item.name] for item in items}
-    positional = [item for item in types if item != "threshold"]
+    keys = [item for item in types if item != "threshold"]
+    positional = [item.name for item in items if not item.kw_only and item.name != "threshold"]
     given: dict[str, object] = {}
     for i, arg in enumerate(split(rest[0], ",") if rest else []):
         key, *value = split(arg, "=", limit=1)
@@ -68,8 +76,8 @@ def parse_term(text: str, what: str, kinds: Mapping[str, type[T]]) -> T:
             if i >= len(positional):
                 raise InputError(f"{name} takes at most {len(positional)} arguments")
             key, value = positional[i], [arg]
-        if key not in positional:
-            raise InputError(f"{name} has no argument {key!r}; it has {', '.join(positional) or 'none'}")
+        if key not in keys:
+            raise InputError(f"{name} has no argument {key!r}; it has {', '.join(keys) or 'none'}")
         if key in given:
             raise InputError(f"{name}'s {key} is given twice")
         given[key] = _value(f"{name}'s {key}", value[0].strip('"'), types[key])
@@ -80,7 +88,7 @@ def parse_term(text: str, what: str, kinds: Mapping[str, type[T]]) -> T:
     missing = [item.name for item in items if item.default is dataclasses.MISSING]
     for key in missing:
         if key not in given:
-            raise InputError(f"{name} needs {key}: write {name}:{key.upper()}")
+            raise InputError(f"{name} needs {key}: write {name}" + ("@T" if key == "threshold" else f":{key.upper()}"))
     return kind(**given)
 
 
@@ -94,8 +102,17 @@ def _value(what: str, text: str, kind: object) -> object:
         raise InputError(f"{what} must be {expected}, not {text!r}") from None
 
 
+def _number(text: str) -> float:
+    number = float(text)
+    if math.isnan(number):
+        raise ValueError
+    return number
+
+
 _KINDS: dict[object, tuple[Callable[[str], object], str]] = {
     int: (int, "a whole number"),
-    float: (float, "a number"),
+    int | None: (int, "a whole number"),
+    float: (_number, "a number"),
+    float | None: (_number, "a number"),
     bool: ({"true": True, "false": False}.__getitem__, "true or false"),
 }
