@@ -250,15 +250,16 @@ def fit(
 @app.command
 def compare(
     *, rule: tuple[str, ...], window: tuple[int, ...] = (), stop: str = "fixed", limit: int | None = None,
-    tuning: int = 20, timed: int = 50, repeats: int = 3, batch_size: int = 32, out: Path | None = None,
-    choice: TaskChoice | None = None, models: Models | None = None, json: Json = False,
+    tuning: int = 20, timed: int = 50, repeats: int = 3, batch_size: int = 32, temperature: float = 0.0, seed: int = 0,
+    out: Path | None = None, choice: TaskChoice | None = None, models: Models | None = None, json: Json = False,
 ) -> None:  # fmt: skip
     """Compare acceptance rules on a task's test samples: quality and speed, each with its interval.
 
     Parameters
     ----------
     rule
-        A rule, or target or draft for that model alone; give one for each row.
+        A rule; give one for each row. The target and the draft alone are always compared. all stands for a grid of every rule
+        and, for a judge that is named beside it without a threshold, for several.
     window
         The draft windows to choose from, 2 4 8 16 32 by default; each rule runs at its fastest and at the widest.
     stop
@@ -273,6 +274,10 @@ def compare(
         How often each of those is decoded; medians are taken.
     batch_size
         How many samples are decoded together where quality is measured.
+    temperature
+        0 is greedy.
+    seed
+        Of the sampling.
     out
         A folder for frontier.json and report.html; with it, a comparison that was stopped goes on.
     """
@@ -287,7 +292,8 @@ def compare(
     task = choice.load()
     pair = models.load(long=True)
     frontier = follow(run(pair, task, rule, windows=window or WINDOWS, stop=stop, limit=limit, tuning=tuning, timed=timed,
-                          repeats=repeats, batch_size=batch_size, max_new_tokens=choice.max_new_tokens, out=out))  # fmt: skip
+                          repeats=repeats, batch_size=batch_size, max_new_tokens=choice.max_new_tokens, temperature=temperature,
+                          seed=seed, out=out))  # fmt: skip
     if out is not None:
         from lenience.report import write_report
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,23 @@ if TYPE_CHECKING:
 WINDOWS = (2, 4, 8, 16, 32)
 EXAMPLES = 3
 """How many prompts' answers are kept for the report, token by token."""
+GRID = (
+    "exact", "speculative", "block",
+    "lenient:0.5", "lenient:0.2", "lenient:0.05",
+    "topk:2", "topk:3", "topk:4", "topk:4,margin=0.1", "topk:4,margin=0.3", "topk:4,margin=0.6",
+    "topk:10,ratio=0.5", "topk:10,ratio=0.3", "topk:10,ratio=0.1",
+    "typical:0.3,0.55", "typical:0.09,0.3", "typical:0.01,0.1",
+    "fuzzy:js@0.05", "fuzzy:js@0.1", "fuzzy:js@0.2", "fuzzy:js@0.3",
+    "fuzzy:kl@0.1", "fuzzy:kl@0.4", "fuzzy:kl@1.0", "fuzzy:tv@0.1", "fuzzy:tv@0.25", "fuzzy:tv@0.45",
+    "kl:0.1", "kl:0.4", "kl:1.0",
+    "ensemble:0.8", "ensemble:0.6", "ensemble:0.5", "ensemble:0.4",
+    "fly:0.3,6", "fly:0.3,3", "fly:0.1,3",
+    "mentored:0.05", "mentored:0.2", "mentored:0.5",
+    "random:0.05", "random:0.15", "random:0.4",
+)  # fmt: skip
+"""What the rule "all" stands for; when greedy, without what is the same as `exact` then or has no greedy form."""
+SHARES = tuple(i / 20 for i in range(21))
+"""Of the prompts that random allocation gives to the draft."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +67,14 @@ class Progress:
     total: int
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """How long what is left will take, from an answer and a batch of answers decoded beforehand."""
+
+    seconds: float
+    answers: int
+
+
 def compare(
     pair: Pair,
     task: Task,
@@ -62,9 +88,14 @@ def compare(
     repeats: int = 3,
     batch_size: int = 32,
     max_new_tokens: int | None = None,
+    temperature: float = 0.0,
+    seed: int = 0,
     out: Path | None = None,
-) -> Iterator[Progress | dict[str, Any]]:
-    """Decode the first `limit` test samples greedily by every rule; yields Progress and, at last, the frontier.
+) -> Iterator[Progress | Estimate | dict[str, Any]]:
+    """Decode the first `limit` test samples by every rule; yields an Estimate, Progress and, at last, the frontier.
+
+    The target and the draft alone are always among the rules; "all" stands for GRID, and for each judge that is named
+    without a threshold at those that it was fitted with. Above `temperature` 0 all sample, keyed by `seed`.
 
     Each rule runs at two windows: the one of `windows` that gives it the most tokens per second on `tuning` other samples, the
     last ones of the training split, and the widest, for what it gains where only the target's passes cost; the strict rule
@@ -73,8 +104,9 @@ def compare(
     machine's moods fall on all of them alike. With `out`, finished answers are kept there and a second call goes on from
     them. Raises InputError for a wrong rule, task or folder.
     """
+    rules = list(dict.fromkeys(["target", "draft", *expand(rules, temperature)]))
     for rule in rules:
-        pair.check(rule, stop)  # a wrong rule or head is told before any work
+        pair.check(rule, stop, temperature)  # a wrong rule or head is told before any work
     for name, value in (("tuning", tuning), ("timed", timed), ("repeats", repeats), ("batch_size", batch_size)):
         if value < 1:
             raise InputError(f"{name} {value}: must be 1 or more")
@@ -84,11 +116,12 @@ def compare(
     unknown = [sample.id for sample in samples if sample.reference is None] if isinstance(task, JsonlTask) else []
     if unknown:
         raise InputError(f"task {task.name!r}: sample {unknown[0]} has no reference, and accuracy cannot be told without one")
-    rules = list(dict.fromkeys(["target", *rules]))
+    sampling: Options = {"temperature": temperature, "seed": seed}
     asked = describe(pair, task, split="test", max_new_tokens=max_new_tokens, rules=rules, windows=list(windows),
-                     stop=stop, tuning=tuning, heads=heads(rules, stop))  # fmt: skip
+                     stop=stop, tuning=tuning, heads=heads(rules, stop), **sampling)  # fmt: skip
     with _folder(out, asked) as folder:
-        run = _Run(pair, task, folder, {"max_new_tokens": max_new_tokens, "stop": stop})
+        run = _Run(pair, task, folder, {"max_new_tokens": max_new_tokens, "stop": stop, **sampling})
+        yield run.estimate(rules, windows, len(others), samples, min(timed, len(samples)) * repeats, batch_size)
         settings = yield from run.settings(rules, windows, others)
         answers = yield from run.answers(settings, samples, batch_size)
         timings = yield from run.timings(settings, samples[:timed], repeats)
@@ -97,14 +130,39 @@ def compare(
         for i, sample in enumerate(samples[:EXAMPLES])
     ]
     frontier = {
-        **describe(pair, task, split="test", max_new_tokens=max_new_tokens, stop=stop),
+        **describe(pair, task, split="test", max_new_tokens=max_new_tokens, stop=stop, **sampling),
         "machine": machine(pair),
         "rows": rows(settings, answers, timings),
+        "allocation": allocation(settings, answers, timings),
         "examples": examples,
     }
     if out is not None:
         write_json(out / "frontier.json", frontier)
     yield frontier
+
+
+def expand(rules: Sequence[str], temperature: float) -> list[str]:
+    """The rules with "all" in its place: GRID, and each judge without a threshold at several."""
+    if "all" not in rules:
+        return list(rules)
+    same = ("speculative", "block") if temperature == 0 else ()
+    grid = [rule for rule in GRID if rule not in same and (temperature > 0 or not terms(rule)[0].samples)]
+    found = []
+    for rule in rules:
+        (term, *more) = terms(rule) if rule != "all" else (None,)
+        if rule == "all":
+            found += grid
+        elif isinstance(term, Judge) and not more and term.threshold is None:
+            listed = {row["recall"]: row["threshold"] for row in term.head.metrics.get("thresholds", [])}
+            tried = [replace(term, threshold=listed[recall]) for recall in JUDGED if recall in listed]
+            found += [str(judge) for judge in tried] or [rule]
+        else:
+            found.append(rule)
+    return found
+
+
+JUDGED = (0.5, 0.8, 0.9, 0.98, 0.995, 0.998)
+"""The recalls at whose thresholds "all" tries a judge."""
 
 
 @contextmanager
@@ -129,6 +187,28 @@ class _Run:
 
     def __init__(self, pair: Pair, task: Task, folder: Path, options: Options):
         self.pair, self.task, self.folder, self.options = pair, task, folder, options
+
+    def estimate(
+        self, rules: Sequence[str], windows: Sequence[int], tuned: int, samples: Sequence[Sample], timed: int, size: int
+    ) -> Estimate:
+        """What is left to do of `tuned` samples at each window, of all `samples` in batches of `size`, and of `timed` answers
+        one by one, by the settings' number."""
+        drafting = sum(rule not in ALONE for rule in rules)
+        settings = len(rules) + (drafting if len(windows) > 1 else 0)
+        chosen = (self.folder / "windows.json").exists()
+        kept, known = (sum(1 for _ in Journal(self.folder / f"{name}.jsonl")) for name in ("compare", "timings"))
+        one_by_one = (0 if chosen else drafting * len(windows) * tuned) + settings * max(0, timed - known)
+        together = max(0, settings * len(samples) - kept)
+        if not one_by_one + together:
+            return Estimate(0.0, 0)
+        batch = [sample.prompt for sample in samples[:size]]
+        self.pair.generate_batch(batch[:1], batch_size=1, **self._options("target", 0))  # warm-up
+        began = time.perf_counter()
+        self.pair.generate_batch(batch[:1], batch_size=1, **self._options("target", 0))
+        middle = time.perf_counter()
+        self.pair.generate_batch(batch, batch_size=size, **self._options("target", 0))
+        each = middle - began, (time.perf_counter() - middle) / len(batch)
+        return Estimate(one_by_one * each[0] + together * each[1], one_by_one + together)
 
     def settings(
         self, rules: Sequence[str], windows: Sequence[int], samples: Sequence[Sample]
@@ -241,7 +321,7 @@ class _Run:
 
 
 def _judges(rule: str) -> list[Judge]:
-    return [term for term in terms(rule) if isinstance(term, Judge)]
+    return [term for term in (terms(rule) if rule != "all" else ()) if isinstance(term, Judge)]
 
 
 def heads(rules: Sequence[str], stop: str) -> dict[str, str]:
@@ -259,7 +339,7 @@ def rows(
     """The table: one row a setting, each figure with its 95 % interval (exact binomial for shares, bootstrap over prompts
     for ratios). `answers` holds each setting's results on n samples, `timings` the seconds of each of the first `timed_n`
     of them by setting. `paired_loss` is the share of prompts that the target alone gets right and this decoder wrong;
-    `share_of_cap` the tokens per second as a share of the draft's alone, where that was asked for."""
+    `share_of_cap` the tokens per second as a share of the draft's alone, which nothing exceeds."""
 
     def column(i: int, key: str) -> NDArray:
         return np.array([result[key] for result in answers[i]], dtype=float)
@@ -283,8 +363,35 @@ def rows(
         row |= _ratio("tokens_per_second", tokens[:timed], seconds[:, i], draws(timed))
         row |= _ratio("seconds_per_correct", seconds[:, i], right[:timed].astype(float), draws(timed))
         table.append(row)
-    cap = table[alone["draft"]]["tokens_per_second"] if "draft" in alone else None
-    return [{**row, "share_of_cap": row["tokens_per_second"] / cap if cap else None} for row in table]
+    cap = table[alone["draft"]]["tokens_per_second"]
+    return [{**row, "share_of_cap": row["tokens_per_second"] / cap} for row in table]
+
+
+def allocation(
+    settings: Sequence[Setting], answers: Sequence[Sequence[dict[str, Any]]], timings: Sequence[Sequence[float]]
+) -> list[dict[str, Any]]:
+    """What random allocation is expected to give: each prompt answered by the draft with the chance `share`, else by the
+    target alone. Any rule must beat this line (Holsman 2025)."""
+    alone = [next(i for i, setting in enumerate(settings) if setting.rule == name) for name in ("target", "draft")]
+    seconds = np.array(timings, dtype=float)[:, alone]  # [timed_n, 2]
+    right, tokens, passes = (
+        np.array([[result[key] for result in answers[i]] for i in alone], dtype=float).T  # [n, 2]
+        for key in ("correct", "tokens", "target_passes")
+    )
+    line = []
+    for share in SHARES:
+        mix = np.array([1 - share, share])
+        timed = [float((part[: len(seconds)] @ mix).sum()) for part in (right, tokens, seconds)]
+        read = float((passes @ mix).sum())
+        line.append({
+            "share": share,
+            "accuracy": float((right @ mix).mean()),
+            "paired_loss": share * float((right[:, 0] * (1 - right[:, 1])).mean()),
+            "tokens_per_pass": float((tokens @ mix).sum()) / read if read else None,
+            "tokens_per_second": timed[1] / timed[2],
+            "seconds_per_correct": timed[2] / timed[0] if timed[0] else None,
+        })  # fmt: skip
+    return line
 
 
 def _share(name: str, hits: int, n: int) -> dict[str, Any]:

@@ -120,9 +120,17 @@ def follow(items: Iterable[Any]) -> dict[str, Any]:
         for item in items:
             if isinstance(item, dict):
                 frontier = item
+            elif not hasattr(item, "phase"):
+                screen.print(f"{item.answers} answers to decode, about {_duration(item.seconds)}", highlight=False)
             else:
                 show(item.phase, item.done, item.total)
     return frontier
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
 
 
 def print_table(frontier: dict[str, Any]) -> None:
