@@ -17,8 +17,8 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from lenience import InputError
 from lenience.core import Context, Noise, Profile, Row, Step, Trace
-from lenience.heads import Head, Inputs
-from lenience.mining import features, load_features, mine
+from lenience.heads import Head, Inputs, load_head
+from lenience.mining import PREFIXES, features, load_features, mine
 from lenience.pair import WINDOWS, Pair, load_pair
 from lenience.steps import fit_run
 from lenience.stops import STOPS, Heuristic, parse_stop
@@ -53,7 +53,7 @@ def test_a_spec_comes_back(spec: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("sometimes", "there is no stop condition 'sometimes'; there are fixed, heuristic, confidence, entropy, head"),
+        ("sometimes", "there is no stop condition 'sometimes'; there are fixed, heuristic, confidence, entropy, head, gate"),
         ("confidence", "confidence needs least"),
         ("confidence:1.5", "must be from 0 to 1"),
         ("entropy:0.3,gamma=0", "must be above 0"),
@@ -106,7 +106,7 @@ def test_the_schedule_grows_by_two_and_falls_by_one() -> None:
 @given(
     prompts,
     st.integers(0, 9),
-    st.sampled_from([*STOPS]),
+    st.sampled_from([name for name in STOPS if name != "gate"]),
     st.sampled_from(["exact", "topk:2", "speculative"]),
     st.integers(1, 4),
 )
@@ -237,3 +237,125 @@ def test_a_stop_is_fitted_to_what_decoding_drafts(checkpoints, tmp_path: Path) -
             unprocessed.append(int(logits.argmax()) != token)
             ids.append(token)
     assert rejected.tolist() == wanted != unprocessed
+
+
+# ---- SPRINTER's gate
+
+
+@pytest.fixture(scope="module", params=["draft", "previous"])
+def gate(request, tmp_path_factory: pytest.TempPathFactory, llama: Pair) -> str:
+    weight = torch.randn(llama.draft.hidden_size, generator=torch.Generator().manual_seed(4)) / 2
+    folder = tmp_path_factory.mktemp("gate")
+    Head(weight, 0.5, Inputs(("draft",), (request.param,)), 0.5, llama.fingerprints, role="gate").save(folder)
+    return str(folder)
+
+
+def sprint(pair: Pair, folder: str, prompt: list[int], threshold: float, n: int) -> tuple[list[int], list[str], int, int]:
+    """SPRINTER, greedy, through transformers' models alone, token by token: the new tokens, where each came from, how often the
+    target was asked, and how many tokens it then had not read."""
+    head = load_head(folder, "gate")
+
+    def look(lm, ids: list[int]) -> tuple[int, torch.Tensor]:
+        with torch.inference_mode():
+            out = lm.model(torch.tensor([ids]), output_hidden_states=True)
+        return int(out.logits[0, -1].argmax()), out.hidden_states[-1][0, -1]
+
+    ids, origins, asked, unread, window = list(prompt), [], 0, len(prompt), 0
+    while len(ids) - len(prompt) < n and not (origins and ids[-1] in pair.target.eos_ids):
+        token, before = look(pair.draft, ids)
+        states = {"previous": before, "draft": look(pair.draft, [*ids, token])[1]}
+        score = torch.sigmoid(torch.cat([states[which] for which in head.inputs.tokens]) @ head.weight + head.bias)
+        window += 1
+        if score >= threshold:
+            ids.append(token)
+            origins.append("draft-trusted")
+            continue
+        asked += 1
+        for back in range(1, window):  # the target has read them now
+            place = len(ids) - back
+            origins[-back] = "draft" if look(pair.target, ids[:place])[0] == ids[place] else "draft-lenient"
+        best, _ = look(pair.target, ids)
+        ids.append(best)
+        origins.append("draft" if best == token else "correction")
+        window = 0
+        if best == token and len(ids) - len(prompt) < n and best not in pair.target.eos_ids:
+            ids.append(look(pair.target, ids)[0])
+            origins.append("bonus")
+    return ids[len(prompt) :], origins, asked, unread
+
+
+@pytest.mark.parametrize("threshold", [0.3, 0.5, 0.7])
+def test_a_gate_is_sprinter(gate: str, llama: Pair, threshold: float) -> None:
+    asked = [[5, 9], [7], [1, 2, 3, 4, 5, 6]]
+    options = {"stop": f"gate:{gate}@{threshold}", "window": 64, "max_new_tokens": 30}
+    outs = llama.generate_batch(asked, batch_size=2, **options)
+    for prompt, out in zip(asked, outs):
+        tokens, origins, passes, _ = sprint(llama, gate, prompt, threshold, 30)
+        assert out.tokens == tokens
+        assert [entry.origin for entry in out.trace] == origins
+        assert out.target_passes == passes
+        assert llama.generate(prompt, **options).tokens == tokens, "alone as in company"
+
+
+def test_what_no_gate_objects_to_is_never_read_by_the_target(gate: str, llama: Pair) -> None:
+    options = {"stop": f"gate:{gate}@0.0", "max_new_tokens": 40, "temperature": 0.8, "top_k": 20}
+    for window in (8, 64):
+        out = llama.generate([5, 9], window=window, **options)
+        assert out.target_passes == out.target_tokens == 0
+        assert {entry.origin for entry in out.trace} == {"draft-trusted"}
+        assert out.tokens == llama.generate([5, 9], rule="draft", **{**options, "stop": "fixed"}).tokens
+        assert out.accepted_exact == 0 and out.accepted_lenient == len(out.tokens)
+
+
+@pytest.mark.parametrize("rule", ["exact", "speculative"])
+def test_a_gate_that_always_objects_is_a_window_of_one(gate: str, llama: Pair, rule: str) -> None:
+    options = {"rule": rule, "temperature": 0.9, "max_new_tokens": 30, "seed": 2}
+    out = llama.generate([5, 9], stop=f"gate:{gate}@1.0", window=8, **options)
+    one = llama.generate([5, 9], window=1, **options)
+    assert (out.tokens, out.target_passes) == (one.tokens, one.target_passes)
+
+
+def test_tokens_that_models_read_are_counted(gate: str, llama: Pair) -> None:
+    prompt = [5, 9, 3]
+    out = llama.generate(prompt, stop=f"gate:{gate}@0.5", window=64, max_new_tokens=30)
+    read = sum(step.target_tokens for step in llama.stream(prompt, stop=f"gate:{gate}@0.5", window=64, max_new_tokens=30))
+    last = max(i for i, entry in enumerate(out.trace) if entry.origin in ("correction", "bonus"))
+    rejected = sum(entry.origin == "correction" for entry in out.trace)
+    assert out.target_tokens == read == len(prompt) + last + rejected, (
+        "all before the last answer of the target, and what it rejected"
+    )
+    plain = llama.generate(prompt, rule="target", max_new_tokens=30)
+    assert (plain.target_tokens, plain.draft_tokens) == (len(prompt) + len(plain.tokens) - 1, 0)
+    alone = llama.generate(prompt, rule="draft", max_new_tokens=30)
+    assert (alone.target_tokens, alone.draft_tokens) == (0, len(prompt) + len(alone.tokens) - 1)
+
+
+def test_a_gate_learns_from_four_kinds_of_prefix(llama: Pair, tmp_path: Path) -> None:
+    for _ in mine(llama, ParityTask(), tmp_path, limit=12, max_new_tokens=24):
+        pass
+    for tokens in (("draft",), ("previous",)):
+        inputs = Inputs(("draft",), tokens)
+        for _ in features(llama, tmp_path, inputs, "gate"):
+            pass
+    x, important, samples = load_features(tmp_path, inputs, "gate", tau=1.2)
+    assert np.bincount(samples).tolist() == [4 * PREFIXES] * 12
+    _, stricter, _ = load_features(tmp_path, inputs, "gate", tau=1.0)
+    assert (stricter >= important).all() and 0 < important.sum() < stricter.sum() < len(x)
+    # of prompts, whose prefixes are known: the states before, and the ratio at the token whose state is the one after
+    record = json.loads((tmp_path / "journal.jsonl").read_text().splitlines()[0])
+    after, _, _ = load_features(tmp_path, Inputs(("draft",), ("draft",)), "gate")
+    ids, at = record["prompt_ids"], np.linspace(1, len(record["prompt_ids"]), PREFIXES).astype(int)
+    for i, n in enumerate(at):
+        with torch.inference_mode():
+            draft, target = (lm.model(torch.tensor([ids[:n]]), output_hidden_states=True) for lm in (llama.draft, llama.target))
+            np.testing.assert_allclose(x[i], draft.hidden_states[-1][0, -1], atol=1e-4)
+            each = torch.tensor([[*ids[:n], token] for token in range(VOCABULARY)])
+            states = llama.draft.model(each, output_hidden_states=True).hidden_states[-1][:, -1]
+        token = int((states - torch.tensor(after[i])).abs().sum(1).argmin())
+        p, q = (softmax(out.logits[0, -1].double().numpy()) for out in (target, draft))
+        assert stricter[i] == (q[token] > p[token])
+    made = fit_run(llama, tmp_path, inputs, tmp_path / "gate", "gate", tau=1.2, kind="adam", recall=0.9, seed=0)
+    assert made.role == "gate" and made.threshold == 0.5 and made.metrics["tau"] == 1.2
+    again = load_head(tmp_path / "gate", "gate")
+    assert torch.equal(again.weight, made.weight)
+    assert llama.generate([3, 4], stop=f"gate:{tmp_path / 'gate'}", max_new_tokens=10).tokens

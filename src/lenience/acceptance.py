@@ -292,6 +292,8 @@ def _kept(accepted: Tensor, draft: Draft) -> Tensor:
 
 def _verdicts(draft: Draft, exact: Tensor, accepted: Tensor, logits: Tensor | None, follow: Tensor) -> list[Verdict]:
     columns = [draft.lengths[:, None], follow, draft.tokens, exact, accepted, *([] if logits is None else [logits])]
+    if draft.trusted is not None:
+        columns[4] = accepted | (torch.arange(draft.width, device=accepted.device) < draft.trusted[:, None])
     table = torch.cat(columns, 1)  # of float32, where there are a judge's logits: it holds ids below 2²⁴
     return [_verdict(row, draft.width) for row in table.tolist()]  # the rule's one synchronisation
 

@@ -192,26 +192,33 @@ def mine(
 
 @app.command
 def fit(
-    run: Path, /, *, head: Literal["logistic", "mlp"] = "logistic", recall: float = 0.9, models: str = "target,draft",
-    tokens: str = "draft,previous", stop: Flag = False, out: Path | None = None, seed: int = 0, target: str | None = None,
-    draft: str | None = None, device: str = "auto", json: Json = False,
+    run: Path, /, *, head: Literal["logistic", "mlp", "adam", "adamw"] | None = None, recall: float = 0.9,
+    models: str | None = None, tokens: str | None = None, stop: Flag = False, gate: Flag = False, tau: float | None = None,
+    out: Path | None = None, seed: int = 0, target: str | None = None, draft: str | None = None, device: str = "auto",
+    json: Json = False,
 ) -> None:  # fmt: skip
-    """Fit a judge to a run's journal and save it in RUN/judge; or a stop condition for the drafter, in RUN/stop.
+    """Fit a judge to a run's journal and save it in RUN/judge; or a stop condition for the drafter, in RUN/stop or RUN/gate.
 
     Parameters
     ----------
     run
         The run folder.
     head
-        logistic, as AutoJudge has it, or mlp, with a hidden layer, which tells better where there is much to learn from.
+        logistic, as AutoJudge has it; mlp, with a hidden layer, which tells better where there is much to learn from; adamw,
+        as Judge Decoding has it; or adam, as SPRINTER has it, which is the default for a gate.
     recall
         The share of important tokens that the judge's own threshold must reject; other thresholds are listed too.
     models
-        Whose hidden states it reads: target, draft or both, with a comma.
+        Whose hidden states a judge reads: target, draft or, by default, both, with a comma.
     tokens
-        After which token was read: draft (the drafted one), previous, target (for study only), or several, with a comma.
+        After which token was read: draft (the drafted one), previous, target (for study only), or several, with a comma; by
+        default draft,previous for a judge and draft for a gate.
     stop
         Fit a head on the draft's states that says when to stop drafting, used as --stop head:RUN/stop@T.
+    gate
+        Fit a head that also says which tokens need no asking the target, used as --stop gate:RUN/gate@T (SPRINTER).
+    tau
+        A token is acceptable to the gate where draft / target of its probabilities is at most this, 1 by default.
     out
         Save the head in another folder.
     seed
@@ -227,24 +234,32 @@ def fit(
         raise InputError(f"--recall {recall}: must be in (0, 1]")
     if not 0 <= seed < 2**32:
         raise InputError(f"--seed {seed}: must be from 0 to 2**32 - 1")
-    from lenience.heads import Inputs
+    from lenience.heads import Inputs, Role
     from lenience.journal import read_json
 
-    if stop and (models, tokens) != ("target,draft", "draft,previous"):
-        raise InputError("--stop: is fitted to the draft's own states; leave --models and --tokens out")
-    inputs = Inputs(("draft",), ("previous",)) if stop else Inputs(tuple(models.split(",")), tuple(tokens.split(",")))
-    role = "stop" if stop else "judge"
+    role: Role = "stop" if stop else "gate" if gate else "judge"
+    if stop and gate:
+        raise InputError("--gate: is another head than --stop's; fit them one after the other")
+    if (role != "judge" and models) or (stop and tokens):
+        raise InputError(f"--{role}: is fitted to the draft's own states; leave --models{' and --tokens' * stop} out")
+    if gate and tokens not in (None, "draft", "previous"):
+        raise InputError(f"--tokens {tokens}: a gate reads the state after draft or after previous")
+    if tau is not None and not (gate and tau > 0):
+        raise InputError(f"--tau {tau:g}: is a gate's, and above 0")
+    given = (tokens or {"judge": "draft,previous", "stop": "previous", "gate": "draft"}[role]).split(",")
+    inputs = Inputs(tuple((models or "target,draft").split(",")) if role == "judge" else ("draft",), tuple(given))
     made = read_json(run / "run.json")
     if not made.keys() >= {"pair", "models"}:
         raise InputError(f"{run / 'run.json'}: does not say which models it was mined with; mine into another folder")
     if made["pair"] != "built-in":
         target, draft = target or made["models"]["target"]["name"], draft or made["models"]["draft"]["name"]
     dtypes = {model["dtype"] for model in made["models"].values()}
-    pair = Models(target, draft, dtypes.pop() if len(dtypes) == 1 else "auto", device).load()
-    fitted = fit_run(pair, run, inputs, out or run / role, kind=head, recall=recall, seed=seed, role=role)
+    pair = Models(target, draft, dtypes.pop() if len(dtypes) == 1 else "auto", device).load(long=gate)
+    kind = head or ("adam" if gate else "logistic")
+    fitted = fit_run(pair, run, inputs, out or run / role, role, tau or 1.0, kind=kind, recall=recall, seed=seed)
     print_thresholds(fitted, out or run / role)
     if json:
-        _print_json({role: str(out or run / role), "head": head, "threshold": fitted.threshold, **fitted.metrics})
+        _print_json({role: str(out or run / role), "head": kind, "threshold": fitted.threshold, **fitted.metrics})
 
 
 @app.command

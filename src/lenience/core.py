@@ -11,7 +11,7 @@ import hashlib
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import LogitsProcessorList
 
 Finish = Literal["eos", "stop", "length", "context"]
-Origin = Literal["draft", "draft-lenient", "correction", "bonus"]
+Origin = Literal["draft", "draft-lenient", "draft-trusted", "correction", "bonus"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,10 @@ class Draft:
     """[B, W + 1, H]: the draft's states, see the module; None unless a rule asked for them."""
     passes: int = 0
     """How many passes of a model proposing took."""
+    read: Sequence[int] = ()
+    """[B]: how many tokens these passes read for each row."""
+    trusted: Tensor | None = None
+    """[B]: how many of the first tokens are kept without asking the target, which does not read a window trusted whole."""
 
     @property
     def width(self) -> int:
@@ -48,6 +52,12 @@ class Draft:
     def proposed(self) -> Tensor:
         """[B, W] bool: which places hold a proposed token."""
         return torch.arange(self.width, device=self.tokens.device) < self.lengths[:, None]
+
+    def rows(self, which: Sequence[int]) -> Draft:
+        """The windows of some of the rows."""
+        parts: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
+        parts |= {name: value[list(which)] for name, value in parts.items() if isinstance(value, Tensor)}
+        return Draft(**{**parts, "read": [self.read[b] for b in which] if self.read else ()})
 
 
 @dataclass(frozen=True)
@@ -74,10 +84,10 @@ class Verdict:
     drafted: list[int]
     accepted: int
     """How many drafted tokens are kept."""
-    token: int
-    """The correction or, where the window was accepted whole, the bonus token."""
+    token: int | None
+    """The correction or, where the window was accepted whole, the bonus token; None where the target did not read it."""
     exact: list[bool]
-    """For each drafted position, whether the strict rule accepts it there."""
+    """For each drafted position, whether the strict rule accepts it there; False where the target did not read."""
     scores: list[float | None]
     """For each drafted position, the judge's score where one was asked."""
 
@@ -105,6 +115,11 @@ class Step:
     text: str
     """The text that this step adds, incomplete characters and possible stop strings held back until they are decided."""
     finish: Finish | None = None
+    target_passes: int = 1
+    """0 where the window was trusted."""
+    draft_tokens: int = 0
+    """How many tokens the draft read."""
+    target_tokens: int = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -295,7 +310,8 @@ class Drafter(Protocol):
     """Proposes windows."""
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
-        """A window for each row of `ctx`, of at most `room` tokens for it; it may be empty."""
+        """A window for each row of `ctx`, which may have `room` new tokens more, of which one follows a window that is not
+        trusted; it may be empty."""
         ...
 
     def move(self, source: int, to: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lenience.core import Context, Draft, Drafter, Finish, Row, Rule, Step, Trace, Verdict
+from lenience.core import Context, Draft, Drafter, Finish, Origin, Row, Rule, Step, Trace, Verdict
 from lenience.model import LM
 from lenience.session import Session
 
@@ -42,9 +42,9 @@ def decode(
         if not active:
             return
         ctx.rows = [request.row for request in active]
-        draft, verdicts = cycle(session, drafter, rule, ctx, [request.limits.room - 1 for request in active])
-        for request, verdict in zip(active, verdicts):
-            step = request.limits.clip(verdict, draft.passes)
+        draft, read, verdicts = cycle(session, drafter, rule, ctx, [request.limits.room for request in active])
+        for b, (request, verdict) in enumerate(zip(active, verdicts)):
+            step = request.limits.clip(verdict, draft.passes, draft.read[b] if draft.read else 0, read[b])
             request.row.prefix += step.tokens
             request.row.position += len(step.tokens)
             request.row.lenient += sum(entry.origin == "draft-lenient" for entry in step.trace)
@@ -64,17 +64,37 @@ def decode(
 
 
 @torch.inference_mode()
-def cycle(session: Session, drafter: Drafter, rule: Rule, ctx: Context, room: Sequence[int]) -> tuple[Draft, list[Verdict]]:
-    """Propose at most `room` tokens for each row of `ctx`, read them, and judge them."""
+def cycle(
+    session: Session, drafter: Drafter, rule: Rule, ctx: Context, room: Sequence[int]
+) -> tuple[Draft, Sequence[int], list[Verdict]]:
+    """Propose windows for the rows of `ctx`, which may have `room` new tokens more, read them, and judge them: the windows, how
+    many tokens the target read for each row, and the verdicts."""
     draft = drafter.propose(ctx, room)
-    reading = session.read([row.prefix for row in ctx.rows], draft.width + 1, draft.tokens)
+    session.profile.cycles += 1
+    if draft.trusted is None:
+        return draft, *_judge(session, rule, ctx, draft)
+    lengths, trusted, tokens = draft.lengths.tolist(), draft.trusted.tolist(), draft.tokens.tolist()
+    asked = [b for b, (length, n) in enumerate(zip(lengths, trusted)) if n < length or not length]
+    judged = {}
+    if asked:
+        part = replace(ctx, rows=[ctx.rows[b] for b in asked])
+        judged = dict(zip(asked, zip(*_judge(session, rule, part, draft.rows(asked), asked))))
+    unread = [(0, Verdict(row[:n], n, None, [False] * n, [None] * n)) for row, n in zip(tokens, lengths)]
+    read, verdicts = zip(*(judged.get(b, unread[b]) for b in range(len(tokens))))
+    return draft, read, list(verdicts)
+
+
+def _judge(
+    session: Session, rule: Rule, ctx: Context, draft: Draft, rows: Sequence[int] | None = None
+) -> tuple[Sequence[int], list[Verdict]]:
+    """How many tokens the target reads for each row, and the rule's verdicts; `rows` are the session's, where not its first."""
+    reading = session.read([row.prefix for row in ctx.rows], draft.width + 1, draft.tokens, rows=rows)
     if ctx.processors:
         reading = replace(reading, logits=ctx.process(reading.logits, draft.tokens))
     session.profile.lap("rest")
     verdicts = rule(draft, reading, ctx)
     session.profile.lap("rule")
-    session.profile.cycles += 1
-    return draft, verdicts
+    return reading.read, verdicts
 
 
 @dataclass
@@ -102,17 +122,19 @@ class Limits:
         """How many more new tokens are allowed."""
         return self._left - self.new
 
-    def clip(self, verdict: Verdict, draft_passes: int) -> Step:
-        """The step that a verdict comes to, cut off where the response ends."""
+    def clip(self, verdict: Verdict, draft_passes: int, draft_tokens: int = 0, target_tokens: int = 0) -> Step:
+        """The step that a verdict comes to, cut off where the response ends; what the models read is counted in it."""
         n, k = len(verdict.drafted), verdict.accepted
-        kept = [
-            Trace(token, "draft" if exact else "draft-lenient", score)
+        lenient: Origin = "draft-trusted" if verdict.token is None else "draft-lenient"
+        found = [
+            Trace(token, "draft" if exact else lenient, score)
             for token, exact, score in zip(verdict.drafted[:k], verdict.exact, verdict.scores)
         ]
-        last = Trace(verdict.token, "bonus") if k == n else Trace(verdict.token, "correction", verdict.scores[k])
+        if verdict.token is not None:
+            found.append(Trace(verdict.token, "bonus") if k == n else Trace(verdict.token, "correction", verdict.scores[k]))
         trace: list[Trace] = []
         text = ""
-        for entry in [*kept, last]:
+        for entry in found:
             trace.append(entry)
             self.new += 1
             if self._text:
@@ -128,7 +150,10 @@ class Limits:
                 break
         drafted = sum(entry.origin.startswith("draft") for entry in trace)
         exact = next((i for i in range(drafted) if not verdict.exact[i]), drafted)
-        return Step(trace, n, exact, drafted - exact, draft_passes, text, self.finish)
+        reads = int(verdict.token is not None)
+        return Step(
+            trace, n, exact, drafted - exact, draft_passes, text, self.finish, reads, draft_tokens, target_tokens
+        )  # fmt: skip
 
 
 class TextStream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,32 +32,45 @@ class ModelDrafter:
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         prefixes = [row.prefix for row in ctx.rows]
         asked = [self.stop.most(row, self.window) for row in ctx.rows]
-        most = [max(0, min(n, r, self.session.room(p) - 1)) for n, p, r in zip(asked, prefixes, room)]
+        follows = not self.stop.trusts  # whether a token of the target's follows in any case
+        most = [max(0, min(n, r - follows, self.session.room(p) - 1)) for n, p, r in zip(asked, prefixes, room)]
         if self.session.lm.width < self.width:  # ids that only the target's embedding has
             most = [0 if max(p) >= self.session.lm.width else m for p, m in zip(prefixes, most)]
         tokens = torch.empty(len(most), 0, dtype=torch.long, device=self.device)
         logits, hidden, chances = list[Tensor](), list[Tensor](), list[Tensor]()
+        read, ends = [0] * len(most), torch.empty(len(most), 0, dtype=torch.bool, device=self.device)
         reads_on = ctx.greedy and not ctx.processors and self.session.lm.width <= self.width
         chunk = 1 if not reads_on else CHUNK_ASKED if self.stop.asks else CHUNK
-        # the state after the last drafted token takes one more pass
-        while (wanted := max(most)) and (left := wanted + self.keep_states - tokens.shape[1]) > 0:
+        extra = self.keep_states or self.stop.looks_back  # the state after the last drafted token takes one more pass
+        while (wanted := max(most)) and (left := wanted + extra - tokens.shape[1]) > 0:
             reading = self.session.read(prefixes, ahead=tokens if logits else None, on=min(left, chunk) - 1)
+            read = [n + new + reading.logits.shape[1] - 1 for n, new in zip(read, reading.read)]
             logits.append(ctx.process(self._as_target(reading.logits), tokens))  # [B, n, V]
             hidden.append(reading.hidden)
             drawn = (reading.best if reads_on else ctx.draw(logits[-1], tokens.shape[1])).to(self.device)
             tokens = looked = torch.cat([tokens, drawn], 1) if tokens.shape[1] else drawn
             if self.stop.asks:
-                chances.append(self.stop.chances(logits[-1], reading.hidden, drawn, ctx))
-                looked = tokens.where(~self.stop.ends(torch.cat(chances, 1)).to(self.device), _END)
+                # of a condition that looks back, the first state belongs to the token before the first
+                seen = reading.hidden[:, 1:] if self.stop.looks_back and len(logits) == 1 else reading.hidden
+                if seen.shape[1]:
+                    chances.append(self.stop.chances(logits[-1], seen, drawn, ctx))
+                    ends = self.stop.ends(torch.cat(chances, 1)).to(self.device)  # [B, tokens so far, or one fewer]
+                later = tokens.shape[1] - ends.shape[1]
+                looked = tokens.where(~torch.nn.functional.pad(ends, (0, later)), _END)
             for b, row in enumerate(looked.tolist()):
                 # nothing after an EOS could be kept
-                ends = (i for i, token in enumerate(row[: most[b]], 1) if token == _END or token in self.eos_ids)
-                most[b] = next(ends, most[b])
+                last = (i for i, token in enumerate(row[: most[b]], 1) if token == _END or token in self.eos_ids)
+                most[b] = next(last, most[b])
         lengths = torch.tensor(most, device=self.device)
         if not logits:
-            return Draft(tokens, lengths)
+            return Draft(tokens, lengths, trusted=torch.zeros_like(lengths) if self.stop.trusts else None)
         states = _first(hidden, wanted + 1).to(self.device) if self.keep_states else None  # [B, W + 1, H]
-        return Draft(tokens[:, :wanted], lengths, _first(logits, wanted), states, tokens.shape[1])
+        passes, tokens = tokens.shape[1], tokens[:, :wanted]
+        draft = Draft(tokens, lengths, _first(logits, wanted), states, passes, read)
+        if not self.stop.trusts:
+            return draft
+        doubted = (ends[:, :wanted] & draft.proposed).any(1)
+        return replace(draft, trusted=lengths - doubted.long())
 
     def move(self, source: int, to: int) -> None:
         self.session.move(source, to)

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from lenience.journal import write_json
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+Role = Literal["judge", "stop", "gate"]
+Kind = Literal["logistic", "mlp", "adam", "adamw"]
 MODELS = ("target", "draft")
 TOKENS = ("draft", "previous", "target")
 
@@ -62,8 +64,8 @@ class Head:
     """Of the target, the draft and their tokenizer, as the head was fitted to them."""
     metrics: dict[str, Any] = field(default_factory=dict)
     folder: str = ""
-    role: str = "judge"
-    """What it is for: "judge", or "stop" for a head that says when to stop drafting; its files are named by it."""
+    role: Role = "judge"
+    """What it is for: "judge", or "stop" or "gate" for a head that says when to stop drafting; its files are named by it."""
     layer: tuple[Tensor, Tensor] | None = None
     """[F, N] and [N] float32, the scaling of the inputs folded in"""
     _weights: dict[torch.device, list[tuple[Tensor, Tensor]]] = field(
@@ -146,17 +148,17 @@ class Head:
         write_json(folder / f"{self.role}.json", about)
 
 
-def load_head(folder: str | Path, role: str = "judge") -> Head:
+def load_head(folder: str | Path, role: Role = "judge") -> Head:
     """The head saved in a folder for a role. Raises InputError where there is none or it is broken."""
     path = Path(folder)
     if not (path / f"{role}.json").is_file():
-        how = "lenience fit RUN" + (" --stop" if role == "stop" else "")
+        how = "lenience fit RUN" + ("" if role == "judge" else f" --{role}")
         raise InputError(f"{role} {folder}: there is no {role}.json in it; `{how}` makes RUN/{role}")
     return _load(path, role, (path / f"{role}.json").stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=8)
-def _load(path: Path, role: str, changed: int) -> Head:
+def _load(path: Path, role: Role, changed: int) -> Head:
     try:
         about = json.loads((path / f"{role}.json").read_text())
         tensors = load_file(path / f"{role}.safetensors")
@@ -210,16 +212,19 @@ def fit_head(
     fingerprints: dict[str, str],
     recall: float,
     seed: int,
-    kind: str = "logistic",
-    role: str = "judge",
+    kind: Kind = "logistic",
+    role: Role = "judge",
 ) -> Head:
-    """Fit a judge by logistic regression (AutoJudge, section 3.2) or, of the `kind` "mlp", with a hidden layer; or a stop, to
-    which tokens that the target rejects are what important mismatches are to a judge.
+    """Fit a judge, or a stop or a gate, to which tokens that the target rejects or that are not acceptable are what important
+    mismatches are to a judge.
 
-    `x` [m, F] are the mismatches' states, `important` [m] bool, `samples` [m] the sample each came from. The strength of the
-    logistic penalty is chosen by the AUC on 10 % of the samples; thresholds are read off scores that no fold's own
-    samples trained; the head that is kept is fitted to everything. Raises InputError where there is too little to learn
-    from.
+    Kinds: "logistic" regression (AutoJudge, section 3.2), its L2 penalty chosen on a tenth of the samples; "mlp", with a hidden
+    layer; and the same linear head fitted by gradient steps until a tenth of the samples says to stop: "adamw" with the
+    two classes weighted alike (Judge Decoding), "adam" without (SPRINTER).
+
+    `x` [m, F] are the mismatches' states, `important` [m] bool, `samples` [m] the sample each came from. Thresholds are read
+    off scores that no fold's own samples trained; the head that is kept is fitted to everything. Raises InputError where
+    there is too little to learn from.
     """
     from scipy.special import expit
     from sklearn.metrics import roc_auc_score
@@ -227,7 +232,7 @@ def fit_head(
 
     groups = len(set(samples[important].tolist()))
     if groups < 10 or important.all():
-        kinds = ("important", "mismatches") if role == "judge" else ("rejected", "tokens")
+        kinds = {"judge": ("important", "mismatches"), "stop": ("rejected", "tokens"), "gate": ("unacceptable", "tokens")}[role]
         raise InputError(
             f"{int(important.sum())} {kinds[0]} of {len(x)} {kinds[1]}, in {groups} samples: too few to fit "
             f"a {role}; mine more samples (lenience mine --limit)"
@@ -237,11 +242,11 @@ def fit_head(
     harmless = ~important
 
     train, valid = _split(x, harmless, samples, seed)
-    curve = _curve(kind, x, harmless, train, valid, seed)
+    curve = _curve(kind, x, harmless, samples, train, valid, seed)
     best = max(curve, key=curve.__getitem__)
     held_out = np.zeros(len(x))
     for inside, outside in GroupKFold(5).split(x, harmless, samples):
-        held_out[outside] = expit(_fit(kind, x[inside], harmless[inside], best, seed).logits(x[outside]))
+        held_out[outside] = expit(_fit(kind, x[inside], harmless[inside], samples[inside], best, seed).logits(x[outside]))
     metrics = {
         "auc": curve[best],
         "auc_out_of_fold": float(roc_auc_score(harmless, held_out)),
@@ -252,7 +257,7 @@ def fit_head(
         "validation": {"mismatches": len(valid), "important": int(important[valid].sum())},
         "thresholds": thresholds(held_out, important),
     }
-    weight, bias, layer = _fit(kind, x, harmless, best, seed).on_raw(mean, scale)
+    weight, bias, layer = _fit(kind, x, harmless, samples, best, seed).on_raw(mean, scale)
     threshold = threshold_at(held_out, important, recall) if role == "judge" else 0.5
     return Head(weight, bias, inputs, threshold, fingerprints, metrics, "", role, layer)
 
@@ -267,13 +272,16 @@ def _split(x: NDArray, harmless: NDArray, samples: NDArray, seed: int) -> tuple[
     raise InputError("important mismatches sit in too few samples to set any aside; mine more (lenience mine --limit)")
 
 
-def _curve(kind: str, x: NDArray, harmless: NDArray, train: NDArray, valid: NDArray, seed: int) -> dict[float, float]:
-    """The AUC on the rows `valid` by the C of the grid that the rows `train` were fitted with; an MLP has no C."""
+def _curve(
+    kind: Kind, x: NDArray, harmless: NDArray, samples: NDArray, train: NDArray, valid: NDArray, seed: int
+) -> dict[float, float]:
+    """The AUC on the rows `valid` by the C of the grid that the rows `train` were fitted with; other kinds have no C."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import roc_auc_score
 
-    if kind == "mlp":
-        return {0.0: float(roc_auc_score(harmless[valid], _fit(kind, x[train], harmless[train], 0.0, seed).logits(x[valid])))}
+    if kind != "logistic":
+        fitted = _fit(kind, x[train], harmless[train], samples[train], 0.0, seed)
+        return {0.0: float(roc_auc_score(harmless[valid], fitted.logits(x[valid])))}
     model, curve = LogisticRegression(max_iter=500, warm_start=True), {}
     for c in GRID:
         model.set_params(C=c).fit(x[train], harmless[train])
@@ -281,9 +289,11 @@ def _curve(kind: str, x: NDArray, harmless: NDArray, train: NDArray, valid: NDAr
     return curve
 
 
-def _fit(kind: str, x: NDArray, harmless: NDArray, c: float, seed: int) -> _Fitted:
+def _fit(kind: Kind, x: NDArray, harmless: NDArray, samples: NDArray, c: float, seed: int) -> _Fitted:
     from sklearn.linear_model import LogisticRegression
 
+    if kind in ("adam", "adamw"):
+        return _fit_stopped(kind, x, harmless, samples, seed)
     if kind == "mlp":
         return _fit_mlp(torch.from_numpy(x), torch.from_numpy(harmless.astype(np.float32)), seed)
     model = LogisticRegression(max_iter=1000, C=c).fit(x, harmless)
@@ -312,6 +322,38 @@ def _fit_mlp(x: Tensor, harmless: Tensor, seed: int) -> _Fitted:
             schedule.step()
     weights = [parameter.detach().numpy() for parameter in (inner.weight.T, inner.bias, outer.weight[0])]
     return _Fitted(weights[2], float(outer.bias.detach()), (weights[0], weights[1]))
+
+
+PATIENCE, MOST_EPOCHS = 5, 200
+"""Of the heads that are fitted by gradient steps: for how many epochs the loss may not fall, and how many there are at most."""
+
+
+def _fit_stopped(kind: Kind, x: NDArray, harmless: NDArray, samples: NDArray, seed: int) -> _Fitted:
+    """A linear head by Adam or AdamW, as it was when its loss on a tenth of the samples was least."""
+    train, valid = _split(x, harmless, samples, seed)
+    inputs, labels = torch.from_numpy(x), torch.from_numpy(harmless.astype(np.float32))
+    share = labels[train].mean()
+    weights = torch.where(labels > 0, 0.5 / share, 0.5 / (1 - share)) if kind == "adamw" else torch.ones_like(labels)
+    loss_of = torch.nn.functional.binary_cross_entropy_with_logits
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(x.shape[1], 1)
+        optimizer = (torch.optim.AdamW if kind == "adamw" else torch.optim.Adam)(model.parameters(), lr=1e-3)
+        best, since, kept = np.inf, 0, {name: value.clone() for name, value in model.state_dict().items()}
+        for _ in range(MOST_EPOCHS):
+            for rows in torch.from_numpy(train)[torch.randperm(len(train))].split(BATCH):
+                loss = loss_of(model(inputs[rows])[:, 0], labels[rows], weights[rows])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            with torch.no_grad():
+                now = float(loss_of(model(inputs[valid])[:, 0], labels[valid], weights[valid]))
+            since = 0 if now < best else since + 1
+            if since == 0:
+                best, kept = now, {name: value.clone() for name, value in model.state_dict().items()}
+            elif since == PATIENCE:
+                break
+    return _Fitted(kept["weight"][0].numpy(), float(kept["bias"]))
 
 
 def threshold_at(scores: NDArray, important: NDArray, recall: float) -> float:

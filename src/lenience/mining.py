@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 
 from lenience import __version__
 from lenience.acceptance import Exact
-from lenience.core import Context, Noise, Row, Step
+from lenience.core import Context, Noise, Row, Step, race
 from lenience.decode import Limits, Request, decode
 from lenience.errors import InputError
-from lenience.heads import Inputs
+from lenience.heads import Inputs, Role
 from lenience.journal import Journal, open_run, read_json
-from lenience.pair import Pair
+from lenience.pair import Options, Pair
 from lenience.session import Session, common
 from lenience.tasks import Sample, Task, take
 
@@ -263,7 +263,7 @@ SHARD = 100
 """Journal records in a shard of features."""
 
 
-def features(pair: Pair, folder: Path, inputs: Inputs, role: str = "judge") -> Iterator[tuple[int, int]]:
+def features(pair: Pair, folder: Path, inputs: Inputs, role: Role = "judge") -> Iterator[tuple[int, int]]:
     """Compute the hidden states of a run's labelled mismatches, or what a head of another `role` is fitted to, into
     RUN/features; shards of the same records are kept.
 
@@ -277,16 +277,16 @@ def features(pair: Pair, folder: Path, inputs: Inputs, role: str = "judge") -> I
     records = Journal(folder / "journal.jsonl").resume()
     if not records:
         raise InputError(f"{folder}: its journal is empty; mine some samples first (lenience mine --out {folder})")
-    place, states = _place(folder, inputs, role), _states if role == "judge" else _drafted
+    place, label = _place(folder, inputs, role), _LABELS[role]
     place.mkdir(parents=True, exist_ok=True)
     for begin in range(0, len(records), SHARD):
         part = records[begin : begin + SHARD]
         path = place / f"{begin // SHARD:05d}.safetensors"
         digest = hashlib.blake2b(json.dumps(part).encode(), digest_size=8).hexdigest()
         if _digest_of(path) != digest:
-            rows = [states(pair, record, inputs) for record in part]
+            rows = _SOURCES[role](pair, part, inputs)
             sample = [torch.full((len(x),), begin + i) for i, (x, _) in enumerate(rows)]
-            tensors = {"x": torch.cat([x for x, _ in rows]), "important": torch.cat([y for _, y in rows]),
+            tensors = {"x": torch.cat([x for x, _ in rows]), label: torch.cat([y for _, y in rows]),
                        "sample": torch.cat(sample)}  # fmt: skip
             new = path.with_suffix(".new")
             save_file(tensors, new, metadata={"records": digest})
@@ -296,20 +296,22 @@ def features(pair: Pair, folder: Path, inputs: Inputs, role: str = "judge") -> I
         path.unlink()  # of a longer journal
 
 
-def _place(folder: Path, inputs: Inputs, role: str) -> Path:
-    return folder / "features" / (str(inputs) if role == "judge" else role)
+def _place(folder: Path, inputs: Inputs, role: Role) -> Path:
+    name = {"judge": str(inputs), "stop": "stop", "gate": f"gate-{'+'.join(inputs.tokens)}"}[role]
+    return folder / "features" / name
 
 
-def load_features(folder: Path, inputs: Inputs, role: str = "judge") -> tuple[NDArray, NDArray, NDArray]:
-    """x [m, F] float32, important [m] bool, sample [m] int: all that `features` has computed, in the journal's order."""
+def load_features(folder: Path, inputs: Inputs, role: Role = "judge", tau: float = 1.0) -> tuple[NDArray, NDArray, NDArray]:
+    """x [m, F] float32, important [m] bool, sample [m] int: all that `features` has computed, in the journal's order. What
+    is important to a gate is a token to which the draft gives more than `tau` times the target's probability."""
     import numpy as np
 
     shards = []
     for path in sorted(_place(folder, inputs, role).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            shards.append([file.get_tensor(name).float().numpy() for name in ("x", "important", "sample")])
-    x, important, sample = (np.concatenate(column) for column in zip(*shards))
-    return x, important.astype(bool), sample.astype(int)
+            shards.append([file.get_tensor(name).float().numpy() for name in ("x", _LABELS[role], "sample")])
+    x, label, sample = (np.concatenate(column) for column in zip(*shards))
+    return x, label > tau if role == "gate" else label.astype(bool), sample.astype(int)
 
 
 def _digest_of(path: Path) -> str | None:
@@ -366,3 +368,59 @@ def _drafted(pair: Pair, record: dict[str, Any], _inputs: Inputs) -> tuple[torch
     logits = ctx.process(reading.logits, torch.tensor([response]))
     drafted = logits[0, :, : pair.target.width].argmax(-1).cpu()
     return reading.hidden[0].cpu()[rows].contiguous(), (drafted[rows] != torch.tensor(response)[rows]).to(torch.uint8)
+
+
+PREFIXES = 12
+"""How many prefixes of each kind a sample gives to a gate."""
+
+
+def _gated(pair: Pair, records: Sequence[dict[str, Any]], inputs: Inputs) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each record equally many prefixes of four kinds (SPRINTER): of the prompt as it is, of the prompt and what the draft,
+    what the target, and what first the target and then the draft makes of it. For a token x drawn from the draft after
+    each: the draft's states [m, F] and draft(x) / target(x) [m]. All is sampled at temperature 1."""
+    longest = max(len(record["response_ids"]) for record in records)
+
+    def go_on(starts: list[list[int]], rule: str) -> list[list[int]]:
+        options: Options = {"rule": rule, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": longest}
+        outs = pair.generate_batch(starts, batch_size=32, **options)
+        return [start + out.tokens for start, out in zip(starts, outs)]
+
+    prompts = [record["prompt_ids"] for record in records]
+    by_draft, by_target = go_on(prompts, "draft"), go_on(prompts, "target")
+    halves = [whole[: (len(prompt) + len(whole)) // 2] for prompt, whole in zip(prompts, by_target)]
+    mixed, rows = go_on(halves, "draft"), []
+    for number, prompt in enumerate(prompts):
+        found = [_ratios(pair, prompt, 1, inputs)]
+        found += [_ratios(pair, kind[number], len(prompt), inputs) for kind in (by_draft, by_target, mixed)]
+        rows.append((torch.cat([x for x, _ in found]), torch.cat([y for _, y in found])))
+    return rows
+
+
+def _ratios(pair: Pair, ids: list[int], first: int, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The states and the ratios after prefixes of `ids` that are evenly spread from `first` tokens on."""
+    ends = len(ids) - (ids[-1] in pair.target.eos_ids)
+    at = torch.linspace(first, max(first, ends), PREFIXES).long()  # how many tokens each prefix has
+    ctx = Context([], 1.0, processors=pair.target.processors(sampling=True) or None)
+    readings, probs = {}, {}
+    session = Session(pair.draft)
+    for lm, reads in ((pair.draft, session), (pair.target, Session(pair.target))):
+        ctx.rows = [Row(Noise.for_prompt(0, ids), ids[:1])]
+        readings[lm] = reads.read([ids], len(ids))
+        logits = ctx.process(readings[lm].logits, torch.tensor([ids[1:]]))[0].cpu()
+        probs[lm] = ctx.probs(logits[at - 1][:, : min(pair.draft.width, pair.target.width)])  # [m, V]
+    keys = torch.tensor([ctx.rows[0].noise.key(n, "gate") for n in at.tolist()])
+    drawn = race(probs[pair.draft], keys)  # [m]
+    ratio = (probs[pair.draft] / probs[pair.target]).gather(1, drawn[:, None])[:, 0]
+    states = readings[pair.draft].hidden[0].cpu()[at - 1]
+    if "draft" in inputs.tokens:  # after the token; from right to left each is a roll-back
+        after = [session.read([[*ids[:n], int(x)]]).hidden[0, 0].cpu() for n, x in zip(at.flip(0).tolist(), drawn.flip(0))]
+        states = torch.stack(after[::-1])
+    return states.contiguous(), ratio
+
+
+_SOURCES: dict[Role, Callable[[Pair, Sequence[dict[str, Any]], Inputs], list[tuple[torch.Tensor, torch.Tensor]]]] = {
+    "judge": lambda pair, records, inputs: [_states(pair, record, inputs) for record in records],
+    "stop": lambda pair, records, inputs: [_drafted(pair, record, inputs) for record in records],
+    "gate": _gated,
+}
+_LABELS: dict[Role, str] = {"judge": "important", "stop": "important", "gate": "ratio"}

@@ -43,11 +43,14 @@ class Generation:
     trace: list[Trace] = field(default_factory=list)
     target_passes: int = 0
     draft_passes: int = 0
+    target_tokens: int = 0
+    """How many tokens the target read, the prompt's and those that it rejected included."""
+    draft_tokens: int = 0
     drafted: int = 0
     accepted_exact: int = 0
     """Drafted tokens that the strict rule would have kept of the same windows."""
     accepted_lenient: int = 0
-    """Drafted tokens kept beyond those: what lenience gained."""
+    """Drafted tokens kept beyond those: what lenience gained, tokens that the target did not read included."""
     finish: str = ""
     """Why it ended: "eos", "stop" (a stop string), "length" (max_new_tokens) or "context" (the model's context is full)."""
     seconds: float = 0.0
@@ -70,8 +73,10 @@ class Generation:
     def add(self, step: Step) -> None:
         self.trace += step.trace
         self.tokens += step.tokens
-        self.target_passes += 1
+        self.target_passes += step.target_passes
         self.draft_passes += step.draft_passes
+        self.target_tokens += step.target_tokens
+        self.draft_tokens += step.draft_tokens
         self.drafted += step.drafted
         self.accepted_exact += step.accepted_exact
         self.accepted_lenient += step.accepted_lenient
@@ -153,6 +158,7 @@ class Pair:
             out.seconds = time.perf_counter() - request.began
             if options.get("rule") == "draft":
                 out.target_passes, out.draft_passes = 0, out.target_passes
+                out.target_tokens, out.draft_tokens = 0, out.target_tokens
             if not options.get("stop_strings"):
                 out.text = self.target.decode(out.tokens)
             yield request.number, out
@@ -298,7 +304,7 @@ class Pair:
         while len(seconds[0]) < 2 or (time.perf_counter() < end and len(seconds[0]) < 21):  # the first is a warm-up
             for drafter.window in WINDOWS:
                 began = time.perf_counter()
-                cycle(session, drafter, rule, replace(ctx, rows=rows), [drafter.window] * len(ids))
+                cycle(session, drafter, rule, replace(ctx, rows=rows), [drafter.window + 1] * len(ids))
                 seconds[drafter.window].append(time.perf_counter() - began)
         return {window: statistics.median(taken[1:]) for window, taken in seconds.items()}
 

@@ -15,6 +15,7 @@ MARKS = {"target": "s", "draft": "D", "exact": "o", "topk": "^", "judge": "o"}
 ORIGINS = {
     "draft": "proposed by the draft, and what the target would have said",
     "draft-lenient": "proposed by the draft, kept although the target would have said something else",
+    "draft-trusted": "proposed by the draft, and kept on its gate's word, the target not having read it",
     "correction": "the target's, in place of a rejected one",
     "bonus": "the target's, after a window accepted whole",
 }

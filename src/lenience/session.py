@@ -102,30 +102,47 @@ class Session:
         self.tokens[to] = moved
 
     @torch.inference_mode()
-    def read(self, sequences: Sequence[list[int]], states: int = 1, ahead: Tensor | None = None, on: int = 0) -> Reading:
+    def read(
+        self,
+        sequences: Sequence[list[int]],
+        states: int = 1,
+        ahead: Tensor | None = None,
+        on: int = 0,
+        rows: Sequence[int] | None = None,
+    ) -> Reading:
         """Logits [B, states, V] and hidden states [B, states, H] after each of the last `states` tokens of each sequence,
-        which may be followed by tokens `ahead` [B, a]; sequence b is row b's. What is past the end of the model's context
-        is not read; its states are anything.
+        which may be followed by tokens `ahead` [B, a]; sequence b is row b's, or rows[b]'s. What is past the end of the
+        model's context is not read; its states are anything.
 
         Of a single state, up to `on` more may follow, each after the most probable token of the one before, where the cache
         reads on by itself.
         """
         assert len(sequences) <= len(self.tokens)
         self.profile.lap("rest")
+        held = self.tokens if rows is None else [self.tokens[row] for row in rows]
         if ahead is not None:
             sequences = [sequence + tokens for sequence, tokens in zip(sequences, ahead.tolist())]
         over = [max(0, -self.room(new)) for new in sequences]
         sequences = [new[: len(new) - past] for new, past in zip(sequences, over)]
-        keep = [min(common(old, new), len(new) - states) for old, new in zip(self.tokens, sequences)]
+        keep = [min(common(old, new), len(new) - states) for old, new in zip(held, sequences)]
         counts = [len(new) - kept for kept, new in zip(keep, sequences)]
         groups = self._groups(sequences, counts, states)
         if len(groups) > 1 or not self.cache.loops:
             on = 0
         on = max(0, min([on, *map(self.room, sequences)]))
-        for old, kept in zip(self.tokens, keep):
+        for old, kept in zip(held, keep):
             del old[kept:]  # a pass that fails leaves nothing that is believed
-        done = [self._pass(group, [sequences[b] for b in group], [keep[b] for b in group], states, on) for group in groups]
-        for old, new in zip(self.tokens, sequences):
+        done = [
+            self._pass(
+                group if rows is None else [rows[b] for b in group],
+                [sequences[b] for b in group],
+                [keep[b] for b in group],
+                states,
+                on,
+            )
+            for group in groups
+        ]
+        for old, new in zip(held, sequences):
             old += new[len(old) :]
         logits, hidden = done[0]
         if len(done) > 1:
@@ -134,7 +151,7 @@ class Session:
         if any(over):  # the states of what was read belong further in front
             logits, hidden = (torch.stack([row.roll(-past, 0) for row, past in zip(rows, over)]) for rows in (logits, hidden))
         reading = Reading(logits, hidden, counts)
-        for old, more in zip(self.tokens, reading.best.tolist() if on else ()):
+        for old, more in zip(held, reading.best.tolist() if on else ()):
             old += more[:on]
         self.profile.lap("cache")
         return reading

@@ -14,7 +14,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from lenience.core import Profile
-    from lenience.heads import Head, Inputs
+    from lenience.heads import Head, Inputs, Role
     from lenience.pair import Generation, Pair
     from lenience.tasks import Task
 
@@ -22,6 +22,7 @@ screen = Console(stderr=True)
 STYLES = {
     "draft": "black on bright_blue",
     "draft-lenient": "bold black on bright_green",
+    "draft-trusted": "black on bright_yellow",
     "correction": "black on bright_red",
     "bonus": "black on white",
 }
@@ -98,8 +99,8 @@ def mine_run(pair: Pair, task: Task, out: Path, limit: int | None, **options: An
     }
 
 
-def fit_run(pair: Pair, run: Path, inputs: Inputs, out: Path, role: str = "judge", **options: Any) -> Head:
-    """Compute the hidden states that a head of a role is fitted to, fit it and save it."""
+def fit_run(pair: Pair, run: Path, inputs: Inputs, out: Path, role: Role = "judge", tau: float = 1.0, **options: Any) -> Head:
+    """Compute the hidden states that a head of a role is fitted to, fit it and save it; `tau` is a gate's."""
     from lenience.heads import fit_head
     from lenience.mining import features, load_features
 
@@ -107,8 +108,9 @@ def fit_run(pair: Pair, run: Path, inputs: Inputs, out: Path, role: str = "judge
         for done, total in features(pair, run, inputs, role):
             show("hidden states", done, total)
     with screen.status(f"fitting the {role}"):
-        x, important, samples = load_features(run, inputs, role)
+        x, important, samples = load_features(run, inputs, role, tau)
         head = fit_head(x, important, samples, inputs=inputs, fingerprints=pair.fingerprints, role=role, **options)
+    head.metrics |= {"tau": tau} if role == "gate" else {}
     head.save(out)
     return head
 
@@ -217,13 +219,27 @@ def print_thresholds(head: Head, folder: Path) -> None:
     """What a fitted head's thresholds come to, and how to use it."""
     from lenience.report import probability
     from lenience.rules import Judge
-    from lenience.stops import Learned
+    from lenience.stops import Gate, Likely
 
+    if head.role == "gate":
+        tau, tokens = head.metrics["tau"], head.metrics["mismatches"]
+        table = Table("threshold", "acceptable tokens let through", "others let through", box=None)
+        for row in head.metrics["thresholds"]:
+            table.add_row(probability(row["threshold"]), f"{row['accepted']:.3f}", f"{1 - row['recall']:.3f}")
+        screen.print(table)
+        screen.print(
+            f"{tokens} tokens, to {head.metrics['important'] / tokens:.1%} of which the draft gives more than {tau:g} times "
+            f"what the target gives; AUC {head.metrics['auc_out_of_fold']:.3f} on folds it was not fitted to; use it as "
+            f"--stop {Gate(str(folder), head.threshold)}",
+            highlight=False,
+            markup=False,
+        )
+        return
     if head.role == "stop":
         rejected, tokens = head.metrics["important"], head.metrics["mismatches"]
         screen.print(
             f"{tokens} tokens, {rejected / tokens:.1%} of them rejected; AUC {head.metrics['auc_out_of_fold']:.3f} on folds it "
-            f"was not fitted to; use it as --stop {Learned(str(folder), head.threshold)}",
+            f"was not fitted to; use it as --stop {Likely(str(folder), head.threshold)}",
             highlight=False,
             markup=False,
         )

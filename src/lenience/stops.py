@@ -18,7 +18,7 @@ from torch import Tensor
 from lenience import spec
 from lenience.core import Context, Row
 from lenience.errors import InputError
-from lenience.heads import Head, load_head
+from lenience.heads import Head, Role, load_head
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,13 @@ class Stop:
     name: ClassVar[str]
     asks: ClassVar[bool] = False
     """Whether each drafted token is asked about."""
+    trusts: ClassVar[bool] = False
+    """Whether the tokens before the one at which it stops are kept without asking the target."""
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether it is asked with the state after the token was read, which takes one more pass."""
+        return False
 
     def most(self, row: Row, window: int) -> int:
         """How many tokens may be drafted for a row now, at most `window`; asked once a cycle."""
@@ -35,7 +42,8 @@ class Stop:
 
     def chances(self, logits: Tensor, hidden: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
         """[B, n]: how likely each of the drafted `tokens` [B, n] is to be accepted; `logits` [B, n, V] are what they were
-        picked from, `hidden` [B, n, H] the draft's states there."""
+        picked from, `hidden` [B, n, H] the draft's states there. One that looks back is given the states after the tokens,
+        and must not use the others."""
         raise NotImplementedError
 
     def ends(self, chances: Tensor) -> Tensor:
@@ -119,24 +127,27 @@ class Entropy(Asking):
 
 @dataclass(frozen=True)
 class Learned(Stop):
-    """Stop at the first token with which it becomes likelier than `threshold` that the window holds one that is rejected, by a
-    head on the draft's states (SpecDec++, Huang 2024, section 3); `lenience fit RUN --stop` makes one."""
+    """What asks a head on the draft's states; subclasses say what its score means."""
 
     path: str
     threshold: float | None = None
     """None: the one that the head was saved with."""
     unchecked: bool = False
     """Run the head on models other than those it was fitted to."""
-    name = "head"
+    role: ClassVar[Role]
     asks = True
 
     def __post_init__(self) -> None:
         if self.threshold is not None and not 0 <= self.threshold <= 1:
-            raise InputError(f"head's threshold {self.threshold}: must be from 0 to 1")
+            raise InputError(f"{self.name}'s threshold {self.threshold}: must be from 0 to 1")
 
     @cached_property
     def head(self) -> Head:
-        return load_head(self.path, "stop")
+        return load_head(self.path, self.role)
+
+    @property
+    def bound(self) -> float:
+        return self.head.threshold if self.threshold is None else self.threshold
 
     def check(self, fingerprints: Callable[[], dict[str, str]], sizes: dict[str, int]) -> None:
         self.head.check({} if self.unchecked else fingerprints(), sizes)
@@ -144,15 +155,42 @@ class Learned(Stop):
     def chances(self, logits: Tensor, hidden: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
         return torch.sigmoid(self.head.logits(hidden).double())
 
+
+@dataclass(frozen=True)
+class Likely(Learned):
+    """Stop at the first token with which it becomes likelier than `threshold` that the window holds one that is rejected
+    (SpecDec++, Huang 2024, section 3); `lenience fit RUN --stop` makes the head."""
+
+    name = "head"
+    role = "stop"
+
     def ends(self, chances: Tensor) -> Tensor:
-        return 1 - chances.cumprod(1) > (self.head.threshold if self.threshold is None else self.threshold)
+        return 1 - chances.cumprod(1) > self.bound
+
+
+@dataclass(frozen=True)
+class Gate(Learned):
+    """Stop at the first token that is acceptable with a probability under `threshold`, and keep those before it without asking
+    the target, which is read there and for the token alone (SPRINTER, Zhong 2025); an answer that ends without
+    objection it does not read at all. `lenience fit RUN --gate` makes the head."""
+
+    name = "gate"
+    role = "gate"
+    trusts = True
+
+    @property
+    def looks_back(self) -> bool:
+        return "draft" in self.head.inputs.tokens
+
+    def ends(self, chances: Tensor) -> Tensor:
+        return chances < self.bound
 
 
 def _at_temperature(logits: Tensor, ctx: Context) -> Tensor:
     return logits.float() / (ctx.temperature or 1)
 
 
-STOPS: dict[str, type[Stop]] = {stop.name: stop for stop in (Fixed, Heuristic, Confidence, Entropy, Learned)}
+STOPS: dict[str, type[Stop]] = {stop.name: stop for stop in (Fixed, Heuristic, Confidence, Entropy, Likely, Gate)}
 
 
 def parse_stop(stop: str | Stop) -> Stop:
