@@ -52,6 +52,16 @@ class Term:
         """Whether the draft's hidden states are needed."""
         return False
 
+    @property
+    def reads_target(self) -> bool:
+        """Whether the target's hidden states are needed."""
+        return False
+
+    @property
+    def layer(self) -> int | None:
+        """After which of the target's layers the states are that it reads; None after the final norm."""
+        return None
+
     def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:
         return AnyOf((self,))(draft, reading, ctx)
 
@@ -198,6 +208,13 @@ class AnyOf:
     @property
     def reads_draft(self) -> bool:
         return any(term.reads_draft for term in self.terms)
+
+    @property
+    def layer(self) -> int | None:
+        layers = {term.layer for term in self.terms if term.reads_target}
+        if len(layers) > 1:
+            raise InputError(f"{self}: its judges read states of different layers; fit them to the same one")
+        return next(iter(layers), None)
 
     @property
     def samples(self) -> bool:

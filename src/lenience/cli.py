@@ -17,6 +17,7 @@ from lenience.errors import InputError, first_line
 from lenience.steps import (
     answer,
     compile_pair,
+    fit_annotated,
     fit_run,
     follow,
     loading,
@@ -193,8 +194,10 @@ def mine(
 @app.command
 def fit(
     run: Path, /, *, head: Literal["logistic", "mlp", "adam", "adamw"] | None = None, recall: float = 0.9,
-    models: str | None = None, tokens: str | None = None, stop: Flag = False, gate: Flag = False, tau: float | None = None,
-    out: Path | None = None, seed: int = 0, target: str | None = None, draft: str | None = None, device: str = "auto",
+    models: str | None = None, tokens: str | None = None, layer: int | None = None,
+    from_: Annotated[Literal["run", "annotated"], Parameter(name="--from")] = "run", stop: Flag = False, gate: Flag = False,
+    tau: float | None = None, out: Path | None = None, seed: int = 0, target: str | None = None, draft: str | None = None,
+    device: str = "auto",
     json: Json = False,
 ) -> None:  # fmt: skip
     """Fit a judge to a run's journal and save it in RUN/judge; or a stop condition for the drafter, in RUN/stop or RUN/gate.
@@ -202,10 +205,12 @@ def fit(
     Parameters
     ----------
     run
-        The run folder.
+        The run folder; or, with --from annotated, a JSONL file of question, correct, wrong (two answers) and error (of the
+        wrong one, the characters [begin, end] that are wrong), whose judge is saved in RUN without .jsonl, in judge/.
     head
         logistic, as AutoJudge has it; mlp, with a hidden layer, which tells better where there is much to learn from; adamw,
         as Judge Decoding has it; or adam, as SPRINTER has it, which is the default for a gate.
+        adamw is the default for annotated answers.
     recall
         The share of important tokens that the judge's own threshold must reject; other thresholds are listed too.
     models
@@ -213,6 +218,11 @@ def fit(
     tokens
         After which token was read: draft (the drafted one), previous, target (for study only), or several, with a comma; by
         default draft,previous for a judge and draft for a gate.
+    layer
+        Read the target's states after this layer, -1 being the last, before the final norm; without it after that norm,
+        and -1 for annotated answers. Such a judge reads the target alone.
+    from
+        What to learn from: a run's mined mismatches, or annotated answers (Judge Decoding).
     stop
         Fit a head on the draft's states that says when to stop drafting, used as --stop head:RUN/stop@T.
     gate
@@ -247,7 +257,20 @@ def fit(
     if tau is not None and not (gate and tau > 0):
         raise InputError(f"--tau {tau:g}: is a gate's, and above 0")
     given = (tokens or {"judge": "draft,previous", "stop": "previous", "gate": "draft"}[role]).split(",")
-    inputs = Inputs(tuple((models or "target,draft").split(",")) if role == "judge" else ("draft",), tuple(given))
+    whose = tuple((models or "target,draft").split(",")) if role == "judge" else ("draft",)
+    inputs = Inputs(whose, tuple(given), layer)
+    if from_ == "annotated":
+        if role != "judge" or models not in (None, "target") or tokens not in (None, "draft"):
+            raise InputError("--from annotated: fits a judge to the target's states after each token; leave the others out")
+        if not run.is_file():
+            raise InputError(f"{run}: no such file; name a JSONL file of annotated answers")
+        inputs, folder = Inputs(("target",), ("draft",), -1 if layer is None else layer), out or run.with_suffix("") / "judge"
+        pair = Models(target, draft, None, device).load()
+        fitted = fit_annotated(pair, run, inputs, folder, kind=head or "adamw", recall=recall, seed=seed)
+        print_thresholds(fitted, folder)
+        if json:
+            _print_json({"judge": str(folder), "head": head or "adamw", "threshold": fitted.threshold, **fitted.metrics})
+        return
     made = read_json(run / "run.json")
     if not made.keys() >= {"pair", "models"}:
         raise InputError(f"{run / 'run.json'}: does not say which models it was mined with; mine into another folder")

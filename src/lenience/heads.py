@@ -39,15 +39,19 @@ class Inputs:
 
     models: tuple[str, ...] = MODELS
     tokens: tuple[str, ...] = ("draft", "previous")
+    layer: int | None = None
+    """Of the target, after which of its layers: 1 the first, -1 the last, before the final norm; None after that norm."""
 
     def __post_init__(self) -> None:
         for what, given, known in (("models", self.models, MODELS), ("tokens", self.tokens, TOKENS)):
             unknown = [name for name in given if name not in known]
             if unknown or not given:
                 raise InputError(f"{what} {','.join(given)!r}: name one or more of {', '.join(known)}")
+        if self.layer is not None and self.models != ("target",):
+            raise InputError(f"layer {self.layer}: is the target's; a head that names one reads the target alone")
 
     def __str__(self) -> str:
-        return f"{'+'.join(self.models)}-{'+'.join(self.tokens)}"
+        return f"{'+'.join(self.models)}-{'+'.join(self.tokens)}" + ("" if self.layer is None else f"-layer{self.layer}")
 
 
 @dataclass
@@ -162,7 +166,8 @@ def _load(path: Path, role: Role, changed: int) -> Head:
     try:
         about = json.loads((path / f"{role}.json").read_text())
         tensors = load_file(path / f"{role}.safetensors")
-        inputs = Inputs(**{key: tuple(value) for key, value in about["inputs"].items()})
+        asked = about["inputs"]
+        inputs = Inputs(tuple(asked["models"]), tuple(asked["tokens"]), asked.get("layer"))
         layer = (tensors["layer.weight"], tensors["layer.bias"]) if about["kind"] == "mlp" else None
         head = Head(tensors["weight"], float(tensors["bias"]), inputs, about["threshold"], about["fingerprints"],
                     about["metrics"], str(path), role, layer)  # fmt: skip
@@ -214,6 +219,7 @@ def fit_head(
     seed: int,
     kind: Kind = "logistic",
     role: Role = "judge",
+    more: str = "mine more samples (lenience mine --limit)",
 ) -> Head:
     """Fit a judge, or a stop or a gate, to which tokens that the target rejects or that are not acceptable are what important
     mismatches are to a judge.
@@ -234,8 +240,7 @@ def fit_head(
     if groups < 10 or important.all():
         kinds = {"judge": ("important", "mismatches"), "stop": ("rejected", "tokens"), "gate": ("unacceptable", "tokens")}[role]
         raise InputError(
-            f"{int(important.sum())} {kinds[0]} of {len(x)} {kinds[1]}, in {groups} samples: too few to fit "
-            f"a {role}; mine more samples (lenience mine --limit)"
+            f"{int(important.sum())} {kinds[0]} of {len(x)} {kinds[1]}, in {groups} samples: too few to fit a {role}; {more}"
         )
     mean, scale = x.mean(0), x.std(0) + 1e-6
     x = ((x - mean) / scale).astype(np.float32)

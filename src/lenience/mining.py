@@ -334,7 +334,7 @@ def _states(pair: Pair, record: dict[str, Any], inputs: Inputs) -> tuple[torch.T
     start = len(record["prompt_ids"])
     states: dict[tuple[str, str], list[torch.Tensor]] = {}  # by token and model, the last mismatch first
     for model in inputs.models:
-        session = Session(getattr(pair, model))
+        session = Session(getattr(pair, model), layer=inputs.layer)
         path = session.read([whole], len(record["final_ids"]) + 1).hidden[0].cpu()  # [T + 1, H], row p: before position p
         for mismatch in reversed(kept):
             at = mismatch.position

@@ -58,6 +58,7 @@ class LM:
         self._read = threading.local()
         self.lock = threading.RLock()
         """Held while something is found out about the model or it is exported."""
+        self._watched: set[int] = set()
         self.graph: Any = None
         """The exported forward pass that is used in place of the model's own; see lenience.compiled."""
         self.token_bytes: tuple[Any, dict[torch.device, int]] | None = None
@@ -98,10 +99,33 @@ class LM:
     def _catch_state(self, _module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
         self._read.state = args[0]
 
-    def take_state(self) -> Tensor:
-        """What the LM head read last in this thread: hidden states after the final norm."""
+    def take_state(self, layer: int | None = None) -> Tensor:
+        """What the LM head read last in this thread: hidden states after the final norm; or what the watched `layer` gave."""
         state, self._read.state = self._read.state, None
-        return cast(Tensor, state)
+        return cast(Tensor, state) if layer is None else self._read.layers.pop(layer)
+
+    def watch(self, layer: int) -> None:
+        """Keep what a layer gives in each pass: 1 the first, -1 the last. Raises InputError where there is none."""
+        blocks = next(
+            (
+                module
+                for module in self.model.modules()
+                if isinstance(module, torch.nn.ModuleList)
+                and len(module) == self.model.config.get_text_config().num_hidden_layers
+            ),
+            None,
+        )
+        if blocks is None or not 1 <= abs(layer) <= len(blocks):
+            raise InputError(f"layer {layer}: {self.role} {self.name!r} has {len(blocks or ())}, 1 the first and -1 the last")
+
+        def keep(_module: torch.nn.Module, _args: Any, out: Any) -> None:
+            layers = self._read.layers = getattr(self._read, "layers", {})
+            layers[layer] = out[0] if isinstance(out, tuple) else out
+
+        with self.lock:
+            if layer not in self._watched:
+                self._watched.add(layer)
+                blocks[layer - (layer > 0)].register_forward_hook(keep)
 
     @property
     def device(self) -> torch.device:

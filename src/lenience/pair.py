@@ -220,8 +220,7 @@ class Pair:
         if profile:
             profile.wait = _waiting({main.device, self.draft.device})
         longest = max(map(len, ids), default=0) + max_new_tokens
-        keep_states = isinstance(rule, Term | AnyOf) and rule.reads_draft
-        session, drafter = self.engine(size, longest, window, main, keep_states, stop=stop, profile=profile)
+        session, drafter = self.engine(size, longest, window, main, rule, stop=stop, profile=profile)
         requests = (
             Request(
                 Row(Noise.for_prompt(seed, prompt), list(prompt)), Limits(main, max_new_tokens, len(prompt), stops, text), i
@@ -237,20 +236,21 @@ class Pair:
         longest: int,
         window: int,
         main: LM | None = None,
-        keep_states: bool = False,
+        rule: Rule | None = None,
         beside: Sequence[LM] = (),
         stop: Stop | None = None,
         profile: Profile | None = None,
     ) -> tuple[Session, ModelDrafter]:
         """What reads and what drafts `size` sequences of at most `longest` tokens together, in caches of their own; `main`
-        reads, by default the target. Raises InputError where memory has no room for the caches and for as many of the
-        models `beside`, which the caller makes."""
+        reads, by default the target, what `rule` needs. Raises InputError where memory has no room for the caches and for
+        as many of the models `beside`, which the caller makes."""
         main, longest = main or self.target, longest + window
         capacity = {lm: min(longest, lm.context or longest) for lm in (main, self.draft)}
         check_memory([(lm, capacity[lm]) for lm in (main, *([self.draft] if window else []), *beside)], size)
         profile = profile or Profile()
         draft = Session(self.draft, size, capacity[self.draft], profile=profile)
-        session = Session(main, size, capacity[main], profile=profile)
+        keep_states, layer = (rule.reads_draft, rule.layer) if isinstance(rule, Term | AnyOf) else (False, None)
+        session = Session(main, size, capacity[main], profile=profile, layer=layer)
         return session, ModelDrafter(draft, window, main, keep_states, stop)
 
     def check(self, rule: str | Rule, stop: str | Stop = "fixed", temperature: float = 0.0) -> None:
@@ -296,8 +296,7 @@ class Pair:
         """The seconds of a cycle after the prompts at each window: medians of up to 20 rounds over all windows, fewer where
         they take more than a second."""
         stop = stop if stop.asks else Fixed()
-        keep_states = isinstance(rule, Term | AnyOf) and rule.reads_draft
-        session, drafter = self.engine(len(ids), max(map(len, ids)), max(WINDOWS), keep_states=keep_states, stop=stop)
+        session, drafter = self.engine(len(ids), max(map(len, ids)), max(WINDOWS), rule=rule, stop=stop)
         seconds: dict[int, list[float]] = {window: [] for window in WINDOWS}
         rows = [Row(Noise.for_prompt(seed, prompt), list(prompt)) for prompt in ids]
         end = time.perf_counter() + 1

@@ -401,6 +401,14 @@ class Judge(Lenient):
     def reads_draft(self) -> bool:
         return "draft" in self.head.inputs.models
 
+    @property
+    def reads_target(self) -> bool:
+        return "target" in self.head.inputs.models
+
+    @property
+    def layer(self) -> int | None:
+        return self.head.inputs.layer
+
     def ask(self, draft: Draft, reading: Reading, ctx: Context, exact: Tensor) -> tuple[Tensor, Tensor | None]:
         logits = self.head.window_logits(draft, reading)
         return logits >= _logit(self.head.threshold if self.threshold is None else self.threshold), logits

@@ -83,10 +83,18 @@ class Session:
     """
 
     def __init__(
-        self, lm: LM, rows: int = 1, capacity: int = 256, cache: RowCache | None = None, profile: Profile | None = None
+        self,
+        lm: LM,
+        rows: int = 1,
+        capacity: int = 256,
+        cache: RowCache | None = None,
+        profile: Profile | None = None,
+        layer: int | None = None,
     ):
         self.lm, self.profile = lm, profile or Profile()
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
+        if cache is None and layer is not None:
+            cache = PlainCache(lm, rows, capacity, layer)  # exported passes give the last states alone
         self.cache: RowCache = cache or (lm.graph.cache if lm.graph else PlainCache)(lm, rows, capacity)
         finalize(self, self.cache.release).atexit = False
 
@@ -189,8 +197,11 @@ class PlainCache:
 
     loops = False
 
-    def __init__(self, lm: LM, rows: int, capacity: int):
-        self.lm, self.place = lm, _Place(rows, capacity)
+    def __init__(self, lm: LM, rows: int, capacity: int, layer: int | None = None):
+        """`layer`: after which of the model's layers the hidden states are, where not after its final norm."""
+        self.lm, self.place, self.layer = lm, _Place(rows, capacity), layer
+        if layer is not None:
+            lm.watch(layer)
         self._cache = Cache(layer_class_to_replicate=cast(type[CacheLayerMixin], partial(_Layer, self.place)))
 
     @property
@@ -244,7 +255,7 @@ class PlainCache:
         if at is not None:
             extra = {"position_ids": at, "attention_mask": self._masks(at, self.place.extent)}
         out = self.lm.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=states, **extra)
-        state, logits = self.lm.take_state(), out.logits[:, -states:]
+        state, logits = self.lm.take_state(self.layer), out.logits[:, -states:]
         return logits, state[:, -states:].to(logits.device)  # a model may lie on several devices
 
     def _masks(self, at: Tensor, extent: int) -> Any:

@@ -115,6 +115,25 @@ def fit_run(pair: Pair, run: Path, inputs: Inputs, out: Path, role: Role = "judg
     return head
 
 
+def fit_annotated(pair: Pair, path: Path, inputs: Inputs, out: Path, **options: Any) -> Head:
+    """Fit a judge to answers in which the errors are marked, and save it."""
+    from lenience.annotated import collect, read_annotated, states
+    from lenience.heads import fit_head
+
+    rows, found = read_annotated(path), []
+    with progress() as show:
+        for one in states(pair.target, rows, inputs):
+            found.append(one)
+            show("hidden states", len(found), len(rows))
+    with screen.status("fitting the judge"):
+        x, wrong, samples = collect(found)
+        known = {part: value for part, value in pair.fingerprints.items() if part != "draft"}
+        more = "annotate more answers"
+        head = fit_head(x, wrong, samples, inputs=inputs, fingerprints=known, more=more, **options)
+    head.save(out)
+    return head
+
+
 def follow(items: Iterable[Any]) -> dict[str, Any]:
     """Draw the progress of a comparison; returns its frontier."""
     with progress() as show:
