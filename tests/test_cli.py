@@ -99,7 +99,7 @@ def test_the_whole_path_on_a_users_own_pair_and_task(checkpoints, tmp_path: Path
     assert fitted["threshold"] == next(row["threshold"] for row in fitted["thresholds"] if row["recall"] == 0.8)
     rules = ["--rule", "exact", "--rule", "topk:2", "--rule", f"judge:{folder}/judge@{fitted['threshold']}"]
     told = last_json(run("compare", *models, *task, *rules, "--limit", 5, "--tuning", 2, "--out", tmp_path / "cmp", "--json"))
-    assert {row["rule"].split(":")[0] for row in told["rows"]} == {"target", "exact", "topk", "judge"}
+    assert {row["rule"].split(":")[0] for row in told["rows"]} == {"target", "draft", "exact", "topk", "judge"}
     assert (tmp_path / "cmp" / "report.html").stat().st_size > 10_000
     stop = last_json(run("fit", folder, "--stop", "--json"))["stop"]
     stopped = ["--rule", "exact", "--stop", f"head:{stop}@0.5", "--limit", 5, "--tuning", 2, "--out", tmp_path / "stopped"]

@@ -12,19 +12,20 @@ import torch
 from scipy.stats import beta
 from test_mining import ParityTask
 
-from lenience import InputError
-from lenience.compare import Progress, Setting, compare, rows
+from lenience import InputError, rules
+from lenience.compare import GRID, JUDGED, SHARES, Estimate, Progress, Setting, allocation, compare, expand, rows
 from lenience.heads import Head, Inputs
 from lenience.mining import mine
 from lenience.pair import Pair
-from lenience.report import example, family, short, write_report
+from lenience.report import AXES, example, family, short, write_report
 from lenience.tasks import load_task, take
 
-RULES = ["draft", "exact", "topk:2"]
+RULES = ["exact", "topk:2"]
 
 
 def finish(items) -> tuple[list[Progress], dict]:
-    items = list(items)
+    estimate, *items = items
+    assert isinstance(estimate, Estimate)
     return items[:-1], items[-1]
 
 
@@ -58,10 +59,65 @@ def test_the_tables_figures_follow_their_definitions() -> None:
     assert low < lenient["tokens_per_pass"] < high and high - low < 0.3
 
 
+def test_random_allocation_is_what_it_gives_on_average() -> None:
+    rng = np.random.default_rng(1)
+    right = rng.random((30, 2)) < [0.8, 0.5]
+    answers = [[result(10 + i, 10 + i, bool(a)) for i, (a, _) in enumerate(right)], [result(7, 0, bool(b)) for _, b in right]]
+    seconds = [[1.0 + i / 10, 0.2] for i in range(30)]
+    line = allocation([Setting("target", 0), Setting("draft", 0)], answers, seconds)
+    assert [point["share"] for point in line] == list(SHARES)
+    for point in line[::5]:
+        to_draft = rng.random((20000, 30)) < point["share"]
+        accuracy = np.where(to_draft, right[:, 1], right[:, 0]).mean()
+        loss = (to_draft & right[:, 0] & ~right[:, 1]).mean()
+        tokens, passes, taken = (np.where(to_draft, *pair).sum(1).mean() for pair in (
+            (7, 10 + np.arange(30)), (0, 10 + np.arange(30)), (0.2, np.array(seconds)[:, 0])))  # fmt: skip
+        assert point["accuracy"] == pytest.approx(accuracy, abs=0.003) and point["paired_loss"] == pytest.approx(
+            loss, abs=0.003
+        )
+        assert point["tokens_per_second"] == pytest.approx(tokens / taken, rel=0.01)
+        assert point["tokens_per_pass"] == (pytest.approx(tokens / passes, rel=0.01) if passes else None)
+        assert point["seconds_per_correct"] == pytest.approx(taken / (30 * accuracy), rel=0.01)
+
+
+def test_all_stands_for_a_grid_of_every_rule(llama: Pair, tmp_path: Path) -> None:
+    names = {name for rule in GRID for name in [rules.terms(rule)[0].name]}
+    assert names == set(rules.RULES) - {"judge"}
+    greedy, sampled = expand(["all"], 0.0), expand(["all"], 0.7)
+    assert sampled == list(GRID) and {"speculative", "block"} <= set(sampled) - set(greedy)
+    assert not any(rule.startswith("mentored") for rule in greedy)
+    width = 2 * (llama.target.hidden_size + llama.draft.hidden_size)
+    listed = [{"recall": recall, "threshold": recall / 2, "accepted": 0.5} for recall in (0.1, *JUDGED)]
+    Head(torch.ones(width), 0.0, Inputs(), 0.5, llama.fingerprints, {"thresholds": listed}).save(tmp_path)
+    judge = f"judge:{tmp_path}"
+    assert expand(["all", judge], 0.0) == [*greedy, *(f"{judge}@{recall / 2}" for recall in JUDGED)]
+    assert expand([judge, "exact"], 0.0) == [judge, "exact"], "a judge's own threshold, where not all are asked for"
+    assert expand(["all", f"{judge}@0.3"], 0.0) == [*greedy, f"{judge}@0.3"]
+
+
+def test_sampling_is_compared_by_its_seed(llama: Pair) -> None:
+    given = (llama, ParityTask(), ["exact", "mentored:0.5"])
+    _, frontier = finish(compare(*given, windows=(3,), limit=6, timed=1, repeats=1, temperature=0.8, seed=4))
+    exact = next(row for row in frontier["rows"] if row["rule"] == "exact")
+    assert exact["paired_loss"] == exact["paired_gain"] == 0, "the same draws as the target alone"
+    outs = llama.generate_batch(
+        [s.prompt for s in take(ParityTask(), "test", 6)],
+        rule="mentored:0.5",
+        window=3,
+        max_new_tokens=24,
+        temperature=0.8,
+        seed=4,
+    )
+    mentored = frontier["rows"][-1]
+    assert mentored["tokens_per_pass"] == sum(len(o.tokens) for o in outs) / sum(o.target_passes for o in outs)
+    with pytest.raises(InputError, match="no greedy form"):
+        next(iter(compare(*given, limit=2)))
+
+
 def test_compare_measures_what_generate_does(llama: Pair) -> None:
     task = ParityTask()
     progress, frontier = finish(compare(llama, task, RULES, windows=(3,), limit=6, timed=3, batch_size=4))
-    assert [row["rule"] for row in frontier["rows"]] == ["target", *RULES]
+    assert [row["rule"] for row in frontier["rows"]] == ["target", "draft", *RULES]
     assert {row["window"] for row in frontier["rows"]} == {0, 3}
     samples = [sample for sample, _ in zip(task.samples("test"), range(6))]
     for row in frontier["rows"]:
@@ -87,7 +143,7 @@ def test_windows_are_chosen_by_speed_on_other_prompts(llama: Pair, monkeypatch: 
     monkeypatch.setattr(Pair, "generate", slow_but_at_four)
     stage = True
     for item in compare(llama, ParityTask(), RULES, windows=(2, 4, 8), limit=5, tuning=3):
-        stage = isinstance(item, Progress) and item.phase == "choosing windows"
+        stage = isinstance(item, Estimate) or (isinstance(item, Progress) and item.phase == "choosing windows")
         if isinstance(item, dict):
             assert [(row["rule"], row["window"]) for row in item["rows"]] == [
                 ("target", 0), ("draft", 0), ("exact", 4), ("topk:2", 4), ("exact", 8), ("topk:2", 8),
@@ -173,9 +229,9 @@ def test_a_missing_judge_is_told_before_any_work(llama: Pair, tmp_path: Path) ->
 
 
 def test_rules_are_drawn_with_their_kind() -> None:
-    rules = ["target", "draft", "exact", "topk:2", "judge:run/judge@0.99", 'exact|judge:"a:b/m@p"@0.5', "judge:run/mlp"]
-    assert [family(rule) for rule in rules] == ["target", "draft", "exact", "topk", "judge", "m@p", "mlp"]
-    assert [short({"rule": rule}) for rule in rules[3:]] == ["topk:2", "judge@0.99", "exact|m@p@0.5", "mlp"]
+    drawn = ["target", "draft", "exact", "topk:2", "judge:run/judge@0.99", 'exact|judge:"a:b/m@p"@0.5', "judge:run/mlp"]
+    assert [family(rule) for rule in drawn] == ["target", "draft", "exact", "topk", "judge", "m@p", "mlp"]
+    assert [short({"rule": rule}) for rule in drawn[3:]] == ["topk:2", "judge@0.99", "exact|m@p@0.5", "mlp"]
 
 
 def test_the_report_stands_alone_and_holds_every_token(llama: Pair, tmp_path: Path) -> None:
@@ -191,5 +247,11 @@ def test_the_report_stands_alone_and_holds_every_token(llama: Pair, tmp_path: Pa
     assert shown is not None
     spans = re.findall(r'<span class="t ([a-z-]+)" title', page)
     assert spans == [origin for _, origin, _ in shown["result"]["trace"]]
-    for row in frontier["rows"]:
+    for i, row in enumerate(frontier["rows"]):
         assert f'<td title="{row["rule"]}">' in page
+        shown_on = sum(f'id="mark-{i}-{number}"' in page for number in range(3))
+        assert shown_on == sum(row[key] is not None for key, _ in AXES), "a mark for every figure"
+    data = json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[0])
+    assert [len(prompt["results"]) for prompt in data["prompts"]] == [len(frontier["rows"])] * 3
+    traces = [result["trace"] for sample in frontier["examples"] for result in sample["results"]]
+    assert [result["trace"] for prompt in data["prompts"] for result in prompt["results"]] == traces

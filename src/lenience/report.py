@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,23 @@ from jinja2 import Environment, PackageLoader
 
 from lenience.rules import Judge, terms
 
-COLORS = {"target": "#6b7280", "draft": "#6b7280", "exact": "#2563eb", "topk": "#d97706", "judge": "#059669"}
-MARKS = {"target": "s", "draft": "D", "exact": "o", "topk": "^", "judge": "o"}
+COLORS = {"target": "#6b7280", "draft": "#6b7280", "exact": "#2563eb", "topk": "#d97706", "judge": "#059669", "mlp": "#047857",
+          "random": "#9ca3af"}  # fmt: skip
+OTHERS = (
+    "#7c3aed",
+    "#db2777",
+    "#0891b2",
+    "#65a30d",
+    "#b45309",
+    "#4f46e5",
+    "#be123c",
+    "#0d9488",
+    "#a16207",
+    "#9333ea",
+    "#0369a1",
+)
+"""Of the rules that COLORS does not name, in turn."""
+MARKS = {"target": "s", "draft": "D", "exact": "o", "topk": "^", "judge": "o", "mlp": "o", "random": "x"}
 ORIGINS = {
     "draft": "proposed by the draft, and what the target would have said",
     "draft-lenient": "proposed by the draft, kept although the target would have said something else",
@@ -22,9 +38,16 @@ ORIGINS = {
 
 
 def family(rule: str) -> str:
-    """The group that a rule is drawn with: the name of its last term, for a judge the folder of its head."""
-    last = [Path(term.path).name if isinstance(term, Judge) else term.name for term in terms(rule)][-1:]
-    return last[0] if last else rule
+    """The group that a rule is drawn with: the name of its last term and which of its settings are given, for a judge the
+    folder of its head."""
+    found = terms(rule)
+    if not found:
+        return rule
+    last = found[-1]
+    if isinstance(last, Judge):
+        return Path(last.path).name
+    keys = re.findall(r"[,:]([a-z]+)(?==|[,@]|$)", str(last))  # top, margin, … and a divergence
+    return " ".join([last.name, *keys])
 
 
 def short(row: dict[str, Any]) -> str:
@@ -54,28 +77,39 @@ def probability(p: float) -> str:
     return repr(p)
 
 
+AXES = (
+    ("tokens_per_pass", "tokens per pass of the target"),
+    ("tokens_per_second", "tokens per second"),
+    ("seconds_per_correct", "seconds per right answer (fewer is better)"),
+)
+
+
 def plot(frontier: dict[str, Any]) -> Any:
     """The frontier as a matplotlib figure: accuracy against tokens per pass and, at the rules' fastest windows, against tokens
-    per second. Accuracies are drawn on a logit scale, which parts those near 1; a label that would cover another is left
-    out."""
+    per second and seconds per right answer, with bands of 95 % and the line of random allocation. Accuracies are drawn on a
+    logit scale, which parts those near 1; a label that would cover another is left out. The mark of row i has the id
+    mark-i-0, -1 and -2."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    marked = {
-        left: _marks(left, "tokens_per_pass", "tokens per pass of the target", frontier["rows"]),
-        right: _marks(right, "tokens_per_second", "tokens per second", [row for row in frontier["rows"] if not why(row)]),
-    }
-    left.set_yscale("logit")
-    ticks = [
-        share for share in (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99) if left.get_ylim()[0] < share < left.get_ylim()[1]
-    ]
-    left.set_yticks(ticks, [f"{100 * share:.0f}" for share in ticks])
-    left.set_yticks([], minor=True)
-    left.set_ylabel("right answers, %")
-    left.legend(frameon=False, fontsize=8, loc="lower left")
+    figure = Figure(figsize=(13.5, 5), layout="constrained")
+    axes = figure.subplots(1, 3, sharey=True)
+    rows = list(enumerate(frontier["rows"]))
+    fastest = [(i, row) for i, row in rows if not why(row)]
+    marked = []
+    for number, (axis, (key, label)) in enumerate(zip(axes, AXES)):
+        _line(axis, key, frontier.get("allocation", []), rows[0][1]["n"])
+        marked.append(_marks(axis, number, key, label, fastest if number else rows))
+    low, high = axes[0].get_ylim()
+    axes[0].set_yscale("logit")
+    axes[0].set_ylim(max(low, 0.02), high)
+    ticks = [share for share in (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99) if max(low, 0.02) < share < high]
+    axes[0].set_yticks(ticks, [f"{100 * share:.0f}" for share in ticks])
+    axes[0].set_yticks([], minor=True)
+    axes[0].set_ylabel("right answers, %")
+    names = {text: handle for axis in axes for handle, text in zip(*axis.get_legend_handles_labels())}
+    figure.legend(names.values(), names.keys(), frameon=False, fontsize=8, loc="outside lower center", ncols=9)
     figure.draw_without_rendering()  # so that data can be told in pixels
-    for axis, marks in marked.items():
+    for axis, marks in zip(axes, marked):
         taken: list[Any] = []
         for x, y, text, color in marks:
             at = axis.transData.transform((x, y))
@@ -85,30 +119,57 @@ def plot(frontier: dict[str, Any]) -> Any:
     return figure
 
 
-def _marks(axis: Any, key: str, label: str, rows: list[dict[str, Any]]) -> list[tuple[float, float, str, str]]:
+def _line(axis: Any, key: str, points: list[dict[str, Any]], n: int) -> None:
+    """What random allocation of prompts to the target and the draft gives, where it can be drawn."""
+    shown = [(point[key], point["accuracy"]) for point in points if point[key] is not None]
+    if key == "tokens_per_pass":
+        shown = shown[:-2]  # it runs off to infinity, where the target reads nothing
+    if shown:
+        x, y = zip(*shown)
+        axis.plot(
+            x, [_inside(share, n) for share in y], color="#9ca3af", linewidth=1, linestyle="--", label="random allocation"
+        )
+
+
+def _inside(share: float, n: int) -> float:
+    """0 and 1 have no place on a logit scale."""
+    return min(max(share, 0.5 / n), 1 - 0.5 / n)
+
+
+def _marks(
+    axis: Any, number: int, key: str, label: str, rows: list[tuple[int, dict[str, Any]]]
+) -> list[tuple[float, float, str, str]]:
     """Draw one axis; gives the marks that may be labelled, fastest windows first: x, y, text and colour."""
-    groups: dict[tuple[str, bool], list[dict[str, Any]]] = {}
-    for row in rows:
+    groups: dict[tuple[str, bool], list[tuple[int, dict[str, Any]]]] = {}
+    for i, row in rows:
         if row[key] is not None:
-            groups.setdefault((family(row["rule"]), bool(why(row))), []).append(row)
+            groups.setdefault((family(row["rule"]), bool(why(row))), []).append((i, row))
+    known = dict.fromkeys(name for name, _ in groups if name not in COLORS)
+    colors = COLORS | {name: OTHERS[i % len(OTHERS)] for i, name in enumerate(known)}
     marks = []
     for (name, other), group in sorted(groups.items(), key=lambda item: item[0][1]):
-        group.sort(key=lambda row: row[key])
-        least = 0.5 / group[0]["n"]  # 0 and 1 have no place on a logit scale
-        x, y = [row[key] for row in group], [min(max(row["accuracy"], least), 1 - least) for row in group]
-        bounds = [[min(max(bound, least / 2), 1 - least / 2) for bound in row["accuracy_interval"]] for row in group]
-        errors = [[abs(at - bound[side]) for at, bound in zip(y, bounds)] for side in (0, 1)]
-        color, mark = COLORS.get(name, "#7c3aed"), MARKS.get(name, "o")
-        axis.errorbar(x, y, yerr=errors, color=color, fmt="none", alpha=0.3, linewidth=1)
-        style = {"linestyle": ":", "markerfacecolor": "white"} if other else {"label": name}
-        axis.plot(x, y, color=color, marker=mark, markersize=6, linewidth=1.2, **style)
-        for row, px, py in zip(group, x, y):
+        group.sort(key=lambda item: item[1][key])
+        n, color = group[0][1]["n"], colors[name]
+        x = [row[key] for _, row in group]
+        y = [_inside(row["accuracy"], n) for _, row in group]
+        low, high = ([_inside(row["accuracy_interval"][side], 2 * n) for _, row in group] for side in (0, 1))
+        if len(group) > 1:
+            axis.fill_between(x, low, high, color=color, alpha=0.06, linewidth=0)
+        axis.vlines(x, low, high, color=color, alpha=0.25, linewidth=1)
+        axis.plot(x, y, color=color, linewidth=1.1, linestyle=":" if other else "-")
+        for nth, ((i, row), px, py) in enumerate(zip(group, x, y)):
+            (mark,) = axis.plot(
+                [px], [py], color=color, marker=MARKS.get(name, "o"), markersize=6, linestyle="none",
+                markerfacecolor="white" if other else color, label=name if nth == 0 and not other else None,
+            )  # fmt: skip
+            mark.set_gid(f"mark-{i}-{number}")
             marks.append((px, py, f"{short(row)}, w {row['window']}" if row["window"] else short(row), color))
     axis.set_xlabel(label)
     axis.margins(x=0.15)
     axis.grid(alpha=0.25, linewidth=0.5)
     axis.spines[["top", "right"]].set_visible(False)
-    return marks
+    # the judges and what stands alone are labelled first, where there is no room for all
+    return sorted(marks, key=lambda item: ":" in item[2] or "," in item[2].split(", w")[0])
 
 
 def svg(frontier: dict[str, Any]) -> str:
@@ -130,6 +191,19 @@ def example(frontier: dict[str, Any]) -> dict[str, Any] | None:
     return max(found, key=lambda item: item[0], default=(None, None))[1]
 
 
+def details(frontier: dict[str, Any]) -> dict[str, Any]:
+    """What the page shows of a row that is pointed at: its settings and figures, and its answers to the kept prompts."""
+    figures = ("accuracy", "paired_loss", "tokens_per_pass", "tokens_per_second", "seconds_per_correct", "share_of_cap")
+    return {
+        "rows": [{"name": short(row), "rule": row["rule"], "window": row["window"], "why": why(row),
+                  **{key: row[key] for key in figures}} for row in frontier["rows"]],
+        "prompts": [{"prompt": str(sample["prompt"]), "reference": sample["reference"],
+                     "results": [{"answer": result["answer"], "correct": result["correct"], "tokens": result["tokens"],
+                                  "passes": result["target_passes"], "trace": result.get("trace", [])}
+                                 for result in sample["results"]]} for sample in frontier["examples"]],
+    }  # fmt: skip
+
+
 def write_report(path: Path, frontier: dict[str, Any], mining: dict[str, Any] | None = None) -> None:
     """Write report.html and, beside it, frontier.svg; `mining` adds what was mined and fitted: samples, mismatches,
     important_share, judge_auc."""
@@ -141,6 +215,7 @@ def write_report(path: Path, frontier: dict[str, Any], mining: dict[str, Any] | 
         frontier=frontier,
         plot=drawn,
         example=example(frontier),
+        details=details(frontier),
         origins=ORIGINS,
         mining=mining,
         n=frontier["rows"][0]["n"],
