@@ -22,12 +22,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.progress import track
 from sklearn.metrics import roc_auc_score
 
 from lenience import load_pair
 from lenience.annotated import Annotated, collect, states, tokens_of
-from lenience.heads import Head, Inputs, fit_head
+from lenience.heads import Head, Inputs, fit_stopped
 from lenience.pair import Pair
 from lenience.session import Session
 from lenience.steps import fit_annotated
@@ -114,18 +115,18 @@ def families(pair: Pair, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """AUC by family: fitted without it, and out of fold when fitted with it."""
     given = [Annotated(row["question"], row["correct"], row["wrong"], tuple(row["error"]), "row") for row in rows]
     x, wrong, numbers = collect(list(states(pair.target, given, INPUTS)))
-    kinds, told = np.array([rows[n]["family"] for n in numbers]), {}
-    options: dict[str, Any] = {"inputs": INPUTS, "fingerprints": {}, "recall": 0.9, "seed": 0, "kind": "adamw"}
-    fold = numbers % 5
+    x = ((x - x.mean(0)) / (x.std(0) + 1e-6)).astype(np.float32)
+    kinds, within, told = np.array([rows[n]["family"] for n in numbers]), np.zeros(len(x)), {}
+
+    def scores(kept: NDArray, asked: NDArray) -> NDArray:
+        return fit_stopped("adamw", x[kept], ~wrong[kept], numbers[kept], seed=0).logits(x[asked])
+
+    for k in track(range(5), "folds"):
+        within[numbers % 5 == k] = scores(numbers % 5 != k, numbers % 5 == k)
     for kind in track(sorted(set(kinds)), "families"):
         held = kinds == kind
-        without = fit_head(x[~held], wrong[~held], numbers[~held], **options)
-        within = np.zeros(len(x))
-        for k in range(5):
-            one = fit_head(x[fold != k], wrong[fold != k], numbers[fold != k], **options)
-            within[fold == k] = one.logits(torch.from_numpy(x[fold == k])).numpy()
         told[kind] = {
-            "without": float(roc_auc_score(~wrong[held], without.logits(torch.from_numpy(x[held])).numpy())),
+            "without": float(roc_auc_score(~wrong[held], scores(~held, held))),
             "with": float(roc_auc_score(~wrong[held], within[held])),
             "tokens": int(held.sum()),
             "erroneous": int(wrong[held].sum()),

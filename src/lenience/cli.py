@@ -102,11 +102,12 @@ def generate(
     prompt
         The prompt; without it, standard input or, for the built-in pair at a terminal, one of its task's problems.
     rule
-        The acceptance rule: exact, speculative, topk:K, judge:PATH@T, or target or draft for that model alone.
+        The acceptance rule, such as exact, speculative, topk:K, fuzzy:js@T or judge:PATH@T (docs/rules.md has them all), or
+        target or draft for that model alone.
     window
         How many tokens are drafted at most in a cycle; auto measures which is fastest for this prompt.
     stop
-        What ends drafting earlier: fixed (nothing), heuristic, confidence:P, entropy:P, or head:PATH@T.
+        What ends drafting earlier: fixed (nothing), heuristic, confidence:P, entropy:P, head:PATH@T or gate:PATH@T.
     max_new_tokens
         The length limit of the answer.
     temperature
@@ -301,7 +302,8 @@ def compare(
     window
         The draft windows to choose from, 2 4 8 16 32 by default; each rule runs at its fastest and at the widest.
     stop
-        What ends drafting earlier, for all rules: fixed (nothing), heuristic, confidence:P, entropy:P, or head:PATH@T.
+        What ends drafting earlier, for all rules: fixed (nothing), heuristic, confidence:P, entropy:P, head:PATH@T or
+        gate:PATH@T.
     limit
         How many test samples; all if left out.
     tuning

@@ -186,7 +186,7 @@ RECALLS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 1.0)
 
 
 @dataclass
-class _Fitted:
+class Fitted:
     """A head on standardised inputs: score = sigmoid(x · weight + bias), or with a hidden layer as `Head` has it."""
 
     weight: NDArray
@@ -294,22 +294,22 @@ def _curve(
     return curve
 
 
-def _fit(kind: Kind, x: NDArray, harmless: NDArray, samples: NDArray, c: float, seed: int) -> _Fitted:
+def _fit(kind: Kind, x: NDArray, harmless: NDArray, samples: NDArray, c: float, seed: int) -> Fitted:
     from sklearn.linear_model import LogisticRegression
 
     if kind in ("adam", "adamw"):
-        return _fit_stopped(kind, x, harmless, samples, seed)
+        return fit_stopped(kind, x, harmless, samples, seed)
     if kind == "mlp":
         return _fit_mlp(torch.from_numpy(x), torch.from_numpy(harmless.astype(np.float32)), seed)
     model = LogisticRegression(max_iter=1000, C=c).fit(x, harmless)
-    return _Fitted(model.coef_[0], float(model.intercept_[0]))
+    return Fitted(model.coef_[0], float(model.intercept_[0]))
 
 
 UNITS, BATCH, EPOCHS, LEAST_STEPS = 128, 512, 15, 400
 """Of the MLP: on the built-in pair 128 to 384 units, batches of 256 to 1,024 and weight decay of 0.05 to 0.3 came out alike."""
 
 
-def _fit_mlp(x: Tensor, harmless: Tensor, seed: int) -> _Fitted:
+def _fit_mlp(x: Tensor, harmless: Tensor, seed: int) -> Fitted:
     """One hidden layer, dropout on its inputs and outputs, cross-entropy, AdamW on a one-cycle schedule."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -326,14 +326,14 @@ def _fit_mlp(x: Tensor, harmless: Tensor, seed: int) -> _Fitted:
             optimizer.step()
             schedule.step()
     weights = [parameter.detach().numpy() for parameter in (inner.weight.T, inner.bias, outer.weight[0])]
-    return _Fitted(weights[2], float(outer.bias.detach()), (weights[0], weights[1]))
+    return Fitted(weights[2], float(outer.bias.detach()), (weights[0], weights[1]))
 
 
 PATIENCE, MOST_EPOCHS = 5, 200
 """Of the heads that are fitted by gradient steps: for how many epochs the loss may not fall, and how many there are at most."""
 
 
-def _fit_stopped(kind: Kind, x: NDArray, harmless: NDArray, samples: NDArray, seed: int) -> _Fitted:
+def fit_stopped(kind: Kind, x: NDArray, harmless: NDArray, samples: NDArray, seed: int) -> Fitted:
     """A linear head by Adam or AdamW, as it was when its loss on a tenth of the samples was least."""
     train, valid = _split(x, harmless, samples, seed)
     inputs, labels = torch.from_numpy(x), torch.from_numpy(harmless.astype(np.float32))
@@ -358,7 +358,7 @@ def _fit_stopped(kind: Kind, x: NDArray, harmless: NDArray, samples: NDArray, se
                 best, kept = now, {name: value.clone() for name, value in model.state_dict().items()}
             elif since == PATIENCE:
                 break
-    return _Fitted(kept["weight"][0].numpy(), float(kept["bias"]))
+    return Fitted(kept["weight"][0].numpy(), float(kept["bias"]))
 
 
 def threshold_at(scores: NDArray, important: NDArray, recall: float) -> float:
