@@ -14,7 +14,7 @@ from test_rules import VOCABULARY, decide, greedy, reading, window
 import lenience
 from lenience import InputError
 from lenience.acceptance import AllOf, AnyOf, Exact, Lenient
-from lenience.core import Context, Noise, Row
+from lenience.core import Context, Draft, Noise, Reading, Row
 from lenience.pair import Pair
 from lenience.rules import TopK, Typical
 
@@ -83,8 +83,8 @@ def test_budgets_are_spent_from_left_to_right(exact, masks, budgets, used: int, 
     terms = (TopK(2, budget=budgets[0]), Typical(0.1, 0.1, budget=budgets[1]))
     ctx = Context([Row(Noise.for_prompt(0, []), lenient=used)])
     given_masks = {term: torch.tensor([mask[:n]]) for term, mask in zip(terms, masks)}
-    parts = (Exact(), *terms) if joined else terms
-    accepted, counted = AnyOf(parts)._spend(given_masks, torch.tensor([exact]), joined, ctx)
+    parts, strict = (Exact(), *terms) if joined else terms, torch.tensor([exact])
+    accepted, counted = AnyOf(parts)._spend(given_masks, strict, strict & joined, ctx)
     wanted, counts, left = [], [], used
     for i in range(n):
         says = [exact[i] if budget is not None and left >= budget else mask[i] for mask, budget in zip(masks, budgets)]
@@ -209,3 +209,23 @@ def test_ensemble_is_transformers_assistant_ensemble_weight(weight: float, llama
     out = llama.generate([5, 9], rule=f"ensemble:{weight}", window=4, max_new_tokens=40)
     assert out.tokens == wanted.tolist()
     assert out.tokens != llama.generate([5, 9], max_new_tokens=40).tokens
+
+
+# ---- trusted tokens
+
+
+@pytest.mark.parametrize(
+    "spec", ["exact", "speculative", "block", "topk:1", "fuzzy:tv@0.1", "lenient:0.9", "random:0", "topk:9,budget=1"]
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_after_trusted_tokens_comes_what_the_target_says_there(spec: str, temperature: float) -> None:
+    """The target wants 3, 4, 5, 0 in turn, whatever is drafted; of three drafted tokens two are trusted."""
+    target = 30 * torch.nn.functional.one_hot(torch.tensor([[3, 4, 5, 0]]), VOCABULARY).float()
+    for tokens, accepted in (([1, 1, 1], 2), ([1, 1, 5], 3), ([3, 1, 1], 2), ([1, 4, 1], 2)):
+        drafted = 30 * torch.nn.functional.one_hot(torch.tensor([tokens]), VOCABULARY).float()
+        draft = Draft(torch.tensor([tokens]), torch.tensor([3]), drafted, trusted=torch.tensor([2]))
+        ctx = Context([Row(Noise.for_prompt(0, [1]), [1])], temperature)
+        (verdict,) = lenience.rule(spec)(draft, Reading(target, torch.zeros(1, 4, 1)), ctx)
+        assert (verdict.accepted, verdict.token) == (accepted, [3, 4, 5, 0][accepted])
+        if spec != "block":  # which sees the window as a whole
+            assert verdict.exact == [a == b for a, b in zip(tokens, [3, 4, 5])], "what the strict rule says stays known"

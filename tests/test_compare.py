@@ -92,7 +92,7 @@ def test_all_stands_for_a_grid_of_every_rule(llama: Pair, tmp_path: Path) -> Non
     judge = f"judge:{tmp_path}"
     assert expand(["all", judge], 0.0) == [*greedy, *(f"{judge}@{recall / 2}" for recall in JUDGED)]
     assert expand([judge, "exact"], 0.0) == [judge, "exact"], "a judge's own threshold, where not all are asked for"
-    assert expand(["all", f"{judge}@0.3"], 0.0) == [*greedy, f"{judge}@0.3"]
+    assert expand(["all", f"{judge}@0.3", "target", "topk:9"], 0.0) == [*greedy, f"{judge}@0.3", "target", "topk:9"]
 
 
 def test_sampling_is_compared_by_its_seed(llama: Pair) -> None:

@@ -226,10 +226,14 @@ class AnyOf:
         exact = strict.accepts(draft, reading, ctx)  # [B, W]
         lenient = [term for term in self.terms if isinstance(term, Lenient)]
         if not lenient or not draft.width:
-            return _verdicts(draft, exact, exact, None, self._follow(strict, exact, draft, reading, ctx))
+            accepted = exact if draft.kept_unasked is None else exact | draft.kept_unasked
+            return _verdicts(draft, exact, accepted, None, self._follow(strict, accepted, draft, reading, ctx))
         asked = {term: self._ask(term, draft, reading, ctx, exact) for term in lenient}
         joined = bool(named) or any(term.joins for term in lenient)
-        accepted, used = self._spend({term: mask for term, (mask, _, _) in asked.items()}, exact, joined, ctx)
+        least = exact if joined else torch.zeros_like(exact)
+        if draft.kept_unasked is not None:
+            least = least | draft.kept_unasked
+        accepted, used = self._spend({term: mask for term, (mask, _, _) in asked.items()}, exact, least, ctx)
         logits = next((logits for _, logits, _ in asked.values() if logits is not None), None)
         if joined:
             return _verdicts(draft, exact, accepted, logits, self._follow(strict, accepted, draft, reading, ctx))
@@ -257,13 +261,13 @@ class AnyOf:
         defers = term.defers(draft, reading, ctx)
         return (mask if defers is None else torch.where(defers, exact, mask)), logits, defers
 
-    def _spend(self, masks: dict[Lenient, Tensor], exact: Tensor, joined: bool, ctx: Context) -> tuple[Tensor, Tensor | None]:
-        """[B, W]: what is accepted where the terms accept `masks` and their budgets last, and how many lenient acceptances
-        each row's request has before each position, None without a budget."""
+    def _spend(self, masks: dict[Lenient, Tensor], exact: Tensor, least: Tensor, ctx: Context) -> tuple[Tensor, Tensor | None]:
+        """[B, W]: what is accepted where the terms accept `masks` and their budgets last, `least` in any case; and how many
+        lenient acceptances each row's request has before each position, None without a budget."""
 
         def combine(spent: int) -> Tensor:
             """What is accepted where budgets up to `spent` are used up."""
-            accepted = exact if joined else torch.zeros_like(exact)
+            accepted = least
             for part in self.parts:
                 if isinstance(part, Lenient):
                     part = AllOf((part,))
@@ -309,8 +313,6 @@ def _kept(accepted: Tensor, draft: Draft) -> Tensor:
 
 def _verdicts(draft: Draft, exact: Tensor, accepted: Tensor, logits: Tensor | None, follow: Tensor) -> list[Verdict]:
     columns = [draft.lengths[:, None], follow, draft.tokens, exact, accepted, *([] if logits is None else [logits])]
-    if draft.trusted is not None:
-        columns[4] = accepted | (torch.arange(draft.width, device=accepted.device) < draft.trusted[:, None])
     table = torch.cat(columns, 1)  # of float32, where there are a judge's logits: it holds ids below 2²⁴
     return [_verdict(row, draft.width) for row in table.tolist()]  # the rule's one synchronisation
 

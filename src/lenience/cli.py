@@ -324,10 +324,10 @@ def compare(
     _check_limit(limit)
     if any(one < 1 for one in window):
         raise InputError("--window: must be 1 or more")
-    from lenience.compare import WINDOWS, heads
+    from lenience.compare import WINDOWS, expand, heads
     from lenience.compare import compare as run
 
-    heads(rule, stop)  # what is wrong is told before the models are loaded
+    heads(expand(rule, temperature), stop)  # what is wrong is told before the models are loaded
     choice, models = choice or TaskChoice(), models or Models()
     task = choice.load()
     pair = models.load(long=True)

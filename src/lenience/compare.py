@@ -21,7 +21,7 @@ from lenience.errors import InputError
 from lenience.journal import Journal, open_run, read_json, write_json
 from lenience.mining import check_prompts, describe
 from lenience.pair import Generation, Options, Pair
-from lenience.rules import ALONE, Judge, terms
+from lenience.rules import ALONE, Judge, parse_rule, terms
 from lenience.stops import Learned, parse_stop
 from lenience.tasks import JsonlTask, Sample, Task, take
 
@@ -147,15 +147,14 @@ def expand(rules: Sequence[str], temperature: float) -> list[str]:
         return list(rules)
     same = ("speculative", "block") if temperature == 0 else ()
     grid = [rule for rule in GRID if rule not in same and (temperature > 0 or not terms(rule)[0].samples)]
-    found = []
+    found: list[str] = []
     for rule in rules:
-        (term, *more) = terms(rule) if rule != "all" else (None,)
+        judge = None if rule in ("all", *ALONE) else parse_rule(rule)
         if rule == "all":
             found += grid
-        elif isinstance(term, Judge) and not more and term.threshold is None:
-            listed = {row["recall"]: row["threshold"] for row in term.head.metrics.get("thresholds", [])}
-            tried = [replace(term, threshold=listed[recall]) for recall in JUDGED if recall in listed]
-            found += [str(judge) for judge in tried] or [rule]
+        elif isinstance(judge, Judge) and judge.threshold is None:
+            listed = {row["recall"]: row["threshold"] for row in judge.head.metrics.get("thresholds", [])}
+            found += [str(replace(judge, threshold=listed[recall])) for recall in JUDGED if recall in listed] or [rule]
         else:
             found.append(rule)
     return found
@@ -321,7 +320,7 @@ class _Run:
 
 
 def _judges(rule: str) -> list[Judge]:
-    return [term for term in (terms(rule) if rule != "all" else ()) if isinstance(term, Judge)]
+    return [term for term in terms(rule) if isinstance(term, Judge)]
 
 
 def heads(rules: Sequence[str], stop: str) -> dict[str, str]:

@@ -53,6 +53,13 @@ class Draft:
         """[B, W] bool: which places hold a proposed token."""
         return torch.arange(self.width, device=self.tokens.device) < self.lengths[:, None]
 
+    @cached_property
+    def kept_unasked(self) -> Tensor | None:
+        """[B, W] bool: which places hold a trusted token; None where nothing is trusted."""
+        if self.trusted is None:
+            return None
+        return torch.arange(self.width, device=self.tokens.device) < self.trusted[:, None]
+
     def rows(self, which: Sequence[int]) -> Draft:
         """The windows of some of the rows."""
         parts: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}

@@ -37,7 +37,7 @@ class Block(Term):
         if draft.logits is None:
             return torch.zeros_like(draft.proposed)
         target, drafted = ctx.probs(reading.logits).double(), ctx.probs(draft.logits).double()
-        share = self.shares(target, drafted, draft.tokens)  # [B, W + 1]
+        share = self.shares(target, drafted, draft)  # [B, W + 1]
         rest = (share[:, :-1, None] * target[:, :-1] - drafted).clamp(min=0).sum(-1)  # [B, W]: after 0 … W - 1 tokens
         left = rest + 1 - share[:, :-1]
         stays = torch.where(left > 0, rest / left, 1.0)  # 0 / 0: the next token is certain of its place
@@ -51,13 +51,16 @@ class Block(Term):
         target = ctx.probs(reading.logits)
         if draft.logits is None:
             return correct(at(target, kept), 1.0, kept, draft, ctx)
-        share = self.shares(target.double(), ctx.probs(draft.logits).double(), draft.tokens)
+        share = self.shares(target.double(), ctx.probs(draft.logits).double(), draft)
         return correct(at(target, kept).double(), at(share, kept)[:, None], kept, draft, ctx)
 
     @staticmethod
-    def shares(target: Tensor, drafted: Tensor, tokens: Tensor) -> Tensor:
-        """[B, W + 1]: p of the algorithm for the first 0 … W tokens, from the distributions [B, W + 1, V] and [B, W, V]."""
-        ratios = (of(target[:, :-1], tokens) / of(drafted, tokens)).nan_to_num(0.0)
+    def shares(target: Tensor, drafted: Tensor, draft: Draft) -> Tensor:
+        """[B, W + 1]: p of the algorithm for the first 0 … W tokens, from the distributions [B, W + 1, V] and [B, W, V];
+        trusted tokens are a prefix that was not drafted."""
+        ratios = (of(target[:, :-1], draft.tokens) / of(drafted, draft.tokens)).nan_to_num(0.0)
+        if draft.kept_unasked is not None:
+            ratios = ratios.masked_fill(draft.kept_unasked, 1.0)
         shares = [torch.ones_like(ratios[:, 0])]
         for ratio in ratios.unbind(1):
             shares.append((shares[-1] * ratio).clamp(max=1))
