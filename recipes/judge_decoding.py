@@ -27,7 +27,7 @@ from rich.progress import track
 from sklearn.metrics import roc_auc_score
 
 from lenience import load_pair
-from lenience.annotated import Annotated, collect, states, tokens_of
+from lenience.annotated import Annotated, collect, read_annotated, states, tokens_of
 from lenience.heads import Head, Inputs, fit_stopped
 from lenience.pair import Pair
 from lenience.session import Session
@@ -145,7 +145,7 @@ def main() -> None:
     path = given.out / "errors.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     pair = load_pair(compile=False)
-    head = fit_annotated(pair, path, INPUTS, given.out / "judge", kind="adamw", recall=0.9, seed=0)
+    head = fit_annotated(pair, read_annotated(path), INPUTS, given.out / "judge", kind="adamw", recall=0.9, seed=0)
     told = {"rows": len(rows), "metrics": head.metrics}
     for threshold in (0.5, head.threshold):
         told[f"at {threshold:.4g}"] = {

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import (
@@ -35,6 +36,8 @@ from lenience.heads import Head, Inputs
 from lenience.pair import Pair, load_pair
 
 torch.set_num_threads(1)
+settings.register_profile("lenience", deadline=None)  # no test is about time
+settings.load_profile("lenience")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import lenience
 
 SOURCE = Path(lenience.__file__).parent
-ORDER = ["errors", "spec", "core", "journal", "heads", "acceptance", "rules", "stops", "tasks", "model", "session", "replay", "export", "compiled", "drafters", "decode", "pair", "mining", "annotated", "compare",
+ORDER = ["errors", "spec", "core", "divergence", "journal", "heads", "acceptance", "rules", "stops", "tasks", "model", "session", "replay", "export", "compiled", "drafters", "decode", "pair", "mining", "annotated", "compare",
          "report", "steps", "demo", "cli"]  # fmt: skip
 """Each module imports only what stands before it."""
 

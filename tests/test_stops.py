@@ -250,9 +250,9 @@ def gate(request, tmp_path_factory: pytest.TempPathFactory, llama: Pair) -> str:
     return str(folder)
 
 
-def sprint(pair: Pair, folder: str, prompt: list[int], threshold: float, n: int) -> tuple[list[int], list[str], int, int]:
-    """SPRINTER, greedy, through transformers' models alone, token by token: the new tokens, where each came from, how often the
-    target was asked, and how many tokens it then had not read."""
+def sprint(pair: Pair, folder: str, prompt: list[int], threshold: float, n: int) -> tuple[list[int], list[str], int]:
+    """SPRINTER, greedy, through transformers' models alone, token by token: the new tokens, where each came from, and how often
+    the target was asked."""
     head = load_head(folder, "gate")
 
     def look(lm, ids: list[int]) -> tuple[int, torch.Tensor]:
@@ -260,7 +260,7 @@ def sprint(pair: Pair, folder: str, prompt: list[int], threshold: float, n: int)
             out = lm.model(torch.tensor([ids]), output_hidden_states=True)
         return int(out.logits[0, -1].argmax()), out.hidden_states[-1][0, -1]
 
-    ids, origins, asked, unread, window = list(prompt), [], 0, len(prompt), 0
+    ids, origins, asked, window = list(prompt), [], 0, 0
     while len(ids) - len(prompt) < n and not (origins and ids[-1] in pair.target.eos_ids):
         token, before = look(pair.draft, ids)
         states = {"previous": before, "draft": look(pair.draft, [*ids, token])[1]}
@@ -281,7 +281,7 @@ def sprint(pair: Pair, folder: str, prompt: list[int], threshold: float, n: int)
         if best == token and len(ids) - len(prompt) < n and best not in pair.target.eos_ids:
             ids.append(look(pair.target, ids)[0])
             origins.append("bonus")
-    return ids[len(prompt) :], origins, asked, unread
+    return ids[len(prompt) :], origins, asked
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.7])
@@ -290,7 +290,7 @@ def test_a_gate_is_sprinter(gate: str, llama: Pair, threshold: float) -> None:
     options = {"stop": f"gate:{gate}@{threshold}", "window": 64, "max_new_tokens": 30}
     outs = llama.generate_batch(asked, batch_size=2, **options)
     for prompt, out in zip(asked, outs):
-        tokens, origins, passes, _ = sprint(llama, gate, prompt, threshold, 30)
+        tokens, origins, passes = sprint(llama, gate, prompt, threshold, 30)
         assert out.tokens == tokens
         assert [entry.origin for entry in out.trace] == origins
         assert out.target_passes == passes
@@ -359,3 +359,11 @@ def test_a_gate_learns_from_four_kinds_of_prefix(llama: Pair, tmp_path: Path) ->
     again = load_head(tmp_path / "gate", "gate")
     assert torch.equal(again.weight, made.weight)
     assert llama.generate([3, 4], stop=f"gate:{tmp_path / 'gate'}", max_new_tokens=10).tokens
+
+
+def test_a_gate_reads_one_state_of_the_draft(llama: Pair, tmp_path: Path) -> None:
+    for name, inputs in (("both", Inputs(("draft",), ("draft", "previous"))), ("target", Inputs(("target",), ("draft",)))):
+        width = llama.draft.hidden_size * len(inputs.tokens)
+        Head(torch.zeros(width), 0.0, inputs, 0.5, llama.fingerprints, role="gate").save(tmp_path / name)
+        with pytest.raises(InputError, match="reads one state of the draft"):
+            llama.generate([1], stop=f"gate:{tmp_path / name}@0.5")

@@ -7,7 +7,7 @@ drawn from the target's own distribution.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
@@ -148,19 +148,17 @@ class Lenient(Term):
     """Only between these two texts, such as <think> and </think>; outside the strict rule decides."""
     joins: ClassVar[bool] = False
     """Whether alone it means the strict rule or this one."""
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}
+    """The least and the largest value of its fields; one that is None has none."""
 
     def __post_init__(self) -> None:
-        self.within("floor", self.floor, 0, 1)
-        if self.budget is not None:
-            self.within("budget", self.budget, 0, math.inf)
+        for what, (least, most) in {**self.bounds, "floor": (0, 1), "budget": (0, math.inf)}.items():
+            value = getattr(self, what)
+            if value is not None and not least <= value <= most:
+                limits = f"at least {least:g}" + (f" and at most {most:g}" if most < math.inf else "")
+                raise InputError(f"{self.name}'s {what} {value:g}: must be {limits}")
         if bool(self.begin) != bool(self.end):
             raise InputError(f"{self.name}: begin and end mark a span together; give both")
-
-    def within(self, what: str, value: float, least: float, most: float, open: bool = False) -> None:
-        """Raise InputError unless least ≤ value ≤ most, or least < value where `open`."""
-        if not least <= value <= most or (open and value == least):
-            bounds = f"{'above' if open else 'at least'} {least:g}" + (f" and at most {most:g}" if most < math.inf else "")
-            raise InputError(f"{self.name}'s {what} {value:g}: must be {bounds}")
 
     def ask(self, draft: Draft, reading: Reading, ctx: Context, exact: Tensor) -> tuple[Tensor, Tensor | None]:
         """[B, W]: what is accepted, where the strict rule accepts `exact`; and the logits of a judge's scores."""
@@ -175,7 +173,12 @@ class Lenient(Term):
 class AllOf:
     """Accept what all of the lenient terms accept: `judge:…&topk:4`."""
 
-    terms: tuple[Lenient, ...]
+    terms: tuple[Term, ...]
+
+    def __post_init__(self) -> None:
+        for term in self.terms:
+            if not isinstance(term, Lenient):
+                raise InputError(f"{term} is a strict rule, which is joined by |, not by &")
 
     def __str__(self) -> str:
         return "&".join(str(term) for term in self.terms)
@@ -193,9 +196,6 @@ class AnyOf:
         for term in self.terms:
             if term.alone and len(self.terms) > 1:
                 raise InputError(f"{self}: {term.name} decides by itself and cannot be joined with another rule")
-        for part in self.parts:
-            if isinstance(part, AllOf) and any(term.strict for term in part.terms):
-                raise InputError(f"{self}: a strict rule is joined by |, not by &")
 
     @cached_property
     def terms(self) -> tuple[Term, ...]:
@@ -272,7 +272,8 @@ class AnyOf:
                 if isinstance(part, Lenient):
                     part = AllOf((part,))
                 if isinstance(part, AllOf):
-                    left = [exact if t.budget is not None and t.budget <= spent else masks[t] for t in part.terms]
+                    given = [term for term in part.terms if isinstance(term, Lenient)]
+                    left = [exact if t.budget is not None and t.budget <= spent else masks[t] for t in given]
                     accepted = accepted | (left[0] if len(left) == 1 else torch.stack(left).all(0))
             return accepted
 

@@ -36,8 +36,12 @@ class Annotated:
 def read_annotated(path: Path) -> list[Annotated]:
     """The rows of a JSONL file, each with question (text or chat messages), correct, wrong and error. Raises InputError that
     names the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read ({error}); name a JSONL file of annotated answers") from None
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         place = f"{path}, line {number}"

@@ -31,6 +31,7 @@ from lenience.steps import (
 )
 
 if TYPE_CHECKING:
+    from lenience.heads import Inputs, Role
     from lenience.pair import Pair
     from lenience.tasks import Task
 
@@ -198,8 +199,7 @@ def fit(
     models: str | None = None, tokens: str | None = None, layer: int | None = None,
     from_: Annotated[Literal["run", "annotated"], Parameter(name="--from")] = "run", stop: Flag = False, gate: Flag = False,
     tau: float | None = None, out: Path | None = None, seed: int = 0, target: str | None = None, draft: str | None = None,
-    device: str = "auto",
-    json: Json = False,
+    device: str = "auto", json: Json = False,
 ) -> None:  # fmt: skip
     """Fit a judge to a run's journal and save it in RUN/judge; or a stop condition for the drafter, in RUN/stop or RUN/gate.
 
@@ -210,8 +210,7 @@ def fit(
         wrong one, the characters [begin, end] that are wrong), whose judge is saved in RUN without .jsonl, in judge/.
     head
         logistic, as AutoJudge has it; mlp, with a hidden layer, which tells better where there is much to learn from; adamw,
-        as Judge Decoding has it; or adam, as SPRINTER has it, which is the default for a gate.
-        adamw is the default for annotated answers.
+        as Judge Decoding has it, the default for annotated answers; or adam, as SPRINTER has it, the default for a gate.
     recall
         The share of important tokens that the judge's own threshold must reject; other thresholds are listed too.
     models
@@ -245,45 +244,57 @@ def fit(
         raise InputError(f"--recall {recall}: must be in (0, 1]")
     if not 0 <= seed < 2**32:
         raise InputError(f"--seed {seed}: must be from 0 to 2**32 - 1")
-    from lenience.heads import Inputs, Role
-    from lenience.journal import read_json
-
     role: Role = "stop" if stop else "gate" if gate else "judge"
     if stop and gate:
         raise InputError("--gate: is another head than --stop's; fit them one after the other")
-    if (role != "judge" and models) or (stop and tokens):
-        raise InputError(f"--{role}: is fitted to the draft's own states; leave --models{' and --tokens' * stop} out")
-    if gate and tokens not in (None, "draft", "previous"):
-        raise InputError(f"--tokens {tokens}: a gate reads the state after draft or after previous")
     if tau is not None and not (gate and tau > 0):
         raise InputError(f"--tau {tau:g}: is a gate's, and above 0")
-    given = (tokens or {"judge": "draft,previous", "stop": "previous", "gate": "draft"}[role]).split(",")
-    whose = tuple((models or "target,draft").split(",")) if role == "judge" else ("draft",)
-    inputs = Inputs(whose, tuple(given), layer)
+    kind = head or ("adamw" if from_ == "annotated" else "adam" if gate else "logistic")
+    inputs = _inputs(role, from_ == "annotated", models, tokens, layer)
+    options: dict[str, Any] = {"kind": kind, "recall": recall, "seed": seed}
+    folder = out or (run.with_suffix("") if from_ == "annotated" else run) / role
     if from_ == "annotated":
+        from lenience.annotated import read_annotated
+
+        rows = read_annotated(run)  # what is wrong is told before the models are loaded
+        fitted = fit_annotated(Models(target, draft, None, device).load(), rows, inputs, folder, **options)
+    else:
+        pair = _mined_with(run, target, draft, device).load(long=gate)
+        fitted = fit_run(pair, run, inputs, folder, role, tau or 1.0, **options)
+    print_thresholds(fitted, folder)
+    if json:
+        _print_json({role: str(folder), "head": kind, "threshold": fitted.threshold, **fitted.metrics})
+
+
+def _inputs(role: Role, annotated: bool, models: str | None, tokens: str | None, layer: int | None) -> Inputs:
+    """What a head of a role reads, by what was said and else by default."""
+    from lenience.heads import Inputs
+
+    if annotated:
         if role != "judge" or models not in (None, "target") or tokens not in (None, "draft"):
             raise InputError("--from annotated: fits a judge to the target's states after each token; leave the others out")
-        if not run.is_file():
-            raise InputError(f"{run}: no such file; name a JSONL file of annotated answers")
-        inputs, folder = Inputs(("target",), ("draft",), -1 if layer is None else layer), out or run.with_suffix("") / "judge"
-        pair = Models(target, draft, None, device).load()
-        fitted = fit_annotated(pair, run, inputs, folder, kind=head or "adamw", recall=recall, seed=seed)
-        print_thresholds(fitted, folder)
-        if json:
-            _print_json({"judge": str(folder), "head": head or "adamw", "threshold": fitted.threshold, **fitted.metrics})
-        return
+        return Inputs(("target",), ("draft",), -1 if layer is None else layer)
+    if (role != "judge" and models) or (role == "stop" and tokens):
+        left_out = "--models and --tokens" if role == "stop" else "--models"
+        raise InputError(f"--{role}: is fitted to the draft's own states; leave {left_out} out")
+    if role == "gate" and tokens not in (None, "draft", "previous"):
+        raise InputError(f"--tokens {tokens}: a gate reads the state after draft or after previous")
+    given = tokens or {"judge": "draft,previous", "stop": "previous", "gate": "draft"}[role]
+    whose = models or ("target,draft" if role == "judge" else "draft")
+    return Inputs(tuple(whose.split(",")), tuple(given.split(",")), layer)
+
+
+def _mined_with(run: Path, target: str | None, draft: str | None, device: str) -> Models:
+    """The models that a run was mined with, where they are now."""
+    from lenience.journal import read_json
+
     made = read_json(run / "run.json")
     if not made.keys() >= {"pair", "models"}:
         raise InputError(f"{run / 'run.json'}: does not say which models it was mined with; mine into another folder")
     if made["pair"] != "built-in":
         target, draft = target or made["models"]["target"]["name"], draft or made["models"]["draft"]["name"]
     dtypes = {model["dtype"] for model in made["models"].values()}
-    pair = Models(target, draft, dtypes.pop() if len(dtypes) == 1 else "auto", device).load(long=gate)
-    kind = head or ("adam" if gate else "logistic")
-    fitted = fit_run(pair, run, inputs, out or run / role, role, tau or 1.0, kind=kind, recall=recall, seed=seed)
-    print_thresholds(fitted, out or run / role)
-    if json:
-        _print_json({role: str(out or run / role), "head": kind, "threshold": fitted.threshold, **fitted.metrics})
+    return Models(target, draft, dtypes.pop() if len(dtypes) == 1 else "auto", device)
 
 
 @app.command

@@ -18,11 +18,12 @@ from scipy.stats import binomtest
 
 from lenience.decode import pieces
 from lenience.errors import InputError
+from lenience.heads import Learned
 from lenience.journal import Journal, open_run, read_json, write_json
 from lenience.mining import check_prompts, describe
 from lenience.pair import Generation, Options, Pair
 from lenience.rules import ALONE, Judge, parse_rule, terms
-from lenience.stops import Learned, parse_stop
+from lenience.stops import parse_stop
 from lenience.tasks import JsonlTask, Sample, Task, take
 
 if TYPE_CHECKING:
@@ -326,10 +327,8 @@ def _judges(rule: str) -> list[Judge]:
 def heads(rules: Sequence[str], stop: str) -> dict[str, str]:
     """Identifies the heads of the rules and of the stop condition: a head that was fitted anew, or has another threshold, is
     another one. Raises InputError for a wrong spec."""
-    condition = parse_stop(stop)
-    used: list[Judge | Learned] = [judge for rule in rules for judge in _judges(rule)]
-    used += [condition] if isinstance(condition, Learned) else []
-    return {one.path: one.head.fingerprint for one in used}
+    used = [*(judge for rule in rules for judge in _judges(rule)), parse_stop(stop)]
+    return {one.path: one.head.fingerprint for one in used if isinstance(one, Learned)}
 
 
 def rows(

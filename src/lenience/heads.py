@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -176,6 +177,39 @@ def _load(path: Path, role: Role, changed: int) -> Head:
         return head
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise InputError(f"{role} {path}: is broken ({type(error).__name__}: {error}); fit it again") from None
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a rule and a stop condition have in common that ask a fitted head: where it is and how its score is taken."""
+
+    path: str
+    threshold: float | None = None
+    """None: the one that the head was saved with."""
+    unchecked: bool = False
+    """Run the head on models other than those it was fitted to."""
+    name: ClassVar[str]
+    role: ClassVar[Role]
+    highest: ClassVar[float] = 1
+    """Of the threshold."""
+
+    def __post_init__(self) -> None:
+        if self.threshold is not None and not 0 <= self.threshold <= self.highest:
+            most = f"must be from 0 to {self.highest}"
+            raise InputError(f"{self.name}'s threshold {self.threshold}: a score is a probability; {most}")
+
+    @cached_property
+    def head(self) -> Head:
+        return load_head(self.path, self.role)
+
+    @property
+    def bound(self) -> float:
+        """The threshold that holds."""
+        return self.head.threshold if self.threshold is None else self.threshold
+
+    def check(self, fingerprints: Callable[[], dict[str, str]], sizes: dict[str, int]) -> None:
+        """Raise InputError where the head cannot run on models of these fingerprints and hidden sizes."""
+        self.head.check({} if self.unchecked else fingerprints(), sizes)
 
 
 # ---- fitting

@@ -13,19 +13,7 @@ from lenience.rules import Judge, terms
 
 COLORS = {"target": "#6b7280", "draft": "#6b7280", "exact": "#2563eb", "topk": "#d97706", "judge": "#059669", "mlp": "#047857",
           "random": "#9ca3af"}  # fmt: skip
-OTHERS = (
-    "#7c3aed",
-    "#db2777",
-    "#0891b2",
-    "#65a30d",
-    "#b45309",
-    "#4f46e5",
-    "#be123c",
-    "#0d9488",
-    "#a16207",
-    "#9333ea",
-    "#0369a1",
-)
+OTHERS = ("#7c3aed", "#db2777", "#0891b2", "#65a30d", "#b45309", "#4f46e5", "#be123c", "#0d9488", "#a16207", "#0369a1")
 """Of the rules that COLORS does not name, in turn."""
 MARKS = {"target": "s", "draft": "D", "exact": "o", "topk": "^", "judge": "o", "mlp": "o", "random": "x"}
 ORIGINS = {
@@ -95,10 +83,12 @@ def plot(frontier: dict[str, Any]) -> Any:
     axes = figure.subplots(1, 3, sharey=True)
     rows = list(enumerate(frontier["rows"]))
     fastest = [(i, row) for i, row in rows if not why(row)]
+    others = dict.fromkeys(name for _, row in rows if (name := family(row["rule"])) not in COLORS)
+    colors = COLORS | {name: OTHERS[i % len(OTHERS)] for i, name in enumerate(others)}
     marked = []
     for number, (axis, (key, label)) in enumerate(zip(axes, AXES)):
         _line(axis, key, frontier.get("allocation", []), rows[0][1]["n"])
-        marked.append(_marks(axis, number, key, label, fastest if number else rows))
+        marked.append(_marks(axis, number, key, label, fastest if number else rows, colors))
     low, high = axes[0].get_ylim()
     axes[0].set_yscale("logit")
     axes[0].set_ylim(max(low, 0.02), high)
@@ -137,15 +127,13 @@ def _inside(share: float, n: int) -> float:
 
 
 def _marks(
-    axis: Any, number: int, key: str, label: str, rows: list[tuple[int, dict[str, Any]]]
+    axis: Any, number: int, key: str, label: str, rows: list[tuple[int, dict[str, Any]]], colors: dict[str, str]
 ) -> list[tuple[float, float, str, str]]:
     """Draw one axis; gives the marks that may be labelled, fastest windows first: x, y, text and colour."""
     groups: dict[tuple[str, bool], list[tuple[int, dict[str, Any]]]] = {}
     for i, row in rows:
         if row[key] is not None:
             groups.setdefault((family(row["rule"]), bool(why(row))), []).append((i, row))
-    known = dict.fromkeys(name for name, _ in groups if name not in COLORS)
-    colors = COLORS | {name: OTHERS[i % len(OTHERS)] for i, name in enumerate(known)}
     marks = []
     for (name, other), group in sorted(groups.items(), key=lambda item: item[0][1]):
         group.sort(key=lambda item: item[1][key])

@@ -8,9 +8,8 @@ temperature (1 when greedy), before truncation; a token that truncation or a pro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,8 +17,9 @@ from torch import Tensor
 from lenience import spec
 from lenience.acceptance import AllOf, AnyOf, Exact, Lenient, Speculative, Term, accept_ratio, at, correct, of
 from lenience.core import Context, Draft, Reading, Rule, uniform
+from lenience.divergence import DIVERGENCES, entropy, lump, mentor
 from lenience.errors import InputError
-from lenience.heads import Head, load_head
+from lenience.heads import Learned
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,12 @@ class Lenience(Lenient):
 
     factor: float
     name = "lenient"
+    bounds: ClassVar = {"factor": (0, 1)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.within("factor", self.factor, 0, 1, open=True)
+        if self.factor == 0:
+            raise InputError("lenient's factor 0: must be above 0; fuzzy:tv@2 accepts everything")
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         before = reading.logits[:, :-1]
@@ -99,12 +101,7 @@ class TopK(Lenient):
     margin: float = field(default=math.inf, kw_only=True)
     ratio: float = field(default=0.0, kw_only=True)
     name = "topk"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.within("k", self.k, 1, math.inf)
-        self.within("margin", self.margin, 0, math.inf)
-        self.within("ratio", self.ratio, 0, 1)
+    bounds: ClassVar = {"k": (1, math.inf), "margin": (0, math.inf), "ratio": (0, 1)}
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         logits = reading.logits[:, :-1]
@@ -127,11 +124,7 @@ class Typical(Lenient):
     eps: float
     delta: float
     name = "typical"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.within("eps", self.eps, 0, 1)
-        self.within("delta", self.delta, 0, math.inf)
+    bounds: ClassVar = {"eps": (0, 1), "delta": (0, math.inf)}
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         logs = ctx.logs(reading.logits[:, :-1])
@@ -149,14 +142,12 @@ class Fuzzy(Lenient):
     top: int | None = None
     """Tell apart only so many of the target's most probable tokens; the others count as one."""
     name = "fuzzy"
+    bounds: ClassVar = {"threshold": (0, math.inf), "top": (1, math.inf)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.divergence not in DIVERGENCES:
             raise InputError(f"fuzzy's divergence {self.divergence!r}: must be one of {', '.join(DIVERGENCES)}")
-        self.within("threshold", self.threshold, 0, math.inf)
-        if self.top is not None:
-            self.within("top", self.top, 1, math.inf)
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         if draft.logits is None:
@@ -168,42 +159,6 @@ class Fuzzy(Lenient):
         return DIVERGENCES[self.divergence](target, drafted) < self.threshold
 
 
-def entropy(logs: Tensor) -> Tensor:
-    """[…] nats, of log-probabilities […, V]."""
-    return -weighted(logs, logs).sum(-1)
-
-
-def lump(logs: Tensor) -> Tensor:
-    """[…, k] log-probabilities of some tokens → […, k + 1], the last of all others together."""
-    rest = (1 - logs.double().exp().sum(-1, keepdim=True)).clamp(min=0).log()
-    return torch.cat([logs, rest.to(logs.dtype)], -1)
-
-
-def weighted(logs: Tensor, values: Tensor) -> Tensor:
-    """exp(logs) · values, 0 where the probability is 0."""
-    return torch.where(logs > -torch.inf, logs.exp() * values, 0.0)
-
-
-def kl(p: Tensor, q: Tensor) -> Tensor:
-    """[…] KL(p ‖ q) in nats, of log-probabilities […, V]. What q cannot give, such as a token that only p's embedding has a row
-    for, counts as if q gave it exp(−1000)."""
-    return weighted(p, p - q.clamp(min=-1000)).sum(-1).clamp(min=0)
-
-
-def js(p: Tensor, q: Tensor) -> Tensor:
-    """[…] Jensen–Shannon divergence in nats, of log-probabilities […, V]."""
-    middle = torch.logaddexp(p, q) - math.log(2)
-    return ((weighted(p, p - middle) + weighted(q, q - middle)).sum(-1) / 2).clamp(0, math.log(2))
-
-
-def tv(p: Tensor, q: Tensor) -> Tensor:
-    """[…] total variation distance, of log-probabilities […, V]."""
-    return (p.exp() - q.exp()).abs().sum(-1).clamp(max=2) / 2
-
-
-DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"kl": kl, "js": js, "tv": tv}
-
-
 @dataclass(frozen=True)
 class GuardedKL(Lenient):
     """Accept also where KL(target ‖ draft) is below `most` nats, unless the target's largest probability is above `guard`
@@ -213,11 +168,7 @@ class GuardedKL(Lenient):
     guard: float = 0.9
     name = "kl"
     joins = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.within("most", self.most, 0, math.inf)
-        self.within("guard", self.guard, 0, 1)
+    bounds: ClassVar = {"most": (0, math.inf), "guard": (0, 1)}
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         return Fuzzy("kl", self.most).accepts(draft, reading, ctx)
@@ -237,10 +188,7 @@ class Ensemble(Lenient):
     weight: float
     name = "ensemble"
     alone = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.within("weight", self.weight, 0, 1)
+    bounds: ClassVar = {"weight": (0, 1)}
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         if ctx.greedy:
@@ -276,11 +224,7 @@ class Fly(Lenient):
     name = "fly"
     alone = True
     joins = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.within("entropy", self.entropy, 0, math.inf)
-        self.within("window", self.window, 1, math.inf)
+    bounds: ClassVar = {"entropy": (0, math.inf), "window": (1, math.inf)}
 
     def ask(self, draft: Draft, reading: Reading, ctx: Context, exact: Tensor) -> tuple[Tensor, None]:
         logs = ctx.logs(reading.logits[:, :-1])
@@ -300,10 +244,7 @@ class Mentored(Lenient):
     name = "mentored"
     alone = True
     samples = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.within("most", self.most, 0, math.inf)
+    bounds: ClassVar = {"most": (0, math.inf)}
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         if draft.logits is None:
@@ -319,45 +260,6 @@ class Mentored(Lenient):
         return correct(torch.where(whole, target.double(), mentor(target, drafted, self.most)), 1.0, kept, draft, ctx)
 
 
-def mentor(target: Tensor, drafted: Tensor, most: float) -> Tensor:
-    """[…, V] float64: of the distributions π with KL(target ‖ π) ≤ `most`, the one with the largest Σ min(π, drafted), so that
-    most of the draft's tokens are accepted: clip(drafted, low · target, high · target).
-
-    The smaller `low`, the less mass moves from the tokens that the draft thinks too much of to the others, and the larger
-    the divergence; `high` follows, as π sums to 1. `low` is searched for, on sums over the tokens sorted by their ratio.
-    """
-    p, q = target.double(), drafted.double()
-    if most == 0:
-        return p
-    ratio, order = torch.where(p > 0, q / p, torch.inf).sort(-1)
-    sorted_p, sorted_q = p.gather(-1, order), q.gather(-1, order)
-    gain = torch.where((sorted_p > 0) & (sorted_q > 0), -sorted_p * ratio.log(), 0.0)  # p log(p / q)
-    below_p, below_q, below_gain = (torch.nn.functional.pad(x.cumsum(-1), (1, 0)) for x in (sorted_p, sorted_q, gain))
-    above_p, above_q = (torch.nn.functional.pad(x.flip(-1).cumsum(-1).flip(-1), (0, 1)) for x in (sorted_p, sorted_q))
-    # what `high` takes away where it is the ratio of a token; falls from token to token
-    taken = torch.where(sorted_p > 0, above_q[..., 1:] - ratio * above_p[..., 1:], -1.0).nan_to_num(-1.0)
-    forbidden = q.masked_fill(p > 0, 0).sum(-1, keepdim=True)  # must move in any case
-
-    def divergence(low: Tensor) -> tuple[Tensor, Tensor]:
-        """[…, 1]: KL(target ‖ π), infinite where π would give something to forbidden tokens, and `high`."""
-        i = torch.searchsorted(ratio, low)
-        moved = low * below_p.gather(-1, i) - below_q.gather(-1, i)
-        j = torch.searchsorted(-taken, -moved)
-        rest = above_p.gather(-1, j)
-        high = torch.where(rest > 0, (above_q.gather(-1, j) - moved) / rest, torch.inf)
-        found = -low.log() * below_p.gather(-1, i) + below_gain.gather(-1, j) - below_gain.gather(-1, i)
-        found = found - torch.where(rest > 0, rest * high.log(), 0.0)
-        return torch.where(moved < forbidden - 1e-12, torch.inf, found), high
-
-    worst, best = torch.full_like(forbidden, -70.0), torch.zeros_like(forbidden)  # of log(low)
-    for _ in range(60):
-        middle = (worst + best) / 2
-        within = divergence(middle.exp())[0] <= most
-        worst, best = torch.where(within, worst, middle), torch.where(within, middle, best)
-    low = best.exp()
-    return torch.where(p > 0, q.clamp(low * p, divergence(low)[1] * p), 0.0)
-
-
 @dataclass(frozen=True)
 class Random(Lenient):
     """Accept a mismatch with probability `rate`: a floor that any rule must beat (Holsman 2025). Alone it means
@@ -366,39 +268,26 @@ class Random(Lenient):
     rate: float
     name = "random"
     joins = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.within("rate", self.rate, 0, 1)
+    bounds: ClassVar = {"rate": (0, 1)}
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         return uniform(ctx.keys(draft.width, "random", device=draft.tokens.device)) < self.rate
 
 
 @dataclass(frozen=True)
-class Judge(Lenient):
+class Judge(Learned, Lenient):
     """Accept a mismatch that a fitted head scores at least `threshold` (AutoJudge, Garipov 2025; Judge Decoding, Bachmann
     2025). Alone it means `exact|judge:…` when greedy and `speculative|judge:…` when sampling."""
 
-    path: str
-    threshold: float | None = None
-    """None: the one that the head was saved with."""
-    unchecked: bool = False
-    """Run the head on models other than those it was fitted to."""
     name = "judge"
+    role = "judge"
     joins = True
-
-    @cached_property
-    def head(self) -> Head:
-        return load_head(self.path)
+    highest = 2
+    """Above 1 nothing is accepted."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.threshold is not None and not 0 <= self.threshold <= 2:
-            raise InputError(f"judge's threshold {self.threshold}: a score is a probability, above 1 nothing is accepted")
-
-    def check(self, fingerprints: Callable[[], dict[str, str]], sizes: dict[str, int]) -> None:
-        self.head.check({} if self.unchecked else fingerprints(), sizes)
+        Learned.__post_init__(self)
+        Lenient.__post_init__(self)
 
     @property
     def reads_draft(self) -> bool:
@@ -414,7 +303,7 @@ class Judge(Lenient):
 
     def ask(self, draft: Draft, reading: Reading, ctx: Context, exact: Tensor) -> tuple[Tensor, Tensor | None]:
         logits = self.head.window_logits(draft, reading)
-        return logits >= _logit(self.head.threshold if self.threshold is None else self.threshold), logits
+        return logits >= _logit(self.bound), logits
 
 
 def _logit(threshold: float) -> float:
@@ -445,12 +334,7 @@ def parse_rule(rule: str | Rule) -> Rule:
 
 def _part(text: str) -> Term | AllOf:
     terms = tuple(spec.parse_term(term, "rule", RULES) for term in spec.split(text, "&"))
-    if len(terms) == 1:
-        return terms[0]
-    for term in terms:
-        if not isinstance(term, Lenient):
-            raise InputError(f"{term} is a strict rule, which is joined by |, not by &")
-    return AllOf(tuple(term for term in terms if isinstance(term, Lenient)))
+    return terms[0] if len(terms) == 1 else AllOf(terms)
 
 
 ALONE = ("target", "draft")

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from lenience.annotated import Annotated
     from lenience.core import Profile
     from lenience.heads import Head, Inputs, Role
     from lenience.pair import Generation, Pair
@@ -115,12 +116,12 @@ def fit_run(pair: Pair, run: Path, inputs: Inputs, out: Path, role: Role = "judg
     return head
 
 
-def fit_annotated(pair: Pair, path: Path, inputs: Inputs, out: Path, **options: Any) -> Head:
+def fit_annotated(pair: Pair, rows: list[Annotated], inputs: Inputs, out: Path, **options: Any) -> Head:
     """Fit a judge to answers in which the errors are marked, and save it."""
-    from lenience.annotated import collect, read_annotated, states
+    from lenience.annotated import collect, states
     from lenience.heads import fit_head
 
-    rows, found = read_annotated(path), []
+    found = []
     with progress() as show:
         for one in states(pair.target, rows, inputs):
             found.append(one)
@@ -136,12 +137,14 @@ def fit_annotated(pair: Pair, path: Path, inputs: Inputs, out: Path, **options: 
 
 def follow(items: Iterable[Any]) -> dict[str, Any]:
     """Draw the progress of a comparison; returns its frontier."""
+    from lenience.compare import Estimate
+
     with progress() as show:
         frontier: dict[str, Any] = {}
         for item in items:
             if isinstance(item, dict):
                 frontier = item
-            elif not hasattr(item, "phase"):
+            elif isinstance(item, Estimate):
                 screen.print(f"{item.answers} answers to decode, about {_duration(item.seconds)}", highlight=False)
             else:
                 show(item.phase, item.done, item.total)

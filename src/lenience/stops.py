@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from lenience import spec
 from lenience.core import Context, Row
 from lenience.errors import InputError
-from lenience.heads import Head, Role, load_head
+from lenience.heads import Learned
 
 
 @dataclass(frozen=True)
@@ -126,38 +125,22 @@ class Entropy(Asking):
 
 
 @dataclass(frozen=True)
-class Learned(Stop):
+class Scored(Learned, Stop):
     """What asks a head on the draft's states; subclasses say what its score means."""
 
-    path: str
-    threshold: float | None = None
-    """None: the one that the head was saved with."""
-    unchecked: bool = False
-    """Run the head on models other than those it was fitted to."""
-    role: ClassVar[Role]
     asks = True
 
-    def __post_init__(self) -> None:
-        if self.threshold is not None and not 0 <= self.threshold <= 1:
-            raise InputError(f"{self.name}'s threshold {self.threshold}: must be from 0 to 1")
-
-    @cached_property
-    def head(self) -> Head:
-        return load_head(self.path, self.role)
-
-    @property
-    def bound(self) -> float:
-        return self.head.threshold if self.threshold is None else self.threshold
-
     def check(self, fingerprints: Callable[[], dict[str, str]], sizes: dict[str, int]) -> None:
-        self.head.check({} if self.unchecked else fingerprints(), sizes)
+        super().check(fingerprints, sizes)
+        if self.head.inputs.models != ("draft",) or len(self.head.inputs.tokens) > 1:
+            raise InputError(f"{self.name} {self.path}: reads {self.head.inputs}, and decoding reads one state of the draft")
 
     def chances(self, logits: Tensor, hidden: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
         return torch.sigmoid(self.head.logits(hidden).double())
 
 
 @dataclass(frozen=True)
-class Likely(Learned):
+class Likely(Scored):
     """Stop at the first token with which it becomes likelier than `threshold` that the window holds one that is rejected
     (SpecDec++, Huang 2024, section 3); `lenience fit RUN --stop` makes the head."""
 
@@ -169,7 +152,7 @@ class Likely(Learned):
 
 
 @dataclass(frozen=True)
-class Gate(Learned):
+class Gate(Scored):
     """Stop at the first token that is acceptable with a probability under `threshold`, and keep those before it without asking
     the target, which is read there and for the token alone (SPRINTER, Zhong 2025); an answer that ends without
     objection it does not read at all. `lenience fit RUN --gate` makes the head."""
@@ -180,7 +163,7 @@ class Gate(Learned):
 
     @property
     def looks_back(self) -> bool:
-        return "draft" in self.head.inputs.tokens
+        return self.head.inputs.tokens == ("draft",)
 
     def ends(self, chances: Tensor) -> Tensor:
         return chances < self.bound
