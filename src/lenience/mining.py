@@ -374,7 +374,7 @@ PREFIXES = 12
 """How many prefixes of each kind a sample gives to a gate."""
 
 
-def _gated(pair: Pair, records: Sequence[dict[str, Any]], inputs: Inputs) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def gated(pair: Pair, records: Sequence[dict[str, Any]], inputs: Inputs) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Of each record equally many prefixes of four kinds (SPRINTER): of the prompt as it is, of the prompt and what the draft,
     what the target, and what first the target and then the draft makes of it. For a token x drawn from the draft after
     each: the draft's states [m, F] and draft(x) / target(x) [m]. All is sampled at temperature 1."""
@@ -421,6 +421,6 @@ def _ratios(pair: Pair, ids: list[int], first: int, inputs: Inputs) -> tuple[tor
 _SOURCES: dict[Role, Callable[[Pair, Sequence[dict[str, Any]], Inputs], list[tuple[torch.Tensor, torch.Tensor]]]] = {
     "judge": lambda pair, records, inputs: [_states(pair, record, inputs) for record in records],
     "stop": lambda pair, records, inputs: [_drafted(pair, record, inputs) for record in records],
-    "gate": _gated,
+    "gate": gated,
 }
 _LABELS: dict[Role, str] = {"judge": "important", "stop": "important", "gate": "ratio"}

@@ -1,0 +1,284 @@
+"""SPRINTER (Zhong 2025) on the built-in pair: gates for several tau, their ROC, and the theory beside what decoding does.
+
+    python recipes/sprinter.py OUT [--samples 300] [--tau 1 1.2 1.5] [--threshold 0.5 0.7 0.8 0.9 0.95] [--problems 200]
+
+Gates are fitted to the first mined samples, as `lenience fit RUN --gate --tau` does, into OUT/run. All is sampled at temperature
+1. Prints, and writes to OUT/sprinter.json and OUT/sprinter.png:
+
+- the ROC of each gate on held-out prefixes of the four kinds;
+- `predicted`, from averages over such prefixes: with alpha = 1 − TV(draft, target) the chance that speculative sampling accepts,
+  TPR and FPR the chances that the gate passes what it accepts and what it rejects, a token is passed with chance
+  s = TPR·alpha + FPR·(1 − alpha); s / (1 − s) tokens are trusted before the gate stops, which it does at the 1 / (1 − s)-th; the
+  target is then right about the doubted one with chance (1 − TPR)·alpha / (1 − s); the output is
+  (1 − FPR)·target + FPR·draft, FPR·TV(draft, target) away from the target's;
+- `measured`: the same of what `--stop gate:PATH@T` decodes. TV is the exact distance at positions of its answers: the distribution of
+  the next token is added up over the draft's tokens, each passed or not;
+- what it costs: 2 · parameters for every token that a model reads. `flops` counts what the target must read to catch up with
+  trusted tokens, `flops_without_catching_up` one token for every time that it is asked, as the paper does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from sklearn.metrics import roc_auc_score, roc_curve
+
+from lenience import load_pair
+from lenience.heads import Head, Inputs
+from lenience.mining import gated
+from lenience.pair import EMBEDDED, Generation, Options, Pair
+from lenience.steps import fit_run
+from lenience.stops import Gate
+from lenience.tasks import Sample, WordMath, take
+
+INPUTS = Inputs(("draft",), ("draft",))
+LONGEST = WordMath().max_new_tokens
+SAMPLED: Options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": LONGEST}
+ALONG = 8
+"""At how many places of an answer its TV is computed."""
+MASS = 1e-4
+"""How much of the draft's probability, in its least likely tokens, the sums below leave out."""
+
+
+@dataclass
+class Place:
+    """What can follow a prefix: the draft's likely tokens with both models' probabilities and the draft's state after each."""
+
+    draft: torch.Tensor  # [n]
+    target: torch.Tensor  # [n]
+    states: torch.Tensor  # [n, H]
+    distance: float
+    """TV of the whole distributions."""
+    left: torch.Tensor
+    """[n]: max(0, target − draft) / TV, what is drawn instead of a rejected token."""
+
+    def sums(self, head: Head, threshold: float) -> dict[str, float]:
+        """Of a drafted token: the chances that it is acceptable and that the gate passes it; and the next token's TV from
+        the target's."""
+        accepts = (self.target / self.draft).clamp(max=1)  # [n]
+        passes = (torch.sigmoid(head.logits(self.states).double()) >= threshold).double()  # [n]
+        rejected = float((self.draft * (1 - passes) * (1 - accepts)).sum())
+        out = self.draft * passes + self.draft * (1 - passes) * accepts + self.left * rejected
+        return {
+            "alpha": float((self.draft * accepts).sum()),
+            "passed_acceptable": float((self.draft * accepts * passes).sum()),
+            "passed_other": float((self.draft * (1 - accepts) * passes).sum()),
+            "tv": float((out - self.target).clamp(min=0).sum()),
+        }
+
+
+@torch.inference_mode()
+def place(pair: Pair, ids: list[int]) -> Place:
+    """`ids` is a prefix, read by transformers' models alone."""
+    before = torch.tensor([ids])
+    draft, target = (lm.model(input_ids=before).logits[0, -1].double().softmax(-1) for lm in (pair.draft, pair.target))
+    ranked, order = draft.sort(descending=True)
+    tokens = order[: int((ranked.cumsum(0) < 1 - MASS).sum()) + 1]
+    after = torch.cat([before.expand(len(tokens), -1), tokens[:, None]], 1)  # [n, T + 1]
+    states = pair.draft.model(input_ids=after, output_hidden_states=True).hidden_states[-1][:, -1]
+    distance = float((draft - target).clamp(min=0).sum())
+    left = (target - draft).clamp(min=0) / max(distance, 1e-12)
+    return Place(draft[tokens], target[tokens], states, distance, left[tokens])
+
+
+def rates(places: Sequence[Place], head: Head, threshold: float) -> dict[str, float]:
+    """What the theory needs, over all places, and their mean exact TV."""
+    sums = [one.sums(head, threshold) for one in places]
+    mean = {name: float(np.mean([one[name] for one in sums])) for name in sums[0]}
+    return {
+        "alpha": mean["alpha"],
+        "tpr": mean["passed_acceptable"] / mean["alpha"],
+        "fpr": mean["passed_other"] / (1 - mean["alpha"]),
+        "draft_tv": float(np.mean([one.distance for one in places])),
+        "tv": mean["tv"],
+    }
+
+
+def theory(found: dict[str, float]) -> dict[str, float]:
+    """What the rates predict if a token is passed independently of all others and of where it stands."""
+    alpha, tpr, fpr = found["alpha"], found["tpr"], found["fpr"]
+    s = tpr * alpha + fpr * (1 - alpha)
+    return {
+        "tpr": tpr,
+        "fpr": fpr,
+        "alpha": alpha,
+        "tv": fpr * found["draft_tv"],
+        "trusted_before_a_stop": s / (1 - s),
+        "stop_time": 1 / (1 - s),
+        "doubted_accepted": (1 - tpr) * alpha / (1 - s),
+    }
+
+
+def runs(outs: Sequence[Generation]) -> dict[str, float]:
+    """Trusted and doubted tokens of answers by a gate whose window never fills."""
+    trusted = doubted = right = 0
+    for out in outs:
+        origins = [entry.origin for entry in out.trace]
+        stops = [i for i, origin in enumerate(origins) if origin in ("bonus", "correction")]
+        # a bonus follows a doubted token that was right; what a correction replaced is not in the trace
+        accepted = sum(origins[i] == "bonus" for i in stops)
+        drafted = sum(origin.startswith("draft") for origin in origins)
+        last = out.target_passes - len(stops)  # 1 where the answer ended at a doubted token that was accepted
+        right += accepted + last
+        doubted += out.target_passes
+        trusted += drafted - accepted - last
+    s = trusted / (trusted + doubted)
+    return {"trusted_before_a_stop": s / (1 - s), "stop_time": 1 / (1 - s), "doubted_accepted": right / doubted}
+
+
+def cost(pair: Pair, outs: Sequence[Generation]) -> dict[str, float]:
+    """A token kept costs so many multiplications and additions."""
+    tokens = sum(len(out.tokens) for out in outs)
+    target, draft = (2 * sum(p.numel() for p in lm.model.parameters()) for lm in (pair.target, pair.draft))
+    drafted = draft * sum(out.draft_tokens for out in outs)
+    prompts = target * sum((len(out.prompt_tokens) - 1) * bool(out.target_passes) for out in outs)
+    asked = target * sum(out.target_passes for out in outs)
+    return {
+        "tokens_per_pass": tokens / max(1, sum(out.target_passes for out in outs)),
+        "flops": (drafted + target * sum(out.target_tokens for out in outs)) / tokens,
+        "flops_without_catching_up": (drafted + prompts + asked) / tokens,
+        "never_read": float(np.mean([out.target_passes == 0 for out in outs])),
+    }
+
+
+def decoded(pair: Pair, samples: Sequence[Sample], what: str, **options: Any) -> tuple[list[Generation], dict[str, float]]:
+    task, prompts = WordMath(), [sample.prompt for sample in samples]
+    # one by one: in a batch a row waits for others, and reads on meanwhile
+    outs = [pair.generate(prompt, **{**SAMPLED, **options}) for prompt in track(prompts, what)]
+    right = float(np.mean([task.correct(out.text, sample) for out, sample in zip(outs, samples)]))
+    return outs, {"accuracy": right, **cost(pair, outs)}
+
+
+def asked(outs: Sequence[Generation], each: int) -> list[list[int]]:
+    """Prefixes of answers after which the gate was asked about a token: bonus tokens it never sees."""
+    rng, found = np.random.default_rng(0), list[list[int]]()
+    for out in outs:
+        places = [i for i, entry in enumerate(out.trace) if entry.origin != "bonus"]
+        found += [out.prompt_tokens + out.tokens[:i] for i in rng.choice(places, each)]
+    return found
+
+
+def held_out(pair: Pair, samples: Sequence[Sample], target: Sequence[Generation]) -> tuple[NDArray, NDArray]:
+    """States and ratios of prefixes of the four kinds."""
+    records = [{"prompt_ids": pair.target.encode(sample.prompt), "response_ids": out.tokens}
+               for sample, out in zip(samples, target)]  # fmt: skip
+    rows = gated(pair, records, INPUTS)
+    return torch.cat([x for x, _ in rows]).numpy(), torch.cat([ratio for _, ratio in rows]).numpy()
+
+
+def draw(told: dict[str, Any], path: Path) -> None:
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for tau, one in told["gates"].items():
+        left.plot(one["roc"]["fpr"], one["roc"]["tpr"], label=f"τ = {tau}: AUC {one['roc']['auc']:.3f}")
+        points = one["thresholds"].values()
+        right.plot([p["predicted"]["tv"] for p in points], [p["measured"]["tv"] for p in points], "o-", label=f"τ = {tau}")
+    left.plot([0, 1], [0, 1], ":", color="grey")
+    left.set(xlabel="share of unacceptable tokens passed", ylabel="share of acceptable tokens passed", title="ROC, held out")
+    most = max(right.get_xlim()[1], right.get_ylim()[1])
+    right.plot([0, most], [0, most], ":", color="grey")
+    right.set(xlabel="TV from the target that theory predicts", ylabel="measured along gated answers", title="a dot a threshold")
+    for axes in (left, right):
+        axes.legend(frameon=False)
+        axes.grid(alpha=0.2)
+    figure.savefig(path, dpi=130)
+
+
+def show(told: dict[str, Any]) -> None:
+    table = Table(title=f"SPRINTER, {told['problems']} problems at temperature 1: predicted / measured")
+    names = ("TPR", "FPR", "TV", "trusted before a stop", "stop time", "doubted accepted", "accuracy", "MFLOP/token", "no catching up")
+    for name in ("gate", *names):
+        table.add_column(name, justify="right")
+    for name, one in told["baselines"].items():
+        table.add_row(name, *["–"] * 6, f"{one['accuracy']:.1%}", f"{one['flops'] / 1e6:.2f}",
+                      f"{one['flops_without_catching_up'] / 1e6:.2f}")  # fmt: skip
+    for tau, gate in told["gates"].items():
+        for threshold, one in gate["thresholds"].items():
+            said, is_ = one["predicted"], one["measured"]
+            pairs = (f"{said[key]:.3g} / {is_[key]:.3g}" for key in ("tpr", "fpr", "tv", "trusted_before_a_stop", "stop_time",
+                                                                    "doubted_accepted"))  # fmt: skip
+            table.add_row(f"τ {tau} @{threshold}", *pairs, f"{is_['accuracy']:.1%}", f"{is_['flops'] / 1e6:.2f}",
+                          f"{is_['flops_without_catching_up'] / 1e6:.2f}")  # fmt: skip
+    Console(width=180).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--samples", type=int, default=300, help="how many mined samples the gates are fitted to")
+    parser.add_argument("--tau", type=float, nargs="+", default=[1.0, 1.2, 1.5])
+    parser.add_argument("--threshold", type=float, nargs="+", default=[0.5, 0.7, 0.8, 0.9, 0.95])
+    parser.add_argument("--problems", type=int, default=200)
+    given = parser.parse_args()
+    run, task = given.out / "run", WordMath()
+    run.mkdir(parents=True, exist_ok=True)
+    shutil.copy(EMBEDDED / "run" / "run.json", run)
+    lines = (EMBEDDED / "run" / "journal.jsonl").read_text().splitlines(keepends=True)[: given.samples]
+    (run / "journal.jsonl").write_text("".join(lines))
+    pair = load_pair()
+    samples = take(task, "test", given.problems)
+    told: dict[str, Any] = {"samples": len(lines), "problems": len(samples), "baselines": {}, "gates": {}}
+    for name, options in (("target", {"rule": "target"}), ("draft", {"rule": "draft"}),
+                          ("speculative", {"rule": "speculative", "window": 4})):  # fmt: skip
+        outs, told["baselines"][name] = decoded(pair, samples, name, **options)
+        alone = outs if name == "target" else alone
+    x, ratio = held_out(pair, samples, alone)
+    known = [place(pair, ids) for ids in track(_four_kinds(pair, samples, alone), "held-out prefixes")]
+    for tau in given.tau:
+        folder = run / f"gate-{tau:g}"
+        head = fit_run(pair, run, INPUTS, folder, "gate", tau, kind="adam", recall=0.9, seed=0)
+        scores, acceptable = head.logits(torch.from_numpy(x)).numpy(), ratio <= tau
+        fpr, tpr, _ = roc_curve(acceptable, scores, drop_intermediate=True)
+        roc = {"auc": float(roc_auc_score(acceptable, scores)), "acceptable": float(acceptable.mean()), "n": len(x),
+               "fpr": fpr.round(4).tolist(), "tpr": tpr.round(4).tolist()}  # fmt: skip
+        told["gates"][f"{tau:g}"] = {"roc": roc, "thresholds": {
+            f"{t:g}": _point(pair, head, t, folder, samples, known) for t in given.threshold}}  # fmt: skip
+        (given.out / "sprinter.json").write_text(json.dumps(told, indent=1))
+    draw(told, given.out / "sprinter.png")
+    show(told)
+
+
+def _four_kinds(pair: Pair, samples: Sequence[Sample], by_target: Sequence[Generation]) -> list[list[int]]:
+    """A prefix of each kind of each problem: of the prompt, of the prompt and what the target, what the draft, and what first the
+    target and then the draft makes of it."""
+    eos, rng = pair.target.eos_ids, np.random.default_rng(0)
+    prompts = [pair.target.encode(sample.prompt) for sample in samples]
+    wholes = [prompt + out.tokens for prompt, out in zip(prompts, by_target)]
+    halves = [whole[: (len(prompt) + len(whole)) // 2] for prompt, whole in zip(prompts, wholes)]
+    drafts = [[start + out.tokens for start, out in zip(starts, pair.generate_batch(starts, rule="draft", **SAMPLED))]
+              for starts in (prompts, halves)]  # fmt: skip
+    found = [prompt[: rng.integers(1, len(prompt) + 1)] for prompt in prompts]
+    for kind in (wholes, *drafts):
+        for prompt, whole in zip(prompts, kind):
+            last = len(whole) - (whole[-1] in eos)
+            found.append(whole[: rng.integers(min(len(prompt), last), last + 1)])
+    return found
+
+
+def _point(
+    pair: Pair, head: Head, threshold: float, folder: Path, samples: Sequence[Sample], known: Sequence[Place]
+) -> dict[str, Any]:
+    """A gate at one threshold: what the theory says, and what decoding does."""
+    stop = Gate(str(folder), threshold)
+    outs, costs = decoded(pair, samples, f"{folder.name}@{threshold}", rule="speculative", stop=stop, window=LONGEST)
+    here = rates([place(pair, ids) for ids in track(asked(outs, ALONG), "its TV")], head, threshold)
+    measured = {"tpr": here["tpr"], "fpr": here["fpr"], "alpha": here["alpha"], "tv": here["tv"], **runs(outs), **costs}
+    return {"predicted": theory(rates(known, head, threshold)), "predicted_from_its_own_answers": theory(here),
+            "measured": measured}  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
