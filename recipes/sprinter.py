@@ -2,17 +2,17 @@
 
     python recipes/sprinter.py OUT [--samples 300] [--tau 1 1.2 1.5] [--threshold 0.5 0.7 0.8 0.9 0.95] [--problems 200]
 
-Gates are fitted to the first mined samples, as `lenience fit RUN --gate --tau` does, into OUT/run. All is sampled at temperature
-1. Prints, and writes to OUT/sprinter.json and OUT/sprinter.png:
+Gates are fitted to the first mined samples, as `lenience fit RUN --gate --tau` does, into OUT/run. All is sampled at
+temperature 1. Prints, and writes to OUT/sprinter.json and OUT/sprinter.png:
 
 - the ROC of each gate on held-out prefixes of the four kinds;
-- `predicted`, from averages over such prefixes: with alpha = 1 − TV(draft, target) the chance that speculative sampling accepts,
-  TPR and FPR the chances that the gate passes what it accepts and what it rejects, a token is passed with chance
-  s = TPR·alpha + FPR·(1 − alpha); s / (1 − s) tokens are trusted before the gate stops, which it does at the 1 / (1 − s)-th; the
-  target is then right about the doubted one with chance (1 − TPR)·alpha / (1 − s); the output is
-  (1 − FPR)·target + FPR·draft, FPR·TV(draft, target) away from the target's;
-- `measured`: the same of what `--stop gate:PATH@T` decodes. TV is the exact distance at positions of its answers: the distribution of
-  the next token is added up over the draft's tokens, each passed or not;
+- `predicted`, from averages over such prefixes. alpha = 1 − TV(draft, target) is the chance that speculative sampling accepts,
+  TPR and FPR are the chances that the gate passes what it would accept and what it would reject. A token is passed with
+  chance s = TPR·alpha + FPR·(1 − alpha); s / (1 − s) tokens are trusted before the gate stops, which it does at the
+  1 / (1 − s)-th; the doubted one is accepted with chance (1 − TPR)·alpha / (1 − s); the output is
+  (1 − FPR)·target + FPR·draft, which is FPR·TV(draft, target) away from the target's;
+- `measured`: the same of what `--stop gate:PATH@T` decodes. TV is the exact distance at places of its answers: the next
+  token's distribution is added up over the draft's tokens, each passed or not;
 - what it costs: 2 · parameters for every token that a model reads. `flops` counts what the target must read to catch up with
   trusted tokens, `flops_without_catching_up` one token for every time that it is asked, as the paper does.
 """
@@ -190,7 +190,7 @@ def draw(told: dict[str, Any], path: Path) -> None:
     left.set(xlabel="share of unacceptable tokens passed", ylabel="share of acceptable tokens passed", title="ROC, held out")
     most = max(right.get_xlim()[1], right.get_ylim()[1])
     right.plot([0, most], [0, most], ":", color="grey")
-    right.set(xlabel="TV from the target that theory predicts", ylabel="measured along gated answers", title="a dot a threshold")
+    right.set(xlabel="TV from the target that theory predicts", ylabel="measured along gated answers", title="by threshold")
     for axes in (left, right):
         axes.legend(frameon=False)
         axes.grid(alpha=0.2)
@@ -199,8 +199,8 @@ def draw(told: dict[str, Any], path: Path) -> None:
 
 def show(told: dict[str, Any]) -> None:
     table = Table(title=f"SPRINTER, {told['problems']} problems at temperature 1: predicted / measured")
-    names = ("TPR", "FPR", "TV", "trusted before a stop", "stop time", "doubted accepted", "accuracy", "MFLOP/token", "no catching up")
-    for name in ("gate", *names):
+    for name in ("gate", "TPR", "FPR", "TV", "trusted before a stop", "stop time", "doubted accepted", "accuracy",
+                 "MFLOP/token", "no catching up"):  # fmt: skip
         table.add_column(name, justify="right")
     for name, one in told["baselines"].items():
         table.add_row(name, *["–"] * 6, f"{one['accuracy']:.1%}", f"{one['flops'] / 1e6:.2f}",
@@ -231,10 +231,9 @@ def main() -> None:
     pair = load_pair()
     samples = take(task, "test", given.problems)
     told: dict[str, Any] = {"samples": len(lines), "problems": len(samples), "baselines": {}, "gates": {}}
-    for name, options in (("target", {"rule": "target"}), ("draft", {"rule": "draft"}),
-                          ("speculative", {"rule": "speculative", "window": 4})):  # fmt: skip
-        outs, told["baselines"][name] = decoded(pair, samples, name, **options)
-        alone = outs if name == "target" else alone
+    alone, told["baselines"]["target"] = decoded(pair, samples, "target", rule="target")
+    for name in ("draft", "speculative"):
+        _, told["baselines"][name] = decoded(pair, samples, name, rule=name, window=4)
     x, ratio = held_out(pair, samples, alone)
     known = [place(pair, ids) for ids in track(_four_kinds(pair, samples, alone), "held-out prefixes")]
     for tau in given.tau:
@@ -252,8 +251,8 @@ def main() -> None:
 
 
 def _four_kinds(pair: Pair, samples: Sequence[Sample], by_target: Sequence[Generation]) -> list[list[int]]:
-    """A prefix of each kind of each problem: of the prompt, of the prompt and what the target, what the draft, and what first the
-    target and then the draft makes of it."""
+    """A prefix of each kind of each problem: of the prompt, of the prompt and what the target, what the draft, and what first
+    the target and then the draft makes of it."""
     eos, rng = pair.target.eos_ids, np.random.default_rng(0)
     prompts = [pair.target.encode(sample.prompt) for sample in samples]
     wholes = [prompt + out.tokens for prompt, out in zip(prompts, by_target)]

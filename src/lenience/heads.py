@@ -334,7 +334,7 @@ def _fit(kind: Kind, x: NDArray, harmless: NDArray, samples: NDArray, c: float, 
     if kind in ("adam", "adamw"):
         return fit_stopped(kind, x, harmless, samples, seed)
     if kind == "mlp":
-        return _fit_mlp(torch.from_numpy(x), torch.from_numpy(harmless.astype(np.float32)), seed)
+        return fit_mlp(torch.from_numpy(x), torch.from_numpy(harmless.astype(np.float32)), seed)
     model = LogisticRegression(max_iter=1000, C=c).fit(x, harmless)
     return Fitted(model.coef_[0], float(model.intercept_[0]))
 
@@ -343,7 +343,7 @@ UNITS, BATCH, EPOCHS, LEAST_STEPS = 128, 512, 15, 400
 """Of the MLP: on the built-in pair 128 to 384 units, batches of 256 to 1,024 and weight decay of 0.05 to 0.3 came out alike."""
 
 
-def _fit_mlp(x: Tensor, harmless: Tensor, seed: int) -> Fitted:
+def fit_mlp(x: Tensor, harmless: Tensor, seed: int) -> Fitted:
     """One hidden layer, dropout on its inputs and outputs, cross-entropy, AdamW on a one-cycle schedule."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
