@@ -47,7 +47,7 @@ from lenience.tasks import Sample, WordMath, take
 INPUTS = Inputs(("draft",), ("draft",))
 LONGEST = WordMath().max_new_tokens
 SAMPLED: Options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": LONGEST}
-ALONG = 8
+ALONG = 5
 """At how many places of an answer its TV is computed."""
 MASS = 1e-4
 """How much of the draft's probability, in its least likely tokens, the sums below leave out."""

@@ -10,8 +10,8 @@ from pathlib import Path
 import lenience
 
 SOURCE = Path(lenience.__file__).parent
-ORDER = ["errors", "spec", "core", "divergence", "journal", "heads", "acceptance", "rules", "stops", "tasks", "model", "session", "replay", "export", "compiled", "drafters", "decode", "pair", "mining", "annotated", "compare",
-         "report", "steps", "demo", "cli"]  # fmt: skip
+ORDER = ["errors", "spec", "core", "divergence", "bounds", "journal", "certificate", "heads", "acceptance", "rules", "stops", "tasks", "model", "session", "replay", "export", "compiled", "drafters", "decode", "pair", "mining", "annotated", "compare",
+         "report", "certify", "audit", "steps", "demo", "cli"]  # fmt: skip
 """Each module imports only what stands before it."""
 
 

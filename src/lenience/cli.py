@@ -16,6 +16,8 @@ from lenience import __version__
 from lenience.errors import InputError, first_line
 from lenience.steps import (
     answer,
+    audit_run,
+    certify_run,
     compile_pair,
     fit_annotated,
     fit_run,
@@ -69,8 +71,8 @@ class Models:
 @Parameter(name="*")
 @dataclass
 class TaskChoice:
-    task: str = "wordmath"
-    "A built-in task's name, a FILE.jsonl, or file.py:Name."
+    task: str | None = None
+    "A built-in task's name, wordmath by default, a FILE.jsonl, or file.py:Name."
     answer: str | None = None
     "How a JSONL task's answer is found: regex:PATTERN or after:MARKER."
     same: str | None = None
@@ -78,10 +80,10 @@ class TaskChoice:
     max_new_tokens: int | None = None
     "The length limit of an answer; by default the task's own."
 
-    def load(self) -> Task:
+    def load(self, default: str = "wordmath") -> Task:
         from lenience.tasks import load_task
 
-        return load_task(self.task, answer=self.answer, same=self.same)
+        return load_task(self.task or default, answer=self.answer, same=self.same)
 
 
 Flag = Annotated[bool, Parameter(negative="")]
@@ -91,9 +93,9 @@ Json = Annotated[bool, Parameter(name="--json", negative="", help="Print one JSO
 
 @app.command
 def generate(
-    prompt: str | None = None, /, *, rule: str = "exact", window: Window = 8, stop: str = "fixed", max_new_tokens: int = 256,
-    temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None, seed: int = 0,
-    stop_string: tuple[str, ...] = (), show: Flag = False, profile: Flag = False,
+    prompt: str | None = None, /, *, rule: str = "exact", window: Window | None = None, stop: str | None = None,
+    max_new_tokens: int | None = None, temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None,
+    seed: int = 0, stop_string: tuple[str, ...] = (), show: Flag = False, profile: Flag = False,
     models: Models | None = None, json: Json = False,
 ) -> None:  # fmt: skip
     """Answer one prompt.
@@ -104,13 +106,15 @@ def generate(
         The prompt; without it, standard input or, for the built-in pair at a terminal, one of its task's problems.
     rule
         The acceptance rule, such as exact, speculative, topk:K, fuzzy:js@T or judge:PATH@T (docs/rules.md has them all), or
-        target or draft for that model alone.
+        target or draft for that model alone; certified:RUN is what a run's certificate certifies.
     window
-        How many tokens are drafted at most in a cycle; auto measures which is fastest for this prompt.
+        How many tokens are drafted at most in a cycle, 8 or what a certificate binds if left out; auto measures which is
+        fastest for this prompt.
     stop
-        What ends drafting earlier: fixed (nothing), heuristic, confidence:P, entropy:P, head:PATH@T or gate:PATH@T.
+        What ends drafting earlier: fixed (nothing, the default), heuristic, confidence:P, entropy:P, head:PATH@T or
+        gate:PATH@T.
     max_new_tokens
-        The length limit of the answer.
+        The length limit of the answer, 256 or what a certificate binds if left out.
     temperature
         0 is greedy.
     top_k
@@ -126,21 +130,25 @@ def generate(
     profile
         Say where the time goes; the prompt is answered once before, which is not counted.
     """
+    from lenience.certificate import is_certified, resolve
     from lenience.rules import terms
     from lenience.stops import parse_stop
 
-    terms(rule)  # what is wrong is told before the models are loaded
-    parse_stop(stop)
+    given: dict[str, Any] = {
+        "rule": rule, "window": window, "stop": stop, "max_new_tokens": max_new_tokens, "temperature": temperature,
+        "top_k": top_k, "top_p": top_p, "stop_strings": stop_string,
+    }  # fmt: skip
+    options = {name: value for name, value in given.items() if value is not None}
+    settled = resolve(rule, options)[0] if is_certified(rule) else options
+    drafts = bool(terms(settled["rule"]))  # what is wrong is told before the models are loaded
+    parse_stop(settled.get("stop", "fixed"))
     pair = (models or Models()).load()
     if prompt is None:
         prompt = _prompt(pair)
-    out, told = answer(
-        pair, prompt, profile, rule=rule, window=window, stop=stop, max_new_tokens=max_new_tokens, temperature=temperature,
-        top_k=top_k, top_p=top_p, seed=seed, stop_strings=stop_string,
-    )  # fmt: skip
+    out, told = answer(pair, prompt, profile, **options, seed=seed)
     if show or not json:
         print_answer(pair, out, show)
-    print_counts(out, picked=window == "auto" and bool(terms(rule)))
+    print_counts(out, picked=window == "auto" and drafts)
     if told:
         print_profile(told)
     if json:
@@ -295,6 +303,143 @@ def _mined_with(run: Path, target: str | None, draft: str | None, device: str) -
         target, draft = target or made["models"]["target"]["name"], draft or made["models"]["draft"]["name"]
     dtypes = {model["dtype"] for model in made["models"].values()}
     return Models(target, draft, dtypes.pop() if len(dtypes) == 1 else "auto", device)
+
+
+@app.command
+def certify(
+    run: Path, /, *, max_drop: float = 0.01, confidence: float = 0.95, rule: tuple[str, ...] = (),
+    threshold: tuple[float, ...] = (), loss: Literal["paired", "net", "disagreement", "task"] = "paired",
+    procedure: Literal["auto", "binomial", "hoeffding-bentkus", "betting"] = "auto", window: Window = 8, stop: str = "fixed",
+    temperature: float = 0.0, seed: int = 0, limit: int | None = None, ids: Path | None = None, split: str = "train",
+    plan: Flag = False, pilot: int = 40, choice: TaskChoice | None = None, models: Models | None = None, json: Json = False,
+) -> None:  # fmt: skip
+    """Find the most lenient setting of a rule whose loss of quality is at most --max-drop, with a confidence; started again,
+    it goes on where it stopped.
+
+    Parameters
+    ----------
+    run
+        The run folder; it records which prompts have been used for what, and none is used twice.
+    max_drop
+        The largest loss allowed, as a fraction.
+    confidence
+        How sure to be that it is not more.
+    rule
+        The rule, by default the run's judge; one without its threshold, or a name such as topk or fuzzy:js, stands for a ladder
+        of settings from strict to lenient. Of several rules the fastest that passes is certified.
+    threshold
+        The ladder of thresholds, from strict to lenient.
+    loss
+        paired (the target alone was right and the lenient answer is wrong), net (losses less gains), disagreement with the
+        target's answer (needs no references), or task (what the task's own loss returns, in [0, 1]).
+    procedure
+        How each setting is tested: binomial for paired and disagreement, betting for the others, or hoeffding-bentkus.
+    window
+        The draft window, which the certificate binds; auto picks the fastest, on prompts of its own.
+    stop
+        What ends drafting earlier.
+    temperature
+        0 is greedy.
+    seed
+        Of the drawing of prompts and of the sampling.
+    limit
+        How many prompts at most; by default, as many as a setting needs that loses a third of what is allowed.
+    ids
+        A file with the ids of the prompts to use, one a line.
+    split
+        The task's split that prompts are drawn from.
+    plan
+        Only say what a certificate would take, from a pilot of fresh prompts.
+    pilot
+        How many prompts the pilot takes; they are used up.
+    """
+    _check_limit(limit)
+    if pilot < 1:
+        raise InputError(f"--pilot {pilot}: must be 1 or more")
+    from lenience.certify import Question, ladder
+
+    choice = choice or TaskChoice()
+    rules = rule or (_judge_of(run),)
+    question = Question(rules, max_drop, confidence, loss, procedure, threshold, window, stop, temperature, seed, limit,
+                        _read_ids(ids), split, choice.max_new_tokens)  # fmt: skip
+    for one in rules:
+        ladder(one, threshold)  # what is wrong is told before the models are loaded
+    task = _task_of(run, choice)
+    pair = _models_of(run, models).load(long=True)
+    made = certify_run(pair, task, run, question, pilot if plan else None)
+    if json:
+        _print_json({"run": str(run), **made})
+
+
+@app.command
+def audit(
+    run: Path, prompts: Path, /, *, share: float = 0.05, confidence: float = 0.95, batch_size: int = 16, seed: int = 0,
+    choice: TaskChoice | None = None, models: Models | None = None, json: Json = False,
+) -> None:  # fmt: skip
+    """Answer prompts with a run's certified rule, a small random share of them with the target alone as well, and say whether
+    the certificate still holds. RUN/audit.jsonl keeps what was seen.
+
+    Parameters
+    ----------
+    run
+        The run folder with the certificate.
+    prompts
+        A JSONL file of prompt or messages and, if known, reference.
+    share
+        The share of prompts that is decoded strictly as well.
+    confidence
+        A drift is told wrongly, ever, with a chance of at most one less this.
+    batch_size
+        How many prompts are decoded together.
+    seed
+        Of the choice of prompts.
+    """
+    from lenience.audit import read_prompts
+    from lenience.certificate import read_certificate
+
+    rows = read_prompts(prompts)  # what is wrong is told before the models are loaded
+    read_certificate(run)
+    task = _task_of(run, choice or TaskChoice())
+    pair = _models_of(run, models).load(long=len(rows) > 100)
+    state = audit_run(pair, task, run, rows, share=share, confidence=confidence, seed=seed, batch_size=batch_size)
+    if json:
+        _print_json({"run": str(run), **vars(state)})
+
+
+def _judge_of(run: Path) -> str:
+    if not (run / "judge" / "judge.json").is_file():
+        raise InputError(f"{run}: has no judge; fit one (lenience fit {run}) or name a --rule")
+    from lenience.rules import Judge
+
+    return str(Judge(str(run / "judge")))
+
+
+def _read_ids(path: Path | None) -> tuple[str, ...]:
+    if path is None:
+        return ()
+    try:
+        return tuple(dict.fromkeys(path.read_text(encoding="utf-8").split()))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--ids {path}: cannot be read ({error})") from None
+
+
+def _task_of(run: Path, choice: TaskChoice) -> Task:
+    """The task that was named, or else the built-in one that the run was mined on."""
+    from lenience.journal import read_json
+    from lenience.tasks import TASKS
+
+    mined = read_json(run / "run.json").get("task") if (run / "run.json").exists() else "wordmath"
+    if choice.task is None and mined not in TASKS:
+        raise InputError(f"--task: {run} was mined on {mined!r}; name that task's file")
+    return choice.load(str(mined))
+
+
+def _models_of(run: Path, models: Models | None) -> Models:
+    """The models that were named, or else those that the run was mined with."""
+    given = models or Models()
+    if given.target or given.draft or not (run / "run.json").exists():
+        return given
+    return _mined_with(run, None, None, given.device)
 
 
 @app.command

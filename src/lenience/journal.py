@@ -50,10 +50,10 @@ class Journal:
                 os.truncate(self.path, whole)
         return done
 
-    def append(self, record: dict[str, Any]) -> None:
+    def append(self, *records: dict[str, Any]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:
-            file.write(_line(record))
+            file.writelines(map(_line, records))
             file.flush()
             os.fsync(file.fileno())
 

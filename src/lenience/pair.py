@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import statistics
 import time
@@ -9,16 +10,18 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack, cast
 
 import torch
 
 from lenience.acceptance import AnyOf, Exact, Term
+from lenience.certificate import check_binding, is_certified, resolve
 from lenience.compiled import compile_model
 from lenience.core import Context, Noise, Profile, Row, Rule, Step, Trace
 from lenience.decode import Limits, Request, cycle, decode
 from lenience.drafters import ModelDrafter
 from lenience.errors import InputError
+from lenience.heads import Learned
 from lenience.model import LM, Prompt
 from lenience.rules import ALONE, parse_rule
 from lenience.session import Session, check_memory
@@ -167,6 +170,7 @@ class Pair:
         """Answer one prompt step by step; `step.text` is what each cycle adds.
 
         `rule` is a spec or a Rule, or "target" or "draft" for plain decoding with that model alone, by default "exact";
+        "certified:RUN" is the rule of that run's certificate, with the window and the length limit that go with it;
         `window` (8) is how many tokens are drafted at most in a cycle, "auto" for what `pick_window` picks on the prompts;
         `stop`, a spec or a Stop, by default "fixed", may end drafting earlier (lenience.stops); `max_new_tokens` (256) and
         `stop_strings` end the answer; `temperature` 0, the default, is greedy; `top_k` and `top_p` left out are those of the
@@ -177,6 +181,14 @@ class Pair:
         return (step for _, step in steps)
 
     def _decode(
+        self, prompts: Sequence[Prompt], batch_size: int, *, text: bool, **options: Unpack[Options]
+    ) -> tuple[list[Generation], Iterator[tuple[Request, Step]]]:
+        """The answers to be filled, and their steps as they are decoded; everything that can be wrong is told before the
+        first."""
+        settled = self.certified(options) if is_certified(options.get("rule")) else options
+        return self._begin(prompts, batch_size, text=text, **settled)
+
+    def _begin(
         self,
         prompts: Sequence[Prompt],
         batch_size: int,
@@ -193,8 +205,6 @@ class Pair:
         stop_strings: str | Sequence[str] = (),
         profile: Profile | None = None,
     ) -> tuple[list[Generation], Iterator[tuple[Request, Step]]]:
-        """The answers to be filled, and their steps as they are decoded; everything that can be wrong is told before the
-        first."""
         rule, drafts, main = self._roles(rule)
         stop = parse_stop(stop)
         stops = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
@@ -262,6 +272,32 @@ class Pair:
         for part in (rule, stop):
             if isinstance(part, Term | AnyOf | Stop):
                 part.check(lambda: self.fingerprints, {"target": self.target.hidden_size, "draft": self.draft.hidden_size})
+
+    def certified(self, options: Options) -> Options:
+        """What options with the rule "certified:RUN" come to: the rule, the window and the length limit that the run's
+        certificate binds. Raises InputError, by name, for another option, or other models or heads, than were certified."""
+        rule = str(options["rule"])
+        settled, binds = resolve(rule, options)
+        stop = settled.get("stop", "fixed")
+        check_binding(rule, binds, self.binding(settled["rule"], stop) if binds else {})
+        return cast(Options, settled)
+
+    def binding(self, rule: str | Rule, stop: str | Stop = "fixed") -> dict[str, Any]:
+        """What lenient answers depend on besides the options: the models with their dtypes, the tokenizer, its chat template,
+        and the heads of the rule and of the stop condition."""
+        parsed = self._roles(rule)[0]
+        learned = [*(parsed.terms if isinstance(parsed, AnyOf) else [parsed]), parse_stop(stop)]
+        template = getattr(self.target.tokenizer, "chat_template", None)
+        return {
+            "models": {
+                role: {"fingerprint": lm.fingerprint, "dtype": str(lm.model.dtype).removeprefix("torch.")}
+                for role, lm in (("target", self.target), ("draft", self.draft))
+            },
+            "tokenizer": self.target.tokenizer_fingerprint,
+            "template": hashlib.blake2b(str(template).encode(), digest_size=8).hexdigest() if template else None,
+            "heads": [one.head.fingerprint for one in learned if isinstance(one, Learned)],
+            "drafter": "model",
+        }
 
     def _roles(self, rule: str | Rule) -> tuple[Rule, bool, LM]:
         """The rule, whether it drafts, and the model that reads; "target" and "draft" stand for that model without a

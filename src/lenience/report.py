@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
+from jinja2 import Environment, PackageLoader, Template
 
 from lenience.rules import Judge, terms
 
@@ -72,11 +72,11 @@ AXES = (
 )
 
 
-def plot(frontier: dict[str, Any]) -> Any:
+def plot(frontier: dict[str, Any], certificate: dict[str, Any] | None = None) -> Any:
     """The frontier as a matplotlib figure: accuracy against tokens per pass and, at the rules' fastest windows, against tokens
     per second and seconds per right answer, with bands of 95 % and the line of random allocation. Accuracies are drawn on a
     logit scale, which parts those near 1; a label that would cover another is left out. The mark of row i has the id
-    mark-i-0, -1 and -2."""
+    mark-i-0, -1 and -2. What is certified has a ring, at its window."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13.5, 5), layout="constrained")
@@ -89,6 +89,7 @@ def plot(frontier: dict[str, Any]) -> Any:
     for number, (axis, (key, label)) in enumerate(zip(axes, AXES)):
         _line(axis, key, frontier.get("allocation", []), rows[0][1]["n"])
         marked.append(_marks(axis, number, key, label, fastest if number else rows, colors))
+        _ring(axis, key, rows[0][1]["n"], fastest if number else rows, (certificate or {}).get("certified") or {})
     low, high = axes[0].get_ylim()
     axes[0].set_yscale("logit")
     axes[0].set_ylim(max(low, 0.02), high)
@@ -107,6 +108,13 @@ def plot(frontier: dict[str, Any]) -> Any:
                 taken.append(at)
                 axis.annotate(text, (x, y), fontsize=7, color=color, xytext=(4, 4), textcoords="offset points")
     return figure
+
+
+def _ring(axis: Any, key: str, n: int, rows: list[tuple[int, dict[str, Any]]], certified: dict[str, Any]) -> None:
+    for _, row in rows:
+        if (row["rule"], row["window"]) == (certified.get("rule"), certified.get("window")) and row[key] is not None:
+            axis.plot(row[key], _inside(row["accuracy"], n), "o", markersize=14, markerfacecolor="none",
+                      markeredgecolor="#111827", markeredgewidth=1.6, linestyle="none", label="certified")  # fmt: skip
 
 
 def _line(axis: Any, key: str, points: list[dict[str, Any]], n: int) -> None:
@@ -160,10 +168,44 @@ def _marks(
     return sorted(marks, key=lambda item: ":" in item[2] or "," in item[2].split(", w")[0])
 
 
-def svg(frontier: dict[str, Any]) -> str:
-    """The plot as inline SVG."""
+def ladder(made: dict[str, Any]) -> Any:
+    """What a certificate tried, as a matplotlib figure: the loss seen and its bound against tokens per pass."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for row in made["tried"]:
+        color, x = ("#059669" if row["passed"] else "#dc2626"), row["tokens_per_pass"]
+        low, high = 100 * row["losses"] / row["n"], 100 * row["upper_bound"]
+        axes.plot([x, x], [low, high], color=color, linewidth=1)
+        axes.plot(x, low, "o", color=color, markersize=5)
+        axes.plot(x, high, marker="_", color=color, markersize=12, markeredgewidth=2)
+        axes.annotate(short(row), (x, high), fontsize=7, color=color, xytext=(3, 4), textcoords="offset points")
+    axes.axhline(100 * made["max_drop"], color="#6b7280", linestyle="--", linewidth=1)
+    axes.set_ylim(min(0, axes.get_ylim()[0]), max(2.2 * 100 * made["max_drop"], min(axes.get_ylim()[1], 100)))
+    axes.set_xlabel("tokens per pass of the target")
+    axes.set_ylabel("loss, %: seen, and its bound")
+    axes.margins(x=0.12)
+    axes.grid(alpha=0.25, linewidth=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def write_certificate(path: Path, made: dict[str, Any]) -> None:
+    """Write a certificate's page."""
+    path.write_text(_template("certificate.html").render(made=made, ladder=_svg(ladder(made))), encoding="utf-8")
+
+
+def _template(name: str) -> Template:
+    environment = Environment(loader=PackageLoader("lenience", "templates"), autoescape=True, trim_blocks=True)
+    environment.filters |= {"short": short, "why": why}
+    return environment.get_template(name)
+
+
+def _svg(figure: Any) -> str:
+    """A figure as inline SVG."""
     out = io.StringIO()
-    plot(frontier).savefig(out, format="svg", metadata={"Date": None})
+    figure.savefig(out, format="svg", metadata={"Date": None})
     text = out.getvalue()
     return text[text.index("<svg") :]
 
@@ -192,15 +234,17 @@ def details(frontier: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write_report(path: Path, frontier: dict[str, Any], mining: dict[str, Any] | None = None) -> None:
+def write_report(
+    path: Path, frontier: dict[str, Any], mining: dict[str, Any] | None = None, certificate: dict[str, Any] | None = None
+) -> None:
     """Write report.html and, beside it, frontier.svg; `mining` adds what was mined and fitted: samples, mismatches,
-    important_share, judge_auc."""
-    environment = Environment(loader=PackageLoader("lenience", "templates"), autoescape=True, trim_blocks=True)
-    environment.filters |= {"short": short, "why": why}
-    drawn = svg(frontier)
+    important_share, judge_auc; `certificate` marks what was certified, and says it."""
+    drawn = _svg(plot(frontier, certificate))
     path.with_name("frontier.svg").write_text(drawn, encoding="utf-8")
-    page = environment.get_template("report.html").render(
+    page = _template("report.html").render(
         frontier=frontier,
+        certificate=certificate,
+        ladder=_svg(ladder(certificate)) if certificate else "",
         plot=drawn,
         example=example(frontier),
         details=details(frontier),

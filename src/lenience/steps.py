@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,11 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from lenience.annotated import Annotated
+    from lenience.audit import State
+    from lenience.certify import Question
     from lenience.core import Profile
     from lenience.heads import Head, Inputs, Role
+    from lenience.model import Prompt
     from lenience.pair import Generation, Pair
     from lenience.tasks import Task
 
@@ -133,6 +136,77 @@ def fit_annotated(pair: Pair, rows: list[Annotated], inputs: Inputs, out: Path, 
         head = fit_head(x, wrong, samples, inputs=inputs, fingerprints=known, more=more, **options)
     head.save(out)
     return head
+
+
+def certify_run(pair: Pair, task: Task, run: Path, question: Question, pilot: int | None = None) -> dict[str, Any]:
+    """Certify, or with a `pilot` of so many prompts plan it, with progress, and print what came of it."""
+    from lenience.certify import certify, plan
+
+    with progress() as show:
+        made = certify(pair, task, run, question, show) if pilot is None else plan(pair, task, run, question, pilot, show)
+    if pilot is None:
+        print_certificate(run, made)
+    else:
+        print_plan(made)
+    return made
+
+
+def print_certificate(run: Path, made: dict[str, Any]) -> None:
+    from lenience.report import short
+
+    table = Table("setting", title=f"loss ({made['loss']}) at most {made['max_drop']:.2%}, confidence {made['confidence']:.0%}")
+    for column in ("prompts", "losses", "bound", "tokens/pass", ""):
+        table.add_column(column, justify="right")
+    for row in made["tried"]:
+        verdict = "passes" if row["passed"] else "given up" if row["hopeless"] else "does not pass"
+        table.add_row(escape(short(row)), str(row["n"]), f"{row['losses']:g}", f"{row['upper_bound']:.2%}",
+                      f"{row['tokens_per_pass']:.2f}", verdict)  # fmt: skip
+    Console(stderr=True, width=max(screen.width, 100)).print(table)
+    if made["certified"]:
+        screen.print(f"certified: {made['certified']['rule']}, window {made['certified']['window']}; use it as --rule "
+                     f"certified:{run}", highlight=False, markup=False)  # fmt: skip
+        return
+    more = f"; about {made['needed']} prompts would be needed" if made["needed"] else ""
+    screen.print(f"nothing is certified: {made['reason']}{more}", highlight=False, markup=False)
+
+
+def print_plan(made: dict[str, Any]) -> None:
+    from lenience.report import short
+
+    table = Table("setting", title=f"to bound the loss by {made['max_drop']:.2%} with confidence {made['confidence']:.0%}")
+    for column in (f"loss in a pilot of {made['pilot']}", "tokens/pass", "prompts", "target passes", "minutes"):
+        table.add_column(column, justify="right")
+    for row in made["plan"]:
+        cells = [f"{row['pilot_loss']:.2%}", f"{row['tokens_per_pass']:.2f}"]
+        numbers = [row["prompts"], row["target_passes"], row["minutes"]]
+        table.add_row(escape(short(row)), *cells, *("–" if one is None else f"{one:g}" for one in numbers))
+    Console(stderr=True, width=max(screen.width, 100)).print(table)
+    screen.print(
+        f"a setting that never loses anything takes {made['least']} prompts; – is more than a million", highlight=False
+    )
+
+
+def audit_run(
+    pair: Pair, task: Task, run: Path, prompts: Sequence[tuple[Prompt, str | None]], batch_size: int, **options: Any
+) -> State:
+    """Answer prompts with a certified rule and watch it, with progress; warns of a drift."""
+    from lenience.audit import Audit, audit
+
+    watch = Audit(run, pair, task, **options)
+    state = watch.state
+    with progress() as show:
+        for done, now in enumerate(audit(watch, prompts, batch_size), 1):
+            state = now
+            show("auditing", done, len(prompts))
+    low, high = state.interval
+    screen.print(
+        f"{state.audited} of {state.seen} prompts audited: loss {state.losses:g}, at present in {low:.2%}–{high:.2%} "
+        f"(certified: at most {watch.made['max_drop']:.2%})",
+        highlight=False,
+    )
+    if state.drifted:
+        screen.print("[red]drift: the certificate no longer holds for these prompts; decode strictly and certify again[/]")
+    return state
 
 
 def follow(items: Iterable[Any]) -> dict[str, Any]:

@@ -1,0 +1,140 @@
+"""Watching a certificate where it is used: a small share of live prompts is decoded strictly as well."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lenience.bounds import Alarm, sequence
+from lenience.certificate import PREFIX, read_certificate
+from lenience.core import Noise, uniform
+from lenience.errors import InputError
+from lenience.journal import Journal
+from lenience.model import Prompt
+from lenience.pair import Generation, Options, Pair
+from lenience.tasks import Sample, Task
+
+
+@dataclass(frozen=True)
+class State:
+    """What an audit has come to."""
+
+    seen: int
+    """Prompts answered."""
+    audited: int
+    losses: float
+    interval: tuple[float, float]
+    """A confidence sequence's for the mean loss: it holds at all times together."""
+    drifted: bool
+    """Whether the certificate no longer holds: it says so wrongly, ever, with a chance of at most 1 − confidence."""
+    loss: str
+
+
+class Audit:
+    """Watches the answers of "certified:RUN": a server calls `see` with each. Of the prompts a random `share` is also decoded by
+    the target alone. With a reference the loss is the paired one, without one the disagreement of the final answers, of which
+    the paired loss is a part, so that alarms may come early but not late. RUN/audit.jsonl keeps everything, so that a server
+    may be started again; threads may share an audit. Raises InputError where there is nothing to watch.
+    """
+
+    def __init__(self, run: Path, pair: Pair, task: Task, *, share: float = 0.05, confidence: float = 0.95, seed: int = 0):
+        for name, value in (("share", share), ("confidence", confidence)):
+            if not 0 < value <= 1 or (name == "confidence" and value == 1):
+                raise InputError(f"{name} {value}: must be in (0, 1)")
+        self.made = read_certificate(run)
+        if not self.made["certified"]:
+            raise InputError(f"{run}: its certificate certifies nothing, so there is nothing to watch; decoding is strict")
+        if self.made["loss"] not in ("paired", "disagreement"):
+            raise InputError(
+                f"{run}: bounds the {self.made['loss']} loss, which live prompts do not tell; certify the paired one"
+            )
+        self.rule = f'{PREFIX}"{run}"' if " " in str(run) else f"{PREFIX}{run}"
+        self.pair, self.task, self.share, self.seed = pair, task, share, seed
+        self.alpha = 1 - confidence
+        self.options = pair.certified({"rule": self.rule})
+        self.alarm = Alarm(self.made["max_drop"], self.alpha)
+        self.journal, self.losses, self.drifted, self.seen = Journal(run / "audit.jsonl"), list[float](), False, 0
+        self._lock = threading.Lock()
+        for record in self.journal.resume():
+            if record["certified"] == self.made["certified"]["rule"] and record["data"] == self.made["binds"]["data"]:
+                self._count(record)
+
+    def picks(self, prompt: Prompt) -> bool:
+        """Whether the next prompt is audited: drawn anew at each, by its number and its content."""
+        ids = self.pair.target.encode(prompt)
+        import torch
+
+        key = Noise.for_prompt(self.seed, ids).key(self.seen, "audit")
+        return float(uniform(torch.tensor([key]))[0]) < self.share
+
+    def see(self, prompt: Prompt, text: str, reference: str | None = None) -> State | None:
+        """Take note of a lenient answer to a prompt; a State where it was audited."""
+        with self._lock:
+            if not self.picks(prompt):
+                self.seen += 1
+                return None
+        options: Options = {**self.options, "rule": "target"}
+        alone = self.pair.generate(prompt, **options)
+        with self._lock:
+            record = {"prompt": prompt, "loss": self._loss(prompt, text, alone, reference), "text": text, "target": alone.text,
+                      "reference": reference, "seen": self.seen + 1, "certified": self.made["certified"]["rule"],
+                      "data": self.made["binds"]["data"]}  # fmt: skip
+            self.journal.append(record)
+            self._count(record)
+            return self.state
+
+    def _loss(self, prompt: Prompt, text: str, alone: Generation, reference: str | None) -> float:
+        if reference is not None and self.made["loss"] == "paired":
+            wanted = self.task.answer(reference) or reference  # a reference may be an answer within its text
+            sample = Sample("live", prompt if isinstance(prompt, str) else [], wanted)
+            return float(self.task.correct(alone.text, sample) and not self.task.correct(text, sample))
+        same = text == alone.text or self.task.same(self.task.answer(text), self.task.answer(alone.text)) is True
+        return float(not same)
+
+    def _count(self, record: dict[str, Any]) -> None:
+        self.losses.append(record["loss"])
+        self.seen = record["seen"]
+        self.drifted = self.alarm.add(record["loss"]) or self.drifted
+
+    @property
+    def state(self) -> State:
+        import numpy as np
+
+        interval = sequence(np.array(self.losses), self.alpha)
+        return State(self.seen, len(self.losses), sum(self.losses), interval, self.drifted, self.made["loss"])
+
+
+def read_prompts(path: Path) -> list[tuple[Prompt, str | None]]:
+    """The prompts of a JSONL file, each with prompt or messages and perhaps reference. Raises InputError, by line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read ({error}); name a JSONL file of prompts") from None
+    found: list[tuple[Prompt, str | None]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            prompt = row["prompt"] if "prompt" in row else row["messages"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(f"{path}, line {number}: {type(error).__name__} {error}; a row has prompt or messages") from None
+        reference = row.get("reference")
+        found.append((prompt, None if reference is None else str(reference)))
+    if not found:
+        raise InputError(f"{path}: has no prompts")
+    return found
+
+
+def audit(watch: Audit, prompts: Sequence[tuple[Prompt, str | None]], batch_size: int = 16) -> Iterator[State]:
+    """Answer prompts with the certified rule and watch; yields the state after each."""
+    for begin in range(0, len(prompts), batch_size):
+        part = prompts[begin : begin + batch_size]
+        outs = watch.pair.generate_batch([prompt for prompt, _ in part], batch_size=batch_size, rule=watch.rule)
+        for (prompt, reference), out in zip(part, outs):
+            watch.see(prompt, out.text, reference)
+            yield watch.state

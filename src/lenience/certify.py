@@ -1,0 +1,456 @@
+"""Choosing the most lenient setting of a rule whose loss of quality is bounded, on prompts that nothing has been chosen on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from lenience.bounds import TESTS, Test, Tried, climb, looks, needed
+from lenience.certificate import FILE, keep
+from lenience.compare import GRID
+from lenience.errors import InputError
+from lenience.journal import Journal, open_run, read_json
+from lenience.mining import check_prompts, describe
+from lenience.pair import Options, Pair
+from lenience.rules import ALONE, Judge, terms
+from lenience.tasks import Sample, Task, take
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Loss = Literal["paired", "net", "disagreement", "task"]
+Show = Callable[[str, int, int], None]
+LOSSES: dict[str, str] = {
+    "paired": "the share of prompts that the target alone answers rightly and this decoder wrongly",
+    "net": "the target's accuracy minus this decoder's",
+    "disagreement": "the share of prompts on which this decoder's final answer is not the target's",
+    "task": "the mean loss that the task returns",
+}
+BINARY = ("paired", "disagreement")
+PROMISES_NOT = (
+    "prompts of another kind than those it was calibrated on: it holds on average over prompts like them, not for each of them",
+    "other models, heads, dtypes, templates, windows, temperatures or length limits than those it binds",
+    "that an answer which is right is worded as the target would have worded it",
+)
+TUNING = 8
+"""How many prompts an automatic window is picked on."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a certificate is asked for; every field is part of the answer's name."""
+
+    rules: tuple[str, ...]
+    max_drop: float
+    confidence: float
+    loss: Loss = "paired"
+    procedure: str = "auto"
+    thresholds: tuple[float, ...] = ()
+    window: int | Literal["auto"] = 8
+    stop: str = "fixed"
+    temperature: float = 0.0
+    seed: int = 0
+    limit: int | None = None
+    ids: tuple[str, ...] = ()
+    split: str = "train"
+    max_new_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("max_drop", self.max_drop), ("confidence", self.confidence)):
+            if not 0 < value < 1:
+                raise InputError(f"{name} {value}: must be between 0 and 1, as a fraction")
+        if self.loss not in LOSSES:
+            raise InputError(f"loss {self.loss!r}: name one of {', '.join(LOSSES)}")
+        if self.procedure not in ("auto", *TESTS):
+            raise InputError(f"procedure {self.procedure!r}: name auto or one of {', '.join(TESTS)}")
+        if self.procedure == "binomial" and self.loss not in BINARY:
+            raise InputError(f"procedure binomial: is for losses of 0 or 1; with --loss {self.loss} take betting")
+        if not self.rules or any(rule in ALONE for rule in self.rules):
+            raise InputError("rule: name one or more that draft; target and draft alone need no certificate")
+
+    @property
+    def bound(self) -> float:
+        """The limit of the loss as it is tested, in [0, 1]."""
+        return (1 + self.max_drop) / 2 if self.loss == "net" else self.max_drop
+
+    def test(self, n: int) -> Test:
+        """How one setting is tested on up to n prompts; several rules share the error alike (Bonferroni)."""
+        name = self.procedure if self.procedure != "auto" else "binomial" if self.loss in BINARY else "betting"
+        return TESTS[name](self.bound, (1 - self.confidence) / len(self.rules), looks(n))
+
+    def prompts(self) -> int:
+        """By default, as many as let a setting pass, four times in five, that loses a third of what is allowed."""
+        return self.limit or needed(self.max_drop, (1 - self.confidence) / len(self.rules), self.max_drop / 3) or 10_000
+
+
+def ladder(rule: str, thresholds: Sequence[float] = ()) -> list[str]:
+    """A rule's settings from strict to lenient: of a judge without a threshold, those it was fitted with; of a rule's name,
+    such as topk or fuzzy:js, those of GRID; with `thresholds`, those, in their order; else the rule as it is."""
+    if named := [spec for spec in GRID if re.match(re.escape(rule) + "[:@=]", spec)]:
+        settings = [spec for spec in named if "," not in spec[len(rule) :]] or named
+        if not thresholds:
+            return settings
+        rule = settings[0]
+    open_: list[Any] = [term for term in terms(rule) if hasattr(term, "threshold")]
+    open_ = [term for term in open_ if thresholds or term.threshold is None]
+    if not open_:
+        if thresholds:
+            raise InputError(f"rule {rule}: has no threshold; leave the thresholds out")
+        return [rule]
+    if len(open_) > 1:
+        raise InputError(f"rule {rule}: has several thresholds to choose; give all but one")
+    term = open_[0]
+    if not thresholds:
+        listed = term.head.metrics.get("thresholds", []) if isinstance(term, Judge) else []
+        thresholds = list(dict.fromkeys(sorted((row["threshold"] for row in listed), reverse=True)))
+        thresholds = [threshold for threshold in thresholds if threshold <= 1] or [term.head.threshold]
+    return [rule.replace(str(term), str(replace(term, threshold=threshold))) for threshold in thresholds]
+
+
+# ---- which prompts
+
+
+def digest(ids: Sequence[int]) -> str:
+    """A prompt by its content."""
+    return hashlib.blake2b(json.dumps(list(ids)).encode(), digest_size=8).hexdigest()
+
+
+def data_hash(samples: Iterable[Sample]) -> str:
+    rows = [[sample.id, sample.prompt, sample.reference] for sample in samples]
+    return hashlib.blake2b(json.dumps(rows).encode(), digest_size=8).hexdigest()
+
+
+def fresh(pair: Pair, task: Task, folder: Path, question: Question, key: str, n: int) -> list[Sample]:
+    """Up to n prompts, drawn at random, that neither mining nor fitting nor an earlier certificate nor a choice of window has
+    used; what the question of this key has used before is its own, and comes in the same order. Raises InputError where
+    one that is named was used, or none are left."""
+    mined = {digest(record["prompt_ids"]): record["id"] for record in Journal(folder / "journal.jsonl")}
+    spent = {use["prompt"]: use for use in Journal(folder / "uses.jsonl")}
+    samples = take(task, question.split, None)
+    if unknown := set(question.ids) - {sample.id for sample in samples}:
+        raise InputError(f"prompt {sorted(unknown)[0]!r}: task {task.name!r} has no such one in its split {question.split!r}")
+    random.Random(question.seed).shuffle(samples)
+    found = dict[str, Sample]()
+    for sample in samples:
+        if len(found) == n or (question.ids and sample.id not in question.ids):
+            continue
+        content = digest(pair.target.encode(sample.prompt))
+        use = {"use": "mining", "key": None} if content in mined else spent.get(content, {"key": key})
+        if content in mined and mined[content] != sample.id and question.split != "train":
+            raise InputError(
+                f"overlapping splits: {sample.id} of {question.split!r} is {mined[content]}, which was mined; separate them"
+            )
+        if use["key"] != key or content in found:
+            if question.ids:
+                what = use.get("use", "this certificate already")
+                raise InputError(f"prompt {sample.id}: has been used for {what}; a certificate needs fresh ones")
+            continue
+        found[content] = sample
+    if not found:
+        raise InputError(
+            f"task {task.name!r}: none of the {len(samples)} prompts of its split {question.split!r} is fresh; give more "
+            "data, or another --split"
+        )
+    return list(found.values())
+
+
+# ---- answers and losses
+
+
+class Answers:
+    """Decodes a question's prompts under its settings; what is finished is kept in `folder`."""
+
+    def __init__(self, pair: Pair, task: Task, folder: Path, samples: list[Sample], options: Options, show: Show):
+        self.pair, self.task, self.samples, self.options, self.show = pair, task, samples, options, show
+        self.journal = Journal(folder / "answers.jsonl")
+        self.found = {(record["rule"], record["id"]): record for record in self.journal.resume()}
+        self.decoded, self.seconds = 0, 0.0
+
+    def of(self, rule: str, n: int, what: str) -> list[dict[str, Any]]:
+        """The first n prompts' answers by a rule, or by the target alone."""
+        left = [sample for sample in self.samples[:n] if (rule, sample.id) not in self.found]
+        began = time.perf_counter()
+        options: Options = {**self.options, "rule": rule}
+        decoding = self.pair.as_completed([sample.prompt for sample in left], batch_size=32, **options)
+        for done, (i, out) in enumerate(decoding, 1):
+            record = {
+                "id": left[i].id, "rule": rule, "text": out.text, "answer": self.task.answer(out.text),
+                "correct": self.task.correct(out.text, left[i]), "tokens": len(out.tokens),
+                "target_passes": out.target_passes, "draft_passes": out.draft_passes,
+            }  # fmt: skip
+            self.journal.append(record)
+            self.found[rule, left[i].id] = record
+            self.show(what, n - len(left) + done, n)
+        self.decoded += len(left)
+        self.seconds += time.perf_counter() - began
+        return [self.found[rule, sample.id] for sample in self.samples[:n]]
+
+    def losses(self, rule: str, n: int, loss: str, what: str) -> NDArray:
+        """[n] in [0, 1], of the target alone against a rule."""
+        alone, lenient = self.of("target", n, "the target alone"), self.of(rule, n, what)
+        if loss in ("paired", "net") and not any(record["correct"] for record in alone):
+            raise InputError(
+                f"task {self.task.name!r}: the target answers none of {n} prompts rightly, so nothing can be lost; look at "
+                "how answers are found (--answer, --same), or bound the disagreement (--loss disagreement)"
+            )
+        pairs = zip(self.samples, alone, lenient)
+        return np.array([_loss(self.task, loss, sample, a, b) for sample, a, b in pairs])
+
+
+def _loss(task: Task, loss: str, sample: Sample, alone: dict[str, Any], lenient: dict[str, Any]) -> float:
+    if loss == "paired":
+        return float(alone["correct"] and not lenient["correct"])
+    if loss == "net":
+        return (1 + float(alone["correct"]) - float(lenient["correct"])) / 2
+    if loss == "disagreement":
+        return float(alone["text"] != lenient["text"] and task.same(alone["answer"], lenient["answer"]) is not True)
+    value = task.loss(lenient["text"], alone["text"], sample)  # type: ignore[attr-defined]
+    if not (isinstance(value, int | float) and 0 <= value <= 1):
+        raise InputError(f"task {task.name!r}: its loss of {sample.id} is {value!r}; it must be a number in [0, 1]")
+    return float(value)
+
+
+# ---- the certificate
+
+
+def certify(pair: Pair, task: Task, folder: Path, question: Question, show: Show = lambda *_: None) -> dict[str, Any]:
+    """The most lenient of the rules' settings whose loss is at most `max_drop` with the wanted confidence, or none; written to
+    the run folder, see `lenience.certificate`.
+
+    Learn-then-Test (Angelopoulos 2021): each rule's settings are tested from strict to lenient until one does not pass, each on
+    growing batches of prompts. Of several rules that pass, the one with the most tokens per pass is certified. The same
+    question asked again goes on where it stopped and comes to the same answer. Raises InputError, see `Question` and `fresh`.
+    """
+    began = time.perf_counter()
+    question, answers, asked, place = prepare(pair, task, folder, question, "calibration", show)
+    n = len(answers.samples)
+    test, found = question.test(n), dict[str, tuple[list[str], list[Tried]]]()
+    for rule in question.rules:
+        settings = ladder(rule, question.thresholds)
+
+        def losses(j: int, seen: int, settings: list[str] = settings) -> NDArray:
+            return answers.losses(settings[j], seen, question.loss, f"setting {j + 1} of {len(settings)}")
+
+        found[rule] = settings, climb(test, len(settings), losses)
+    chains = [[_told(test, question, answers, settings[one.setting], one) for one in ones] for settings, ones in found.values()]
+    tried = [row for chain in chains for row in chain]
+    last = [[row for row in chain if row["passed"]][-1] for chain in chains if chain[0]["passed"]]
+    best = max(last, key=lambda row: row["tokens_per_pass"], default=None)
+    shown = best or tried[0]
+    made = {
+        "certified": {**best, "threshold": _threshold(best["rule"]), "folder": str(folder)} if best else None,
+        "max_drop": question.max_drop,
+        "confidence": question.confidence,
+        "loss": question.loss,
+        "n": shown["n"],
+        "losses": shown["losses"],
+        "upper_bound": shown["upper_bound"],
+        "procedure": _procedure(question, test, n),
+        "binds": _binds(pair, task, question, answers, shown["rule"]),
+        "promises_not": list(PROMISES_NOT),
+        "tried": tried,
+        "lost": _lost(question, answers, shown),
+        "reason": None if best else _reason(question, test, tried, n),
+        "needed": None if best else _needed(question, test, tried),
+        "decoded": answers.decoded,
+        "seconds": round(time.perf_counter() - began, 1),
+        "asked": asked,
+    }
+    before = place / FILE
+    if before.exists():  # answered before, and perhaps moved since
+        return read_json(before)
+    written = keep(folder, made)
+    keep(place, made)
+    from lenience.report import write_certificate
+
+    write_certificate(written.with_suffix(".html"), made)
+    return made
+
+
+def prepare(
+    pair: Pair, task: Task, folder: Path, question: Question, use: str, show: Show
+) -> tuple[Question, Answers, dict[str, Any], Path]:
+    """Check what is asked, pick and record the prompts, and open the folder of their answers."""
+    settings = [setting for rule in question.rules for setting in ladder(rule, question.thresholds)]
+    for setting in settings:
+        pair.check(setting, question.stop, question.temperature)
+    _check_run(task, folder)
+    if question.loss == "task" and not hasattr(task, "loss"):
+        raise InputError(f"task {task.name!r}: has no loss(text, target_text, sample); see docs/your-own-task.md")
+    described = describe(pair, task, use=use, question={**vars(question), "rules": settings})
+    described["heads"] = sorted({head for setting in settings for head in pair.binding(setting, question.stop)["heads"]})
+    asked = {name: value for name, value in json.loads(json.dumps(described)).items() if name != "versions"}
+    key = hashlib.blake2b(json.dumps(_nameless(asked), sort_keys=True).encode(), digest_size=6).hexdigest()
+    wanted, automatic = len(question.ids) or question.prompts(), question.window == "auto"
+    samples = fresh(pair, task, folder, question, key, wanted + TUNING * automatic)
+    n = len(samples) - TUNING * automatic
+    if n < 1:
+        raise InputError(f"window auto: needs {TUNING} fresh prompts of its own, and there are {len(samples)}; give a number")
+    kept, tuning = samples[:n], samples[n:]
+    if question.loss in ("paired", "net") and any(sample.reference is None for sample in kept):
+        raise InputError(f"task {task.name!r}: has prompts without a reference; --loss disagreement needs none")
+    max_new_tokens = check_prompts(pair, task, kept, question.max_new_tokens)
+    place = folder / use / key
+    open_run(place, {**asked, "data": data_hash(kept)}, "asked.json")
+    chosen = [*((sample, use) for sample in kept), *((sample, "window") for sample in tuning)]
+    seen = {record["prompt"] for record in Journal(folder / "uses.jsonl")}
+    uses = [{"id": sample.id, "prompt": digest(pair.target.encode(sample.prompt)), "use": what, "key": key}
+            for sample, what in chosen]  # fmt: skip
+    journal = Journal(folder / "uses.jsonl")
+    journal.resume()
+    journal.append(*(record for record in uses if record["prompt"] not in seen))
+    options: Options = {"stop": question.stop, "temperature": question.temperature, "seed": question.seed,
+                        "max_new_tokens": max_new_tokens}  # fmt: skip
+    if automatic:
+        picked = place / "window.json"
+        if not picked.exists():
+            picking: Options = {**options, "rule": settings[-1]}
+            window = pair.pick_window([sample.prompt for sample in tuning], **picking)
+            picked.write_text(json.dumps({"window": window}))
+        question = replace(question, window=read_json(picked)["window"])
+    return question, Answers(pair, task, place, kept, {**options, "window": question.window}, show), asked, place
+
+
+def _nameless(asked: dict[str, Any]) -> dict[str, Any]:
+    """Without what may change although the question is the same: where models and heads lie."""
+    models = {role: {**model, "name": ""} for role, model in asked["models"].items()}
+    rules = [re.sub(r'"[^"]*"|[^\s@,:|&]*/', "", rule) for rule in asked["question"]["rules"]]
+    return {**asked, "models": models, "pair": "", "question": {**asked["question"], "rules": rules}}
+
+
+def _check_run(task: Task, folder: Path) -> None:
+    """Refuse a task that has changed since the run was mined."""
+    if not (folder / "run.json").exists():
+        return
+    run = read_json(folder / "run.json")
+    name = str(run.get("task", "")).split(" (")[0]
+    now = {"task": task.name, "task_version": getattr(task, "version", None)}
+    if name == task.name.split(" (")[0] and any(run.get(key) != value for key, value in now.items()):
+        raise InputError(f"task {task.name!r}: has changed since {folder} was mined ({run.get('task')!r}); mine it again")
+
+
+def _told(test: Test, question: Question, answers: Answers, rule: str, one: Tried) -> dict[str, Any]:
+    """One row of what was tried; losses and bounds as they are asked for, also of the net drop."""
+    losses = answers.losses(rule, one.n, question.loss, "")
+    lenient, alone = answers.of(rule, one.n, ""), answers.of("target", one.n, "")
+    bound = test.bound(one.look, losses)
+    net = question.loss == "net"
+    return {
+        "rule": rule,
+        "window": question.window,
+        "n": one.n,
+        "losses": round(float((2 * losses - 1).sum() if net else losses.sum()), 9),
+        "upper_bound": 2 * bound - 1 if net else bound,
+        "passed": one.passed,
+        "hopeless": one.hopeless,
+        "tokens_per_pass": sum(r["tokens"] for r in lenient) / max(1, sum(r["target_passes"] for r in lenient)),
+        "accuracy": float(np.mean([r["correct"] for r in lenient])),
+        "target_accuracy": float(np.mean([r["correct"] for r in alone])),
+    }
+
+
+def _threshold(rule: str) -> float | None:
+    given = (getattr(term, "threshold", None) for term in terms(rule))
+    return next((threshold for threshold in given if threshold is not None), None)
+
+
+def _binds(pair: Pair, task: Task, question: Question, answers: Answers, rule: str) -> dict[str, Any]:
+    config = pair.target.model.generation_config
+    sampling = question.temperature > 0
+    return {
+        **pair.binding(rule, question.stop),
+        "window": question.window,
+        "stop": question.stop,
+        "temperature": question.temperature,
+        "top_k": None,
+        "top_p": None,
+        "generation_config": {"top_k": getattr(config, "top_k", None), "top_p": getattr(config, "top_p", None)}
+        if sampling
+        else None,
+        "max_new_tokens": answers.options["max_new_tokens"],
+        "task": task.name,
+        "data": data_hash(answers.samples),
+    }
+
+
+def _procedure(question: Question, test: Test, n: int) -> str:
+    several = f", the error shared by {len(question.rules)} rules" if len(question.rules) > 1 else ""
+    return (
+        f"Learn-then-Test: settings tested from strict to lenient until one fails, each by an {test.said} "
+        f"looked at after {', '.join(map(str, test.looks))} of {n} fresh prompts drawn at random, so that the last setting to "
+        f"pass loses more than max_drop with a chance of at most {1 - question.confidence:.3g} in all{several}."
+    ).replace("an Hoeff", "a Hoeff").replace("an betting", "a betting")  # fmt: skip
+
+
+def _reason(question: Question, test: Test, tried: list[dict[str, Any]], n: int) -> str:
+    first = tried[0]
+    rate = first["losses"] / first["n"]
+    if rate >= question.max_drop:
+        return f"the loss is too high: already the strictest setting, {first['rule']}, lost {rate:.2%} of {first['n']} prompts"
+    return f"too few prompts: the strictest setting, {first['rule']}, lost {first['losses']:g} of {first['n']}"
+
+
+def _needed(question: Question, test: Test, tried: list[dict[str, Any]]) -> int | None:
+    """How many prompts the strictest setting would need to pass four times in five, if it loses what it lost here."""
+    return needed(question.max_drop, test.alpha, max(0.0, tried[0]["losses"] / tried[0]["n"]))
+
+
+def _lost(question: Question, answers: Answers, shown: dict[str, Any]) -> list[dict[str, Any]]:
+    """The prompts on which quality was lost, with both answers."""
+    n, rule = shown["n"], shown["rule"]
+    losses, at_par = answers.losses(rule, n, question.loss, ""), 0.5 if question.loss == "net" else 0.0
+    alone, lenient = answers.of("target", n, ""), answers.of(rule, n, "")
+    return [
+        {"id": sample.id, "prompt": sample.prompt, "reference": sample.reference, "loss": loss,
+         "target": {key: a[key] for key in ("text", "answer")}, "lenient": {key: b[key] for key in ("text", "answer")}}
+        for sample, loss, a, b in zip(answers.samples, losses.tolist(), alone, lenient) if loss > at_par
+    ]  # fmt: skip
+
+
+# ---- the plan
+
+
+def plan(
+    pair: Pair, task: Task, folder: Path, question: Question, pilot: int = 40, show: Show = lambda *_: None
+) -> dict[str, Any]:
+    """From a pilot of fresh prompts, which are then used up: for each setting, how many calibration prompts it would take to
+    certify it four times in five if it loses what it lost in the pilot (where that is nothing, a quarter of what is allowed),
+    and how many target passes and minutes, with all stricter settings and the target alone."""
+    question, answers, _, _ = prepare(pair, task, folder, replace(question, limit=pilot), "pilot", show)
+    pilot, rows = len(answers.samples), []
+    alpha = (1 - question.confidence) / len(question.rules)
+    for rule in question.rules:
+        cost = np.array([sum(r["target_passes"] for r in answers.of("target", pilot, "the target alone")), answers.seconds])
+        for setting in ladder(rule, question.thresholds):
+            before = answers.seconds
+            lenient = answers.of(setting, pilot, setting)
+            seconds = answers.seconds - before
+            passes = sum(r["target_passes"] for r in lenient)
+            losses = answers.losses(setting, pilot, question.loss, "")
+            rate = float((2 * losses - 1).mean() if question.loss == "net" else losses.mean())
+            cost = cost + [passes, seconds]
+            n = needed(question.max_drop, alpha, rate if rate > 0 else question.max_drop / 4)
+            rows.append({
+                "rule": setting,
+                "pilot_loss": rate,
+                "tokens_per_pass": sum(r["tokens"] for r in lenient) / max(1, passes),
+                "prompts": n,
+                "target_passes": None if n is None else round(float(cost[0]) / pilot * n),
+                "minutes": None if n is None else round(float(cost[1]) / pilot * n / 60, 2),
+            })  # fmt: skip
+    return {
+        "plan": rows,
+        "pilot": pilot,
+        "max_drop": question.max_drop,
+        "confidence": question.confidence,
+        "least": needed(question.max_drop, alpha, 0.0),
+    }
