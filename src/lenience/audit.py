@@ -35,8 +35,8 @@ class State:
 
 
 class Audit:
-    """Watches the answers of "certified:RUN": a server calls `see` with each. Of the prompts a random `share` is also decoded by
-    the target alone. With a reference the loss is the paired one, without one the disagreement of the final answers, of which
+    """Watches the answers of "certified:RUN": a server calls `see` with each. Of the prompts a random `share` is also decoded
+    by the target alone. With a reference the loss is the paired one, without one the disagreement of the answers, of which
     the paired loss is a part, so that alarms may come early but not late. RUN/audit.jsonl keeps everything, so that a server
     may be started again; threads may share an audit. Raises InputError where there is nothing to watch.
     """

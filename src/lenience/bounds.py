@@ -114,8 +114,8 @@ class HoeffdingBentkus(Test):
 
 @dataclass(frozen=True)
 class Betting(Test):
-    """For losses in [0, 1]: the wealth of bets against "the mean is above the limit", which ever reaches 1 / alpha with a chance
-    of at most alpha (Waudby-Smith and Ramdas 2024, section 5): spread over many stakes, the diversified Kelly bet."""
+    """For losses in [0, 1]: the wealth of bets against "the mean is above the limit", which ever reaches 1 / alpha with a
+    chance of at most alpha (Waudby-Smith and Ramdas 2024, section 5): spread over many stakes, the diversified Kelly bet."""
 
     name = "betting"
     said = "betting confidence sequence"
@@ -147,12 +147,11 @@ SMALL = np.geomspace(1 / 256, 1, 14)
 
 
 def wealth(losses: NDArray, mean: float, stakes: NDArray = STAKES) -> NDArray:
-    """[n]: what a capital of 1 has come to after each loss, by betting that they are below `mean` on average; where they are
-    not, it is a supermartingale, whatever the order and the size of the losses in [0, 1]."""
+    """What a capital of 1 has come to after each of the losses […, n], by betting that they are below `mean` on average; where
+    they are not, it is a supermartingale, whatever the order and the size of the losses in [0, 1]."""
     gains = (mean - np.asarray(losses, float)) / (1 - mean)  # −1 at a loss of 1
     with np.errstate(divide="ignore"):
-        logs = np.log1p(stakes * gains[:, None]).cumsum(0)  # [n, stakes]
-    return np.exp(np.minimum(logs, 600)).mean(1)
+        return sum(np.exp(np.minimum(np.log1p(stake * gains).cumsum(-1), 600)) for stake in stakes) / len(stakes)
 
 
 def _first(holds: Callable[[float], bool], low: float) -> float:
@@ -252,9 +251,9 @@ def climb(test: Test, settings: int, losses: Callable[[int, int], NDArray]) -> l
     for setting in range(settings):
         for look, n in enumerate(test.looks):
             seen = losses(setting, n)
-            passed = test.passes(look, seen)
+            passed = bool(test.passes(look, seen))
             over = passed or look == len(test.looks) - 1
-            hopeless = not passed and test.hopeless(look, seen)
+            hopeless = not passed and bool(test.hopeless(look, seen))
             if over or hopeless:
                 break
         tried.append(Tried(setting, look, n, float(seen.sum()), passed, hopeless))

@@ -437,7 +437,7 @@ def plan(
             passes = sum(r["target_passes"] for r in lenient)
             losses = answers.losses(setting, pilot, question.loss, "")
             rate = float((2 * losses - 1).mean() if question.loss == "net" else losses.mean())
-            cost = cost + [passes, seconds]
+            cost = cost + np.array([passes, seconds])
             n = needed(question.max_drop, alpha, rate if rate > 0 else question.max_drop / 4)
             rows.append({
                 "rule": setting,
