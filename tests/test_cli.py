@@ -56,6 +56,13 @@ def test_show_colours_without_losing_text() -> None:
     (["generate", "Ann", "--windw", "1"], "--windw"),
     (["generate", "Ann", "--window", "x"], "--window"),
     (["generate", "Ann", "--stop", "head:{tmp}@0.5"], "no stop.json"),
+    (["certify", "{tmp}"], "has no judge"),
+    (["certify", "{tmp}", "--rule", "topk", "--max-drop", "2"], "max_drop 2.0"),
+    (["certify", "{tmp}", "--rule", "topk", "--ids", "{tmp}/none"], "--ids"),
+    (["certify", "{tmp}", "--rule", "target"], "that draft"),
+    (["audit", "{tmp}", "{tmp}/none"], "cannot be read"),
+    (["generate", "x", "--rule", "certified:{tmp}"], "there is no certificate"),
+    (["compare", "--rule", "certified:{tmp}"], "certified"),
     (["compare", "--rule", "exact", "--stop", "confidence:2"], "confidence's least chance 2.0"),
     (["mine", "--out", "{tmp}/r", "--task", "mathword"], "there is no task 'mathword'"),
     (["mine"], "--out"),
@@ -105,6 +112,20 @@ def test_the_whole_path_on_a_users_own_pair_and_task(checkpoints, tmp_path: Path
     stopped = ["--rule", "exact", "--stop", f"head:{stop}@0.5", "--limit", 5, "--tuning", 2, "--out", tmp_path / "stopped"]
     last_json(run("compare", *models, *task, *stopped, "--json"))
     assert json.loads((tmp_path / "stopped" / "frontier.json").read_text())["stop"] == f"head:{stop}@0.5"
+    fresh = [folder, "--rule", "topk:1", "--loss", "disagreement", "--max-drop", 0.8, *task, "--json"]
+    planned = last_json(run("certify", *fresh, "--plan", "--pilot", 2))
+    assert [row["rule"] for row in planned["plan"]] == ["topk:1"] and planned["least"] == 2  # 0.2^2 ≤ 0.05
+    certified = last_json(run("certify", *fresh))
+    assert certified["losses"] == 0 and certified["certified"]["rule"] == "topk:1"
+    live = tmp_path / "live.jsonl"
+    live.write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows[:12]))
+    audited = last_json(run("audit", folder, live, "--share", 0.5, *task[:-2], "--json"))
+    assert audited["seen"] == 12 and 0 < audited["audited"] < 12 and audited["losses"] == 0 and not audited["drifted"]
+    told = last_json(run("generate", "w1 w2", *models, "--rule", f"certified:{folder}", "--json"))
+    plain = last_json(run("generate", "w1 w2", *models, "--rule", "exact", "--max-new-tokens", 16, "--json"))
+    assert told["tokens"] == plain["tokens"] and told["window"] == 8
+    wrong = run("generate", "w1 w2", *models, "--rule", f"certified:{folder}", "--window", 4)
+    assert wrong.returncode == 2 and "certified with window 8, not 4" in wrong.stderr
     other = last_json(run("fit", folder, "--models", "target", "--tokens", "previous", "--out", tmp_path / "judge2", "--json"))
     assert other["mismatches"] == fitted["mismatches"]
 
@@ -122,7 +143,9 @@ def test_the_demo_tells_the_whole_story(tmp_path: Path) -> None:
     exact = next(row for row in told["rows"] if row["rule"] == "exact")
     assert exact["paired_loss"] == 0 and exact["tokens_per_pass"] > 2
     # what is left of the shipped run resumes it, and a judge fitted from it runs
-    judge = f"judge:{tmp_path}/run/judge@{told['threshold']}"
+    assert told["certificate"]["max_drop"] == 0.03 and told["certificate"]["n"] > 0
+    assert "The certificate" in (tmp_path / "report.html").read_text()
+    judge = f"judge:{tmp_path}/run/judge@0.5"
     assert last_json(run("generate", PROBLEM, "--rule", judge, "--window", 16, "--json"))["accepted_lenient"] > 0
 
 

@@ -18,7 +18,7 @@ from lenience.bounds import TESTS, Test, Tried, climb, looks, needed
 from lenience.certificate import FILE, keep
 from lenience.compare import GRID
 from lenience.errors import InputError
-from lenience.journal import Journal, open_run, read_json
+from lenience.journal import Journal, digest, note_uses, open_run, read_json
 from lenience.mining import check_prompts, describe
 from lenience.pair import Options, Pair
 from lenience.rules import ALONE, Judge, terms
@@ -117,11 +117,6 @@ def ladder(rule: str, thresholds: Sequence[float] = ()) -> list[str]:
 
 
 # ---- which prompts
-
-
-def digest(ids: Sequence[int]) -> str:
-    """A prompt by its content."""
-    return hashlib.blake2b(json.dumps(list(ids)).encode(), digest_size=8).hexdigest()
 
 
 def data_hash(samples: Iterable[Sample]) -> str:
@@ -301,13 +296,8 @@ def prepare(
     max_new_tokens = check_prompts(pair, task, kept, question.max_new_tokens)
     place = folder / use / key
     open_run(place, {**asked, "data": data_hash(kept)}, "asked.json")
-    chosen = [*((sample, use) for sample in kept), *((sample, "window") for sample in tuning)]
-    seen = {record["prompt"] for record in Journal(folder / "uses.jsonl")}
-    uses = [{"id": sample.id, "prompt": digest(pair.target.encode(sample.prompt)), "use": what, "key": key}
-            for sample, what in chosen]  # fmt: skip
-    journal = Journal(folder / "uses.jsonl")
-    journal.resume()
-    journal.append(*(record for record in uses if record["prompt"] not in seen))
+    for part, what in ((kept, use), (tuning, "window")):
+        note_uses(folder, [(sample.id, pair.target.encode(sample.prompt)) for sample in part], what, key)
     options: Options = {"stop": question.stop, "temperature": question.temperature, "seed": question.seed,
                         "max_new_tokens": max_new_tokens}  # fmt: skip
     if automatic:

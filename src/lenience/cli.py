@@ -503,7 +503,7 @@ def compare(
 
 @app.command
 def demo(*, out: Path = Path("demo"), fresh: int = 8, limit: int = 100, json: Json = False) -> None:
-    """The whole story on the built-in pair: mine, fit, compare, report.html.
+    """The whole story on the built-in pair: mine, fit, certify, compare, report.html.
 
     Parameters
     ----------

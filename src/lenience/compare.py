@@ -17,9 +17,10 @@ import torch
 from scipy.stats import binomtest
 
 from lenience.decode import pieces
+from lenience.certificate import is_certified
 from lenience.errors import InputError
 from lenience.heads import Learned
-from lenience.journal import Journal, open_run, read_json, write_json
+from lenience.journal import Journal, note_uses, open_run, read_json, write_json
 from lenience.mining import check_prompts, describe
 from lenience.pair import Generation, Options, Pair
 from lenience.rules import ALONE, Judge, parse_rule, terms
@@ -144,6 +145,8 @@ def compare(
 
 def expand(rules: Sequence[str], temperature: float) -> list[str]:
     """The rules with "all" in its place: GRID, and each judge without a threshold at several."""
+    if certified := [rule for rule in rules if is_certified(rule)]:
+        raise InputError(f"rule {certified[0]}: binds a window of its own; compare the rule that it certifies, by its spec")
     if "all" not in rules:
         return list(rules)
     same = ("speculative", "block") if temperature == 0 else ()
@@ -222,6 +225,10 @@ class _Run:
         if len(windows) == 1:
             found |= {(rule, windows[0]): Setting(rule, windows[0]) for rule in drafting}
         else:
+            for head in {Path(judge.path) for rule in drafting for judge in _judges(rule)}:
+                if (head.parent / "run.json").exists():  # a certificate of that run must not use these prompts
+                    spent = [(sample.id, self.pair.target.encode(sample.prompt)) for sample in samples]
+                    note_uses(head.parent, spent, "window", "compare")
             speed = yield from self._speeds([(rule, window) for rule in drafting for window in windows], samples)
             fastest = {rule: max(windows, key=lambda window: speed[rule, window]) for rule in drafting}
             found |= {(rule, window): Setting(rule, window, "fastest") for rule, window in fastest.items()}

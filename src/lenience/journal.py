@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -77,6 +78,20 @@ class Journal:
 
 def _line(record: dict[str, Any]) -> bytes:
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+
+
+def digest(ids: Sequence[int]) -> str:
+    """A prompt by its tokens."""
+    return hashlib.blake2b(json.dumps(list(ids)).encode(), digest_size=8).hexdigest()
+
+
+def note_uses(folder: Path, prompts: Sequence[tuple[str, Sequence[int]]], use: str, key: str) -> None:
+    """Record in RUN/uses.jsonl what prompts, each an id and its tokens, are about to be used for: a certificate needs ones that
+    nothing was chosen on. `key` is of what uses them, which may use them again."""
+    journal = Journal(folder / "uses.jsonl")
+    seen = {record["prompt"] for record in journal.resume()}
+    fresh = {content: id for id, ids in prompts if (content := digest(ids)) not in seen}
+    journal.append(*({"id": id, "prompt": content, "use": use, "key": key} for content, id in fresh.items()))
 
 
 def open_run(folder: Path, asked: dict[str, Any], name: str = "run.json") -> None:

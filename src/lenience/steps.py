@@ -268,7 +268,7 @@ def print_answer(pair: Pair, out: Generation, coloured: bool) -> None:
 
 def answer(pair: Pair, prompt: str, profiled: bool, **options: Any) -> tuple[Generation, Profile | None]:
     """One answer; where the time goes is measured the second time."""
-    if options["window"] == "auto":
+    if options.get("window") == "auto":
         with screen.status("picking the window"):
             pair.pick_window([prompt], **options)
     if not profiled:

@@ -1,0 +1,347 @@
+"""Certificates end to end on tiny models: what is certified against losses counted by hand, prompts used once, what is bound."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import beta
+
+import lenience
+from lenience import InputError, rules
+from lenience.audit import Audit, audit, read_prompts
+from lenience.certificate import KEYS, keep, read_certificate
+from lenience.certify import Question, certify, fresh, ladder, plan
+from lenience.heads import Head, Inputs
+from lenience.journal import Journal, digest, write_json
+from lenience.mining import mine
+from lenience.pair import Pair, load_pair
+from lenience.tasks import Sample
+
+
+class Echo:
+    """What the target says is right, so that every other final answer is a loss; the answer is the last word."""
+
+    name = "echo"
+    max_new_tokens = 12
+
+    def __init__(self, pair: Pair, size: int = 160):
+        self.size, self.right = size, dict[str, str]()
+        prompts = [self.prompt(i) for i in range(size)]
+        outs = pair.generate_batch(prompts, rule="target", max_new_tokens=self.max_new_tokens, batch_size=32)
+        self.right = {prompt: self.answer(out.text) or "" for prompt, out in zip(prompts, outs)}
+
+    @staticmethod
+    def prompt(i: int) -> str:
+        return f"w{1 + i % 47} w{1 + i // 47 + i % 3} w{5 + i % 7}"
+
+    def samples(self, split: str):
+        rows = range(self.size) if split == "train" else range(0, self.size, 4)
+        for i in rows:
+            yield Sample(f"{split}-{i}", self.prompt(i), self.right.get(self.prompt(i)))
+
+    def answer(self, text: str) -> str | None:
+        return text.split()[-1] if text.split() else None
+
+    def same(self, a: str | None, b: str | None) -> bool | None:
+        return None if a is None or b is None else a == b
+
+    def correct(self, text: str, sample: Sample) -> bool:
+        return self.same(self.answer(text), sample.reference) is True
+
+    def loss(self, text: str, target_text: str, sample: Sample) -> float:
+        ours, theirs = text.split(), target_text.split()
+        return sum(a != b for a, b in zip(ours, theirs)) / max(1, len(theirs))
+
+
+@pytest.fixture(scope="module")
+def task(llama: Pair) -> Echo:
+    return Echo(llama)
+
+
+def question(**given) -> Question:
+    return Question(**{"rules": ("topk",), "max_drop": 0.3, "confidence": 0.9, "window": 4, "limit": 60, **given})
+
+
+def answers(pair: Pair, task: Echo, rule: str, prompts: list[str], **options) -> list[str]:
+    outs = pair.generate_batch(prompts, rule=rule, max_new_tokens=task.max_new_tokens, **{"window": 4, **options})
+    return [out.text for out in outs]
+
+
+def test_a_certificate_says_what_can_be_counted_by_hand(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    made = certify(llama, task, tmp_path, question())
+    assert set(KEYS) <= made.keys() and made == read_certificate(tmp_path)
+    used = [task.prompt(int(use["id"].split("-")[1])) for use in Journal(tmp_path / "uses.jsonl")]
+    assert len(used) == len(set(used)) == 60
+    right = [task.right[prompt] for prompt in used]
+    for row in made["tried"]:
+        said = answers(llama, task, row["rule"], used[: row["n"]])
+        wrong = [task.answer(text) != answer for text, answer in zip(said, right)]
+        assert row["losses"] == sum(wrong) and row["target_accuracy"] == 1
+        assert row["accuracy"] == pytest.approx(1 - np.mean(wrong))
+        assert not row["passed"] or row["upper_bound"] <= 0.3
+        if row["n"] == 60:  # one look: Clopper–Pearson
+            lost = sum(wrong)
+            assert row["upper_bound"] == pytest.approx(beta.ppf(0.9, lost + 1, 60 - lost))
+    settings = [row["rule"] for row in made["tried"]]
+    assert settings == ["topk:2", "topk:3", "topk:4"][: len(settings)]
+    assert made["tried"][-1]["losses"] > 0, "the test must be able to lose something"
+    shown = made["certified"] or made["tried"][0]
+    assert len(made["lost"]) == shown["losses"]
+    for one in made["lost"]:
+        assert one["target"]["answer"] == one["reference"] != one["lenient"]["answer"]
+    assert (tmp_path / "certificate.html").read_text().count("<tr>") >= len(made["lost"])
+
+
+def test_a_stopped_certification_comes_to_the_same(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    class Stop(Exception): ...
+
+    def stop(what: str, done: int, total: int) -> None:
+        if what.startswith("setting") and done == 20:
+            raise Stop
+
+    whole = certify(llama, task, tmp_path / "whole", question())
+    with pytest.raises(Stop):
+        certify(llama, task, tmp_path / "torn", question(), stop)
+    (journal,) = (tmp_path / "torn" / "calibration").rglob("answers.jsonl")
+    kept = len(journal.read_text().splitlines())
+    with journal.open("a") as file:
+        file.write('{"torn')
+    again = certify(llama, task, tmp_path / "torn", question())
+    assert kept >= 20 and {**again, "seconds": 0, "decoded": 0, "asked": 0, "certified": 0} == {
+        **whole, "seconds": 0, "decoded": 0, "asked": 0, "certified": 0}  # fmt: skip
+    assert again["decoded"] == whole["decoded"] - kept
+    assert certify(llama, task, tmp_path / "torn", question()) == again, "asked once more, it decodes nothing"
+
+
+def test_no_prompt_is_used_twice(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    for _ in mine(llama, task, tmp_path, limit=30, max_new_tokens=12):
+        pass
+    certify(llama, task, tmp_path, question(limit=50))
+    certify(llama, task, tmp_path, question(limit=50, max_drop=0.2))
+    plan(llama, task, tmp_path, question(), pilot=10)
+    certify(llama, task, tmp_path, question(limit=5, max_drop=0.25, window="auto"))
+    uses = list(Journal(tmp_path / "uses.jsonl"))
+    mined = {record["id"] for record in Journal(tmp_path / "journal.jsonl")}
+    ids = [use["id"] for use in uses]
+    assert len(ids) == len(set(ids)) == 50 + 50 + 10 + 5 + 8 and not mined & set(ids)
+    assert [use["use"] for use in uses].count("window") == 8
+    with pytest.raises(InputError, match=f"prompt {ids[0]}: has been used for calibration"):
+        certify(llama, task, tmp_path, question(max_drop=0.1, ids=(ids[0],)))
+    with pytest.raises(InputError, match="prompt train-0: has been used for mining"):
+        certify(llama, task, tmp_path, question(max_drop=0.1, ids=("train-0",)))
+    with pytest.raises(InputError, match="'train-9999': task 'echo' has no such one"):
+        certify(llama, task, tmp_path, question(ids=("train-9999",)))
+    with pytest.raises(InputError, match="overlapping splits: test-\\d+ of 'test' is train-"):
+        certify(llama, task, tmp_path, question(split="test"))
+    certify(llama, task, tmp_path, question(limit=50, max_drop=0.15))  # what is left
+    with pytest.raises(InputError, match="none of the 160 prompts"):
+        certify(llama, task, tmp_path, question(max_drop=0.11))
+
+
+def test_fresh_prompts_are_a_random_draw(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    one, two = (fresh(llama, task, tmp_path, question(seed=seed), "key", 40) for seed in (0, 1))
+    assert [s.id for s in one] != [s.id for s in two] and [s.id for s in one] != [
+        s.id for s in list(task.samples("train"))[:40]
+    ]
+    assert one == fresh(llama, task, tmp_path, question(seed=0), "key", 40)
+
+
+def test_what_is_certified_is_decoded_and_nothing_else(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    made = certify(llama, task, tmp_path, question(max_drop=0.9))
+    spec, rule = made["certified"]["rule"], f"certified:{tmp_path}"
+    prompts = [task.prompt(i) for i in range(20)]
+    wanted = answers(llama, task, spec, prompts)
+    assert [out.text for out in llama.generate_batch(prompts, rule=rule)] == wanted
+    assert [llama.generate(prompt, rule=rule, window=4).text for prompt in prompts] == wanted
+    assert "".join(step.text for step in llama.stream(prompts[0], rule=rule)) == wanted[0]
+    for name, value in (("window", 5), ("max_new_tokens", 13), ("temperature", 0.5), ("stop", "confidence:0.5"), ("top_k", 3)):
+        with pytest.raises(InputError, match=f"certified with {name} "):
+            llama.generate(prompts[0], rule=rule, **{name: value})
+    with pytest.raises(InputError, match="stop_strings"):
+        llama.generate(prompts[0], rule=rule, stop_strings="w1")
+
+
+def test_other_models_and_dtypes_are_refused(llama: Pair, task: Echo, tmp_path: Path, checkpoints) -> None:
+    certify(llama, task, tmp_path, question(max_drop=0.9))
+    target, draft = checkpoints("llama")
+    with pytest.raises(InputError, match="another models .target dtype 'float32', this is 'bfloat16'"):
+        load_pair(target, draft, dtype="bfloat16", compile=False).generate("w1", rule=f"certified:{tmp_path}")
+    with pytest.raises(InputError, match="another models .draft fingerprint"):
+        load_pair(target, target, dtype="float32", compile=False).generate("w1", rule=f"certified:{tmp_path}")
+
+
+def test_a_head_that_was_fitted_anew_is_refused_and_a_run_may_move(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    run, width = tmp_path / "run", 2 * (llama.target.hidden_size + llama.draft.hidden_size)
+    listed = [{"recall": recall, "threshold": t, "accepted": 0.5} for recall, t in ((0.5, 0.2), (1.0, 0.9), (0.9, 0.6))]
+    weight = torch.randn(width, generator=torch.Generator().manual_seed(1)) / 4
+    Head(weight, 0.0, Inputs(), 0.5, llama.fingerprints, {"thresholds": listed}).save(run / "judge")
+    judge = f"judge:{run / 'judge'}"
+    assert ladder(judge) == [f"{judge}@0.9", f"{judge}@0.6", f"{judge}@0.2"]
+    assert ladder(f"exact|{judge}", (0.7, 0.4)) == [f"exact|{judge}@0.7", f"exact|{judge}@0.4"]
+    made = certify(llama, task, run, question(rules=(judge,), max_drop=0.9))
+    threshold = [row["rule"] for row in made["tried"] if row["passed"]][-1].split("@")[1]
+    assert made["certified"]["threshold"] == float(threshold)
+    wanted = answers(llama, task, f"{judge}@{threshold}", ["w1 w2 w3"])
+    run.rename(tmp_path / "moved")
+    assert llama.generate("w1 w2 w3", rule=f"certified:{tmp_path / 'moved'}").text == wanted[0]
+    Head(-weight, 0.0, Inputs(), 0.5, llama.fingerprints, {"thresholds": listed}).save(tmp_path / "moved" / "judge")
+    with pytest.raises(InputError, match="certified with another heads"):
+        llama.generate("w1 w2 w3", rule=f"certified:{tmp_path / 'moved'}")
+
+
+def test_nothing_certified_is_said_and_decodes_strictly(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    too_few = certify(llama, task, tmp_path, question(max_drop=0.01, limit=20, rules=("topk:1",)))
+    assert too_few["certified"] is None and set(KEYS) <= too_few.keys()
+    assert "too few prompts" in too_few["reason"] and too_few["needed"] == 230  # 0.99^n ≤ 0.1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = llama.generate("w1 w2 w3", rule=f"certified:{tmp_path}", max_new_tokens=12)
+    assert "nothing was certified" in str(caught[0].message)
+    assert out.text == answers(llama, task, "target", ["w1 w2 w3"])[0]
+    lossy = certify(llama, task, tmp_path, question(max_drop=0.001, limit=40, rules=("random:1",)))
+    assert "the loss is too high" in lossy["reason"] and lossy["needed"] is None
+
+
+def test_a_valid_certificate_is_never_written_over(tmp_path: Path) -> None:
+    valid, better, none = {"certified": {"rule": "a"}}, {"certified": {"rule": "b"}}, {"certified": None}
+    assert keep(tmp_path, none).name == keep(tmp_path, none).name == keep(tmp_path, valid).name == "certificate.json"
+    assert keep(tmp_path, none).name == "certificate-1.json"
+    assert json.loads((tmp_path / "certificate.json").read_text()) == valid
+    assert keep(tmp_path, better).name == "certificate.json"
+    assert json.loads((tmp_path / "certificate-2.json").read_text()) == valid
+
+
+def test_of_several_rules_the_fastest_that_passes_at_its_share_is_taken(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    made = certify(llama, task, tmp_path, question(rules=("topk:1", "topk:48"), max_drop=0.999, confidence=0.9))
+    by_rule = {row["rule"]: row for row in made["tried"]}
+    assert (
+        made["certified"]["rule"] == "topk:48" and by_rule["topk:48"]["tokens_per_pass"] > by_rule["topk:1"]["tokens_per_pass"]
+    )
+    few = question(rules=("topk:1", "topk:48"), max_drop=0.05, limit=50)
+    assert few.test(50).alpha == pytest.approx(0.05), "Bonferroni: 0.1 shared by two"
+    # 0.95^50 = 0.077: enough for one rule, not for one of two
+    assert certify(llama, task, tmp_path / "two", few)["certified"] is None
+    assert certify(llama, task, tmp_path / "one", replace(few, rules=("topk:1",)))["certified"]["rule"] == "topk:1"
+
+
+def test_losses_of_other_kinds(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    tried = {}
+    for loss in ("paired", "net", "disagreement", "task"):
+        made = certify(llama, task, tmp_path / loss, question(loss=loss, rules=("topk:4",), limit=60, max_drop=0.95))
+        tried[loss] = made["tried"][0]
+        assert made["certified"] is None or made["certified"]["upper_bound"] <= 0.95, loss
+    n = {row["n"] for row in tried.values()}
+    assert n == {60}
+    # the target is always right here, so nothing is gained and every other answer is a loss
+    assert tried["net"]["losses"] == tried["paired"]["losses"] == tried["disagreement"]["losses"] > 0
+    used = [task.prompt(int(use["id"].split("-")[1])) for use in Journal(tmp_path / "task" / "uses.jsonl")]
+    ours, theirs = (answers(llama, task, rule, used) for rule in ("topk:4", "target"))
+    wanted = sum(task.loss(a, b, Sample("", "", None)) for a, b in zip(ours, theirs))
+    assert tried["task"]["losses"] == pytest.approx(wanted)
+
+
+def test_wrong_questions_are_refused(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    for given, says in (({"max_drop": 1.0}, "max_drop 1.0"), ({"confidence": 0}, "confidence 0"), ({"loss": "bleu"}, "loss 'bleu'"),
+                        ({"procedure": "magic"}, "procedure 'magic'"), ({"procedure": "binomial", "loss": "net"}, "0 or 1"),
+                        ({"rules": ("target",)}, "that draft"), ({"rules": ()}, "one or more")):  # fmt: skip
+        with pytest.raises(InputError, match=says):
+            question(**given)
+    with pytest.raises(InputError, match="has no threshold"):
+        ladder("topk:3", (0.5,))
+
+    class Wrong(Echo):
+        def correct(self, text: str, sample: Sample) -> bool:
+            return False
+
+        def loss(self, text: str, target_text: str, sample: Sample) -> float:
+            return 1.5
+
+    wrong = Wrong(llama, 60)
+    with pytest.raises(InputError, match="answers none of 60 prompts rightly"):
+        certify(llama, wrong, tmp_path / "a", question(limit=60))
+    with pytest.raises(InputError, match=r"its loss of train-\d+ is 1.5; it must be a number in \[0, 1\]"):
+        certify(llama, wrong, tmp_path / "b", question(limit=60, loss="task"))
+
+
+def test_a_changed_data_file_is_refused(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    rows = [{"prompt": task.prompt(i), "reference": task.right[task.prompt(i)], "split": "train"} for i in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def load():
+        return lenience.task(str(path), answer="regex:(w\\d+)", same="text")
+
+    for _ in mine(llama, load(), tmp_path / "run", limit=10, max_new_tokens=12):
+        pass
+    certify(llama, load(), tmp_path / "run", question(limit=20))
+    path.write_text(path.read_text() + json.dumps(rows[0]) + "\n")
+    with pytest.raises(InputError, match="has changed since .* was mined"):
+        certify(llama, load(), tmp_path / "run", question(limit=20))
+
+
+def test_a_plan_counts_what_a_pilot_costs(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    made = plan(llama, task, tmp_path, question(rules=("topk:1", "random:1")), pilot=20)
+    strict, loose = made["plan"]
+    assert (strict["pilot_loss"], made["pilot"], made["least"]) == (0, 20, 9)  # 0.7^9 ≤ 0.05: two rules share 0.1
+    assert strict["prompts"] and strict["target_passes"] > strict["prompts"]
+    assert loose["pilot_loss"] >= 0.3 and loose["prompts"] is None
+
+
+# ---- the audit
+
+
+def test_an_audit_sees_a_share_and_survives_a_restart(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    certify(llama, task, tmp_path, question(max_drop=0.9))
+    prompts = [(task.prompt(i), task.right[task.prompt(i)]) for i in range(150)]
+    watch = Audit(tmp_path, llama, task, share=0.3)
+    *_, state = audit(watch, prompts)
+    assert state.seen == 150 and 20 < state.audited < 75
+    records = list(Journal(tmp_path / "audit.jsonl"))
+    rule = watch.made["certified"]["rule"]
+    said = answers(llama, task, rule, [record["prompt"] for record in records])
+    lost = [task.answer(text) != record["reference"] for text, record in zip(said, records)]
+    assert state.losses == sum(lost) and [bool(record["loss"]) for record in records] == lost
+    low, high = state.interval
+    assert low <= np.mean(lost) <= high and not state.drifted
+    with (tmp_path / "audit.jsonl").open("a") as file:
+        file.write('{"torn')
+    again = Audit(tmp_path, llama, task, share=0.3).state
+    assert (again.losses, again.audited, again.interval) == (state.losses, state.audited, state.interval)
+
+
+def test_an_audit_warns_of_drift_and_needs_no_references(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    made = certify(llama, task, tmp_path, question(max_drop=0.9))
+    made["max_drop"] = 0.05  # as if it had been certified where next to nothing was lost
+    write_json(tmp_path / "certificate.json", made)
+    watch, state = Audit(tmp_path, llama, task, share=1.0), None
+    for i in range(40):
+        said = watch.see(task.prompt(i), "w1 nonsense" if i >= 20 else task.right[task.prompt(i)])
+        assert said is not None
+        state = said
+        assert not (i < 20 and state.drifted)
+    assert state is not None and state.drifted and state.interval[0] > 0.05 and state.losses == 20
+    assert Audit(tmp_path, llama, task).state.drifted, "a restart does not forget"
+
+
+def test_an_audit_refuses_what_it_cannot_watch(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="there is no certificate"):
+        Audit(tmp_path, llama, task)
+    certify(llama, task, tmp_path, question(max_drop=0.01, limit=20))
+    with pytest.raises(InputError, match="certifies nothing"):
+        Audit(tmp_path, llama, task)
+    bad = tmp_path / "prompts.jsonl"
+    for text, says in (("", "has no prompts"), ("{}\n", "line 1: KeyError"), ("[1]\n", "line 1")):
+        bad.write_text(text)
+        with pytest.raises(InputError, match=says):
+            read_prompts(bad)
+
+
+def test_a_prompt_is_known_by_its_content(llama: Pair) -> None:
+    assert digest(llama.target.encode("w1 w2")) == digest(llama.target.encode("w1  w2")) != digest([2, 1])
+    assert not rules.RULES.keys() & {"certified"}, "resolving a certificate is the caller's business"
