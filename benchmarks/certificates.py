@@ -1,5 +1,5 @@
-"""Whether certificates keep their word: simulated calibrations with known loss curves, repeated calibrations on a pool of the built-in
-pair's answers, and the audit's false alarms and delays.
+"""Whether certificates keep their word: simulated calibrations with known loss curves, repeated calibrations on a pool of the
+built-in pair's answers, and the audit's false alarms and delays.
 
     python benchmarks/certificates.py [--pool benchmarks/results/certificate_pool.json] [--out FILE]
     python benchmarks/certificates.py --collect COMPARE [--pool FILE]

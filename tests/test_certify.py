@@ -137,7 +137,7 @@ def test_no_prompt_is_used_twice(llama: Pair, task: Echo, tmp_path: Path) -> Non
         certify(llama, task, tmp_path, question(max_drop=0.1, ids=("train-0",)))
     with pytest.raises(InputError, match="'train-9999': task 'echo' has no such one"):
         certify(llama, task, tmp_path, question(ids=("train-9999",)))
-    with pytest.raises(InputError, match="overlapping splits: test-\\d+ of 'test' is train-"):
+    with pytest.raises(InputError, match=r"overlapping splits: test-\d+ of 'test' is train-"):
         certify(llama, task, tmp_path, question(split="test"))
     certify(llama, task, tmp_path, question(limit=50, max_drop=0.15))  # what is left
     with pytest.raises(InputError, match="none of the 160 prompts"):
@@ -170,9 +170,9 @@ def test_what_is_certified_is_decoded_and_nothing_else(llama: Pair, task: Echo, 
 def test_other_models_and_dtypes_are_refused(llama: Pair, task: Echo, tmp_path: Path, checkpoints) -> None:
     certify(llama, task, tmp_path, question(max_drop=0.9))
     target, draft = checkpoints("llama")
-    with pytest.raises(InputError, match="another models .target dtype 'float32', this is 'bfloat16'"):
+    with pytest.raises(InputError, match=r"another models .target dtype 'float32', this is 'bfloat16'"):
         load_pair(target, draft, dtype="bfloat16", compile=False).generate("w1", rule=f"certified:{tmp_path}")
-    with pytest.raises(InputError, match="another models .draft fingerprint"):
+    with pytest.raises(InputError, match=r"another models .draft fingerprint"):
         load_pair(target, target, dtype="float32", compile=False).generate("w1", rule=f"certified:{tmp_path}")
 
 
@@ -281,7 +281,7 @@ def test_a_changed_data_file_is_refused(llama: Pair, task: Echo, tmp_path: Path)
         pass
     certify(llama, load(), tmp_path / "run", question(limit=20))
     path.write_text(path.read_text() + json.dumps(rows[0]) + "\n")
-    with pytest.raises(InputError, match="has changed since .* was mined"):
+    with pytest.raises(InputError, match=r"has changed since .* was mined"):
         certify(llama, load(), tmp_path / "run", question(limit=20))
 
 

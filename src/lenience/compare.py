@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from scipy.stats import binomtest
 
-from lenience.decode import pieces
 from lenience.certificate import is_certified
+from lenience.decode import pieces
 from lenience.errors import InputError
 from lenience.heads import Learned
 from lenience.journal import Journal, note_uses, open_run, read_json, write_json
