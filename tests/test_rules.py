@@ -176,8 +176,7 @@ def lumped(divergence, k: int):
         best = np.argsort(-p, kind="stable")
         if p[best[k - 1]] - p[best[k]] < 1e-6:
             return np.nan  # which of them is taken is left open
-        best = best[:k]
-        return divergence(*(np.append(x[best], max(0.0, 1 - x[best].sum())) for x in (p, q)))
+        return divergence(*(np.append(x[best[:k]], x[best[k:]].sum()) for x in (p, q)))
 
     return of
 

@@ -14,10 +14,10 @@ def entropy(logs: Tensor) -> Tensor:
     return -weighted(logs, logs).sum(-1)
 
 
-def lump(logs: Tensor) -> Tensor:
-    """[…, k] log-probabilities of some tokens → […, k + 1], the last of all others together."""
-    rest = (1 - logs.double().exp().sum(-1, keepdim=True)).clamp(min=0).log()
-    return torch.cat([logs, rest.to(logs.dtype)], -1)
+def lump(logs: Tensor, tokens: Tensor) -> Tensor:
+    """[…, V] log-probabilities → […, k + 1]: those of some `tokens` […, k], and the last of all others together."""
+    rest = logs.scatter(-1, tokens, -torch.inf).logsumexp(-1, keepdim=True)  # 1 less the others' sum would be rounding alone
+    return torch.cat([logs.gather(-1, tokens), rest], -1)
 
 
 def weighted(logs: Tensor, values: Tensor) -> Tensor:

@@ -155,7 +155,7 @@ class Fuzzy(Lenient):
         target, drafted = ctx.logs(reading.logits[:, :-1]), ctx.logs(draft.logits)
         if self.top is not None:
             best = target.topk(min(self.top, target.shape[-1])).indices
-            target, drafted = lump(target.gather(2, best)), lump(drafted.gather(2, best))
+            target, drafted = lump(target, best), lump(drafted, best)
         return DIVERGENCES[self.divergence](target, drafted) < self.threshold
 
 
