@@ -14,13 +14,16 @@ from scipy.stats import beta
 
 import lenience
 from lenience import InputError, rules
+from lenience.annotated import Annotated
 from lenience.audit import Audit, audit, read_prompts
 from lenience.certificate import KEYS, keep, read_certificate
 from lenience.certify import Question, certify, fresh, ladder, plan
+from lenience.compare import compare
 from lenience.heads import Head, Inputs
 from lenience.journal import Journal, digest, write_json
 from lenience.mining import mine
 from lenience.pair import Pair, load_pair
+from lenience.steps import fit_annotated
 from lenience.tasks import Sample
 
 
@@ -113,8 +116,8 @@ def test_a_stopped_certification_comes_to_the_same(llama: Pair, task: Echo, tmp_
     with journal.open("a") as file:
         file.write('{"torn')
     again = certify(llama, task, tmp_path / "torn", question())
-    assert kept >= 20 and {**again, "seconds": 0, "decoded": 0, "asked": 0, "certified": 0} == {
-        **whole, "seconds": 0, "decoded": 0, "asked": 0, "certified": 0}  # fmt: skip
+    assert kept >= 20 and {**again, "seconds": 0, "decoded": 0, "certified": 0} == {
+        **whole, "seconds": 0, "decoded": 0, "certified": 0}  # fmt: skip
     assert again["decoded"] == whole["decoded"] - kept
     assert certify(llama, task, tmp_path / "torn", question()) == again, "asked once more, it decodes nothing"
 
@@ -193,6 +196,48 @@ def test_a_head_that_was_fitted_anew_is_refused_and_a_run_may_move(llama: Pair, 
     Head(-weight, 0.0, Inputs(), 0.5, llama.fingerprints, {"thresholds": listed}).save(tmp_path / "moved" / "judge")
     with pytest.raises(InputError, match="certified with another heads"):
         llama.generate("w1 w2 w3", rule=f"certified:{tmp_path / 'moved'}")
+
+
+def test_a_run_is_found_wherever_it_is_moved(llama: Pair, task: Echo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its old name occurs elsewhere in the spec, and its new one has to be quoted."""
+    monkeypatch.chdir(tmp_path)
+    width = 2 * (llama.target.hidden_size + llama.draft.hidden_size)
+    weight = torch.randn(width, generator=torch.Generator().manual_seed(1)) / 4
+    Head(weight, 0.0, Inputs(), 0.5, llama.fingerprints).save(Path("j/judge"))
+    asked = question(rules=('judge:"j/judge"',), thresholds=(0.9,), max_drop=0.95)
+    made = certify(llama, task, Path("j"), asked)
+    assert made["certified"]["rule"] == "judge:j/judge@0.9", "a spec that is written otherwise has its thresholds too"
+    wanted = answers(llama, task, "judge:j/judge@0.9", ["w1 w2 w3"])
+    Path("j").rename("my runs, 2")
+    assert llama.generate("w1 w2 w3", rule="certified:my runs, 2").text == wanted[0]
+    moved = replace(asked, rules=('judge:"my runs, 2/judge"',))
+    assert certify(llama, task, Path("my runs, 2"), moved) == made, "the same question"
+    Path("my runs, 2/certificate.json").unlink()
+    certify(llama, task, Path("my runs, 2"), moved)
+    assert read_certificate(Path("my runs, 2")) == made
+
+
+def test_another_generation_config_is_refused(llama: Pair, task: Echo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certify(llama, task, tmp_path, question(max_drop=0.9))
+    monkeypatch.setattr(llama.target.model.generation_config, "repetition_penalty", 1.3)
+    with pytest.raises(InputError, match=r"certified with another generation_config .repetition_penalty None, this is 1.3"):
+        llama.generate("w1", rule=f"certified:{tmp_path}")
+
+
+def test_prompts_that_others_chose_on_are_left_out(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    run, width = tmp_path / "run", 2 * (llama.target.hidden_size + llama.draft.hidden_size)
+    Head(torch.ones(width) / 9, 0.0, Inputs(), 0.5, llama.fingerprints).save(run / "judge")
+    write_json(run / "run.json", {"task": "echo", "task_version": None})
+    compared = compare(llama, task, [f"judge:{run / 'judge'}@0.5"], windows=(2, 3), limit=2, tuning=5, timed=1, repeats=1)
+    assert list(compared)
+    uses = list(Journal(run / "uses.jsonl"))
+    assert [use["id"] for use in uses] == [f"train-{i}" for i in range(155, 160)] and {u["use"] for u in uses} == {"window"}
+    row = Annotated(task.prompt(7), "w1 w2", "w1 w3", (3, 5), "file, line 1")
+    rows = [replace(row, question=task.prompt(i)) for i in range(12)]
+    fit_annotated(llama, rows, Inputs(("target",), ("draft",)), run / "judge", kind="adamw", recall=0.9, seed=0)
+    certify(llama, task, run, question(limit=160))
+    used = {use["id"] for use in Journal(run / "uses.jsonl") if use["use"] == "calibration"}
+    assert len(used) == 160 - 5 - 12 and not used & {f"train-{i}" for i in (*range(12), *range(155, 160))}
 
 
 def test_nothing_certified_is_said_and_decodes_strictly(llama: Pair, task: Echo, tmp_path: Path) -> None:
@@ -300,12 +345,14 @@ def test_an_audit_sees_a_share_and_survives_a_restart(llama: Pair, task: Echo, t
     certify(llama, task, tmp_path, question(max_drop=0.9))
     prompts = [(task.prompt(i), task.right[task.prompt(i)]) for i in range(150)]
     watch = Audit(tmp_path, llama, task, share=0.3)
-    *_, state = audit(watch, prompts)
+    said = [one for one in audit(watch, prompts) if one]
+    state = watch.state
+    assert said[-1] == replace(state, seen=said[-1].seen) and len(said) == state.audited
     assert state.seen == 150 and 20 < state.audited < 75
     records = list(Journal(tmp_path / "audit.jsonl"))
     rule = watch.made["certified"]["rule"]
-    said = answers(llama, task, rule, [record["prompt"] for record in records])
-    lost = [task.answer(text) != record["reference"] for text, record in zip(said, records)]
+    texts = answers(llama, task, rule, [record["prompt"] for record in records])
+    lost = [task.answer(text) != record["reference"] for text, record in zip(texts, records)]
     assert state.losses == sum(lost) and [bool(record["loss"]) for record in records] == lost
     low, high = state.interval
     assert low <= np.mean(lost) <= high and not state.drifted
@@ -313,6 +360,19 @@ def test_an_audit_sees_a_share_and_survives_a_restart(llama: Pair, task: Echo, t
         file.write('{"torn')
     again = Audit(tmp_path, llama, task, share=0.3).state
     assert (again.losses, again.audited, again.interval) == (state.losses, state.audited, state.interval)
+
+
+def test_an_audit_reads_a_reference_as_its_task_does(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    prompts = [task.prompt(i) for i in range(40)]
+    path.write_text(
+        "".join(json.dumps({"prompt": p, "reference": f"so: {task.right[p]}", "split": "train"}) + "\n" for p in prompts)
+    )
+    own = lenience.task(str(path), answer="regex:(w\\d+)", same="text")
+    certify(llama, own, tmp_path, question(max_drop=0.9, max_new_tokens=12, limit=30))
+    watch = Audit(tmp_path, llama, own, share=1.0)
+    said = [watch.see(p, text, f"so: {task.right[p]}") for p in prompts[:5] for text in (f"x {task.right[p]}", "w0")]
+    assert [state.losses for state in said if state] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5]
 
 
 def test_an_audit_warns_of_drift_and_needs_no_references(llama: Pair, task: Echo, tmp_path: Path) -> None:

@@ -7,7 +7,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
+import torch
 
 from lenience.bounds import Alarm, sequence
 from lenience.certificate import PREFIX, read_certificate
@@ -16,7 +19,7 @@ from lenience.errors import InputError
 from lenience.journal import Journal
 from lenience.model import Prompt
 from lenience.pair import Generation, Options, Pair
-from lenience.tasks import Sample, Task
+from lenience.tasks import JsonlTask, Sample, Task
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Audit:
     def __init__(self, run: Path, pair: Pair, task: Task, *, share: float = 0.05, confidence: float = 0.95, seed: int = 0):
         for name, value in (("share", share), ("confidence", confidence)):
             if not 0 < value <= 1 or (name == "confidence" and value == 1):
-                raise InputError(f"{name} {value}: must be in (0, 1)")
+                raise InputError(f"{name} {value}: must be in (0, 1{')' if name == 'confidence' else ']'}")
         self.made = read_certificate(run)
         if not self.made["certified"]:
             raise InputError(f"{run}: its certificate certifies nothing, so there is nothing to watch; decoding is strict")
@@ -52,7 +55,7 @@ class Audit:
             raise InputError(
                 f"{run}: bounds the {self.made['loss']} loss, which live prompts do not tell; certify the paired one"
             )
-        self.rule = f'{PREFIX}"{run}"' if " " in str(run) else f"{PREFIX}{run}"
+        self.rule = f"{PREFIX}{run}"
         self.pair, self.task, self.share, self.seed = pair, task, share, seed
         self.alpha = 1 - confidence
         self.options = pair.certified({"rule": self.rule})
@@ -66,8 +69,6 @@ class Audit:
     def picks(self, prompt: Prompt) -> bool:
         """Whether the next prompt is audited: drawn anew at each, by its number and its content."""
         ids = self.pair.target.encode(prompt)
-        import torch
-
         key = Noise.for_prompt(self.seed, ids).key(self.seen, "audit")
         return float(uniform(torch.tensor([key]))[0]) < self.share
 
@@ -89,8 +90,8 @@ class Audit:
 
     def _loss(self, prompt: Prompt, text: str, alone: Generation, reference: str | None) -> float:
         if reference is not None and self.made["loss"] == "paired":
-            wanted = self.task.answer(reference) or reference  # a reference may be an answer within its text
-            sample = Sample("live", prompt if isinstance(prompt, str) else [], wanted)
+            wanted = self.task.reference(reference) if isinstance(self.task, JsonlTask) else reference
+            sample = Sample("live", cast(str, prompt), wanted)
             return float(self.task.correct(alone.text, sample) and not self.task.correct(text, sample))
         same = text == alone.text or self.task.same(self.task.answer(text), self.task.answer(alone.text)) is True
         return float(not same)
@@ -102,8 +103,6 @@ class Audit:
 
     @property
     def state(self) -> State:
-        import numpy as np
-
         interval = sequence(np.array(self.losses), self.alpha)
         return State(self.seen, len(self.losses), sum(self.losses), interval, self.drifted, self.made["loss"])
 
@@ -130,11 +129,10 @@ def read_prompts(path: Path) -> list[tuple[Prompt, str | None]]:
     return found
 
 
-def audit(watch: Audit, prompts: Sequence[tuple[Prompt, str | None]], batch_size: int = 16) -> Iterator[State]:
-    """Answer prompts with the certified rule and watch; yields the state after each."""
+def audit(watch: Audit, prompts: Sequence[tuple[Prompt, str | None]], batch_size: int = 16) -> Iterator[State | None]:
+    """Answer prompts with the certified rule and watch; yields what `Audit.see` says of each."""
     for begin in range(0, len(prompts), batch_size):
         part = prompts[begin : begin + batch_size]
         outs = watch.pair.generate_batch([prompt for prompt, _ in part], batch_size=batch_size, rule=watch.rule)
         for (prompt, reference), out in zip(part, outs):
-            watch.see(prompt, out.text, reference)
-            yield watch.state
+            yield watch.see(prompt, out.text, reference)

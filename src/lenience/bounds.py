@@ -57,7 +57,7 @@ class Binomial(Test):
     outcomes by look and then by losses (Jennison and Turnbull 2000, section 12.4)."""
 
     name = "binomial"
-    said = "exact binomial test"
+    said = "an exact binomial test"
 
     @cached_property
     def most(self) -> list[int]:
@@ -100,7 +100,7 @@ class HoeffdingBentkus(Test):
     that is spent there."""
 
     name = "hoeffding-bentkus"
-    said = "Hoeffding–Bentkus bound"
+    said = "a Hoeffding–Bentkus bound"
 
     def _level(self, look: int) -> float:
         return self.spent[look] - (self.spent[look - 1] if look else 0.0)
@@ -118,7 +118,7 @@ class Betting(Test):
     chance of at most alpha (Waudby-Smith and Ramdas 2024, section 5): spread over many stakes, the diversified Kelly bet."""
 
     name = "betting"
-    said = "betting confidence sequence"
+    said = "a betting confidence sequence"
 
     def passes(self, look: int, losses: NDArray) -> bool:
         return bool(wealth(losses, self.limit).max() >= 1 / self.alpha)
@@ -227,6 +227,19 @@ def needed(limit: float, alpha: float, mean: float, power: float = 0.8, most: in
         if fits >= 0 and binom.cdf(fits, n, mean) >= power:
             return n
         n = math.ceil(n * 1.02) + 1
+    return None
+
+
+def needed_like(test: Callable[[int], Test], losses: NDArray, power: float = 0.8, most: int = 50_000) -> int | None:
+    """As `needed`, for losses of any kind, by trying: about how many it takes for `test` of so many to pass with a chance of
+    `power`, where losses are drawn from those seen; None where it takes more than `most`."""
+    rng, n = np.random.default_rng(0), 100
+    while n <= most:
+        one = test(n)
+        passed = [one.passes(len(one.looks) - 1, rng.choice(losses, n)) for _ in range(40)]
+        if np.mean(passed) >= power:
+            return n
+        n = math.ceil(n * 1.3)
     return None
 
 

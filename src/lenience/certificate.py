@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,11 +73,15 @@ def resolve(rule: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
             raise InputError(
                 f"{rule}: was certified with {name} {binds[name]!r}, not {value!r}; give the same, or certify again"
             )
-    certified = made["certified"]
-    spec, old = certified["rule"], certified.get("folder")
-    if old and not Path(old).exists():  # the run folder has been moved
-        spec = spec.replace(old, str(folder if folder.suffix != ".json" else folder.parent))
-    return {**options, "rule": spec}, binds
+    now = folder.parent if folder.suffix == ".json" else folder
+    return {**options, "rule": moved(made["certified"]["rule"], made["certified"]["folder"], now)}, binds
+
+
+def moved(spec: str, old: str, now: Path) -> str:
+    """A rule's spec whose heads lie in a run folder, where that is now."""
+    if Path(old).exists():
+        return spec
+    return re.sub(rf'(?<=[:=])"?{re.escape(old)}(/[^"@,|&=]*)"?', lambda found: f'"{now}{found[1]}"', spec)
 
 
 def check_binding(rule: str, binds: Mapping[str, Any], now: Mapping[str, Any]) -> None:

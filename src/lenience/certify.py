@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from lenience.bounds import TESTS, Test, Tried, climb, looks, needed
+from lenience.bounds import TESTS, Test, Tried, climb, looks, needed, needed_like
 from lenience.certificate import FILE, keep
 from lenience.compare import GRID
 from lenience.errors import InputError
-from lenience.journal import Journal, digest, note_uses, open_run, read_json
+from lenience.journal import Journal, digest, note_uses, open_run, read_json, write_json
 from lenience.mining import check_prompts, describe
 from lenience.pair import Options, Pair
-from lenience.rules import ALONE, Judge, terms
+from lenience.report import write_certificate
+from lenience.rules import ALONE, Judge, parse_rule, terms
 from lenience.tasks import Sample, Task, take
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ LOSSES: dict[str, str] = {
 }
 BINARY = ("paired", "disagreement")
 PROMISES_NOT = (
+    "more than its confidence where several certificates were asked for until one came out: count all of them",
     "prompts of another kind than those it was calibrated on: it holds on average over prompts like them, not for each of them",
     "other models, heads, dtypes, templates, windows, temperatures or length limits than those it binds",
     "that an answer which is right is worded as the target would have worded it",
@@ -74,8 +76,14 @@ class Question:
             raise InputError(f"procedure {self.procedure!r}: name auto or one of {', '.join(TESTS)}")
         if self.procedure == "binomial" and self.loss not in BINARY:
             raise InputError(f"procedure binomial: is for losses of 0 or 1; with --loss {self.loss} take betting")
+        object.__setattr__(self, "rules", tuple(dict.fromkeys(self.rules)))
         if not self.rules or any(rule in ALONE for rule in self.rules):
             raise InputError("rule: name one or more that draft; target and draft alone need no certificate")
+
+    @property
+    def alpha(self) -> float:
+        """The error that each rule may make; several share it alike (Bonferroni)."""
+        return (1 - self.confidence) / len(self.rules)
 
     @property
     def bound(self) -> float:
@@ -83,13 +91,23 @@ class Question:
         return (1 + self.max_drop) / 2 if self.loss == "net" else self.max_drop
 
     def test(self, n: int) -> Test:
-        """How one setting is tested on up to n prompts; several rules share the error alike (Bonferroni)."""
+        """How one setting is tested on up to n prompts."""
         name = self.procedure if self.procedure != "auto" else "binomial" if self.loss in BINARY else "betting"
-        return TESTS[name](self.bound, (1 - self.confidence) / len(self.rules), looks(n))
+        return TESTS[name](self.bound, self.alpha, looks(n))
 
     def prompts(self) -> int:
-        """By default, as many as let a setting pass, four times in five, that loses a third of what is allowed."""
-        return self.limit or needed(self.max_drop, (1 - self.confidence) / len(self.rules), self.max_drop / 3) or 10_000
+        """By default, as many as let a setting pass, four times in five, that loses a third of what is allowed; four times as
+        many where losses are not 0 or 1, as little is known of them."""
+        return self.limit or (1 if self.loss in BINARY else 4) * (
+            needed(self.max_drop, self.alpha, self.max_drop / 3) or 10_000
+        )
+
+    def needed(self, losses: NDArray, least: float = 0.0) -> int | None:
+        """How many prompts it would take to certify, four times in five, a setting that loses like these, and at least `least`
+        on average where they are 0 or 1."""
+        if self.loss not in BINARY:
+            return needed_like(self.test, losses)
+        return needed(self.max_drop, self.alpha, max(float(losses.mean()), least))
 
 
 def ladder(rule: str, thresholds: Sequence[float] = ()) -> list[str]:
@@ -100,6 +118,7 @@ def ladder(rule: str, thresholds: Sequence[float] = ()) -> list[str]:
         if not thresholds:
             return settings
         rule = settings[0]
+    rule = str(parse_rule(rule))  # as its terms print themselves
     open_: list[Any] = [term for term in terms(rule) if hasattr(term, "threshold")]
     open_ = [term for term in open_ if thresholds or term.threshold is None]
     if not open_:
@@ -161,44 +180,89 @@ def fresh(pair: Pair, task: Task, folder: Path, question: Question, key: str, n:
 # ---- answers and losses
 
 
-class Answers:
-    """Decodes a question's prompts under its settings; what is finished is kept in `folder`."""
+class Calibration:
+    """A question's prompts and their answers under its settings; what is finished is kept in `place`."""
 
-    def __init__(self, pair: Pair, task: Task, folder: Path, samples: list[Sample], options: Options, show: Show):
-        self.pair, self.task, self.samples, self.options, self.show = pair, task, samples, options, show
-        self.journal = Journal(folder / "answers.jsonl")
+    def __init__(
+        self, pair: Pair, task: Task, question: Question, samples: list[Sample], place: Path, options: Options, show: Show
+    ):
+        self.pair, self.task, self.question, self.samples, self.place = pair, task, question, samples, place
+        self.options, self.show = options, show
+        self.journal = Journal(place / "answers.jsonl")
         self.found = {(record["rule"], record["id"]): record for record in self.journal.resume()}
-        self.decoded, self.seconds = 0, 0.0
+        self.decoded = 0
 
-    def of(self, rule: str, n: int, what: str) -> list[dict[str, Any]]:
-        """The first n prompts' answers by a rule, or by the target alone."""
+    def answers(self, rule: str, n: int, what: str = "") -> list[dict[str, Any]]:
+        """The first n prompts' answers by a rule, or by the target alone; `what` is shown while they are decoded."""
         left = [sample for sample in self.samples[:n] if (rule, sample.id) not in self.found]
-        began = time.perf_counter()
         options: Options = {**self.options, "rule": rule}
+        began = time.perf_counter()
         decoding = self.pair.as_completed([sample.prompt for sample in left], batch_size=32, **options)
         for done, (i, out) in enumerate(decoding, 1):
             record = {
                 "id": left[i].id, "rule": rule, "text": out.text, "answer": self.task.answer(out.text),
                 "correct": self.task.correct(out.text, left[i]), "tokens": len(out.tokens),
-                "target_passes": out.target_passes, "draft_passes": out.draft_passes,
+                "target_passes": out.target_passes, "seconds": round(time.perf_counter() - began, 4),
             }  # fmt: skip
+            began = time.perf_counter()  # many are decoded together: what each adds
             self.journal.append(record)
             self.found[rule, left[i].id] = record
             self.show(what, n - len(left) + done, n)
         self.decoded += len(left)
-        self.seconds += time.perf_counter() - began
         return [self.found[rule, sample.id] for sample in self.samples[:n]]
 
-    def losses(self, rule: str, n: int, loss: str, what: str) -> NDArray:
+    def losses(self, rule: str, n: int, what: str = "") -> NDArray:
         """[n] in [0, 1], of the target alone against a rule."""
-        alone, lenient = self.of("target", n, "the target alone"), self.of(rule, n, what)
-        if loss in ("paired", "net") and not any(record["correct"] for record in alone):
+        alone, lenient = self.answers("target", n, "the target alone"), self.answers(rule, n, what)
+        if self.question.loss in ("paired", "net") and not any(record["correct"] for record in alone):
             raise InputError(
                 f"task {self.task.name!r}: the target answers none of {n} prompts rightly, so nothing can be lost; look at "
                 "how answers are found (--answer, --same), or bound the disagreement (--loss disagreement)"
             )
         pairs = zip(self.samples, alone, lenient)
-        return np.array([_loss(self.task, loss, sample, a, b) for sample, a, b in pairs])
+        return np.array([_loss(self.task, self.question.loss, sample, a, b) for sample, a, b in pairs])
+
+    def told(self, test: Test, rule: str, one: Tried) -> dict[str, Any]:
+        """How a setting's test ended; losses and bounds as they are asked for, also of the net drop."""
+        losses, net = self.losses(rule, one.n), self.question.loss == "net"
+        lenient, alone = self.answers(rule, one.n), self.answers("target", one.n)
+        bound = test.bound(one.look, losses)
+        return {
+            "rule": rule,
+            "window": self.question.window,
+            "n": one.n,
+            "losses": round(float((2 * losses - 1).sum() if net else losses.sum()), 9),
+            "upper_bound": 2 * bound - 1 if net else bound,
+            "passed": one.passed,
+            "hopeless": one.hopeless,
+            "tokens_per_pass": sum(r["tokens"] for r in lenient) / max(1, sum(r["target_passes"] for r in lenient)),
+            "accuracy": float(np.mean([r["correct"] for r in lenient])),
+            "target_accuracy": float(np.mean([r["correct"] for r in alone])),
+        }
+
+    def binds(self, rule: str) -> dict[str, Any]:
+        """All that a certificate of this rule depends on."""
+        return {
+            **self.pair.binding(rule, self.question.stop),
+            "window": self.question.window,
+            "stop": self.question.stop,
+            "temperature": self.question.temperature,
+            "top_k": None,
+            "top_p": None,
+            "max_new_tokens": self.options["max_new_tokens"],
+            "task": self.task.name,
+            "data": data_hash(self.samples),
+        }
+
+    def lost(self, rule: str, n: int) -> list[dict[str, Any]]:
+        """The prompts on which quality was lost, with both answers."""
+        at_par = 0.5 if self.question.loss == "net" else 0.0
+        rows = zip(self.samples, self.losses(rule, n).tolist(), self.answers("target", n), self.answers(rule, n))
+        return [
+            {"id": sample.id, "prompt": sample.prompt, "reference": sample.reference, "loss": loss,
+             "target": {key: a[key] for key in ("text", "answer")}, "lenient": {key: b[key] for key in ("text", "answer")}}
+            for sample, loss, a, b in rows if loss > at_par
+        ]  # fmt: skip
 
 
 def _loss(task: Task, loss: str, sample: Sample, alone: dict[str, Any], lenient: dict[str, Any]) -> float:
@@ -214,107 +278,53 @@ def _loss(task: Task, loss: str, sample: Sample, alone: dict[str, Any], lenient:
     return float(value)
 
 
-# ---- the certificate
-
-
-def certify(pair: Pair, task: Task, folder: Path, question: Question, show: Show = lambda *_: None) -> dict[str, Any]:
-    """The most lenient of the rules' settings whose loss is at most `max_drop` with the wanted confidence, or none; written to
-    the run folder, see `lenience.certificate`.
-
-    Learn-then-Test (Angelopoulos 2021): each rule's settings are tested from strict to lenient until one does not pass, each on
-    growing batches of prompts. Of several rules that pass, the one with the most tokens per pass is certified. The same
-    question asked again goes on where it stopped and comes to the same answer. Raises InputError, see `Question` and `fresh`.
-    """
-    began = time.perf_counter()
-    question, answers, asked, place = prepare(pair, task, folder, question, "calibration", show)
-    n = len(answers.samples)
-    test, found = question.test(n), dict[str, tuple[list[str], list[Tried]]]()
-    for rule in question.rules:
-        settings = ladder(rule, question.thresholds)
-
-        def losses(j: int, seen: int, settings: list[str] = settings) -> NDArray:
-            return answers.losses(settings[j], seen, question.loss, f"setting {j + 1} of {len(settings)}")
-
-        found[rule] = settings, climb(test, len(settings), losses)
-    chains = [[_told(test, question, answers, settings[one.setting], one) for one in ones] for settings, ones in found.values()]
-    tried = [row for chain in chains for row in chain]
-    last = [[row for row in chain if row["passed"]][-1] for chain in chains if chain[0]["passed"]]
-    best = max(last, key=lambda row: row["tokens_per_pass"], default=None)
-    shown = best or tried[0]
-    made = {
-        "certified": {**best, "threshold": _threshold(best["rule"]), "folder": str(folder)} if best else None,
-        "max_drop": question.max_drop,
-        "confidence": question.confidence,
-        "loss": question.loss,
-        "n": shown["n"],
-        "losses": shown["losses"],
-        "upper_bound": shown["upper_bound"],
-        "procedure": _procedure(question, test, n),
-        "binds": _binds(pair, task, question, answers, shown["rule"]),
-        "promises_not": list(PROMISES_NOT),
-        "tried": tried,
-        "lost": _lost(question, answers, shown),
-        "reason": None if best else _reason(question, test, tried, n),
-        "needed": None if best else _needed(question, test, tried),
-        "decoded": answers.decoded,
-        "seconds": round(time.perf_counter() - began, 1),
-        "asked": asked,
-    }
-    before = place / FILE
-    if before.exists():  # answered before, and perhaps moved since
-        return read_json(before)
-    written = keep(folder, made)
-    keep(place, made)
-    from lenience.report import write_certificate
-
-    write_certificate(written.with_suffix(".html"), made)
-    return made
-
-
-def prepare(
-    pair: Pair, task: Task, folder: Path, question: Question, use: str, show: Show
-) -> tuple[Question, Answers, dict[str, Any], Path]:
-    """Check what is asked, pick and record the prompts, and open the folder of their answers."""
+def calibration(pair: Pair, task: Task, folder: Path, question: Question, use: str, show: Show) -> Calibration:
+    """Check what is asked, and pick and record the prompts: the same ones whenever the same is asked."""
     settings = [setting for rule in question.rules for setting in ladder(rule, question.thresholds)]
     for setting in settings:
         pair.check(setting, question.stop, question.temperature)
     _check_run(task, folder)
     if question.loss == "task" and not hasattr(task, "loss"):
         raise InputError(f"task {task.name!r}: has no loss(text, target_text, sample); see docs/your-own-task.md")
-    described = describe(pair, task, use=use, question={**vars(question), "rules": settings})
-    described["heads"] = sorted({head for setting in settings for head in pair.binding(setting, question.stop)["heads"]})
-    asked = {name: value for name, value in json.loads(json.dumps(described)).items() if name != "versions"}
-    key = hashlib.blake2b(json.dumps(_nameless(asked), sort_keys=True).encode(), digest_size=6).hexdigest()
-    wanted, automatic = len(question.ids) or question.prompts(), question.window == "auto"
-    samples = fresh(pair, task, folder, question, key, wanted + TUNING * automatic)
-    n = len(samples) - TUNING * automatic
+    asked = _asked(pair, task, question, settings, use)
+    key = hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=6).hexdigest()
+    wanted, tuned = len(question.ids) or question.prompts(), TUNING if question.window == "auto" else 0
+    samples = fresh(pair, task, folder, question, key, wanted + tuned)
+    n = len(samples) - tuned
     if n < 1:
         raise InputError(f"window auto: needs {TUNING} fresh prompts of its own, and there are {len(samples)}; give a number")
-    kept, tuning = samples[:n], samples[n:]
-    if question.loss in ("paired", "net") and any(sample.reference is None for sample in kept):
+    if question.loss in ("paired", "net") and any(sample.reference is None for sample in samples[:n]):
         raise InputError(f"task {task.name!r}: has prompts without a reference; --loss disagreement needs none")
-    max_new_tokens = check_prompts(pair, task, kept, question.max_new_tokens)
+    max_new_tokens = check_prompts(pair, task, samples, question.max_new_tokens)
     place = folder / use / key
-    open_run(place, {**asked, "data": data_hash(kept)}, "asked.json")
-    for part, what in ((kept, use), (tuning, "window")):
+    open_run(place, {**asked, "data": data_hash(samples[:n])}, "asked.json")
+    for part, what in ((samples[:n], use), (samples[n:], "window")):
         note_uses(folder, [(sample.id, pair.target.encode(sample.prompt)) for sample in part], what, key)
     options: Options = {"stop": question.stop, "temperature": question.temperature, "seed": question.seed,
                         "max_new_tokens": max_new_tokens}  # fmt: skip
-    if automatic:
-        picked = place / "window.json"
+    if tuned:
+        picked, picking = place / "window.json", Options(**{**options, "rule": settings[-1]})
         if not picked.exists():
-            picking: Options = {**options, "rule": settings[-1]}
-            window = pair.pick_window([sample.prompt for sample in tuning], **picking)
-            picked.write_text(json.dumps({"window": window}))
+            write_json(picked, {"window": pair.pick_window([sample.prompt for sample in samples[n:]], **picking)})
         question = replace(question, window=read_json(picked)["window"])
-    return question, Answers(pair, task, place, kept, {**options, "window": question.window}, show), asked, place
+    return Calibration(pair, task, question, samples[:n], place, {**options, "window": question.window}, show)
 
 
-def _nameless(asked: dict[str, Any]) -> dict[str, Any]:
-    """Without what may change although the question is the same: where models and heads lie."""
-    models = {role: {**model, "name": ""} for role, model in asked["models"].items()}
-    rules = [re.sub(r'"[^"]*"|[^\s@,:|&]*/', "", rule) for rule in asked["question"]["rules"]]
-    return {**asked, "models": models, "pair": "", "question": {**asked["question"], "rules": rules}}
+def _asked(pair: Pair, task: Task, question: Question, settings: list[str], use: str) -> dict[str, Any]:
+    """What makes a question the same: not where models and heads lie, but what they are."""
+    rules = [_unplaced(setting) for setting in settings]
+    heads = sorted({head for setting in settings for head in pair.binding(setting, question.stop)["heads"]})
+    asked = describe(pair, task, use=use, heads=heads, question={**vars(question), "rules": rules})
+    asked["models"] = {role: {**model, "name": ""} for role, model in asked["models"].items()}
+    del asked["versions"], asked["pair"]
+    return dict(json.loads(json.dumps(asked)))
+
+
+def _unplaced(setting: str) -> str:
+    for term in terms(setting):
+        if isinstance(term, Judge):
+            setting = setting.replace(str(term), str(replace(term, path=Path(term.path).name)))
+    return setting
 
 
 def _check_run(task: Task, folder: Path) -> None:
@@ -328,24 +338,61 @@ def _check_run(task: Task, folder: Path) -> None:
         raise InputError(f"task {task.name!r}: has changed since {folder} was mined ({run.get('task')!r}); mine it again")
 
 
-def _told(test: Test, question: Question, answers: Answers, rule: str, one: Tried) -> dict[str, Any]:
-    """One row of what was tried; losses and bounds as they are asked for, also of the net drop."""
-    losses = answers.losses(rule, one.n, question.loss, "")
-    lenient, alone = answers.of(rule, one.n, ""), answers.of("target", one.n, "")
-    bound = test.bound(one.look, losses)
-    net = question.loss == "net"
-    return {
-        "rule": rule,
-        "window": question.window,
-        "n": one.n,
-        "losses": round(float((2 * losses - 1).sum() if net else losses.sum()), 9),
-        "upper_bound": 2 * bound - 1 if net else bound,
-        "passed": one.passed,
-        "hopeless": one.hopeless,
-        "tokens_per_pass": sum(r["tokens"] for r in lenient) / max(1, sum(r["target_passes"] for r in lenient)),
-        "accuracy": float(np.mean([r["correct"] for r in lenient])),
-        "target_accuracy": float(np.mean([r["correct"] for r in alone])),
+# ---- the certificate
+
+
+def certify(pair: Pair, task: Task, folder: Path, question: Question, show: Show = lambda *_: None) -> dict[str, Any]:
+    """The most lenient of the rules' settings whose loss is at most `max_drop` with the wanted confidence, or none; written to
+    the run folder, see `lenience.certificate`.
+
+    Learn-then-Test (Angelopoulos 2021): each rule's settings are tested from strict to lenient until one does not pass, each on
+    growing batches of prompts. Of several rules that pass, the one with the most tokens per pass is certified. The same
+    question asked again goes on where it stopped, or gets the answer that it got. Raises InputError, see `Question` and
+    `fresh`.
+    """
+    began = time.perf_counter()
+    on = calibration(pair, task, folder, question, "calibration", show)
+    if (on.place / FILE).exists():
+        made = read_json(on.place / FILE)
+        return made if (folder / FILE).exists() else _publish(folder, made)
+    question, n = on.question, len(on.samples)
+    test, chains = question.test(n), list[list[dict[str, Any]]]()
+    for rule in question.rules:
+        settings = ladder(rule, question.thresholds)
+
+        def losses(j: int, seen: int, settings: list[str] = settings) -> NDArray:
+            return on.losses(settings[j], seen, f"setting {j + 1} of {len(settings)}")
+
+        chains.append([on.told(test, settings[one.setting], one) for one in climb(test, len(settings), losses)])
+    last = [[row for row in chain if row["passed"]][-1] for chain in chains if chain[0]["passed"]]
+    best = max(last, key=lambda row: row["tokens_per_pass"], default=None)
+    shown = best or min((chain[0] for chain in chains), key=lambda row: row["upper_bound"])
+    made = {
+        "certified": {**best, "threshold": _threshold(best["rule"]), "folder": str(folder)} if best else None,
+        "max_drop": question.max_drop,
+        "confidence": question.confidence,
+        "loss": question.loss,
+        "loss_is": LOSSES[question.loss],
+        "n": shown["n"],
+        "losses": shown["losses"],
+        "upper_bound": shown["upper_bound"],
+        "procedure": _procedure(question, test),
+        "binds": on.binds(shown["rule"]),
+        "promises_not": list(PROMISES_NOT),
+        "tried": [row for chain in chains for row in chain],
+        "lost": on.lost(shown["rule"], shown["n"]),
+        "reason": None if best else _reason(question, shown),
+        "needed": None if best else question.needed(on.losses(shown["rule"], shown["n"])),
+        "decoded": on.decoded,
+        "seconds": round(time.perf_counter() - began, 1),
     }
+    write_json(on.place / FILE, made)
+    return _publish(folder, made)
+
+
+def _publish(folder: Path, made: dict[str, Any]) -> dict[str, Any]:
+    write_certificate(keep(folder, made).with_suffix(".html"), made)
+    return made
 
 
 def _threshold(rule: str) -> float | None:
@@ -353,94 +400,43 @@ def _threshold(rule: str) -> float | None:
     return next((threshold for threshold in given if threshold is not None), None)
 
 
-def _binds(pair: Pair, task: Task, question: Question, answers: Answers, rule: str) -> dict[str, Any]:
-    config = pair.target.model.generation_config
-    sampling = question.temperature > 0
-    return {
-        **pair.binding(rule, question.stop),
-        "window": question.window,
-        "stop": question.stop,
-        "temperature": question.temperature,
-        "top_k": None,
-        "top_p": None,
-        "generation_config": {"top_k": getattr(config, "top_k", None), "top_p": getattr(config, "top_p", None)}
-        if sampling
-        else None,
-        "max_new_tokens": answers.options["max_new_tokens"],
-        "task": task.name,
-        "data": data_hash(answers.samples),
-    }
-
-
-def _procedure(question: Question, test: Test, n: int) -> str:
+def _procedure(question: Question, test: Test) -> str:
     several = f", the error shared by {len(question.rules)} rules" if len(question.rules) > 1 else ""
     return (
-        f"Learn-then-Test: settings tested from strict to lenient until one fails, each by an {test.said} "
-        f"looked at after {', '.join(map(str, test.looks))} of {n} fresh prompts drawn at random, so that the last setting to "
+        f"Learn-then-Test: settings tested from strict to lenient until one fails, each by {test.said} "
+        f"looked at after {', '.join(map(str, test.looks))} fresh prompts drawn at random, so that the last setting to "
         f"pass loses more than max_drop with a chance of at most {1 - question.confidence:.3g} in all{several}."
-    ).replace("an Hoeff", "a Hoeff").replace("an betting", "a betting")  # fmt: skip
+    )
 
 
-def _reason(question: Question, test: Test, tried: list[dict[str, Any]], n: int) -> str:
-    first = tried[0]
-    rate = first["losses"] / first["n"]
+def _reason(question: Question, row: dict[str, Any]) -> str:
+    rate = row["losses"] / row["n"]
     if rate >= question.max_drop:
-        return f"the loss is too high: already the strictest setting, {first['rule']}, lost {rate:.2%} of {first['n']} prompts"
-    return f"too few prompts: the strictest setting, {first['rule']}, lost {first['losses']:g} of {first['n']}"
-
-
-def _needed(question: Question, test: Test, tried: list[dict[str, Any]]) -> int | None:
-    """How many prompts the strictest setting would need to pass four times in five, if it loses what it lost here."""
-    return needed(question.max_drop, test.alpha, max(0.0, tried[0]["losses"] / tried[0]["n"]))
-
-
-def _lost(question: Question, answers: Answers, shown: dict[str, Any]) -> list[dict[str, Any]]:
-    """The prompts on which quality was lost, with both answers."""
-    n, rule = shown["n"], shown["rule"]
-    losses, at_par = answers.losses(rule, n, question.loss, ""), 0.5 if question.loss == "net" else 0.0
-    alone, lenient = answers.of("target", n, ""), answers.of(rule, n, "")
-    return [
-        {"id": sample.id, "prompt": sample.prompt, "reference": sample.reference, "loss": loss,
-         "target": {key: a[key] for key in ("text", "answer")}, "lenient": {key: b[key] for key in ("text", "answer")}}
-        for sample, loss, a, b in zip(answers.samples, losses.tolist(), alone, lenient) if loss > at_par
-    ]  # fmt: skip
-
-
-# ---- the plan
+        return f"the loss is too high: already the strictest setting, {row['rule']}, lost {rate:.2%} of {row['n']} prompts"
+    return f"too few prompts: the strictest setting, {row['rule']}, lost {row['losses']:g} of {row['n']}"
 
 
 def plan(
     pair: Pair, task: Task, folder: Path, question: Question, pilot: int = 40, show: Show = lambda *_: None
 ) -> dict[str, Any]:
     """From a pilot of fresh prompts, which are then used up: for each setting, how many calibration prompts it would take to
-    certify it four times in five if it loses what it lost in the pilot (where that is nothing, a quarter of what is allowed),
-    and how many target passes and minutes, with all stricter settings and the target alone."""
-    question, answers, _, _ = prepare(pair, task, folder, replace(question, limit=pilot), "pilot", show)
-    pilot, rows = len(answers.samples), []
-    alpha = (1 - question.confidence) / len(question.rules)
+    certify it four times in five if it loses what it lost in the pilot (at least a quarter of what is allowed), and how many
+    target passes and minutes, with all stricter settings and the target alone."""
+    on = calibration(pair, task, folder, replace(question, limit=pilot), "pilot", show)
+    pilot, rows = len(on.samples), list[dict[str, Any]]()
     for rule in question.rules:
-        cost = np.array([sum(r["target_passes"] for r in answers.of("target", pilot, "the target alone")), answers.seconds])
+        decoded = on.answers("target", pilot, "the target alone")
         for setting in ladder(rule, question.thresholds):
-            before = answers.seconds
-            lenient = answers.of(setting, pilot, setting)
-            seconds = answers.seconds - before
-            passes = sum(r["target_passes"] for r in lenient)
-            losses = answers.losses(setting, pilot, question.loss, "")
-            rate = float((2 * losses - 1).mean() if question.loss == "net" else losses.mean())
-            cost = cost + np.array([passes, seconds])
-            n = needed(question.max_drop, alpha, rate if rate > 0 else question.max_drop / 4)
+            lenient, losses = on.answers(setting, pilot, setting), on.losses(setting, pilot)
+            decoded = [*decoded, *lenient]
+            n = question.needed(losses, question.max_drop / 4)
             rows.append({
                 "rule": setting,
-                "pilot_loss": rate,
-                "tokens_per_pass": sum(r["tokens"] for r in lenient) / max(1, passes),
+                "pilot_loss": float((2 * losses - 1).mean() if question.loss == "net" else losses.mean()),
+                "tokens_per_pass": sum(r["tokens"] for r in lenient) / max(1, sum(r["target_passes"] for r in lenient)),
                 "prompts": n,
-                "target_passes": None if n is None else round(float(cost[0]) / pilot * n),
-                "minutes": None if n is None else round(float(cost[1]) / pilot * n / 60, 2),
+                "target_passes": None if n is None else round(sum(r["target_passes"] for r in decoded) / pilot * n),
+                "minutes": None if n is None else round(sum(r["seconds"] for r in decoded) / pilot * n / 60, 2),
             })  # fmt: skip
-    return {
-        "plan": rows,
-        "pilot": pilot,
-        "max_drop": question.max_drop,
-        "confidence": question.confidence,
-        "least": needed(question.max_drop, alpha, 0.0),
-    }
+    least = needed(question.max_drop, question.alpha, 0.0)
+    return {"plan": rows, "pilot": pilot, "max_drop": question.max_drop, "confidence": question.confidence, "least": least}

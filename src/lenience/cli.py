@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -139,7 +140,9 @@ def generate(
         "top_k": top_k, "top_p": top_p, "stop_strings": stop_string,
     }  # fmt: skip
     options = {name: value for name, value in given.items() if value is not None}
-    settled = resolve(rule, options)[0] if is_certified(rule) else options
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what there is to say is said when it decodes
+        settled = resolve(rule, options)[0] if is_certified(rule) else options
     drafts = bool(terms(settled["rule"]))  # what is wrong is told before the models are loaded
     parse_stop(settled.get("stop", "fixed"))
     pair = (models or Models()).load()

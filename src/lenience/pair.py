@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import statistics
 import time
@@ -284,10 +285,12 @@ class Pair:
 
     def binding(self, rule: str | Rule, stop: str | Stop = "fixed") -> dict[str, Any]:
         """What lenient answers depend on besides the options: the models with their dtypes, the tokenizer, its chat template,
-        and the heads of the rule and of the stop condition."""
+        the target's generation_config, and the heads of the rule and of the stop condition."""
         parsed = self._roles(rule)[0]
         learned = [*(parsed.terms if isinstance(parsed, AnyOf) else [parsed]), parse_stop(stop)]
         template = getattr(self.target.tokenizer, "chat_template", None)
+        config = self.target.model.generation_config
+        settings = {} if config is None else {k: v for k, v in config.to_diff_dict().items() if k != "transformers_version"}
         return {
             "models": {
                 role: {"fingerprint": lm.fingerprint, "dtype": str(lm.model.dtype).removeprefix("torch.")}
@@ -295,6 +298,7 @@ class Pair:
             },
             "tokenizer": self.target.tokenizer_fingerprint,
             "template": hashlib.blake2b(str(template).encode(), digest_size=8).hexdigest() if template else None,
+            "generation_config": json.loads(json.dumps(settings, default=str)),
             "heads": [one.head.fingerprint for one in learned if isinstance(one, Learned)],
             "drafter": "model",
         }

@@ -168,7 +168,7 @@ def _marks(
     return sorted(marks, key=lambda item: ":" in item[2] or "," in item[2].split(", w")[0])
 
 
-def ladder(made: dict[str, Any]) -> Any:
+def rungs(made: dict[str, Any]) -> Any:
     """What a certificate tried, as a matplotlib figure: the loss seen and its bound against tokens per pass."""
     from matplotlib.figure import Figure
 
@@ -193,7 +193,7 @@ def ladder(made: dict[str, Any]) -> Any:
 
 def write_certificate(path: Path, made: dict[str, Any]) -> None:
     """Write a certificate's page."""
-    path.write_text(_template("certificate.html").render(made=made, ladder=_svg(ladder(made))), encoding="utf-8")
+    path.write_text(_template("certificate.html").render(made=made, rungs=_svg(rungs(made))), encoding="utf-8")
 
 
 def _template(name: str) -> Template:
@@ -244,7 +244,7 @@ def write_report(
     page = _template("report.html").render(
         frontier=frontier,
         certificate=certificate,
-        ladder=_svg(ladder(certificate)) if certificate else "",
+        rungs=_svg(rungs(certificate)) if certificate else "",
         plot=drawn,
         example=example(frontier),
         details=details(frontier),

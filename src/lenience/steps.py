@@ -123,6 +123,7 @@ def fit_annotated(pair: Pair, rows: list[Annotated], inputs: Inputs, out: Path, 
     """Fit a judge to answers in which the errors are marked, and save it."""
     from lenience.annotated import collect, states
     from lenience.heads import fit_head
+    from lenience.journal import note_uses
 
     found = []
     with progress() as show:
@@ -134,6 +135,7 @@ def fit_annotated(pair: Pair, rows: list[Annotated], inputs: Inputs, out: Path, 
         known = {part: value for part, value in pair.fingerprints.items() if part != "draft"}
         more = "annotate more answers"
         head = fit_head(x, wrong, samples, inputs=inputs, fingerprints=known, more=more, **options)
+    note_uses(out.parent, [(row.place, pair.target.encode(row.question)) for row in rows], "fitting", "annotated")
     head.save(out)
     return head
 
@@ -193,11 +195,10 @@ def audit_run(
     from lenience.audit import Audit, audit
 
     watch = Audit(run, pair, task, **options)
-    state = watch.state
     with progress() as show:
-        for done, now in enumerate(audit(watch, prompts, batch_size), 1):
-            state = now
+        for done, _ in enumerate(audit(watch, prompts, batch_size), 1):
             show("auditing", done, len(prompts))
+    state = watch.state
     low, high = state.interval
     screen.print(
         f"{state.audited} of {state.seen} prompts audited: loss {state.losses:g}, at present in {low:.2%}–{high:.2%} "

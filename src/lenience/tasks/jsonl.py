@@ -44,9 +44,11 @@ class JsonlTask:
             if row.get("split", "test" if number % 5 == 4 else "train") != split:
                 continue
             prompt = row["messages"] if row.get("prompt") is None else row["prompt"]
-            reference = row.get("reference")
-            found = None if reference is None else self.answer(str(reference)) or str(reference)
-            yield Sample(row["id"], prompt, found)
+            yield Sample(row["id"], prompt, self.reference(row.get("reference")))
+
+    def reference(self, given: object) -> str | None:
+        """The answer that a reference holds."""
+        return None if given is None else self.answer(str(given)) or str(given)
 
     def answer(self, text: str) -> str | None:
         *_, last = [None, *self._pattern.finditer(text)]
