@@ -11,7 +11,7 @@ import lenience
 
 SOURCE = Path(lenience.__file__).parent
 ORDER = ["errors", "spec", "core", "divergence", "bounds", "journal", "certificate", "heads", "acceptance", "rules", "stops", "tasks", "model", "session", "replay", "export", "compiled", "drafters", "decode", "pair", "mining", "annotated", "compare",
-         "report", "certify", "audit", "steps", "demo", "cli"]  # fmt: skip
+         "report", "certify", "audit", "steps", "choices", "demo", "cli"]  # fmt: skip
 """Each module imports only what stands before it."""
 
 

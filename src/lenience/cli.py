@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,12 +13,12 @@ import cyclopts
 from cyclopts import App, Parameter
 
 from lenience import __version__
+from lenience.choices import Models, TaskChoice, inputs_of, judge_of, mined_with, models_of, read_ids, task_of
 from lenience.errors import InputError, first_line
 from lenience.steps import (
     answer,
     audit_run,
     certify_run,
-    compile_pair,
     fit_annotated,
     fit_run,
     follow,
@@ -34,57 +33,14 @@ from lenience.steps import (
 )
 
 if TYPE_CHECKING:
-    from lenience.heads import Inputs, Role
+    from lenience.heads import Role
     from lenience.pair import Pair
-    from lenience.tasks import Task
 
 app = App(
     name="lenience",
     help="Speculative decoding that learns which draft tokens do not matter for your task.",
     version=__version__,
 )
-
-
-@Parameter(name="*")
-@dataclass
-class Models:
-    target: str | None = None
-    "Hub name or folder of the target; without it the built-in pair is used."
-    draft: str | None = None
-    "Hub name or folder of the draft."
-    dtype: str | None = None
-    "float32, bfloat16, …; by default the checkpoint's own."
-    device: str = "auto"
-    "cpu, cuda, cuda:1, …; auto takes a GPU if there is one."
-    compile: bool | None = None
-    "Export the models for ONNX Runtime, kept for the next time; by default where the work is long and they are small."
-
-    def load(self, long: bool = False) -> Pair:
-        """`long`: there is so much to decode that exporting the models pays."""
-        with loading():
-            from lenience.pair import load_pair
-
-            pair = load_pair(self.target, self.draft, dtype=self.dtype, device=self.device, compile=False)
-        compile_pair(pair, self.compile, long)
-        return pair
-
-
-@Parameter(name="*")
-@dataclass
-class TaskChoice:
-    task: str | None = None
-    "A built-in task's name, wordmath by default, a FILE.jsonl, or file.py:Name."
-    answer: str | None = None
-    "How a JSONL task's answer is found: regex:PATTERN or after:MARKER."
-    same: str | None = None
-    "How a JSONL task's answers are compared: number, text or choice."
-    max_new_tokens: int | None = None
-    "The length limit of an answer; by default the task's own."
-
-    def load(self, default: str = "wordmath") -> Task:
-        from lenience.tasks import load_task
-
-        return load_task(self.task or default, answer=self.answer, same=self.same)
 
 
 Flag = Annotated[bool, Parameter(negative="")]
@@ -261,7 +217,7 @@ def fit(
     if tau is not None and not (gate and tau > 0):
         raise InputError(f"--tau {tau:g}: is a gate's, and above 0")
     kind = head or ("adamw" if from_ == "annotated" else "adam" if gate else "logistic")
-    inputs = _inputs(role, from_ == "annotated", models, tokens, layer)
+    inputs = inputs_of(role, from_ == "annotated", models, tokens, layer)
     options: dict[str, Any] = {"kind": kind, "recall": recall, "seed": seed}
     folder = out or (run.with_suffix("") if from_ == "annotated" else run) / role
     if from_ == "annotated":
@@ -270,42 +226,11 @@ def fit(
         rows = read_annotated(run)  # what is wrong is told before the models are loaded
         fitted = fit_annotated(Models(target, draft, None, device).load(), rows, inputs, folder, **options)
     else:
-        pair = _mined_with(run, target, draft, device).load(long=gate)
+        pair = mined_with(run, target, draft, device).load(long=gate)
         fitted = fit_run(pair, run, inputs, folder, role, tau or 1.0, **options)
     print_thresholds(fitted, folder)
     if json:
         _print_json({role: str(folder), "head": kind, "threshold": fitted.threshold, **fitted.metrics})
-
-
-def _inputs(role: Role, annotated: bool, models: str | None, tokens: str | None, layer: int | None) -> Inputs:
-    """What a head of a role reads, by what was said and else by default."""
-    from lenience.heads import Inputs
-
-    if annotated:
-        if role != "judge" or models not in (None, "target") or tokens not in (None, "draft"):
-            raise InputError("--from annotated: fits a judge to the target's states after each token; leave the others out")
-        return Inputs(("target",), ("draft",), -1 if layer is None else layer)
-    if (role != "judge" and models) or (role == "stop" and tokens):
-        left_out = "--models and --tokens" if role == "stop" else "--models"
-        raise InputError(f"--{role}: is fitted to the draft's own states; leave {left_out} out")
-    if role == "gate" and tokens not in (None, "draft", "previous"):
-        raise InputError(f"--tokens {tokens}: a gate reads the state after draft or after previous")
-    given = tokens or {"judge": "draft,previous", "stop": "previous", "gate": "draft"}[role]
-    whose = models or ("target,draft" if role == "judge" else "draft")
-    return Inputs(tuple(whose.split(",")), tuple(given.split(",")), layer)
-
-
-def _mined_with(run: Path, target: str | None, draft: str | None, device: str) -> Models:
-    """The models that a run was mined with, where they are now."""
-    from lenience.journal import read_json
-
-    made = read_json(run / "run.json")
-    if not made.keys() >= {"pair", "models"}:
-        raise InputError(f"{run / 'run.json'}: does not say which models it was mined with; mine into another folder")
-    if made["pair"] != "built-in":
-        target, draft = target or made["models"]["target"]["name"], draft or made["models"]["draft"]["name"]
-    dtypes = {model["dtype"] for model in made["models"].values()}
-    return Models(target, draft, dtypes.pop() if len(dtypes) == 1 else "auto", device)
 
 
 @app.command
@@ -362,13 +287,13 @@ def certify(
     from lenience.certify import Question, ladder
 
     choice = choice or TaskChoice()
-    rules = rule or (_judge_of(run),)
+    rules = rule or (judge_of(run),)
     question = Question(rules, max_drop, confidence, loss, procedure, threshold, window, stop, temperature, seed, limit,
-                        _read_ids(ids), split, choice.max_new_tokens)  # fmt: skip
+                        read_ids(ids), split, choice.max_new_tokens)  # fmt: skip
     for one in rules:
         ladder(one, threshold)  # what is wrong is told before the models are loaded
-    task = _task_of(run, choice)
-    pair = _models_of(run, models).load(long=True)
+    task = task_of(run, choice)
+    pair = models_of(run, models).load(long=True)
     made = certify_run(pair, task, run, question, pilot if plan else None)
     if json:
         _print_json({"run": str(run), **made})
@@ -402,47 +327,11 @@ def audit(
 
     rows = read_prompts(prompts)  # what is wrong is told before the models are loaded
     read_certificate(run)
-    task = _task_of(run, choice or TaskChoice())
-    pair = _models_of(run, models).load(long=len(rows) > 100)
+    task = task_of(run, choice or TaskChoice())
+    pair = models_of(run, models).load(long=len(rows) > 100)
     state = audit_run(pair, task, run, rows, share=share, confidence=confidence, seed=seed, batch_size=batch_size)
     if json:
         _print_json({"run": str(run), **vars(state)})
-
-
-def _judge_of(run: Path) -> str:
-    if not (run / "judge" / "judge.json").is_file():
-        raise InputError(f"{run}: has no judge; fit one (lenience fit {run}) or name a --rule")
-    from lenience.rules import Judge
-
-    return str(Judge(str(run / "judge")))
-
-
-def _read_ids(path: Path | None) -> tuple[str, ...]:
-    if path is None:
-        return ()
-    try:
-        return tuple(dict.fromkeys(path.read_text(encoding="utf-8").split()))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--ids {path}: cannot be read ({error})") from None
-
-
-def _task_of(run: Path, choice: TaskChoice) -> Task:
-    """The task that was named, or else the built-in one that the run was mined on."""
-    from lenience.journal import read_json
-    from lenience.tasks import TASKS
-
-    mined = read_json(run / "run.json").get("task") if (run / "run.json").exists() else "wordmath"
-    if choice.task is None and mined not in TASKS:
-        raise InputError(f"--task: {run} was mined on {mined!r}; name that task's file")
-    return choice.load(str(mined))
-
-
-def _models_of(run: Path, models: Models | None) -> Models:
-    """The models that were named, or else those that the run was mined with."""
-    given = models or Models()
-    if given.target or given.draft or not (run / "run.json").exists():
-        return given
-    return _mined_with(run, None, None, given.device)
 
 
 @app.command
