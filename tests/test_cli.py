@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 import lenience
+from lenience.cli import main
 from lenience.pair import EMBEDDED
 
 PROBLEM = "Ann has 12 apples. Bob has 5 more apples than Ann. How many apples do they have together? Answer:"
 
 
-def run(*args: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def spawn(*args: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "lenience.cli", *map(str, args)], capture_output=True, text=True, input=stdin)
+
+
+def run(*args: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """As `spawn`, in this process: its seconds of imports are paid once."""
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with redirect_stdout(out), redirect_stderr(err), patch.object(sys, "stdin", io.StringIO(stdin)):
+        try:
+            main([*map(str, args)])
+        except SystemExit as stopped:
+            status = stopped.code
+    return subprocess.CompletedProcess(args, status, out.getvalue(), err.getvalue())
 
 
 def last_json(done: subprocess.CompletedProcess[str]) -> dict:
@@ -25,9 +40,9 @@ def last_json(done: subprocess.CompletedProcess[str]) -> dict:
 
 
 def test_generate_prints_the_answer() -> None:
-    done = run("generate", PROBLEM)
+    done = spawn("generate", PROBLEM)
     assert done.returncode == 0 and done.stdout.strip().endswith("The final answer is 29.")
-    told = last_json(run("generate", "--json", "--rule", "topk:2", stdin=PROBLEM))
+    told = last_json(spawn("generate", "--json", "--rule", "topk:2", stdin=PROBLEM))
     assert told["text"].endswith(".") and told["finish"] == "eos"
     assert len(told["trace"]) == len(told["tokens"]) == round(told["tokens_per_pass"] * told["target_passes"])
 
@@ -81,11 +96,16 @@ def test_wrong_input_is_one_line_and_exit_2(args: list[str], says: str, tmp_path
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
+def test_wrong_input_ends_a_process_with_2() -> None:
+    done = spawn("generate", "x", "--rule", "tokp:3")
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
+
+
 def test_a_failed_run_exits_with_1(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(
         "from lenience.tasks import WordMath\nclass T(WordMath):\n    def answer(self, text):\n        raise OSError('disk on fire')\n"
     )
-    done = run("mine", "--task", f"{tmp_path}/broken.py:T", "--out", tmp_path / "r", "--limit", 1)
+    done = spawn("mine", "--task", f"{tmp_path}/broken.py:T", "--out", tmp_path / "r", "--limit", 1)
     assert done.returncode == 1 and "disk on fire" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -150,4 +170,4 @@ def test_the_demo_tells_the_whole_story(tmp_path: Path) -> None:
 
 
 def test_the_version_is_told() -> None:
-    assert run("--version").stdout.strip() == lenience.__version__
+    assert spawn("--version").stdout.strip() == lenience.__version__
