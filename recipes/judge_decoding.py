@@ -14,6 +14,7 @@ were not mined. OUT/judge: what `lenience fit --from annotated OUT/errors.jsonl`
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import re
@@ -42,16 +43,16 @@ EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 
 def slip(text: str, rng: random.Random) -> tuple[str, tuple[int, int]]:
     """The text with one number of one equation off by a little, and where that stands: its result, or an operand, in which case
-    the result follows from it."""
+    the result follows from it. The text holds an equation."""
     found = rng.choice(list(EQUATION.finditer(text)))
     x, y, result = (int(found[i]) for i in (1, 3, 4))
     off = rng.choice([-10, -3, -2, -1, 1, 2, 3, 10])
     if found[2] in "+-" and rng.random() < 0.5:
-        wrong = max(1, x + off) if x + off != x else x + 1
+        wrong = x + off if x + off >= (y if found[2] == "-" else 1) else x + abs(off)
         result = wrong + y if found[2] == "+" else wrong - y
         said, place = f"{wrong} {found[2]} {y} = {result}", (found.start(), found.start() + len(str(wrong)))
     else:
-        wrong = abs(result + off)
+        wrong = result + off if result + off >= 0 else result + abs(off)
         said = f"{x} {found[2]} {y} = {wrong}"
         place = (found.start() + len(said) - len(str(wrong)), found.start() + len(said))
     return text[: found.start()] + said + text[found.end() :], place
@@ -59,9 +60,13 @@ def slip(text: str, rng: random.Random) -> tuple[str, tuple[int, int]]:
 
 def annotated(split: str, first: int, n: int) -> list[dict[str, Any]]:
     rows = []
-    for i in range(first, first + n):
+    for i in itertools.count(first):
+        if len(rows) == n:
+            break
         made, rng = wordmath.problem(split, i), random.Random(f"annotated/{split}/{i}")
         right, base = (" " + wordmath.solution(made, rng.choice(("target", "draft")), rng) for _ in range(2))
+        if not EQUATION.search(base):
+            continue  # nothing to slip on
         wrong, error = slip(base, rng)
         family = random.Random(f"wordmath/{split}/{i}").choice(wordmath.FAMILIES)  # as wordmath.problem draws it
         rows.append({"question": wordmath.prompt(made), "correct": right, "wrong": wrong, "error": error,

@@ -115,6 +115,18 @@ def test_a_floor_is_a_probability_of_the_target() -> None:
     assert decide(lenience.rule("random:1,floor=0.1"), window([3], everything), reading(logits), greedy()).accepted == 0
 
 
+def test_a_floor_holds_for_what_an_ensemble_puts_in_its_place() -> None:
+    """The mixture's most probable token is below the floor: it is neither kept nor the correction."""
+    target, drafted = (torch.tensor([[*p, 1e-9, 1e-9, 1e-9]]).log() for p in ((0.6, 0.399, 0.001), (0.01, 0.01, 0.98)))
+    for floor, wanted in ((0.05, 0), (0.0005, 2), (0.7, 0)):
+        for token in (1, 2):
+            draft = window([token], drafted)
+            verdict = decide(
+                lenience.rule(f"ensemble:0.3,floor={floor}"), draft, reading(target.repeat(2, 1).numpy()), greedy()
+            )
+            assert verdict.accepted == (token == wanted) and (verdict.accepted or verdict.token == wanted)
+
+
 def test_a_span_lies_between_its_two_texts(llama: Pair) -> None:
     """w3 opens and w7 closes, whether they are prompted or drafted."""
     tokenizer = make_tokenizer()
@@ -142,6 +154,16 @@ def test_markers_may_be_cut_into_tokens_anywhere() -> None:
     assert ctx.inside("<think>", "</think>", torch.tensor([[3, 4, 5, 6, 4]])).tolist() == [[False, True, True, True, False]]
 
 
+def test_one_marker_may_hold_the_other() -> None:
+    texts = {1: "```", 2: "python", 3: " a", 4: "$", 5: "/"}
+    ctx = Context([Row(Noise.for_prompt(0, []), [3], position=1)], decode=lambda ids: "".join(texts[i] for i in ids))
+    got = ctx.inside("```python", "```", torch.tensor([[1, 2, 3, 3, 1, 3]]))
+    assert got.tolist() == [[False, False, True, True, True, False]]
+    assert ctx.inside("$", "/$", torch.tensor([[4, 3, 5, 4, 3]])).tolist() == [[False, True, True, True, False]]
+    with pytest.raises(InputError, match="not the same text"):
+        lenience.rule("topk:2,begin=$$,end=$$")
+
+
 # ---- joining
 
 
@@ -153,7 +175,7 @@ def test_or_binds_weaker_than_and() -> None:
 
 
 @pytest.mark.parametrize("spec, says", [
-    ("exact&topk:2", "joined by |"), ("block|topk:2", "cannot be joined"), ("ensemble:0.5|exact", "cannot be joined"),
+    ("topk:99999999999999999999", "32 bits"), ("exact&topk:2", "joined by |"), ("block|topk:2", "cannot be joined"), ("ensemble:0.5|exact", "cannot be joined"),
     ("mentored:1&topk:2", "cannot be joined"), ("fly|topk:3", "cannot be joined"), ("topk:2&", "there is no rule ''"),
     ("topk:2,floor=2", "floor 2: must be"), ("topk:2,budget=-1", "budget -1"), ("topk:2,begin=x", "give both"),
     ("fuzzy:hellinger@0.1", "one of kl, js, tv"), ("fuzzy:kl", "needs threshold: write fuzzy@T"), ("lenient:0", "above 0"),

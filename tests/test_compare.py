@@ -17,7 +17,7 @@ from lenience.compare import GRID, JUDGED, SHARES, Estimate, Progress, Setting, 
 from lenience.heads import Head, Inputs
 from lenience.mining import mine
 from lenience.pair import Pair
-from lenience.report import AXES, example, family, short, write_report
+from lenience.report import AXES, example, family, plot, short, write_report
 from lenience.tasks import load_task, take
 
 RULES = ["exact", "topk:2"]
@@ -221,6 +221,27 @@ def test_what_cannot_be_compared_is_told_before_any_work(llama: Pair, tmp_path: 
     with pytest.raises(InputError, match="max_new_tokens -5"):
         list(mine(llama, ParityTask(), tmp_path / "run", max_new_tokens=-5))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_wrong_option_leaves_no_folder(llama: Pair, tmp_path: Path) -> None:
+    for wrong, says in (({"temperature": -1.0}, "temperature"), ({"seed": 2**70}, "64 bits"), ({"windows": [-1]}, "window -1")):
+        with pytest.raises(InputError, match=says):
+            finish(compare(llama, ParityTask(), RULES, **{"windows": [4], "limit": 2, "out": tmp_path / "cmp", **wrong}))
+        assert not (tmp_path / "cmp").exists()
+
+
+def test_accuracies_near_1_are_on_the_plot() -> None:
+    answers = [[result(10, 5, i >= wrong) for i in range(500)] for wrong in (2, 300, 2)]
+    found = rows([Setting("target", 0), Setting("draft", 0), Setting("exact", 8, "fastest")], answers, [[1.0, 0.5, 0.5]] * 5)
+    figure = plot({"rows": found, "allocation": []})
+    low, high = figure.axes[0].get_ylim()
+    assert low < found[0]["accuracy"] == 0.996 < high
+
+
+def test_a_rule_is_shortened_but_not_changed() -> None:
+    rule = "judge:a/run/judge,floor=0.1@0.9&topk:4|judge:a/run/mlp,budget=3@0.99"
+    assert short({"rule": rule}) == "judge,floor=0.1@0.9&topk:4|mlp,budget=3@0.99"
+    assert short({"rule": 'judge:"a/run/judge"@0.9'}) == "judge@0.9" and short({"rule": "draft"}) == "draft"
 
 
 def test_a_missing_judge_is_told_before_any_work(llama: Pair, tmp_path: Path) -> None:

@@ -76,6 +76,14 @@ def test_nothing_is_counted_past_eos(window: int, checkpoints: Callable[[str], t
     assert out.accepted_exact + out.accepted_lenient == sum(entry.origin.startswith("draft") for entry in out.trace)
 
 
+def test_what_the_strict_rule_would_have_kept_counts_though_it_is_rejected(checkpoints) -> None:
+    target, _ = checkpoints("llama")
+    twins = load_pair(target, target, dtype="float32")
+    out = twins.generate(PROMPTS[0], rule="fuzzy:kl@0", window=4, max_new_tokens=5)  # rejects what matches
+    assert [entry.origin for entry in out.trace] == ["correction"] * 4 + ["bonus"]
+    assert out.accepted_exact == 4 + 3 + 2 + 1 and out.accepted_lenient == -out.accepted_exact
+
+
 @pytest.mark.parametrize("new", [1, 2, 5])
 def test_max_new_tokens_is_kept_to(new: int, llama: Pair) -> None:
     out = llama.generate(PROMPTS[0], window=8, max_new_tokens=new)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from scipy.stats import chisquare
+from scipy.stats import binomtest, chisquare
 from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor
 
 import lenience
@@ -399,6 +401,68 @@ def test_lossless_rules_and_strict_ends_keep_the_targets_distribution(spec: str)
 def test_a_lossy_rule_fails_the_test_that_lossless_ones_pass() -> None:
     done, _ = decode_many(lenience.rule("lenient:0.3"), 6000, seed=5)
     assert chisquare(counted(done), joint(TARGET) * 6000).pvalue < 1e-6
+
+
+def many_windows(rule: Rule, rows: int, seed: int, window: int = 3, length: int = 4) -> tuple[np.ndarray, np.ndarray]:
+    """Sequences of two tokens [rows, length], decoded window after window with the draws of the library; and what the target gives
+    each of the possible ones."""
+    rng = np.random.default_rng(seed)
+    prefixes = [p for n in range(length + window + 1) for p in product(range(2), repeat=n)]
+    target, drafted = ({p: np.log(rng.dirichlet([1.0] * 2)) for p in prefixes} for _ in range(2))
+    all_rows = [Row(Noise.for_prompt(seed, [i])) for i in range(rows)]
+    while left := [row for row in all_rows if row.position < length]:
+        ctx = Context(left, 1.0, anew=rule.looks_ahead)
+        tokens, logits = torch.empty(len(left), 0, dtype=torch.long), []
+        for w in range(window):
+            seen = [(*row.prefix, *more) for row, more in zip(left, tokens.tolist())]
+            logits.append(torch.tensor(np.array([drafted[p] for p in seen]), dtype=torch.float32)[:, None])
+            tokens = torch.cat([tokens, ctx.draw(logits[-1], w)], 1)
+        seen = [[(*row.prefix, *more[:w]) for w in range(window + 1)] for row, more in zip(left, tokens.tolist())]
+        read = Reading(
+            torch.tensor(np.array([[target[p] for p in row] for row in seen])).float(), torch.zeros(len(left), window + 1, 1)
+        )
+        made = Draft(tokens, torch.full((len(left),), window), torch.cat(logits, 1))
+        for row, verdict in zip(left, rule(made, read, ctx)):
+            row.prefix += [*verdict.drafted[: verdict.accepted], verdict.token]
+            row.position = len(row.prefix)
+    sequences = list(product(range(2), repeat=length))
+    chances = np.array([np.exp(sum(target[s[:i]][s[i]] for i in range(length))) for s in sequences])
+    done = np.array([row.prefix[:length] for row in all_rows])
+    return np.bincount(done @ 2 ** np.arange(length)[::-1], minlength=len(sequences)), chances
+
+
+@pytest.mark.parametrize("spec", ["exact", "speculative", "block", "lenient:1", "mentored:0", "topk:2,budget=0&fuzzy:kl@99",
+                                  "topk:2,budget=0|fuzzy:kl@0", "topk:2,begin=a,end=b&typical:0,0"])  # fmt: skip
+@pytest.mark.parametrize("seed", [3, 4])
+def test_what_is_lossless_stays_so_over_many_windows(spec: str, seed: int) -> None:
+    rule = lenience.rule(spec)
+    with patch.object(Context, "inside", lambda ctx, begin, end, tokens: torch.zeros_like(tokens, dtype=torch.bool)):
+        counts, chances = many_windows(rule if isinstance(rule, AnyOf) else AnyOf((rule,)), 5000, seed)
+    assert chisquare(counts, chances * 5000).pvalue > 1e-3
+
+
+def test_a_rule_that_looks_ahead_draws_anew_for_each_window(llama: Pair) -> None:
+    seen = []
+
+    class Spy:
+        looks_ahead = True
+
+        def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:
+            seen.append(ctx.anew)
+            return Exact()(draft, reading, ctx)
+
+    llama.generate([5, 9], rule=Spy(), temperature=1.0, max_new_tokens=5)
+    assert set(seen) == {True}
+    assert lenience.rule("block").looks_ahead and not lenience.rule("exact").looks_ahead
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_random_accepts_its_share_of_the_mismatches(rate: float) -> None:
+    n = 4000
+    logits = np.tile(np.log(np.array([0.9, 0.1], dtype=np.float32)), (2, 1))
+    rule = lenience.rule(f"random:{rate}")
+    kept = sum(decide(rule, window([1]), reading(logits), sampling(seed, 0.0)).accepted for seed in range(n))
+    assert binomtest(kept, n, rate).pvalue > 1e-3
 
 
 def test_block_keeps_as_many_more_as_its_paper_says() -> None:

@@ -30,6 +30,8 @@ class Term:
     """Whether it cannot be joined with others, as it looks ahead or decides by a distribution of its own."""
     samples: ClassVar[bool] = False
     """Whether it has no meaning for greedy decoding."""
+    looks_ahead: ClassVar[bool] = False
+    """Whether each window needs draws of its own, see `Context.anew`."""
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         """[B, W] bool: for each drafted position, whether its token is accepted there."""
@@ -154,11 +156,13 @@ class Lenient(Term):
     def __post_init__(self) -> None:
         for what, (least, most) in {**self.bounds, "floor": (0, 1), "budget": (0, math.inf)}.items():
             value = getattr(self, what)
+            if isinstance(value, int) and abs(value) >= 2**31:
+                raise InputError(f"{self.name}'s {what} {value}: must fit into 32 bits")
             if value is not None and not least <= value <= most:
                 limits = f"at least {least:g}" + (f" and at most {most:g}" if most < math.inf else "")
                 raise InputError(f"{self.name}'s {what} {value:g}: must be {limits}")
-        if bool(self.begin) != bool(self.end):
-            raise InputError(f"{self.name}: begin and end mark a span together; give both")
+        if bool(self.begin) != bool(self.end) or (self.begin and self.begin == self.end):
+            raise InputError(f"{self.name}: begin and end mark a span together; give both, and not the same text")
 
     def ask(self, draft: Draft, reading: Reading, ctx: Context, exact: Tensor) -> tuple[Tensor, Tensor | None]:
         """[B, W]: what is accepted, where the strict rule accepts `exact`; and the logits of a judge's scores."""
@@ -204,6 +208,7 @@ class AnyOf:
     def check(self, fingerprints: Callable[[], dict[str, str]], sizes: dict[str, int]) -> None:
         for term in self.terms:
             term.check(fingerprints, sizes)
+        _ = self.layer
 
     @property
     def reads_draft(self) -> bool:
@@ -219,6 +224,10 @@ class AnyOf:
     @property
     def samples(self) -> bool:
         return any(term.samples for term in self.terms)
+
+    @property
+    def looks_ahead(self) -> bool:
+        return any(term.looks_ahead for term in self.terms)
 
     def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:
         named = next((term for term in self.terms if term.strict), None)
@@ -239,9 +248,9 @@ class AnyOf:
             return _verdicts(draft, exact, accepted, logits, self._follow(strict, accepted, draft, reading, ctx))
         own = lenient[0] if len(lenient) == 1 else Term()
         follow = self._follow(own, accepted, draft, reading, ctx)
-        off = [_deferred(term, defers, used) for term, (_, _, defers) in asked.items()]
-        if all(mask is not None for mask in off):
-            deferred = torch.stack([mask for mask in off if mask is not None]).all(0)
+        off = [mask for term, (_, _, defers) in asked.items() if (mask := _deferred(term, defers, used)) is not None]
+        if off:
+            deferred = torch.stack(off).any(0)
             deferred = torch.cat([deferred, deferred[:, -1:]], 1)  # the bonus is the same either way
             if not ctx.greedy:
                 kept = _kept(accepted, draft)

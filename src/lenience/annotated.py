@@ -66,16 +66,14 @@ def tokens_of(lm: LM, row: Annotated) -> tuple[list[int], list[tuple[list[int], 
     if not lm.tokenizer.is_fast:
         raise InputError(f"target {lm.name!r}: its tokenizer cannot tell which characters a token stands for; take a fast one")
     answers = []
-    for text, (begin, end) in ((row.correct, (len(row.correct), len(row.correct))), (row.wrong, row.error)):
-        made = lm.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        found = [
-            (token, last > begin) for token, (first, last) in zip(made["input_ids"], made["offset_mapping"]) if first < end
-        ]
-        answers.append(([token for token, _ in found], [wrong for _, wrong in found]))
     try:
         prompt = lm.encode(row.question)
+        made = [lm.tokenize(text, add_special_tokens=False, return_offsets_mapping=True) for text in (row.correct, row.wrong)]
     except InputError as error:
         raise InputError(f"{row.place}: {error}") from None
+    for one, (begin, end) in zip(made, ((len(row.correct), len(row.correct)), row.error)):
+        found = [(token, last > begin) for token, (first, last) in zip(one["input_ids"], one["offset_mapping"]) if first < end]
+        answers.append(([token for token, _ in found], [wrong for _, wrong in found]))
     longest = len(prompt) + max(len(ids) for ids, _ in answers)
     if lm.context and longest > lm.context:
         raise InputError(f"{row.place}: has {longest} tokens, {lm.name!r} has room for {lm.context}")

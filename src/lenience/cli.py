@@ -220,6 +220,8 @@ def fit(
     inputs = inputs_of(role, from_ == "annotated", models, tokens, layer)
     options: dict[str, Any] = {"kind": kind, "recall": recall, "seed": seed}
     folder = out or (run.with_suffix("") if from_ == "annotated" else run) / role
+    if file := next((part for part in (folder, *folder.parents) if part.is_file()), None):
+        raise InputError(f"--out {folder}: {file} is a file; name another folder")
     if from_ == "annotated":
         from lenience.annotated import read_annotated
 

@@ -22,7 +22,7 @@ from lenience.errors import InputError
 from lenience.heads import Learned
 from lenience.journal import Journal, note_uses, open_run, read_json, write_json
 from lenience.mining import check_prompts, describe
-from lenience.pair import Generation, Options, Pair
+from lenience.pair import Generation, Options, Pair, check_options
 from lenience.rules import ALONE, Judge, parse_rule, terms
 from lenience.stops import parse_stop
 from lenience.tasks import JsonlTask, Sample, Task, take
@@ -109,6 +109,8 @@ def compare(
     rules = list(dict.fromkeys(["target", "draft", *expand(rules, temperature)]))
     for rule in rules:
         pair.check(rule, stop, temperature)  # a wrong rule or head is told before any work
+    for window in windows:
+        check_options(window, temperature=temperature, seed=seed)
     for name, value in (("tuning", tuning), ("timed", timed), ("repeats", repeats), ("batch_size", batch_size)):
         if value < 1:
             raise InputError(f"{name} {value}: must be 1 or more")

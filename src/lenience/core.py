@@ -115,9 +115,9 @@ class Step:
     trace: list[Trace]
     drafted: int
     accepted_exact: int
-    """How many of the kept tokens the strict rule alone would have accepted from the same window."""
+    """How many tokens the strict rule alone would have kept of the same window."""
     accepted_lenient: int
-    """How many drafted tokens were kept beyond those."""
+    """How many more drafted tokens were kept; below 0 for a rule that rejects what the strict one accepts."""
     draft_passes: int
     text: str
     """The text that this step adds, incomplete characters and possible stop strings held back until they are decided."""
@@ -181,6 +181,9 @@ class Context:
     processors: LogitsProcessorList | None = None
     decode: Callable[[Sequence[int]], str] | None = None
     """The text of tokens, special ones included."""
+    anew: bool = False
+    """Whether each window has draws of its own, as a lossless rule needs whose decision on a token depends on those after it:
+    a draw that helped to decide must not come again."""
 
     @property
     def greedy(self) -> bool:
@@ -247,8 +250,8 @@ class Context:
             for n in range(known or len(row.prefix) - row.position, len(ids)):
                 if n != known:
                     text = self.decode(ids[max(0, n - reach) if known else 0 : n])
-                    opened, closed = text.rfind(begin), text.rfind(end)
-                    open = opened > closed if max(opened, closed) >= 0 else open
+                    opened, closed = (at + len(mark) if (at := text.rfind(mark)) >= 0 else 0 for mark in (begin, end))
+                    open = opened > closed if opened or closed else open  # by where they end: one may contain the other
                     known = known or n
                 if n == len(row.prefix):
                     row.spans[begin, end] = n, open
@@ -259,7 +262,8 @@ class Context:
 
     def keys(self, n: int, purpose: str, ahead: int = 0, device: torch.device | None = None) -> Tensor:
         """[B, n] int64: each row's keys for n positions, the first of them `ahead` of where it stands."""
-        keys = [[row.noise.key(row.position + ahead + i, purpose) for i in range(n)] for row in self.rows]
+        whose = [(row, f"{purpose}@{row.position}" if self.anew else purpose) for row in self.rows]
+        keys = [[row.noise.key(row.position + ahead + i, purpose) for i in range(n)] for row, purpose in whose]
         return torch.tensor(keys, dtype=torch.int64, device=device)
 
     def draw(self, logits: Tensor, ahead: int = 0) -> Tensor:

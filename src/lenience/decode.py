@@ -149,7 +149,8 @@ class Limits:
                 text += self._text.flush() if self._text else ""
                 break
         drafted = sum(entry.origin.startswith("draft") for entry in trace)
-        exact = next((i for i in range(drafted) if not verdict.exact[i]), drafted)
+        over = drafted if self.finish else n  # past the end nothing is counted
+        exact = next((i for i in range(over) if not verdict.exact[i]), over)
         reads = int(verdict.token is not None)
         return Step(
             trace, n, exact, drafted - exact, draft_passes, text, self.finish, reads, draft_tokens, target_tokens

@@ -280,7 +280,7 @@ def fit_head(
     x = ((x - mean) / scale).astype(np.float32)
     harmless = ~important
 
-    train, valid = _split(x, harmless, samples, seed)
+    train, valid = _split(x, harmless, samples, seed, more)
     curve = _curve(kind, x, harmless, samples, train, valid, seed)
     best = max(curve, key=curve.__getitem__)
     held_out = np.zeros(len(x))
@@ -301,14 +301,16 @@ def fit_head(
     return Head(weight, bias, inputs, threshold, fingerprints, metrics, "", role, layer)
 
 
-def _split(x: NDArray, harmless: NDArray, samples: NDArray, seed: int) -> tuple[NDArray, NDArray]:
+def _split(
+    x: NDArray, harmless: NDArray, samples: NDArray, seed: int, more: str = "mine more samples (lenience mine --limit)"
+) -> tuple[NDArray, NDArray]:
     """Rows of nine tenths of the samples and of the rest, both kinds of mismatch in each."""
     from sklearn.model_selection import GroupShuffleSplit
 
     for train, valid in GroupShuffleSplit(n_splits=20, test_size=0.1, random_state=seed).split(x, harmless, samples):
         if len(set(harmless[valid])) == len(set(harmless[train])) == 2:
             return train, valid
-    raise InputError("important mismatches sit in too few samples to set any aside; mine more (lenience mine --limit)")
+    raise InputError(f"important mismatches sit in too few samples to set any aside; {more}")
 
 
 def _curve(

@@ -197,6 +197,11 @@ class LM:
         Raises InputError for an empty prompt, ids out of range, messages without a template, words that the
         vocabulary lacks and a prompt that leaves no room in the context.
         """
+        if not isinstance(prompt, str) and not (
+            isinstance(prompt, Sequence)
+            and (all(isinstance(x, int) for x in prompt) or all(isinstance(x, dict) for x in prompt))
+        ):
+            raise InputError(f"a prompt is text, chat messages or a list of token ids, not {prompt!r:.60}")
         if not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt):
             ids = cast(list[int], list(prompt))
         elif getattr(self.tokenizer, "chat_template", None):
@@ -204,7 +209,7 @@ class LM:
             apply: Any = self.tokenizer.apply_chat_template
             ids = list(apply(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
         elif isinstance(prompt, str):
-            ids = self._encode_text(prompt)
+            ids = cast(list[int], self.tokenize(prompt)["input_ids"])
         else:
             raise InputError(f"{self.role} {self.name!r} has no chat template; give the prompt as text")
         if not ids:
@@ -217,9 +222,10 @@ class LM:
             )
         return ids
 
-    def _encode_text(self, text: str) -> list[int]:
+    def tokenize(self, text: str, **options: Any) -> Any:
+        """What the tokenizer makes of a text. Raises InputError for words that the vocabulary lacks."""
         try:
-            return cast(list[int], self.tokenizer(text)["input_ids"])
+            return self.tokenizer(text, **options)
         except Exception as error:
             # a WordLevel vocabulary without an unknown token says only that it has none
             known = self.tokenizer.get_vocab()
@@ -230,7 +236,7 @@ class LM:
                 raise
             words = ", ".join(repr(word) for word in dict.fromkeys(unknown[:5]))
             raise InputError(
-                f"the prompt holds what the vocabulary of {self.name!r} lacks: {words}; it knows the words of its own task only"
+                f"the text holds what the vocabulary of {self.name!r} lacks: {words}; it knows the words of its own task only"
             ) from error
 
     def spell(self, ids: Sequence[int]) -> str:

@@ -209,7 +209,7 @@ class Pair:
         rule, drafts, main = self._roles(rule)
         stop = parse_stop(stop)
         stops = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
-        _check_options(0 if window == "auto" else window, max_new_tokens, temperature, top_k, top_p, seed, stops)
+        check_options(window, max_new_tokens, temperature, top_k, top_p, seed, stops)
         if batch_size < 1:
             raise InputError(f"batch_size {batch_size}: must be 1 or more")
         self.check(rule, stop, temperature)
@@ -222,6 +222,7 @@ class Pair:
             getattr(config, "top_p", None) if top_p is None else top_p,
             main.processors(sampling=temperature > 0) or None,
             main.spell,
+            getattr(rule, "looks_ahead", False),
         )
         size = min(batch_size, len(ids))
         if not drafts or not ids:
@@ -395,20 +396,21 @@ def _waiting(devices: set[torch.device]) -> Callable[[], None] | None:
     return wait if gpus else None
 
 
-def _check_options(
-    window: int,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int,
-    stop_strings: Sequence[str],
+def check_options(
+    window: int | Literal["auto"] = 8,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    stop_strings: Sequence[str] = (),
 ) -> None:
+    """Raise InputError for a value that no decoding can use."""
     if "" in stop_strings:
         raise InputError("stop_strings: an empty one would stop at once; leave it out")
     if not -(2**63) <= seed < 2**63:
         raise InputError(f"seed {seed}: must fit into 64 bits")
-    if not isinstance(window, int) or window < 0:
+    if window != "auto" and (not isinstance(window, int) or window < 0):
         raise InputError(f'window {window}: must be 0 (no drafting) or more, or "auto"')
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens {max_new_tokens}: must be 1 or more")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, Template
 
-from lenience.rules import Judge, terms
+from lenience.rules import ALONE, Judge, parse_rule, terms
 
 COLORS = {"target": "#6b7280", "draft": "#6b7280", "exact": "#2563eb", "topk": "#d97706", "judge": "#059669", "mlp": "#047857",
           "random": "#9ca3af"}  # fmt: skip
@@ -40,13 +41,13 @@ def family(rule: str) -> str:
 
 def short(row: dict[str, Any]) -> str:
     """A row's rule with no more of its judge's path than its folder."""
-    shortened = (
-        Path(term.path).name + ("" if term.threshold is None else f"@{probability(term.threshold)}")
-        if isinstance(term, Judge)
-        else str(term)
-        for term in terms(row["rule"])
-    )
-    return "|".join(shortened) or row["rule"]
+    told = str(parse_rule(row["rule"])) if row["rule"] not in ALONE else row["rule"]  # as its terms print themselves
+    for term in terms(told):
+        if isinstance(term, Judge):
+            limits = str(replace(term, path="x", threshold=None)).removeprefix("judge:x")
+            at = "" if term.threshold is None else f"@{probability(term.threshold)}"
+            told = told.replace(str(term), Path(term.path).name + limits + at)
+    return told
 
 
 def why(row: dict[str, Any]) -> str:
@@ -92,6 +93,7 @@ def plot(frontier: dict[str, Any], certificate: dict[str, Any] | None = None) ->
         _ring(axis, key, rows[0][1]["n"], fastest if number else rows, (certificate or {}).get("certified") or {})
     low, high = axes[0].get_ylim()
     axes[0].set_yscale("logit")
+    high = min(high, _inside(1, 2 * rows[0][1]["n"]))
     axes[0].set_ylim(max(low, 0.02), high)
     ticks = [share for share in (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99) if max(low, 0.02) < share < high]
     axes[0].set_yticks(ticks, [f"{100 * share:.0f}" for share in ticks])

@@ -30,6 +30,7 @@ class Block(Term):
     name = "block"
     strict = True
     alone = True
+    looks_ahead = True
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         if ctx.greedy:
@@ -202,7 +203,9 @@ class Ensemble(Lenient):
             return reading.best
         before = reading.logits[:, :-1]
         mixed = self._mixed(ctx.logs(before).exp(), ctx.logs(draft.logits).exp())
-        mixed = mixed.where(before > -torch.inf, -1.0)
+        logs = ctx.logs(before)
+        least = logs.amax(-1, keepdim=True).clamp(max=math.log(self.floor) if self.floor else -torch.inf)
+        mixed = mixed.where((before > -torch.inf) & (logs >= least), -1.0)
         return torch.cat([mixed.argmax(-1).where(draft.proposed, reading.best[:, :-1]), reading.best[:, -1:]], 1)
 
     def follow(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
