@@ -433,12 +433,12 @@ def many_windows(rule: Rule, rows: int, seed: int, window: int = 3, length: int 
 
 @pytest.mark.parametrize("spec", ["exact", "speculative", "block", "lenient:1", "mentored:0", "topk:2,budget=0&fuzzy:kl@99",
                                   "topk:2,budget=0|fuzzy:kl@0", "topk:2,begin=a,end=b&typical:0,0"])  # fmt: skip
-@pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize("seed", [6, 8])
 def test_what_is_lossless_stays_so_over_many_windows(spec: str, seed: int) -> None:
     rule = lenience.rule(spec)
     with patch.object(Context, "inside", lambda ctx, begin, end, tokens: torch.zeros_like(tokens, dtype=torch.bool)):
-        counts, chances = many_windows(rule if isinstance(rule, AnyOf) else AnyOf((rule,)), 5000, seed)
-    assert chisquare(counts, chances * 5000).pvalue > 1e-3
+        counts, chances = many_windows(rule if isinstance(rule, AnyOf) else AnyOf((rule,)), 8000, seed)
+    assert chisquare(counts, chances * 8000).pvalue > 1e-3
 
 
 def test_a_rule_that_looks_ahead_draws_anew_for_each_window(llama: Pair) -> None:
