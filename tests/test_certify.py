@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from lenience import InputError, rules
 from lenience.annotated import Annotated
 from lenience.audit import Audit, audit, read_prompts
 from lenience.certificate import KEYS, keep, read_certificate
-from lenience.certify import Question, certify, fresh, ladder, plan
+from lenience.certify import Question, _reason, certify, fresh, ladder, plan
 from lenience.compare import compare
 from lenience.heads import Head, Inputs
 from lenience.journal import Journal, digest, write_json
@@ -98,7 +100,8 @@ def test_a_certificate_says_what_can_be_counted_by_hand(llama: Pair, task: Echo,
     assert len(made["lost"]) == shown["losses"]
     for one in made["lost"]:
         assert one["target"]["answer"] == one["reference"] != one["lenient"]["answer"]
-    assert (tmp_path / "certificate.html").read_text().count("<tr>") >= len(made["lost"])
+    page = (tmp_path / "certificate.html").read_text()
+    assert made["lost"] and all(html.escape(one["lenient"]["text"]) in page for one in made["lost"])
 
 
 def test_a_stopped_certification_comes_to_the_same(llama: Pair, task: Echo, tmp_path: Path) -> None:
@@ -184,6 +187,7 @@ def test_a_head_that_was_fitted_anew_is_refused_and_a_run_may_move(llama: Pair, 
     listed = [{"recall": recall, "threshold": t, "accepted": 0.5} for recall, t in ((0.5, 0.2), (1.0, 0.9), (0.9, 0.6))]
     weight = torch.randn(width, generator=torch.Generator().manual_seed(1)) / 4
     Head(weight, 0.0, Inputs(), 0.5, llama.fingerprints, {"thresholds": listed}).save(run / "judge")
+    (run / "uses.jsonl").touch()
     judge = f"judge:{run / 'judge'}"
     assert ladder(judge) == [f"{judge}@0.9", f"{judge}@0.6", f"{judge}@0.2"]
     assert ladder(f"exact|{judge}", (0.7, 0.4)) == [f"exact|{judge}@0.7", f"exact|{judge}@0.4"]
@@ -191,6 +195,10 @@ def test_a_head_that_was_fitted_anew_is_refused_and_a_run_may_move(llama: Pair, 
     threshold = [row["rule"] for row in made["tried"] if row["passed"]][-1].split("@")[1]
     assert made["certified"]["threshold"] == float(threshold)
     wanted = answers(llama, task, f"{judge}@{threshold}", ["w1 w2 w3"])
+    shutil.copytree(run, tmp_path / "copied")
+    Head(-weight, 0.0, Inputs(), 0.5, llama.fingerprints, {"thresholds": listed}).save(run / "judge")
+    assert llama.generate("w1 w2 w3", rule=f"certified:{tmp_path / 'copied'}").text == wanted[0], "a copy has its own head"
+    Head(weight, 0.0, Inputs(), 0.5, llama.fingerprints, {"thresholds": listed}).save(run / "judge")
     run.rename(tmp_path / "moved")
     assert llama.generate("w1 w2 w3", rule=f"certified:{tmp_path / 'moved'}").text == wanted[0]
     Head(-weight, 0.0, Inputs(), 0.5, llama.fingerprints, {"thresholds": listed}).save(tmp_path / "moved" / "judge")
@@ -204,11 +212,16 @@ def test_a_run_is_found_wherever_it_is_moved(llama: Pair, task: Echo, tmp_path: 
     width = 2 * (llama.target.hidden_size + llama.draft.hidden_size)
     weight = torch.randn(width, generator=torch.Generator().manual_seed(1)) / 4
     Head(weight, 0.0, Inputs(), 0.5, llama.fingerprints).save(Path("j/judge"))
+    Path("j/uses.jsonl").touch()
     asked = question(rules=('judge:"j/judge"',), thresholds=(0.9,), max_drop=0.95)
     made = certify(llama, task, Path("j"), asked)
     assert made["certified"]["rule"] == "judge:j/judge@0.9", "a spec that is written otherwise has its thresholds too"
     wanted = answers(llama, task, "judge:j/judge@0.9", ["w1 w2 w3"])
     Path("j").rename("my runs, 2")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert llama.generate("w1 w2 w3", rule="certified:../my runs, 2").text == wanted[0]
+    monkeypatch.chdir(tmp_path)
     assert llama.generate("w1 w2 w3", rule="certified:my runs, 2").text == wanted[0]
     moved = replace(asked, rules=('judge:"my runs, 2/judge"',))
     assert certify(llama, task, Path("my runs, 2"), moved) == made, "the same question"
@@ -231,7 +244,9 @@ def test_prompts_that_others_chose_on_are_left_out(llama: Pair, task: Echo, tmp_
     compared = compare(llama, task, [f"judge:{run / 'judge'}@0.5"], windows=(2, 3), limit=2, tuning=5, timed=1, repeats=1)
     assert list(compared)
     uses = list(Journal(run / "uses.jsonl"))
-    assert [use["id"] for use in uses] == [f"train-{i}" for i in range(155, 160)] and {u["use"] for u in uses} == {"window"}
+    assert [(u["id"], u["use"]) for u in uses] == [
+        *((f"train-{i}", "window") for i in range(155, 160)), ("test-0", "comparison"), ("test-4", "comparison")
+    ]  # fmt: skip
     row = Annotated(task.prompt(7), "w1 w2", "w1 w3", (3, 5), "file, line 1")
     rows = [replace(row, question=task.prompt(i)) for i in range(12)]
     fit_annotated(llama, rows, Inputs(("target",), ("draft",)), run / "judge", kind="adamw", recall=0.9, seed=0)
@@ -310,6 +325,10 @@ def test_wrong_questions_are_refused(llama: Pair, task: Echo, tmp_path: Path) ->
     wrong = Wrong(llama, 60)
     with pytest.raises(InputError, match="answers none of 60 prompts rightly"):
         certify(llama, wrong, tmp_path / "a", question(limit=60))
+    for given, says in (({"window": -1}, "window -1"), ({"temperature": -1.0}, "temperature"), ({"seed": 2**70}, "64 bits")):
+        with pytest.raises(InputError, match=says):
+            certify(llama, task, tmp_path / "c", question(**given))
+        assert not (tmp_path / "c").exists(), "no prompt is used up by a slip"
     with pytest.raises(InputError, match=r"its loss of train-\d+ is 1.5; it must be a number in \[0, 1\]"):
         certify(llama, wrong, tmp_path / "b", question(limit=60, loss="task"))
 
@@ -338,7 +357,125 @@ def test_a_plan_counts_what_a_pilot_costs(llama: Pair, task: Echo, tmp_path: Pat
     assert loose["pilot_loss"] >= 0.3 and loose["prompts"] is None
 
 
+def test_ids_are_used_up_no_further_than_they_are_asked_for(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    ids = tuple(f"train-{i}" for i in range(60))
+    assert plan(llama, task, tmp_path, question(ids=ids), pilot=10)["pilot"] == 10
+    assert len(list(Journal(tmp_path / "uses.jsonl"))) == 10
+    assert certify(llama, task, tmp_path, question(ids=ids[10:], limit=30))["tried"][0]["n"] <= 30
+    assert len(list(Journal(tmp_path / "uses.jsonl"))) == 40
+
+
+def test_another_generation_config_is_another_question(
+    llama: Pair, task: Echo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = certify(llama, task, tmp_path, question(max_drop=0.9, limit=30))
+    monkeypatch.setattr(llama.target.model.generation_config, "repetition_penalty", 1.3)
+    after = certify(llama, task, tmp_path, question(max_drop=0.9, limit=30))
+    assert after["binds"]["generation_config"] != before["binds"]["generation_config"]
+    assert after["binds"]["data"] != before["binds"]["data"], "on prompts of its own"
+    llama.generate("w1 w2", rule=f"certified:{tmp_path}")
+
+
+def test_prompts_that_another_runs_head_was_fitted_on_are_left_out(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    old, width = tmp_path / "old", 2 * (llama.target.hidden_size + llama.draft.hidden_size)
+    for _ in mine(llama, task, old, limit=40, max_new_tokens=12):
+        pass
+    Head(torch.ones(width) / 9, 0.0, Inputs(), 0.5, llama.fingerprints).save(old / "judge")
+    certify(llama, task, tmp_path / "new", question(rules=(f"judge:{old / 'judge'}@0.5",), limit=160))
+    used = {use["id"] for use in Journal(tmp_path / "new" / "uses.jsonl")}
+    assert used == {f"train-{i}" for i in range(40, 160)}
+    shutil.copytree(old / "judge", tmp_path / "alone" / "judge")
+    with pytest.raises(InputError, match=r"neither journal\.jsonl nor uses\.jsonl lies beside it"):
+        certify(llama, task, tmp_path / "new", question(rules=(f"judge:{tmp_path / 'alone' / 'judge'}@0.5",)))
+
+
+def test_a_template_that_tells_the_date_hides_no_use(
+    llama: Pair, task: Echo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for day in ("w1", "w2"):
+        template = day + "{% for message in messages %} {{ message.content }}{% endfor %}"
+        monkeypatch.setattr(llama.target.tokenizer, "chat_template", template)
+        if day == "w1":
+            for _ in mine(llama, task, tmp_path, limit=40, max_new_tokens=12):
+                pass
+    drawn = fresh(llama, task, tmp_path, question(), "key", 160)
+    assert {sample.id for sample in drawn} == {f"train-{i}" for i in range(40, 160)}
+
+
+def test_what_is_asked_again_is_what_the_run_has(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    one, two = (question(rules=("topk:1",), max_drop=most, limit=20) for most in (0.3, 0.4))
+    first, second = certify(llama, task, tmp_path, one), certify(llama, task, tmp_path, two)
+    assert read_certificate(tmp_path) == second
+    for asked, made in ((one, first), (two, second), (one, first)):
+        assert certify(llama, task, tmp_path, asked) == made == read_certificate(tmp_path)
+    assert [path.name for path in sorted(tmp_path.glob("certificate*.json"))] == [
+        "certificate-1.json",
+        "certificate-2.json",
+        "certificate.json",
+    ]
+    assert certify(llama, task, tmp_path, question(rules=("topk:2", "topk:3"), limit=20)) != certify(
+        llama, task, tmp_path, question(rules=("topk",), thresholds=(), limit=20)
+    )
+
+
+def test_a_torn_publication_is_made_good(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    none = certify(llama, task, tmp_path, question(max_drop=0.01, limit=10))
+    made = certify(llama, task, tmp_path, question(max_drop=0.9, limit=20))
+    write_json(tmp_path / "certificate.json", none)  # killed before it was written
+    assert certify(llama, task, tmp_path, question(max_drop=0.9, limit=20)) == made == read_certificate(tmp_path)
+
+
+def test_a_broken_certificate_is_refused(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    made = certify(llama, task, tmp_path, question(max_drop=0.9, limit=20))
+    path = tmp_path / "certificate.json"
+    for broken, says in (("5", "not an object"), ("{}", "lacks certified"), (json.dumps(made | {"binds": []}), "lacks binds models"),
+                         (json.dumps(made | {"binds": {k: v for k, v in made["binds"].items() if k != "heads"}}), "lacks binds heads")):  # fmt: skip
+        path.write_text(broken)
+        with pytest.raises(InputError, match=says):
+            llama.generate("w1 w2", rule=f"certified:{tmp_path}")
+
+
+def test_a_loss_is_too_high_only_where_that_is_shown() -> None:
+    row = {"rule": "topk:2", "n": 50, "losses": 1.0}
+    assert "too few prompts" in _reason(question(max_drop=0.01), {**row, "hopeless": False})
+    assert "the loss is too high" in _reason(question(max_drop=0.01), {**row, "losses": 20.0, "hopeless": True})
+
+
 # ---- the audit
+
+
+def test_an_audit_asks_for_the_certificates_own_task_and_options(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    sampled = question(max_drop=0.95, temperature=0.7, stop="confidence:0.2", limit=30)
+    made = certify(llama, task, tmp_path, sampled)
+    assert made["certified"]
+    prompts = [(task.prompt(i), task.right[task.prompt(i)]) for i in range(20)]
+    said = list(audit(Audit(tmp_path, llama, task, share=1.0), prompts))
+    records = list(Journal(tmp_path / "audit.jsonl"))
+    options = {"temperature": 0.7, "stop": "confidence:0.2"}
+    assert [record["text"] for record in records] == answers(
+        llama, task, made["certified"]["rule"], [p for p, _ in prompts], **options
+    )
+    assert len(said) == 20
+    with pytest.raises(InputError, match="answers found and compared by 'echo None', not 'wordmath 2'"):
+        Audit(tmp_path, llama, lenience.task("wordmath"))
+    with pytest.raises(InputError, match="batch_size -1"):
+        list(audit(Audit(tmp_path, llama, task), prompts, batch_size=-1))
+
+
+def test_a_file_is_audited_once(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    certify(llama, task, tmp_path, question(max_drop=0.9))
+    prompts = [(task.prompt(i), task.right[task.prompt(i)]) for i in range(60)]
+    torn = Audit(tmp_path, llama, task, share=0.5)
+    for _, _ in zip(range(7), audit(torn, prompts, batch_size=4)):
+        pass
+    watch = Audit(tmp_path, llama, task, share=0.5)
+    list(audit(watch, prompts, batch_size=4))
+    state = watch.state
+    assert state.seen == 60 and 15 < state.audited < 45
+    again = Audit(tmp_path, llama, task, share=0.5)
+    assert [one for one in audit(again, prompts) if one] == [] and again.state == state
+    list(audit(again, prompts[:30]))
+    assert again.state.seen == 90, "another file"
 
 
 def test_an_audit_sees_a_share_and_survives_a_restart(llama: Pair, task: Echo, tmp_path: Path) -> None:
@@ -396,7 +533,12 @@ def test_an_audit_refuses_what_it_cannot_watch(llama: Pair, task: Echo, tmp_path
     with pytest.raises(InputError, match="certifies nothing"):
         Audit(tmp_path, llama, task)
     bad = tmp_path / "prompts.jsonl"
-    for text, says in (("", "has no prompts"), ("{}\n", "line 1: KeyError"), ("[1]\n", "line 1")):
+    for text, says in (
+        ("", "has no prompts"),
+        ("{}\n", "line 1: KeyError"),
+        ("[1]\n", "line 1"),
+        ('{"prompt": 5}\n', "line 1: "),
+    ):
         bad.write_text(text)
         with pytest.raises(InputError, match=says):
             read_prompts(bad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from collections.abc import Iterator, Sequence
@@ -13,13 +14,13 @@ import numpy as np
 import torch
 
 from lenience.bounds import Alarm, sequence
-from lenience.certificate import PREFIX, read_certificate
+from lenience.certificate import DEFAULTS, PREFIX, read_certificate
 from lenience.core import Noise, uniform
 from lenience.errors import InputError
 from lenience.journal import Journal
 from lenience.model import Prompt
 from lenience.pair import Generation, Options, Pair
-from lenience.tasks import JsonlTask, Sample, Task
+from lenience.tasks import JsonlTask, Sample, Task, reads
 
 
 @dataclass(frozen=True)
@@ -33,15 +34,18 @@ class State:
     interval: tuple[float, float]
     """A confidence sequence's for the mean loss: it holds at all times together."""
     drifted: bool
-    """Whether the certificate no longer holds: it says so wrongly, ever, with a chance of at most 1 − confidence."""
+    """Whether the loss is above what was certified: it says so wrongly, ever, with a chance of at most 1 − confidence."""
     loss: str
+    unreferenced: int
+    """Of how many audited prompts only the disagreement of the answers is known, of which a paired loss is a part."""
 
 
 class Audit:
     """Watches the answers of "certified:RUN": a server calls `see` with each. Of the prompts a random `share` is also decoded
     by the target alone. With a reference the loss is the paired one, without one the disagreement of the answers, of which
-    the paired loss is a part, so that alarms may come early but not late. RUN/audit.jsonl keeps everything, so that a server
-    may be started again; threads may share an audit. Raises InputError where there is nothing to watch.
+    the paired loss is a part: then alarms do not come late, but may come though nothing more is lost. RUN/audit.jsonl keeps
+    everything, so that a server may be started again; threads may share an audit. Raises InputError where there is nothing
+    to watch, or for a task that finds or compares answers otherwise than the certificate's.
     """
 
     def __init__(self, run: Path, pair: Pair, task: Task, *, share: float = 0.05, confidence: float = 0.95, seed: int = 0):
@@ -55,35 +59,45 @@ class Audit:
             raise InputError(
                 f"{run}: bounds the {self.made['loss']} loss, which live prompts do not tell; certify the paired one"
             )
-        self.rule = f"{PREFIX}{run}"
+        binds = self.made["binds"]
+        if reads(task) != binds["reads"]:
+            raise InputError(
+                f"{run}: was certified with answers found and compared by {binds['reads']!r}, not {reads(task)!r}; name the "
+                "same --task, --answer and --same"
+            )
         self.pair, self.task, self.share, self.seed = pair, task, share, seed
         self.alpha = 1 - confidence
-        self.options = pair.certified({"rule": self.rule})
+        self.options = pair.certified(cast(Options, {"rule": f"{PREFIX}{run}", **{name: binds[name] for name in DEFAULTS}}))
         self.alarm = Alarm(self.made["max_drop"], self.alpha)
         self.journal, self.losses, self.drifted, self.seen = Journal(run / "audit.jsonl"), list[float](), False, 0
+        self.unreferenced, self.rows = 0, dict[str, set[int]]()  # of files, by their content: which rows are done
         self._lock = threading.Lock()
         for record in self.journal.resume():
             if record["certified"] == self.made["certified"]["rule"] and record["data"] == self.made["binds"]["data"]:
                 self._count(record)
 
-    def picks(self, prompt: Prompt) -> bool:
-        """Whether the next prompt is audited: drawn anew at each, by its number and its content."""
+    def picks(self, prompt: Prompt, number: int) -> bool:
+        """Whether the prompt of this number is audited: drawn anew at each, by its number and its content."""
         ids = self.pair.target.encode(prompt)
-        key = Noise.for_prompt(self.seed, ids).key(self.seen, "audit")
+        key = Noise.for_prompt(self.seed, ids).key(number, "audit")
         return float(uniform(torch.tensor([key]))[0]) < self.share
 
     def see(self, prompt: Prompt, text: str, reference: str | None = None) -> State | None:
         """Take note of a lenient answer to a prompt; a State where it was audited."""
         with self._lock:
-            if not self.picks(prompt):
-                self.seen += 1
+            self.seen += 1
+            if not self.picks(prompt, self.seen - 1):
                 return None
+        return self.check(prompt, text, reference)
+
+    def check(self, prompt: Prompt, text: str, reference: str | None, **more: Any) -> State:
+        """Audit a lenient answer in any case; `more` is kept in the journal beside it."""
         options: Options = {**self.options, "rule": "target"}
         alone = self.pair.generate(prompt, **options)
         with self._lock:
             record = {"prompt": prompt, "loss": self._loss(prompt, text, alone, reference), "text": text, "target": alone.text,
-                      "reference": reference, "seen": self.seen + 1, "certified": self.made["certified"]["rule"],
-                      "data": self.made["binds"]["data"]}  # fmt: skip
+                      "reference": reference, "seen": self.seen, "certified": self.made["certified"]["rule"],
+                      "data": self.made["binds"]["data"], **more}  # fmt: skip
             self.journal.append(record)
             self._count(record)
             return self.state
@@ -98,13 +112,18 @@ class Audit:
 
     def _count(self, record: dict[str, Any]) -> None:
         self.losses.append(record["loss"])
-        self.seen = record["seen"]
+        self.seen = max(self.seen, record["seen"])
+        self.unreferenced += record["reference"] is None
+        if "file" in record:
+            self.rows.setdefault(record["file"], set()).add(record["row"])
         self.drifted = self.alarm.add(record["loss"]) or self.drifted
 
     @property
     def state(self) -> State:
         interval = sequence(np.array(self.losses), self.alpha)
-        return State(self.seen, len(self.losses), sum(self.losses), interval, self.drifted, self.made["loss"])
+        told = self.made["loss"]
+        unknown = self.unreferenced if told == "paired" else 0
+        return State(self.seen, len(self.losses), sum(self.losses), interval, self.drifted, told, unknown)
 
 
 def read_prompts(path: Path) -> list[tuple[Prompt, str | None]]:
@@ -113,14 +132,16 @@ def read_prompts(path: Path) -> list[tuple[Prompt, str | None]]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read ({error}); name a JSONL file of prompts") from None
-    found: list[tuple[Prompt, str | None]] = []
+    found = list[tuple[Prompt, str | None]]()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-            prompt = row["prompt"] if "prompt" in row else row["messages"]
-        except (ValueError, TypeError, KeyError) as error:
+            prompt = row["messages"] if row.get("prompt") is None else row["prompt"]
+            if not isinstance(prompt, str | list):
+                raise TypeError(f"{prompt!r:.40} is no text")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InputError(f"{path}, line {number}: {type(error).__name__} {error}; a row has prompt or messages") from None
         reference = row.get("reference")
         found.append((prompt, None if reference is None else str(reference)))
@@ -130,9 +151,21 @@ def read_prompts(path: Path) -> list[tuple[Prompt, str | None]]:
 
 
 def audit(watch: Audit, prompts: Sequence[tuple[Prompt, str | None]], batch_size: int = 16) -> Iterator[State | None]:
-    """Answer prompts with the certified rule and watch; yields what `Audit.see` says of each."""
-    for begin in range(0, len(prompts), batch_size):
-        part = prompts[begin : begin + batch_size]
-        outs = watch.pair.generate_batch([prompt for prompt, _ in part], batch_size=batch_size, rule=watch.rule)
-        for (prompt, reference), out in zip(part, outs):
-            yield watch.see(prompt, out.text, reference)
+    """Audit a share of a file's prompts, answering those with the certified rule; yields a State for each, or None for what was
+    audited before: a file counts once. Raises InputError for a prompt that cannot be used, before any work."""
+    if batch_size < 1:
+        raise InputError(f"batch_size {batch_size}: must be 1 or more")
+    file = hashlib.blake2b(json.dumps(prompts).encode(), digest_size=8).hexdigest()
+    done, before = watch.rows.get(file, set()), watch.seen
+    known = {record["file"]: record["before"] for record in watch.journal if "file" in record}
+    before = known.get(file, before)
+    chosen = [row for row, (prompt, _) in enumerate(prompts) if watch.picks(prompt, row)]
+    yield from (None for row in chosen if row in done)
+    left = [row for row in chosen if row not in done]
+    for begin in range(0, len(left), batch_size):
+        part = left[begin : begin + batch_size]
+        outs = watch.pair.generate_batch([prompts[row][0] for row in part], batch_size=batch_size, **watch.options)
+        for row, out in zip(part, outs):
+            watch.seen = max(watch.seen, before + row + 1)
+            yield watch.check(prompts[row][0], out.text, prompts[row][1], file=file, row=row, before=before)
+    watch.seen = max(watch.seen, before + len(prompts))

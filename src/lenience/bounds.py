@@ -81,6 +81,10 @@ class Binomial(Test):
             state[: fits + 1] = 0
         return passed
 
+    def power(self, mean: float) -> float:
+        """The chance that a setting of this mean loss passes."""
+        return self._reaches(mean, len(self.looks) - 1, self.most[-1], self.most)
+
     def passes(self, look: int, losses: NDArray) -> bool:
         return int(losses.sum()) <= self.most[look]
 
@@ -199,7 +203,7 @@ class Alarm:
 
 def sequence(losses: NDArray, alpha: float) -> tuple[float, float]:
     """A confidence sequence's interval for the mean now: at all times together it holds with confidence 1 − alpha, and wherever
-    one stops."""
+    one stops. Its lower end is above its upper one where no one mean fits all the losses: it has changed."""
     if not len(losses):
         return 0.0, 1.0
     above = _first(lambda mean: bool(wealth(losses, mean).max() >= 2 / alpha), 0.0)
@@ -216,16 +220,19 @@ def looks(n: int) -> tuple[int, ...]:
 
 
 def needed(limit: float, alpha: float, mean: float, power: float = 0.8, most: int = 1_000_000) -> int | None:
-    """How many 0/1 losses it takes for a setting of this mean loss to pass with a chance of `power`; None where it takes more
-    than `most`, as it does from the limit on."""
+    """How many 0/1 losses it takes for a setting of this mean loss to pass `Binomial` with a chance of `power`; None where it
+    takes more than `most`, as it does from the limit on."""
     if mean >= limit:
         return None
     n = math.ceil(math.log(alpha) / math.log1p(-limit))
     while n <= most:
         fits = int(binom.ppf(alpha, n, limit))
         fits -= int(binom.cdf(fits, n, limit) > alpha)
-        if fits >= 0 and binom.cdf(fits, n, mean) >= power:
-            return n
+        if fits >= 0 and binom.cdf(fits, n, mean) >= power:  # at one look; several take a little more
+            if n * limit > 1000:  # where counting takes long
+                return math.ceil(1.05 * n)
+            if Binomial(limit, alpha, looks(n)).power(mean) >= power:
+                return n
         n = math.ceil(n * 1.02) + 1
     return None
 

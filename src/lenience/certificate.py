@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lenience.errors import InputError
+from lenience.heads import Learned
 from lenience.journal import read_json, write_json
+from lenience.rules import terms
+from lenience.stops import Stop, parse_stop
 
 PREFIX = "certified:"
 FILE = "certificate.json"
 KEYS = ("certified", "max_drop", "confidence", "n", "losses", "upper_bound", "procedure", "binds")
+BINDS = ("models", "tokenizer", "template", "generation_config", "heads", "drafter", "window", "stop", "temperature", "top_k",
+         "top_p", "max_new_tokens", "task", "reads", "data")  # fmt: skip
 DEFAULTS: dict[str, Any] = {"stop": "fixed", "temperature": 0.0, "top_k": None, "top_p": None}
 """Of what a certificate binds and a caller may leave out; a window and a length limit are then the certificate's."""
 
@@ -30,23 +36,34 @@ def read_certificate(folder: Path) -> dict[str, Any]:
         raise InputError(f"{path}: there is no certificate; `lenience certify {path.parent}` makes one")
     made = read_json(path)
     lacking = [key for key in KEYS if key not in made]
+    if not lacking:
+        binds = made["binds"] if isinstance(made["binds"], dict) else {}
+        lacking = [f"binds {key}" for key in BINDS if key not in binds]
+    if not lacking and made["certified"]:
+        lacking = [f"certified {key}" for key in ("rule", "heads") if key not in made["certified"]]
     if lacking:
         raise InputError(f"{path}: is no certificate, it lacks {', '.join(lacking)}; certify again")
     return made
 
 
 def keep(folder: Path, made: dict[str, Any]) -> Path:
-    """Write a run's certificate. One that certifies something is never written over: by another one it is moved to
-    certificate-N.json, and one that certifies nothing is then written beside it."""
-    path = folder / FILE
-    if path.exists() and read_json(path).get("certified"):
-        free = next(
-            folder / f"certificate-{n}.json" for n in range(1, 10**6) if not (folder / f"certificate-{n}.json").exists()
-        )
-        if not made["certified"]:
-            path = free
-        else:
-            os.replace(path, free)
+    """Write a run's certificate. One that certifies something is never written over: by another one it is moved, with its page,
+    to certificate-N.json, and one that certifies nothing is then written beside it."""
+    made, path = json.loads(json.dumps(made)), folder / FILE
+    others = [folder / f"certificate-{n}.json" for n in range(1, 1 + sum(1 for _ in folder.glob("certificate-*.json")))]
+    known, free = (
+        {other: read_json(other) for other in others if other.exists()},
+        folder / f"certificate-{len(others) + 1}.json",
+    )
+    before = read_json(path) if path.exists() else {}
+    if before == made or not before.get("certified"):
+        pass
+    elif not made["certified"]:
+        path = next((other for other, told in known.items() if told == made), free)
+    elif before not in known.values():
+        os.replace(path, free)
+        if path.with_suffix(".html").exists():
+            os.replace(path.with_suffix(".html"), free.with_suffix(".html"))
     write_json(path, made)
     return path
 
@@ -68,26 +85,55 @@ def resolve(rule: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
         raise InputError(f"{rule}: answers were certified to their end; leave stop_strings out")
     for name in ("window", "max_new_tokens", *DEFAULTS):
         value = options.setdefault(name, binds[name] if name not in DEFAULTS else DEFAULTS[name])
-        value = str(value) if name == "stop" else value
-        if value != binds[name]:
+        differs = unplaced_stop(value) != unplaced_stop(binds[name]) if name == "stop" else value != binds[name]
+        if differs:
             raise InputError(
                 f"{rule}: was certified with {name} {binds[name]!r}, not {value!r}; give the same, or certify again"
             )
     now = folder.parent if folder.suffix == ".json" else folder
-    return {**options, "rule": moved(made["certified"]["rule"], made["certified"]["folder"], now)}, binds
+    return {**options, "rule": _where_it_is(made["certified"]["rule"], made["certified"]["heads"], now)}, binds
 
 
-def moved(spec: str, old: str, now: Path) -> str:
-    """A rule's spec whose heads lie in a run folder, where that is now."""
-    if Path(old).exists():
-        return spec
-    return re.sub(rf'(?<=[:=])"?{re.escape(old)}(/[^"@,|&=]*)"?', lambda found: f'"{now}{found[1]}"', spec)
+def places(rule: str, folder: Path) -> dict[str, str]:
+    """Where the heads of a rule lie, by their paths in it: within the run folder, or else on this machine."""
+    found = {}
+    for term in terms(rule):
+        if isinstance(term, Learned):
+            within = os.path.relpath(Path(term.path).resolve(), folder.resolve())
+            found[term.path] = str(Path(term.path).resolve()) if within.startswith("..") else within
+    return found
+
+
+def _where_it_is(rule: str, heads: Mapping[str, str], now: Path) -> str:
+    """A rule of a run folder that may have been moved or copied."""
+    for term in terms(rule):
+        if isinstance(term, Learned) and term.path in heads:
+            rule = rule.replace(str(term), _placed(term, now / heads[term.path]))
+    return rule
+
+
+def unplaced(rule: str) -> str:
+    """A rule without where its heads lie."""
+    for term in terms(rule):
+        if isinstance(term, Learned):
+            rule = rule.replace(str(term), _placed(term, Path(term.path).name))
+    return rule
+
+
+def unplaced_stop(stop: str | Stop) -> str:
+    """A stop condition without where its head lies."""
+    stop = parse_stop(stop)
+    return _placed(stop, Path(stop.path).name) if isinstance(stop, Learned) else str(stop)
+
+
+def _placed(one: Any, path: Path | str) -> str:
+    return str(replace(one, path=str(path)))
 
 
 def check_binding(rule: str, binds: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise InputError, by name, for the first of the models, heads and templates that is not what was certified."""
     for name, value in now.items():
-        if name in binds and binds[name] != value:
+        if binds[name] != value:
             raise InputError(f"{rule}: was certified with another {name} ({_short(binds[name], value)}); certify again")
 
 

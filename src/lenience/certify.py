@@ -13,17 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from filelock import FileLock
 
 from lenience.bounds import TESTS, Test, Tried, climb, looks, needed, needed_like
-from lenience.certificate import FILE, keep
+from lenience.certificate import FILE, keep, places, unplaced, unplaced_stop
 from lenience.compare import GRID
 from lenience.errors import InputError
-from lenience.journal import Journal, digest, note_uses, open_run, read_json, write_json
+from lenience.heads import Learned
+from lenience.journal import Journal, Uses, digest, known_as, note_uses, open_run, read_json, write_json
 from lenience.mining import check_prompts, describe
-from lenience.pair import Options, Pair
+from lenience.pair import Options, Pair, check_options
 from lenience.report import write_certificate
 from lenience.rules import ALONE, Judge, parse_rule, terms
-from lenience.tasks import Sample, Task, take
+from lenience.stops import parse_stop
+from lenience.tasks import Sample, Task, reads, take
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -70,6 +73,8 @@ class Question:
         for name, value in (("max_drop", self.max_drop), ("confidence", self.confidence)):
             if not 0 < value < 1:
                 raise InputError(f"{name} {value}: must be between 0 and 1, as a fraction")
+        if self.limit is not None and self.limit < 1:
+            raise InputError(f"limit {self.limit}: must be 1 or more")
         if self.loss not in LOSSES:
             raise InputError(f"loss {self.loss!r}: name one of {', '.join(LOSSES)}")
         if self.procedure not in ("auto", *TESTS):
@@ -98,6 +103,8 @@ class Question:
     def prompts(self) -> int:
         """By default, as many as let a setting pass, four times in five, that loses a third of what is allowed; four times as
         many where losses are not 0 or 1, as little is known of them."""
+        if self.ids:
+            return min(len(self.ids), self.limit or len(self.ids))
         return self.limit or (1 if self.loss in BINARY else 4) * (
             needed(self.max_drop, self.alpha, self.max_drop / 3) or 10_000
         )
@@ -147,26 +154,25 @@ def fresh(pair: Pair, task: Task, folder: Path, question: Question, key: str, n:
     """Up to n prompts, drawn at random, that neither mining nor fitting nor an earlier certificate nor a choice of window has
     used; what the question of this key has used before is its own, and comes in the same order. Raises InputError where
     one that is named was used, or none are left."""
-    mined = {digest(record["prompt_ids"]): record["id"] for record in Journal(folder / "journal.jsonl")}
-    spent = {use["prompt"]: use for use in Journal(folder / "uses.jsonl")}
+    spent = Uses(folder, _beside_heads(folder, question))
     samples = take(task, question.split, None)
     if unknown := set(question.ids) - {sample.id for sample in samples}:
         raise InputError(f"prompt {sorted(unknown)[0]!r}: task {task.name!r} has no such one in its split {question.split!r}")
     random.Random(question.seed).shuffle(samples)
+    known = known_as(task.name, getattr(task, "version", None))
     found = dict[str, Sample]()
     for sample in samples:
         if len(found) == n or (question.ids and sample.id not in question.ids):
             continue
         content = digest(pair.target.encode(sample.prompt))
-        use = {"use": "mining", "key": None} if content in mined else spent.get(content, {"key": key})
-        if content in mined and mined[content] != sample.id and question.split != "train":
+        use = spent.of(known, sample.id, content) or {"use": "this certificate already", "key": key}
+        if use["use"] == "mining" and use["id"] != sample.id and question.split != "train":
             raise InputError(
-                f"overlapping splits: {sample.id} of {question.split!r} is {mined[content]}, which was mined; separate them"
+                f"overlapping splits: {sample.id} of {question.split!r} is {use['id']}, which was mined; separate them"
             )
         if use["key"] != key or content in found:
             if question.ids:
-                what = use.get("use", "this certificate already")
-                raise InputError(f"prompt {sample.id}: has been used for {what}; a certificate needs fresh ones")
+                raise InputError(f"prompt {sample.id}: has been used for {use['use']}; a certificate needs fresh ones")
             continue
         found[content] = sample
     if not found:
@@ -175,6 +181,25 @@ def fresh(pair: Pair, task: Task, folder: Path, question: Question, key: str, n:
             "data, or another --split"
         )
     return list(found.values())
+
+
+def _beside_heads(folder: Path, question: Question) -> list[Path]:
+    """The other run folders whose heads the question uses. Raises InputError for a head beside which nothing says what it was
+    fitted on."""
+    asked = [term for rule in question.rules for term in terms(ladder(rule, question.thresholds)[0])]
+    found = list[Path]()
+    for head in [*asked, parse_stop(question.stop)]:
+        if not isinstance(head, Learned):
+            continue
+        run = Path(head.path).parent
+        if not any((run / name).exists() for name in ("journal.jsonl", "uses.jsonl")):
+            raise InputError(
+                f"{head.path}: neither journal.jsonl nor uses.jsonl lies beside it to say what it was fitted on, so no prompt "
+                "is known to be fresh; use the head in the run folder that it was fitted in"
+            )
+        if run.resolve() != folder.resolve() and run not in found:
+            found.append(run)
+    return found
 
 
 # ---- answers and losses
@@ -215,12 +240,17 @@ class Calibration:
         """[n] in [0, 1], of the target alone against a rule."""
         alone, lenient = self.answers("target", n, "the target alone"), self.answers(rule, n, what)
         if self.question.loss in ("paired", "net") and not any(record["correct"] for record in alone):
+            self._check_target()
+        pairs = zip(self.samples, alone, lenient)
+        return np.array([_loss(self.task, self.question.loss, sample, a, b) for sample, a, b in pairs])
+
+    def _check_target(self) -> None:
+        n = len(self.samples)
+        if not any(record["correct"] for record in self.answers("target", n, "the target alone")):
             raise InputError(
                 f"task {self.task.name!r}: the target answers none of {n} prompts rightly, so nothing can be lost; look at "
                 "how answers are found (--answer, --same), or bound the disagreement (--loss disagreement)"
             )
-        pairs = zip(self.samples, alone, lenient)
-        return np.array([_loss(self.task, self.question.loss, sample, a, b) for sample, a, b in pairs])
 
     def told(self, test: Test, rule: str, one: Tried) -> dict[str, Any]:
         """How a setting's test ended; losses and bounds as they are asked for, also of the net drop."""
@@ -251,6 +281,7 @@ class Calibration:
             "top_p": None,
             "max_new_tokens": self.options["max_new_tokens"],
             "task": self.task.name,
+            "reads": reads(self.task),
             "data": data_hash(self.samples),
         }
 
@@ -283,23 +314,29 @@ def calibration(pair: Pair, task: Task, folder: Path, question: Question, use: s
     settings = [setting for rule in question.rules for setting in ladder(rule, question.thresholds)]
     for setting in settings:
         pair.check(setting, question.stop, question.temperature)
+    check_options(question.window, question.max_new_tokens or 1, question.temperature, seed=question.seed)
     _check_run(task, folder)
     if question.loss == "task" and not hasattr(task, "loss"):
         raise InputError(f"task {task.name!r}: has no loss(text, target_text, sample); see docs/your-own-task.md")
-    asked = _asked(pair, task, question, settings, use)
+    asked = _asked(pair, task, question, use)
     key = hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=6).hexdigest()
-    wanted, tuned = len(question.ids) or question.prompts(), TUNING if question.window == "auto" else 0
-    samples = fresh(pair, task, folder, question, key, wanted + tuned)
-    n = len(samples) - tuned
-    if n < 1:
-        raise InputError(f"window auto: needs {TUNING} fresh prompts of its own, and there are {len(samples)}; give a number")
-    if question.loss in ("paired", "net") and any(sample.reference is None for sample in samples[:n]):
-        raise InputError(f"task {task.name!r}: has prompts without a reference; --loss disagreement needs none")
-    max_new_tokens = check_prompts(pair, task, samples, question.max_new_tokens)
-    place = folder / use / key
-    open_run(place, {**asked, "data": data_hash(samples[:n])}, "asked.json")
-    for part, what in ((samples[:n], use), (samples[n:], "window")):
-        note_uses(folder, [(sample.id, pair.target.encode(sample.prompt)) for sample in part], what, key)
+    wanted, tuned = question.prompts(), TUNING if question.window == "auto" else 0
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "uses.lock"):  # two certificates that are made at the same time share no prompt
+        samples = fresh(pair, task, folder, question, key, wanted + tuned)
+        n = len(samples) - tuned
+        if n < 1:
+            raise InputError(
+                f"window auto: needs {TUNING} fresh prompts of its own, and there are {len(samples)}; give a number"
+            )
+        if question.loss in ("paired", "net") and any(sample.reference is None for sample in samples[:n]):
+            raise InputError(f"task {task.name!r}: has prompts without a reference; --loss disagreement needs none")
+        max_new_tokens = check_prompts(pair, task, samples, question.max_new_tokens)
+        place = folder / use / key
+        open_run(place, {**asked, "data": data_hash(samples[:n])}, "asked.json")
+        for part, what in ((samples[:n], use), (samples[n:], "window")):
+            prompts = [(sample.id, pair.target.encode(sample.prompt)) for sample in part]
+            note_uses(folder, prompts, what, key, known_as(task.name, getattr(task, "version", None)))
     options: Options = {"stop": question.stop, "temperature": question.temperature, "seed": question.seed,
                         "max_new_tokens": max_new_tokens}  # fmt: skip
     if tuned:
@@ -310,21 +347,18 @@ def calibration(pair: Pair, task: Task, folder: Path, question: Question, use: s
     return Calibration(pair, task, question, samples[:n], place, {**options, "window": question.window}, show)
 
 
-def _asked(pair: Pair, task: Task, question: Question, settings: list[str], use: str) -> dict[str, Any]:
+def _asked(pair: Pair, task: Task, question: Question, use: str) -> dict[str, Any]:
     """What makes a question the same: not where models and heads lie, but what they are."""
-    rules = [_unplaced(setting) for setting in settings]
-    heads = sorted({head for setting in settings for head in pair.binding(setting, question.stop)["heads"]})
-    asked = describe(pair, task, use=use, heads=heads, question={**vars(question), "rules": rules})
+    rules = [ladder(rule, question.thresholds) for rule in question.rules]
+    bound = [pair.binding(setting, question.stop) for settings in rules for setting in settings]
+    settled = {
+        "rules": [[unplaced(setting) for setting in settings] for settings in rules],
+        "stop": unplaced_stop(question.stop),
+    }
+    asked = describe(pair, task, use=use, question=vars(question) | settled, binds=bound)
     asked["models"] = {role: {**model, "name": ""} for role, model in asked["models"].items()}
     del asked["versions"], asked["pair"]
     return dict(json.loads(json.dumps(asked)))
-
-
-def _unplaced(setting: str) -> str:
-    for term in terms(setting):
-        if isinstance(term, Judge):
-            setting = setting.replace(str(term), str(replace(term, path=Path(term.path).name)))
-    return setting
 
 
 def _check_run(task: Task, folder: Path) -> None:
@@ -353,8 +387,7 @@ def certify(pair: Pair, task: Task, folder: Path, question: Question, show: Show
     began = time.perf_counter()
     on = calibration(pair, task, folder, question, "calibration", show)
     if (on.place / FILE).exists():
-        made = read_json(on.place / FILE)
-        return made if (folder / FILE).exists() else _publish(folder, made)
+        return _publish(folder, read_json(on.place / FILE))
     question, n = on.question, len(on.samples)
     test, chains = question.test(n), list[list[dict[str, Any]]]()
     for rule in question.rules:
@@ -368,7 +401,7 @@ def certify(pair: Pair, task: Task, folder: Path, question: Question, show: Show
     best = max(last, key=lambda row: row["tokens_per_pass"], default=None)
     shown = best or min((chain[0] for chain in chains), key=lambda row: row["upper_bound"])
     made = {
-        "certified": {**best, "threshold": _threshold(best["rule"]), "folder": str(folder)} if best else None,
+        "certified": {**best, "threshold": _threshold(best["rule"]), "heads": places(best["rule"], folder)} if best else None,
         "max_drop": question.max_drop,
         "confidence": question.confidence,
         "loss": question.loss,
@@ -411,9 +444,10 @@ def _procedure(question: Question, test: Test) -> str:
 
 def _reason(question: Question, row: dict[str, Any]) -> str:
     rate = row["losses"] / row["n"]
-    if rate >= question.max_drop:
+    if row["hopeless"] and rate >= question.max_drop:
         return f"the loss is too high: already the strictest setting, {row['rule']}, lost {rate:.2%} of {row['n']} prompts"
-    return f"too few prompts: the strictest setting, {row['rule']}, lost {row['losses']:g} of {row['n']}"
+    more = ", more than is allowed, but on too few to be sure" if rate >= question.max_drop else ""
+    return f"too few prompts: the strictest setting, {row['rule']}, lost {row['losses']:g} of {row['n']}{more}"
 
 
 def plan(
@@ -422,7 +456,7 @@ def plan(
     """From a pilot of fresh prompts, which are then used up: for each setting, how many calibration prompts it would take to
     certify it four times in five if it loses what it lost in the pilot (at least a quarter of what is allowed), and how many
     target passes and minutes, with all stricter settings and the target alone."""
-    on = calibration(pair, task, folder, replace(question, limit=pilot), "pilot", show)
+    on = calibration(pair, task, folder, replace(question, limit=pilot, ids=question.ids[:pilot]), "pilot", show)
     pilot, rows = len(on.samples), list[dict[str, Any]]()
     for rule in question.rules:
         decoded = on.answers("target", pilot, "the target alone")

@@ -20,7 +20,7 @@ from lenience.certificate import is_certified
 from lenience.decode import pieces
 from lenience.errors import InputError
 from lenience.heads import Learned
-from lenience.journal import Journal, note_uses, open_run, read_json, write_json
+from lenience.journal import Journal, known_as, note_uses, open_run, read_json, write_json
 from lenience.mining import check_prompts, describe
 from lenience.pair import Generation, Options, Pair, check_options
 from lenience.rules import ALONE, Judge, parse_rule, terms
@@ -126,6 +126,7 @@ def compare(
     with _folder(out, asked) as folder:
         run = _Run(pair, task, folder, {"max_new_tokens": max_new_tokens, "stop": stop, **sampling})
         yield run.estimate(rules, windows, len(others), samples, min(timed, len(samples)) * repeats, batch_size)
+        run.note_uses(rules, {"window": others, "comparison": samples})
         settings = yield from run.settings(rules, windows, others)
         answers = yield from run.answers(settings, samples, batch_size)
         timings = yield from run.timings(settings, samples[:timed], repeats)
@@ -215,6 +216,16 @@ class _Run:
         each = middle - began, (time.perf_counter() - middle) / len(batch)
         return Estimate(one_by_one * each[0] + together * each[1], one_by_one + together)
 
+    def note_uses(self, rules: Sequence[str], used: dict[str, list[Sample]]) -> None:
+        """In the run folders of the heads that are compared: a certificate must not use prompts that a choice was made on."""
+        learned = [*(judge for rule in rules for judge in _judges(rule)), parse_stop(self.options.get("stop", "fixed"))]
+        task = known_as(self.task.name, getattr(self.task, "version", None))
+        for run in {Path(head.path).parent for head in learned if isinstance(head, Learned)}:
+            if any((run / name).exists() for name in ("run.json", "uses.jsonl")):
+                for use, samples in used.items():
+                    spent = [(sample.id, self.pair.target.encode(sample.prompt)) for sample in samples]
+                    note_uses(run, spent, use, "compare", task)
+
     def settings(
         self, rules: Sequence[str], windows: Sequence[int], samples: Sequence[Sample]
     ) -> Generator[Progress, None, list[Setting]]:
@@ -227,10 +238,6 @@ class _Run:
         if len(windows) == 1:
             found |= {(rule, windows[0]): Setting(rule, windows[0]) for rule in drafting}
         else:
-            for head in {Path(judge.path) for rule in drafting for judge in _judges(rule)}:
-                if (head.parent / "run.json").exists():  # a certificate of that run must not use these prompts
-                    spent = [(sample.id, self.pair.target.encode(sample.prompt)) for sample in samples]
-                    note_uses(head.parent, spent, "window", "compare")
             speed = yield from self._speeds([(rule, window) for rule in drafting for window in windows], samples)
             fastest = {rule: max(windows, key=lambda window: speed[rule, window]) for rule in drafting}
             found |= {(rule, window): Setting(rule, window, "fastest") for rule, window in fastest.items()}

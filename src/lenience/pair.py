@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import statistics
 import time
@@ -292,6 +291,7 @@ class Pair:
         template = getattr(self.target.tokenizer, "chat_template", None)
         config = self.target.model.generation_config
         settings = {} if config is None else {k: v for k, v in config.to_diff_dict().items() if k != "transformers_version"}
+        settings = {k: v if isinstance(v, int | float | str | None) else repr(v) for k, v in settings.items()}
         return {
             "models": {
                 role: {"fingerprint": lm.fingerprint, "dtype": str(lm.model.dtype).removeprefix("torch.")}
@@ -299,7 +299,7 @@ class Pair:
             },
             "tokenizer": self.target.tokenizer_fingerprint,
             "template": hashlib.blake2b(str(template).encode(), digest_size=8).hexdigest() if template else None,
-            "generation_config": json.loads(json.dumps(settings, default=str)),
+            "generation_config": settings,
             "heads": [one.head.fingerprint for one in learned if isinstance(one, Learned)],
             "drafter": "model",
         }

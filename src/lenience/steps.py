@@ -194,18 +194,25 @@ def audit_run(
     """Answer prompts with a certified rule and watch it, with progress; warns of a drift."""
     from lenience.audit import Audit, audit
 
-    watch = Audit(run, pair, task, **options)
+    watch, again = Audit(run, pair, task, **options), 0
     with progress() as show:
-        for done, _ in enumerate(audit(watch, prompts, batch_size), 1):
-            show("auditing", done, len(prompts))
+        for done, state in enumerate(audit(watch, prompts, batch_size), 1):
+            again += state is None
+            show("auditing", done, max(done, round(watch.share * len(prompts))))
     state = watch.state
     low, high = state.interval
+    present = f"at present in {low:.2%}–{high:.2%}" if low <= high else "which has changed on the way"
     screen.print(
-        f"{state.audited} of {state.seen} prompts audited: loss {state.losses:g}, at present in {low:.2%}–{high:.2%} "
-        f"(certified: at most {watch.made['max_drop']:.2%})",
+        f"{state.audited} of {state.seen} prompts audited: loss {state.losses:g}, {present} "
+        f"(certified: at most {watch.made['max_drop']:.2%})" + (f"; {again} had been audited before" if again else ""),
         highlight=False,
     )
-    if state.drifted:
+    if state.drifted and state.unreferenced:
+        screen.print(
+            f"[red]the answers differ more than was certified; {state.unreferenced} of them had no reference and may differ "
+            "without being wrong: give references, or decode strictly and certify again[/]"
+        )
+    elif state.drifted:
         screen.print("[red]drift: the certificate no longer holds for these prompts; decode strictly and certify again[/]")
     return state
 

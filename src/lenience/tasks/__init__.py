@@ -45,6 +45,11 @@ def take(task: Task, split: str, limit: int | None) -> list[Sample]:
     return found
 
 
+def reads(task: Task) -> str:
+    """How a task finds and compares answers, whatever its samples are."""
+    return getattr(task, "reads", None) or f"{task.name} {getattr(task, 'version', None)}"
+
+
 def _from_file(path: Path, name: str) -> Task:
     """Run a user's own file and take `name` from it."""
     module_spec = importlib.util.spec_from_file_location(f"lenience_task_{path.stem}", path)

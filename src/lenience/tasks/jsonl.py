@@ -37,7 +37,8 @@ class JsonlTask:
         self._normal = COMPARISONS[same]
         self._rows = list(_rows(path))
         content = hashlib.blake2b(path.read_bytes(), digest_size=6).hexdigest()
-        self.name = f"{path.name} ({content}) answer={answer} same={same}"
+        self.reads = f"answer={answer} same={same}"
+        self.name = f"{path.name} ({content}) {self.reads}"
 
     def samples(self, split: str) -> Iterator[Sample]:
         for number, row in enumerate(self._rows):
