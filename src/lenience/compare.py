@@ -122,7 +122,8 @@ def compare(
         raise InputError(f"task {task.name!r}: sample {unknown[0]} has no reference, and accuracy cannot be told without one")
     sampling: Options = {"temperature": temperature, "seed": seed}
     asked = describe(pair, task, split="test", max_new_tokens=max_new_tokens, rules=rules, windows=list(windows),
-                     stop=stop, tuning=tuning, heads=heads(rules, stop), **sampling)  # fmt: skip
+                     stop=stop, tuning=tuning, heads=heads(rules, stop),
+                     generation_config=pair.binding("exact")["generation_config"], **sampling)  # fmt: skip
     with _folder(out, asked) as folder:
         run = _Run(pair, task, folder, {"max_new_tokens": max_new_tokens, "stop": stop, **sampling})
         yield run.estimate(rules, windows, len(others), samples, min(timed, len(samples)) * repeats, batch_size)
