@@ -55,7 +55,7 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
     certificate = certify_run(pair, task, folder, question)
 
     screen.rule(f"4. comparing on {limit} held-out problems")
-    rules = ["target", "draft", "exact", "topk:2", "topk:4", *judges]
+    rules = ["target", "draft", "exact", "topk:2", *judges]
     if (out / "compare.json").exists() and read_json(out / "compare.json")["rules"] != rules:
         discard(out)  # of another judge
     frontier = follow(compare(pair, task, rules, windows=WINDOWS, limit=limit, tuning=4, timed=8, repeats=1, out=out))
