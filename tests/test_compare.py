@@ -17,7 +17,7 @@ from lenience.compare import GRID, JUDGED, SHARES, Estimate, Progress, Setting, 
 from lenience.heads import Head, Inputs
 from lenience.mining import mine
 from lenience.pair import Pair
-from lenience.report import AXES, example, family, plot, short, write_report
+from lenience.report import AXES, example, family, named, plot, short, write_report
 from lenience.tasks import load_task, take
 
 RULES = ["exact", "topk:2"]
@@ -242,6 +242,13 @@ def test_a_rule_is_shortened_but_not_changed() -> None:
     rule = "judge:a/run/judge,floor=0.1@0.9&topk:4|judge:a/run/mlp,budget=3@0.99"
     assert short({"rule": rule}) == "judge,floor=0.1@0.9&topk:4|mlp,budget=3@0.99"
     assert short({"rule": 'judge:"a/run/judge"@0.9'}) == "judge@0.9" and short({"rule": "draft"}) == "draft"
+
+
+def test_judges_of_one_name_are_told_apart() -> None:
+    rules = ["judge:a/run/judge@0.9", "judge:b/run/judge@0.9", "judge:a/run/mlp@0.9", "exact"]
+    found = named([{"rule": rule} for rule in rules])
+    assert [row["name"] for row in found] == ["a/run/judge@0.9", "b/run/judge@0.9", "mlp@0.9", "exact"]
+    assert [row["family"] for row in found] == ["a/run/judge", "b/run/judge", "mlp", "exact"]
 
 
 def test_a_missing_judge_is_told_before_any_work(llama: Pair, tmp_path: Path) -> None:

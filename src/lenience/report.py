@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, Template
@@ -26,27 +28,42 @@ ORIGINS = {
 }
 
 
-def family(rule: str) -> str:
-    """The group that a rule is drawn with: the name of its last term and which of its settings are given, for a judge the
-    folder of its head."""
+def named(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with a `name` and a `family`, in which a judge is called by as much of its path as tells it from the others."""
+    paths = {Path(term.path) for row in rows for term in terms(row["rule"]) if isinstance(term, Judge)}
+    labels = {}
+    for path in paths:
+        ends = (Path(*path.parts[-n:]) for n in range(1, len(path.parts) + 1))
+        labels[str(path)] = str(
+            next(end for end in ends if sum(other.parts[-len(end.parts) :] == end.parts for other in paths) == 1)
+        )
+    return [{**row, "name": short(row, labels), "family": family(row["rule"], labels)} for row in rows]
+
+
+def family(rule: str, labels: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The group that a rule is drawn with: the name of its last term and which of its settings are given, for a judge what
+    `labels` calls it, or the folder of its head."""
     found = terms(rule)
     if not found:
         return rule
     last = found[-1]
     if isinstance(last, Judge):
-        return Path(last.path).name
+        return labels.get(str(Path(last.path)), Path(last.path).name)
     keys = re.findall(r"[,:]([a-z]+)(?==|[,@]|$)", str(last))  # top, margin, … and a divergence
     return " ".join([last.name, *keys])
 
 
-def short(row: dict[str, Any]) -> str:
-    """A row's rule with no more of its judge's path than its folder."""
+def short(row: dict[str, Any], labels: Mapping[str, str] = MappingProxyType({})) -> str:
+    """A row's rule with no more of its judge's path than what `labels` calls it, or its folder."""
+    if "name" in row:
+        return str(row["name"])
     told = str(parse_rule(row["rule"])) if row["rule"] not in ALONE else row["rule"]  # as its terms print themselves
     for term in terms(told):
         if isinstance(term, Judge):
             limits = str(replace(term, path="x", threshold=None)).removeprefix("judge:x")
             at = "" if term.threshold is None else f"@{probability(term.threshold)}"
-            told = told.replace(str(term), Path(term.path).name + limits + at)
+            label = labels.get(str(Path(term.path)), Path(term.path).name)
+            told = told.replace(str(term), label + limits + at)
     return told
 
 
@@ -82,18 +99,19 @@ def plot(frontier: dict[str, Any], certificate: dict[str, Any] | None = None) ->
 
     figure = Figure(figsize=(13.5, 5), layout="constrained")
     axes = figure.subplots(1, 3, sharey=True)
-    rows = list(enumerate(frontier["rows"]))
+    rows = list(enumerate(named(frontier["rows"])))
     fastest = [(i, row) for i, row in rows if not why(row)]
-    others = dict.fromkeys(name for _, row in rows if (name := family(row["rule"])) not in COLORS)
+    others = dict.fromkeys(name for _, row in rows if (name := row["family"]) not in COLORS)
     colors = COLORS | {name: OTHERS[i % len(OTHERS)] for i, name in enumerate(others)}
     marked = []
     for number, (axis, (key, label)) in enumerate(zip(axes, AXES)):
         _line(axis, key, frontier.get("allocation", []), rows[0][1]["n"])
         marked.append(_marks(axis, number, key, label, fastest if number else rows, colors))
         _ring(axis, key, rows[0][1]["n"], fastest if number else rows, (certificate or {}).get("certified") or {})
-    low, high = axes[0].get_ylim()
+    low = axes[0].get_ylim()[0]
+    high = max(_inside(row["accuracy_interval"][1], 2 * row["n"]) for _, row in rows)
+    high = 1 - 0.7 * (1 - high)  # a little room on a logit scale
     axes[0].set_yscale("logit")
-    high = min(high, _inside(1, 2 * rows[0][1]["n"]))
     axes[0].set_ylim(max(low, 0.02), high)
     ticks = [share for share in (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99) if max(low, 0.02) < share < high]
     axes[0].set_yticks(ticks, [f"{100 * share:.0f}" for share in ticks])
@@ -143,7 +161,7 @@ def _marks(
     groups: dict[tuple[str, bool], list[tuple[int, dict[str, Any]]]] = {}
     for i, row in rows:
         if row[key] is not None:
-            groups.setdefault((family(row["rule"]), bool(why(row))), []).append((i, row))
+            groups.setdefault((row["family"], bool(why(row))), []).append((i, row))
     marks = []
     for (name, other), group in sorted(groups.items(), key=lambda item: item[0][1]):
         group.sort(key=lambda item: item[1][key])
@@ -241,6 +259,7 @@ def write_report(
 ) -> None:
     """Write report.html and, beside it, frontier.svg; `mining` adds what was mined and fitted: samples, mismatches,
     important_share, judge_auc; `certificate` marks what was certified, and says it."""
+    frontier = {**frontier, "rows": named(frontier["rows"])}
     drawn = _svg(plot(frontier, certificate))
     path.with_name("frontier.svg").write_text(drawn, encoding="utf-8")
     page = _template("report.html").render(

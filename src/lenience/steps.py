@@ -240,12 +240,12 @@ def _duration(seconds: float) -> str:
 
 
 def print_table(frontier: dict[str, Any]) -> None:
-    from lenience.report import short, why
+    from lenience.report import named, short, why
 
     table = Table("rule", title=escape(f"{frontier['task']}, {frontier['rows'][0]['n']} prompts, {frontier['machine']}"))
     for column in ("window", "accuracy", "paired loss", "tokens/pass", "tokens/s", "s/right answer"):
         table.add_column(column, justify="right")
-    for row in frontier["rows"]:
+    for row in named(frontier["rows"]):
         low, high = row["accuracy_interval"]
         lost = row["paired_loss_interval"]
         table.add_row(
