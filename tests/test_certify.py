@@ -275,6 +275,10 @@ def test_a_valid_certificate_is_never_written_over(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "certificate.json").read_text()) == valid
     assert keep(tmp_path, better).name == "certificate.json"
     assert json.loads((tmp_path / "certificate-2.json").read_text()) == valid
+    (tmp_path / "certificate-1.json").unlink()
+    keep(tmp_path, {"certified": {"rule": "c"}})
+    kept = {path.name: json.loads(path.read_text())["certified"]["rule"] for path in tmp_path.glob("*.json")}
+    assert kept == {"certificate.json": "c", "certificate-1.json": "b", "certificate-2.json": "a"}
 
 
 def test_of_several_rules_the_fastest_that_passes_at_its_share_is_taken(llama: Pair, task: Echo, tmp_path: Path) -> None:

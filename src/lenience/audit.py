@@ -70,7 +70,8 @@ class Audit:
         self.options = pair.certified(cast(Options, {"rule": f"{PREFIX}{run}", **{name: binds[name] for name in DEFAULTS}}))
         self.alarm = Alarm(self.made["max_drop"], self.alpha)
         self.journal, self.losses, self.drifted, self.seen = Journal(run / "audit.jsonl"), list[float](), False, 0
-        self.unreferenced, self.rows = 0, dict[str, set[int]]()  # of files, by their content: which rows are done
+        self.unreferenced = 0
+        self.files = dict[str, tuple[int, set[int]]]()  # by their content: what was seen before them, and which rows are done
         self._lock = threading.Lock()
         for record in self.journal.resume():
             if record["certified"] == self.made["certified"]["rule"] and record["data"] == self.made["binds"]["data"]:
@@ -115,7 +116,7 @@ class Audit:
         self.seen = max(self.seen, record["seen"])
         self.unreferenced += record["reference"] is None
         if "file" in record:
-            self.rows.setdefault(record["file"], set()).add(record["row"])
+            self.files.setdefault(record["file"], (record["before"], set()))[1].add(record["row"])
         self.drifted = self.alarm.add(record["loss"]) or self.drifted
 
     @property
@@ -156,12 +157,10 @@ def audit(watch: Audit, prompts: Sequence[tuple[Prompt, str | None]], batch_size
     if batch_size < 1:
         raise InputError(f"batch_size {batch_size}: must be 1 or more")
     file = hashlib.blake2b(json.dumps(prompts).encode(), digest_size=8).hexdigest()
-    done, before = watch.rows.get(file, set()), watch.seen
-    known = {record["file"]: record["before"] for record in watch.journal if "file" in record}
-    before = known.get(file, before)
+    before, done = watch.files.get(file, (watch.seen, set()))
     chosen = [row for row, (prompt, _) in enumerate(prompts) if watch.picks(prompt, row)]
-    yield from (None for row in chosen if row in done)
     left = [row for row in chosen if row not in done]
+    yield from (None for _ in range(len(chosen) - len(left)))
     for begin in range(0, len(left), batch_size):
         part = left[begin : begin + batch_size]
         outs = watch.pair.generate_batch([prompts[row][0] for row in part], batch_size=batch_size, **watch.options)

@@ -50,11 +50,8 @@ def keep(folder: Path, made: dict[str, Any]) -> Path:
     """Write a run's certificate. One that certifies something is never written over: by another one it is moved, with its page,
     to certificate-N.json, and one that certifies nothing is then written beside it."""
     made, path = json.loads(json.dumps(made)), folder / FILE
-    others = [folder / f"certificate-{n}.json" for n in range(1, 1 + sum(1 for _ in folder.glob("certificate-*.json")))]
-    known, free = (
-        {other: read_json(other) for other in others if other.exists()},
-        folder / f"certificate-{len(others) + 1}.json",
-    )
+    known = {other: read_json(other) for other in sorted(folder.glob("certificate-*.json"))}
+    free = next(one for n in range(1, len(known) + 2) if not (one := folder / f"certificate-{n}.json").exists())
     before = read_json(path) if path.exists() else {}
     if before == made or not before.get("certified"):
         pass
