@@ -200,7 +200,8 @@ def rungs(made: dict[str, Any]) -> Any:
         axes.plot([x, x], [low, high], color=color, linewidth=1)
         axes.plot(x, low, "o", color=color, markersize=5)
         axes.plot(x, high, marker="_", color=color, markersize=12, markeredgewidth=2)
-        axes.annotate(short(row), (x, high), fontsize=7, color=color, xytext=(3, 4), textcoords="offset points")
+        axes.annotate(short(row), (x, high), fontsize=7, color=color, xytext=(0, 5), textcoords="offset points",
+                      rotation=35, rotation_mode="anchor")  # fmt: skip
     axes.axhline(100 * made["max_drop"], color="#6b7280", linestyle="--", linewidth=1)
     axes.set_ylim(min(0, axes.get_ylim()[0]), max(2.2 * 100 * made["max_drop"], min(axes.get_ylim()[1], 100)))
     axes.set_xlabel("tokens per pass of the target")
