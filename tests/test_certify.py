@@ -478,8 +478,11 @@ def test_a_file_is_audited_once(llama: Pair, task: Echo, tmp_path: Path) -> None
     assert state.seen == 60 and 15 < state.audited < 45
     again = Audit(tmp_path, llama, task, share=0.5)
     assert [one for one in audit(again, prompts) if one] == [] and again.state == state
-    list(audit(again, prompts[:30]))
-    assert again.state.seen == 90, "another file"
+    grown = [*prompts, *((task.prompt(i), task.right[task.prompt(i)]) for i in range(60, 90))]
+    more = [one for one in audit(again, grown) if one]
+    assert again.state.seen == 90 and again.state.audited == state.audited + len(more) and 5 < len(more) < 25
+    list(audit(again, grown[60:]))
+    assert again.state.seen == 120, "another file"
 
 
 def test_an_audit_sees_a_share_and_survives_a_restart(llama: Pair, task: Echo, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class Audit:
         self.alarm = Alarm(self.made["max_drop"], self.alpha)
         self.journal, self.losses, self.drifted, self.seen = Journal(run / "audit.jsonl"), list[float](), False, 0
         self.unreferenced = 0
-        self.files = dict[str, tuple[int, set[int]]]()  # by their content: what was seen before them, and which rows are done
+        self.rows = dict[tuple[int, str], int]()  # done of files, by number and content: what was seen before their file
         self._lock = threading.Lock()
         for record in self.journal.resume():
             if record["certified"] == self.made["certified"]["rule"] and record["data"] == self.made["binds"]["data"]:
@@ -115,8 +115,8 @@ class Audit:
         self.losses.append(record["loss"])
         self.seen = max(self.seen, record["seen"])
         self.unreferenced += record["reference"] is None
-        if "file" in record:
-            self.files.setdefault(record["file"], (record["before"], set()))[1].add(record["row"])
+        if "row" in record:
+            self.rows[record["row"], record["content"]] = record["before"]
         self.drifted = self.alarm.add(record["loss"]) or self.drifted
 
     @property
@@ -153,18 +153,19 @@ def read_prompts(path: Path) -> list[tuple[Prompt, str | None]]:
 
 def audit(watch: Audit, prompts: Sequence[tuple[Prompt, str | None]], batch_size: int = 16) -> Iterator[State | None]:
     """Audit a share of a file's prompts, answering those with the certified rule; yields a State for each, or None for what was
-    audited before: a file counts once. Raises InputError for a prompt that cannot be used, before any work."""
+    audited before: a row counts once, also of a file that grows. Raises InputError for a prompt that cannot be used, before
+    any work."""
     if batch_size < 1:
         raise InputError(f"batch_size {batch_size}: must be 1 or more")
-    file = hashlib.blake2b(json.dumps(prompts).encode(), digest_size=8).hexdigest()
-    before, done = watch.files.get(file, (watch.seen, set()))
+    contents = [hashlib.blake2b(json.dumps(row).encode(), digest_size=8).hexdigest() for row in prompts]
+    before = next((watch.rows[row] for row in enumerate(contents) if row in watch.rows), watch.seen)
     chosen = [row for row, (prompt, _) in enumerate(prompts) if watch.picks(prompt, row)]
-    left = [row for row in chosen if row not in done]
+    left = [row for row in chosen if (row, contents[row]) not in watch.rows]
     yield from (None for _ in range(len(chosen) - len(left)))
     for begin in range(0, len(left), batch_size):
         part = left[begin : begin + batch_size]
         outs = watch.pair.generate_batch([prompts[row][0] for row in part], batch_size=batch_size, **watch.options)
         for row, out in zip(part, outs):
             watch.seen = max(watch.seen, before + row + 1)
-            yield watch.check(prompts[row][0], out.text, prompts[row][1], file=file, row=row, before=before)
+            yield watch.check(prompts[row][0], out.text, prompts[row][1], row=row, content=contents[row], before=before)
     watch.seen = max(watch.seen, before + len(prompts))
