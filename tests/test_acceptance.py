@@ -178,7 +178,7 @@ def test_or_binds_weaker_than_and() -> None:
     ("topk:99999999999999999999", "32 bits"), ("exact&topk:2", "joined by |"), ("block|topk:2", "cannot be joined"), ("ensemble:0.5|exact", "cannot be joined"),
     ("mentored:1&topk:2", "cannot be joined"), ("fly|topk:3", "cannot be joined"), ("topk:2&", "there is no rule ''"),
     ("topk:2,floor=2", "floor 2: must be"), ("topk:2,budget=-1", "budget -1"), ("topk:2,begin=x", "give both"),
-    ("fuzzy:hellinger@0.1", "one of kl, js, tv"), ("fuzzy:kl", "needs threshold: write fuzzy@T"), ("lenient:0", "above 0"),
+    ("fuzzy:hellinger@0.1", "one of kl, js, tv"), ("fuzzy:kl", "needs threshold: write fuzzy:kl@T"), ("judge:x@0.9,budget=2", "write judge:x,budget=2@0.9"), ("lenient:0", "above 0"),
     ("lenient:1.5", "at most 1"), ("random:2", "at most 1"), ("exact:floor=0.1", "no argument 'floor'"), ("kl:x", "a number"),
     ("topk:2,ratio=3", "at most 1"), ("typical:0.1", "needs delta"), ("topk:2,budget=x", "a whole number"), ("fly:0.3,0", "at least 1"),
 ])  # fmt: skip

@@ -86,6 +86,10 @@ def test_show_colours_without_losing_text() -> None:
     (["compare", "--rule", "exact", "--limit", "0"], "--limit 0"),
     (["decode"], "decode"),
     (["generate", "Ann", "--dtype", "float99"], "float99"),
+    (["demo", "--limit", "0"], "--limit 0"),
+    (["demo", "--fresh", "-1"], "--fresh -1"),
+    (["certify", "{tmp}/nosuch"], "there is no such folder"),
+    (["certify", "{tmp}", "--rule", "topk:2", "--split", "tset"], "no split 'tset'"),
     (["generate", "Ann", "--device", "cuda:7"], "cuda:7"),
     (["mine", "--out", "{tmp}/r", "--limit", "-1"], "limit -1"),
 ])  # fmt: skip

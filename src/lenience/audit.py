@@ -83,6 +83,16 @@ class Audit:
         key = Noise.for_prompt(self.seed, ids).key(number, "audit")
         return float(uniform(torch.tensor([key]))[0]) < self.share
 
+    def chosen(self, prompts: Sequence[tuple[Prompt, str | None]]) -> list[int]:
+        """Which rows of a file are audited. Raises InputError, by row, for a prompt that cannot be used."""
+        found = []
+        for row, (prompt, _) in enumerate(prompts):
+            try:
+                found += [row] if self.picks(prompt, row) else []
+            except InputError as error:
+                raise InputError(f"prompt {row + 1}: {error}") from None
+        return found
+
     def see(self, prompt: Prompt, text: str, reference: str | None = None) -> State | None:
         """Take note of a lenient answer to a prompt; a State where it was audited."""
         with self._lock:
@@ -111,7 +121,16 @@ class Audit:
         same = text == alone.text or self.task.same(self.task.answer(text), self.task.answer(alone.text)) is True
         return float(not same)
 
+    def reach(self, seen: int) -> None:
+        """So many prompts have been answered, the last of them not audited."""
+        if seen > self.seen:
+            self.seen = seen
+            self.journal.append({"seen": seen, "certified": self.made["certified"]["rule"], "data": self.made["binds"]["data"]})
+
     def _count(self, record: dict[str, Any]) -> None:
+        if "loss" not in record:
+            self.seen = max(self.seen, record["seen"])
+            return
         self.losses.append(record["loss"])
         self.seen = max(self.seen, record["seen"])
         self.unreferenced += record["reference"] is None
@@ -159,7 +178,7 @@ def audit(watch: Audit, prompts: Sequence[tuple[Prompt, str | None]], batch_size
         raise InputError(f"batch_size {batch_size}: must be 1 or more")
     contents = [hashlib.blake2b(json.dumps(row).encode(), digest_size=8).hexdigest() for row in prompts]
     before = next((watch.rows[row] for row in enumerate(contents) if row in watch.rows), watch.seen)
-    chosen = [row for row, (prompt, _) in enumerate(prompts) if watch.picks(prompt, row)]
+    chosen = watch.chosen(prompts)
     left = [row for row in chosen if (row, contents[row]) not in watch.rows]
     yield from (None for _ in range(len(chosen) - len(left)))
     for begin in range(0, len(left), batch_size):
@@ -168,4 +187,4 @@ def audit(watch: Audit, prompts: Sequence[tuple[Prompt, str | None]], batch_size
         for row, out in zip(part, outs):
             watch.seen = max(watch.seen, before + row + 1)
             yield watch.check(prompts[row][0], out.text, prompts[row][1], row=row, content=contents[row], before=before)
-    watch.seen = max(watch.seen, before + len(prompts))
+    watch.reach(before + len(prompts))

@@ -135,6 +135,7 @@ def ladder(rule: str, thresholds: Sequence[float] = ()) -> list[str]:
     if len(open_) > 1:
         raise InputError(f"rule {rule}: has several thresholds to choose; give all but one")
     term = open_[0]
+    thresholds = sorted(thresholds, reverse=isinstance(term, Judge))  # whoever asks may not know which way is strict
     if not thresholds:
         listed = term.head.metrics.get("thresholds", []) if isinstance(term, Judge) else []
         thresholds = list(dict.fromkeys(sorted((row["threshold"] for row in listed), reverse=True)))
@@ -177,8 +178,8 @@ def fresh(pair: Pair, task: Task, folder: Path, question: Question, key: str, n:
         found[content] = sample
     if not found:
         raise InputError(
-            f"task {task.name!r}: none of the {len(samples)} prompts of its split {question.split!r} is fresh; give more "
-            "data, or another --split"
+            f"task {task.name!r}: none of the {len(samples)} prompts of its split {question.split!r} is fresh; name a file of "
+            "others (--task), or another --split"
         )
     return list(found.values())
 

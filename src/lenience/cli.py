@@ -150,9 +150,11 @@ def mine(
     task = choice.load()
     pair = models.load(long=True)
     counts = mine_run(pair, task, out, limit, max_new_tokens=choice.max_new_tokens, batch_size=batch_size)
+    found_none = counts["abstained"] == counts["mismatches"] > 0
     screen.print(
         f"{counts['samples']} samples, {counts['mismatches']} mismatches, {counts['important']} important, "
-        f"{counts['abstained']} without a parseable answer; next: lenience fit {out}",
+        f"{counts['abstained']} without a parseable answer; "
+        + ("no answer was found in any, look at --answer" if found_none else f"next: lenience fit {out}"),
         highlight=False,
         markup=False,
     )
@@ -220,6 +222,8 @@ def fit(
     inputs = inputs_of(role, from_ == "annotated", models, tokens, layer)
     options: dict[str, Any] = {"kind": kind, "recall": recall, "seed": seed}
     folder = out or (run.with_suffix("") if from_ == "annotated" else run) / role
+    if from_ == "run" and run.is_file():
+        raise InputError(f"{run}: is a file; name a run folder or, for annotated answers, give --from annotated")
     if file := next((part for part in (folder, *folder.parents) if part.is_file()), None):
         raise InputError(f"--out {folder}: {file} is a file; name another folder")
     if from_ == "annotated":
@@ -258,7 +262,7 @@ def certify(
         The rule, by default the run's judge; one without its threshold, or a name such as topk or fuzzy:js, stands for a ladder
         of settings from strict to lenient. Of several rules the fastest that passes is certified.
     threshold
-        The ladder of thresholds, from strict to lenient.
+        The thresholds to try.
     loss
         paired (the target alone was right and the lenient answer is wrong), net (losses less gains), disagreement with the
         target's answer (needs no references), or task (what the task's own loss returns, in [0, 1]).
@@ -289,6 +293,8 @@ def certify(
     from lenience.certify import Question, ladder
 
     choice = choice or TaskChoice()
+    if not run.exists() and not rule:
+        raise InputError(f"{run}: there is no such folder; lenience mine makes one")
     rules = rule or (judge_of(run),)
     question = Question(rules, max_drop, confidence, loss, procedure, threshold, window, stop, temperature, seed, limit,
                         read_ids(ids), split, choice.max_new_tokens)  # fmt: skip
@@ -306,8 +312,8 @@ def audit(
     run: Path, prompts: Path, /, *, share: float = 0.05, confidence: float = 0.95, batch_size: int = 16, seed: int = 0,
     choice: TaskChoice | None = None, models: Models | None = None, json: Json = False,
 ) -> None:  # fmt: skip
-    """Answer prompts with a run's certified rule, a small random share of them with the target alone as well, and say whether
-    the certificate still holds. RUN/audit.jsonl keeps what was seen.
+    """Answer a small random share of prompts both with a run's certified rule and with the target alone, and say whether the
+    certificate still holds. RUN/audit.jsonl keeps what was seen.
 
     Parameters
     ----------
@@ -316,7 +322,7 @@ def audit(
     prompts
         A JSONL file of prompt or messages and, if known, reference.
     share
-        The share of prompts that is decoded strictly as well.
+        The share of prompts that is audited.
     confidence
         A drift is told wrongly, ever, with a chance of at most one less this.
     batch_size
@@ -329,6 +335,8 @@ def audit(
 
     rows = read_prompts(prompts)  # what is wrong is told before the models are loaded
     read_certificate(run)
+    if choice and choice.max_new_tokens is not None:
+        raise InputError("--max-new-tokens: an audit decodes as certified; leave it out")
     task = task_of(run, choice or TaskChoice())
     pair = models_of(run, models).load(long=len(rows) > 100)
     state = audit_run(pair, task, run, rows, share=share, confidence=confidence, seed=seed, batch_size=batch_size)
@@ -408,6 +416,9 @@ def demo(*, out: Path = Path("demo"), fresh: int = 8, limit: int = 100, json: Js
     limit
         How many held-out problems to compare on.
     """
+    _check_limit(limit)
+    if fresh < 0:
+        raise InputError(f"--fresh {fresh}: must be 0 or more")
     with loading():
         from lenience.demo import tell
     told = tell(out, fresh, limit)
@@ -426,6 +437,7 @@ def _print_json(value: dict[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line. Exit status: 0 done, 1 the run failed, 2 the arguments or the input are wrong."""
+    warnings.formatwarning = lambda message, *_, **__: f"lenience: {message}\n"
     try:
         command, bound, _ = app.parse_args(argv, exit_on_error=False, print_error=False)
         command(*bound.args, **bound.kwargs)

@@ -84,11 +84,13 @@ def parse_term(text: str, what: str, kinds: Mapping[str, type[T]]) -> T:
     if at:
         if "threshold" not in types:
             raise InputError(f"{name} takes no @threshold")
+        if "," in at[-1]:
+            raise InputError(f"{name}'s threshold stands last: write {body},{at[-1].split(',', 1)[1]}@{at[-1].split(',')[0]}")
         given["threshold"] = _value(f"{name}'s threshold", "@".join(at), float)
     missing = [item.name for item in items if item.default is dataclasses.MISSING]
     for key in missing:
         if key not in given:
-            raise InputError(f"{name} needs {key}: write {name}" + ("@T" if key == "threshold" else f":{key.upper()}"))
+            raise InputError(f"{name} needs {key}: write " + (f"{body}@T" if key == "threshold" else f"{name}:{key.upper()}"))
     return kind(**given)
 
 

@@ -154,6 +154,7 @@ def certify_run(pair: Pair, task: Task, run: Path, question: Question, pilot: in
 
 
 def print_certificate(run: Path, made: dict[str, Any]) -> None:
+    from lenience.certificate import read_certificate
     from lenience.report import short
 
     table = Table("setting", title=f"loss ({made['loss']}) at most {made['max_drop']:.2%}, confidence {made['confidence']:.0%}")
@@ -170,6 +171,11 @@ def print_certificate(run: Path, made: dict[str, Any]) -> None:
         return
     more = f"; about {made['needed']} prompts would be needed" if made["needed"] else ""
     screen.print(f"nothing is certified: {made['reason']}{more}", highlight=False, markup=False)
+    if (now := read_certificate(run))["certified"]:
+        screen.print(
+            f"the run's earlier certificate, of a loss of at most {now['max_drop']:.2%}, stays: certified:{run} is "
+            f"{now['certified']['rule']}", highlight=False, markup=False,
+        )  # fmt: skip
 
 
 def print_plan(made: dict[str, Any]) -> None:
@@ -195,15 +201,18 @@ def audit_run(
     from lenience.audit import Audit, audit
 
     watch, again = Audit(run, pair, task, **options), 0
+    total = len(watch.chosen(prompts))
     with progress() as show:
         for done, state in enumerate(audit(watch, prompts, batch_size), 1):
             again += state is None
-            show("auditing", done, max(done, round(watch.share * len(prompts))))
+            show("auditing", done, total)
     state = watch.state
     low, high = state.interval
     present = f"at present in {low:.2%}–{high:.2%}" if low <= high else "which has changed on the way"
     screen.print(
-        f"{state.audited} of {state.seen} prompts audited: loss {state.losses:g}, {present} "
+        f"{state.audited} of {state.seen} prompts audited"
+        + (f", {state.unreferenced} without a reference, of which the disagreement counts" if state.unreferenced else "")
+        + f": loss {state.losses:g}, {present} "
         f"(certified: at most {watch.made['max_drop']:.2%})" + (f"; {again} had been audited before" if again else ""),
         highlight=False,
     )

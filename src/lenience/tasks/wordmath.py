@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
+from lenience.errors import InputError
 from lenience.tasks.base import Sample, number_after
 
 NAMES = [
@@ -364,6 +365,8 @@ class WordMath:
     max_new_tokens = 320
 
     def samples(self, split: str) -> Iterator[Sample]:
+        if split not in ("train", "test"):
+            raise InputError(f"task wordmath has no split {split!r}; it has train and test")
         for i in range(self.size):
             made = problem(split, i)
             yield Sample(f"{split}-{i}", prompt(made), str(made.answer))
