@@ -176,14 +176,14 @@ def test_how_many_prompts_other_losses_take() -> None:
     """Half are ties, a little more is gained than lost: what the count of losses alone would not tell."""
     seen = np.repeat([0.5, 1.0, 0.0], [90, 4, 6])
 
-    def test(n: int) -> Betting:
+    def bets(n: int) -> Betting:
         return Betting(0.505, 0.05, (n,))
 
-    n, rng = needed_like(test, seen), np.random.default_rng(5)
+    n, rng = needed_like(bets, seen), np.random.default_rng(5)
     assert n is not None and n > 100
-    passed = [test(size).passes(0, rng.choice(seen, size)) for size in [n] * 200 + [n // 2] * 200]
+    passed = [bets(size).passes(0, rng.choice(seen, size)) for size in [n] * 200 + [n // 2] * 200]
     assert np.mean(passed[:200]) > 0.65 > 0.6 > np.mean(passed[200:])
-    assert needed_like(test, np.full(50, 0.6), most=500) is None
+    assert needed_like(bets, np.full(50, 0.6), most=500) is None
 
 
 def test_looks_grow() -> None:

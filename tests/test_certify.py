@@ -5,7 +5,10 @@ from __future__ import annotations
 import html
 import json
 import shutil
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,14 +22,16 @@ from lenience import InputError, rules
 from lenience.annotated import Annotated
 from lenience.audit import Audit, audit, read_prompts
 from lenience.certificate import KEYS, keep, read_certificate
-from lenience.certify import Question, _reason, certify, fresh, ladder, plan
+from lenience.certify import Question, _reason, certify, plan
 from lenience.compare import compare
 from lenience.heads import Head, Inputs
-from lenience.journal import Journal, digest, write_json
-from lenience.mining import mine
+from lenience.journal import Journal, write_json
+from lenience.ladder import ladder
+from lenience.mining import check_prompts, mine
 from lenience.pair import Pair, load_pair
 from lenience.steps import fit_annotated
 from lenience.tasks import Sample
+from lenience.uses import digest, fresh
 
 
 class Echo:
@@ -151,11 +156,11 @@ def test_no_prompt_is_used_twice(llama: Pair, task: Echo, tmp_path: Path) -> Non
 
 
 def test_fresh_prompts_are_a_random_draw(llama: Pair, task: Echo, tmp_path: Path) -> None:
-    one, two = (fresh(llama, task, tmp_path, question(seed=seed), "key", 40) for seed in (0, 1))
+    one, two = (fresh(llama.target, task, tmp_path, "key", 40, seed=seed) for seed in (0, 1))
     assert [s.id for s in one] != [s.id for s in two] and [s.id for s in one] != [
         s.id for s in list(task.samples("train"))[:40]
     ]
-    assert one == fresh(llama, task, tmp_path, question(seed=0), "key", 40)
+    assert one == fresh(llama.target, task, tmp_path, "key", 40, seed=0)
 
 
 def test_what_is_certified_is_decoded_and_nothing_else(llama: Pair, task: Echo, tmp_path: Path) -> None:
@@ -386,12 +391,46 @@ def test_prompts_that_another_runs_head_was_fitted_on_are_left_out(llama: Pair, 
     for _ in mine(llama, task, old, limit=40, max_new_tokens=12):
         pass
     Head(torch.ones(width) / 9, 0.0, Inputs(), 0.5, llama.fingerprints).save(old / "judge")
-    certify(llama, task, tmp_path / "new", question(rules=(f"judge:{old / 'judge'}@0.5",), limit=160))
+    certify(llama, task, tmp_path / "new", question(rules=("topk:2", f"judge:{old / 'judge'}@0.5"), limit=160))
     used = {use["id"] for use in Journal(tmp_path / "new" / "uses.jsonl")}
     assert used == {f"train-{i}" for i in range(40, 160)}
     shutil.copytree(old / "judge", tmp_path / "alone" / "judge")
-    with pytest.raises(InputError, match=r"neither journal\.jsonl nor uses\.jsonl lies beside it"):
+    with pytest.raises(InputError, match=r"no run\.json, journal\.jsonl or uses\.jsonl lies beside it"):
         certify(llama, task, tmp_path / "new", question(rules=(f"judge:{tmp_path / 'alone' / 'judge'}@0.5",)))
+
+
+def test_a_stop_conditions_head_moves_with_its_run(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    inputs = Inputs(("draft",), ("previous",))
+    Head(torch.ones(llama.draft.hidden_size) / 9, 0.0, inputs, 0.5, llama.fingerprints, role="stop").save(run / "stop")
+    (run / "uses.jsonl").touch()
+    made = certify(llama, task, run, question(max_drop=0.9, stop=f"head:{run / 'stop'}@0.6"))
+    wanted = answers(llama, task, made["certified"]["rule"], ["w1 w2 w3"], stop=f"head:{run / 'stop'}@0.6")
+    run.rename(tmp_path / "moved")
+    rule, there = f"certified:{tmp_path / 'moved'}", f"head:{tmp_path / 'moved' / 'stop'}"
+    assert llama.generate("w1 w2 w3", rule=rule, stop=f"{there}@0.6").text == wanted[0]
+    with pytest.raises(InputError, match="certified with stop "):
+        llama.generate("w1 w2 w3", rule=rule, stop=f"{there}@0.7")
+    assert [one.audited for one in audit(Audit(tmp_path / "moved", llama, task, share=1.0), [("w1 w2 w3", "w1")])] == [1]
+
+
+def test_certificates_that_are_made_at_once_share_no_prompt(
+    llama: Pair, task: Echo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both wait for each other between drawing prompts and noting them, in vain where one keeps the other out."""
+    both, checked = threading.Barrier(2), check_prompts
+
+    def meet(*given):
+        with suppress(threading.BrokenBarrierError):
+            both.wait(timeout=1)
+        return checked(*given)
+
+    monkeypatch.setattr("lenience.certify.check_prompts", meet)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda most: certify(llama, task, tmp_path, question(max_drop=most, limit=30)), (0.3, 0.4)))
+    by_key = {use["key"]: {other["id"] for other in Journal(tmp_path / "uses.jsonl") if other["key"] == use["key"]}
+              for use in Journal(tmp_path / "uses.jsonl")}  # fmt: skip
+    assert [len(ids) for ids in by_key.values()] == [30, 30] and not set.intersection(*by_key.values())
 
 
 def test_a_template_that_tells_the_date_hides_no_use(
@@ -403,13 +442,15 @@ def test_a_template_that_tells_the_date_hides_no_use(
         if day == "w1":
             for _ in mine(llama, task, tmp_path, limit=40, max_new_tokens=12):
                 pass
-    drawn = fresh(llama, task, tmp_path, question(), "key", 160)
+    drawn = fresh(llama.target, task, tmp_path, "key", 160)
     assert {sample.id for sample in drawn} == {f"train-{i}" for i in range(40, 160)}
 
 
 def test_what_is_asked_again_is_what_the_run_has(llama: Pair, task: Echo, tmp_path: Path) -> None:
     one, two = (question(rules=("topk:1",), max_drop=most, limit=20) for most in (0.3, 0.4))
-    first, second = certify(llama, task, tmp_path, one), certify(llama, task, tmp_path, two)
+    first = certify(llama, task, tmp_path, one)
+    assert certify(llama, task, tmp_path, one) == first and len(list(tmp_path.glob("certificate*.json"))) == 1
+    second = certify(llama, task, tmp_path, two)
     assert read_certificate(tmp_path) == second
     for asked, made in ((one, first), (two, second), (one, first)):
         assert certify(llama, task, tmp_path, asked) == made == read_certificate(tmp_path)

@@ -87,6 +87,7 @@ def test_show_colours_without_losing_text() -> None:
     (["decode"], "decode"),
     (["generate", "Ann", "--dtype", "float99"], "float99"),
     (["demo", "--limit", "0"], "--limit 0"),
+    (["fit", __file__], "--from annotated"),
     (["demo", "--fresh", "-1"], "--fresh -1"),
     (["certify", "{tmp}/nosuch"], "there is no such folder"),
     (["certify", "{tmp}", "--rule", "topk:2", "--split", "tset"], "no split 'tset'"),
@@ -98,6 +99,14 @@ def test_wrong_input_is_one_line_and_exit_2(args: list[str], says: str, tmp_path
     assert done.returncode == 2
     assert says in done.stderr and done.stdout == ""
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_a_marker_that_finds_no_answer_is_told(checkpoints, tmp_path: Path) -> None:
+    target, draft = checkpoints("llama")
+    (tmp_path / "own.jsonl").write_text('{"prompt": "w1 w2", "reference": "w3", "split": "train"}\n')
+    task = ["--task", tmp_path / "own.jsonl", "--answer", "after:####", "--max-new-tokens", 12]
+    done = run("mine", "--target", target, "--draft", draft, *task, "--out", tmp_path / "r")
+    assert done.returncode == 0 and "no answer was found in any, look at --answer" in " ".join(done.stderr.split())
 
 
 def test_wrong_input_ends_a_process_with_2() -> None:

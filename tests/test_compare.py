@@ -13,8 +13,9 @@ from scipy.stats import beta
 from test_mining import ParityTask
 
 from lenience import InputError, rules
-from lenience.compare import GRID, JUDGED, SHARES, Estimate, Progress, Setting, allocation, compare, expand, rows
+from lenience.compare import SHARES, Estimate, Progress, Setting, allocation, compare, rows
 from lenience.heads import Head, Inputs
+from lenience.ladder import GRID, JUDGED, expand
 from lenience.mining import mine
 from lenience.pair import Pair
 from lenience.report import AXES, example, family, named, plot, short, write_report
@@ -207,6 +208,16 @@ def test_a_comparison_with_a_judge_that_was_fitted_anew_is_another_one(llama: Pa
     head.save(tmp_path / "judge")
     with pytest.raises(InputError, match="heads"):
         finish(compare(*given, windows=(3,), limit=2, out=tmp_path / "c"))
+
+
+def test_a_comparison_under_another_generation_config_is_another_one(
+    llama: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"windows": [4], "limit": 2, "timed": 1, "repeats": 1, "out": tmp_path / "cmp"}
+    finish(compare(llama, ParityTask(), RULES, **options))
+    monkeypatch.setattr(llama.target.model.generation_config, "repetition_penalty", 1.3)
+    with pytest.raises(InputError, match=r"generation_config repetition_penalty None, not 1\.3"):
+        finish(compare(llama, ParityTask(), RULES, **options))
 
 
 def test_what_cannot_be_compared_is_told_before_any_work(llama: Pair, tmp_path: Path) -> None:

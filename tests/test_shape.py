@@ -10,7 +10,7 @@ from pathlib import Path
 import lenience
 
 SOURCE = Path(lenience.__file__).parent
-ORDER = ["errors", "spec", "core", "divergence", "bounds", "journal", "heads", "acceptance", "rules", "stops", "certificate", "tasks", "model", "session", "replay", "export", "compiled", "drafters", "decode", "pair", "mining", "annotated", "compare",
+ORDER = ["errors", "spec", "core", "divergence", "bounds", "journal", "heads", "acceptance", "rules", "stops", "certificate", "ladder", "tasks", "uses", "model", "session", "replay", "export", "compiled", "drafters", "decode", "pair", "mining", "annotated", "compare",
          "report", "certify", "audit", "steps", "choices", "demo", "cli"]  # fmt: skip
 """Each module imports only what stands before it."""
 
@@ -52,5 +52,5 @@ def test_rules_never_import_the_model() -> None:
 
 
 def test_tasks_the_journal_and_the_command_line_start_without_torch() -> None:
-    code = "import sys, lenience.tasks, lenience.journal, lenience.cli; sys.exit('torch' in sys.modules)"
+    code = "import sys, lenience.tasks, lenience.journal, lenience.uses, lenience.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

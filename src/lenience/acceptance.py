@@ -208,7 +208,8 @@ class AnyOf:
     def check(self, fingerprints: Callable[[], dict[str, str]], sizes: dict[str, int]) -> None:
         for term in self.terms:
             term.check(fingerprints, sizes)
-        _ = self.layer
+        if len(self._layers) > 1:
+            raise InputError(f"{self}: its judges read states of different layers; fit them to the same one")
 
     @property
     def reads_draft(self) -> bool:
@@ -216,10 +217,11 @@ class AnyOf:
 
     @property
     def layer(self) -> int | None:
-        layers = {term.layer for term in self.terms if term.reads_target}
-        if len(layers) > 1:
-            raise InputError(f"{self}: its judges read states of different layers; fit them to the same one")
-        return next(iter(layers), None)
+        return next(iter(self._layers), None)
+
+    @property
+    def _layers(self) -> set[int | None]:
+        return {term.layer for term in self.terms if term.reads_target}
 
     @property
     def samples(self) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from lenience.bounds import Alarm, sequence
-from lenience.certificate import DEFAULTS, PREFIX, read_certificate
+from lenience.certificate import PREFIX, read_certificate, settled
 from lenience.core import Noise, uniform
 from lenience.errors import InputError
 from lenience.journal import Journal
@@ -67,14 +67,15 @@ class Audit:
             )
         self.pair, self.task, self.share, self.seed = pair, task, share, seed
         self.alpha = 1 - confidence
-        self.options = pair.certified(cast(Options, {"rule": f"{PREFIX}{run}", **{name: binds[name] for name in DEFAULTS}}))
+        self.options = pair.certified(cast(Options, settled(self.made, run) | {"rule": f"{PREFIX}{run}"}))
         self.alarm = Alarm(self.made["max_drop"], self.alpha)
         self.journal, self.losses, self.drifted, self.seen = Journal(run / "audit.jsonl"), list[float](), False, 0
         self.unreferenced = 0
         self.rows = dict[tuple[int, str], int]()  # done of files, by number and content: what was seen before their file
         self._lock = threading.Lock()
+        self._whose = {"certified": self.made["certified"]["rule"], "data": binds["data"]}  # of the journal's records
         for record in self.journal.resume():
-            if record["certified"] == self.made["certified"]["rule"] and record["data"] == self.made["binds"]["data"]:
+            if record.items() >= self._whose.items():
                 self._count(record)
 
     def picks(self, prompt: Prompt, number: int) -> bool:
@@ -107,8 +108,7 @@ class Audit:
         alone = self.pair.generate(prompt, **options)
         with self._lock:
             record = {"prompt": prompt, "loss": self._loss(prompt, text, alone, reference), "text": text, "target": alone.text,
-                      "reference": reference, "seen": self.seen, "certified": self.made["certified"]["rule"],
-                      "data": self.made["binds"]["data"], **more}  # fmt: skip
+                      "reference": reference, "seen": self.seen, **self._whose, **more}  # fmt: skip
             self.journal.append(record)
             self._count(record)
             return self.state
@@ -125,15 +125,14 @@ class Audit:
         """So many prompts have been answered, the last of them not audited."""
         if seen > self.seen:
             self.seen = seen
-            self.journal.append({"seen": seen, "certified": self.made["certified"]["rule"], "data": self.made["binds"]["data"]})
+            self.journal.append({"seen": seen, **self._whose})
 
     def _count(self, record: dict[str, Any]) -> None:
+        self.seen = max(self.seen, record["seen"])
         if "loss" not in record:
-            self.seen = max(self.seen, record["seen"])
             return
         self.losses.append(record["loss"])
-        self.seen = max(self.seen, record["seen"])
-        self.unreferenced += record["reference"] is None
+        self.unreferenced += record["reference"] is None and self.made["loss"] == "paired"
         if "row" in record:
             self.rows[record["row"], record["content"]] = record["before"]
         self.drifted = self.alarm.add(record["loss"]) or self.drifted
@@ -141,9 +140,8 @@ class Audit:
     @property
     def state(self) -> State:
         interval = sequence(np.array(self.losses), self.alpha)
-        told = self.made["loss"]
-        unknown = self.unreferenced if told == "paired" else 0
-        return State(self.seen, len(self.losses), sum(self.losses), interval, self.drifted, told, unknown)
+        loss = self.made["loss"]
+        return State(self.seen, len(self.losses), sum(self.losses), interval, self.drifted, loss, self.unreferenced)
 
 
 def read_prompts(path: Path) -> list[tuple[Prompt, str | None]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,16 @@ from typing import Any
 from lenience.errors import InputError
 from lenience.heads import Learned
 from lenience.journal import read_json, write_json
-from lenience.rules import terms
-from lenience.stops import Stop, parse_stop
+from lenience.stops import Stop, learned, parse_stop
 
 PREFIX = "certified:"
 FILE = "certificate.json"
 KEYS = ("certified", "max_drop", "confidence", "n", "losses", "upper_bound", "procedure", "binds")
-BINDS = ("models", "tokenizer", "template", "generation_config", "heads", "drafter", "window", "stop", "temperature", "top_k",
-         "top_p", "max_new_tokens", "task", "reads", "data")  # fmt: skip
+OPTIONS = ("window", "stop", "temperature", "top_k", "top_p", "max_new_tokens")
+"""What a certificate binds of what a caller decodes with."""
+BINDS = ("models", "tokenizer", "template", "generation_config", "heads", "drafter", *OPTIONS, "task", "reads", "data")
 DEFAULTS: dict[str, Any] = {"stop": "fixed", "temperature": 0.0, "top_k": None, "top_p": None}
-"""Of what a certificate binds and a caller may leave out; a window and a length limit are then the certificate's."""
+"""Of those that a caller may leave out; a window and a length limit are then the certificate's."""
 
 
 def is_certified(rule: object) -> bool:
@@ -53,14 +53,13 @@ def keep(folder: Path, made: dict[str, Any]) -> Path:
     known = {other: read_json(other) for other in sorted(folder.glob("certificate-*.json"))}
     free = next(one for n in range(1, len(known) + 2) if not (one := folder / f"certificate-{n}.json").exists())
     before = read_json(path) if path.exists() else {}
-    if before == made or not before.get("certified"):
-        pass
-    elif not made["certified"]:
-        path = next((other for other, told in known.items() if told == made), free)
-    elif before not in known.values():
-        os.replace(path, free)
-        if path.with_suffix(".html").exists():
-            os.replace(path.with_suffix(".html"), free.with_suffix(".html"))
+    if before.get("certified") and before != made:
+        if not made["certified"]:
+            path = next((other for other, told in known.items() if told == made), free)
+        elif before not in known.values():
+            os.replace(path, free)
+            if path.with_suffix(".html").exists():
+                os.replace(path.with_suffix(".html"), free.with_suffix(".html"))
     write_json(path, made)
     return path
 
@@ -80,51 +79,53 @@ def resolve(rule: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     binds = made["binds"]
     if options.get("stop_strings"):
         raise InputError(f"{rule}: answers were certified to their end; leave stop_strings out")
-    for name in ("window", "max_new_tokens", *DEFAULTS):
-        value = options.setdefault(name, binds[name] if name not in DEFAULTS else DEFAULTS[name])
+    certified = settled(made, folder.parent if folder.suffix == ".json" else folder)
+    for name in OPTIONS:
+        value = options.get(name, DEFAULTS.get(name, binds[name]))
         differs = unplaced_stop(value) != unplaced_stop(binds[name]) if name == "stop" else value != binds[name]
         if differs:
             raise InputError(
                 f"{rule}: was certified with {name} {binds[name]!r}, not {value!r}; give the same, or certify again"
             )
-    now = folder.parent if folder.suffix == ".json" else folder
-    return {**options, "rule": _where_it_is(made["certified"]["rule"], made["certified"]["heads"], now)}, binds
+    return {**certified, **options}, binds
 
 
-def places(rule: str, folder: Path) -> dict[str, str]:
-    """Where the heads of a rule lie, by their paths in it: within the run folder, or else on this machine."""
+def settled(made: Mapping[str, Any], run: Path) -> dict[str, Any]:
+    """The rule and the options that a certificate certifies, with its heads where the run is now."""
+
+    def now(path: str) -> Path:
+        return run / made["certified"]["heads"].get(path, path)
+
+    rule, stop = made["certified"]["rule"], made["binds"]["stop"]
+    options = {name: made["binds"][name] for name in OPTIONS}
+    return options | {"rule": _moved(rule, learned(rule), now), "stop": _moved(stop, learned("target", stop), now)}
+
+
+def places(rule: str, stop: str, folder: Path) -> dict[str, str]:
+    """Where the heads of a rule and of a stop condition lie, by their paths in these: within the run folder, or else on this
+    machine."""
     found = {}
-    for term in terms(rule):
-        if isinstance(term, Learned):
-            within = os.path.relpath(Path(term.path).resolve(), folder.resolve())
-            found[term.path] = str(Path(term.path).resolve()) if within.startswith("..") else within
+    for head in learned(rule, stop):
+        within = os.path.relpath(Path(head.path).resolve(), folder.resolve())
+        found[head.path] = str(Path(head.path).resolve()) if within.startswith("..") else within
     return found
-
-
-def _where_it_is(rule: str, heads: Mapping[str, str], now: Path) -> str:
-    """A rule of a run folder that may have been moved or copied."""
-    for term in terms(rule):
-        if isinstance(term, Learned) and term.path in heads:
-            rule = rule.replace(str(term), _placed(term, now / heads[term.path]))
-    return rule
 
 
 def unplaced(rule: str) -> str:
     """A rule without where its heads lie."""
-    for term in terms(rule):
-        if isinstance(term, Learned):
-            rule = rule.replace(str(term), _placed(term, Path(term.path).name))
-    return rule
+    return _moved(rule, learned(rule), lambda path: Path(path).name)
 
 
 def unplaced_stop(stop: str | Stop) -> str:
     """A stop condition without where its head lies."""
-    stop = parse_stop(stop)
-    return _placed(stop, Path(stop.path).name) if isinstance(stop, Learned) else str(stop)
+    return _moved(str(parse_stop(stop)), learned("target", stop), lambda path: Path(path).name)
 
 
-def _placed(one: Any, path: Path | str) -> str:
-    return str(replace(one, path=str(path)))
+def _moved(spec: str, heads: Iterable[Learned], to: Callable[[str], Path | str]) -> str:
+    for head in heads:
+        elsewhere: Any = replace(head, path=str(to(head.path)))
+        spec = spec.replace(str(head), str(elsewhere))
+    return spec
 
 
 def check_binding(rule: str, binds: Mapping[str, Any], now: Mapping[str, Any]) -> None:

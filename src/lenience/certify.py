@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
-import re
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,16 +16,16 @@ from filelock import FileLock
 
 from lenience.bounds import TESTS, Test, Tried, climb, looks, needed, needed_like
 from lenience.certificate import FILE, keep, places, unplaced, unplaced_stop
-from lenience.compare import GRID
 from lenience.errors import InputError
-from lenience.heads import Learned
-from lenience.journal import Journal, Uses, digest, known_as, note_uses, open_run, read_json, write_json
+from lenience.journal import Journal, open_run, read_json, write_json
+from lenience.ladder import ladder
 from lenience.mining import check_prompts, describe
 from lenience.pair import Options, Pair, check_options
 from lenience.report import write_certificate
-from lenience.rules import ALONE, Judge, parse_rule, terms
-from lenience.stops import parse_stop
-from lenience.tasks import Sample, Task, reads, take
+from lenience.rules import ALONE, terms
+from lenience.stops import learned
+from lenience.tasks import Sample, Task, known_as, reads
+from lenience.uses import fresh, note_uses
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -85,6 +84,11 @@ class Question:
         if not self.rules or any(rule in ALONE for rule in self.rules):
             raise InputError("rule: name one or more that draft; target and draft alone need no certificate")
 
+    @cached_property
+    def ladders(self) -> list[list[str]]:
+        """Each rule's settings from strict to lenient."""
+        return [ladder(rule, self.thresholds) for rule in self.rules]
+
     @property
     def alpha(self) -> float:
         """The error that each rule may make; several share it alike (Bonferroni)."""
@@ -101,8 +105,8 @@ class Question:
         return TESTS[name](self.bound, self.alpha, looks(n))
 
     def prompts(self) -> int:
-        """By default, as many as let a setting pass, four times in five, that loses a third of what is allowed; four times as
-        many where losses are not 0 or 1, as little is known of them."""
+        """All that are named, or as many as let a setting pass, four times in five, that loses a third of what is allowed; four
+        times as many where losses are not 0 or 1, as little is known of them. At most the limit."""
         if self.ids:
             return min(len(self.ids), self.limit or len(self.ids))
         return self.limit or (1 if self.loss in BINARY else 4) * (
@@ -115,95 +119,6 @@ class Question:
         if self.loss not in BINARY:
             return needed_like(self.test, losses)
         return needed(self.max_drop, self.alpha, max(float(losses.mean()), least))
-
-
-def ladder(rule: str, thresholds: Sequence[float] = ()) -> list[str]:
-    """A rule's settings from strict to lenient: of a judge without a threshold, those it was fitted with; of a rule's name,
-    such as topk or fuzzy:js, those of GRID; with `thresholds`, those, in their order; else the rule as it is."""
-    if named := [spec for spec in GRID if re.match(re.escape(rule) + "[:@=]", spec)]:
-        settings = [spec for spec in named if "," not in spec[len(rule) :]] or named
-        if not thresholds:
-            return settings
-        rule = settings[0]
-    rule = str(parse_rule(rule))  # as its terms print themselves
-    open_: list[Any] = [term for term in terms(rule) if hasattr(term, "threshold")]
-    open_ = [term for term in open_ if thresholds or term.threshold is None]
-    if not open_:
-        if thresholds:
-            raise InputError(f"rule {rule}: has no threshold; leave the thresholds out")
-        return [rule]
-    if len(open_) > 1:
-        raise InputError(f"rule {rule}: has several thresholds to choose; give all but one")
-    term = open_[0]
-    thresholds = sorted(thresholds, reverse=isinstance(term, Judge))  # whoever asks may not know which way is strict
-    if not thresholds:
-        listed = term.head.metrics.get("thresholds", []) if isinstance(term, Judge) else []
-        thresholds = list(dict.fromkeys(sorted((row["threshold"] for row in listed), reverse=True)))
-        thresholds = [threshold for threshold in thresholds if threshold <= 1] or [term.head.threshold]
-    return [rule.replace(str(term), str(replace(term, threshold=threshold))) for threshold in thresholds]
-
-
-# ---- which prompts
-
-
-def data_hash(samples: Iterable[Sample]) -> str:
-    rows = [[sample.id, sample.prompt, sample.reference] for sample in samples]
-    return hashlib.blake2b(json.dumps(rows).encode(), digest_size=8).hexdigest()
-
-
-def fresh(pair: Pair, task: Task, folder: Path, question: Question, key: str, n: int) -> list[Sample]:
-    """Up to n prompts, drawn at random, that neither mining nor fitting nor an earlier certificate nor a choice of window has
-    used; what the question of this key has used before is its own, and comes in the same order. Raises InputError where
-    one that is named was used, or none are left."""
-    spent = Uses(folder, _beside_heads(folder, question))
-    samples = take(task, question.split, None)
-    if unknown := set(question.ids) - {sample.id for sample in samples}:
-        raise InputError(f"prompt {sorted(unknown)[0]!r}: task {task.name!r} has no such one in its split {question.split!r}")
-    random.Random(question.seed).shuffle(samples)
-    known = known_as(task.name, getattr(task, "version", None))
-    found = dict[str, Sample]()
-    for sample in samples:
-        if len(found) == n or (question.ids and sample.id not in question.ids):
-            continue
-        content = digest(pair.target.encode(sample.prompt))
-        use = spent.of(known, sample.id, content) or {"use": "this certificate already", "key": key}
-        if use["use"] == "mining" and use["id"] != sample.id and question.split != "train":
-            raise InputError(
-                f"overlapping splits: {sample.id} of {question.split!r} is {use['id']}, which was mined; separate them"
-            )
-        if use["key"] != key or content in found:
-            if question.ids:
-                raise InputError(f"prompt {sample.id}: has been used for {use['use']}; a certificate needs fresh ones")
-            continue
-        found[content] = sample
-    if not found:
-        raise InputError(
-            f"task {task.name!r}: none of the {len(samples)} prompts of its split {question.split!r} is fresh; name a file of "
-            "others (--task), or another --split"
-        )
-    return list(found.values())
-
-
-def _beside_heads(folder: Path, question: Question) -> list[Path]:
-    """The other run folders whose heads the question uses. Raises InputError for a head beside which nothing says what it was
-    fitted on."""
-    asked = [term for rule in question.rules for term in terms(ladder(rule, question.thresholds)[0])]
-    found = list[Path]()
-    for head in [*asked, parse_stop(question.stop)]:
-        if not isinstance(head, Learned):
-            continue
-        run = Path(head.path).parent
-        if not any((run / name).exists() for name in ("journal.jsonl", "uses.jsonl")):
-            raise InputError(
-                f"{head.path}: neither journal.jsonl nor uses.jsonl lies beside it to say what it was fitted on, so no prompt "
-                "is known to be fresh; use the head in the run folder that it was fitted in"
-            )
-        if run.resolve() != folder.resolve() and run not in found:
-            found.append(run)
-    return found
-
-
-# ---- answers and losses
 
 
 class Calibration:
@@ -297,6 +212,11 @@ class Calibration:
         ]  # fmt: skip
 
 
+def data_hash(samples: Iterable[Sample]) -> str:
+    rows = [[sample.id, sample.prompt, sample.reference] for sample in samples]
+    return hashlib.blake2b(json.dumps(rows).encode(), digest_size=8).hexdigest()
+
+
 def _loss(task: Task, loss: str, sample: Sample, alone: dict[str, Any], lenient: dict[str, Any]) -> float:
     if loss == "paired":
         return float(alone["correct"] and not lenient["correct"])
@@ -312,7 +232,7 @@ def _loss(task: Task, loss: str, sample: Sample, alone: dict[str, Any], lenient:
 
 def calibration(pair: Pair, task: Task, folder: Path, question: Question, use: str, show: Show) -> Calibration:
     """Check what is asked, and pick and record the prompts: the same ones whenever the same is asked."""
-    settings = [setting for rule in question.rules for setting in ladder(rule, question.thresholds)]
+    settings = [setting for settings in question.ladders for setting in settings]
     for setting in settings:
         pair.check(setting, question.stop, question.temperature)
     check_options(question.window, question.max_new_tokens or 1, question.temperature, seed=question.seed)
@@ -321,10 +241,12 @@ def calibration(pair: Pair, task: Task, folder: Path, question: Question, use: s
         raise InputError(f"task {task.name!r}: has no loss(text, target_text, sample); see docs/your-own-task.md")
     asked = _asked(pair, task, question, use)
     key = hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=6).hexdigest()
+    used = [head for settings in question.ladders for head in learned(settings[0], question.stop)]
     wanted, tuned = question.prompts(), TUNING if question.window == "auto" else 0
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "uses.lock"):  # two certificates that are made at the same time share no prompt
-        samples = fresh(pair, task, folder, question, key, wanted + tuned)
+        samples = fresh(pair.target, task, folder, key, wanted + tuned, split=question.split, seed=question.seed,
+                        ids=question.ids, learned=used)  # fmt: skip
         n = len(samples) - tuned
         if n < 1:
             raise InputError(
@@ -336,8 +258,7 @@ def calibration(pair: Pair, task: Task, folder: Path, question: Question, use: s
         place = folder / use / key
         open_run(place, {**asked, "data": data_hash(samples[:n])}, "asked.json")
         for part, what in ((samples[:n], use), (samples[n:], "window")):
-            prompts = [(sample.id, pair.target.encode(sample.prompt)) for sample in part]
-            note_uses(folder, prompts, what, key, known_as(task.name, getattr(task, "version", None)))
+            note_uses(folder, pair.target, [(sample.id, sample.prompt) for sample in part], what, key, known_as(task))
     options: Options = {"stop": question.stop, "temperature": question.temperature, "seed": question.seed,
                         "max_new_tokens": max_new_tokens}  # fmt: skip
     if tuned:
@@ -350,13 +271,10 @@ def calibration(pair: Pair, task: Task, folder: Path, question: Question, use: s
 
 def _asked(pair: Pair, task: Task, question: Question, use: str) -> dict[str, Any]:
     """What makes a question the same: not where models and heads lie, but what they are."""
-    rules = [ladder(rule, question.thresholds) for rule in question.rules]
-    bound = [pair.binding(setting, question.stop) for settings in rules for setting in settings]
-    settled = {
-        "rules": [[unplaced(setting) for setting in settings] for settings in rules],
-        "stop": unplaced_stop(question.stop),
-    }
-    asked = describe(pair, task, use=use, question=vars(question) | settled, binds=bound)
+    rules = [[unplaced(setting) for setting in settings] for settings in question.ladders]
+    same = {"rules": rules, "thresholds": (), "stop": unplaced_stop(question.stop)}
+    binds = [pair.binding(setting, question.stop) for settings in question.ladders for setting in settings]
+    asked = describe(pair, task, use=use, question=asdict(question) | same, binds=binds)
     asked["models"] = {role: {**model, "name": ""} for role, model in asked["models"].items()}
     del asked["versions"], asked["pair"]
     return dict(json.loads(json.dumps(asked)))
@@ -391,8 +309,7 @@ def certify(pair: Pair, task: Task, folder: Path, question: Question, show: Show
         return _publish(folder, read_json(on.place / FILE))
     question, n = on.question, len(on.samples)
     test, chains = question.test(n), list[list[dict[str, Any]]]()
-    for rule in question.rules:
-        settings = ladder(rule, question.thresholds)
+    for settings in question.ladders:
 
         def losses(j: int, seen: int, settings: list[str] = settings) -> NDArray:
             return on.losses(settings[j], seen, f"setting {j + 1} of {len(settings)}")
@@ -402,7 +319,9 @@ def certify(pair: Pair, task: Task, folder: Path, question: Question, show: Show
     best = max(last, key=lambda row: row["tokens_per_pass"], default=None)
     shown = best or min((chain[0] for chain in chains), key=lambda row: row["upper_bound"])
     made = {
-        "certified": {**best, "threshold": _threshold(best["rule"]), "heads": places(best["rule"], folder)} if best else None,
+        "certified": {**best, "threshold": _threshold(best["rule"]), "heads": places(best["rule"], question.stop, folder)}
+        if best
+        else None,
         "max_drop": question.max_drop,
         "confidence": question.confidence,
         "loss": question.loss,
@@ -459,9 +378,9 @@ def plan(
     target passes and minutes, with all stricter settings and the target alone."""
     on = calibration(pair, task, folder, replace(question, limit=pilot, ids=question.ids[:pilot]), "pilot", show)
     pilot, rows = len(on.samples), list[dict[str, Any]]()
-    for rule in question.rules:
+    for settings in question.ladders:
         decoded = on.answers("target", pilot, "the target alone")
-        for setting in ladder(rule, question.thresholds):
+        for setting in settings:
             lenient, losses = on.answers(setting, pilot, setting), on.losses(setting, pilot)
             decoded = [*decoded, *lenient]
             n = question.needed(losses, question.max_drop / 4)

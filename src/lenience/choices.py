@@ -91,6 +91,8 @@ def mined_with(run: Path, target: str | None, draft: str | None, device: str) ->
 
 
 def judge_of(run: Path) -> str:
+    if not run.exists():
+        raise InputError(f"{run}: there is no such folder; lenience mine makes one")
     if not (run / "judge" / "judge.json").is_file():
         raise InputError(f"{run}: has no judge; fit one (lenience fit {run}) or name a --rule")
     from lenience.rules import Judge

@@ -290,16 +290,13 @@ def certify(
     _check_limit(limit)
     if pilot < 1:
         raise InputError(f"--pilot {pilot}: must be 1 or more")
-    from lenience.certify import Question, ladder
+    from lenience.certify import Question
 
     choice = choice or TaskChoice()
-    if not run.exists() and not rule:
-        raise InputError(f"{run}: there is no such folder; lenience mine makes one")
     rules = rule or (judge_of(run),)
     question = Question(rules, max_drop, confidence, loss, procedure, threshold, window, stop, temperature, seed, limit,
                         read_ids(ids), split, choice.max_new_tokens)  # fmt: skip
-    for one in rules:
-        ladder(one, threshold)  # what is wrong is told before the models are loaded
+    _ = question.ladders  # what is wrong is told before the models are loaded
     task = task_of(run, choice)
     pair = models_of(run, models).load(long=True)
     made = certify_run(pair, task, run, question, pilot if plan else None)
@@ -382,8 +379,9 @@ def compare(
     _check_limit(limit)
     if any(one < 1 for one in window):
         raise InputError("--window: must be 1 or more")
-    from lenience.compare import WINDOWS, expand, heads
+    from lenience.compare import WINDOWS, heads
     from lenience.compare import compare as run
+    from lenience.ladder import expand
 
     heads(expand(rule, temperature), stop)  # what is wrong is told before the models are loaded
     choice, models = choice or TaskChoice(), models or Models()

@@ -7,7 +7,7 @@ import platform
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from scipy.stats import binomtest
 
-from lenience.certificate import is_certified
 from lenience.decode import pieces
 from lenience.errors import InputError
-from lenience.heads import Learned
-from lenience.journal import Journal, known_as, note_uses, open_run, read_json, write_json
+from lenience.journal import Journal, open_run, read_json, write_json
+from lenience.ladder import expand
 from lenience.mining import check_prompts, describe
 from lenience.pair import Generation, Options, Pair, check_options
-from lenience.rules import ALONE, Judge, parse_rule, terms
-from lenience.stops import parse_stop
-from lenience.tasks import JsonlTask, Sample, Task, take
+from lenience.rules import ALONE, Judge, terms
+from lenience.stops import learned
+from lenience.tasks import JsonlTask, Sample, Task, known_as, take
+from lenience.uses import fitted_in, note_uses
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,21 +33,6 @@ if TYPE_CHECKING:
 WINDOWS = (2, 4, 8, 16, 32)
 EXAMPLES = 3
 """How many prompts' answers are kept for the report, token by token."""
-GRID = (
-    "exact", "speculative", "block",
-    "lenient:0.5", "lenient:0.2", "lenient:0.05",
-    "topk:2", "topk:3", "topk:4", "topk:4,margin=0.1", "topk:4,margin=0.3", "topk:4,margin=0.6",
-    "topk:10,ratio=0.5", "topk:10,ratio=0.3", "topk:10,ratio=0.1",
-    "typical:0.3,0.55", "typical:0.09,0.3", "typical:0.01,0.1",
-    "fuzzy:js@0.05", "fuzzy:js@0.1", "fuzzy:js@0.2", "fuzzy:js@0.3",
-    "fuzzy:kl@0.1", "fuzzy:kl@0.4", "fuzzy:kl@1.0", "fuzzy:tv@0.1", "fuzzy:tv@0.25", "fuzzy:tv@0.45",
-    "kl:0.1", "kl:0.4", "kl:1.0",
-    "ensemble:0.8", "ensemble:0.6", "ensemble:0.5", "ensemble:0.4",
-    "fly:0.3,6", "fly:0.3,3", "fly:0.1,3",
-    "mentored:0.05", "mentored:0.2", "mentored:0.5",
-    "random:0.05", "random:0.15", "random:0.4",
-)  # fmt: skip
-"""What the rule "all" stands for; when greedy, without what is the same as `exact` then or has no greedy form."""
 SHARES = tuple(i / 20 for i in range(21))
 """Of the prompts that random allocation gives to the draft."""
 
@@ -147,31 +132,6 @@ def compare(
     yield frontier
 
 
-def expand(rules: Sequence[str], temperature: float) -> list[str]:
-    """The rules with "all" in its place: GRID, and each judge without a threshold at several."""
-    if certified := [rule for rule in rules if is_certified(rule)]:
-        raise InputError(f"rule {certified[0]}: binds a window of its own; compare the rule that it certifies, by its spec")
-    if "all" not in rules:
-        return list(rules)
-    same = ("speculative", "block") if temperature == 0 else ()
-    grid = [rule for rule in GRID if rule not in same and (temperature > 0 or not terms(rule)[0].samples)]
-    found: list[str] = []
-    for rule in rules:
-        judge = None if rule in ("all", *ALONE) else parse_rule(rule)
-        if rule == "all":
-            found += grid
-        elif isinstance(judge, Judge) and judge.threshold is None:
-            listed = {row["recall"]: row["threshold"] for row in judge.head.metrics.get("thresholds", [])}
-            found += [str(replace(judge, threshold=listed[recall])) for recall in JUDGED if recall in listed] or [rule]
-        else:
-            found.append(rule)
-    return found
-
-
-JUDGED = (0.5, 0.8, 0.9, 0.98, 0.995, 0.998)
-"""The recalls at whose thresholds "all" tries a judge."""
-
-
 @contextmanager
 def _folder(out: Path | None, asked: dict[str, Any]) -> Iterator[Path]:
     """Where finished work is kept: `out`, if it was asked for the same, or a folder for the time being."""
@@ -219,13 +179,11 @@ class _Run:
 
     def note_uses(self, rules: Sequence[str], used: dict[str, list[Sample]]) -> None:
         """In the run folders of the heads that are compared: a certificate must not use prompts that a choice was made on."""
-        learned = [*(judge for rule in rules for judge in _judges(rule)), parse_stop(self.options.get("stop", "fixed"))]
-        task = known_as(self.task.name, getattr(self.task, "version", None))
-        for run in {Path(head.path).parent for head in learned if isinstance(head, Learned)}:
-            if any((run / name).exists() for name in ("run.json", "uses.jsonl")):
-                for use, samples in used.items():
-                    spent = [(sample.id, self.pair.target.encode(sample.prompt)) for sample in samples]
-                    note_uses(run, spent, use, "compare", task)
+        stop = self.options.get("stop", "fixed")
+        for run in {run for rule in rules for head in learned(rule, stop) if (run := fitted_in(head))}:
+            for use, samples in used.items():
+                prompts = [(sample.id, sample.prompt) for sample in samples]
+                note_uses(run, self.pair.target, prompts, use, "compare", known_as(self.task))
 
     def settings(
         self, rules: Sequence[str], windows: Sequence[int], samples: Sequence[Sample]
@@ -344,8 +302,7 @@ def _judges(rule: str) -> list[Judge]:
 def heads(rules: Sequence[str], stop: str) -> dict[str, str]:
     """Identifies the heads of the rules and of the stop condition: a head that was fitted anew, or has another threshold, is
     another one. Raises InputError for a wrong spec."""
-    used = [*(judge for rule in rules for judge in _judges(rule)), parse_stop(stop)]
-    return {one.path: one.head.fingerprint for one in used if isinstance(one, Learned)}
+    return {head.path: head.head.fingerprint for rule in rules for head in learned(rule, stop)}
 
 
 def rows(

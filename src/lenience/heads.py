@@ -216,6 +216,8 @@ class Learned:
 
 GRID = tuple(10.0**k for k in range(-4, 3))
 """Values of C, the inverse strength of the L2 penalty, weakest last."""
+MINE_MORE = "mine more samples (lenience mine --limit)"
+"""The mend where there is too little to fit to; who fits to other data names another."""
 RECALLS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 1.0)
 
 
@@ -253,7 +255,7 @@ def fit_head(
     seed: int,
     kind: Kind = "logistic",
     role: Role = "judge",
-    more: str = "mine more samples (lenience mine --limit)",
+    more: str = MINE_MORE,
 ) -> Head:
     """Fit a judge, or a stop or a gate, to which tokens that the target rejects or that are not acceptable are what important
     mismatches are to a judge.
@@ -301,9 +303,7 @@ def fit_head(
     return Head(weight, bias, inputs, threshold, fingerprints, metrics, "", role, layer)
 
 
-def _split(
-    x: NDArray, harmless: NDArray, samples: NDArray, seed: int, more: str = "mine more samples (lenience mine --limit)"
-) -> tuple[NDArray, NDArray]:
+def _split(x: NDArray, harmless: NDArray, samples: NDArray, seed: int, more: str = MINE_MORE) -> tuple[NDArray, NDArray]:
     """Rows of nine tenths of the samples and of the rest, both kinds of mismatch in each."""
     from sklearn.model_selection import GroupShuffleSplit
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,52 +77,6 @@ class Journal:
 
 def _line(record: dict[str, Any]) -> bytes:
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"
-
-
-def digest(ids: Sequence[int]) -> str:
-    """A prompt by its tokens."""
-    return hashlib.blake2b(json.dumps(list(ids)).encode(), digest_size=8).hexdigest()
-
-
-def note_uses(folder: Path, prompts: Sequence[tuple[str, Sequence[int]]], use: str, key: str, task: str = "") -> None:
-    """Record in RUN/uses.jsonl what prompts, each an id (of a task) and its tokens, are about to be used for: a certificate
-    needs ones that nothing was chosen on. `key` is of what uses them, which may use them again."""
-    journal = Journal(folder / "uses.jsonl")
-    seen = {record["prompt"] for record in journal.resume()}
-    fresh = {content: id for id, ids in prompts if (content := digest(ids)) not in seen}
-    rows = ({"id": id, "task": task, "prompt": content, "use": use, "key": key} for content, id in fresh.items())
-    journal.append(*rows)
-
-
-class Uses:
-    """What prompts have been used for, by the records of a run folder and of others whose heads are used with it. A prompt is
-    known by its tokens or, as a chat template may tell the date, by its task and its id."""
-
-    def __init__(self, folder: Path, others: Iterable[Path] = ()):
-        self._by_content, self._by_id = dict[str, dict[str, Any]](), dict[tuple[str, str], dict[str, Any]]()
-        for run in (folder, *others):
-            mined = read_json(run / "run.json") if (run / "run.json").exists() else {}
-            task = known_as(mined.get("task"), mined.get("task_version"))
-            for record in Journal(run / "journal.jsonl"):
-                self._add(
-                    {"id": record["id"], "task": task, "prompt": digest(record["prompt_ids"]), "use": "mining", "key": None}
-                )
-            for use in Journal(run / "uses.jsonl"):
-                self._add(use if run == folder else {**use, "key": None})
-
-    def _add(self, use: dict[str, Any]) -> None:
-        self._by_content.setdefault(use["prompt"], use)
-        if use.get("task"):
-            self._by_id.setdefault((use["task"], use["id"]), use)
-
-    def of(self, task: str, id: str, content: str) -> dict[str, Any] | None:
-        """The first use of a prompt, whose `key` is of what may use it again."""
-        return self._by_content.get(content) or self._by_id.get((task, id))
-
-
-def known_as(task: object, version: object) -> str:
-    """A task as the record of uses names it."""
-    return f"{task} {version}" if task else ""
 
 
 def open_run(folder: Path, asked: dict[str, Any], name: str = "run.json") -> None:

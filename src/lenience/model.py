@@ -197,13 +197,10 @@ class LM:
         Raises InputError for an empty prompt, ids out of range, messages without a template, words that the
         vocabulary lacks and a prompt that leaves no room in the context.
         """
-        if not isinstance(prompt, str) and not (
-            isinstance(prompt, Sequence)
-            and (all(isinstance(x, int) for x in prompt) or all(isinstance(x, dict) for x in prompt))
-        ):
-            raise InputError(f"a prompt is text, chat messages or a list of token ids, not {prompt!r:.60}")
-        if not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt):
+        if _is_list(prompt, int):
             ids = cast(list[int], list(prompt))
+        elif not (isinstance(prompt, str) or _is_list(prompt, dict)):
+            raise InputError(f"a prompt is text, chat messages or a list of token ids, not {prompt!r:.60}")
         elif getattr(self.tokenizer, "chat_template", None):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             apply: Any = self.tokenizer.apply_chat_template
@@ -291,3 +288,7 @@ def _refuse_unless_rollable(model: PreTrainedModel, what: str) -> None:
             f"{what}: {kind} keeps a state that cannot be rolled back to an earlier token, which speculative "
             "decoding needs; use a decoder-only attention model"
         )
+
+
+def _is_list(prompt: object, of: type) -> bool:
+    return isinstance(prompt, Sequence) and not isinstance(prompt, str) and all(isinstance(item, of) for item in prompt)

@@ -21,11 +21,10 @@ from lenience.core import Context, Noise, Profile, Row, Rule, Step, Trace
 from lenience.decode import Limits, Request, cycle, decode
 from lenience.drafters import ModelDrafter
 from lenience.errors import InputError
-from lenience.heads import Learned
 from lenience.model import LM, Prompt
 from lenience.rules import ALONE, parse_rule
 from lenience.session import Session, check_memory
-from lenience.stops import Fixed, Stop, parse_stop
+from lenience.stops import Fixed, Stop, learned, parse_stop
 
 EMBEDDED = Path(__file__).parent / "embedded"
 WINDOWS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -286,8 +285,6 @@ class Pair:
     def binding(self, rule: str | Rule, stop: str | Stop = "fixed") -> dict[str, Any]:
         """What lenient answers depend on besides the options: the models with their dtypes, the tokenizer, its chat template,
         the target's generation_config, and the heads of the rule and of the stop condition."""
-        parsed = self._roles(rule)[0]
-        learned = [*(parsed.terms if isinstance(parsed, AnyOf) else [parsed]), parse_stop(stop)]
         template = getattr(self.target.tokenizer, "chat_template", None)
         config = self.target.model.generation_config
         settings = {} if config is None else {k: v for k, v in config.to_diff_dict().items() if k != "transformers_version"}
@@ -300,7 +297,7 @@ class Pair:
             "tokenizer": self.target.tokenizer_fingerprint,
             "template": hashlib.blake2b(str(template).encode(), digest_size=8).hexdigest() if template else None,
             "generation_config": settings,
-            "heads": [one.head.fingerprint for one in learned if isinstance(one, Learned)],
+            "heads": [one.head.fingerprint for one in learned(rule, stop)],
             "drafter": "model",
         }
 

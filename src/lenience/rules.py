@@ -344,7 +344,7 @@ ALONE = ("target", "draft")
 """Stand in place of a rule for decoding with that model alone."""
 
 
-def terms(text: str) -> tuple[Term, ...]:
-    """The terms of a rule's spec, none for a model alone. Raises InputError as `parse_rule` does."""
-    rule = None if text in ALONE else parse_rule(text)
-    return rule.terms if isinstance(rule, AnyOf) else (rule,) if isinstance(rule, Term) else ()
+def terms(rule: str | Rule) -> tuple[Term, ...]:
+    """The terms of a rule or of its spec, none for a model alone. Raises InputError as `parse_rule` does."""
+    parsed = None if rule in ALONE else parse_rule(rule)
+    return parsed.terms if isinstance(parsed, AnyOf) else (parsed,) if isinstance(parsed, Term) else ()

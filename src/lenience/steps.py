@@ -123,7 +123,7 @@ def fit_annotated(pair: Pair, rows: list[Annotated], inputs: Inputs, out: Path, 
     """Fit a judge to answers in which the errors are marked, and save it."""
     from lenience.annotated import collect, states
     from lenience.heads import fit_head
-    from lenience.journal import note_uses
+    from lenience.uses import note_uses
 
     found = []
     with progress() as show:
@@ -135,7 +135,7 @@ def fit_annotated(pair: Pair, rows: list[Annotated], inputs: Inputs, out: Path, 
         known = {part: value for part, value in pair.fingerprints.items() if part != "draft"}
         more = "annotate more answers"
         head = fit_head(x, wrong, samples, inputs=inputs, fingerprints=known, more=more, **options)
-    note_uses(out.parent, [(row.place, pair.target.encode(row.question)) for row in rows], "fitting", "annotated")
+    note_uses(out.parent, pair.target, [(row.place, row.question) for row in rows], "fitting", "annotated")
     head.save(out)
     return head
 

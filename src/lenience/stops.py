@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from lenience import spec
-from lenience.core import Context, Row
+from lenience.core import Context, Row, Rule
 from lenience.errors import InputError
 from lenience.heads import Learned
+from lenience.rules import terms
 
 
 @dataclass(frozen=True)
@@ -187,3 +188,8 @@ def parse_stop(stop: str | Stop) -> Stop:
         return spec.parse_term(stop, "stop condition", STOPS)
     except InputError as error:
         raise InputError(f"stop {stop!r}: {error}") from None
+
+
+def learned(rule: str | Rule, stop: str | Stop = "fixed") -> list[Learned]:
+    """The parts of a rule and of a stop condition that ask a fitted head. Raises InputError for a wrong spec."""
+    return [one for one in (*terms(rule), parse_stop(stop)) if isinstance(one, Learned)]

@@ -47,7 +47,12 @@ def take(task: Task, split: str, limit: int | None) -> list[Sample]:
 
 def reads(task: Task) -> str:
     """How a task finds and compares answers, whatever its samples are."""
-    return getattr(task, "reads", None) or f"{task.name} {getattr(task, 'version', None)}"
+    return getattr(task, "reads", None) or known_as(task)
+
+
+def known_as(task: Task) -> str:
+    """A task with its version."""
+    return f"{task.name} {getattr(task, 'version', None)}"
 
 
 def _from_file(path: Path, name: str) -> Task:
