@@ -414,23 +414,43 @@ def test_a_stop_conditions_head_moves_with_its_run(llama: Pair, task: Echo, tmp_
     assert [one.audited for one in audit(Audit(tmp_path / "moved", llama, task, share=1.0), [("w1 w2 w3", "w1")])] == [1]
 
 
-def test_certificates_that_are_made_at_once_share_no_prompt(
+def test_certificates_that_are_made_at_once_share_no_prompt_and_are_both_kept(
     llama: Pair, task: Echo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both wait for each other between drawing prompts and noting them, in vain where one keeps the other out."""
-    both, checked = threading.Barrier(2), check_prompts
+    """Both wait for each other between drawing prompts and noting them, and between looking for an earlier certificate and
+    writing theirs; in vain where one keeps the other out."""
 
-    def meet(*given):
-        with suppress(threading.BrokenBarrierError):
-            both.wait(timeout=1)
-        return checked(*given)
+    def meeting(function):
+        both = threading.Barrier(2)
 
-    monkeypatch.setattr("lenience.certify.check_prompts", meet)
+        def meet(*given):
+            with suppress(threading.BrokenBarrierError):
+                both.wait(timeout=1)
+            return function(*given)
+
+        return meet
+
+    monkeypatch.setattr("lenience.certify.check_prompts", meeting(check_prompts))
+    monkeypatch.setattr("lenience.certificate.write_json", meeting(write_json))
+    asked = [question(rules=("topk:1",), max_drop=most, limit=30) for most in (0.3, 0.4)]
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda most: certify(llama, task, tmp_path, question(max_drop=most, limit=30)), (0.3, 0.4)))
+        made = threads.map(lambda one: certify(llama, task, tmp_path, one), asked)
     by_key = {use["key"]: {other["id"] for other in Journal(tmp_path / "uses.jsonl") if other["key"] == use["key"]}
               for use in Journal(tmp_path / "uses.jsonl")}  # fmt: skip
     assert [len(ids) for ids in by_key.values()] == [30, 30] and not set.intersection(*by_key.values())
+    kept = [json.loads((tmp_path / name).read_text())["max_drop"] for name in ("certificate.json", "certificate-1.json")]
+    assert sorted(kept) == [one["max_drop"] for one in made]
+
+
+def test_a_question_that_is_being_answered_is_not_answered_twice(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    def again(*_) -> None:
+        with pytest.raises(InputError, match="another process is at the same question"):
+            certify(llama, task, tmp_path, question(limit=30))
+        refused.append(True)
+
+    refused: list[bool] = []
+    made = certify(llama, task, tmp_path, question(limit=30), again)
+    assert refused and made == certify(llama, task, tmp_path, question(limit=30), again)
 
 
 def test_a_template_that_tells_the_date_hides_no_use(

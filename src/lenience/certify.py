@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from lenience.bounds import TESTS, Test, Tried, climb, looks, needed, needed_like
 from lenience.certificate import FILE, keep, places, unplaced, unplaced_stop
@@ -47,6 +48,8 @@ PROMISES_NOT = (
 )
 TUNING = 8
 """How many prompts an automatic window is picked on."""
+LOCK = "certify.lock"
+"""Held in a run folder while prompts are taken and while its certificates change places."""
 
 
 @dataclass(frozen=True)
@@ -230,8 +233,10 @@ def _loss(task: Task, loss: str, sample: Sample, alone: dict[str, Any], lenient:
     return float(value)
 
 
-def calibration(pair: Pair, task: Task, folder: Path, question: Question, use: str, show: Show) -> Calibration:
-    """Check what is asked, and pick and record the prompts: the same ones whenever the same is asked."""
+@contextmanager
+def calibration(pair: Pair, task: Task, folder: Path, question: Question, use: str, show: Show) -> Iterator[Calibration]:
+    """Check what is asked, and pick and record the prompts: the same ones whenever the same is asked. Raises InputError where
+    another process is at the same question."""
     settings = [setting for settings in question.ladders for setting in settings]
     for setting in settings:
         pair.check(setting, question.stop, question.temperature)
@@ -244,7 +249,7 @@ def calibration(pair: Pair, task: Task, folder: Path, question: Question, use: s
     used = [head for settings in question.ladders for head in learned(settings[0], question.stop)]
     wanted, tuned = question.prompts(), TUNING if question.window == "auto" else 0
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "uses.lock"):  # two certificates that are made at the same time share no prompt
+    with FileLock(folder / LOCK):  # two certificates that are made at the same time share no prompt
         samples = fresh(pair.target, task, folder, key, wanted + tuned, split=question.split, seed=question.seed,
                         ids=question.ids, learned=used)  # fmt: skip
         n = len(samples) - tuned
@@ -261,12 +266,23 @@ def calibration(pair: Pair, task: Task, folder: Path, question: Question, use: s
             note_uses(folder, pair.target, [(sample.id, sample.prompt) for sample in part], what, key, known_as(task))
     options: Options = {"stop": question.stop, "temperature": question.temperature, "seed": question.seed,
                         "max_new_tokens": max_new_tokens}  # fmt: skip
-    if tuned:
-        picked, picking = place / "window.json", Options(**{**options, "rule": settings[-1]})
-        if not picked.exists():
-            write_json(picked, {"window": pair.pick_window([sample.prompt for sample in samples[n:]], **picking)})
-        question = replace(question, window=read_json(picked)["window"])
-    return Calibration(pair, task, question, samples[:n], place, {**options, "window": question.window}, show)
+    with _alone(place):
+        if tuned:
+            picked, picking = place / "window.json", Options(**{**options, "rule": settings[-1]})
+            if not picked.exists():
+                write_json(picked, {"window": pair.pick_window([sample.prompt for sample in samples[n:]], **picking)})
+            question = replace(question, window=read_json(picked)["window"])
+        yield Calibration(pair, task, question, samples[:n], place, {**options, "window": question.window}, show)
+
+
+@contextmanager
+def _alone(place: Path) -> Iterator[None]:
+    try:
+        held = FileLock(place / "lock").acquire(timeout=0)
+    except Timeout:
+        raise InputError(f"{place}: another process is at the same question; ask again when it has ended") from None
+    with held:
+        yield
 
 
 def _asked(pair: Pair, task: Task, question: Question, use: str) -> dict[str, Any]:
@@ -303,10 +319,15 @@ def certify(pair: Pair, task: Task, folder: Path, question: Question, show: Show
     question asked again goes on where it stopped, or gets the answer that it got. Raises InputError, see `Question` and
     `fresh`.
     """
+    with calibration(pair, task, folder, question, "calibration", show) as on:
+        made = read_json(on.place / FILE) if (on.place / FILE).exists() else _certificate(on, folder)
+    with FileLock(folder / LOCK):
+        write_certificate(keep(folder, made).with_suffix(".html"), made)
+    return made
+
+
+def _certificate(on: Calibration, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
-    on = calibration(pair, task, folder, question, "calibration", show)
-    if (on.place / FILE).exists():
-        return _publish(folder, read_json(on.place / FILE))
     question, n = on.question, len(on.samples)
     test, chains = question.test(n), list[list[dict[str, Any]]]()
     for settings in question.ladders:
@@ -340,11 +361,6 @@ def certify(pair: Pair, task: Task, folder: Path, question: Question, show: Show
         "seconds": round(time.perf_counter() - began, 1),
     }
     write_json(on.place / FILE, made)
-    return _publish(folder, made)
-
-
-def _publish(folder: Path, made: dict[str, Any]) -> dict[str, Any]:
-    write_certificate(keep(folder, made).with_suffix(".html"), made)
     return made
 
 
@@ -376,21 +392,30 @@ def plan(
     """From a pilot of fresh prompts, which are then used up: for each setting, how many calibration prompts it would take to
     certify it four times in five if it loses what it lost in the pilot (at least a quarter of what is allowed), and how many
     target passes and minutes, with all stricter settings and the target alone."""
-    on = calibration(pair, task, folder, replace(question, limit=pilot, ids=question.ids[:pilot]), "pilot", show)
-    pilot, rows = len(on.samples), list[dict[str, Any]]()
-    for settings in question.ladders:
-        decoded = on.answers("target", pilot, "the target alone")
-        for setting in settings:
-            lenient, losses = on.answers(setting, pilot, setting), on.losses(setting, pilot)
-            decoded = [*decoded, *lenient]
-            n = question.needed(losses, question.max_drop / 4)
-            rows.append({
-                "rule": setting,
-                "pilot_loss": float((2 * losses - 1).mean() if question.loss == "net" else losses.mean()),
-                "tokens_per_pass": sum(r["tokens"] for r in lenient) / max(1, sum(r["target_passes"] for r in lenient)),
-                "prompts": n,
-                "target_passes": None if n is None else round(sum(r["target_passes"] for r in decoded) / pilot * n),
-                "minutes": None if n is None else round(sum(r["seconds"] for r in decoded) / pilot * n / 60, 2),
-            })  # fmt: skip
-    least = needed(question.max_drop, question.alpha, 0.0)
-    return {"plan": rows, "pilot": pilot, "max_drop": question.max_drop, "confidence": question.confidence, "least": least}
+    asked = replace(question, limit=pilot, ids=question.ids[:pilot])
+    with calibration(pair, task, folder, asked, "pilot", show) as on:
+        rows = [row for settings in question.ladders for row in _planned(on, question, settings)]
+    return {
+        "plan": rows,
+        "pilot": len(on.samples),
+        "max_drop": question.max_drop,
+        "confidence": question.confidence,
+        "least": needed(question.max_drop, question.alpha, 0.0),
+    }
+
+
+def _planned(on: Calibration, question: Question, settings: list[str]) -> Iterator[dict[str, Any]]:
+    pilot = len(on.samples)
+    decoded = on.answers("target", pilot, "the target alone")
+    for setting in settings:
+        lenient, losses = on.answers(setting, pilot, setting), on.losses(setting, pilot)
+        decoded = [*decoded, *lenient]
+        n = question.needed(losses, question.max_drop / 4)
+        yield {
+            "rule": setting,
+            "pilot_loss": float((2 * losses - 1).mean() if question.loss == "net" else losses.mean()),
+            "tokens_per_pass": sum(r["tokens"] for r in lenient) / max(1, sum(r["target_passes"] for r in lenient)),
+            "prompts": n,
+            "target_passes": None if n is None else round(sum(r["target_passes"] for r in decoded) / pilot * n),
+            "minutes": None if n is None else round(sum(r["seconds"] for r in decoded) / pilot * n / 60, 2),
+        }
