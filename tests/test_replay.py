@@ -3,6 +3,7 @@ one."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,9 @@ from conftest import VOCABULARY
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_batch import assert_same
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lenience import session
 from lenience.pair import Pair, load_pair
 from lenience.replay import BLOCK, Replay, ReplayCache
 from lenience.session import Session, reads_together_as_alone
@@ -59,10 +62,9 @@ def test_long_prompts_and_caches_that_grow(checkpoints, n: int, monkeypatch: pyt
     session.read([[5], [6, 7]])
     session.read([[5, 8], [6, 7, 9]])
     got = session.read([prompt, prompt[: n - 3]], on=3)
-    both = session.tokens
-    again = session.read([[*tokens, 4] for tokens in both], on=2)
+    again = session.read([[*tokens, 4] for tokens in session.tokens], on=2)
     assert cache.place.capacity >= n + 3
-    for row, tokens in enumerate(both):
+    for row, tokens in enumerate(session.tokens):
         with torch.inference_mode():
             own = lm.model(torch.tensor([tokens])).logits[0]
         before = [n, n - 3][row]
@@ -81,3 +83,55 @@ def test_rows_that_take_no_part_keep_their_states(checkpoints) -> None:
         with torch.inference_mode():
             own = lm.model(torch.tensor([sequence])).logits[0, -1]
         torch.testing.assert_close(got.logits[row, 0], own, atol=2e-4, rtol=1e-3)
+
+
+class Looks(TorchDispatchMode):
+    """Which functions ask on the host what a tensor holds: a GPU must come to an end before it can say."""
+
+    def __init__(self, patch: pytest.MonkeyPatch):
+        super().__init__()
+        self.by: list[str] = []
+        for name in ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"):
+            patch.setattr(torch.Tensor, name, self._noting(getattr(torch.Tensor, name)))
+
+    def _noting(self, method):
+        def noted(tensor, *given, **more):
+            self.by.append(sys._getframe(1).f_code.co_name)
+            return method(tensor, *given, **more)
+
+        return noted
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        by_mask = func.overloadpacket is torch.ops.aten.index and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        if by_mask or func.overloadpacket in (torch.ops.aten.nonzero, torch.ops.aten.masked_select):
+            self.by.append(f"{func} in {sys._getframe(1).f_code.co_name}")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rule", ["exact", "topk:3,floor=0.001", "judge", "judge&topk:5|exact"])
+def test_a_cycle_waits_for_the_device_once(llama: Pair, judge: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the first pass of a cycle and its verdicts the host looks at nothing that the cycle has made."""
+    looks, late = Looks(monkeypatch), session.coming
+
+    def of_this_cycle(numbers):
+        found, made = late(numbers), looks.by.count("_verdicts")
+
+        def arrived():
+            assert looks.by.count("_verdicts") > made
+            return found()
+
+        return arrived
+
+    monkeypatch.setattr(session, "coming", of_this_cycle)
+    for lm in (llama.target, llama.draft):
+        monkeypatch.setattr(lm, "graph", Replay())
+    steps = llama.stream([5, 6, 7], rule=rule.replace("judge", judge), window=9, max_new_tokens=60)
+    next(steps)  # the prompt, and what follows it, is not read by a recorded pass
+    first = len(looks.by)
+    with looks:
+        cycles = len(list(steps))
+    seen = looks.by[first:]
+    assert cycles > 3 and seen.count("_verdicts") == cycles
+    assert set(seen) == {"_verdicts", "arrived"} and seen.count("arrived") <= 2 * cycles

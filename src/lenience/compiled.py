@@ -141,7 +141,7 @@ class GraphCache:
     """The keys and values of rows of tokens [2 · layers, rows, H, C, D], read through a graph. The graph reads all of C, so it
     starts small and grows with the rows, to `capacity` where that is enough."""
 
-    together = True
+    together = waits = True
 
     def __init__(self, lm: LM, graph: Graph, rows: int, capacity: int):
         self.lm, self.graph = lm, graph

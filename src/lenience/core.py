@@ -235,7 +235,7 @@ class Context:
 
     def used(self, device: torch.device) -> Tensor:
         """[B]: how many tokens each row's request has kept that the strict rule rejects."""
-        return torch.tensor([row.lenient for row in self.rows], device=device)
+        return sent([row.lenient for row in self.rows], device)
 
     def inside(self, begin: str, end: str, tokens: Tensor) -> Tensor:
         """[B, W] bool: whether each of the drafted `tokens` stands in a span that the text `begin` opens and `end` closes."""
@@ -258,13 +258,13 @@ class Context:
                 if n >= len(row.prefix):
                     states.append(open)
             found.append(states)
-        return torch.tensor(found, dtype=torch.bool, device=tokens.device).view(tokens.shape)
+        return sent(found, tokens.device).bool().view(tokens.shape)
 
     def keys(self, n: int, purpose: str, ahead: int = 0, device: torch.device | None = None) -> Tensor:
         """[B, n] int64: each row's keys for n positions, the first of them `ahead` of where it stands."""
         whose = [(row, f"{purpose}@{row.position}" if self.anew else purpose) for row in self.rows]
         keys = [[row.noise.key(row.position + ahead + i, purpose) for i in range(n)] for row, purpose in whose]
-        return torch.tensor(keys, dtype=torch.int64, device=device)
+        return sent(keys, device or torch.device("cpu")).long().view(len(keys), n)
 
     def draw(self, logits: Tensor, ahead: int = 0) -> Tensor:
         """[B, m, V] processed logits → [B, m]: the tokens that plain decoding takes, the first of them `ahead` tokens after
@@ -272,6 +272,26 @@ class Context:
         if self.greedy:
             return logits.argmax(-1)
         return race(self.probs(logits), self.keys(logits.shape[1], "token", ahead, logits.device))
+
+
+def sent(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """Numbers for a device; a GPU takes them when it comes to them, and is not waited for."""
+    made = torch.tensor(numbers)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+
+
+def coming(numbers: Tensor) -> Callable[[], list[Any]]:
+    """What gives the numbers of a device as a list; a GPU is not waited for before it is called."""
+    if numbers.device.type != "cuda":
+        return numbers.tolist
+    host, there = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
+    there.record(torch.cuda.current_stream(numbers.device))
+
+    def arrived() -> list[Any]:
+        there.synchronize()
+        return host.tolist()
+
+    return arrived
 
 
 def uniform(keys: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lenience.core import Context, Draft
+from lenience.core import Context, Draft, sent
 from lenience.model import LM
 from lenience.session import Session
 from lenience.stops import Fixed, Stop
@@ -28,6 +28,7 @@ class ModelDrafter:
     def __init__(self, session: Session, window: int, target: LM, keep_states: bool = False, stop: Stop | None = None):
         self.session, self.window, self.keep_states, self.stop = session, window, keep_states, stop or Fixed()
         self.width, self.device, self.eos_ids = target.width, target.device, target.eos_ids
+        self.eos = torch.tensor(sorted(self.eos_ids), device=self.device)
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         prefixes = [row.prefix for row in ctx.rows]
@@ -40,15 +41,22 @@ class ModelDrafter:
         logits, hidden, chances = list[Tensor](), list[Tensor](), list[Tensor]()
         read, ends = [0] * len(most), torch.empty(len(most), 0, dtype=torch.bool, device=self.device)
         reads_on = ctx.greedy and not ctx.processors and self.session.lm.width <= self.width
-        chunk = 1 if not reads_on else CHUNK_ASKED if self.stop.asks else CHUNK
+        blind = reads_on and not self.stop.asks and not self.session.cache.waits  # drafts to the end without a look at it
+        chunk = 1 if not reads_on else CHUNK_ASKED if self.stop.asks else self.window + 1 if blind else CHUNK
         extra = self.keep_states or self.stop.looks_back  # the state after the last drafted token takes one more pass
+        drafted, lengths = list[list[int]](), None
         while (wanted := max(most)) and (left := wanted + extra - tokens.shape[1]) > 0:
-            reading = self.session.read(prefixes, ahead=tokens if logits else None, on=min(left, chunk) - 1)
+            sequences = [prefix + row for prefix, row in zip(prefixes, drafted)] if logits else prefixes
+            reading = self.session.read(sequences, on=min(left, chunk) - 1)
             read = [n + new + reading.logits.shape[1] - 1 for n, new in zip(read, reading.read)]
             logits.append(ctx.process(self._as_target(reading.logits), tokens))  # [B, n, V]
             hidden.append(reading.hidden)
             drawn = (reading.best if reads_on else ctx.draw(logits[-1], tokens.shape[1])).to(self.device)
-            tokens = looked = torch.cat([tokens, drawn], 1) if tokens.shape[1] else drawn
+            tokens = torch.cat([tokens, drawn], 1) if tokens.shape[1] else drawn
+            if blind and drawn.shape[1] == left:
+                lengths = self._to_eos(tokens, most)
+                break
+            drafted = looked = tokens.tolist()
             if self.stop.asks:
                 # of a condition that looks back, the first state belongs to the token before the first
                 seen = reading.hidden[:, 1:] if self.stop.looks_back and len(logits) == 1 else reading.hidden
@@ -56,12 +64,12 @@ class ModelDrafter:
                     chances.append(self.stop.chances(logits[-1], seen, drawn, ctx))
                     ends = self.stop.ends(torch.cat(chances, 1)).to(self.device)  # [B, tokens so far, or one fewer]
                 later = tokens.shape[1] - ends.shape[1]
-                looked = tokens.where(~torch.nn.functional.pad(ends, (0, later)), _END)
-            for b, row in enumerate(looked.tolist()):
+                looked = tokens.where(~torch.nn.functional.pad(ends, (0, later)), _END).tolist()
+            for b, row in enumerate(looked):
                 # nothing after an EOS could be kept
                 last = (i for i, token in enumerate(row[: most[b]], 1) if token == _END or token in self.eos_ids)
                 most[b] = next(last, most[b])
-        lengths = torch.tensor(most, device=self.device)
+        lengths = sent(most, self.device) if lengths is None else lengths
         if not logits:
             return Draft(tokens, lengths, trusted=torch.zeros_like(lengths) if self.stop.trusts else None)
         states = _first(hidden, wanted + 1).to(self.device) if self.keep_states else None  # [B, W + 1, H]
@@ -71,6 +79,13 @@ class ModelDrafter:
             return draft
         doubted = (ends[:, :wanted] & draft.proposed).any(1)
         return replace(draft, trusted=lengths - doubted.long())
+
+    def _to_eos(self, tokens: Tensor, most: list[int]) -> Tensor:
+        """[B]: how many of the first tokens, at most `most` [B], there are to an EOS; found where the tokens are."""
+        n = tokens.shape[1]
+        places = torch.arange(1, n + 1, device=tokens.device)
+        last = places.where((tokens[..., None] == self.eos).any(-1), n).amin(1)
+        return last.minimum(sent(most, tokens.device))
 
     def move(self, source: int, to: int) -> None:
         self.session.move(source, to)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenience.core import Profile
+from lenience.core import Profile, sent
 from lenience.errors import first_line
 from lenience.model import LM
 from lenience.session import Pass, PlainCache, positions
@@ -52,7 +52,7 @@ class ReplayCache(PlainCache):
     """The keys and values of rows of tokens; the passes of cycles over them are recorded and replayed. On a CPU they are made
     anew each time, with the same shapes."""
 
-    loops = True
+    loops, waits = True, False
 
     def __init__(self, lm: LM, rows: int, capacity: int):
         super().__init__(lm, rows, capacity)
@@ -157,10 +157,11 @@ class _Recording:
         ids, pads, cached = [[0] * t] * len(self.rows), [t] * len(self.rows), [0] * len(self.rows)
         for i, row in enumerate(p.which):
             ids[row], pads[row], cached[row] = p.ids[i], p.pads[i], p.cached[i]
-        numbers = torch.tensor([[*row, pad, kept] for row, pad, kept in zip(ids, pads, cached)])
-        if self.graph:
-            numbers = numbers.pin_memory().to(self.ids.device, non_blocking=True)
+        numbers = sent([[*row, pad, kept] for row, pad, kept in zip(ids, pads, cached)], self.ids.device)
+        which = None if whole else sent(p.which, self.ids.device)
         self.ids.copy_(numbers[:, :t])
+        if p.ahead is not None:
+            self.ids[slice(None) if which is None else which, t - p.ahead.shape[1] :] = p.ahead
         self.pads.copy_(numbers[:, t])
         self.cached.copy_(numbers[:, t + 1])
         profile.lap("cache")
@@ -170,7 +171,6 @@ class _Recording:
         else:
             logits, hidden = self._run()
         profile.lap(self.cache.lm.role)
-        if whole:
-            return (logits.clone(), hidden.clone()) if self.graph else (logits, hidden)
-        which = torch.tensor(p.which, device=logits.device)
-        return logits[which], hidden[which]
+        if which is not None:
+            return logits[which], hidden[which]
+        return (logits.clone(), hidden.clone()) if self.graph else (logits, hidden)

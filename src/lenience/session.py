@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
@@ -14,10 +14,12 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from lenience.core import Profile, Reading
+from lenience.core import Profile, Reading, coming, sent
 from lenience.errors import InputError, first_line
 from lenience.model import LM
 
+LATER = -1
+"""Stands for a token that is still to come from the device."""
 LARGEST_MASK = 1 << 26
 """How many entries the attention mask of rows that are read together may have."""
 
@@ -41,6 +43,15 @@ class Pass:
     on: int = 0
     """How many tokens more are read, each the most probable one after the one before; only by a cache that `loops`, and only
     where `states` is 1."""
+    ahead: Tensor | None = None
+    """[m, a]: the last tokens of each row where only the model's device has them; `ids` has -1 for them."""
+
+    def ids_on(self, device: torch.device) -> Tensor:
+        """[m, T]"""
+        ids = sent(self.ids, device)
+        if self.ahead is not None:
+            ids[:, -self.ahead.shape[1] :] = self.ahead
+        return ids
 
 
 class RowCache(Protocol):
@@ -54,6 +65,11 @@ class RowCache(Protocol):
     @property
     def loops(self) -> bool:
         """Whether a pass can go on by itself."""
+        ...
+
+    @property
+    def waits(self) -> bool:
+        """Whether tokens that the device has found are wanted on the host before they are read."""
         ...
 
     @property
@@ -92,11 +108,22 @@ class Session:
         layer: int | None = None,
     ):
         self.lm, self.profile = lm, profile or Profile()
-        self.tokens: list[list[int]] = [[] for _ in range(rows)]
+        self._tokens: list[list[int]] = [[] for _ in range(rows)]
+        self._coming: list[tuple[list[list[int]], list[int], Callable[[], list[list[int]]]]] = []
+        """Rows, from where on they have tokens of the device, and what gives these."""
         if cache is None and layer is not None:
             cache = PlainCache(lm, rows, capacity, layer)  # exported passes give the last states alone
         self.cache: RowCache = cache or (lm.graph.cache if lm.graph else PlainCache)(lm, rows, capacity)
         finalize(self, self.cache.release).atexit = False
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """What is in each row."""
+        for rows, starts, found in self._coming:
+            for row, start, tokens in zip(rows, starts, found()):
+                row[start : start + len(tokens)] = tokens
+        self._coming = []
+        return self._tokens
 
     def room(self, tokens: Sequence[int]) -> int:
         """How many more tokens the model's context can hold after these."""
@@ -105,9 +132,10 @@ class Session:
     @torch.inference_mode()
     def move(self, source: int, to: int) -> None:
         """The row at `source` becomes the row at `to`."""
-        moved, self.tokens[to], self.tokens[source] = self.tokens[source], [], []
+        tokens = self.tokens
+        moved, tokens[to], tokens[source] = tokens[source], [], []
         self.cache.move(source, to)
-        self.tokens[to] = moved
+        tokens[to] = moved
 
     @torch.inference_mode()
     def read(
@@ -125,11 +153,16 @@ class Session:
         Of a single state, up to `on` more may follow, each after the most probable token of the one before, where the cache
         reads on by itself.
         """
-        assert len(sequences) <= len(self.tokens)
         self.profile.lap("rest")
-        held = self.tokens if rows is None else [self.tokens[row] for row in rows]
+        held = self.tokens
+        assert len(sequences) <= len(held)
+        held = held[: len(sequences)] if rows is None else [held[row] for row in rows]
         if ahead is not None:
-            sequences = [sequence + tokens for sequence, tokens in zip(sequences, ahead.tolist())]
+            n = ahead.shape[1]  # a
+            late = not self.cache.waits and all(self.room(sequence) >= n for sequence in sequences)
+            tokens = [[LATER] * n] * len(sequences) if late else ahead.tolist()
+            sequences = [sequence + more for sequence, more in zip(sequences, tokens)]
+            ahead = ahead if late and n else None
         over = [max(0, -self.room(new)) for new in sequences]
         sequences = [new[: len(new) - past] for new, past in zip(sequences, over)]
         keep = [min(common(old, new), len(new) - states) for old, new in zip(held, sequences)]
@@ -147,20 +180,23 @@ class Session:
                 [keep[b] for b in group],
                 states,
                 on,
+                ahead if ahead is None or len(groups) == 1 else ahead[sent(group, ahead.device)],
             )
             for group in groups
         ]
         for old, new in zip(held, sequences):
             old += new[len(old) :]
+        if ahead is not None:
+            self._coming.append((held, [len(new) - n for new in sequences], coming(ahead)))
         logits, hidden = done[0]
         if len(done) > 1:
-            order = torch.tensor([b for group in groups for b in group], device=logits.device).argsort()
+            order = sent([b for group in groups for b in group], logits.device).argsort()
             logits, hidden = (torch.cat(parts)[order] for parts in zip(*done))
         if any(over):  # the states of what was read belong further in front
             logits, hidden = (torch.stack([row.roll(-past, 0) for row, past in zip(rows, over)]) for rows in (logits, hidden))
         reading = Reading(logits, hidden, counts)
-        for old, more in zip(held, reading.best.tolist() if on else ()):
-            old += more[:on]
+        if on:
+            self._coming.append((held, [len(new) for new in sequences], coming(reading.best[:, :on])))
         self.profile.lap("cache")
         return reading
 
@@ -181,14 +217,14 @@ class Session:
         return [short, *groups] if short else groups
 
     def _pass(
-        self, which: list[int], sequences: list[list[int]], keep: list[int], states: int, on: int
+        self, which: list[int], sequences: list[list[int]], keep: list[int], states: int, on: int, ahead: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """One forward pass of the rows `which`, of whose sequences `keep` tokens are in the cache; gives logits and hidden
         states. Rows with fewer new tokens than others are padded in front, so that the last states are those asked for."""
         most = max(len(new) - kept for new, kept in zip(sequences, keep))  # T
         pads = [most - len(new) + kept for new, kept in zip(sequences, keep)]
         ids = [[0] * pad + new[kept:] for pad, new, kept in zip(pads, sequences, keep)]
-        return self.cache.read(Pass(which, ids, pads, keep, max(map(len, sequences)) + on, states, on), self.profile)
+        return self.cache.read(Pass(which, ids, pads, keep, max(map(len, sequences)) + on, states, on, ahead), self.profile)
 
 
 class PlainCache:
@@ -207,6 +243,10 @@ class PlainCache:
     @property
     def together(self) -> bool:
         return takes_masks(self.lm)
+
+    @property
+    def waits(self) -> bool:
+        return self.lm.device.type != "cuda"
 
     @property
     def layers(self) -> list[_Layer]:
@@ -232,8 +272,7 @@ class PlainCache:
 
     def read(self, p: Pass, profile: Profile) -> tuple[Tensor, Tensor]:
         place, device = self.place, self.lm.device
-        ids = torch.tensor(p.ids, device=device)
-        ids = ids.clamp(max=self.lm.width - 1)  # an id that only the other model's embedding has is read as the last one
+        ids = p.ids_on(device).clamp(max=self.lm.width - 1)  # an id that only the other model's embedding has is read as the last one
         place.which, place.extent = p.which, p.extent
         if place.extent > place.capacity:
             place.capacity = max(place.extent, 2 * place.capacity)
@@ -241,8 +280,8 @@ class PlainCache:
         if len(p.which) == 1:
             place.start, place.columns = p.cached[0], None
         else:
-            place.start, place.index, place.first = 0, torch.tensor(p.which, device=device), p.which == [*range(len(p.which))]
-            at, padding = positions(ids, *(torch.tensor(counts, device=device) for counts in (p.pads, p.cached)))
+            place.start, place.index, place.first = 0, sent(p.which, device), p.which == [*range(len(p.which))]
+            at, padding = positions(ids, sent(p.pads, device), sent(p.cached, device))
             place.columns = at.masked_fill(padding, place.capacity)
         profile.lap("cache")
         read = self.forward(ids, p.states, at)
