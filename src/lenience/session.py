@@ -272,7 +272,8 @@ class PlainCache:
 
     def read(self, p: Pass, profile: Profile) -> tuple[Tensor, Tensor]:
         place, device = self.place, self.lm.device
-        ids = p.ids_on(device).clamp(max=self.lm.width - 1)  # an id that only the other model's embedding has is read as the last one
+        ids = p.ids_on(device)
+        ids = ids.clamp(max=self.lm.width - 1)  # an id that only the other model's embedding has is read as the last one
         place.which, place.extent = p.which, p.extent
         if place.extent > place.capacity:
             place.capacity = max(place.extent, 2 * place.capacity)
