@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lenience import InputError
 from lenience.model import LM
 from lenience.pair import Generation, Pair, load_pair
-from lenience.session import Session, takes_masks, token_bytes
+from lenience.session import PlainCache, Session, takes_masks, token_bytes
 
 QUICK = dict(derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
 prompts = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=30), min_size=1, max_size=7)
@@ -45,6 +45,18 @@ def test_together_as_alone(name: str, pairs, given_prompts, window, new, size, r
     options = {"rule": rule, "window": window, "max_new_tokens": new, "temperature": temperature, "seed": 5}
     together = pair.generate_batch(given_prompts, batch_size=size, **options)
     assert_same(together, [pair.generate(prompt, **options) for prompt in given_prompts])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neo"])
+@given(prompts, st.integers(0, 12), st.integers(1, 40), st.integers(1, 5), st.sampled_from(["exact", "topk:3", "speculative"]))
+@settings(max_examples=12, deadline=None, **QUICK)
+def test_tokens_that_stay_on_the_device_make_no_difference(name: str, pairs, given_prompts, window, new, size, rule) -> None:
+    pair = pairs(name)
+    options = {"rule": rule, "window": window, "max_new_tokens": new}
+    alone = [pair.generate(prompt, **options) for prompt in given_prompts]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlainCache, "waits", False)  # as on a GPU
+        assert_same(pair.generate_batch(given_prompts, batch_size=size, **options), alone)
 
 
 @given(prompts, st.integers(1, 9), st.integers(1, 40), st.integers(1, 5))

@@ -7,7 +7,7 @@ import json
 import shutil
 import threading
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from lenience.mining import check_prompts, mine
 from lenience.pair import Pair, load_pair
 from lenience.steps import fit_annotated
 from lenience.tasks import Sample
-from lenience.uses import digest, fresh
+from lenience.uses import digest, fresh, locked, note_uses
 
 
 class Echo:
@@ -440,6 +440,17 @@ def test_certificates_that_are_made_at_once_share_no_prompt_and_are_both_kept(
     assert [len(ids) for ids in by_key.values()] == [30, 30] and not set.intersection(*by_key.values())
     kept = [json.loads((tmp_path / name).read_text())["max_drop"] for name in ("certificate.json", "certificate-1.json")]
     assert sorted(kept) == [one["max_drop"] for one in made]
+
+
+def test_uses_are_noted_one_after_the_other(llama: Pair, tmp_path: Path) -> None:
+    """What another is about to append must not look like a torn line."""
+    with ThreadPoolExecutor(1) as thread:
+        with locked(tmp_path):
+            note_uses(tmp_path, llama.target, [("a", "w1")], "comparison", "one")
+            other = thread.submit(note_uses, tmp_path, llama.target, [("b", "w2")], "comparison", "two")
+            assert not wait([other], timeout=0.3).done
+        other.result()
+    assert [use["id"] for use in Journal(tmp_path / "uses.jsonl")] == ["a", "b"]
 
 
 def test_a_question_that_is_being_answered_is_not_answered_twice(llama: Pair, task: Echo, tmp_path: Path) -> None:

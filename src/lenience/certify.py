@@ -26,7 +26,7 @@ from lenience.report import write_certificate
 from lenience.rules import ALONE, terms
 from lenience.stops import learned
 from lenience.tasks import Sample, Task, known_as, reads
-from lenience.uses import fresh, note_uses
+from lenience.uses import fresh, locked, note_uses
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,8 +48,6 @@ PROMISES_NOT = (
 )
 TUNING = 8
 """How many prompts an automatic window is picked on."""
-LOCK = "certify.lock"
-"""Held in a run folder while prompts are taken and while its certificates change places."""
 
 
 @dataclass(frozen=True)
@@ -248,8 +246,7 @@ def calibration(pair: Pair, task: Task, folder: Path, question: Question, use: s
     key = hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=6).hexdigest()
     used = [head for settings in question.ladders for head in learned(settings[0], question.stop)]
     wanted, tuned = question.prompts(), TUNING if question.window == "auto" else 0
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / LOCK):  # two certificates that are made at the same time share no prompt
+    with locked(folder):  # two certificates that are made at the same time share no prompt
         samples = fresh(pair.target, task, folder, key, wanted + tuned, split=question.split, seed=question.seed,
                         ids=question.ids, learned=used)  # fmt: skip
         n = len(samples) - tuned
@@ -321,7 +318,7 @@ def certify(pair: Pair, task: Task, folder: Path, question: Question, show: Show
     """
     with calibration(pair, task, folder, question, "calibration", show) as on:
         made = read_json(on.place / FILE) if (on.place / FILE).exists() else _certificate(on, folder)
-    with FileLock(folder / LOCK):
+    with locked(folder):
         write_certificate(keep(folder, made).with_suffix(".html"), made)
     return made
 

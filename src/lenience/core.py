@@ -276,7 +276,7 @@ class Context:
 
 def sent(numbers: Sequence[Any], device: torch.device) -> Tensor:
     """Numbers for a device; a GPU takes them when it comes to them, and is not waited for."""
-    made = torch.tensor(numbers)
+    made = torch.tensor(numbers, device="cpu")
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 

@@ -42,18 +42,20 @@ class ModelDrafter:
         read, ends = [0] * len(most), torch.empty(len(most), 0, dtype=torch.bool, device=self.device)
         reads_on = ctx.greedy and not ctx.processors and self.session.lm.width <= self.width
         blind = reads_on and not self.stop.asks and not self.session.cache.waits  # drafts to the end without a look at it
-        chunk = 1 if not reads_on else CHUNK_ASKED if self.stop.asks else self.window + 1 if blind else CHUNK
+        chunk = 1 if not reads_on else CHUNK_ASKED if self.stop.asks else CHUNK
         extra = self.keep_states or self.stop.looks_back  # the state after the last drafted token takes one more pass
         drafted, lengths = list[list[int]](), None
         while (wanted := max(most)) and (left := wanted + extra - tokens.shape[1]) > 0:
             sequences = [prefix + row for prefix, row in zip(prefixes, drafted)] if logits else prefixes
-            reading = self.session.read(sequences, on=min(left, chunk) - 1)
+            # what is drafted blind is rounded up, as each length is recorded
+            step = min(-(-left // CHUNK) * CHUNK, self.window + extra) if blind else min(left, chunk)
+            reading = self.session.read(sequences, on=step - 1)
             read = [n + new + reading.logits.shape[1] - 1 for n, new in zip(read, reading.read)]
             logits.append(ctx.process(self._as_target(reading.logits), tokens))  # [B, n, V]
             hidden.append(reading.hidden)
             drawn = (reading.best if reads_on else ctx.draw(logits[-1], tokens.shape[1])).to(self.device)
             tokens = torch.cat([tokens, drawn], 1) if tokens.shape[1] else drawn
-            if blind and drawn.shape[1] == left:
+            if blind and drawn.shape[1] >= left:
                 lengths = self._to_eos(tokens, most)
                 break
             drafted = looked = tokens.tolist()

@@ -19,7 +19,7 @@ from torch import Tensor
 from lenience.core import Profile, sent
 from lenience.errors import first_line
 from lenience.model import LM
-from lenience.session import Pass, PlainCache, positions
+from lenience.session import LATER, Pass, PlainCache, positions
 
 _RECORDING = threading.Lock()
 """There may be one at a time in a process."""
@@ -93,9 +93,9 @@ class ReplayCache(PlainCache):
         """What follows a pass that was not recorded, token by token."""
         parts, cached = [first], [kept + len(ids) - pad for kept, ids, pad in zip(p.cached, p.ids, p.pads)]
         for i in range(p.on):
-            tokens = parts[-1][0][:, -1:].argmax(-1).tolist()
-            here = [kept + i for kept in cached]
-            parts.append(self.read(Pass(p.which, tokens, [0] * len(here), here, max(here) + 1, 1), profile))
+            tokens, here = parts[-1][0][:, -1:].argmax(-1), [kept + i for kept in cached]
+            one = Pass(p.which, [[LATER]] * len(here), [0] * len(here), here, max(here) + 1, 1, ahead=tokens)
+            parts.append(self.read(one, profile))
         logits, hidden = (torch.cat(part, 1) for part in zip(*parts))
         return logits, hidden
 

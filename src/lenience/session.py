@@ -416,7 +416,8 @@ def reads_together_as_alone(lm: LM, cache: RowCache) -> bool:
     together = Session(lm, 3, cache=cache)
     together.read([row[:-3] for row in rows])
     for states, on in ((2, 0), (1, 3)):
-        got = together.read(rows, states, on=on)
+        last = torch.tensor([row[-1:] for row in rows], device=lm.device)
+        got = together.read([row[:-1] for row in rows], states, ahead=last, on=on)
         n = got.hidden.shape[1]
         rows = [row + more for row, more in zip(rows, got.logits[:, : n - states].argmax(-1).tolist())]
         alone = [Session(lm, cache=PlainCache(lm, 1, 256)).read([row], n).hidden for row in rows]

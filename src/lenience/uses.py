@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from filelock import FileLock
+
 from lenience.errors import InputError
 from lenience.journal import Journal, read_json
 from lenience.tasks import Sample, Task, known_as, take
@@ -23,13 +25,20 @@ def digest(ids: Sequence[int]) -> str:
     return hashlib.blake2b(json.dumps(list(ids)).encode(), digest_size=8).hexdigest()
 
 
+def locked(folder: Path) -> FileLock:
+    """Held while prompts of a run are drawn and noted and while its certificates change places; may be taken again inside."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return FileLock(folder / "run.lock", is_singleton=True)
+
+
 def note_uses(folder: Path, lm: LM, prompts: Iterable[tuple[str, Prompt]], use: str, key: str, task: str = "") -> None:
     """Record in RUN/uses.jsonl what prompts, each with its id in a task, are about to be used for. `key` is of what uses them,
     which may use them again."""
     journal = Journal(folder / "uses.jsonl")
-    seen = {record["prompt"] for record in journal.resume()}
-    first = {content: id for id, prompt in prompts if (content := digest(lm.encode(prompt))) not in seen}
-    journal.append(*({"id": id, "task": task, "prompt": content, "use": use, "key": key} for content, id in first.items()))
+    with locked(folder):
+        seen = {record["prompt"] for record in journal.resume()}
+        first = {content: id for id, prompt in prompts if (content := digest(lm.encode(prompt))) not in seen}
+        journal.append(*({"id": id, "task": task, "prompt": content, "use": use, "key": key} for content, id in first.items()))
 
 
 class Uses:
