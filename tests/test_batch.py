@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from lenience import InputError
+from lenience.memory import token_bytes
 from lenience.model import LM
 from lenience.pair import Generation, Pair, load_pair
-from lenience.session import PlainCache, Session, takes_masks, token_bytes
+from lenience.session import PlainCache, Session, takes_masks
 
 QUICK = dict(derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
 prompts = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=30), min_size=1, max_size=7)
@@ -131,7 +132,7 @@ def test_no_prompts_no_answers_and_wrong_options_are_told_before_any_work(llama:
 
 def test_a_cache_that_cannot_fit_is_refused_with_what_would(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     each = sum(sum(token_bytes(lm).values()) for lm in (llama.target, llama.draft)) * (1 + 20 + 8 + 1)
-    monkeypatch.setattr("lenience.session.free_bytes", lambda device: 3 * each)
+    monkeypatch.setattr("lenience.memory.free_bytes", lambda device: 3 * each)
     assert len(llama.generate_batch([[1]] * 4, batch_size=3, max_new_tokens=20)) == 4
     with pytest.raises(InputError, match="at most 3 rows fit"):
         llama.generate_batch([[1]] * 4, batch_size=4, max_new_tokens=20)

@@ -23,10 +23,11 @@ from test_batch import assert_same
 import lenience
 from lenience.compiled import compile_model, graph_path
 from lenience.export import export_graph
+from lenience.memory import token_bytes
 from lenience.model import LM
 from lenience.pair import Pair, load_pair
 from lenience.replay import Replay
-from lenience.session import Session, token_bytes
+from lenience.session import Session
 
 EXPORTED = ["llama", "qwen2", "qwen3", "gemma2", "mistral", "gpt2"]
 QUICK = dict(derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))

@@ -10,7 +10,7 @@ from pathlib import Path
 import lenience
 
 SOURCE = Path(lenience.__file__).parent
-ORDER = ["errors", "spec", "core", "divergence", "bounds", "journal", "heads", "acceptance", "rules", "stops", "certificate", "ladder", "tasks", "uses", "model", "session", "replay", "export", "compiled", "drafters", "decode", "pair", "mining", "annotated", "compare",
+ORDER = ["errors", "spec", "core", "divergence", "bounds", "journal", "heads", "acceptance", "rules", "stops", "certificate", "ladder", "tasks", "uses", "model", "session", "memory", "replay", "export", "compiled", "drafters", "decode", "pair", "mining", "annotated", "compare",
          "report", "certify", "audit", "steps", "choices", "demo", "cli"]  # fmt: skip
 """Each module imports only what stands before it."""
 

@@ -32,11 +32,7 @@ class ModelDrafter:
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         prefixes = [row.prefix for row in ctx.rows]
-        asked = [self.stop.most(row, self.window) for row in ctx.rows]
-        follows = not self.stop.trusts  # whether a token of the target's follows in any case
-        most = [max(0, min(n, r - follows, self.session.room(p) - 1)) for n, p, r in zip(asked, prefixes, room)]
-        if self.session.lm.width < self.width:  # ids that only the target's embedding has
-            most = [0 if max(p) >= self.session.lm.width else m for p, m in zip(prefixes, most)]
+        most = self._most(ctx, room)
         tokens = torch.empty(len(most), 0, dtype=torch.long, device=self.device)
         logits, hidden, chances = list[Tensor](), list[Tensor](), list[Tensor]()
         read, ends = [0] * len(most), torch.empty(len(most), 0, dtype=torch.bool, device=self.device)
@@ -81,6 +77,16 @@ class ModelDrafter:
             return draft
         doubted = (ends[:, :wanted] & draft.proposed).any(1)
         return replace(draft, trusted=lengths - doubted.long())
+
+    def _most(self, ctx: Context, room: Sequence[int]) -> list[int]:
+        """[B]: how many tokens may be drafted for each row."""
+        prefixes = [row.prefix for row in ctx.rows]
+        asked = [self.stop.most(row, self.window) for row in ctx.rows]
+        follows = not self.stop.trusts  # whether a token of the target's follows in any case
+        most = [max(0, min(n, r - follows, self.session.room(p) - 1)) for n, p, r in zip(asked, prefixes, room)]
+        if self.session.lm.width < self.width:  # ids that only the target's embedding has
+            most = [0 if max(p) >= self.session.lm.width else m for p, m in zip(prefixes, most)]
+        return most
 
     def _to_eos(self, tokens: Tensor, most: list[int]) -> Tensor:
         """[B]: how many of the first tokens, at most `most` [B], there are to an EOS; found where the tokens are."""

@@ -21,9 +21,10 @@ from lenience.core import Context, Noise, Profile, Row, Rule, Step, Trace
 from lenience.decode import Limits, Request, cycle, decode
 from lenience.drafters import ModelDrafter
 from lenience.errors import InputError
+from lenience.memory import check_memory
 from lenience.model import LM, Prompt
 from lenience.rules import ALONE, parse_rule
-from lenience.session import Session, check_memory
+from lenience.session import Session
 from lenience.stops import Fixed, Stop, learned, parse_stop
 
 EMBEDDED = Path(__file__).parent / "embedded"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
@@ -15,7 +15,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from lenience.core import Profile, Reading, coming, sent
-from lenience.errors import InputError, first_line
+from lenience.errors import first_line
 from lenience.model import LM
 
 LATER = -1
@@ -158,11 +158,7 @@ class Session:
         assert len(sequences) <= len(held)
         held = held[: len(sequences)] if rows is None else [held[row] for row in rows]
         if ahead is not None:
-            n = ahead.shape[1]  # a
-            late = not self.cache.waits and all(self.room(sequence) >= n for sequence in sequences)
-            tokens = [[LATER] * n] * len(sequences) if late else ahead.tolist()
-            sequences = [sequence + more for sequence, more in zip(sequences, tokens)]
-            ahead = ahead if late and n else None
+            sequences, ahead = self._join(sequences, ahead)
         over = [max(0, -self.room(new)) for new in sequences]
         sequences = [new[: len(new) - past] for new, past in zip(sequences, over)]
         keep = [min(common(old, new), len(new) - states) for old, new in zip(held, sequences)]
@@ -187,7 +183,7 @@ class Session:
         for old, new in zip(held, sequences):
             old += new[len(old) :]
         if ahead is not None:
-            self._coming.append((held, [len(new) - n for new in sequences], coming(ahead)))
+            self._coming.append((held, [len(new) - ahead.shape[1] for new in sequences], coming(ahead)))
         logits, hidden = done[0]
         if len(done) > 1:
             order = sent([b for group in groups for b in group], logits.device).argsort()
@@ -199,6 +195,14 @@ class Session:
             self._coming.append((held, [len(new) for new in sequences], coming(reading.best[:, :on])))
         self.profile.lap("cache")
         return reading
+
+    def _join(self, sequences: Sequence[list[int]], ahead: Tensor) -> tuple[list[list[int]], Tensor | None]:
+        """The sequences with the tokens `ahead` [B, a]; where these are left on the device, LATER stands for them and they are
+        given back."""
+        n = ahead.shape[1]
+        late = not self.cache.waits and all(self.room(sequence) >= n for sequence in sequences)
+        tokens = [[LATER] * n] * len(sequences) if late else ahead.tolist()
+        return [sequence + more for sequence, more in zip(sequences, tokens)], ahead if late and n else None
 
     def _groups(self, sequences: Sequence[list[int]], counts: list[int], states: int) -> list[list[int]]:
         """Which rows are read in one pass. Rows with much to read, such as new prompts, would make the others wait if they
@@ -426,43 +430,6 @@ def reads_together_as_alone(lm: LM, cache: RowCache) -> bool:
         if not error.max() < (0.1 if lm.model.dtype.itemsize < 4 else 1e-3):
             return False
     return True
-
-
-def token_bytes(lm: LM) -> dict[torch.device, int]:
-    """What one token takes in the KV cache, on each device; found out once for a model and the way it is read."""
-    if lm.token_bytes is None or lm.token_bytes[0] is not lm.graph:
-        lm.token_bytes = lm.graph, Session(lm, capacity=1).cache.token_bytes
-    return lm.token_bytes[1]
-
-
-def check_memory(caches: Iterable[tuple[LM, int]], rows: int) -> None:
-    """Raise InputError where the caches of `rows` rows would not fit into the free memory; `caches` says of each model how
-    many tokens a row must hold."""
-    need: dict[torch.device, int] = {}
-    for lm, capacity in caches:
-        if lm.graph and lm.graph.spares(rows, capacity):
-            continue  # it is there already
-        for device, size in token_bytes(lm).items():
-            need[device] = need.get(device, 0) + size * (capacity + 1)
-    for device, size in need.items():
-        free = free_bytes(device)
-        if free is not None and size * rows > free:
-            raise InputError(
-                f"{rows} rows need {size * rows / 2**30:.1f} GiB of KV cache on {device}, {free / 2**30:.1f} GiB are free: at "
-                f"most {free // size} rows fit; lower batch_size or max_new_tokens"
-            )
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """How much memory a device has left; None where it cannot be told."""
-    if device.type == "cuda":
-        kept_by_torch = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + kept_by_torch
-    try:
-        with open("/proc/meminfo") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return None
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
