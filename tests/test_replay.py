@@ -93,6 +93,14 @@ def test_windows_of_many_lengths_are_drafted_in_few(llama: Pair, monkeypatch: py
         assert {on + 1 for _, _, on, _ in llama.draft.graph.spare[0]._recorded} <= {1, 8, 16, 20}
 
 
+def test_what_stays_on_the_device_is_read_once(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = llama.generate([5, 6, 7], window=8, max_new_tokens=60)
+    for lm in (llama.target, llama.draft):
+        monkeypatch.setattr(lm, "graph", Replay())
+    out = llama.generate([5, 6, 7], window=8, max_new_tokens=60)
+    assert (out.target_tokens, out.draft_tokens) == (plain.target_tokens, plain.draft_tokens)
+
+
 class Looks(TorchDispatchMode):
     """Which functions ask on the host what a tensor holds: a GPU must come to an end before it can say."""
 
