@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 
 from lenience.compare import machine
-from lenience.core import Profile
+from lenience.core.profile import Profile
 from lenience.heads import Head, Inputs
 from lenience.pair import Pair, load_pair
 from lenience.tasks import WordMath, take

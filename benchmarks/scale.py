@@ -27,7 +27,10 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 
 from lenience.acceptance import Lenient
 from lenience.compare import machine
-from lenience.core import Context, Draft, Profile, Reading, uniform
+from lenience.core.context import Context
+from lenience.core.noise import uniform
+from lenience.core.profile import Profile
+from lenience.core.types import Draft, Reading
 from lenience.model import LM
 from lenience.pair import Pair
 

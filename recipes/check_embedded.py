@@ -19,7 +19,8 @@ import numpy as np
 from rich.progress import track
 from sklearn.metrics import roc_auc_score
 
-from lenience.journal import Journal, read_json
+from lenience.core.files import read_json
+from lenience.journal import Journal
 from lenience.model import LM
 from lenience.pair import EMBEDDED, load_pair
 from lenience.session import Session

@@ -14,7 +14,9 @@ from test_rules import VOCABULARY, decide, greedy, reading, window
 import lenience
 from lenience import InputError
 from lenience.acceptance import AllOf, AnyOf, Exact, Lenient
-from lenience.core import Context, Draft, Noise, Reading, Row
+from lenience.core.context import Context, Row
+from lenience.core.noise import Noise
+from lenience.core.types import Draft, Reading
 from lenience.pair import Pair
 from lenience.rules import TopK, Typical
 

@@ -24,8 +24,9 @@ from lenience.audit import Audit, audit, read_prompts
 from lenience.certificate import KEYS, keep, read_certificate
 from lenience.certify import Question, _reason, certify, plan
 from lenience.compare import compare
+from lenience.core.files import write_json
 from lenience.heads import Head, Inputs
-from lenience.journal import Journal, write_json
+from lenience.journal import Journal
 from lenience.ladder import ladder
 from lenience.mining import check_prompts, mine
 from lenience.pair import Pair, load_pair

@@ -15,7 +15,9 @@ from transformers import LlamaConfig
 
 from lenience import InputError
 from lenience.acceptance import Exact, Speculative
-from lenience.core import Context, Draft, Noise, Reading, Row, race, uniform
+from lenience.core.context import Context, Row
+from lenience.core.noise import Noise, race, uniform
+from lenience.core.types import Draft, Reading
 from lenience.decode import TextStream, pieces
 from lenience.pair import Pair, load_pair
 

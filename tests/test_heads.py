@@ -14,7 +14,7 @@ from scipy.special import expit
 from scipy.stats import norm
 
 from lenience import InputError
-from lenience.core import Draft, Reading
+from lenience.core.types import Draft, Reading
 from lenience.heads import Head, Inputs, fit_head, load_head, threshold_at, thresholds
 
 DRAFTED = Inputs(tokens=("draft",))

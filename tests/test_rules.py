@@ -19,7 +19,10 @@ from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor
 import lenience
 from lenience import InputError, divergence
 from lenience.acceptance import AnyOf, Exact, Speculative
-from lenience.core import Context, Draft, Noise, Reading, Row, Rule, Verdict, uniform
+from lenience.core.context import Context, Row
+from lenience.core.noise import Noise, uniform
+from lenience.core.protocols import Rule
+from lenience.core.types import Draft, Reading, Verdict
 from lenience.heads import Head, Inputs, load_head
 from lenience.pair import Pair
 from lenience.rules import Judge, TopK

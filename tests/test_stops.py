@@ -16,7 +16,10 @@ from test_mining import ParityTask
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from lenience import InputError
-from lenience.core import Context, Noise, Profile, Row, Step, Trace
+from lenience.core.context import Context, Row
+from lenience.core.noise import Noise
+from lenience.core.profile import Profile
+from lenience.core.types import Step, Trace
 from lenience.heads import Head, Inputs, load_head
 from lenience.mining import PREFIXES, features, load_features, mine
 from lenience.pair import WINDOWS, Pair, load_pair

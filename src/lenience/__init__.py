@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lenience.errors import InputError
+from lenience.core.errors import InputError
 
 if TYPE_CHECKING:
-    from lenience.core import Rule
+    from lenience.core.protocols import Rule
     from lenience.pair import Pair
     from lenience.tasks import Task
 

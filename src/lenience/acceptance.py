@@ -15,9 +15,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lenience import spec
-from lenience.core import Context, Draft, Reading, Verdict, race, uniform
-from lenience.errors import InputError
+from lenience.core import spec
+from lenience.core.context import Context
+from lenience.core.errors import InputError
+from lenience.core.noise import race, uniform
+from lenience.core.types import Draft, Reading, Verdict
 
 
 @dataclass(frozen=True)

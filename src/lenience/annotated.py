@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lenience.errors import InputError
+from lenience.core.errors import InputError
 from lenience.heads import Inputs
 from lenience.model import LM
 from lenience.session import Session

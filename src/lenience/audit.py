@@ -15,8 +15,8 @@ import torch
 
 from lenience.bounds import Alarm, sequence
 from lenience.certificate import PREFIX, read_certificate, settled
-from lenience.core import Noise, uniform
-from lenience.errors import InputError
+from lenience.core.errors import InputError
+from lenience.core.noise import Noise, uniform
 from lenience.journal import Journal
 from lenience.model import Prompt
 from lenience.pair import Generation, Options, Pair

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lenience.errors import InputError
+from lenience.core.errors import InputError
+from lenience.core.files import read_json, write_json
 from lenience.heads import Learned
-from lenience.journal import read_json, write_json
 from lenience.stops import Stop, learned, parse_stop
 
 PREFIX = "certified:"

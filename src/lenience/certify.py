@@ -17,8 +17,9 @@ from filelock import FileLock, Timeout
 
 from lenience.bounds import TESTS, Test, Tried, climb, looks, needed, needed_like
 from lenience.certificate import FILE, keep, places, unplaced, unplaced_stop
-from lenience.errors import InputError
-from lenience.journal import Journal, open_run, read_json, write_json
+from lenience.core.errors import InputError
+from lenience.core.files import read_json, write_json
+from lenience.journal import Journal, open_run
 from lenience.ladder import ladder
 from lenience.mining import check_prompts, describe
 from lenience.pair import Options, Pair, check_options

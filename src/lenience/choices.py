@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cyclopts import Parameter
 
-from lenience.errors import InputError
+from lenience.core.errors import InputError
 from lenience.steps import compile_pair, loading
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def inputs_of(role: Role, annotated: bool, models: str | None, tokens: str | Non
 
 def mined_with(run: Path, target: str | None, draft: str | None, device: str) -> Models:
     """The models that a run was mined with, where they are now."""
-    from lenience.journal import read_json
+    from lenience.core.files import read_json
 
     made = read_json(run / "run.json")
     if not made.keys() >= {"pair", "models"}:
@@ -111,7 +111,7 @@ def read_ids(path: Path | None) -> tuple[str, ...]:
 
 def task_of(run: Path, choice: TaskChoice) -> Task:
     """The task that was named, or else the built-in one that the run was mined on."""
-    from lenience.journal import read_json
+    from lenience.core.files import read_json
     from lenience.tasks import TASKS
 
     mined = read_json(run / "run.json").get("task") if (run / "run.json").exists() else "wordmath"

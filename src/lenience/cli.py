@@ -14,7 +14,7 @@ from cyclopts import App, Parameter
 
 from lenience import __version__
 from lenience.choices import Models, TaskChoice, inputs_of, judge_of, mined_with, models_of, read_ids, task_of
-from lenience.errors import InputError, first_line
+from lenience.core.errors import InputError, first_line
 from lenience.steps import (
     answer,
     audit_run,

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from scipy.stats import binomtest
 
+from lenience.core.errors import InputError
+from lenience.core.files import read_json, write_json
 from lenience.decode import pieces
-from lenience.errors import InputError
-from lenience.journal import Journal, open_run, read_json, write_json
+from lenience.journal import Journal, open_run
 from lenience.ladder import expand
 from lenience.mining import check_prompts, describe
 from lenience.pair import Generation, Options, Pair, check_options

@@ -16,8 +16,8 @@ import transformers
 from torch import Tensor
 
 from lenience import export, model, session
-from lenience.core import Profile
-from lenience.errors import first_line
+from lenience.core.errors import first_line
+from lenience.core.profile import Profile
 from lenience.export import export_graph
 from lenience.model import LM
 from lenience.replay import Replay

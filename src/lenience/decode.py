@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lenience.core import Context, Draft, Drafter, Finish, Origin, Row, Rule, Step, Trace, Verdict
+from lenience.core.context import Context, Row
+from lenience.core.protocols import Drafter, Rule
+from lenience.core.types import Draft, Finish, Origin, Step, Trace, Verdict
 from lenience.model import LM
 from lenience.session import Session
 

@@ -10,9 +10,10 @@ from typing import Any
 from lenience.certificate import KEYS
 from lenience.certify import Question
 from lenience.compare import compare, discard
-from lenience.errors import InputError
+from lenience.core.errors import InputError
+from lenience.core.files import read_json
 from lenience.heads import Inputs
-from lenience.journal import Journal, read_json
+from lenience.journal import Journal
 from lenience.pair import EMBEDDED, load_pair
 from lenience.report import write_report
 from lenience.rules import Judge

@@ -8,7 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lenience.core import Context, Draft, sent
+from lenience.core.context import Context
+from lenience.core.transfer import sent
+from lenience.core.types import Draft
 from lenience.model import LM
 from lenience.session import Session
 from lenience.stops import Fixed, Stop

@@ -16,9 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lenience.core import Draft, Reading
-from lenience.errors import InputError
-from lenience.journal import write_json
+from lenience.core.errors import InputError
+from lenience.core.files import write_json
+from lenience.core.types import Draft, Reading
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

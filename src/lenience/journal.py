@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lenience.errors import InputError
+from lenience.core.errors import InputError
+from lenience.core.files import read_json, write_json
 
 
 class Journal:
@@ -110,23 +111,3 @@ def _difference(key: str, before: Any, now: Any) -> str:
         inner = next(part for part in [*now, *before] if _nameless(before.get(part)) != _nameless(now.get(part)))
         return _difference(f"{key} {inner}", before.get(inner), now.get(inner))
     return f"{key} {before!r}, not {now!r}"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Raises InputError where the file is missing or broken."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(value, dict):
-            raise ValueError("not an object")
-        return value
-    except OSError:
-        raise InputError(f"{path}: there is no such file") from None
-    except ValueError as error:
-        raise InputError(f"{path}: broken ({error}); restore it from a copy or start another folder") from None
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write whole or not at all."""
-    new = path.with_suffix(path.suffix + ".new")
-    new.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    os.replace(new, path)

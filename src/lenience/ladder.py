@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from lenience.certificate import is_certified
-from lenience.errors import InputError
+from lenience.core.errors import InputError
 from lenience.rules import ALONE, Judge, parse_rule, terms
 
 GRID = (

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from lenience.errors import InputError
+from lenience.core.errors import InputError
 from lenience.model import LM
 from lenience.session import Session
 

@@ -16,11 +16,14 @@ from safetensors.torch import save_file
 
 from lenience import __version__
 from lenience.acceptance import Exact
-from lenience.core import Context, Noise, Row, Step, race
+from lenience.core.context import Context, Row
+from lenience.core.errors import InputError
+from lenience.core.files import read_json
+from lenience.core.noise import Noise, race
+from lenience.core.types import Step
 from lenience.decode import Limits, Request, decode
-from lenience.errors import InputError
 from lenience.heads import Inputs, Role
-from lenience.journal import Journal, open_run, read_json
+from lenience.journal import Journal, open_run
 from lenience.pair import Options, Pair
 from lenience.session import Session, common
 from lenience.tasks import Sample, Task, take

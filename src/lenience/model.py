@@ -29,7 +29,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from lenience.errors import InputError, first_line
+from lenience.core.errors import InputError, first_line
 
 Prompt = str | Sequence[int] | list[dict[str, str]]
 

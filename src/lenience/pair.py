@@ -17,10 +17,14 @@ import torch
 from lenience.acceptance import AnyOf, Exact, Term
 from lenience.certificate import check_binding, is_certified, resolve
 from lenience.compiled import compile_model
-from lenience.core import Context, Noise, Profile, Row, Rule, Step, Trace
+from lenience.core.context import Context, Row
+from lenience.core.errors import InputError
+from lenience.core.noise import Noise
+from lenience.core.profile import Profile
+from lenience.core.protocols import Rule
+from lenience.core.types import Step, Trace
 from lenience.decode import Limits, Request, cycle, decode
 from lenience.drafters import ModelDrafter
-from lenience.errors import InputError
 from lenience.memory import check_memory
 from lenience.model import LM, Prompt
 from lenience.rules import ALONE, parse_rule

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenience.core import Profile, sent
-from lenience.errors import first_line
+from lenience.core.errors import first_line
+from lenience.core.profile import Profile
+from lenience.core.transfer import sent
 from lenience.model import LM
 from lenience.session import LATER, Pass, PlainCache, positions
 

@@ -1,4 +1,4 @@
-"""The acceptance rules, and their specs. A rule is data: a frozen dataclass whose fields are its spec, see lenience.spec;
+"""The acceptance rules, and their specs. A rule is data: a frozen dataclass whose fields are its spec, see lenience.core.spec;
 RULES names them all. What follows a rejection, and how rules join, is in lenience.acceptance.
 
 Strict rules use the distributions that sampling really uses. Lenient ones read the target's and the draft's at the request's
@@ -14,11 +14,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lenience import spec
 from lenience.acceptance import AllOf, AnyOf, Exact, Lenient, Speculative, Term, accept_ratio, at, correct, of
-from lenience.core import Context, Draft, Reading, Rule, uniform
+from lenience.core import spec
+from lenience.core.context import Context
+from lenience.core.errors import InputError
+from lenience.core.noise import uniform
+from lenience.core.protocols import Rule
+from lenience.core.types import Draft, Reading
 from lenience.divergence import DIVERGENCES, entropy, lump, mentor
-from lenience.errors import InputError
 from lenience.heads import Learned
 
 

@@ -14,8 +14,10 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from lenience.core import Profile, Reading, coming, sent
-from lenience.errors import first_line
+from lenience.core.errors import first_line
+from lenience.core.profile import Profile
+from lenience.core.transfer import coming, sent
+from lenience.core.types import Reading
 from lenience.model import LM
 
 LATER = -1

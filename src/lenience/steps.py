@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lenience.annotated import Annotated
     from lenience.audit import State
     from lenience.certify import Question
-    from lenience.core import Profile
+    from lenience.core.profile import Profile
     from lenience.heads import Head, Inputs, Role
     from lenience.model import Prompt
     from lenience.pair import Generation, Pair
@@ -290,7 +290,7 @@ def answer(pair: Pair, prompt: str, profiled: bool, **options: Any) -> tuple[Gen
             pair.pick_window([prompt], **options)
     if not profiled:
         return pair.generate(prompt, **options), None
-    from lenience.core import Profile
+    from lenience.core.profile import Profile
 
     with screen.status("warming up"):
         warm = pair.generate(prompt, **options)

@@ -14,9 +14,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lenience import spec
-from lenience.core import Context, Row, Rule
-from lenience.errors import InputError
+from lenience.core import spec
+from lenience.core.context import Context, Row
+from lenience.core.errors import InputError
+from lenience.core.protocols import Rule
 from lenience.heads import Learned
 from lenience.rules import terms
 

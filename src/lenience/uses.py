@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from lenience.errors import InputError
-from lenience.journal import Journal, read_json
+from lenience.core.errors import InputError
+from lenience.core.files import read_json
+from lenience.journal import Journal
 from lenience.tasks import Sample, Task, known_as, take
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import sys
 from itertools import islice
 from pathlib import Path
 
-from lenience.errors import InputError, first_line
+from lenience.core.errors import InputError, first_line
 from lenience.tasks.base import Sample, Task
 from lenience.tasks.jsonl import JsonlTask
 from lenience.tasks.wordmath import WordMath

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lenience.errors import InputError
+from lenience.core.errors import InputError
 from lenience.tasks.base import Sample
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
-from lenience.errors import InputError
+from lenience.core.errors import InputError
 from lenience.tasks.base import Sample, number_after
 
 NAMES = [

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, get_type_hints
 
-from lenience.errors import InputError
+from lenience.core.errors import InputError
 
 T = TypeVar("T")
 

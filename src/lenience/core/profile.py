@@ -1,0 +1,31 @@
+"""Where the time of decoding goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class Profile:
+    """Where the time of decoding goes: `seconds` in the passes of the draft and of the target, in the rule, in the caches (what
+    is new in the rows, and writing their states) and in the rest; `cycles` in all. It may be given to several calls, one
+    after the other. On a GPU each part is waited for, which takes time itself."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(("draft", "target", "rule", "cache", "rest"), 0.0)
+        self.cycles = 0
+        self.wait: Callable[[], None] | None = None
+        """Waits for the device."""
+        self._last = time.perf_counter()
+
+    def start(self) -> None:
+        """What came before belongs to no part."""
+        self._last = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        """What has passed since the last call belongs to this part."""
+        if self.wait:
+            self.wait()
+        now = time.perf_counter()
+        self.seconds[part] += now - self._last
+        self._last = now

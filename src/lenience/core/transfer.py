@@ -1,0 +1,29 @@
+"""Numbers to a device and back, without waiting for a GPU where that can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def sent(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """Numbers for a device; a GPU takes them when it comes to them, and is not waited for."""
+    made = torch.tensor(numbers, device="cpu")
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+
+
+def coming(numbers: Tensor) -> Callable[[], list[Any]]:
+    """What gives the numbers of a device as a list; a GPU is not waited for before it is called."""
+    if numbers.device.type != "cuda":
+        return numbers.tolist
+    host, there = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
+    there.record(torch.cuda.current_stream(numbers.device))
+
+    def arrived() -> list[Any]:
+        there.synchronize()
+        return host.tolist()
+
+    return arrived
