@@ -23,7 +23,7 @@ from rich.progress import track
 
 from lenience.compare import machine
 from lenience.core.profile import Profile
-from lenience.heads import Head, Inputs
+from lenience.heads.head import Head, Inputs
 from lenience.pair import Pair, load_pair
 from lenience.tasks import WordMath, take
 

@@ -42,7 +42,8 @@ from sklearn.model_selection import GroupKFold
 
 from lenience import load_pair
 from lenience.compare import compare
-from lenience.heads import GRID, Inputs, Kind, fit_mlp, fit_stopped, thresholds
+from lenience.heads.fitting import GRID, Kind, fit_mlp, fit_stopped, thresholds
+from lenience.heads.head import Inputs
 from lenience.journal import Journal
 from lenience.mining import features, load_features
 from lenience.pair import EMBEDDED, Pair

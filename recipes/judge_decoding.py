@@ -29,7 +29,8 @@ from sklearn.metrics import roc_auc_score
 
 from lenience import load_pair
 from lenience.annotated import Annotated, collect, read_annotated, states, tokens_of
-from lenience.heads import Head, Inputs, fit_stopped
+from lenience.heads.fitting import fit_stopped
+from lenience.heads.head import Head, Inputs
 from lenience.pair import Pair
 from lenience.session import Session
 from lenience.steps import fit_annotated

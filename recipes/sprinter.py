@@ -37,7 +37,7 @@ from rich.table import Table
 from sklearn.metrics import roc_auc_score, roc_curve
 
 from lenience import load_pair
-from lenience.heads import Head, Inputs
+from lenience.heads.head import Head, Inputs
 from lenience.mining import gated
 from lenience.pair import EMBEDDED, Generation, Options, Pair
 from lenience.steps import fit_run

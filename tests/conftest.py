@@ -32,7 +32,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from lenience.heads import Head, Inputs
+from lenience.heads.head import Head, Inputs
 from lenience.pair import Pair, load_pair
 
 torch.set_num_threads(1)

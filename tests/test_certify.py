@@ -25,7 +25,7 @@ from lenience.certificate import KEYS, keep, read_certificate
 from lenience.certify import Question, _reason, certify, plan
 from lenience.compare import compare
 from lenience.core.files import write_json
-from lenience.heads import Head, Inputs
+from lenience.heads.head import Head, Inputs
 from lenience.journal import Journal
 from lenience.ladder import ladder
 from lenience.mining import check_prompts, mine

@@ -14,7 +14,7 @@ from test_mining import ParityTask
 
 from lenience import InputError, rules
 from lenience.compare import SHARES, Estimate, Progress, Setting, allocation, compare, rows
-from lenience.heads import Head, Inputs
+from lenience.heads.head import Head, Inputs
 from lenience.ladder import GRID, JUDGED, expand
 from lenience.mining import mine
 from lenience.pair import Pair

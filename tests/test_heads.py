@@ -15,7 +15,8 @@ from scipy.stats import norm
 
 from lenience import InputError
 from lenience.core.types import Draft, Reading
-from lenience.heads import Head, Inputs, fit_head, load_head, threshold_at, thresholds
+from lenience.heads.fitting import fit_head, threshold_at, thresholds
+from lenience.heads.head import Head, Inputs, load_head
 
 DRAFTED = Inputs(tokens=("draft",))
 PRINTS = {"target": "a", "draft": "b", "tokenizer": "c"}

@@ -16,7 +16,7 @@ import torch
 
 import lenience
 from lenience import InputError
-from lenience.heads import Inputs
+from lenience.heads.head import Inputs
 from lenience.journal import Journal
 from lenience.mining import WINDOW, Found, Miner, Mismatch, features, load_features, mine, search
 from lenience.pair import Pair, load_pair

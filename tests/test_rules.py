@@ -23,7 +23,7 @@ from lenience.core.context import Context, Row
 from lenience.core.noise import Noise, uniform
 from lenience.core.protocols import Rule
 from lenience.core.types import Draft, Reading, Verdict
-from lenience.heads import Head, Inputs, load_head
+from lenience.heads.head import Head, Inputs, load_head
 from lenience.pair import Pair
 from lenience.rules import Judge, TopK
 

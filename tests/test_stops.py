@@ -20,7 +20,7 @@ from lenience.core.context import Context, Row
 from lenience.core.noise import Noise
 from lenience.core.profile import Profile
 from lenience.core.types import Step, Trace
-from lenience.heads import Head, Inputs, load_head
+from lenience.heads.head import Head, Inputs, load_head
 from lenience.mining import PREFIXES, features, load_features, mine
 from lenience.pair import WINDOWS, Pair, load_pair
 from lenience.steps import fit_run

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lenience.core.errors import InputError
-from lenience.heads import Inputs
+from lenience.heads.head import Inputs
 from lenience.model import LM
 from lenience.session import Session
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from lenience.core.errors import InputError
 from lenience.core.files import read_json, write_json
-from lenience.heads import Learned
+from lenience.heads.head import Learned
 from lenience.stops import Stop, learned, parse_stop
 
 PREFIX = "certified:"

@@ -12,7 +12,7 @@ from lenience.core.errors import InputError
 from lenience.steps import compile_pair, loading
 
 if TYPE_CHECKING:
-    from lenience.heads import Inputs, Role
+    from lenience.heads.head import Inputs, Role
     from lenience.pair import Pair
     from lenience.tasks import Task
 
@@ -61,7 +61,7 @@ class TaskChoice:
 
 def inputs_of(role: Role, annotated: bool, models: str | None, tokens: str | None, layer: int | None) -> Inputs:
     """What a head of a role reads, by what was said and else by default."""
-    from lenience.heads import Inputs
+    from lenience.heads.head import Inputs
 
     if annotated:
         if role != "judge" or models not in (None, "target") or tokens not in (None, "draft"):

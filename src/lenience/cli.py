@@ -33,7 +33,7 @@ from lenience.steps import (
 )
 
 if TYPE_CHECKING:
-    from lenience.heads import Role
+    from lenience.heads.head import Role
     from lenience.pair import Pair
 
 app = App(

@@ -12,7 +12,7 @@ from lenience.certify import Question
 from lenience.compare import compare, discard
 from lenience.core.errors import InputError
 from lenience.core.files import read_json
-from lenience.heads import Inputs
+from lenience.heads.head import Inputs
 from lenience.journal import Journal
 from lenience.pair import EMBEDDED, load_pair
 from lenience.report import write_report

@@ -22,7 +22,7 @@ from lenience.core.files import read_json
 from lenience.core.noise import Noise, race
 from lenience.core.types import Step
 from lenience.decode import Limits, Request, decode
-from lenience.heads import Inputs, Role
+from lenience.heads.head import Inputs, Role
 from lenience.journal import Journal, open_run
 from lenience.pair import Options, Pair
 from lenience.session import Session, common

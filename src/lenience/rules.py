@@ -22,7 +22,7 @@ from lenience.core.noise import uniform
 from lenience.core.protocols import Rule
 from lenience.core.types import Draft, Reading
 from lenience.divergence import DIVERGENCES, entropy, lump, mentor
-from lenience.heads import Learned
+from lenience.heads.head import Learned
 
 
 @dataclass(frozen=True)

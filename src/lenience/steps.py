@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lenience.audit import State
     from lenience.certify import Question
     from lenience.core.profile import Profile
-    from lenience.heads import Head, Inputs, Role
+    from lenience.heads.head import Head, Inputs, Role
     from lenience.model import Prompt
     from lenience.pair import Generation, Pair
     from lenience.tasks import Task
@@ -105,7 +105,7 @@ def mine_run(pair: Pair, task: Task, out: Path, limit: int | None, **options: An
 
 def fit_run(pair: Pair, run: Path, inputs: Inputs, out: Path, role: Role = "judge", tau: float = 1.0, **options: Any) -> Head:
     """Compute the hidden states that a head of a role is fitted to, fit it and save it; `tau` is a gate's."""
-    from lenience.heads import fit_head
+    from lenience.heads.fitting import fit_head
     from lenience.mining import features, load_features
 
     with progress() as show:
@@ -122,7 +122,7 @@ def fit_run(pair: Pair, run: Path, inputs: Inputs, out: Path, role: Role = "judg
 def fit_annotated(pair: Pair, rows: list[Annotated], inputs: Inputs, out: Path, **options: Any) -> Head:
     """Fit a judge to answers in which the errors are marked, and save it."""
     from lenience.annotated import collect, states
-    from lenience.heads import fit_head
+    from lenience.heads.fitting import fit_head
     from lenience.uses import note_uses
 
     found = []

@@ -18,7 +18,7 @@ from lenience.core import spec
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
 from lenience.core.protocols import Rule
-from lenience.heads import Learned
+from lenience.heads.head import Learned
 from lenience.rules import terms
 
 

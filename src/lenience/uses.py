@@ -17,7 +17,7 @@ from lenience.journal import Journal
 from lenience.tasks import Sample, Task, known_as, take
 
 if TYPE_CHECKING:
-    from lenience.heads import Learned
+    from lenience.heads.head import Learned
     from lenience.model import LM, Prompt
 
 

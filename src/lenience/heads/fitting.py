@@ -1,223 +1,32 @@
-"""Judge heads: what they read, how they are fitted to a journal's mismatches, saved and loaded."""
+"""Fitting heads to labelled states, and reading thresholds off scores out of fold."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from functools import cached_property, lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lenience.core.errors import InputError
-from lenience.core.files import write_json
-from lenience.core.types import Draft, Reading
+from lenience.heads.head import Head, Inputs, Role
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-Role = Literal["judge", "stop", "gate"]
+
 Kind = Literal["logistic", "mlp", "adam", "adamw"]
-MODELS = ("target", "draft")
-TOKENS = ("draft", "previous", "target")
 
-
-@dataclass(frozen=True)
-class Inputs:
-    """Which hidden states a head reads, concatenated: of which models, and after which token was read: the drafted one,
-    the one before it, or the one that the target itself picked (which decoding does not compute).
-
-    By default the first two of both models: on the built-in pair that tells important tokens best, and decoding has all
-    four at hand (docs/architecture.md, Mining).
-    """
-
-    models: tuple[str, ...] = MODELS
-    tokens: tuple[str, ...] = ("draft", "previous")
-    layer: int | None = None
-    """Of the target, after which of its layers: 1 the first, -1 the last, before the final norm; None after that norm."""
-
-    def __post_init__(self) -> None:
-        for what, given, known in (("models", self.models, MODELS), ("tokens", self.tokens, TOKENS)):
-            unknown = [name for name in given if name not in known]
-            if unknown or not given:
-                raise InputError(f"{what} {','.join(given)!r}: name one or more of {', '.join(known)}")
-        if self.layer is not None and self.models != ("target",):
-            raise InputError(f"layer {self.layer}: is the target's; a head that names one reads the target alone")
-
-    def __str__(self) -> str:
-        return f"{'+'.join(self.models)}-{'+'.join(self.tokens)}" + ("" if self.layer is None else f"-layer{self.layer}")
-
-
-@dataclass
-class Head:
-    """score = sigmoid(x · weight + bias), the probability that a mismatch is unimportant; x are the states or, of a head with
-    a hidden layer, gelu(states · layer[0] + layer[1])."""
-
-    weight: Tensor
-    """[F] float32, the scaling of the inputs folded in; [N] for a head with a hidden layer of N units"""
-    bias: float
-    inputs: Inputs
-    threshold: float
-    fingerprints: dict[str, str]
-    """Of the target, the draft and their tokenizer, as the head was fitted to them."""
-    metrics: dict[str, Any] = field(default_factory=dict)
-    folder: str = ""
-    role: Role = "judge"
-    """What it is for: "judge", or "stop" or "gate" for a head that says when to stop drafting; its files are named by it."""
-    layer: tuple[Tensor, Tensor] | None = None
-    """[F, N] and [N] float32, the scaling of the inputs folded in"""
-    _weights: dict[torch.device, list[tuple[Tensor, Tensor]]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    """The same as a product takes them, where they have been asked for."""
-
-    @property
-    def kind(self) -> str:
-        return "mlp" if self.layer else "logistic"
-
-    def window_logits(self, draft: Draft, reading: Reading) -> Tensor:
-        """[B, W] logits of the scores of windows of W drafted tokens."""
-        parts = []
-        for token in self.inputs.tokens:
-            rows = slice(1, draft.width + 1) if token == "draft" else slice(0, draft.width)
-            for model in self.inputs.models:
-                state = reading.hidden if model == "target" else draft.hidden
-                if state is None:
-                    raise RuntimeError("the drafter did not keep the draft's hidden states")
-                parts.append(state[:, rows])
-        return self.logits(torch.cat(parts, -1))
-
-    def logits(self, x: Tensor) -> Tensor:
-        """[…] logits of the scores of states […, F]: a float32 score has no steps near 1, its logit has."""
-        x = x.float()
-        if x.device not in self._weights:
-            last = (self.weight[None], torch.tensor([self.bias], dtype=torch.float32))
-            layers = [last] if not self.layer else [(self.layer[0].T.contiguous(), self.layer[1]), last]
-            self._weights[x.device] = [(weight.to(x.device), bias.to(x.device)) for weight, bias in layers]
-        *layers, last = self._weights[x.device]
-        for layer in layers:
-            x = torch.nn.functional.gelu(torch.nn.functional.linear(x, *layer))
-        return torch.nn.functional.linear(x, *last)[..., 0]
-
-    @property
-    def fingerprint(self) -> str:
-        """Identifies what it decides: weights, bias, threshold and inputs."""
-        weights = b"".join(part.numpy().tobytes() for part in (self.weight, *(self.layer or ())))
-        numbers = weights + np.array([self.bias, self.threshold]).tobytes()
-        return hashlib.blake2b(numbers + str(self.inputs).encode(), digest_size=8).hexdigest()
-
-    def check(self, fingerprints: dict[str, str], sizes: dict[str, int]) -> None:
-        """Raise InputError unless this head can run on models of these fingerprints and hidden sizes, by role; parts that
-        `fingerprints` lacks are not compared."""
-        if "target" in self.inputs.tokens:
-            raise InputError(
-                f"{self.role} {self.folder}: reads the state after the target's own token, which decoding does "
-                "not compute; fit one with --tokens draft or previous"
-            )
-        for part, value in self.fingerprints.items():
-            if fingerprints.get(part, value) != value:
-                raise InputError(
-                    f"{self.role} {self.folder}: was fitted to another {part} ({value}, this is "
-                    f"{fingerprints[part]}); fit one for this pair, or add ,unchecked=true to its spec"
-                )
-        width = sum(sizes[model] for model in self.inputs.models) * len(self.inputs.tokens)
-        reads = len(self.layer[0] if self.layer else self.weight)
-        if reads != width:
-            raise InputError(f"{self.role} {self.folder}: reads {reads} numbers, these models give {width}")
-
-    def save(self, folder: Path) -> None:
-        """Write judge.safetensors and judge.json, each whole or not at all; one that is of another save is refused. A stop's
-        are named after it."""
-        folder.mkdir(parents=True, exist_ok=True)
-        new = folder / f"{self.role}.safetensors.new"
-        tensors = {"weight": self.weight, "bias": torch.tensor([self.bias], dtype=torch.float64)}
-        if self.layer:
-            tensors |= {"layer.weight": self.layer[0].contiguous(), "layer.bias": self.layer[1]}
-        save_file(tensors, new)
-        new.replace(folder / f"{self.role}.safetensors")
-        about = {
-            "kind": self.kind,
-            "fingerprint": self.fingerprint,
-            "inputs": asdict(self.inputs),
-            "threshold": self.threshold,
-            "fingerprints": self.fingerprints,
-            "metrics": self.metrics,
-        }
-        write_json(folder / f"{self.role}.json", about)
-
-
-def load_head(folder: str | Path, role: Role = "judge") -> Head:
-    """The head saved in a folder for a role. Raises InputError where there is none or it is broken."""
-    path = Path(folder)
-    if not (path / f"{role}.json").is_file():
-        how = "lenience fit RUN" + ("" if role == "judge" else f" --{role}")
-        raise InputError(f"{role} {folder}: there is no {role}.json in it; `{how}` makes RUN/{role}")
-    return _load(path, role, (path / f"{role}.json").stat().st_mtime_ns)
-
-
-@lru_cache(maxsize=8)
-def _load(path: Path, role: Role, changed: int) -> Head:
-    try:
-        about = json.loads((path / f"{role}.json").read_text())
-        tensors = load_file(path / f"{role}.safetensors")
-        asked = about["inputs"]
-        inputs = Inputs(tuple(asked["models"]), tuple(asked["tokens"]), asked.get("layer"))
-        layer = (tensors["layer.weight"], tensors["layer.bias"]) if about["kind"] == "mlp" else None
-        head = Head(tensors["weight"], float(tensors["bias"]), inputs, about["threshold"], about["fingerprints"],
-                    about["metrics"], str(path), role, layer)  # fmt: skip
-        if about["fingerprint"] != head.fingerprint:
-            raise ValueError(f"{role}.json and {role}.safetensors are not of the same fit")
-        return head
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise InputError(f"{role} {path}: is broken ({type(error).__name__}: {error}); fit it again") from None
-
-
-@dataclass(frozen=True)
-class Learned:
-    """What a rule and a stop condition have in common that ask a fitted head: where it is and how its score is taken."""
-
-    path: str
-    threshold: float | None = None
-    """None: the one that the head was saved with."""
-    unchecked: bool = False
-    """Run the head on models other than those it was fitted to."""
-    name: ClassVar[str]
-    role: ClassVar[Role]
-    highest: ClassVar[float] = 1
-    """Of the threshold."""
-
-    def __post_init__(self) -> None:
-        if self.threshold is not None and not 0 <= self.threshold <= self.highest:
-            most = f"must be from 0 to {self.highest}"
-            raise InputError(f"{self.name}'s threshold {self.threshold}: a score is a probability; {most}")
-
-    @cached_property
-    def head(self) -> Head:
-        return load_head(self.path, self.role)
-
-    @property
-    def bound(self) -> float:
-        """The threshold that holds."""
-        return self.head.threshold if self.threshold is None else self.threshold
-
-    def check(self, fingerprints: Callable[[], dict[str, str]], sizes: dict[str, int]) -> None:
-        """Raise InputError where the head cannot run on models of these fingerprints and hidden sizes."""
-        self.head.check({} if self.unchecked else fingerprints(), sizes)
-
-
-# ---- fitting
 
 GRID = tuple(10.0**k for k in range(-4, 3))
 """Values of C, the inverse strength of the L2 penalty, weakest last."""
+
+
 MINE_MORE = "mine more samples (lenience mine --limit)"
 """The mend where there is too little to fit to; who fits to other data names another."""
+
+
 RECALLS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 1.0)
 
 
