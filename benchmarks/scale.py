@@ -31,7 +31,7 @@ from lenience.core.context import Context
 from lenience.core.noise import uniform
 from lenience.core.profile import Profile
 from lenience.core.types import Draft, Reading
-from lenience.model import LM
+from lenience.models.lm import LM
 from lenience.pair import Pair
 
 SHAPES = {

@@ -46,8 +46,8 @@ from lenience.heads.fitting import GRID, Kind, fit_mlp, fit_stopped, thresholds
 from lenience.heads.head import Inputs
 from lenience.journal import Journal
 from lenience.mining import features, load_features
+from lenience.models.session import Session
 from lenience.pair import EMBEDDED, Pair
-from lenience.session import Session
 from lenience.steps import fit_run, follow
 from lenience.tasks import WordMath, wordmath
 

@@ -31,8 +31,8 @@ from lenience import load_pair
 from lenience.annotated import Annotated, collect, read_annotated, states, tokens_of
 from lenience.heads.fitting import fit_stopped
 from lenience.heads.head import Head, Inputs
+from lenience.models.session import Session
 from lenience.pair import Pair
-from lenience.session import Session
 from lenience.steps import fit_annotated
 from lenience.tasks import wordmath
 

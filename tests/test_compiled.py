@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from test_batch import assert_same
 
 import lenience
-from lenience.compiled import compile_model, graph_path
-from lenience.export import export_graph
-from lenience.memory import token_bytes
-from lenience.model import LM
+from lenience.models.compile import compile_model, graph_path
+from lenience.models.cuda_graphs import Replay
+from lenience.models.lm import LM
+from lenience.models.memory import token_bytes
+from lenience.models.onnx_export import export_graph
+from lenience.models.session import Session
 from lenience.pair import Pair, load_pair
-from lenience.replay import Replay
-from lenience.session import Session
 
 EXPORTED = ["llama", "qwen2", "qwen3", "gemma2", "mistral", "gpt2"]
 QUICK = dict(derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, MambaConfig, T5Config
 from transformers.models.auto.modeling_auto import AutoModelForSeq2SeqLM
 
 from lenience import InputError
+from lenience.models.session import Session, common
 from lenience.pair import Pair, load_pair
-from lenience.session import Session, common
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -12,8 +12,8 @@ import torch
 
 from lenience.core.errors import InputError
 from lenience.heads.head import Inputs
-from lenience.model import LM
-from lenience.session import Session
+from lenience.models.lm import LM
+from lenience.models.session import Session
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

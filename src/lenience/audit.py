@@ -18,7 +18,7 @@ from lenience.certificate import PREFIX, read_certificate, settled
 from lenience.core.errors import InputError
 from lenience.core.noise import Noise, uniform
 from lenience.journal import Journal
-from lenience.model import Prompt
+from lenience.models.lm import Prompt
 from lenience.pair import Generation, Options, Pair
 from lenience.tasks import JsonlTask, Sample, Task, reads
 

@@ -11,8 +11,8 @@ import torch
 from lenience.core.context import Context, Row
 from lenience.core.protocols import Drafter, Rule
 from lenience.core.types import Draft, Finish, Origin, Step, Trace, Verdict
-from lenience.model import LM
-from lenience.session import Session
+from lenience.models.lm import LM
+from lenience.models.session import Session
 
 
 @dataclass

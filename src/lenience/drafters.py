@@ -11,8 +11,8 @@ from torch import Tensor
 from lenience.core.context import Context
 from lenience.core.transfer import sent
 from lenience.core.types import Draft
-from lenience.model import LM
-from lenience.session import Session
+from lenience.models.lm import LM
+from lenience.models.session import Session
 from lenience.stops import Fixed, Stop
 
 CHUNK, CHUNK_ASKED = 8, 2

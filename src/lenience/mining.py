@@ -24,8 +24,8 @@ from lenience.core.types import Step
 from lenience.decode import Limits, Request, decode
 from lenience.heads.head import Inputs, Role
 from lenience.journal import Journal, open_run
+from lenience.models.session import Session, common
 from lenience.pair import Options, Pair
-from lenience.session import Session, common
 from lenience.tasks import Sample, Task, take
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ import torch
 
 from lenience.acceptance import AnyOf, Exact, Term
 from lenience.certificate import check_binding, is_certified, resolve
-from lenience.compiled import compile_model
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
 from lenience.core.noise import Noise
@@ -25,10 +24,11 @@ from lenience.core.protocols import Rule
 from lenience.core.types import Step, Trace
 from lenience.decode import Limits, Request, cycle, decode
 from lenience.drafters import ModelDrafter
-from lenience.memory import check_memory
-from lenience.model import LM, Prompt
+from lenience.models.compile import compile_model
+from lenience.models.lm import LM, Prompt
+from lenience.models.memory import check_memory
+from lenience.models.session import Session
 from lenience.rules import ALONE, parse_rule
-from lenience.session import Session
 from lenience.stops import Fixed, Stop, learned, parse_stop
 
 EMBEDDED = Path(__file__).parent / "embedded"

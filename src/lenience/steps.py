@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lenience.certify import Question
     from lenience.core.profile import Profile
     from lenience.heads.head import Head, Inputs, Role
-    from lenience.model import Prompt
+    from lenience.models.lm import Prompt
     from lenience.pair import Generation, Pair
     from lenience.tasks import Task
 
@@ -47,7 +47,7 @@ def loading() -> Iterator[None]:
 def compile_pair(pair: Pair, wanted: bool | None, long: bool) -> None:
     """Read the models through exported graphs, if that is `wanted` or, where None is said, if graphs are in the cache or the
     work is `long` and they can be made."""
-    from lenience.compiled import refuses
+    from lenience.models.compile import refuses
 
     fits = not any(refuses(lm) or lm.device.type != "cpu" for lm in (pair.target, pair.draft))
     if wanted or (wanted is None and long and fits):

@@ -18,7 +18,7 @@ from lenience.tasks import Sample, Task, known_as, take
 
 if TYPE_CHECKING:
     from lenience.heads.head import Learned
-    from lenience.model import LM, Prompt
+    from lenience.models.lm import LM, Prompt
 
 
 def digest(ids: Sequence[int]) -> str:

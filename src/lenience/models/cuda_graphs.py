@@ -19,8 +19,8 @@ from torch import Tensor
 from lenience.core.errors import first_line
 from lenience.core.profile import Profile
 from lenience.core.transfer import sent
-from lenience.model import LM
-from lenience.session import LATER, Pass, PlainCache, positions
+from lenience.models.kv_cache import LATER, Pass, PlainCache, positions
+from lenience.models.lm import LM
 
 _RECORDING = threading.Lock()
 """There may be one at a time in a process."""

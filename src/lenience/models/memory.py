@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from lenience.core.errors import InputError
-from lenience.model import LM
-from lenience.session import Session
+from lenience.models.lm import LM
+from lenience.models.session import Session
 
 
 def token_bytes(lm: LM) -> dict[torch.device, int]:

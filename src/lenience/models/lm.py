@@ -60,7 +60,7 @@ class LM:
         """Held while something is found out about the model or it is exported."""
         self._watched: set[int] = set()
         self.graph: Any = None
-        """The exported forward pass that is used in place of the model's own; see lenience.compiled."""
+        """The exported forward pass that is used in place of the model's own; see lenience.models.compile."""
         self.token_bytes: tuple[Any, dict[torch.device, int]] | None = None
         """What one token takes in a cache on each device, and of which way to read it; None until a session has found out."""
         self.takes_masks: bool | None = None

@@ -25,8 +25,8 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lenience.model import LM
-from lenience.session import positions
+from lenience.models.kv_cache import positions
+from lenience.models.lm import LM
 
 _NOWHERE = 1 << 40
 """The position of a key that nothing may see."""

@@ -1,96 +1,29 @@
-"""Reading models through exported graphs, several times faster on a CPU than `transformers`' own forward, most of whose time
-on small models is Python's: which graph is a model's, whether it reads as the model does, and the cache that it reads. On a
-GPU, passes are recorded instead (lenience.replay)."""
+"""An exported forward pass, and the cache that it reads."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-import warnings
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
 
-from lenience import export, model, session
-from lenience.core.errors import first_line
 from lenience.core.profile import Profile
-from lenience.export import export_graph
-from lenience.model import LM
-from lenience.replay import Replay
-from lenience.session import Pass, reads_together_as_alone
+from lenience.models.kv_cache import Pass
+from lenience.models.lm import LM
 
-LARGEST = 1 << 28
-"""Models of more parameters than this are not exported: a graph is one file of at most 2 GiB."""
 FIRST_CAPACITY = 160
 """How many tokens a row of a new cache can hold before it grows."""
+
+
 KEPT_CALLS, LARGEST_KEPT_CALL = 16, 1 << 20
 """How many shapes of calls a cache keeps bound, and of how many numbers."""
+
+
 LARGEST_SCORES = 1 << 24
 """How many attention scores a layer may take at once; longer reads are made in parts."""
-
-
-def compile_model(lm: LM, *, export: bool = True) -> bool:
-    """Read a model in another way than through its own forward; says whether that is done. On a CPU it is an exported pass, the
-    one that an earlier export left in the cache or, with `export`, a new one, which takes some seconds; on a GPU, with
-    `export`, passes are recorded and replayed. What is read is checked against the model's own pass; where it cannot be
-    made, is broken or differs, a warning says why, and the model's own is used on."""
-    with lm.lock:
-        return lm.graph is not None or _compile(lm, export)
-
-
-def _compile(lm: LM, export: bool) -> bool:
-    why = refuses(lm)
-    path = None if why or lm.device.type != "cpu" else graph_path(lm)
-    if not export and not (path and path.exists()):
-        return False
-    try:
-        if not why:
-            if path and not path.exists():
-                export_graph(lm, path)
-            graph = load(path) if path else Replay()
-            if reads_together_as_alone(lm, graph.cache(lm, 3, 256)):
-                lm.graph = graph
-            else:
-                if path:
-                    path.unlink(missing_ok=True)
-                why = f"the {'exported' if path else 'recorded'} pass differs from its own"
-    except Exception as error:  # whatever an exporter raises
-        why = f"{type(error).__name__}: {first_line(error)}"
-    if why:
-        warnings.warn(f"{lm.role} {lm.name!r}: is not compiled: {why}", stacklevel=3)
-    return not why
-
-
-def refuses(lm: LM) -> str | None:
-    """Why a model cannot be compiled at all; None where it can be tried."""
-    if lm.reads_rows_apart:
-        return "its rows cannot be read together"
-    devices = {str(weight.device) for weight in lm.model.parameters()}
-    if len(devices) > 1 or lm.device.type not in ("cpu", "cuda"):
-        return f"it is on {', '.join(sorted(devices))}, and what is compiled is for a CPU or one GPU"
-    if lm.device.type == "cuda":
-        return None
-    if any(weight.dtype != torch.float32 for weight in lm.model.parameters()):
-        return "its weights are not all float32"
-    if sum(weight.numel() for weight in lm.model.parameters()) > LARGEST:
-        return f"it has more than {LARGEST >> 20} Mi parameters"
-    return None
-
-
-def graph_path(lm: LM) -> Path:
-    """Where a model's graph is kept: $LENIENCE_CACHE, else the user's cache folder; its name is a hash of all weights, the
-    configuration, the role and what exports it."""
-    base = os.environ.get("LENIENCE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lenience"
-    made = [torch.__version__, transformers.__version__, lm.model.config.to_json_string(), lm.role]
-    sources = b"".join(Path(str(module.__file__)).read_bytes() for module in (export, session, model))
-    digest = hashlib.blake2b(repr(made).encode() + sources, digest_size=12)
-    for name, weight in sorted(lm.model.state_dict().items()):
-        digest.update(name.encode() + weight.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
-    return Path(base) / f"{digest.hexdigest()}.onnx"
 
 
 def load(path: Path) -> Graph:
