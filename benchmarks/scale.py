@@ -25,7 +25,6 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lenience.acceptance import Lenient
 from lenience.compare import machine
 from lenience.core.context import Context
 from lenience.core.noise import uniform
@@ -33,6 +32,7 @@ from lenience.core.profile import Profile
 from lenience.core.types import Draft, Reading
 from lenience.models.lm import LM
 from lenience.pair import Pair
+from lenience.rules.base import Lenient
 
 SHAPES = {
     "1b": (

@@ -13,12 +13,14 @@ from test_rules import VOCABULARY, decide, greedy, reading, window
 
 import lenience
 from lenience import InputError
-from lenience.acceptance import AllOf, AnyOf, Exact, Lenient
 from lenience.core.context import Context, Row
 from lenience.core.noise import Noise
 from lenience.core.types import Draft, Reading
 from lenience.pair import Pair
-from lenience.rules import TopK, Typical
+from lenience.rules.base import Lenient
+from lenience.rules.combine import AllOf, AnyOf
+from lenience.rules.lenient import TopK, Typical
+from lenience.rules.strict import Exact
 
 STRICT = ["topk:1", "topk:9,ratio=1", "topk:9,margin=0", "typical:1,9", "fuzzy:kl@0", "fuzzy:js@0", "fuzzy:tv@0", "lenient:1",
           "kl:0", "kl:9,guard=0", "ensemble:1", "fly:99", "random:0", "topk:9,floor=1", "topk:48,budget=0",

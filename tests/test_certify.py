@@ -18,7 +18,7 @@ import torch
 from scipy.stats import beta
 
 import lenience
-from lenience import InputError, rules
+from lenience import InputError
 from lenience.annotated import Annotated
 from lenience.audit import Audit, audit, read_prompts
 from lenience.certificate import KEYS, keep, read_certificate
@@ -27,9 +27,10 @@ from lenience.compare import compare
 from lenience.core.files import write_json
 from lenience.heads.head import Head, Inputs
 from lenience.journal import Journal
-from lenience.ladder import ladder
 from lenience.mining import check_prompts, mine
 from lenience.pair import Pair, load_pair
+from lenience.rules import lenient as rules
+from lenience.rules.settings import ladder
 from lenience.steps import fit_annotated
 from lenience.tasks import Sample
 from lenience.uses import digest, fresh, locked, note_uses

@@ -12,13 +12,14 @@ import torch
 from scipy.stats import beta
 from test_mining import ParityTask
 
-from lenience import InputError, rules
+from lenience import InputError
 from lenience.compare import SHARES, Estimate, Progress, Setting, allocation, compare, rows
 from lenience.heads.head import Head, Inputs
-from lenience.ladder import GRID, JUDGED, expand
 from lenience.mining import mine
 from lenience.pair import Pair
 from lenience.report import AXES, example, family, named, plot, short, write_report
+from lenience.rules import lenient as rules
+from lenience.rules.settings import GRID, JUDGED, expand
 from lenience.tasks import load_task, take
 
 RULES = ["exact", "topk:2"]

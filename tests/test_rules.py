@@ -17,15 +17,18 @@ from scipy.stats import binomtest, chisquare
 from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor
 
 import lenience
-from lenience import InputError, divergence
-from lenience.acceptance import AnyOf, Exact, Speculative
+from lenience import InputError
 from lenience.core.context import Context, Row
 from lenience.core.noise import Noise, uniform
 from lenience.core.protocols import Rule
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.heads.head import Head, Inputs, load_head
 from lenience.pair import Pair
-from lenience.rules import Judge, TopK
+from lenience.rules import divergence
+from lenience.rules.combine import AnyOf
+from lenience.rules.judge import Judge
+from lenience.rules.lenient import TopK
+from lenience.rules.strict import Exact, Speculative
 
 VOCABULARY = 6
 windows = st.integers(1, 5).flatmap(

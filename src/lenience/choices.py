@@ -95,7 +95,7 @@ def judge_of(run: Path) -> str:
         raise InputError(f"{run}: there is no such folder; lenience mine makes one")
     if not (run / "judge" / "judge.json").is_file():
         raise InputError(f"{run}: has no judge; fit one (lenience fit {run}) or name a --rule")
-    from lenience.rules import Judge
+    from lenience.rules.judge import Judge
 
     return str(Judge(str(run / "judge")))
 

@@ -88,7 +88,7 @@ def generate(
         Say where the time goes; the prompt is answered once before, which is not counted.
     """
     from lenience.certificate import is_certified, resolve
-    from lenience.rules import terms
+    from lenience.rules.registry import terms
     from lenience.stops import parse_stop
 
     given: dict[str, Any] = {
@@ -381,7 +381,7 @@ def compare(
         raise InputError("--window: must be 1 or more")
     from lenience.compare import WINDOWS, heads
     from lenience.compare import compare as run
-    from lenience.ladder import expand
+    from lenience.rules.settings import expand
 
     heads(expand(rule, temperature), stop)  # what is wrong is told before the models are loaded
     choice, models = choice or TaskChoice(), models or Models()

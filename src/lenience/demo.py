@@ -16,7 +16,7 @@ from lenience.heads.head import Inputs
 from lenience.journal import Journal
 from lenience.pair import EMBEDDED, load_pair
 from lenience.report import write_report
-from lenience.rules import Judge
+from lenience.rules.judge import Judge
 from lenience.steps import certify_run, compile_pair, fit_run, follow, loading, mine_run, print_table, screen
 from lenience.tasks import WordMath
 

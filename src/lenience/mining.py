@@ -15,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from lenience import __version__
-from lenience.acceptance import Exact
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
 from lenience.core.files import read_json
@@ -26,6 +25,7 @@ from lenience.heads.head import Inputs, Role
 from lenience.journal import Journal, open_run
 from lenience.models.session import Session, common
 from lenience.pair import Options, Pair
+from lenience.rules.strict import Exact
 from lenience.tasks import Sample, Task, take
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from typing import Any, Literal, TypedDict, Unpack, cast
 
 import torch
 
-from lenience.acceptance import AnyOf, Exact, Term
 from lenience.certificate import check_binding, is_certified, resolve
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
@@ -28,7 +27,10 @@ from lenience.models.compile import compile_model
 from lenience.models.lm import LM, Prompt
 from lenience.models.memory import check_memory
 from lenience.models.session import Session
-from lenience.rules import ALONE, parse_rule
+from lenience.rules.base import Term
+from lenience.rules.combine import AnyOf
+from lenience.rules.registry import ALONE, parse_rule
+from lenience.rules.strict import Exact
 from lenience.stops import Fixed, Stop, learned, parse_stop
 
 EMBEDDED = Path(__file__).parent / "embedded"

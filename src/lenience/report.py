@@ -12,7 +12,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, Template
 
-from lenience.rules import ALONE, Judge, parse_rule, terms
+from lenience.rules.judge import Judge
+from lenience.rules.registry import ALONE, parse_rule, terms
 
 COLORS = {"target": "#6b7280", "draft": "#6b7280", "exact": "#2563eb", "topk": "#d97706", "judge": "#059669", "mlp": "#047857",
           "random": "#9ca3af"}  # fmt: skip

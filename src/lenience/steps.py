@@ -331,7 +331,7 @@ _PARTS = {
 def print_thresholds(head: Head, folder: Path) -> None:
     """What a fitted head's thresholds come to, and how to use it."""
     from lenience.report import probability
-    from lenience.rules import Judge
+    from lenience.rules.judge import Judge
     from lenience.stops import Gate, Likely
 
     if head.role == "gate":

@@ -19,7 +19,7 @@ from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
 from lenience.core.protocols import Rule
 from lenience.heads.head import Learned
-from lenience.rules import terms
+from lenience.rules.registry import terms
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import Any
 
 from lenience.certificate import is_certified
 from lenience.core.errors import InputError
-from lenience.rules import ALONE, Judge, parse_rule, terms
+from lenience.rules.judge import Judge
+from lenience.rules.registry import ALONE, parse_rule, terms
 
 GRID = (
     "exact", "speculative", "block",

@@ -1,5 +1,5 @@
 """The acceptance rules, and their specs. A rule is data: a frozen dataclass whose fields are its spec, see lenience.core.spec;
-RULES names them all. What follows a rejection, and how rules join, is in lenience.acceptance.
+RULES names them all. What follows a rejection, and how rules join, is in lenience.rules.base.
 
 Strict rules use the distributions that sampling really uses. Lenient ones read the target's and the draft's at the request's
 temperature (1 when greedy), before truncation; a token that truncation or a processor forbids is never accepted.
@@ -14,61 +14,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lenience.acceptance import AllOf, AnyOf, Exact, Lenient, Speculative, Term, accept_ratio, at, correct, of
-from lenience.core import spec
 from lenience.core.context import Context
 from lenience.core.errors import InputError
 from lenience.core.noise import uniform
-from lenience.core.protocols import Rule
 from lenience.core.types import Draft, Reading
-from lenience.divergence import DIVERGENCES, entropy, lump, mentor
-from lenience.heads.head import Learned
-
-
-@dataclass(frozen=True)
-class Block(Term):
-    """Block verification (Sun 2024, algorithm 2): a window's tokens are verified as a whole, so that one that is likely may
-    carry those before it. Lossless, and keeps at least as many as `speculative` on average; `exact` when greedy."""
-
-    name = "block"
-    strict = True
-    alone = True
-    looks_ahead = True
-
-    def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        if ctx.greedy:
-            return reading.best[:, :-1] == draft.tokens
-        if draft.logits is None:
-            return torch.zeros_like(draft.proposed)
-        target, drafted = ctx.probs(reading.logits).double(), ctx.probs(draft.logits).double()
-        share = self.shares(target, drafted, draft)  # [B, W + 1]
-        rest = (share[:, :-1, None] * target[:, :-1] - drafted).clamp(min=0).sum(-1)  # [B, W]: after 0 … W - 1 tokens
-        left = rest + 1 - share[:, :-1]
-        stays = torch.where(left > 0, rest / left, 1.0)  # 0 / 0: the next token is certain of its place
-        ends = torch.arange(1, draft.width + 1, device=draft.tokens.device) == draft.lengths[:, None]
-        chance = torch.where(ends, share[:, 1:], torch.cat([stays[:, 1:], share[:, -1:]], 1))  # [B, W]: to keep so many
-        passed = uniform(ctx.keys(draft.width, "accept", device=chance.device)) < chance
-        # the longest prefix that passes is kept, whatever came before
-        return (passed & draft.proposed).flip(1).cummax(1).values.flip(1)
-
-    def follow(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        target = ctx.probs(reading.logits)
-        if draft.logits is None:
-            return correct(at(target, kept), 1.0, kept, draft, ctx)
-        share = self.shares(target.double(), ctx.probs(draft.logits).double(), draft)
-        return correct(at(target, kept).double(), at(share, kept)[:, None], kept, draft, ctx)
-
-    @staticmethod
-    def shares(target: Tensor, drafted: Tensor, draft: Draft) -> Tensor:
-        """[B, W + 1]: p of the algorithm for the first 0 … W tokens, from the distributions [B, W + 1, V] and [B, W, V];
-        trusted tokens are a prefix that was not drafted."""
-        ratios = (of(target[:, :-1], draft.tokens) / of(drafted, draft.tokens)).nan_to_num(0.0)
-        if draft.kept_unasked is not None:
-            ratios = ratios.masked_fill(draft.kept_unasked, 1.0)
-        shares = [torch.ones_like(ratios[:, 0])]
-        for ratio in ratios.unbind(1):
-            shares.append((shares[-1] * ratio).clamp(max=1))
-        return torch.stack(shares, 1)
+from lenience.rules.base import Lenient, at, of
+from lenience.rules.divergence import DIVERGENCES, entropy, lump, mentor
+from lenience.rules.strict import accept_ratio, correct
 
 
 @dataclass(frozen=True)
@@ -278,76 +230,3 @@ class Random(Lenient):
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         return uniform(ctx.keys(draft.width, "random", device=draft.tokens.device)) < self.rate
-
-
-@dataclass(frozen=True)
-class Judge(Learned, Lenient):
-    """Accept a mismatch that a fitted head scores at least `threshold` (AutoJudge, Garipov 2025; Judge Decoding, Bachmann
-    2025). Alone it means `exact|judge:…` when greedy and `speculative|judge:…` when sampling."""
-
-    name = "judge"
-    role = "judge"
-    joins = True
-    highest = 2
-    """Above 1 nothing is accepted."""
-
-    def __post_init__(self) -> None:
-        Learned.__post_init__(self)
-        Lenient.__post_init__(self)
-
-    @property
-    def reads_draft(self) -> bool:
-        return "draft" in self.head.inputs.models
-
-    @property
-    def reads_target(self) -> bool:
-        return "target" in self.head.inputs.models
-
-    @property
-    def layer(self) -> int | None:
-        return self.head.inputs.layer
-
-    def ask(self, draft: Draft, reading: Reading, ctx: Context, exact: Tensor) -> tuple[Tensor, Tensor | None]:
-        logits = self.head.window_logits(draft, reading)
-        return logits >= _logit(self.bound), logits
-
-
-def _logit(threshold: float) -> float:
-    return math.copysign(math.inf, threshold - 0.5) if not 0 < threshold < 1 else math.log(threshold / (1 - threshold))
-
-
-RULES: dict[str, type[Term]] = {
-    term.name: term
-    for term in (
-        Exact, Speculative, Block, Lenience, TopK, Typical, Fuzzy, GuardedKL, Ensemble, Fly, Mentored, Random, Judge
-    )
-}  # fmt: skip
-
-
-def parse_rule(rule: str | Rule) -> Rule:
-    """A rule from its spec, such as "topk:3" or "judge:runs/gsm8k/judge@0.9"; a Rule is returned as it is.
-
-    Raises InputError that names what is wrong with the spec.
-    """
-    if not isinstance(rule, str):
-        return rule
-    try:
-        parts = [_part(part) for part in spec.split(rule, "|")]
-        return parts[0] if len(parts) == 1 and isinstance(parts[0], Term) else AnyOf(tuple(parts))
-    except InputError as error:
-        raise InputError(f"rule {rule!r}: {error}") from None
-
-
-def _part(text: str) -> Term | AllOf:
-    terms = tuple(spec.parse_term(term, "rule", RULES) for term in spec.split(text, "&"))
-    return terms[0] if len(terms) == 1 else AllOf(terms)
-
-
-ALONE = ("target", "draft")
-"""Stand in place of a rule for decoding with that model alone."""
-
-
-def terms(rule: str | Rule) -> tuple[Term, ...]:
-    """The terms of a rule or of its spec, none for a model alone. Raises InputError as `parse_rule` does."""
-    parsed = None if rule in ALONE else parse_rule(rule)
-    return parsed.terms if isinstance(parsed, AnyOf) else (parsed,) if isinstance(parsed, Term) else ()
