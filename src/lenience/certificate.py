@@ -12,8 +12,8 @@ from typing import Any
 
 from lenience.core.errors import InputError
 from lenience.core.files import read_json, write_json
+from lenience.drafting.stops import Stop, learned, parse_stop
 from lenience.heads.head import Learned
-from lenience.stops import Stop, learned, parse_stop
 
 PREFIX = "certified:"
 FILE = "certificate.json"

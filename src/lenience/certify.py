@@ -19,13 +19,13 @@ from lenience.bounds import TESTS, Test, Tried, climb, looks, needed, needed_lik
 from lenience.certificate import FILE, keep, places, unplaced, unplaced_stop
 from lenience.core.errors import InputError
 from lenience.core.files import read_json, write_json
+from lenience.drafting.stops import learned
 from lenience.journal import Journal, open_run
 from lenience.mining import check_prompts, describe
 from lenience.pair import Options, Pair, check_options
 from lenience.report import write_certificate
 from lenience.rules.registry import ALONE, terms
 from lenience.rules.settings import ladder
-from lenience.stops import learned
 from lenience.tasks import Sample, Task, known_as, reads
 from lenience.uses import fresh, locked, note_uses
 

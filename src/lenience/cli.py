@@ -88,8 +88,8 @@ def generate(
         Say where the time goes; the prompt is answered once before, which is not counted.
     """
     from lenience.certificate import is_certified, resolve
+    from lenience.drafting.stops import parse_stop
     from lenience.rules.registry import terms
-    from lenience.stops import parse_stop
 
     given: dict[str, Any] = {
         "rule": rule, "window": window, "stop": stop, "max_new_tokens": max_new_tokens, "temperature": temperature,

@@ -19,13 +19,13 @@ from scipy.stats import binomtest
 from lenience.core.errors import InputError
 from lenience.core.files import read_json, write_json
 from lenience.decode import pieces
+from lenience.drafting.stops import learned
 from lenience.journal import Journal, open_run
 from lenience.mining import check_prompts, describe
 from lenience.pair import Generation, Options, Pair, check_options
 from lenience.rules.judge import Judge
 from lenience.rules.registry import ALONE, terms
 from lenience.rules.settings import expand
-from lenience.stops import learned
 from lenience.tasks import JsonlTask, Sample, Task, known_as, take
 from lenience.uses import fitted_in, note_uses
 

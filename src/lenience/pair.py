@@ -22,7 +22,8 @@ from lenience.core.profile import Profile
 from lenience.core.protocols import Rule
 from lenience.core.types import Step, Trace
 from lenience.decode import Limits, Request, cycle, decode
-from lenience.drafters import ModelDrafter
+from lenience.drafting.draft_model import ModelDrafter
+from lenience.drafting.stops import Fixed, Stop, learned, parse_stop
 from lenience.models.compile import compile_model
 from lenience.models.lm import LM, Prompt
 from lenience.models.memory import check_memory
@@ -31,7 +32,6 @@ from lenience.rules.base import Term
 from lenience.rules.combine import AnyOf
 from lenience.rules.registry import ALONE, parse_rule
 from lenience.rules.strict import Exact
-from lenience.stops import Fixed, Stop, learned, parse_stop
 
 EMBEDDED = Path(__file__).parent / "embedded"
 WINDOWS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -178,7 +178,7 @@ class Pair:
         `rule` is a spec or a Rule, or "target" or "draft" for plain decoding with that model alone, by default "exact";
         "certified:RUN" is the rule of that run's certificate, with the window and the length limit that go with it;
         `window` (8) is how many tokens are drafted at most in a cycle, "auto" for what `pick_window` picks on the prompts;
-        `stop`, a spec or a Stop, by default "fixed", may end drafting earlier (lenience.stops); `max_new_tokens` (256) and
+        `stop`, a spec or a Stop, by default "fixed", may end drafting earlier (lenience.drafting.stops); `max_new_tokens` (256) and
         `stop_strings` end the answer; `temperature` 0, the default, is greedy; `top_k` and `top_p` left out are those of the
         target's generation_config; draws are keyed by `seed` (0); a `profile` is told where the time goes. Raises
         InputError for wrong options, an unusable prompt, or a head of other models.

@@ -330,9 +330,9 @@ _PARTS = {
 
 def print_thresholds(head: Head, folder: Path) -> None:
     """What a fitted head's thresholds come to, and how to use it."""
+    from lenience.drafting.stops import Gate, Likely
     from lenience.report import probability
     from lenience.rules.judge import Judge
-    from lenience.stops import Gate, Likely
 
     if head.role == "gate":
         tau, tokens = head.metrics["tau"], head.metrics["mismatches"]

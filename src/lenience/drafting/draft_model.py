@@ -11,9 +11,9 @@ from torch import Tensor
 from lenience.core.context import Context
 from lenience.core.transfer import sent
 from lenience.core.types import Draft
+from lenience.drafting.stops import Fixed, Stop
 from lenience.models.lm import LM
 from lenience.models.session import Session
-from lenience.stops import Fixed, Stop
 
 CHUNK, CHUNK_ASKED = 8, 2
 """How many tokens are drafted at most before EOS is looked for, and where a stop condition asks about each."""
