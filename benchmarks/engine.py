@@ -23,8 +23,9 @@ from rich.progress import track
 
 from lenience.compare import machine
 from lenience.core.profile import Profile
+from lenience.decoding.loading import load_pair
+from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs
-from lenience.pair import Pair, load_pair
 from lenience.tasks import WordMath, take
 
 NEW = 160

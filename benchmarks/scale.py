@@ -30,8 +30,8 @@ from lenience.core.context import Context
 from lenience.core.noise import uniform
 from lenience.core.profile import Profile
 from lenience.core.types import Draft, Reading
+from lenience.decoding.pair import Pair
 from lenience.models.lm import LM
-from lenience.pair import Pair
 from lenience.rules.base import Lenient
 
 SHAPES = {

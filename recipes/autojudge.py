@@ -42,12 +42,13 @@ from sklearn.model_selection import GroupKFold
 
 from lenience import load_pair
 from lenience.compare import compare
+from lenience.decoding.loading import EMBEDDED
+from lenience.decoding.pair import Pair
 from lenience.heads.fitting import GRID, Kind, fit_mlp, fit_stopped, thresholds
 from lenience.heads.head import Inputs
 from lenience.journal import Journal
 from lenience.mining import features, load_features
 from lenience.models.session import Session
-from lenience.pair import EMBEDDED, Pair
 from lenience.steps import fit_run, follow
 from lenience.tasks import WordMath, wordmath
 

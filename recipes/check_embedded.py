@@ -20,10 +20,10 @@ from rich.progress import track
 from sklearn.metrics import roc_auc_score
 
 from lenience.core.files import read_json
+from lenience.decoding.loading import EMBEDDED, load_pair
 from lenience.journal import Journal
 from lenience.models.lm import LM
 from lenience.models.session import Session
-from lenience.pair import EMBEDDED, load_pair
 from lenience.tasks import WordMath, take
 
 

@@ -29,10 +29,10 @@ from sklearn.metrics import roc_auc_score
 
 from lenience import load_pair
 from lenience.annotated import Annotated, collect, read_annotated, states, tokens_of
+from lenience.decoding.pair import Pair
 from lenience.heads.fitting import fit_stopped
 from lenience.heads.head import Head, Inputs
 from lenience.models.session import Session
-from lenience.pair import Pair
 from lenience.steps import fit_annotated
 from lenience.tasks import wordmath
 

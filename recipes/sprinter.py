@@ -37,10 +37,13 @@ from rich.table import Table
 from sklearn.metrics import roc_auc_score, roc_curve
 
 from lenience import load_pair
+from lenience.decoding.generation import Generation
+from lenience.decoding.loading import EMBEDDED
+from lenience.decoding.options import Options
+from lenience.decoding.pair import Pair
 from lenience.drafting.stops import Gate
 from lenience.heads.head import Head, Inputs
 from lenience.mining import gated
-from lenience.pair import EMBEDDED, Generation, Options, Pair
 from lenience.steps import fit_run
 from lenience.tasks import Sample, WordMath, take
 

@@ -32,8 +32,9 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from lenience.decoding.loading import load_pair
+from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs
-from lenience.pair import Pair, load_pair
 
 torch.set_num_threads(1)
 settings.register_profile("lenience", deadline=None, derandomize=True)  # no test is about time, and seeds are explicit

@@ -16,7 +16,7 @@ from lenience import InputError
 from lenience.core.context import Context, Row
 from lenience.core.noise import Noise
 from lenience.core.types import Draft, Reading
-from lenience.pair import Pair
+from lenience.decoding.pair import Pair
 from lenience.rules.base import Lenient
 from lenience.rules.combine import AllOf, AnyOf
 from lenience.rules.lenient import TopK, Typical

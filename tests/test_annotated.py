@@ -13,8 +13,8 @@ from test_cli import last_json, run
 
 from lenience import InputError
 from lenience.annotated import Annotated, read_annotated, states, tokens_of
+from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs
-from lenience.pair import Pair
 
 INPUTS = Inputs(("target",), ("draft",), -1)
 

@@ -12,11 +12,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from lenience import InputError
+from lenience.decoding.generation import Generation
+from lenience.decoding.loading import load_pair
+from lenience.decoding.pair import Pair
 from lenience.models.kv_cache import PlainCache
 from lenience.models.lm import LM
 from lenience.models.memory import token_bytes
 from lenience.models.session import Session, takes_masks
-from lenience.pair import Generation, Pair, load_pair
 
 QUICK = dict(derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
 prompts = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=30), min_size=1, max_size=7)

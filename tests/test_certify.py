@@ -21,14 +21,15 @@ import lenience
 from lenience import InputError
 from lenience.annotated import Annotated
 from lenience.audit import Audit, audit, read_prompts
-from lenience.certificate import KEYS, keep, read_certificate
 from lenience.certify import Question, _reason, certify, plan
 from lenience.compare import compare
 from lenience.core.files import write_json
+from lenience.decoding.certified import KEYS, keep, read_certificate
+from lenience.decoding.loading import load_pair
+from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs
 from lenience.journal import Journal
 from lenience.mining import check_prompts, mine
-from lenience.pair import Pair, load_pair
 from lenience.rules import lenient as rules
 from lenience.rules.settings import ladder
 from lenience.steps import fit_annotated

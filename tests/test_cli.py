@@ -14,7 +14,7 @@ import pytest
 
 import lenience
 from lenience.cli import main
-from lenience.pair import EMBEDDED
+from lenience.decoding.loading import EMBEDDED
 
 PROBLEM = "Ann has 12 apples. Bob has 5 more apples than Ann. How many apples do they have together? Answer:"
 

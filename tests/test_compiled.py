@@ -21,13 +21,14 @@ from hypothesis import strategies as st
 from test_batch import assert_same
 
 import lenience
+from lenience.decoding.loading import load_pair
+from lenience.decoding.pair import Pair
 from lenience.models.compile import compile_model, graph_path
 from lenience.models.cuda_graphs import Replay
 from lenience.models.lm import LM
 from lenience.models.memory import token_bytes
 from lenience.models.onnx_export import export_graph
 from lenience.models.session import Session
-from lenience.pair import Pair, load_pair
 
 EXPORTED = ["llama", "qwen2", "qwen3", "gemma2", "mistral", "gpt2"]
 QUICK = dict(derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))

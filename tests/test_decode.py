@@ -17,8 +17,9 @@ from lenience import InputError
 from lenience.core.context import Context, Row
 from lenience.core.noise import Noise, race, uniform
 from lenience.core.types import Draft, Reading
-from lenience.decode import TextStream, pieces
-from lenience.pair import Pair, load_pair
+from lenience.decoding.loading import load_pair
+from lenience.decoding.pair import Pair
+from lenience.decoding.response import TextStream, pieces
 from lenience.rules.strict import Exact, Speculative
 
 PROMPTS = [[5, 9, 13], [7], [3, 3, 8, 40, 2, 21, 30, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20]]

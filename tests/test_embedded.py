@@ -6,7 +6,8 @@ import torch
 from transformers import AutoTokenizer
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from lenience.pair import EMBEDDED, Pair
+from lenience.decoding.loading import EMBEDDED
+from lenience.decoding.pair import Pair
 from lenience.tasks import WordMath, take
 
 

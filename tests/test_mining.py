@@ -16,10 +16,11 @@ import torch
 
 import lenience
 from lenience import InputError
+from lenience.decoding.loading import load_pair
+from lenience.decoding.pair import Pair
 from lenience.heads.head import Inputs
 from lenience.journal import Journal
 from lenience.mining import WINDOW, Found, Miner, Mismatch, features, load_features, mine, search
-from lenience.pair import Pair, load_pair
 from lenience.tasks import Sample
 
 # ---- a scripted model: a response is a list of numbers, 0 is EOS, and the answer is what follows the last 9
@@ -214,7 +215,7 @@ sys.path.insert(0, {tests!r})
 from pathlib import Path
 from test_mining import ParityTask
 from lenience.mining import mine
-from lenience.pair import load_pair
+from lenience.decoding.loading import load_pair
 for done, total, record in mine(load_pair({target!r}, {draft!r}, dtype="float32"), ParityTask(), Path({out!r}), limit=40):
     print(done, flush=True)
 """

@@ -14,8 +14,9 @@ from transformers import LlamaConfig, MambaConfig, T5Config
 from transformers.models.auto.modeling_auto import AutoModelForSeq2SeqLM
 
 from lenience import InputError
+from lenience.decoding.loading import load_pair
+from lenience.decoding.pair import Pair
 from lenience.models.session import Session, common
-from lenience.pair import Pair, load_pair
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from test_batch import assert_same
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lenience.decoding.loading import load_pair
+from lenience.decoding.pair import Pair
 from lenience.models import session
 from lenience.models.cuda_graphs import BLOCK, Replay, ReplayCache
 from lenience.models.session import Session, reads_together_as_alone
-from lenience.pair import Pair, load_pair
 
 QUICK = dict(derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
 prompts = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=30), min_size=1, max_size=5)

@@ -22,8 +22,8 @@ from lenience.core.context import Context, Row
 from lenience.core.noise import Noise, uniform
 from lenience.core.protocols import Rule
 from lenience.core.types import Draft, Reading, Verdict
+from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs, load_head
-from lenience.pair import Pair
 from lenience.rules import divergence
 from lenience.rules.combine import AnyOf
 from lenience.rules.judge import Judge

@@ -20,10 +20,11 @@ from lenience.core.context import Context, Row
 from lenience.core.noise import Noise
 from lenience.core.profile import Profile
 from lenience.core.types import Step, Trace
+from lenience.decoding.loading import load_pair
+from lenience.decoding.pair import WINDOWS, Pair
 from lenience.drafting.stops import STOPS, Heuristic, parse_stop
 from lenience.heads.head import Head, Inputs, load_head
 from lenience.mining import PREFIXES, features, load_features, mine
-from lenience.pair import WINDOWS, Pair, load_pair
 from lenience.steps import fit_run
 
 QUICK = dict(derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))

@@ -12,7 +12,7 @@ from lenience.core.errors import InputError
 
 if TYPE_CHECKING:
     from lenience.core.protocols import Rule
-    from lenience.pair import Pair
+    from lenience.decoding.pair import Pair
     from lenience.tasks import Task
 
 __version__ = "0.1.0"
@@ -30,7 +30,7 @@ def load_pair(
     draft_kwargs: dict[str, Any] | None = None,
 ) -> Pair:
     """Load a target and a draft by Hub name or folder, or the built-in pair; see `lenience.pair.load_pair`."""
-    from lenience.pair import load_pair
+    from lenience.decoding.loading import load_pair
 
     kwargs = {"target_kwargs": target_kwargs, "draft_kwargs": draft_kwargs}
     return load_pair(target, draft, dtype=dtype, device=device, compile=compile, **kwargs)

@@ -14,12 +14,14 @@ import numpy as np
 import torch
 
 from lenience.bounds import Alarm, sequence
-from lenience.certificate import PREFIX, read_certificate, settled
 from lenience.core.errors import InputError
 from lenience.core.noise import Noise, uniform
+from lenience.decoding.certified import PREFIX, read_certificate, settled
+from lenience.decoding.generation import Generation
+from lenience.decoding.options import Options
+from lenience.decoding.pair import Pair
 from lenience.journal import Journal
 from lenience.models.lm import Prompt
-from lenience.pair import Generation, Options, Pair
 from lenience.tasks import JsonlTask, Sample, Task, reads
 
 

@@ -16,13 +16,13 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from lenience.bounds import TESTS, Test, Tried, climb, looks, needed, needed_like
-from lenience.certificate import FILE, keep, places, unplaced, unplaced_stop
 from lenience.core.errors import InputError
 from lenience.core.files import read_json, write_json
-from lenience.drafting.stops import learned
+from lenience.decoding.certified import FILE, keep, places, unplaced, unplaced_stop
+from lenience.decoding.options import Options, check_options, learned
+from lenience.decoding.pair import Pair
 from lenience.journal import Journal, open_run
 from lenience.mining import check_prompts, describe
-from lenience.pair import Options, Pair, check_options
 from lenience.report import write_certificate
 from lenience.rules.registry import ALONE, terms
 from lenience.rules.settings import ladder
@@ -310,7 +310,7 @@ def _check_run(task: Task, folder: Path) -> None:
 
 def certify(pair: Pair, task: Task, folder: Path, question: Question, show: Show = lambda *_: None) -> dict[str, Any]:
     """The most lenient of the rules' settings whose loss is at most `max_drop` with the wanted confidence, or none; written to
-    the run folder, see `lenience.certificate`.
+    the run folder, see `lenience.decoding.certified`.
 
     Learn-then-Test (Angelopoulos 2021): each rule's settings are tested from strict to lenient until one does not pass, each on
     growing batches of prompts. Of several rules that pass, the one with the most tokens per pass is certified. The same

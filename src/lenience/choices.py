@@ -12,8 +12,8 @@ from lenience.core.errors import InputError
 from lenience.steps import compile_pair, loading
 
 if TYPE_CHECKING:
+    from lenience.decoding.pair import Pair
     from lenience.heads.head import Inputs, Role
-    from lenience.pair import Pair
     from lenience.tasks import Task
 
 
@@ -34,7 +34,7 @@ class Models:
     def load(self, long: bool = False) -> Pair:
         """`long`: there is so much to decode that exporting the models pays."""
         with loading():
-            from lenience.pair import load_pair
+            from lenience.decoding.loading import load_pair
 
             pair = load_pair(self.target, self.draft, dtype=self.dtype, device=self.device, compile=False)
         compile_pair(pair, self.compile, long)

@@ -33,8 +33,8 @@ from lenience.steps import (
 )
 
 if TYPE_CHECKING:
+    from lenience.decoding.pair import Pair
     from lenience.heads.head import Role
-    from lenience.pair import Pair
 
 app = App(
     name="lenience",
@@ -87,7 +87,7 @@ def generate(
     profile
         Say where the time goes; the prompt is answered once before, which is not counted.
     """
-    from lenience.certificate import is_certified, resolve
+    from lenience.decoding.certified import is_certified, resolve
     from lenience.drafting.stops import parse_stop
     from lenience.rules.registry import terms
 
@@ -328,7 +328,7 @@ def audit(
         Of the choice of prompts.
     """
     from lenience.audit import read_prompts
-    from lenience.certificate import read_certificate
+    from lenience.decoding.certified import read_certificate
 
     rows = read_prompts(prompts)  # what is wrong is told before the models are loaded
     read_certificate(run)

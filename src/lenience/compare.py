@@ -18,11 +18,12 @@ from scipy.stats import binomtest
 
 from lenience.core.errors import InputError
 from lenience.core.files import read_json, write_json
-from lenience.decode import pieces
-from lenience.drafting.stops import learned
+from lenience.decoding.generation import Generation
+from lenience.decoding.options import Options, check_options, learned
+from lenience.decoding.pair import Pair
+from lenience.decoding.response import pieces
 from lenience.journal import Journal, open_run
 from lenience.mining import check_prompts, describe
-from lenience.pair import Generation, Options, Pair, check_options
 from lenience.rules.judge import Judge
 from lenience.rules.registry import ALONE, terms
 from lenience.rules.settings import expand

@@ -20,11 +20,13 @@ from lenience.core.errors import InputError
 from lenience.core.files import read_json
 from lenience.core.noise import Noise, race
 from lenience.core.types import Step
-from lenience.decode import Limits, Request, decode
+from lenience.decoding.loop import Request, decode
+from lenience.decoding.options import Options
+from lenience.decoding.pair import Pair
+from lenience.decoding.response import Limits
 from lenience.heads.head import Inputs, Role
 from lenience.journal import Journal, open_run
 from lenience.models.session import Session, common
-from lenience.pair import Options, Pair
 from lenience.rules.strict import Exact
 from lenience.tasks import Sample, Task, take
 

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from lenience.audit import State
     from lenience.certify import Question
     from lenience.core.profile import Profile
+    from lenience.decoding.generation import Generation
+    from lenience.decoding.pair import Pair
     from lenience.heads.head import Head, Inputs, Role
     from lenience.models.lm import Prompt
-    from lenience.pair import Generation, Pair
     from lenience.tasks import Task
 
 screen = Console(stderr=True)
@@ -154,7 +155,7 @@ def certify_run(pair: Pair, task: Task, run: Path, question: Question, pilot: in
 
 
 def print_certificate(run: Path, made: dict[str, Any]) -> None:
-    from lenience.certificate import read_certificate
+    from lenience.decoding.certified import read_certificate
     from lenience.report import short
 
     table = Table("setting", title=f"loss ({made['loss']}) at most {made['max_drop']:.2%}, confidence {made['confidence']:.0%}")
@@ -271,7 +272,7 @@ def print_table(frontier: dict[str, Any]) -> None:
 
 def print_answer(pair: Pair, out: Generation, coloured: bool) -> None:
     """An answer on standard output, perhaps with every token coloured by where it came from."""
-    from lenience.decode import pieces
+    from lenience.decoding.response import pieces
 
     if not coloured:
         print(out.text)

@@ -17,9 +17,7 @@ from torch import Tensor
 from lenience.core import spec
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
-from lenience.core.protocols import Rule
 from lenience.heads.head import Learned
-from lenience.rules.registry import terms
 
 
 @dataclass(frozen=True)
@@ -189,8 +187,3 @@ def parse_stop(stop: str | Stop) -> Stop:
         return spec.parse_term(stop, "stop condition", STOPS)
     except InputError as error:
         raise InputError(f"stop {stop!r}: {error}") from None
-
-
-def learned(rule: str | Rule, stop: str | Stop = "fixed") -> list[Learned]:
-    """The parts of a rule and of a stop condition that ask a fitted head. Raises InputError for a wrong spec."""
-    return [one for one in (*terms(rule), parse_stop(stop)) if isinstance(one, Learned)]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lenience.certificate import is_certified
 from lenience.core.errors import InputError
+from lenience.decoding.certified import is_certified
 from lenience.rules.judge import Judge
 from lenience.rules.registry import ALONE, parse_rule, terms
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from lenience.core.errors import InputError
 from lenience.core.files import read_json, write_json
-from lenience.drafting.stops import Stop, learned, parse_stop
+from lenience.decoding.options import learned
+from lenience.drafting.stops import Stop, parse_stop
 from lenience.heads.head import Learned
 
 PREFIX = "certified:"

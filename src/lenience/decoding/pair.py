@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, cast
+from typing import Any, Literal, Unpack, cast
 
 import torch
 
-from lenience.certificate import check_binding, is_certified, resolve
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
 from lenience.core.noise import Noise
 from lenience.core.profile import Profile
 from lenience.core.protocols import Rule
-from lenience.core.types import Step, Trace
-from lenience.decode import Limits, Request, cycle, decode
+from lenience.core.types import Step
+from lenience.decoding.certified import check_binding, is_certified, resolve
+from lenience.decoding.generation import Generation
+from lenience.decoding.loop import Request, cycle, decode
+from lenience.decoding.options import Options, check_options, learned
+from lenience.decoding.response import Limits
 from lenience.drafting.draft_model import ModelDrafter
-from lenience.drafting.stops import Fixed, Stop, learned, parse_stop
+from lenience.drafting.stops import Fixed, Stop, parse_stop
 from lenience.models.compile import compile_model
 from lenience.models.lm import LM, Prompt
 from lenience.models.memory import check_memory
@@ -33,79 +34,8 @@ from lenience.rules.combine import AnyOf
 from lenience.rules.registry import ALONE, parse_rule
 from lenience.rules.strict import Exact
 
-EMBEDDED = Path(__file__).parent / "embedded"
 WINDOWS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """What an automatic window is picked from."""
-
-
-@dataclass
-class Generation:
-    """One answer and what it took."""
-
-    prompt_tokens: list[int]
-    window: int = 0
-    """The draft window, as it was given or picked."""
-    tokens: list[int] = field(default_factory=list)
-    """The new tokens, EOS included if it was reached."""
-    text: str = ""
-    """Their text, without special tokens and, where a stop string ended it, what follows from there."""
-    trace: list[Trace] = field(default_factory=list)
-    target_passes: int = 0
-    draft_passes: int = 0
-    target_tokens: int = 0
-    """How many tokens the target read, the prompt's and those that it rejected included."""
-    draft_tokens: int = 0
-    drafted: int = 0
-    accepted_exact: int = 0
-    """Drafted tokens that the strict rule would have kept of the same windows."""
-    accepted_lenient: int = 0
-    """Drafted tokens kept beyond those: what lenience gained, tokens that the target did not read included."""
-    finish: str = ""
-    """Why it ended: "eos", "stop" (a stop string), "length" (max_new_tokens) or "context" (the model's context is full)."""
-    seconds: float = 0.0
-
-    @property
-    def tokens_per_pass(self) -> float:
-        """New tokens per pass of the target, corrections and bonus tokens included; 0 where the target read nothing."""
-        return len(self.tokens) / self.target_passes if self.target_passes else 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        return len(self.tokens) / self.seconds if self.seconds else 0.0
-
-    @property
-    def kept(self) -> list[int]:
-        """How many drafted tokens each cycle kept."""
-        origins = "".join("d" if entry.origin.startswith("draft") else " " for entry in self.trace)
-        return [len(run) for run in origins.removesuffix(" ").split(" ")]
-
-    def add(self, step: Step) -> None:
-        self.trace += step.trace
-        self.tokens += step.tokens
-        self.target_passes += step.target_passes
-        self.draft_passes += step.draft_passes
-        self.target_tokens += step.target_tokens
-        self.draft_tokens += step.draft_tokens
-        self.drafted += step.drafted
-        self.accepted_exact += step.accepted_exact
-        self.accepted_lenient += step.accepted_lenient
-        self.text += step.text
-        self.finish = step.finish or ""
-
-
-class Options(TypedDict, total=False):
-    """What `Pair.generate` takes besides the prompt; `Pair.stream` says what each means and its default."""
-
-    rule: str | Rule
-    window: int | Literal["auto"]
-    stop: str | Stop
-    max_new_tokens: int
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    seed: int
-    stop_strings: str | Sequence[str]
-    profile: Profile | None
 
 
 class Pair:
@@ -353,42 +283,6 @@ class Pair:
         return {window: statistics.median(taken[1:]) for window, taken in seconds.items()}
 
 
-def load_pair(
-    target: str | None = None,
-    draft: str | None = None,
-    *,
-    dtype: str | None = None,
-    device: str = "auto",
-    compile: bool | None = None,
-    target_kwargs: dict[str, Any] | None = None,
-    draft_kwargs: dict[str, Any] | None = None,
-) -> Pair:
-    """Load a pair: Hub names or local folders; without names the built-in pair (float32 unless `dtype` says otherwise).
-
-    `dtype` defaults to the checkpoint's own; `device` "auto" takes a GPU if there is one; `compile` True exports the models'
-    forward passes for ONNX Runtime (`Pair.compile`), None uses such exports where earlier ones lie in the cache, and False
-    does not; `target_kwargs` and `draft_kwargs` reach from_pretrained (device_map, quantization_config, …). Raises
-    InputError where a model can't be loaded or used, or the vocabularies differ.
-    """
-    if (target is None) != (draft is None):
-        raise InputError("name both the target and the draft, or neither for the built-in pair")
-    built_in = target is None or draft is None
-    names = {"target": target or str(EMBEDDED / "target"), "draft": draft or str(EMBEDDED / "draft")}
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if dtype is None:
-        dtype = "float32" if built_in else "auto"
-    given = {"target": target_kwargs or {}, "draft": draft_kwargs or {}}
-    lms = {role: LM.load(names[role], role, dtype=dtype, device=device, kwargs=given[role]) for role in names}
-    if built_in:
-        for role, lm in lms.items():
-            lm.name = f"built-in {role}"
-    pair = Pair(lms["target"], lms["draft"], "built-in" if built_in else f"{target} + {draft}")
-    if compile is not False:
-        pair.compile(export=bool(compile))
-    return pair
-
-
 def _waiting(devices: set[torch.device]) -> Callable[[], None] | None:
     """What waits for the GPUs among the devices; None where there is none."""
     gpus = [device for device in devices if device.type == "cuda"]
@@ -398,32 +292,6 @@ def _waiting(devices: set[torch.device]) -> Callable[[], None] | None:
             torch.cuda.synchronize(gpu)
 
     return wait if gpus else None
-
-
-def check_options(
-    window: int | Literal["auto"] = 8,
-    max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    stop_strings: Sequence[str] = (),
-) -> None:
-    """Raise InputError for a value that no decoding can use."""
-    if "" in stop_strings:
-        raise InputError("stop_strings: an empty one would stop at once; leave it out")
-    if not -(2**63) <= seed < 2**63:
-        raise InputError(f"seed {seed}: must fit into 64 bits")
-    if window != "auto" and (not isinstance(window, int) or window < 0):
-        raise InputError(f'window {window}: must be 0 (no drafting) or more, or "auto"')
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens {max_new_tokens}: must be 1 or more")
-    if temperature < 0 or not math.isfinite(temperature):
-        raise InputError(f"temperature {temperature}: must be 0 (greedy) or more")
-    if top_k is not None and top_k < 0:
-        raise InputError(f"top_k {top_k}: must be 0 (off) or more")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise InputError(f"top_p {top_p}: must be in (0, 1]")
 
 
 def _refuse_different_vocabularies(target: LM, draft: LM) -> None:

@@ -1,0 +1,62 @@
+"""One answer and what it took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lenience.core.types import Step, Trace
+
+
+@dataclass
+class Generation:
+    """One answer and what it took."""
+
+    prompt_tokens: list[int]
+    window: int = 0
+    """The draft window, as it was given or picked."""
+    tokens: list[int] = field(default_factory=list)
+    """The new tokens, EOS included if it was reached."""
+    text: str = ""
+    """Their text, without special tokens and, where a stop string ended it, what follows from there."""
+    trace: list[Trace] = field(default_factory=list)
+    target_passes: int = 0
+    draft_passes: int = 0
+    target_tokens: int = 0
+    """How many tokens the target read, the prompt's and those that it rejected included."""
+    draft_tokens: int = 0
+    drafted: int = 0
+    accepted_exact: int = 0
+    """Drafted tokens that the strict rule would have kept of the same windows."""
+    accepted_lenient: int = 0
+    """Drafted tokens kept beyond those: what lenience gained, tokens that the target did not read included."""
+    finish: str = ""
+    """Why it ended: "eos", "stop" (a stop string), "length" (max_new_tokens) or "context" (the model's context is full)."""
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """New tokens per pass of the target, corrections and bonus tokens included; 0 where the target read nothing."""
+        return len(self.tokens) / self.target_passes if self.target_passes else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.tokens) / self.seconds if self.seconds else 0.0
+
+    @property
+    def kept(self) -> list[int]:
+        """How many drafted tokens each cycle kept."""
+        origins = "".join("d" if entry.origin.startswith("draft") else " " for entry in self.trace)
+        return [len(run) for run in origins.removesuffix(" ").split(" ")]
+
+    def add(self, step: Step) -> None:
+        self.trace += step.trace
+        self.tokens += step.tokens
+        self.target_passes += step.target_passes
+        self.draft_passes += step.draft_passes
+        self.target_tokens += step.target_tokens
+        self.draft_tokens += step.draft_tokens
+        self.drafted += step.drafted
+        self.accepted_exact += step.accepted_exact
+        self.accepted_lenient += step.accepted_lenient
+        self.text += step.text
+        self.finish = step.finish or ""
