@@ -21,9 +21,9 @@ from sklearn.metrics import roc_auc_score
 
 from lenience.core.files import read_json
 from lenience.decoding.loading import EMBEDDED, load_pair
-from lenience.journal import Journal
 from lenience.models.lm import LM
 from lenience.models.session import Session
+from lenience.runs.journal import Journal
 from lenience.tasks import WordMath, take
 
 

@@ -12,9 +12,9 @@ import torch
 from test_cli import last_json, run
 
 from lenience import InputError
-from lenience.annotated import Annotated, read_annotated, states, tokens_of
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs
+from lenience.mining.annotated import Annotated, read_annotated, states, tokens_of
 
 INPUTS = Inputs(("target",), ("draft",), -1)
 

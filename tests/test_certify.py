@@ -19,7 +19,6 @@ from scipy.stats import beta
 
 import lenience
 from lenience import InputError
-from lenience.annotated import Annotated
 from lenience.audit import Audit, audit, read_prompts
 from lenience.certify import Question, _reason, certify, plan
 from lenience.compare import compare
@@ -28,13 +27,15 @@ from lenience.decoding.certified import KEYS, keep, read_certificate
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs
-from lenience.journal import Journal
-from lenience.mining import check_prompts, mine
+from lenience.mining.annotated import Annotated
+from lenience.mining.search import mine
 from lenience.rules import lenient as rules
 from lenience.rules.settings import ladder
+from lenience.runs.journal import Journal
+from lenience.runs.record import check_prompts
+from lenience.runs.uses import digest, fresh, locked, note_uses
 from lenience.steps import fit_annotated
 from lenience.tasks import Sample
-from lenience.uses import digest, fresh, locked, note_uses
 
 
 class Echo:

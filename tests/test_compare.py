@@ -16,7 +16,7 @@ from lenience import InputError
 from lenience.compare import SHARES, Estimate, Progress, Setting, allocation, compare, rows
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs
-from lenience.mining import mine
+from lenience.mining.search import mine
 from lenience.report import AXES, example, family, named, plot, short, write_report
 from lenience.rules import lenient as rules
 from lenience.rules.settings import GRID, JUDGED, expand

@@ -19,8 +19,8 @@ from lenience import InputError
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Inputs
-from lenience.journal import Journal
-from lenience.mining import WINDOW, Found, Miner, Mismatch, features, load_features, mine, search
+from lenience.mining.search import WINDOW, Found, Miner, Mismatch, features, load_features, mine, search
+from lenience.runs.journal import Journal
 from lenience.tasks import Sample
 
 # ---- a scripted model: a response is a list of numbers, 0 is EOS, and the answer is what follows the last 9
@@ -214,7 +214,7 @@ import sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from test_mining import ParityTask
-from lenience.mining import mine
+from lenience.mining.search import mine
 from lenience.decoding.loading import load_pair
 for done, total, record in mine(load_pair({target!r}, {draft!r}, dtype="float32"), ParityTask(), Path({out!r}), limit=40):
     print(done, flush=True)

@@ -20,8 +20,8 @@ from lenience.decoding.certified import PREFIX, read_certificate, settled
 from lenience.decoding.generation import Generation
 from lenience.decoding.options import Options
 from lenience.decoding.pair import Pair
-from lenience.journal import Journal
 from lenience.models.lm import Prompt
+from lenience.runs.journal import Journal
 from lenience.tasks import JsonlTask, Sample, Task, reads
 
 

@@ -21,13 +21,13 @@ from lenience.core.files import read_json, write_json
 from lenience.decoding.certified import FILE, keep, places, unplaced, unplaced_stop
 from lenience.decoding.options import Options, check_options, learned
 from lenience.decoding.pair import Pair
-from lenience.journal import Journal, open_run
-from lenience.mining import check_prompts, describe
 from lenience.report import write_certificate
 from lenience.rules.registry import ALONE, terms
 from lenience.rules.settings import ladder
+from lenience.runs.journal import Journal, open_run
+from lenience.runs.record import check_prompts, describe
+from lenience.runs.uses import fresh, locked, note_uses
 from lenience.tasks import Sample, Task, known_as, reads
-from lenience.uses import fresh, locked, note_uses
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

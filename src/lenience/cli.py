@@ -227,7 +227,7 @@ def fit(
     if file := next((part for part in (folder, *folder.parents) if part.is_file()), None):
         raise InputError(f"--out {folder}: {file} is a file; name another folder")
     if from_ == "annotated":
-        from lenience.annotated import read_annotated
+        from lenience.mining.annotated import read_annotated
 
         rows = read_annotated(run)  # what is wrong is told before the models are loaded
         fitted = fit_annotated(Models(target, draft, None, device).load(), rows, inputs, folder, **options)

@@ -22,13 +22,13 @@ from lenience.decoding.generation import Generation
 from lenience.decoding.options import Options, check_options, learned
 from lenience.decoding.pair import Pair
 from lenience.decoding.response import pieces
-from lenience.journal import Journal, open_run
-from lenience.mining import check_prompts, describe
 from lenience.rules.judge import Judge
 from lenience.rules.registry import ALONE, terms
 from lenience.rules.settings import expand
+from lenience.runs.journal import Journal, open_run
+from lenience.runs.record import check_prompts, describe
+from lenience.runs.uses import fitted_in, note_uses
 from lenience.tasks import JsonlTask, Sample, Task, known_as, take
-from lenience.uses import fitted_in, note_uses
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -14,9 +14,9 @@ from lenience.core.files import read_json
 from lenience.decoding.certified import KEYS
 from lenience.decoding.loading import EMBEDDED, load_pair
 from lenience.heads.head import Inputs
-from lenience.journal import Journal
 from lenience.report import write_report
 from lenience.rules.judge import Judge
+from lenience.runs.journal import Journal
 from lenience.steps import certify_run, compile_pair, fit_run, follow, loading, mine_run, print_table, screen
 from lenience.tasks import WordMath
 

@@ -13,13 +13,13 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from lenience.annotated import Annotated
     from lenience.audit import State
     from lenience.certify import Question
     from lenience.core.profile import Profile
     from lenience.decoding.generation import Generation
     from lenience.decoding.pair import Pair
     from lenience.heads.head import Head, Inputs, Role
+    from lenience.mining.annotated import Annotated
     from lenience.models.lm import Prompt
     from lenience.tasks import Task
 
@@ -89,8 +89,8 @@ def progress() -> Iterator[Callable[[str, int, int], None]]:
 
 def mine_run(pair: Pair, task: Task, out: Path, limit: int | None, **options: Any) -> dict[str, Any]:
     """Mine, and count what the journal holds then."""
-    from lenience.journal import Journal
-    from lenience.mining import mine
+    from lenience.mining.search import mine
+    from lenience.runs.journal import Journal
 
     with progress() as show:
         for done, total, _ in mine(pair, task, out, limit=limit, **options):
@@ -107,7 +107,7 @@ def mine_run(pair: Pair, task: Task, out: Path, limit: int | None, **options: An
 def fit_run(pair: Pair, run: Path, inputs: Inputs, out: Path, role: Role = "judge", tau: float = 1.0, **options: Any) -> Head:
     """Compute the hidden states that a head of a role is fitted to, fit it and save it; `tau` is a gate's."""
     from lenience.heads.fitting import fit_head
-    from lenience.mining import features, load_features
+    from lenience.mining.search import features, load_features
 
     with progress() as show:
         for done, total in features(pair, run, inputs, role):
@@ -122,9 +122,9 @@ def fit_run(pair: Pair, run: Path, inputs: Inputs, out: Path, role: Role = "judg
 
 def fit_annotated(pair: Pair, rows: list[Annotated], inputs: Inputs, out: Path, **options: Any) -> Head:
     """Fit a judge to answers in which the errors are marked, and save it."""
-    from lenience.annotated import collect, states
     from lenience.heads.fitting import fit_head
-    from lenience.uses import note_uses
+    from lenience.mining.annotated import collect, states
+    from lenience.runs.uses import note_uses
 
     found = []
     with progress() as show:

@@ -13,7 +13,7 @@ from filelock import FileLock
 
 from lenience.core.errors import InputError
 from lenience.core.files import read_json
-from lenience.journal import Journal
+from lenience.runs.journal import Journal
 from lenience.tasks import Sample, Task, known_as, take
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from lenience import __version__
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
 from lenience.core.files import read_json
@@ -25,9 +24,10 @@ from lenience.decoding.options import Options
 from lenience.decoding.pair import Pair
 from lenience.decoding.response import Limits
 from lenience.heads.head import Inputs, Role
-from lenience.journal import Journal, open_run
 from lenience.models.session import Session, common
 from lenience.rules.strict import Exact
+from lenience.runs.journal import Journal, open_run
+from lenience.runs.record import check_prompts, describe
 from lenience.tasks import Sample, Task, take
 
 if TYPE_CHECKING:
@@ -200,24 +200,6 @@ def search(pair: Pair, task: Task, samples: Sequence[Sample], max_new_tokens: in
     yield from done
 
 
-def describe(pair: Pair, task: Task, **options: Any) -> dict[str, Any]:
-    """What run.json records: versions, models with fingerprints, task and options."""
-    import transformers
-
-    models = {role: {"name": lm.name, "fingerprint": lm.fingerprint,
-                     "dtype": str(lm.model.dtype).removeprefix("torch.")}
-              for role, lm in (("target", pair.target), ("draft", pair.draft))}  # fmt: skip
-    return {
-        "versions": {"lenience": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
-        "pair": pair.name,
-        "models": models,
-        "tokenizer": pair.target.tokenizer_fingerprint,
-        "task": task.name,
-        "task_version": getattr(task, "version", None),
-        **options,
-    }
-
-
 def mine(
     pair: Pair,
     task: Task,
@@ -248,18 +230,6 @@ def mine(
         done += 1
         yield done, len(samples), record
     journal.sort([sample.id for sample in samples])
-
-
-def check_prompts(pair: Pair, task: Task, samples: Sequence[Sample], max_new_tokens: int | None) -> int:
-    """Raise InputError, before any work, for the first sample whose prompt a model cannot read; returns the length limit."""
-    if max_new_tokens is not None and max_new_tokens < 1:
-        raise InputError(f"max_new_tokens {max_new_tokens}: must be 1 or more")
-    for sample in samples:
-        try:
-            pair.draft.encode(pair.target.encode(sample.prompt))  # both must have room for it
-        except InputError as error:
-            raise InputError(f"task {task.name!r}, sample {sample.id}: {error}") from None
-    return max_new_tokens or task.max_new_tokens
 
 
 # ---- hidden states of the mismatches
