@@ -46,7 +46,7 @@ from lenience.decoding.loading import EMBEDDED
 from lenience.decoding.pair import Pair
 from lenience.heads.fitting import GRID, Kind, fit_mlp, fit_stopped, thresholds
 from lenience.heads.head import Inputs
-from lenience.mining.search import features, load_features
+from lenience.mining.features import features, load_features
 from lenience.models.session import Session
 from lenience.runs.journal import Journal
 from lenience.steps import fit_run, follow

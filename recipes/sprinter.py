@@ -43,7 +43,7 @@ from lenience.decoding.options import Options
 from lenience.decoding.pair import Pair
 from lenience.drafting.stops import Gate
 from lenience.heads.head import Head, Inputs
-from lenience.mining.search import gated
+from lenience.mining.features import gated
 from lenience.steps import fit_run
 from lenience.tasks import Sample, WordMath, take
 

@@ -19,7 +19,8 @@ from lenience import InputError
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Inputs
-from lenience.mining.search import WINDOW, Found, Miner, Mismatch, features, load_features, mine, search
+from lenience.mining.features import features, load_features
+from lenience.mining.search import WINDOW, Found, Miner, Mismatch, mine, search
 from lenience.runs.journal import Journal
 from lenience.tasks import Sample
 

@@ -24,7 +24,8 @@ from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import WINDOWS, Pair
 from lenience.drafting.stops import STOPS, Heuristic, parse_stop
 from lenience.heads.head import Head, Inputs, load_head
-from lenience.mining.search import PREFIXES, features, load_features, mine
+from lenience.mining.features import PREFIXES, features, load_features
+from lenience.mining.search import mine
 from lenience.steps import fit_run
 
 QUICK = dict(derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))

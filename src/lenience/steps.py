@@ -107,7 +107,7 @@ def mine_run(pair: Pair, task: Task, out: Path, limit: int | None, **options: An
 def fit_run(pair: Pair, run: Path, inputs: Inputs, out: Path, role: Role = "judge", tau: float = 1.0, **options: Any) -> Head:
     """Compute the hidden states that a head of a role is fitted to, fit it and save it; `tau` is a gate's."""
     from lenience.heads.fitting import fit_head
-    from lenience.mining.search import features, load_features
+    from lenience.mining.features import features, load_features
 
     with progress() as show:
         for done, total in features(pair, run, inputs, role):
