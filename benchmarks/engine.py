@@ -21,10 +21,10 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from lenience.compare import machine
 from lenience.core.profile import Profile
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
+from lenience.evaluation.table import machine
 from lenience.heads.head import Head, Inputs
 from lenience.tasks import WordMath, take
 

@@ -25,12 +25,12 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lenience.compare import machine
 from lenience.core.context import Context
 from lenience.core.noise import uniform
 from lenience.core.profile import Profile
 from lenience.core.types import Draft, Reading
 from lenience.decoding.pair import Pair
+from lenience.evaluation.table import machine
 from lenience.models.lm import LM
 from lenience.rules.base import Lenient
 

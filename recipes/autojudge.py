@@ -41,9 +41,9 @@ from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import GroupKFold
 
 from lenience import load_pair
-from lenience.compare import compare
 from lenience.decoding.loading import EMBEDDED
 from lenience.decoding.pair import Pair
+from lenience.evaluation.compare import compare
 from lenience.heads.fitting import GRID, Kind, fit_mlp, fit_stopped, thresholds
 from lenience.heads.head import Inputs
 from lenience.mining.features import features, load_features

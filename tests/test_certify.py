@@ -21,11 +21,11 @@ import lenience
 from lenience import InputError
 from lenience.audit import Audit, audit, read_prompts
 from lenience.certify import Question, _reason, certify, plan
-from lenience.compare import compare
 from lenience.core.files import write_json
 from lenience.decoding.certified import KEYS, keep, read_certificate
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
+from lenience.evaluation.compare import compare
 from lenience.heads.head import Head, Inputs
 from lenience.mining.annotated import Annotated
 from lenience.mining.search import mine

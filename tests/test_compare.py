@@ -13,11 +13,14 @@ from scipy.stats import beta
 from test_mining import ParityTask
 
 from lenience import InputError
-from lenience.compare import SHARES, Estimate, Progress, Setting, allocation, compare, rows
 from lenience.decoding.pair import Pair
+from lenience.evaluation.compare import Estimate, Progress, compare
+from lenience.evaluation.names import family, named, short
+from lenience.evaluation.pages import example, write_report
+from lenience.evaluation.plots import AXES, plot
+from lenience.evaluation.table import SHARES, Setting, allocation, rows
 from lenience.heads.head import Head, Inputs
 from lenience.mining.search import mine
-from lenience.report import AXES, example, family, named, plot, short, write_report
 from lenience.rules import lenient as rules
 from lenience.rules.settings import GRID, JUDGED, expand
 from lenience.tasks import load_task, take

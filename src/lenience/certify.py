@@ -21,7 +21,7 @@ from lenience.core.files import read_json, write_json
 from lenience.decoding.certified import FILE, keep, places, unplaced, unplaced_stop
 from lenience.decoding.options import Options, check_options, learned
 from lenience.decoding.pair import Pair
-from lenience.report import write_certificate
+from lenience.evaluation.pages import write_certificate
 from lenience.rules.registry import ALONE, terms
 from lenience.rules.settings import ladder
 from lenience.runs.journal import Journal, open_run

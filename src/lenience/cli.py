@@ -379,8 +379,8 @@ def compare(
     _check_limit(limit)
     if any(one < 1 for one in window):
         raise InputError("--window: must be 1 or more")
-    from lenience.compare import WINDOWS, heads
-    from lenience.compare import compare as run
+    from lenience.evaluation.compare import WINDOWS, heads
+    from lenience.evaluation.compare import compare as run
     from lenience.rules.settings import expand
 
     heads(expand(rule, temperature), stop)  # what is wrong is told before the models are loaded
@@ -391,7 +391,7 @@ def compare(
                           repeats=repeats, batch_size=batch_size, max_new_tokens=choice.max_new_tokens, temperature=temperature,
                           seed=seed, out=out))  # fmt: skip
     if out is not None:
-        from lenience.report import write_report
+        from lenience.evaluation.pages import write_report
 
         write_report(out / "report.html", frontier)
     print_table(frontier)

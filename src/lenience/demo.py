@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from lenience.certify import Question
-from lenience.compare import compare, discard
 from lenience.core.errors import InputError
 from lenience.core.files import read_json
 from lenience.decoding.certified import KEYS
 from lenience.decoding.loading import EMBEDDED, load_pair
+from lenience.evaluation.compare import compare, discard
+from lenience.evaluation.pages import write_report
 from lenience.heads.head import Inputs
-from lenience.report import write_report
 from lenience.rules.judge import Judge
 from lenience.runs.journal import Journal
 from lenience.steps import certify_run, compile_pair, fit_run, follow, loading, mine_run, print_table, screen

@@ -156,7 +156,7 @@ def certify_run(pair: Pair, task: Task, run: Path, question: Question, pilot: in
 
 def print_certificate(run: Path, made: dict[str, Any]) -> None:
     from lenience.decoding.certified import read_certificate
-    from lenience.report import short
+    from lenience.evaluation.names import short
 
     table = Table("setting", title=f"loss ({made['loss']}) at most {made['max_drop']:.2%}, confidence {made['confidence']:.0%}")
     for column in ("prompts", "losses", "bound", "tokens/pass", ""):
@@ -180,7 +180,7 @@ def print_certificate(run: Path, made: dict[str, Any]) -> None:
 
 
 def print_plan(made: dict[str, Any]) -> None:
-    from lenience.report import short
+    from lenience.evaluation.names import short
 
     table = Table("setting", title=f"to bound the loss by {made['max_drop']:.2%} with confidence {made['confidence']:.0%}")
     for column in (f"loss in a pilot of {made['pilot']}", "tokens/pass", "prompts", "target passes", "minutes"):
@@ -229,7 +229,7 @@ def audit_run(
 
 def follow(items: Iterable[Any]) -> dict[str, Any]:
     """Draw the progress of a comparison; returns its frontier."""
-    from lenience.compare import Estimate
+    from lenience.evaluation.compare import Estimate
 
     with progress() as show:
         frontier: dict[str, Any] = {}
@@ -250,7 +250,7 @@ def _duration(seconds: float) -> str:
 
 
 def print_table(frontier: dict[str, Any]) -> None:
-    from lenience.report import named, short, why
+    from lenience.evaluation.names import named, short, why
 
     table = Table("rule", title=escape(f"{frontier['task']}, {frontier['rows'][0]['n']} prompts, {frontier['machine']}"))
     for column in ("window", "accuracy", "paired loss", "tokens/pass", "tokens/s", "s/right answer"):
@@ -332,7 +332,7 @@ _PARTS = {
 def print_thresholds(head: Head, folder: Path) -> None:
     """What a fitted head's thresholds come to, and how to use it."""
     from lenience.drafting.stops import Gate, Likely
-    from lenience.report import probability
+    from lenience.evaluation.names import probability
     from lenience.rules.judge import Judge
 
     if head.role == "gate":

@@ -1,87 +1,21 @@
-"""The report of a comparison: one self-contained HTML page, and the frontier plot on its own."""
+"""The figures of comparisons and certificates."""
 
 from __future__ import annotations
 
 import io
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, Template
-
-from lenience.rules.judge import Judge
-from lenience.rules.registry import ALONE, parse_rule, terms
+from lenience.evaluation.names import named, short, why
 
 COLORS = {"target": "#6b7280", "draft": "#6b7280", "exact": "#2563eb", "topk": "#d97706", "judge": "#059669", "mlp": "#047857",
           "random": "#9ca3af"}  # fmt: skip
+
+
 OTHERS = ("#7c3aed", "#db2777", "#0891b2", "#65a30d", "#b45309", "#4f46e5", "#be123c", "#0d9488", "#a16207", "#0369a1")
 """Of the rules that COLORS does not name, in turn."""
+
+
 MARKS = {"target": "s", "draft": "D", "exact": "o", "topk": "^", "judge": "o", "mlp": "o", "random": "x"}
-ORIGINS = {
-    "draft": "proposed by the draft, and what the target would have said",
-    "draft-lenient": "proposed by the draft, kept although the target would have said something else",
-    "draft-trusted": "proposed by the draft, and kept on its gate's word, the target not having read it",
-    "correction": "the target's, in place of a rejected one",
-    "bonus": "the target's, after a window accepted whole",
-}
-
-
-def named(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with a `name` and a `family`, in which a judge is called by as much of its path as tells it from the others."""
-    paths = {Path(term.path) for row in rows for term in terms(row["rule"]) if isinstance(term, Judge)}
-    labels = {}
-    for path in paths:
-        ends = (Path(*path.parts[-n:]) for n in range(1, len(path.parts) + 1))
-        labels[str(path)] = str(
-            next(end for end in ends if sum(other.parts[-len(end.parts) :] == end.parts for other in paths) == 1)
-        )
-    return [{**row, "name": short(row, labels), "family": family(row["rule"], labels)} for row in rows]
-
-
-def family(rule: str, labels: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The group that a rule is drawn with: the name of its last term and which of its settings are given, for a judge what
-    `labels` calls it, or the folder of its head."""
-    found = terms(rule)
-    if not found:
-        return rule
-    last = found[-1]
-    if isinstance(last, Judge):
-        return labels.get(str(Path(last.path)), Path(last.path).name)
-    keys = re.findall(r"[,:]([a-z]+)(?==|[,@]|$)", str(last))  # top, margin, … and a divergence
-    return " ".join([last.name, *keys])
-
-
-def short(row: dict[str, Any], labels: Mapping[str, str] = MappingProxyType({})) -> str:
-    """A row's rule with no more of its judge's path than what `labels` calls it, or its folder."""
-    if "name" in row:
-        return str(row["name"])
-    told = str(parse_rule(row["rule"])) if row["rule"] not in ALONE else row["rule"]  # as its terms print themselves
-    for term in terms(told):
-        if isinstance(term, Judge):
-            limits = str(replace(term, path="x", threshold=None)).removeprefix("judge:x")
-            at = "" if term.threshold is None else f"@{probability(term.threshold)}"
-            label = labels.get(str(Path(term.path)), Path(term.path).name)
-            told = told.replace(str(term), label + limits + at)
-    return told
-
-
-def why(row: dict[str, Any]) -> str:
-    """Why a row's window is in the table, where it is not the rule's fastest."""
-    if row["why"].startswith("window of"):
-        return "judge's"
-    return "widest" if row["why"] == "widest" else ""
-
-
-def probability(p: float) -> str:
-    """A probability in as few digits as tell it from 0 and 1: 0.9 and 0.99996."""
-    for digits in range(2, 17):
-        text = f"{p:.{digits}g}"
-        if abs(float(text) - p) <= 0.05 * min(abs(p), abs(1 - p)):
-            return text
-    return repr(p)
 
 
 AXES = (
@@ -213,66 +147,9 @@ def rungs(made: dict[str, Any]) -> Any:
     return figure
 
 
-def write_certificate(path: Path, made: dict[str, Any]) -> None:
-    """Write a certificate's page."""
-    path.write_text(_template("certificate.html").render(made=made, rungs=_svg(rungs(made))), encoding="utf-8")
-
-
-def _template(name: str) -> Template:
-    environment = Environment(loader=PackageLoader("lenience", "templates"), autoescape=True, trim_blocks=True)
-    environment.filters |= {"short": short, "why": why}
-    return environment.get_template(name)
-
-
 def _svg(figure: Any) -> str:
     """A figure as inline SVG."""
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None})
     text = out.getvalue()
     return text[text.index("<svg") :]
-
-
-def example(frontier: dict[str, Any]) -> dict[str, Any] | None:
-    """The kept answer that shows most: of a judge if there is one, right, with the most leniently kept tokens."""
-    found = []
-    for sample in frontier["examples"]:
-        for row, result in zip(frontier["rows"], sample["results"]):
-            lenient = sum(origin == "draft-lenient" for _, origin, _ in result.get("trace", []))
-            rank = ("judge:" in row["rule"], result["correct"], lenient)
-            found.append((rank, {"row": row, "sample": sample, "result": result, "lenient": lenient}))
-    return max(found, key=lambda item: item[0], default=(None, None))[1]
-
-
-def details(frontier: dict[str, Any]) -> dict[str, Any]:
-    """What the page shows of a row that is pointed at: its settings and figures, and its answers to the kept prompts."""
-    figures = ("accuracy", "paired_loss", "tokens_per_pass", "tokens_per_second", "seconds_per_correct", "share_of_cap")
-    return {
-        "rows": [{"name": short(row), "rule": row["rule"], "window": row["window"], "why": why(row),
-                  **{key: row[key] for key in figures}} for row in frontier["rows"]],
-        "prompts": [{"prompt": str(sample["prompt"]), "reference": sample["reference"],
-                     "results": [{"answer": result["answer"], "correct": result["correct"], "tokens": result["tokens"],
-                                  "passes": result["target_passes"], "trace": result.get("trace", [])}
-                                 for result in sample["results"]]} for sample in frontier["examples"]],
-    }  # fmt: skip
-
-
-def write_report(
-    path: Path, frontier: dict[str, Any], mining: dict[str, Any] | None = None, certificate: dict[str, Any] | None = None
-) -> None:
-    """Write report.html and, beside it, frontier.svg; `mining` adds what was mined and fitted: samples, mismatches,
-    important_share, judge_auc; `certificate` marks what was certified, and says it."""
-    frontier = {**frontier, "rows": named(frontier["rows"])}
-    drawn = _svg(plot(frontier, certificate))
-    path.with_name("frontier.svg").write_text(drawn, encoding="utf-8")
-    page = _template("report.html").render(
-        frontier=frontier,
-        certificate=certificate,
-        rungs=_svg(rungs(certificate)) if certificate else "",
-        plot=drawn,
-        example=example(frontier),
-        details=details(frontier),
-        origins=ORIGINS,
-        mining=mining,
-        n=frontier["rows"][0]["n"],
-    )
-    path.write_text(page, encoding="utf-8")
