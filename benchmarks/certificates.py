@@ -26,7 +26,7 @@ from rich.progress import track
 from rich.table import Table
 from scipy.stats import binomtest
 
-from lenience.bounds import TESTS, Alarm, Test, climb, looks, wealth
+from lenience.certification.sequential_tests import TESTS, Alarm, Test, climb, looks, wealth
 
 ALPHA, REPEATS = 0.05, 2000
 POOLED = ((0.005, 2000), (0.01, 1000), (0.01, 2000), (0.015, 2000))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import beta, binom
 
-from lenience.bounds import (
+from lenience.certification.sequential_tests import (
     TESTS,
     Alarm,
     Betting,

@@ -19,10 +19,11 @@ from scipy.stats import beta
 
 import lenience
 from lenience import InputError
-from lenience.audit import Audit, audit, read_prompts
-from lenience.certify import Question, _reason, certify, plan
+from lenience.certification.audit import Audit, audit, read_prompts
+from lenience.certification.certify import _reason, certify, keep, plan
+from lenience.certification.question import Question
 from lenience.core.files import write_json
-from lenience.decoding.certified import KEYS, keep, read_certificate
+from lenience.decoding.certified import KEYS, read_certificate
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import compare

@@ -290,7 +290,7 @@ def certify(
     _check_limit(limit)
     if pilot < 1:
         raise InputError(f"--pilot {pilot}: must be 1 or more")
-    from lenience.certify import Question
+    from lenience.certification.question import Question
 
     choice = choice or TaskChoice()
     rules = rule or (judge_of(run),)
@@ -327,7 +327,7 @@ def audit(
     seed
         Of the choice of prompts.
     """
-    from lenience.audit import read_prompts
+    from lenience.certification.audit import read_prompts
     from lenience.decoding.certified import read_certificate
 
     rows = read_prompts(prompts)  # what is wrong is told before the models are loaded

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lenience.certify import Question
+from lenience.certification.question import Question
 from lenience.core.errors import InputError
 from lenience.core.files import read_json
 from lenience.decoding.certified import KEYS

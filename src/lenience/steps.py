@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from lenience.audit import State
-    from lenience.certify import Question
+    from lenience.certification.audit import State
+    from lenience.certification.question import Question
     from lenience.core.profile import Profile
     from lenience.decoding.generation import Generation
     from lenience.decoding.pair import Pair
@@ -143,7 +143,7 @@ def fit_annotated(pair: Pair, rows: list[Annotated], inputs: Inputs, out: Path, 
 
 def certify_run(pair: Pair, task: Task, run: Path, question: Question, pilot: int | None = None) -> dict[str, Any]:
     """Certify, or with a `pilot` of so many prompts plan it, with progress, and print what came of it."""
-    from lenience.certify import certify, plan
+    from lenience.certification.certify import certify, plan
 
     with progress() as show:
         made = certify(pair, task, run, question, show) if pilot is None else plan(pair, task, run, question, pilot, show)
@@ -199,7 +199,7 @@ def audit_run(
     pair: Pair, task: Task, run: Path, prompts: Sequence[tuple[Prompt, str | None]], batch_size: int, **options: Any
 ) -> State:
     """Answer prompts with a certified rule and watch it, with progress; warns of a drift."""
-    from lenience.audit import Audit, audit
+    from lenience.certification.audit import Audit, audit
 
     watch, again = Audit(run, pair, task, **options), 0
     total = len(watch.chosen(prompts))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -11,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lenience.core.errors import InputError
-from lenience.core.files import read_json, write_json
+from lenience.core.files import read_json
 from lenience.decoding.options import learned
 from lenience.drafting.stops import Stop, parse_stop
 from lenience.heads.head import Learned
@@ -45,24 +43,6 @@ def read_certificate(folder: Path) -> dict[str, Any]:
     if lacking:
         raise InputError(f"{path}: is no certificate, it lacks {', '.join(lacking)}; certify again")
     return made
-
-
-def keep(folder: Path, made: dict[str, Any]) -> Path:
-    """Write a run's certificate. One that certifies something is never written over: by another one it is moved, with its page,
-    to certificate-N.json, and one that certifies nothing is then written beside it."""
-    made, path = json.loads(json.dumps(made)), folder / FILE
-    known = {other: read_json(other) for other in sorted(folder.glob("certificate-*.json"))}
-    free = next(one for n in range(1, len(known) + 2) if not (one := folder / f"certificate-{n}.json").exists())
-    before = read_json(path) if path.exists() else {}
-    if before.get("certified") and before != made:
-        if not made["certified"]:
-            path = next((other for other, told in known.items() if told == made), free)
-        elif before not in known.values():
-            os.replace(path, free)
-            if path.with_suffix(".html").exists():
-                os.replace(path.with_suffix(".html"), free.with_suffix(".html"))
-    write_json(path, made)
-    return path
 
 
 def resolve(rule: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -100,16 +80,6 @@ def settled(made: Mapping[str, Any], run: Path) -> dict[str, Any]:
     rule, stop = made["certified"]["rule"], made["binds"]["stop"]
     options = {name: made["binds"][name] for name in OPTIONS}
     return options | {"rule": _moved(rule, learned(rule), now), "stop": _moved(stop, learned("target", stop), now)}
-
-
-def places(rule: str, stop: str, folder: Path) -> dict[str, str]:
-    """Where the heads of a rule and of a stop condition lie, by their paths in these: within the run folder, or else on this
-    machine."""
-    found = {}
-    for head in learned(rule, stop):
-        within = os.path.relpath(Path(head.path).resolve(), folder.resolve())
-        found[head.path] = str(Path(head.path).resolve()) if within.startswith("..") else within
-    return found
 
 
 def unplaced(rule: str) -> str:

@@ -1,4 +1,4 @@
-"""Choosing the most lenient setting of a rule whose loss of quality is bounded, on prompts that nothing has been chosen on."""
+"""Answers of the target and of settings on prompts that nothing was chosen on, and the losses between them."""
 
 from __future__ import annotations
 
@@ -7,23 +7,20 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from filelock import FileLock, Timeout
 
-from lenience.bounds import TESTS, Test, Tried, climb, looks, needed, needed_like
+from lenience.certification.question import Question
+from lenience.certification.sequential_tests import Test, Tried
 from lenience.core.errors import InputError
 from lenience.core.files import read_json, write_json
-from lenience.decoding.certified import FILE, keep, places, unplaced, unplaced_stop
+from lenience.decoding.certified import unplaced, unplaced_stop
 from lenience.decoding.options import Options, check_options, learned
 from lenience.decoding.pair import Pair
-from lenience.evaluation.pages import write_certificate
-from lenience.rules.registry import ALONE, terms
-from lenience.rules.settings import ladder
 from lenience.runs.journal import Journal, open_run
 from lenience.runs.record import check_prompts, describe
 from lenience.runs.uses import fresh, locked, note_uses
@@ -32,95 +29,12 @@ from lenience.tasks import Sample, Task, known_as, reads
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-Loss = Literal["paired", "net", "disagreement", "task"]
+
 Show = Callable[[str, int, int], None]
-LOSSES: dict[str, str] = {
-    "paired": "the share of prompts that the target alone answers rightly and this decoder wrongly",
-    "net": "the target's accuracy minus this decoder's",
-    "disagreement": "the share of prompts on which this decoder's final answer is not the target's",
-    "task": "the mean loss that the task returns",
-}
-BINARY = ("paired", "disagreement")
-PROMISES_NOT = (
-    "more than its confidence where several certificates were asked for until one came out: count all of them",
-    "prompts of another kind than those it was calibrated on: it holds on average over prompts like them, not for each of them",
-    "other models, heads, dtypes, templates, windows, temperatures or length limits than those it binds",
-    "that an answer which is right is worded as the target would have worded it",
-)
+
+
 TUNING = 8
 """How many prompts an automatic window is picked on."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """What a certificate is asked for; every field is part of the answer's name."""
-
-    rules: tuple[str, ...]
-    max_drop: float
-    confidence: float
-    loss: Loss = "paired"
-    procedure: str = "auto"
-    thresholds: tuple[float, ...] = ()
-    window: int | Literal["auto"] = 8
-    stop: str = "fixed"
-    temperature: float = 0.0
-    seed: int = 0
-    limit: int | None = None
-    ids: tuple[str, ...] = ()
-    split: str = "train"
-    max_new_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in (("max_drop", self.max_drop), ("confidence", self.confidence)):
-            if not 0 < value < 1:
-                raise InputError(f"{name} {value}: must be between 0 and 1, as a fraction")
-        if self.limit is not None and self.limit < 1:
-            raise InputError(f"limit {self.limit}: must be 1 or more")
-        if self.loss not in LOSSES:
-            raise InputError(f"loss {self.loss!r}: name one of {', '.join(LOSSES)}")
-        if self.procedure not in ("auto", *TESTS):
-            raise InputError(f"procedure {self.procedure!r}: name auto or one of {', '.join(TESTS)}")
-        if self.procedure == "binomial" and self.loss not in BINARY:
-            raise InputError(f"procedure binomial: is for losses of 0 or 1; with --loss {self.loss} take betting")
-        object.__setattr__(self, "rules", tuple(dict.fromkeys(self.rules)))
-        if not self.rules or any(rule in ALONE for rule in self.rules):
-            raise InputError("rule: name one or more that draft; target and draft alone need no certificate")
-
-    @cached_property
-    def ladders(self) -> list[list[str]]:
-        """Each rule's settings from strict to lenient."""
-        return [ladder(rule, self.thresholds) for rule in self.rules]
-
-    @property
-    def alpha(self) -> float:
-        """The error that each rule may make; several share it alike (Bonferroni)."""
-        return (1 - self.confidence) / len(self.rules)
-
-    @property
-    def bound(self) -> float:
-        """The limit of the loss as it is tested, in [0, 1]."""
-        return (1 + self.max_drop) / 2 if self.loss == "net" else self.max_drop
-
-    def test(self, n: int) -> Test:
-        """How one setting is tested on up to n prompts."""
-        name = self.procedure if self.procedure != "auto" else "binomial" if self.loss in BINARY else "betting"
-        return TESTS[name](self.bound, self.alpha, looks(n))
-
-    def prompts(self) -> int:
-        """All that are named, or as many as let a setting pass, four times in five, that loses a third of what is allowed; four
-        times as many where losses are not 0 or 1, as little is known of them. At most the limit."""
-        if self.ids:
-            return min(len(self.ids), self.limit or len(self.ids))
-        return self.limit or (1 if self.loss in BINARY else 4) * (
-            needed(self.max_drop, self.alpha, self.max_drop / 3) or 10_000
-        )
-
-    def needed(self, losses: NDArray, least: float = 0.0) -> int | None:
-        """How many prompts it would take to certify, four times in five, a setting that loses like these, and at least `least`
-        on average where they are 0 or 1."""
-        if self.loss not in BINARY:
-            return needed_like(self.test, losses)
-        return needed(self.max_drop, self.alpha, max(float(losses.mean()), least))
 
 
 class Calibration:
@@ -303,117 +217,3 @@ def _check_run(task: Task, folder: Path) -> None:
     now = {"task": task.name, "task_version": getattr(task, "version", None)}
     if name == task.name.split(" (")[0] and any(run.get(key) != value for key, value in now.items()):
         raise InputError(f"task {task.name!r}: has changed since {folder} was mined ({run.get('task')!r}); mine it again")
-
-
-# ---- the certificate
-
-
-def certify(pair: Pair, task: Task, folder: Path, question: Question, show: Show = lambda *_: None) -> dict[str, Any]:
-    """The most lenient of the rules' settings whose loss is at most `max_drop` with the wanted confidence, or none; written to
-    the run folder, see `lenience.decoding.certified`.
-
-    Learn-then-Test (Angelopoulos 2021): each rule's settings are tested from strict to lenient until one does not pass, each on
-    growing batches of prompts. Of several rules that pass, the one with the most tokens per pass is certified. The same
-    question asked again goes on where it stopped, or gets the answer that it got. Raises InputError, see `Question` and
-    `fresh`.
-    """
-    with calibration(pair, task, folder, question, "calibration", show) as on:
-        made = read_json(on.place / FILE) if (on.place / FILE).exists() else _certificate(on, folder)
-    with locked(folder):
-        write_certificate(keep(folder, made).with_suffix(".html"), made)
-    return made
-
-
-def _certificate(on: Calibration, folder: Path) -> dict[str, Any]:
-    began = time.perf_counter()
-    question, n = on.question, len(on.samples)
-    test, chains = question.test(n), list[list[dict[str, Any]]]()
-    for settings in question.ladders:
-
-        def losses(j: int, seen: int, settings: list[str] = settings) -> NDArray:
-            return on.losses(settings[j], seen, f"setting {j + 1} of {len(settings)}")
-
-        chains.append([on.told(test, settings[one.setting], one) for one in climb(test, len(settings), losses)])
-    last = [[row for row in chain if row["passed"]][-1] for chain in chains if chain[0]["passed"]]
-    best = max(last, key=lambda row: row["tokens_per_pass"], default=None)
-    shown = best or min((chain[0] for chain in chains), key=lambda row: row["upper_bound"])
-    made = {
-        "certified": {**best, "threshold": _threshold(best["rule"]), "heads": places(best["rule"], question.stop, folder)}
-        if best
-        else None,
-        "max_drop": question.max_drop,
-        "confidence": question.confidence,
-        "loss": question.loss,
-        "loss_is": LOSSES[question.loss],
-        "n": shown["n"],
-        "losses": shown["losses"],
-        "upper_bound": shown["upper_bound"],
-        "procedure": _procedure(question, test),
-        "binds": on.binds(shown["rule"]),
-        "promises_not": list(PROMISES_NOT),
-        "tried": [row for chain in chains for row in chain],
-        "lost": on.lost(shown["rule"], shown["n"]),
-        "reason": None if best else _reason(question, shown),
-        "needed": None if best else question.needed(on.losses(shown["rule"], shown["n"])),
-        "decoded": on.decoded,
-        "seconds": round(time.perf_counter() - began, 1),
-    }
-    write_json(on.place / FILE, made)
-    return made
-
-
-def _threshold(rule: str) -> float | None:
-    given = (getattr(term, "threshold", None) for term in terms(rule))
-    return next((threshold for threshold in given if threshold is not None), None)
-
-
-def _procedure(question: Question, test: Test) -> str:
-    several = f", the error shared by {len(question.rules)} rules" if len(question.rules) > 1 else ""
-    return (
-        f"Learn-then-Test: settings tested from strict to lenient until one fails, each by {test.said} "
-        f"looked at after {', '.join(map(str, test.looks))} fresh prompts drawn at random, so that the last setting to "
-        f"pass loses more than max_drop with a chance of at most {1 - question.confidence:.3g} in all{several}."
-    )
-
-
-def _reason(question: Question, row: dict[str, Any]) -> str:
-    rate = row["losses"] / row["n"]
-    if row["hopeless"] and rate >= question.max_drop:
-        return f"the loss is too high: already the strictest setting, {row['rule']}, lost {rate:.2%} of {row['n']} prompts"
-    more = ", more than is allowed, but on too few to be sure" if rate >= question.max_drop else ""
-    return f"too few prompts: the strictest setting, {row['rule']}, lost {row['losses']:g} of {row['n']}{more}"
-
-
-def plan(
-    pair: Pair, task: Task, folder: Path, question: Question, pilot: int = 40, show: Show = lambda *_: None
-) -> dict[str, Any]:
-    """From a pilot of fresh prompts, which are then used up: for each setting, how many calibration prompts it would take to
-    certify it four times in five if it loses what it lost in the pilot (at least a quarter of what is allowed), and how many
-    target passes and minutes, with all stricter settings and the target alone."""
-    asked = replace(question, limit=pilot, ids=question.ids[:pilot])
-    with calibration(pair, task, folder, asked, "pilot", show) as on:
-        rows = [row for settings in question.ladders for row in _planned(on, question, settings)]
-    return {
-        "plan": rows,
-        "pilot": len(on.samples),
-        "max_drop": question.max_drop,
-        "confidence": question.confidence,
-        "least": needed(question.max_drop, question.alpha, 0.0),
-    }
-
-
-def _planned(on: Calibration, question: Question, settings: list[str]) -> Iterator[dict[str, Any]]:
-    pilot = len(on.samples)
-    decoded = on.answers("target", pilot, "the target alone")
-    for setting in settings:
-        lenient, losses = on.answers(setting, pilot, setting), on.losses(setting, pilot)
-        decoded = [*decoded, *lenient]
-        n = question.needed(losses, question.max_drop / 4)
-        yield {
-            "rule": setting,
-            "pilot_loss": float((2 * losses - 1).mean() if question.loss == "net" else losses.mean()),
-            "tokens_per_pass": sum(r["tokens"] for r in lenient) / max(1, sum(r["target_passes"] for r in lenient)),
-            "prompts": n,
-            "target_passes": None if n is None else round(sum(r["target_passes"] for r in decoded) / pilot * n),
-            "minutes": None if n is None else round(sum(r["seconds"] for r in decoded) / pilot * n / 60, 2),
-        }

@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from lenience.bounds import Alarm, sequence
+from lenience.certification.sequential_tests import Alarm, sequence
 from lenience.core.errors import InputError
 from lenience.core.noise import Noise, uniform
 from lenience.decoding.certified import PREFIX, read_certificate, settled
