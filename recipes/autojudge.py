@@ -41,6 +41,8 @@ from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import GroupKFold
 
 from lenience import load_pair
+from lenience.cli.console import follow
+from lenience.cli.steps import fit_run
 from lenience.decoding.loading import EMBEDDED
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import compare
@@ -49,7 +51,6 @@ from lenience.heads.head import Inputs
 from lenience.mining.features import features, load_features
 from lenience.models.session import Session
 from lenience.runs.journal import Journal
-from lenience.steps import fit_run, follow
 from lenience.tasks import WordMath, wordmath
 
 Record = dict[str, Any]

@@ -28,12 +28,12 @@ from rich.progress import track
 from sklearn.metrics import roc_auc_score
 
 from lenience import load_pair
+from lenience.cli.steps import fit_annotated
 from lenience.decoding.pair import Pair
 from lenience.heads.fitting import fit_stopped
 from lenience.heads.head import Head, Inputs
 from lenience.mining.annotated import Annotated, collect, read_annotated, states, tokens_of
 from lenience.models.session import Session
-from lenience.steps import fit_annotated
 from lenience.tasks import wordmath
 
 FIRST = 5000

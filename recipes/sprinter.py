@@ -37,6 +37,7 @@ from rich.table import Table
 from sklearn.metrics import roc_auc_score, roc_curve
 
 from lenience import load_pair
+from lenience.cli.steps import fit_run
 from lenience.decoding.generation import Generation
 from lenience.decoding.loading import EMBEDDED
 from lenience.decoding.options import Options
@@ -44,7 +45,6 @@ from lenience.decoding.pair import Pair
 from lenience.drafting.stops import Gate
 from lenience.heads.head import Head, Inputs
 from lenience.mining.features import gated
-from lenience.steps import fit_run
 from lenience.tasks import Sample, WordMath, take
 
 INPUTS = Inputs(("draft",), ("draft",))

@@ -22,6 +22,7 @@ from lenience import InputError
 from lenience.certification.audit import Audit, audit, read_prompts
 from lenience.certification.certify import _reason, certify, keep, plan
 from lenience.certification.question import Question
+from lenience.cli.steps import fit_annotated
 from lenience.core.files import write_json
 from lenience.decoding.certified import KEYS, read_certificate
 from lenience.decoding.loading import load_pair
@@ -35,7 +36,6 @@ from lenience.rules.settings import ladder
 from lenience.runs.journal import Journal
 from lenience.runs.record import check_prompts
 from lenience.runs.uses import digest, fresh, locked, note_uses
-from lenience.steps import fit_annotated
 from lenience.tasks import Sample
 
 

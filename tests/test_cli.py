@@ -13,14 +13,16 @@ from unittest.mock import patch
 import pytest
 
 import lenience
-from lenience.cli import main
+from lenience.cli.commands import main
 from lenience.decoding.loading import EMBEDDED
 
 PROBLEM = "Ann has 12 apples. Bob has 5 more apples than Ann. How many apples do they have together? Answer:"
 
 
 def spawn(*args: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "lenience.cli", *map(str, args)], capture_output=True, text=True, input=stdin)
+    return subprocess.run(
+        [sys.executable, "-m", "lenience.cli.commands", *map(str, args)], capture_output=True, text=True, input=stdin
+    )
 
 
 def run(*args: object, stdin: str = "") -> subprocess.CompletedProcess[str]:

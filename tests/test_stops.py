@@ -16,6 +16,7 @@ from test_mining import ParityTask
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from lenience import InputError
+from lenience.cli.steps import fit_run
 from lenience.core.context import Context, Row
 from lenience.core.noise import Noise
 from lenience.core.profile import Profile
@@ -26,7 +27,6 @@ from lenience.drafting.stops import STOPS, Heuristic, parse_stop
 from lenience.heads.head import Head, Inputs, load_head
 from lenience.mining.features import PREFIXES, features, load_features
 from lenience.mining.search import mine
-from lenience.steps import fit_run
 
 QUICK = dict(derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
 prompts = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=30), min_size=1, max_size=5)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from cyclopts import Parameter
 
+from lenience.cli.console import loading
+from lenience.cli.steps import compile_pair
 from lenience.core.errors import InputError
-from lenience.steps import compile_pair, loading
 
 if TYPE_CHECKING:
     from lenience.decoding.pair import Pair

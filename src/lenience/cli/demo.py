@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lenience.certification.question import Question
+from lenience.cli.console import follow, loading, screen
+from lenience.cli.steps import certify_run, compile_pair, fit_run, mine_run
+from lenience.cli.tables import print_table
 from lenience.core.errors import InputError
 from lenience.core.files import read_json
 from lenience.decoding.certified import KEYS
@@ -17,7 +20,6 @@ from lenience.evaluation.pages import write_report
 from lenience.heads.head import Inputs
 from lenience.rules.judge import Judge
 from lenience.runs.journal import Journal
-from lenience.steps import certify_run, compile_pair, fit_run, follow, loading, mine_run, print_table, screen
 from lenience.tasks import WordMath
 
 RECALLS = (0.998, 0.995, 0.98, 0.9)

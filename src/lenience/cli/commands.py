@@ -13,24 +13,11 @@ import cyclopts
 from cyclopts import App, Parameter
 
 from lenience import __version__
-from lenience.choices import Models, TaskChoice, inputs_of, judge_of, mined_with, models_of, read_ids, task_of
+from lenience.cli.console import follow, loading, screen
+from lenience.cli.options import Models, TaskChoice, inputs_of, judge_of, mined_with, models_of, read_ids, task_of
+from lenience.cli.steps import answer, audit_run, certify_run, fit_annotated, fit_run, mine_run
+from lenience.cli.tables import print_answer, print_counts, print_profile, print_table, print_thresholds
 from lenience.core.errors import InputError, first_line
-from lenience.steps import (
-    answer,
-    audit_run,
-    certify_run,
-    fit_annotated,
-    fit_run,
-    follow,
-    loading,
-    mine_run,
-    print_answer,
-    print_counts,
-    print_profile,
-    print_table,
-    print_thresholds,
-    screen,
-)
 
 if TYPE_CHECKING:
     from lenience.decoding.pair import Pair
@@ -418,7 +405,7 @@ def demo(*, out: Path = Path("demo"), fresh: int = 8, limit: int = 100, json: Js
     if fresh < 0:
         raise InputError(f"--fresh {fresh}: must be 0 or more")
     with loading():
-        from lenience.demo import tell
+        from lenience.cli.demo import tell
     told = tell(out, fresh, limit)
     if json:
         _print_json(told)
