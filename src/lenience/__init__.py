@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lenience.core.errors import InputError
+from lenience.core.version import VERSION
 
 if TYPE_CHECKING:
     from lenience.core.protocols import Rule
     from lenience.decoding.pair import Pair
     from lenience.tasks import Task
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = ["InputError", "load_pair", "rule", "task"]
 
 

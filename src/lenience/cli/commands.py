@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import cyclopts
 from cyclopts import App, Parameter
 
-from lenience import __version__
 from lenience.cli.console import follow, loading, screen
 from lenience.cli.options import Models, TaskChoice, inputs_of, judge_of, mined_with, models_of, read_ids, task_of
 from lenience.cli.steps import answer, audit_run, certify_run, fit_annotated, fit_run, mine_run
 from lenience.cli.tables import print_answer, print_counts, print_profile, print_table, print_thresholds
 from lenience.core.errors import InputError, first_line
+from lenience.core.version import VERSION
 
 if TYPE_CHECKING:
     from lenience.decoding.pair import Pair
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 app = App(
     name="lenience",
     help="Speculative decoding that learns which draft tokens do not matter for your task.",
-    version=__version__,
+    version=VERSION,
 )
 
 
@@ -366,10 +366,12 @@ def compare(
     _check_limit(limit)
     if any(one < 1 for one in window):
         raise InputError("--window: must be 1 or more")
+    from lenience.decoding.certified import refuse_certified
     from lenience.evaluation.compare import WINDOWS, heads
     from lenience.evaluation.compare import compare as run
     from lenience.rules.settings import expand
 
+    refuse_certified(rule)
     heads(expand(rule, temperature), stop)  # what is wrong is told before the models are loaded
     choice, models = choice or TaskChoice(), models or Models()
     task = choice.load()

@@ -28,6 +28,12 @@ def is_certified(rule: object) -> bool:
     return isinstance(rule, str) and rule.startswith(PREFIX)
 
 
+def refuse_certified(rules: Iterable[str]) -> None:
+    """Raise InputError for a rule "certified:RUN", where settings of one's own are compared."""
+    if certified := [rule for rule in rules if is_certified(rule)]:
+        raise InputError(f"rule {certified[0]}: binds a window of its own; compare the rule that it certifies, by its spec")
+
+
 def read_certificate(folder: Path) -> dict[str, Any]:
     """The certificate of a run folder, or in a file. Raises InputError where there is none or it is broken."""
     path = folder if folder.suffix == ".json" else folder / FILE

@@ -11,7 +11,7 @@ from lenience.core.errors import InputError
 from lenience.decoding.pair import Pair
 from lenience.models.lm import LM
 
-EMBEDDED = Path(__file__).parent / "embedded"
+EMBEDDED = Path(__file__).parents[1] / "embedded"
 
 
 def load_pair(

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from lenience.core.errors import InputError
 from lenience.core.files import read_json, write_json
+from lenience.decoding.certified import refuse_certified
 from lenience.decoding.generation import Generation
 from lenience.decoding.options import Options, check_options, learned
 from lenience.decoding.pair import Pair
@@ -26,9 +27,6 @@ from lenience.runs.journal import Journal, open_run
 from lenience.runs.record import check_prompts, describe
 from lenience.runs.uses import fitted_in, note_uses
 from lenience.tasks import JsonlTask, Sample, Task, known_as, take
-
-if TYPE_CHECKING:
-    pass
 
 WINDOWS = (2, 4, 8, 16, 32)
 EXAMPLES = 3
@@ -79,6 +77,7 @@ def compare(
     machine's moods fall on all of them alike. With `out`, finished answers are kept there and a second call goes on from
     them. Raises InputError for a wrong rule, task or folder.
     """
+    refuse_certified(rules)
     rules = list(dict.fromkeys(["target", "draft", *expand(rules, temperature)]))
     for rule in rules:
         pair.check(rule, stop, temperature)  # a wrong rule or head is told before any work

@@ -13,12 +13,9 @@ import torch
 import transformers
 
 from lenience.core.errors import first_line
-from lenience.models import lm as model
-from lenience.models import onnx_export as export
-from lenience.models import session
 from lenience.models.cuda_graphs import Replay
 from lenience.models.lm import LM
-from lenience.models.onnx_export import export_graph
+from lenience.models.onnx_export import FORMAT, export_graph
 from lenience.models.onnx_graph import load
 from lenience.models.session import reads_together_as_alone
 
@@ -78,9 +75,8 @@ def graph_path(lm: LM) -> Path:
     """Where a model's graph is kept: $LENIENCE_CACHE, else the user's cache folder; its name is a hash of all weights, the
     configuration, the role and what exports it."""
     base = os.environ.get("LENIENCE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lenience"
-    made = [torch.__version__, transformers.__version__, lm.model.config.to_json_string(), lm.role]
-    sources = b"".join(Path(str(module.__file__)).read_bytes() for module in (export, session, model))
-    digest = hashlib.blake2b(repr(made).encode() + sources, digest_size=12)
+    made = [FORMAT, torch.__version__, transformers.__version__, lm.model.config.to_json_string(), lm.role]
+    digest = hashlib.blake2b(repr(made).encode(), digest_size=12)
     for name, weight in sorted(lm.model.state_dict().items()):
         digest.update(name.encode() + weight.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
     return Path(base) / f"{digest.hexdigest()}.onnx"

@@ -15,7 +15,6 @@ from transformers.cache_utils import CacheLayerMixin
 from lenience.core.profile import Profile
 from lenience.core.transfer import sent
 from lenience.models.lm import LM
-from lenience.models.session import Session, takes_masks
 
 LATER = -1
 """Stands for a token that is still to come from the device."""
@@ -55,8 +54,8 @@ class RowCache(Protocol):
     """Keys and values of rows of tokens, and the model that reads more of them."""
 
     @property
-    def together(self) -> bool:
-        """Whether rows of different lengths can share a pass."""
+    def together(self) -> bool | None:
+        """Whether rows of different lengths can share a pass; None where that has not been found out yet."""
         ...
 
     @property
@@ -101,8 +100,8 @@ class PlainCache:
         self._cache = Cache(layer_class_to_replicate=cast(type[CacheLayerMixin], partial(_Layer, self.place)))
 
     @property
-    def together(self) -> bool:
-        return takes_masks(self.lm)
+    def together(self) -> bool | None:
+        return self.lm.takes_masks
 
     @property
     def waits(self) -> bool:
@@ -116,7 +115,7 @@ class PlainCache:
     def token_bytes(self) -> dict[torch.device, int]:
         taken: dict[torch.device, int] = {}
         if not self.layers:  # they are made by the first read
-            Session(self.lm, cache=self).read([[0]])
+            self.read(Pass([0], [[0]], [0], [0], 1, 1), Profile())
         for layer in self.layers:
             for kept in (layer.keys, layer.values):
                 assert kept is not None

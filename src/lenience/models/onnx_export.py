@@ -28,6 +28,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lenience.models.kv_cache import positions
 from lenience.models.lm import LM
 
+FORMAT = 1
+"""Of the graphs: raised when the same model would be exported to another one, so that graphs kept before are not used."""
 _NOWHERE = 1 << 40
 """The position of a key that nothing may see."""
 _TRACING = threading.RLock()

@@ -137,7 +137,7 @@ class Session:
     def _groups(self, sequences: Sequence[list[int]], counts: list[int], states: int) -> list[list[int]]:
         """Which rows are read in one pass. Rows with much to read, such as new prompts, would make the others wait if they
         were read with them, and too many of them together would need a large mask."""
-        if len(sequences) > 1 and not self.cache.together:
+        if len(sequences) > 1 and not self._reads_ragged():
             return [[b] for b in range(len(sequences))]
         groups: list[list[int]] = []
         for b in (b for b, count in enumerate(counts) if count > states + 1):
@@ -149,6 +149,10 @@ class Session:
                 groups.append([b])
         short = [b for b, count in enumerate(counts) if count <= states + 1]
         return [short, *groups] if short else groups
+
+    def _reads_ragged(self) -> bool:
+        known = self.cache.together
+        return takes_masks(self.lm) if known is None else known
 
     def _pass(
         self, which: list[int], sequences: list[list[int]], keep: list[int], states: int, on: int, ahead: Tensor | None

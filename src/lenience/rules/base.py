@@ -19,7 +19,6 @@ from lenience.core.context import Context
 from lenience.core.errors import InputError
 from lenience.core.noise import race
 from lenience.core.types import Draft, Reading, Verdict
-from lenience.rules.combine import AnyOf
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,8 @@ class Term:
         return None
 
     def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:
+        from lenience.rules.combine import AnyOf
+
         return AnyOf((self,))(draft, reading, ctx)
 
     def __str__(self) -> str:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from lenience.core.errors import InputError
-from lenience.decoding.certified import is_certified
 from lenience.rules.judge import Judge
 from lenience.rules.registry import ALONE, parse_rule, terms
 
@@ -33,8 +32,6 @@ JUDGED = (0.5, 0.8, 0.9, 0.98, 0.995, 0.998)
 
 def expand(rules: Sequence[str], temperature: float) -> list[str]:
     """The rules with "all" in its place: GRID, and each judge without a threshold at several."""
-    if certified := [rule for rule in rules if is_certified(rule)]:
-        raise InputError(f"rule {certified[0]}: binds a window of its own; compare the rule that it certifies, by its spec")
     if "all" not in rules:
         return list(rules)
     same = ("speculative", "block") if temperature == 0 else ()

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lenience import __version__
 from lenience.core.errors import InputError
+from lenience.core.version import VERSION
 from lenience.decoding.pair import Pair
 from lenience.tasks import Sample, Task
 
@@ -21,7 +21,7 @@ def describe(pair: Pair, task: Task, **options: Any) -> dict[str, Any]:
                      "dtype": str(lm.model.dtype).removeprefix("torch.")}
               for role, lm in (("target", pair.target), ("draft", pair.draft))}  # fmt: skip
     return {
-        "versions": {"lenience": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {"lenience": VERSION, "torch": torch.__version__, "transformers": transformers.__version__},
         "pair": pair.name,
         "models": models,
         "tokenizer": pair.target.tokenizer_fingerprint,
