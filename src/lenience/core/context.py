@@ -1,4 +1,5 @@
-"""What rules and drafters need besides readings: sampling, and the rows with their history and randomness."""
+"""What rules and drafters need besides readings: sampling, and the rows with their history and
+randomness."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from lenience.core.noise import Noise, race
-from lenience.core.transfer import sent
+from lenience.core.noise import Noise, gumbel_argmax
+from lenience.core.transfer import to_device
 from lenience.core.types import Step
 
 if TYPE_CHECKING:
@@ -33,13 +34,14 @@ class Row:
     lenient: int = 0
     """How many tokens have been kept that the strict rule rejects at their own place."""
     spans: dict[tuple[str, str], tuple[int, bool]] = field(default_factory=dict)
-    """By the texts that open and close a span: of how many tokens it is known, and whether one is open after these."""
+    """By the texts that open and close a span: of how many tokens it is known, and whether one is
+    open after these."""
 
 
 @dataclass
 class Context:
-    """What a rule and a drafter need besides the models' readings: sampling parameters, and each row's history and
-    randomness."""
+    """What a rule and a drafter need besides the models' readings: sampling parameters, and each
+    row's history and randomness."""
 
     rows: list[Row] = field(default_factory=list)
     temperature: float = 0.0
@@ -48,17 +50,19 @@ class Context:
     processors: LogitsProcessorList | None = None
     decode: Callable[[Sequence[int]], str] | None = None
     """The text of tokens, special ones included."""
-    anew: bool = False
-    """Whether each window has draws of its own, as a lossless rule needs whose decision on a token depends on those after it:
-    a draw that helped to decide must not come again."""
+    fresh_noise_per_window: bool = False
+    """Whether each window has draws of its own, as a lossless rule needs whose decision on a token
+    depends on those after it: a draw that helped to decide must not come again."""
+    window: int = 8
+    """How many tokens are drafted at most in a cycle."""
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
     def process(self, logits: Tensor, ahead: Tensor) -> Tensor:
-        """Apply the model's logits processors to `logits` [B, m, V], the last of which follow `ahead` [B, a] after the
-        prefixes."""
+        """Apply the model's logits processors to `logits` [B, m, V], the last of which follow
+        `ahead` [B, a] after the prefixes."""
         if not self.processors:
             return logits
         m, done = logits.shape[1], []
@@ -66,11 +70,16 @@ class Context:
             history = torch.tensor([[*row.prefix, *tokens]], device=logits.device)  # [1, T]
             for i in range(m):
                 seen = history[:, : history.shape[1] - m + 1 + i]
-                done.append(self.processors(cast(torch.LongTensor, seen), cast(torch.FloatTensor, scores[i : i + 1])))
+                done.append(
+                    self.processors(
+                        cast(torch.LongTensor, seen), cast(torch.FloatTensor, scores[i : i + 1])
+                    )
+                )
         return torch.cat(done).view(logits.shape)
 
     def probs(self, logits: Tensor) -> Tensor:
-        """[…, V] processed logits → the distributions that sampling really uses, in float32; one-hot when greedy.
+        """[…, V] processed logits → the distributions that sampling really uses, in float32;
+        one-hot when greedy.
 
         Temperature, then top-k, then top-p, as `transformers` defines them.
         """
@@ -90,52 +99,74 @@ class Context:
             flat = TopPLogitsWarper(self.top_p)(nothing, cast(torch.FloatTensor, flat))
         return flat.view(logits.shape)
 
-    def allows(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """[B, W, V] processed logits and [B, W] tokens → whether neither a processor nor the truncation rules each out."""
+    def allowed(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """[B, W, V] processed logits and [B, W] tokens → whether neither a processor nor the
+        truncation rules each out."""
         logits = logits if self.greedy else self._warp(logits.float())
         return logits.gather(2, tokens[..., None])[..., 0] > -torch.inf
 
-    def logs(self, logits: Tensor) -> Tensor:
-        """[…, V] processed logits → log-probabilities at the request's temperature (1 when greedy), before truncation, in
-        float32."""
+    def log_probs(self, logits: Tensor) -> Tensor:
+        """[…, V] processed logits → log-probabilities at the request's temperature (1 when greedy),
+        before truncation, in float32."""
         return torch.log_softmax(logits.float() / (self.temperature or 1), -1)
 
-    def used(self, device: torch.device) -> Tensor:
+    def lenient_used(self, device: torch.device) -> Tensor:
         """[B]: how many tokens each row's request has kept that the strict rule rejects."""
-        return sent([row.lenient for row in self.rows], device)
+        return to_device([row.lenient for row in self.rows], device)
 
-    def inside(self, begin: str, end: str, tokens: Tensor) -> Tensor:
-        """[B, W] bool: whether each of the drafted `tokens` stands in a span that the text `begin` opens and `end` closes."""
+    def in_span(self, begin: str, end: str, tokens: Tensor) -> Tensor:
+        """[B, W] bool: whether each of the drafted `tokens` stands in a span that the text `begin`
+        opens and `end` closes."""
+        inside = [
+            self._open_spans(row, drafted, begin, end)
+            for row, drafted in zip(self.rows, tokens.tolist())
+        ]
+        return to_device(inside, tokens.device).bool().view(tokens.shape)
+
+    def _open_spans(self, row: Row, drafted: list[int], begin: str, end: str) -> list[bool]:
+        """For each drafted token, whether a span is open where it stands. After the prompt, which
+        is looked at whole, the text is followed token by token: a mark that one completes stands
+        among the last few."""
         if self.decode is None:
             raise RuntimeError("spans are marked by text, and the context has no tokenizer")
+        known, is_open = row.spans.get((begin, end), (0, False))
         reach = len(max(begin, end, key=len).encode()) + 1  # a token may be less than a character
-        found = []
-        for row, drafted in zip(self.rows, tokens.tolist()):
-            known, open = row.spans.get((begin, end), (0, False))
-            ids, states = [*row.prefix, *drafted], []
-            # after the prompt, which is looked at whole, token by token: what one completes stands among the last few
-            for n in range(known or len(row.prefix) - row.position, len(ids)):
-                if n != known:
-                    text = self.decode(ids[max(0, n - reach) if known else 0 : n])
-                    opened, closed = (at + len(mark) if (at := text.rfind(mark)) >= 0 else 0 for mark in (begin, end))
-                    open = opened > closed if opened or closed else open  # by where they end: one may contain the other
-                    known = known or n
-                if n == len(row.prefix):
-                    row.spans[begin, end] = n, open
-                if n >= len(row.prefix):
-                    states.append(open)
-            found.append(states)
-        return sent(found, tokens.device).bool().view(tokens.shape)
+        ids, open_at = [*row.prefix, *drafted], []
+        for n in range(known or len(row.prefix) - row.position, len(ids)):
+            if n != known:
+                text = self.decode(ids[max(0, n - reach) if known else 0 : n])
+                opened, closed = (_end_of_last(mark, text) for mark in (begin, end))
+                if opened or closed:  # by where they end, as one mark may contain the other
+                    is_open = opened > closed
+                known = known or n
+            if n == len(row.prefix):
+                row.spans[begin, end] = n, is_open
+            if n >= len(row.prefix):
+                open_at.append(is_open)
+        return open_at
 
-    def keys(self, n: int, purpose: str, ahead: int = 0, device: torch.device | None = None) -> Tensor:
-        """[B, n] int64: each row's keys for n positions, the first of them `ahead` of where it stands."""
-        whose = [(row, f"{purpose}@{row.position}" if self.anew else purpose) for row in self.rows]
-        keys = [[row.noise.key(row.position + ahead + i, purpose) for i in range(n)] for row, purpose in whose]
-        return sent(keys, device or torch.device("cpu")).long().view(len(keys), n)
+    def noise_keys(
+        self, n: int, purpose: str, ahead: int = 0, device: torch.device | None = None
+    ) -> Tensor:
+        """[B, n] int64: each row's keys for n positions, the first of them `ahead` of where it
+        stands."""
+        keys = []
+        for row in self.rows:
+            what = f"{purpose}@{row.position}" if self.fresh_noise_per_window else purpose
+            keys.append([row.noise.key(row.position + ahead + i, what) for i in range(n)])
+        return to_device(keys, device or torch.device("cpu")).long().view(len(keys), n)
 
     def draw(self, logits: Tensor, ahead: int = 0) -> Tensor:
-        """[B, m, V] processed logits → [B, m]: the tokens that plain decoding takes, the first of them `ahead` tokens after
-        where the rows stand."""
+        """[B, m, V] processed logits → [B, m]: the tokens that plain decoding takes, the first of
+        them `ahead` tokens after where the rows stand."""
         if self.greedy:
             return logits.argmax(-1)
-        return race(self.probs(logits), self.keys(logits.shape[1], "token", ahead, logits.device))
+        keys = self.noise_keys(logits.shape[1], "token", ahead, logits.device)
+        return gumbel_argmax(self.probs(logits), keys)
+
+
+def _end_of_last(mark: str, text: str) -> int:
+    """How many characters of a text there are up to the end of the last `mark` in it; 0 without
+    one."""
+    at = text.rfind(mark)
+    return at + len(mark) if at >= 0 else 0

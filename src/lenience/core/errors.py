@@ -1,8 +1,10 @@
-"""The one error that means "what was given is wrong"; torch-free, so that every module may raise it."""
+"""The one error that means "what was given is wrong"; torch-free, so that every module may raise
+it."""
 
 
 class InputError(ValueError):
-    """Wrong input. The message is one line that names the thing and the mend; the command line exits with 2."""
+    """Wrong input. The message is one line that names the thing and the mend; the command line
+    exits with 2."""
 
 
 def first_line(error: BaseException) -> str:

@@ -1,17 +1,42 @@
-"""Files that are whole or not there. No torch."""
+"""Files that are whole or not there, rows of JSON with their line numbers, and digests. No
+torch."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lenience.core.errors import InputError
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a path to write to, which takes the place of `path` when the block ends well: whatever
+    happens, `path` is whole. Folders are made where they are missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        yield new
+        with new.open("rb") as file:
+            os.fsync(file.fileno())
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value whole or not at all."""
+    with replacing(path) as new:
+        new.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises InputError where the file is missing or broken."""
+    """Read an object. Raises InputError where the file is missing or broken."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(value, dict):
@@ -20,11 +45,26 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError:
         raise InputError(f"{path}: there is no such file") from None
     except ValueError as error:
-        raise InputError(f"{path}: broken ({error}); restore it from a copy or start another folder") from None
+        mend = "restore it from a copy or start another folder"
+        raise InputError(f"{path}: broken ({error}); {mend}") from None
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write whole or not at all."""
-    new = path.with_suffix(path.suffix + ".new")
-    new.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    os.replace(new, path)
+def read_lines(path: Path, holds: str) -> list[tuple[int, str]]:
+    """The lines of a text file that are not empty, with their numbers from 1 on. Raises InputError
+    where it cannot be read or has none; `holds` says in the message what the file should hold."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"{path}: cannot be read ({error}); name a JSONL file of {holds}"
+        ) from None
+    return [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+
+
+def digest(value: Any, size: int = 8, sort_keys: bool = False) -> str:
+    """Identify a JSON value by `size` bytes, in hexadecimal."""
+    return digest_bytes(json.dumps(value, sort_keys=sort_keys).encode(), size)
+
+
+def digest_bytes(content: bytes, size: int = 8) -> str:
+    return hashlib.blake2b(content, digest_size=size).hexdigest()

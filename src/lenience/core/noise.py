@@ -13,23 +13,29 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Noise:
-    """Random draws keyed by (seed, request, position, purpose): a prompt gets the same ones alone or among others."""
+    """Random draws keyed by (seed, request, position, purpose): a prompt gets the same ones alone
+    or among others."""
 
     seed: int
     request: bytes
 
     @classmethod
     def for_prompt(cls, seed: int, prompt: Sequence[int]) -> Noise:
-        return cls(seed, hashlib.blake2b(struct.pack(f"<{len(prompt)}q", *prompt), digest_size=16).digest())
+        return cls(
+            seed, hashlib.blake2b(struct.pack(f"<{len(prompt)}q", *prompt), digest_size=16).digest()
+        )
 
     def key(self, position: int, purpose: str) -> int:
         """A signed 64-bit number."""
         message = struct.pack("<qq", self.seed, position) + self.request + purpose.encode()
-        return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little", signed=True)
+        return int.from_bytes(
+            hashlib.blake2b(message, digest_size=8).digest(), "little", signed=True
+        )
 
 
 def uniform(keys: Tensor) -> Tensor:
-    """int64 keys → numbers in (0, 1), by the finaliser of SplitMix64 (Steele 2014), the same on every device."""
+    """int64 keys → numbers in (0, 1), by the finaliser of SplitMix64 (Steele 2014), the same on
+    every device."""
     bits = keys + _GOLDEN
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
         bits = (bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))) * factor
@@ -39,8 +45,9 @@ def uniform(keys: Tensor) -> Tensor:
 _GOLDEN = -0x61C8864680B583EB  # 2⁶⁴ divided by the golden ratio, as a signed number
 
 
-def race(probs: Tensor, keys: Tensor) -> Tensor:
-    """A token from each of `probs` […, V] (need not sum to 1) by an exponential race on `keys` […], the Gumbel trick: two
-    distributions that are raced on the same key mostly give the same token."""
+def gumbel_argmax(probs: Tensor, keys: Tensor) -> Tensor:
+    """A token from each of `probs` […, V] (need not sum to 1) by an exponential race on `keys` […],
+    the Gumbel trick: two distributions that are raced on the same key mostly give the same
+    token."""
     lanes = torch.arange(1, probs.shape[-1] + 1, device=probs.device) * _GOLDEN
     return (probs.double() / -uniform(keys[..., None] + lanes).log()).argmax(-1)

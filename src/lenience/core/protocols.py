@@ -2,27 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from lenience.core.context import Context
 from lenience.core.types import Draft, Reading, Verdict
+
+if TYPE_CHECKING:
+    from lenience.heads.head import Learned
 
 
 class Drafter(Protocol):
     """Proposes windows."""
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
-        """A window for each row of `ctx`, which may have `room` new tokens more, of which one follows a window that is not
-        trusted; it may be empty."""
+        """Propose a window for each row of `ctx`, which may have `room` new tokens more, of which
+        one follows a window that is not trusted; it may be empty."""
         ...
 
     def move(self, source: int, to: int) -> None:
-        """The row at `source` becomes the row at `to`."""
+        """Make the row at `source` the row at `to`."""
         ...
 
 
 class Rule(Protocol):
-    """Decides what of each row's window is kept. A rule is data: `str(rule)` is its spec."""
+    """Decides what of each row's window is kept, and says by itself what it needs for that. A rule
+    is data: `str(rule)` is its spec."""
 
-    def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]: ...
+    @property
+    def heads(self) -> tuple[Learned, ...]:
+        """The fitted heads that it asks."""
+        ...
+
+    @property
+    def reads_draft(self) -> bool:
+        """Whether it reads the draft's hidden states."""
+        ...
+
+    @property
+    def layer(self) -> int | None:
+        """After which of the target's layers the states are that it reads; None after the final
+        norm."""
+        ...
+
+    @property
+    def needs_sampling(self) -> bool:
+        """Whether it has no meaning for greedy decoding."""
+        ...
+
+    @property
+    def needs_draft_probs(self) -> bool:
+        """Whether it compares distributions, so that tokens proposed for certain tell it
+        nothing."""
+        ...
+
+    @property
+    def whole_window(self) -> bool:
+        """Whether it decides on a window as a whole, see `Context.fresh_noise_per_window`."""
+        ...
+
+    def check(
+        self, fingerprints: Callable[[], Mapping[str, str]], sizes: Mapping[str, int]
+    ) -> None:
+        """Raise InputError where a head of this rule cannot run on models of these fingerprints and
+        hidden sizes, by role."""
+        ...
+
+    def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:
+        """Decide on the windows of all rows."""
+        ...

@@ -3,8 +3,8 @@
     spec = term {("|" | "&") term}        "&" binds tighter
     term = name [":" arg {"," arg}] ["@" number]        arg = value | key "=" value
 
-A value that holds one of `@ , | & =` or a space stands in double quotes; the number is the field `threshold`. Fields that
-are keyword-only have no place without their key.
+A value that holds one of `@ , | & =` or a space stands in double quotes; the number is the field
+`threshold`. Fields that are keyword-only have no place without their key.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, get_type_hints
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeVar, get_type_hints
 
 from lenience.core.errors import InputError
 
@@ -21,17 +21,44 @@ T = TypeVar("T")
 
 
 def show(name: str, value: Any) -> str:
-    """The spec of a dataclass."""
-    args, at = [], ""
+    """The spec of a dataclass, which `parse_term` takes back."""
+    args, threshold = [], ""
     for item in _fields(value):
-        given = getattr(value, item.name)
+        content = getattr(value, item.name)
         if item.name == "threshold":
-            at = "" if given is None else f"@{given!r}"
+            threshold = "" if content is None else f"@{content!r}"
         elif item.default is dataclasses.MISSING:
-            args.append(_quote(str(given)))
-        elif given != item.default:
-            args.append(f"{item.name}={_quote(str(given).lower() if isinstance(given, bool) else str(given))}")
-    return name + (":" + ",".join(args) if args else "") + at
+            args.append(_quote(_as_text(content)))
+        elif content != item.default:
+            args.append(f"{item.name}={_quote(_as_text(content))}")
+    return name + (":" + ",".join(args) if args else "") + threshold
+
+
+def further_arguments(value: Any) -> list[str]:
+    """The arguments of a dataclass's spec that are not the defaults, as key=value; not the
+    threshold."""
+    args = []
+    for item in _fields(value):
+        content = getattr(value, item.name)
+        has_default = item.default is not dataclasses.MISSING and item.name != "threshold"
+        if has_default and content != item.default:
+            args.append(f"{item.name}={_quote(_as_text(content))}")
+    return args
+
+
+def named_arguments(value: Any) -> list[str]:
+    """The arguments that tell a dataclass's settings apart by kind: those that are words, and the
+    names of those that are not the defaults."""
+    words = [
+        str(getattr(value, item.name))
+        for item in _fields(value)
+        if item.default is dataclasses.MISSING and isinstance(getattr(value, item.name), str)
+    ]
+    return words + [argument.split("=", 1)[0] for argument in further_arguments(value)]
+
+
+def _as_text(content: Any) -> str:
+    return str(content).lower() if isinstance(content, bool) else str(content)
 
 
 def _fields(kind: Any) -> list[dataclasses.Field[Any]]:
@@ -58,19 +85,34 @@ def split(text: str, mark: str, limit: int = 0) -> list[str]:
 
 
 def parse_term(text: str, what: str, kinds: Mapping[str, type[T]]) -> T:
-    """One of `kinds`, dataclasses by name, from its spec. Raises InputError that says what is wrong; `what` says of what kind
-    they all are."""
-    body, *at = split(text.strip(), "@")
-    name, *rest = split(body, ":", limit=1)
+    """One of `kinds`, dataclasses by name, from its spec. Raises InputError that says what is
+    wrong; `what` says of what kind they all are."""
+    body, *threshold = split(text.strip(), "@")
+    name, *args = split(body, ":", limit=1)
     if name not in kinds:
         raise InputError(f"there is no {what} {name!r}; there are {', '.join(kinds)}")
     kind = kinds[name]
-    items = _fields(kind)
-    types = {item.name: get_type_hints(kind)[item.name] for item in items}
-    keys = [item for item in types if item != "threshold"]
-    positional = [item.name for item in items if not item.kw_only and item.name != "threshold"]
-    given: dict[str, object] = {}
-    for i, arg in enumerate(split(rest[0], ",") if rest else []):
+    hints = get_type_hints(kind)
+    types = {item.name: hints[item.name] for item in _fields(kind)}
+    values = _arguments(name, split(args[0], ",") if args else [], kind, types)
+    if threshold:
+        values["threshold"] = _threshold(name, body, threshold, types)
+    for item in _fields(kind):
+        if item.default is dataclasses.MISSING and item.name not in values:
+            written = f"{body}@T" if item.name == "threshold" else f"{name}:{item.name.upper()}"
+            raise InputError(f"{name} needs {item.name}: write {written}")
+    return kind(**values)
+
+
+def _arguments(
+    name: str, args: list[str], kind: type, types: Mapping[str, object]
+) -> dict[str, object]:
+    """The values of a term's arguments, by their fields' names."""
+    fields = [item for item in _fields(kind) if item.name != "threshold"]
+    keys = [item.name for item in fields]
+    positional = [item.name for item in fields if not item.kw_only]
+    values: dict[str, object] = {}
+    for i, arg in enumerate(args):
         key, *value = split(arg, "=", limit=1)
         if not value:
             if i >= len(positional):
@@ -78,23 +120,32 @@ def parse_term(text: str, what: str, kinds: Mapping[str, type[T]]) -> T:
             key, value = positional[i], [arg]
         if key not in keys:
             raise InputError(f"{name} has no argument {key!r}; it has {', '.join(keys) or 'none'}")
-        if key in given:
+        if key in values:
             raise InputError(f"{name}'s {key} is given twice")
-        given[key] = _value(f"{name}'s {key}", value[0].strip('"'), types[key])
-    if at:
-        if "threshold" not in types:
-            raise InputError(f"{name} takes no @threshold")
-        if "," in at[-1]:
-            raise InputError(f"{name}'s threshold stands last: write {body},{at[-1].split(',', 1)[1]}@{at[-1].split(',')[0]}")
-        given["threshold"] = _value(f"{name}'s threshold", "@".join(at), float)
-    missing = [item.name for item in items if item.default is dataclasses.MISSING]
-    for key in missing:
-        if key not in given:
-            raise InputError(f"{name} needs {key}: write " + (f"{body}@T" if key == "threshold" else f"{name}:{key.upper()}"))
-    return kind(**given)
+        values[key] = convert(f"{name}'s {key}", value[0].strip('"'), types[key])
+    return values
 
 
-def _value(what: str, text: str, kind: object) -> object:
+def _threshold(name: str, body: str, after: list[str], types: Mapping[str, object]) -> object:
+    """The number after a term's @."""
+    if "threshold" not in types:
+        raise InputError(f"{name} takes no @threshold")
+    if "," in after[-1]:
+        number, more = after[-1].split(",", 1)
+        raise InputError(f"{name}'s threshold stands last: write {body},{more}@{number}")
+    return convert(f"{name}'s threshold", "@".join(after), float)
+
+
+def named_settings(name: str, grid: Iterable[str]) -> list[str]:
+    """The specs of a grid that a rule's name stands for, such as topk or fuzzy:js, those without
+    further arguments where there are any."""
+    named = [spec for spec in grid if spec[: len(name)] == name and spec[len(name) :][:1] in ":@="]
+    named = [spec for spec in named if spec != name]
+    return [spec for spec in named if "," not in spec[len(name) :]] or named
+
+
+def convert(what: str, text: str, kind: object) -> object:
+    """A value of a kind from its text. Raises InputError that says what it must be."""
     convert, expected = _KINDS.get(kind, (str, "given"))
     try:
         if not text:
@@ -116,5 +167,7 @@ _KINDS: dict[object, tuple[Callable[[str], object], str]] = {
     int | None: (int, "a whole number"),
     float: (_number, "a number"),
     float | None: (_number, "a number"),
+    int | Literal["auto"]: (lambda text: text if text == "auto" else int(text), "a number or auto"),
+    tuple[str, ...]: (lambda text: (text,), "a text"),
     bool: ({"true": True, "false": False}.__getitem__, "true or false"),
 }

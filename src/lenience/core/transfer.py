@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 
-def sent(numbers: Sequence[Any], device: torch.device) -> Tensor:
+def to_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
     """Numbers for a device; a GPU takes them when it comes to them, and is not waited for."""
     made = torch.tensor(numbers, device="cpu")
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+    return (
+        made.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else made.to(device)
+    )
 
 
-def coming(numbers: Tensor) -> Callable[[], list[Any]]:
+def to_host_async(numbers: Tensor) -> Callable[[], list[Any]]:
     """What gives the numbers of a device as a list; a GPU is not waited for before it is called."""
     if numbers.device.type != "cuda":
         return numbers.tolist

@@ -1,8 +1,9 @@
-"""The nouns of a decoding cycle, and the protocols Drafter and Rule.
+"""The nouns of a decoding cycle: what is drafted, what the target reads, what is decided and kept.
 
-Everything is batched: B rows are decoded together, each with its own history and its own acceptance. Of a window of W
-drafted tokens, state 0 of logits and hidden states is the one after the prefix, which predicts the first drafted
-token, and state i + 1 the one after the i-th drafted token was read.
+Everything is batched: B rows are decoded together, each with its own history and its own
+acceptance. Of a window of W drafted tokens, state 0 of logits and hidden states is the one after
+the prefix, which predicts the first drafted token, and state i + 1 the one after the i-th drafted
+token was read.
 """
 
 from __future__ import annotations
@@ -10,13 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    pass
 
 Finish = Literal["eos", "stop", "length", "context"]
 Origin = Literal["draft", "draft-lenient", "draft-trusted", "correction", "bonus"]
@@ -24,22 +22,27 @@ Origin = Literal["draft", "draft-lenient", "draft-trusted", "correction", "bonus
 
 @dataclass(frozen=True)
 class Draft:
-    """A proposed window for each row: a chain of at most W tokens, perhaps empty."""
+    """A proposed window for each row: at most W tokens, perhaps none."""
 
     tokens: Tensor
     """[B, W]; what stands from a row's length on is not proposed."""
     lengths: Tensor
     """[B]: how many tokens are proposed for each row."""
     logits: Tensor | None = None
-    """[B, W, V]: what each token was picked from, after the logits processors; None where nothing was drafted."""
+    """[B, W, V]: what each token was picked from, after the logits processors; None where the
+    tokens are proposed for certain, with probability 1."""
     hidden: Tensor | None = None
     """[B, W + 1, H]: the draft's states, see the module; None unless a rule asked for them."""
+    parents: Tensor | None = None
+    """[B, W]: which of the window's tokens each one follows, -1 for the prefix; None for a chain,
+    where each follows the one before it."""
     passes: int = 0
     """How many passes of a model proposing took."""
-    read: Sequence[int] = ()
+    tokens_read: Sequence[int] = ()
     """[B]: how many tokens these passes read for each row."""
     trusted: Tensor | None = None
-    """[B]: how many of the first tokens are kept without asking the target, which does not read a window trusted whole."""
+    """[B]: how many of the first tokens are kept without asking the target, which does not read a
+    window that is trusted whole."""
 
     @property
     def width(self) -> int:
@@ -60,8 +63,12 @@ class Draft:
     def rows(self, which: Sequence[int]) -> Draft:
         """The windows of some of the rows."""
         parts: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
-        parts |= {name: value[list(which)] for name, value in parts.items() if isinstance(value, Tensor)}
-        return Draft(**{**parts, "read": [self.read[b] for b in which] if self.read else ()})
+        for name, value in parts.items():
+            if isinstance(value, Tensor):
+                parts[name] = value[list(which)]
+        if self.tokens_read:
+            parts["tokens_read"] = [self.tokens_read[b] for b in which]
+        return Draft(**parts)
 
 
 @dataclass(frozen=True)
@@ -72,11 +79,11 @@ class Reading:
     """[B, W + 1, V]"""
     hidden: Tensor
     """[B, W + 1, H]: the states that the LM head reads, after the final norm."""
-    read: Sequence[int] = ()
+    tokens_read: Sequence[int] = ()
     """[B]: how many tokens the pass read for each row; the others were in the cache."""
 
     @cached_property
-    def best(self) -> Tensor:
+    def greedy_tokens(self) -> Tensor:
         """[B, W + 1]: the most probable tokens."""
         return self.logits.argmax(-1)
 
@@ -86,19 +93,27 @@ class Verdict:
     """A rule's answer for one row's window."""
 
     drafted: list[int]
-    accepted: int
-    """How many drafted tokens are kept."""
-    token: int | None
-    """The correction or, where the window was accepted whole, the bonus token; None where the target did not read it."""
+    path: list[int]
+    """Which of the drafted tokens are kept, each the child of the one before: 0, 1, 2, … in a
+    chain."""
+    next_token: int | None
+    """The correction or, where the window was accepted whole, the bonus token; None where the
+    target did not read it."""
     exact: list[bool]
-    """For each drafted position, whether the strict rule accepts it there; False where the target did not read."""
+    """For each drafted token, whether the strict rule accepts it there; False where the target did
+    not read."""
     scores: list[float | None]
-    """For each drafted position, the judge's score where one was asked."""
+    """For each drafted token, the judge's score where one was asked."""
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self.path)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Where one new token came from; `score` is the judge's for the drafted token at this place, where it was asked."""
+    """Where one new token came from; `score` is the judge's for the drafted token at this place,
+    where it was asked."""
 
     token: int
     origin: Origin
@@ -114,16 +129,18 @@ class Step:
     accepted_exact: int
     """How many tokens the strict rule alone would have kept of the same window."""
     accepted_lenient: int
-    """How many more drafted tokens were kept; below 0 for a rule that rejects what the strict one accepts."""
-    draft_passes: int
+    """How many more drafted tokens were kept; below 0 for a rule that rejects what the strict one
+    accepts."""
     text: str
-    """The text that this step adds, incomplete characters and possible stop strings held back until they are decided."""
+    """The text that this step adds, incomplete characters and possible stop strings held back until
+    they are decided."""
     finish: Finish | None = None
     target_passes: int = 1
     """0 where the window was trusted."""
-    draft_tokens: int = 0
-    """How many tokens the draft read."""
     target_tokens: int = 0
+    """How many tokens the target read."""
+    draft_passes: int = 0
+    draft_tokens: int = 0
 
     @property
     def tokens(self) -> list[int]:

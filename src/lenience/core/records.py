@@ -1,0 +1,44 @@
+"""Records that are kept in files, with the types of their fields. No torch."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from lenience.core.errors import InputError
+
+
+class Record(BaseModel):
+    """What a file or a line of one holds. Unknown and missing fields are errors that name them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @classmethod
+    def read(cls, value: Any, where: str, mend: str = "restore it from a copy") -> Self:
+        """A record from JSON. Raises InputError that says `where`, names the fields and the
+        mend."""
+        try:
+            return cls.model_validate(value)
+        except ValidationError as error:
+            raise InputError(f"{where}: {', '.join(_problems(error))}; {mend}") from None
+
+    def to_json(self) -> dict[str, Any]:
+        return self.model_dump(mode="json")
+
+
+def _problems(error: ValidationError) -> list[str]:
+    """One phrase for each kind of fault."""
+    lacks, unknown, wrong = [], [], []
+    for item in error.errors():
+        field = " ".join(str(part) for part in item["loc"])
+        if item["type"] == "missing":
+            lacks.append(field)
+        elif item["type"] == "extra_forbidden":
+            unknown.append(field)
+        else:
+            wrong.append(f"{field}: {item['msg']}" if field else item["msg"])
+    phrases = [f"lacks {', '.join(lacks)}"] if lacks else []
+    if unknown:
+        phrases.append(f"has {', '.join(unknown)}, which is unknown here")
+    return phrases + wrong

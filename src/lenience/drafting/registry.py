@@ -1,0 +1,110 @@
+"""The drafters by name, and a drafter from its spec."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from lenience.core import spec
+from lenience.core.context import Context
+from lenience.core.errors import InputError
+from lenience.core.profile import Profile
+from lenience.core.protocols import Drafter
+from lenience.core.types import Draft
+from lenience.drafting.draft_model import ModelDrafter
+from lenience.drafting.stops import Stop
+from lenience.models.lm import LM
+from lenience.models.session import Session
+
+
+@dataclass(frozen=True)
+class DrafterSetup:
+    """What a drafter is built for."""
+
+    target: LM
+    draft: LM | None
+    """The draft model of the pair; it is there where a drafter says that it needs it."""
+    rows: int
+    """How many sequences are decoded together."""
+    capacity: int
+    """How many tokens a sequence may come to."""
+    stop: Stop
+    keep_states: bool
+    """Whether the rule reads the draft's hidden states."""
+    profile: Profile
+
+
+@dataclass(frozen=True)
+class DrafterSpec:
+    """A drafter as data: a frozen dataclass whose fields are its spec."""
+
+    name: ClassVar[str]
+    needs_draft: ClassVar[bool] = False
+    """Whether the pair must have a draft model."""
+    certain: ClassVar[bool] = True
+    """Whether it proposes its tokens for certain: it has no distributions, no hidden states, and no
+    stop condition that asks about each token."""
+    grid: ClassVar[tuple[str, ...]] = ()
+    """Specs of some of its settings, for whoever tries all drafters."""
+
+    def models(self, setup: DrafterSetup) -> list[LM]:
+        """The models that it needs caches for."""
+        return []
+
+    def build(self, setup: DrafterSetup) -> Drafter:
+        """Make what proposes windows."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return spec.show(self.name, self)
+
+
+@dataclass(frozen=True)
+class DraftModel(DrafterSpec):
+    """An independent model of the same vocabulary (Leviathan 2023; Chen 2023): the pair's draft."""
+
+    name = "model"
+    needs_draft = True
+    certain = False
+    grid = ("model",)
+
+    def models(self, setup: DrafterSetup) -> list[LM]:
+        return [setup.draft] if setup.draft else []
+
+    def build(self, setup: DrafterSetup) -> Drafter:
+        assert setup.draft is not None
+        capacity = min(setup.capacity, setup.draft.context_length or setup.capacity)
+        session = Session(setup.draft, setup.rows, capacity, profile=setup.profile)
+        return ModelDrafter(session, setup.target, setup.keep_states, setup.stop)
+
+
+class NoDrafter:
+    """Proposes nothing, so that each cycle is a plain step of the model that reads."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
+        rows = len(ctx.rows)
+        tokens = torch.empty(rows, 0, dtype=torch.long, device=self.device)
+        return Draft(tokens, torch.zeros(rows, dtype=torch.long, device=self.device))
+
+    def move(self, source: int, to: int) -> None: ...
+
+
+DRAFTERS: dict[str, type[DrafterSpec]] = {drafter.name: drafter for drafter in (DraftModel,)}
+"""A drafter is added here, and is then known to specs, certificates and the property tests."""
+
+
+def parse_drafter(drafter: str | DrafterSpec) -> DrafterSpec:
+    """A drafter from its spec, such as "model"; a DrafterSpec is returned as it is. Raises
+    InputError that names what is wrong with the spec."""
+    if not isinstance(drafter, str):
+        return drafter
+    try:
+        return spec.parse_term(drafter, "drafter", DRAFTERS)
+    except InputError as error:
+        raise InputError(f"drafter {drafter!r}: {error}") from None

@@ -1,0 +1,98 @@
+"""Tasks that users write: a class or an object with a task's methods, in a file or at hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lenience.core.errors import InputError, first_line
+from lenience.core.files import digest_bytes
+from lenience.tasks.base import Sample, Score, Task
+
+NEEDED = ("name", "max_new_tokens", "samples", "answer", "same", "correct")
+
+
+def as_task(task: Any, where: str = "", version: str | None = None) -> Task:
+    """A task from any object with a task's methods; `answer(text)` and `same(a, b)` may leave out
+    the sample. Raises InputError that names what is missing, and `where`."""
+    if isinstance(task, Task):
+        return task
+    if lacking := [part for part in NEEDED if not hasattr(task, part)]:
+        name = where or type(task).__name__
+        raise InputError(f"task {name}: lacks {', '.join(lacking)}; see docs/your-own-task.md")
+    return _UserTask(task, version)
+
+
+class _UserTask(Task):
+    """A user's object behind the methods of a task."""
+
+    def __init__(self, task: Any, version: str | None):
+        parts = {part: getattr(task, part, None) for part in ("version", "loss", "score", "reads")}
+        self.name, self.max_new_tokens = task.name, task.max_new_tokens
+        self.version = parts["version"] if version is None else version
+        self._task, self._score, self._loss = task, parts["score"], parts["loss"]
+        self.has_loss = self._loss is not None
+        self._reads = parts["reads"]
+        self._answer_sees_sample = _takes(task.answer, 2)
+        self._same_sees_sample = _takes(task.same, 3)
+
+    def samples(self, split: str) -> Iterable[Sample]:
+        return self._task.samples(split)
+
+    def answer(self, text: str, sample: Sample | None = None) -> str | None:
+        return self._task.answer(text, *([sample] if self._answer_sees_sample else []))
+
+    def same(self, a: str | None, b: str | None, sample: Sample | None = None) -> bool | None:
+        return self._task.same(a, b, *([sample] if self._same_sees_sample else []))
+
+    def correct(self, text: str, sample: Sample) -> bool:
+        return self._task.correct(text, sample)
+
+    def score(self, pairs: Sequence[tuple[str, Sample]]) -> list[Score]:
+        return self._score(pairs) if self._score else super().score(pairs)
+
+    def loss(self, text: str, target_text: str, sample: Sample) -> float:
+        return (
+            self._loss(text, target_text, sample) if self._loss else super().loss(text, "", sample)
+        )
+
+    @property
+    def reads(self) -> str:
+        return self._reads or self.known_as
+
+
+def _takes(method: Callable[..., Any], arguments: int) -> bool:
+    """Whether a method can be called with so many arguments."""
+    try:
+        inspect.signature(method).bind(*[None] * arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def task_in_file(path: Path, name: str) -> Task:
+    """Run a user's own file and take the class or object `name` from it. Raises InputError."""
+    module_spec = importlib.util.spec_from_file_location(f"lenience_task_{path.stem}", path)
+    if not path.is_file() or module_spec is None or module_spec.loader is None:
+        raise InputError(f"task file {path}: there is no such file")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # where dataclasses look their types up
+    try:
+        module_spec.loader.exec_module(module)
+        found = getattr(module, name, None)
+        task = found() if isinstance(found, type) else found
+    except Exception as error:
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"task file {path}: {why}") from error
+    if task is None:
+        raise InputError(f"task file {path}: there is no {name!r} in it")
+    # a run is not gone on with after its task has changed
+    version = digest_bytes(path.read_bytes(), 6)
+    if isinstance(task, Task):
+        task.version = version
+        return task
+    return as_task(task, f"{path}:{name}", version)
