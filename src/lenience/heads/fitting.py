@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -15,24 +16,64 @@ from lenience.heads.head import Head, Inputs, Role
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-
 Kind = Literal["logistic", "mlp", "adam", "adamw"]
-
-
-GRID = tuple(10.0**k for k in range(-4, 3))
-"""Values of C, the inverse strength of the L2 penalty, weakest last."""
-
-
 MINE_MORE = "mine more samples (lenience mine --limit)"
 """The mend where there is too little to fit to; who fits to other data names another."""
+L2_GRID = tuple(10.0**k for k in range(-4, 3))
+"""Values of C, the inverse strength of the L2 penalty, weakest last."""
+THRESHOLD_RECALLS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 1.0)
+"""The recalls of important mismatches at which a fitted head lists its thresholds."""
+LEAST_SAMPLES = 10
+"""In so many samples there must be something important, so that folds by sample hold some each."""
+UNITS, BATCH, EPOCHS, LEAST_STEPS = 128, 512, 15, 400
+"""Of the MLP: on the built-in pair 128 to 384 units, batches of 256 to 1,024 and weight decay of
+0.05 to 0.3 came out alike."""
+PATIENCE, MOST_EPOCHS = 5, 200
+"""Of the heads that are fitted by gradient steps: for how many epochs the loss may not fall, and
+how many there are at most."""
 
 
-RECALLS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 1.0)
+@dataclass(frozen=True)
+class FitConfig:
+    """How a head is fitted."""
+
+    kind: Kind = "logistic"
+    """"logistic" regression (AutoJudge, section 3.2), its L2 penalty chosen on a tenth of the
+    samples; "mlp", with a hidden layer; and the same linear head fitted by gradient steps until a
+    tenth of the samples says to stop: "adamw" with the two classes weighted alike (Judge Decoding),
+    "adam" without (SPRINTER)."""
+    role: Role = "judge"
+    """A stop and a gate learn which tokens the target rejects, or which are not acceptable, as a
+    judge learns which mismatches are important."""
+    recall: float = 0.9
+    """Of important mismatches, at which a judge's own threshold stands."""
+    seed: int = 0
+    mend: str = MINE_MORE
+    """What to do where there is too little to learn from."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Labelled states."""
+
+    x: NDArray
+    """[m, F] float32"""
+    harmless: NDArray
+    """[m] bool: not important, not rejected, or acceptable."""
+    samples: NDArray
+    """[m]: which sample each came from."""
+
+    def rows(self, which: NDArray) -> Examples:
+        return Examples(self.x[which], self.harmless[which], self.samples[which])
+
+    def __len__(self) -> int:
+        return len(self.x)
 
 
 @dataclass
 class Fitted:
-    """A head on standardised inputs: score = sigmoid(x · weight + bias), or with a hidden layer as `Head` has it."""
+    """A head on standardised inputs: score = sigmoid(x · weight + bias), or with a hidden layer as
+    `Head` has it."""
 
     weight: NDArray
     bias: float
@@ -40,170 +81,207 @@ class Fitted:
 
     def logits(self, x: NDArray) -> NDArray:
         if self.layer:
-            x = torch.nn.functional.gelu(torch.from_numpy(x @ self.layer[0] + self.layer[1])).numpy()
+            inner = torch.from_numpy(x @ self.layer[0] + self.layer[1])
+            x = torch.nn.functional.gelu(inner).numpy()
         return x.astype(np.float64) @ self.weight.astype(np.float64) + self.bias
 
-    def on_raw(self, mean: NDArray, scale: NDArray) -> tuple[Tensor, float, tuple[Tensor, Tensor] | None]:
-        """Weight, bias and layer for inputs that are not standardised."""
+    def on_raw(self, mean: NDArray, scale: NDArray) -> Fitted:
+        """The same head for inputs that are not standardised."""
         if not self.layer:
-            weight, bias = self.weight / scale, self.bias - float((mean / scale) @ self.weight)
-            return torch.from_numpy(weight.astype(np.float32)), bias, None
-        inner = (self.layer[0] / scale[:, None], self.layer[1] - (mean / scale) @ self.layer[0])
-        layer = (torch.from_numpy(inner[0].astype(np.float32)), torch.from_numpy(inner[1].astype(np.float32)))
-        return torch.from_numpy(self.weight.astype(np.float32)), self.bias, layer
+            weight = (self.weight / scale).astype(np.float32)
+            return Fitted(weight, self.bias - float((mean / scale) @ self.weight))
+        inner = (self.layer[0] / scale[:, None]).astype(np.float32)
+        bias = (self.layer[1] - (mean / scale) @ self.layer[0]).astype(np.float32)
+        return Fitted(self.weight.astype(np.float32), self.bias, (inner, bias))
 
 
 def fit_head(
-    x: NDArray,
-    important: NDArray,
-    samples: NDArray,
-    *,
-    inputs: Inputs,
-    fingerprints: dict[str, str],
-    recall: float,
-    seed: int,
-    kind: Kind = "logistic",
-    role: Role = "judge",
-    more: str = MINE_MORE,
+    examples: Examples, inputs: Inputs, fingerprints: Mapping[str, str], config: FitConfig
 ) -> Head:
-    """Fit a judge, or a stop or a gate, to which tokens that the target rejects or that are not acceptable are what important
-    mismatches are to a judge.
+    """Fit a head to examples of states that `inputs` names, of models of these fingerprints.
 
-    Kinds: "logistic" regression (AutoJudge, section 3.2), its L2 penalty chosen on a tenth of the samples; "mlp", with a hidden
-    layer; and the same linear head fitted by gradient steps until a tenth of the samples says to stop: "adamw" with the
-    two classes weighted alike (Judge Decoding), "adam" without (SPRINTER).
-
-    `x` [m, F] are the mismatches' states, `important` [m] bool, `samples` [m] the sample each came from. Thresholds are read
-    off scores that no fold's own samples trained; the head that is kept is fitted to everything. Raises InputError where
-    there is too little to learn from.
+    Thresholds are read off scores that no fold's own samples trained; the head that is kept is
+    fitted to everything. Raises InputError where there is too little to learn from.
     """
-    from scipy.special import expit
+    _check_enough(examples, config)
+    mean, scale = examples.x.mean(0), examples.x.std(0) + 1e-6
+    standardised = ((examples.x - mean) / scale).astype(np.float32)
+    examples = Examples(standardised, examples.harmless, examples.samples)
+    train, valid = _split(examples, config)
+    auc_by_c = _validation_aucs(examples.rows(train), examples.rows(valid), config)
+    c = max(auc_by_c, key=auc_by_c.__getitem__)
+    scores = _scores_out_of_fold(examples, c, config)
+    metrics = _metrics(examples, scores, examples.rows(valid))
+    metrics["auc"] = auc_by_c[c]
+    if config.kind == "logistic":
+        metrics |= {"c": c, "auc_by_c": {f"{c:g}": auc for c, auc in auc_by_c.items()}}
+    fitted = _fit(examples, c, config).on_raw(mean, scale)
+    important = ~examples.harmless
+    is_judge = config.role == "judge"
+    return Head(
+        weight=torch.from_numpy(fitted.weight),
+        bias=fitted.bias,
+        inputs=inputs,
+        threshold=threshold_at(scores, important, config.recall) if is_judge else 0.5,
+        fingerprints=dict(fingerprints),
+        metrics=metrics,
+        role=config.role,
+        layer=_tensors(fitted.layer),
+    )
+
+
+def _tensors(layer: tuple[NDArray, NDArray] | None) -> tuple[Tensor, Tensor] | None:
+    return None if layer is None else (torch.from_numpy(layer[0]), torch.from_numpy(layer[1]))
+
+
+def _check_enough(examples: Examples, config: FitConfig) -> None:
+    important = ~examples.harmless
+    groups = len(set(examples.samples[important].tolist()))
+    if groups >= LEAST_SAMPLES and not important.all():
+        return
+    what, among = {
+        "judge": ("important", "mismatches"),
+        "stop": ("rejected", "tokens"),
+        "gate": ("unacceptable", "tokens"),
+    }[config.role]
+    raise InputError(
+        f"{int(important.sum())} {what} of {len(examples)} {among}, in {groups} samples: too few "
+        "to "
+        f"fit a {config.role}; {config.mend}"
+    )
+
+
+def _metrics(examples: Examples, scores: NDArray, valid: Examples) -> dict[str, Any]:
+    """What a fit came to, by scores [m] out of fold."""
     from sklearn.metrics import roc_auc_score
-    from sklearn.model_selection import GroupKFold
 
-    groups = len(set(samples[important].tolist()))
-    if groups < 10 or important.all():
-        kinds = {"judge": ("important", "mismatches"), "stop": ("rejected", "tokens"), "gate": ("unacceptable", "tokens")}[role]
-        raise InputError(
-            f"{int(important.sum())} {kinds[0]} of {len(x)} {kinds[1]}, in {groups} samples: too few to fit a {role}; {more}"
-        )
-    mean, scale = x.mean(0), x.std(0) + 1e-6
-    x = ((x - mean) / scale).astype(np.float32)
-    harmless = ~important
-
-    train, valid = _split(x, harmless, samples, seed, more)
-    curve = _curve(kind, x, harmless, samples, train, valid, seed)
-    best = max(curve, key=curve.__getitem__)
-    held_out = np.zeros(len(x))
-    for inside, outside in GroupKFold(5).split(x, harmless, samples):
-        held_out[outside] = expit(_fit(kind, x[inside], harmless[inside], samples[inside], best, seed).logits(x[outside]))
-    metrics = {
-        "auc": curve[best],
-        "auc_out_of_fold": float(roc_auc_score(harmless, held_out)),
-        **({"c": best, "auc_by_c": {f"{c:g}": value for c, value in curve.items()}} if kind == "logistic" else {}),
-        "mismatches": len(x),
+    important = ~examples.harmless
+    return {
+        "auc_out_of_fold": float(roc_auc_score(examples.harmless, scores)),
+        "mismatches": len(examples),
         "important": int(important.sum()),
-        "samples": len(set(samples.tolist())),
-        "validation": {"mismatches": len(valid), "important": int(important[valid].sum())},
-        "thresholds": thresholds(held_out, important),
+        "samples": len(set(examples.samples.tolist())),
+        "validation": {"mismatches": len(valid), "important": int((~valid.harmless).sum())},
+        "thresholds": thresholds(scores, important),
     }
-    weight, bias, layer = _fit(kind, x, harmless, samples, best, seed).on_raw(mean, scale)
-    threshold = threshold_at(held_out, important, recall) if role == "judge" else 0.5
-    return Head(weight, bias, inputs, threshold, fingerprints, metrics, "", role, layer)
 
 
-def _split(x: NDArray, harmless: NDArray, samples: NDArray, seed: int, more: str = MINE_MORE) -> tuple[NDArray, NDArray]:
+def _split(examples: Examples, config: FitConfig) -> tuple[NDArray, NDArray]:
     """Rows of nine tenths of the samples and of the rest, both kinds of mismatch in each."""
     from sklearn.model_selection import GroupShuffleSplit
 
-    for train, valid in GroupShuffleSplit(n_splits=20, test_size=0.1, random_state=seed).split(x, harmless, samples):
+    splitter = GroupShuffleSplit(n_splits=20, test_size=0.1, random_state=config.seed)
+    harmless = examples.harmless
+    for train, valid in splitter.split(examples.x, harmless, examples.samples):
         if len(set(harmless[valid])) == len(set(harmless[train])) == 2:
             return train, valid
-    raise InputError(f"important mismatches sit in too few samples to set any aside; {more}")
+    raise InputError(f"important mismatches sit in too few samples to set any aside; {config.mend}")
 
 
-def _curve(
-    kind: Kind, x: NDArray, harmless: NDArray, samples: NDArray, train: NDArray, valid: NDArray, seed: int
-) -> dict[float, float]:
-    """The AUC on the rows `valid` by the C of the grid that the rows `train` were fitted with; other kinds have no C."""
+def _validation_aucs(train: Examples, valid: Examples, config: FitConfig) -> dict[float, float]:
+    """The AUC on `valid` by the C of the grid that `train` was fitted with; other kinds have no
+    C."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import roc_auc_score
 
-    if kind != "logistic":
-        fitted = _fit(kind, x[train], harmless[train], samples[train], 0.0, seed)
-        return {0.0: float(roc_auc_score(harmless[valid], fitted.logits(x[valid])))}
-    model, curve = LogisticRegression(max_iter=500, warm_start=True), {}
-    for c in GRID:
-        model.set_params(C=c).fit(x[train], harmless[train])
-        curve[c] = float(roc_auc_score(harmless[valid], model.decision_function(x[valid])))
-    return curve
+    if config.kind != "logistic":
+        logits = _fit(train, 0.0, config).logits(valid.x)
+        return {0.0: float(roc_auc_score(valid.harmless, logits))}
+    model, aucs = LogisticRegression(max_iter=500, warm_start=True), {}
+    for c in L2_GRID:
+        model.set_params(C=c).fit(train.x, train.harmless)
+        aucs[c] = float(roc_auc_score(valid.harmless, model.decision_function(valid.x)))
+    return aucs
 
 
-def _fit(kind: Kind, x: NDArray, harmless: NDArray, samples: NDArray, c: float, seed: int) -> Fitted:
+def _scores_out_of_fold(examples: Examples, c: float, config: FitConfig) -> NDArray:
+    """[m]: each example's score by a head that was fitted to other samples."""
+    from scipy.special import expit
+    from sklearn.model_selection import GroupKFold
+
+    scores = np.zeros(len(examples))
+    folds = GroupKFold(5).split(examples.x, examples.harmless, examples.samples)
+    for inside, outside in folds:
+        scores[outside] = expit(_fit(examples.rows(inside), c, config).logits(examples.x[outside]))
+    return scores
+
+
+def _fit(examples: Examples, c: float, config: FitConfig) -> Fitted:
     from sklearn.linear_model import LogisticRegression
 
-    if kind in ("adam", "adamw"):
-        return fit_stopped(kind, x, harmless, samples, seed)
-    if kind == "mlp":
-        return fit_mlp(torch.from_numpy(x), torch.from_numpy(harmless.astype(np.float32)), seed)
-    model = LogisticRegression(max_iter=1000, C=c).fit(x, harmless)
+    if config.kind in ("adam", "adamw"):
+        return fit_stopped(examples, config)
+    if config.kind == "mlp":
+        labels = torch.from_numpy(examples.harmless.astype(np.float32))
+        return fit_mlp(torch.from_numpy(examples.x), labels, config.seed)
+    model = LogisticRegression(max_iter=1000, C=c).fit(examples.x, examples.harmless)
     return Fitted(model.coef_[0], float(model.intercept_[0]))
 
 
-UNITS, BATCH, EPOCHS, LEAST_STEPS = 128, 512, 15, 400
-"""Of the MLP: on the built-in pair 128 to 384 units, batches of 256 to 1,024 and weight decay of 0.05 to 0.3 came out alike."""
-
-
 def fit_mlp(x: Tensor, harmless: Tensor, seed: int) -> Fitted:
-    """One hidden layer, dropout on its inputs and outputs, cross-entropy, AdamW on a one-cycle schedule."""
+    """Fit one hidden layer to x [m, F] and labels [m]: dropout on its inputs and outputs,
+    cross-entropy, AdamW on a one-cycle schedule."""
+    loss_of = torch.nn.functional.binary_cross_entropy_with_logits
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inner, outer = torch.nn.Linear(x.shape[1], UNITS), torch.nn.Linear(UNITS, 1)
-        model = torch.nn.Sequential(torch.nn.Dropout(0.1), inner, torch.nn.GELU(), torch.nn.Dropout(0.3), outer)
+        model = torch.nn.Sequential(
+            torch.nn.Dropout(0.1), inner, torch.nn.GELU(), torch.nn.Dropout(0.3), outer
+        )
         steps = max(LEAST_STEPS, EPOCHS * len(x) // BATCH)
         optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.05, fused=True)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps)
         order = torch.cat([torch.randperm(len(x)) for _ in range(-(-steps * BATCH // len(x)))])
         for rows in order[: steps * BATCH].split(BATCH):
-            loss = torch.nn.functional.binary_cross_entropy_with_logits(model(x[rows])[:, 0], harmless[rows])
+            loss = loss_of(model(x[rows])[:, 0], harmless[rows])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             schedule.step()
-    weights = [parameter.detach().numpy() for parameter in (inner.weight.T, inner.bias, outer.weight[0])]
-    return Fitted(weights[2], float(outer.bias.detach()), (weights[0], weights[1]))
+    parameters = (inner.weight.T, inner.bias, outer.weight[0])
+    matrix, bias, weight = (parameter.detach().numpy() for parameter in parameters)
+    return Fitted(weight, float(outer.bias.detach()), (matrix, bias))
 
 
-PATIENCE, MOST_EPOCHS = 5, 200
-"""Of the heads that are fitted by gradient steps: for how many epochs the loss may not fall, and how many there are at most."""
-
-
-def fit_stopped(kind: Kind, x: NDArray, harmless: NDArray, samples: NDArray, seed: int) -> Fitted:
-    """A linear head by Adam or AdamW, as it was when its loss on a tenth of the samples was least."""
-    train, valid = _split(x, harmless, samples, seed)
-    inputs, labels = torch.from_numpy(x), torch.from_numpy(harmless.astype(np.float32))
-    share = labels[train].mean()
-    weights = torch.where(labels > 0, 0.5 / share, 0.5 / (1 - share)) if kind == "adamw" else torch.ones_like(labels)
-    loss_of = torch.nn.functional.binary_cross_entropy_with_logits
+def fit_stopped(examples: Examples, config: FitConfig) -> Fitted:
+    """Fit a linear head by Adam or AdamW, and keep it as it was when its loss on a tenth of the
+    samples was least."""
+    train, valid = _split(examples, config)
+    inputs = torch.from_numpy(examples.x)
+    labels = torch.from_numpy(examples.harmless.astype(np.float32))
+    weights = torch.ones_like(labels)
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.Adam
+    if config.kind == "adamw":
+        share = labels[train].mean()
+        weights = torch.where(labels > 0, 0.5 / share, 0.5 / (1 - share))
+        optimizer_class = torch.optim.AdamW
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = torch.nn.Linear(x.shape[1], 1)
-        optimizer = (torch.optim.AdamW if kind == "adamw" else torch.optim.Adam)(model.parameters(), lr=1e-3)
-        best, since, kept = np.inf, 0, {name: value.clone() for name, value in model.state_dict().items()}
+        torch.manual_seed(config.seed)
+        model = torch.nn.Linear(inputs.shape[1], 1)
+        optimizer = optimizer_class(model.parameters(), lr=1e-3)  # type: ignore[call-arg]
+
+        def loss_on(rows: Tensor) -> Tensor:
+            return torch.nn.functional.binary_cross_entropy_with_logits(
+                model(inputs[rows])[:, 0], labels[rows], weights[rows]
+            )
+
+        least, epochs_since, best = np.inf, 0, model.weight.detach().clone()
+        best_bias = float(model.bias.detach())
         for _ in range(MOST_EPOCHS):
             for rows in torch.from_numpy(train)[torch.randperm(len(train))].split(BATCH):
-                loss = loss_of(model(inputs[rows])[:, 0], labels[rows], weights[rows])
                 optimizer.zero_grad()
-                loss.backward()
+                loss_on(rows).backward()
                 optimizer.step()
             with torch.no_grad():
-                now = float(loss_of(model(inputs[valid])[:, 0], labels[valid], weights[valid]))
-            since = 0 if now < best else since + 1
-            if since == 0:
-                best, kept = now, {name: value.clone() for name, value in model.state_dict().items()}
-            elif since == PATIENCE:
+                loss = float(loss_on(torch.from_numpy(valid)))
+            if loss < least:
+                least, epochs_since = loss, 0
+                best, best_bias = model.weight.detach().clone(), float(model.bias.detach())
+                continue
+            epochs_since += 1
+            if epochs_since == PATIENCE:
                 break
-    return Fitted(kept["weight"][0].numpy(), float(kept["bias"]))
+    return Fitted(best[0].numpy(), best_bias)
 
 
 def threshold_at(scores: NDArray, important: NDArray, recall: float) -> float:
@@ -214,9 +292,11 @@ def threshold_at(scores: NDArray, important: NDArray, recall: float) -> float:
 
 
 def thresholds(scores: NDArray, important: NDArray) -> list[dict[str, float]]:
-    """For each wanted recall of important tokens: its threshold, and the share of unimportant ones still accepted."""
+    """For each recall of important mismatches: its threshold, and the share of unimportant ones
+    still accepted."""
     rows = []
-    for recall in RECALLS:
-        at = threshold_at(scores, important, recall)
-        rows.append({"recall": recall, "threshold": at, "accepted": float((scores[~important] >= at).mean())})
+    for recall in THRESHOLD_RECALLS:
+        threshold = threshold_at(scores, important, recall)
+        accepted = float((scores[~important] >= threshold).mean())
+        rows.append({"recall": recall, "threshold": threshold, "accepted": accepted})
     return rows

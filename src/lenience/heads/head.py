@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -17,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lenience.core.errors import InputError
-from lenience.core.files import write_json
+from lenience.core.files import digest_bytes, replacing, write_json
 from lenience.core.types import Draft, Reading
 
 if TYPE_CHECKING:
@@ -30,37 +29,48 @@ TOKENS = ("draft", "previous", "target")
 
 @dataclass(frozen=True)
 class Inputs:
-    """Which hidden states a head reads, concatenated: of which models, and after which token was read: the drafted one,
-    the one before it, or the one that the target itself picked (which decoding does not compute).
+    """Which hidden states a head reads, concatenated: of which models, and after which token was
+    read: the drafted one, the one before it, or the one that the target itself picked (which
+    decoding does not compute).
 
-    By default the first two of both models: on the built-in pair that tells important tokens best, and decoding has all
-    four at hand (docs/architecture.md, Mining).
+    By default the first two of both models: on the built-in pair that tells important tokens best,
+    and decoding has all four at hand (docs/architecture.md, Mining).
     """
 
     models: tuple[str, ...] = MODELS
     tokens: tuple[str, ...] = ("draft", "previous")
     layer: int | None = None
-    """Of the target, after which of its layers: 1 the first, -1 the last, before the final norm; None after that norm."""
+    """Of the target, after which of its layers: 1 the first, -1 the last, before the final norm;
+    None after that norm."""
 
     def __post_init__(self) -> None:
-        for what, given, known in (("models", self.models, MODELS), ("tokens", self.tokens, TOKENS)):
+        for what, given, known in (
+            ("models", self.models, MODELS),
+            ("tokens", self.tokens, TOKENS),
+        ):
             unknown = [name for name in given if name not in known]
             if unknown or not given:
-                raise InputError(f"{what} {','.join(given)!r}: name one or more of {', '.join(known)}")
+                raise InputError(
+                    f"{what} {','.join(given)!r}: name one or more of {', '.join(known)}"
+                )
         if self.layer is not None and self.models != ("target",):
-            raise InputError(f"layer {self.layer}: is the target's; a head that names one reads the target alone")
+            raise InputError(
+                f"layer {self.layer}: is the target's; a head that names one reads the target alone"
+            )
 
     def __str__(self) -> str:
-        return f"{'+'.join(self.models)}-{'+'.join(self.tokens)}" + ("" if self.layer is None else f"-layer{self.layer}")
+        layer = "" if self.layer is None else f"-layer{self.layer}"
+        return f"{'+'.join(self.models)}-{'+'.join(self.tokens)}{layer}"
 
 
 @dataclass
 class Head:
-    """score = sigmoid(x · weight + bias), the probability that a mismatch is unimportant; x are the states or, of a head with
-    a hidden layer, gelu(states · layer[0] + layer[1])."""
+    """score = sigmoid(x · weight + bias), the probability that a mismatch is unimportant; x are the
+    states or, of a head with a hidden layer, gelu(states · layer[0] + layer[1])."""
 
     weight: Tensor
-    """[F] float32, the scaling of the inputs folded in; [N] for a head with a hidden layer of N units"""
+    """[F] float32, the scaling of the inputs folded in; [N] for a head with a hidden layer of N
+    units"""
     bias: float
     inputs: Inputs
     threshold: float
@@ -69,7 +79,8 @@ class Head:
     metrics: dict[str, Any] = field(default_factory=dict)
     folder: str = ""
     role: Role = "judge"
-    """What it is for: "judge", or "stop" or "gate" for a head that says when to stop drafting; its files are named by it."""
+    """What it is for: "judge", or "stop" or "gate" for a head that says when to stop drafting; its
+    files are named by it."""
     layer: tuple[Tensor, Tensor] | None = None
     """[F, N] and [N] float32, the scaling of the inputs folded in"""
     _weights: dict[torch.device, list[tuple[Tensor, Tensor]]] = field(
@@ -94,53 +105,62 @@ class Head:
         return self.logits(torch.cat(parts, -1))
 
     def logits(self, x: Tensor) -> Tensor:
-        """[…] logits of the scores of states […, F]: a float32 score has no steps near 1, its logit has."""
+        """[…] logits of the scores of states […, F]: a float32 score has no steps near 1, its logit
+        has."""
         x = x.float()
         if x.device not in self._weights:
-            last = (self.weight[None], torch.tensor([self.bias], dtype=torch.float32))
-            layers = [last] if not self.layer else [(self.layer[0].T.contiguous(), self.layer[1]), last]
-            self._weights[x.device] = [(weight.to(x.device), bias.to(x.device)) for weight, bias in layers]
+            self._weights[x.device] = [
+                (weight.to(x.device), bias.to(x.device)) for weight, bias in self._layers()
+            ]
         *layers, last = self._weights[x.device]
         for layer in layers:
             x = torch.nn.functional.gelu(torch.nn.functional.linear(x, *layer))
         return torch.nn.functional.linear(x, *last)[..., 0]
+
+    def _layers(self) -> list[tuple[Tensor, Tensor]]:
+        """Each layer's weight and bias as a product takes them."""
+        last = (self.weight[None], torch.tensor([self.bias], dtype=torch.float32))
+        if not self.layer:
+            return [last]
+        return [(self.layer[0].T.contiguous(), self.layer[1]), last]
 
     @property
     def fingerprint(self) -> str:
         """Identifies what it decides: weights, bias, threshold and inputs."""
         weights = b"".join(part.numpy().tobytes() for part in (self.weight, *(self.layer or ())))
         numbers = weights + np.array([self.bias, self.threshold]).tobytes()
-        return hashlib.blake2b(numbers + str(self.inputs).encode(), digest_size=8).hexdigest()
+        return digest_bytes(numbers + str(self.inputs).encode())
 
-    def check(self, fingerprints: dict[str, str], sizes: dict[str, int]) -> None:
-        """Raise InputError unless this head can run on models of these fingerprints and hidden sizes, by role; parts that
-        `fingerprints` lacks are not compared."""
+    def check(self, fingerprints: Mapping[str, str], sizes: Mapping[str, int]) -> None:
+        """Raise InputError unless this head can run on models of these fingerprints and hidden
+        sizes, by role; parts that `fingerprints` lacks are not compared."""
         if "target" in self.inputs.tokens:
             raise InputError(
-                f"{self.role} {self.folder}: reads the state after the target's own token, which decoding does "
-                "not compute; fit one with --tokens draft or previous"
+                f"{self.role} {self.folder}: reads the state after the target's own token, which "
+                "decoding does not compute; fit one with --tokens draft or previous"
             )
         for part, value in self.fingerprints.items():
             if fingerprints.get(part, value) != value:
                 raise InputError(
                     f"{self.role} {self.folder}: was fitted to another {part} ({value}, this is "
-                    f"{fingerprints[part]}); fit one for this pair, or add ,unchecked=true to its spec"
+                    f"{fingerprints[part]}); fit one for this pair, or add ,unchecked=true to its "
+                    "spec"
                 )
         width = sum(sizes[model] for model in self.inputs.models) * len(self.inputs.tokens)
         reads = len(self.layer[0] if self.layer else self.weight)
         if reads != width:
-            raise InputError(f"{self.role} {self.folder}: reads {reads} numbers, these models give {width}")
+            raise InputError(
+                f"{self.role} {self.folder}: reads {reads} numbers, these models give {width}"
+            )
 
     def save(self, folder: Path) -> None:
-        """Write judge.safetensors and judge.json, each whole or not at all; one that is of another save is refused. A stop's
-        are named after it."""
-        folder.mkdir(parents=True, exist_ok=True)
-        new = folder / f"{self.role}.safetensors.new"
+        """Write judge.safetensors and judge.json, each whole or not at all; one that is of another
+        save is refused. A stop's are named after it."""
         tensors = {"weight": self.weight, "bias": torch.tensor([self.bias], dtype=torch.float64)}
         if self.layer:
             tensors |= {"layer.weight": self.layer[0].contiguous(), "layer.bias": self.layer[1]}
-        save_file(tensors, new)
-        new.replace(folder / f"{self.role}.safetensors")
+        with replacing(folder / f"{self.role}.safetensors") as new:
+            save_file(tensors, new)
         about = {
             "kind": self.kind,
             "fingerprint": self.fingerprint,
@@ -153,11 +173,14 @@ class Head:
 
 
 def load_head(folder: str | Path, role: Role = "judge") -> Head:
-    """The head saved in a folder for a role. Raises InputError where there is none or it is broken."""
+    """The head saved in a folder for a role. Raises InputError where there is none or it is
+    broken."""
     path = Path(folder)
     if not (path / f"{role}.json").is_file():
         how = "lenience fit RUN" + ("" if role == "judge" else f" --{role}")
-        raise InputError(f"{role} {folder}: there is no {role}.json in it; `{how}` makes RUN/{role}")
+        raise InputError(
+            f"{role} {folder}: there is no {role}.json in it; `{how}` makes RUN/{role}"
+        )
     return _load(path, role, (path / f"{role}.json").stat().st_mtime_ns)
 
 
@@ -168,19 +191,31 @@ def _load(path: Path, role: Role, changed: int) -> Head:
         tensors = load_file(path / f"{role}.safetensors")
         asked = about["inputs"]
         inputs = Inputs(tuple(asked["models"]), tuple(asked["tokens"]), asked.get("layer"))
-        layer = (tensors["layer.weight"], tensors["layer.bias"]) if about["kind"] == "mlp" else None
-        head = Head(tensors["weight"], float(tensors["bias"]), inputs, about["threshold"], about["fingerprints"],
-                    about["metrics"], str(path), role, layer)  # fmt: skip
+        has_layer = about["kind"] == "mlp"
+        head = Head(
+            weight=tensors["weight"],
+            bias=float(tensors["bias"]),
+            inputs=inputs,
+            threshold=about["threshold"],
+            fingerprints=about["fingerprints"],
+            metrics=about["metrics"],
+            folder=str(path),
+            role=role,
+            layer=(tensors["layer.weight"], tensors["layer.bias"]) if has_layer else None,
+        )
         if about["fingerprint"] != head.fingerprint:
             raise ValueError(f"{role}.json and {role}.safetensors are not of the same fit")
         return head
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise InputError(f"{role} {path}: is broken ({type(error).__name__}: {error}); fit it again") from None
+        raise InputError(
+            f"{role} {path}: is broken ({type(error).__name__}: {error}); fit it again"
+        ) from None
 
 
 @dataclass(frozen=True)
 class Learned:
-    """What a rule and a stop condition have in common that ask a fitted head: where it is and how its score is taken."""
+    """What a rule and a stop condition have in common that ask a fitted head: where it is and how
+    its score is taken."""
 
     path: str
     threshold: float | None = None
@@ -195,7 +230,9 @@ class Learned:
     def __post_init__(self) -> None:
         if self.threshold is not None and not 0 <= self.threshold <= self.highest:
             most = f"must be from 0 to {self.highest}"
-            raise InputError(f"{self.name}'s threshold {self.threshold}: a score is a probability; {most}")
+            raise InputError(
+                f"{self.name}'s threshold {self.threshold}: a score is a probability; {most}"
+            )
 
     @cached_property
     def head(self) -> Head:
@@ -206,9 +243,9 @@ class Learned:
         """The threshold that holds."""
         return self.head.threshold if self.threshold is None else self.threshold
 
-    def check(self, fingerprints: Callable[[], dict[str, str]], sizes: dict[str, int]) -> None:
-        """Raise InputError where the head cannot run on models of these fingerprints and hidden sizes."""
+    def check(
+        self, fingerprints: Callable[[], Mapping[str, str]], sizes: Mapping[str, int]
+    ) -> None:
+        """Raise InputError where the head cannot run on models of these fingerprints and hidden
+        sizes."""
         self.head.check({} if self.unchecked else fingerprints(), sizes)
-
-
-# ---- fitting
