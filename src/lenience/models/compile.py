@@ -1,6 +1,8 @@
-"""Reading models through exported graphs, several times faster on a CPU than `transformers`' own forward, most of whose time
-on small models is Python's: which graph is a model's, whether it reads as the model does, and the cache that it reads. On a
-GPU, passes are recorded instead (lenience.models.cuda_graphs)."""
+"""Which other way of reading a model gets, and whether that reads as the model does.
+
+On a CPU exported graphs are several times faster than `transformers`' own forward, most of whose
+time on small models is Python's; on a GPU passes are recorded and replayed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ import torch
 import transformers
 
 from lenience.core.errors import first_line
-from lenience.models.cuda_graphs import Replay
+from lenience.models.cuda_graphs import CudaGraphs
+from lenience.models.kv_cache import Backend
 from lenience.models.lm import LM
 from lenience.models.onnx_export import FORMAT, export_graph
 from lenience.models.onnx_graph import load
@@ -24,12 +27,15 @@ LARGEST = 1 << 28
 
 
 def compile_model(lm: LM, *, export: bool = True) -> bool:
-    """Read a model in another way than through its own forward; says whether that is done. On a CPU it is an exported pass, the
-    one that an earlier export left in the cache or, with `export`, a new one, which takes some seconds; on a GPU, with
-    `export`, passes are recorded and replayed. What is read is checked against the model's own pass; where it cannot be
-    made, is broken or differs, a warning says why, and the model's own is used on."""
+    """Read a model in another way than through its own forward; says whether that is done.
+
+    On a CPU it is an exported pass, the one that an earlier export left in the cache or, with
+    `export`, a new one, which takes some seconds; on a GPU, with `export`, passes are recorded and
+    replayed. What is read is checked against the model's own pass; where it cannot be made, is
+    broken or differs, a warning says why, and the model's own is used on.
+    """
     with lm.lock:
-        return lm.graph is not None or _compile(lm, export)
+        return lm.backend is not None or _compile(lm, export)
 
 
 def _compile(lm: LM, export: bool) -> bool:
@@ -37,22 +43,28 @@ def _compile(lm: LM, export: bool) -> bool:
     path = None if why or lm.device.type != "cpu" else graph_path(lm)
     if not export and not (path and path.exists()):
         return False
-    try:
-        if not why:
-            if path and not path.exists():
-                export_graph(lm, path)
-            graph = load(path) if path else Replay()
-            if reads_together_as_alone(lm, graph.cache(lm, 3, 256)):
-                lm.graph = graph
-            else:
-                if path:
-                    path.unlink(missing_ok=True)
-                why = f"the {'exported' if path else 'recorded'} pass differs from its own"
-    except Exception as error:  # whatever an exporter raises
-        why = f"{type(error).__name__}: {first_line(error)}"
-    if why:
-        warnings.warn(f"{lm.role} {lm.name!r}: is not compiled: {why}", stacklevel=3)
-    return not why
+    if not why:
+        try:
+            backend = _backend(lm, path)
+            if reads_together_as_alone(lm, backend.cache(lm, 3, 256)):
+                lm.use(backend)
+                return True
+            if path:
+                path.unlink(missing_ok=True)
+            why = f"the {'exported' if path else 'recorded'} pass differs from its own"
+        except Exception as error:  # whatever an exporter raises
+            why = f"{type(error).__name__}: {first_line(error)}"
+    warnings.warn(f"{lm.role} {lm.name!r}: is not compiled: {why}", stacklevel=3)
+    return False
+
+
+def _backend(lm: LM, path: Path | None) -> Backend:
+    """The graph in a file, exported where there is none yet; or recorded passes."""
+    if path is None:
+        return CudaGraphs()
+    if not path.exists():
+        export_graph(lm, path)
+    return load(path)
 
 
 def refuses(lm: LM) -> str | None:
@@ -61,7 +73,8 @@ def refuses(lm: LM) -> str | None:
         return "its rows cannot be read together"
     devices = {str(weight.device) for weight in lm.model.parameters()}
     if len(devices) > 1 or lm.device.type not in ("cpu", "cuda"):
-        return f"it is on {', '.join(sorted(devices))}, and what is compiled is for a CPU or one GPU"
+        on = ", ".join(sorted(devices))
+        return f"it is on {on}, and what is compiled is for a CPU or one GPU"
     if lm.device.type == "cuda":
         return None
     if any(weight.dtype != torch.float32 for weight in lm.model.parameters()):
@@ -72,11 +85,14 @@ def refuses(lm: LM) -> str | None:
 
 
 def graph_path(lm: LM) -> Path:
-    """Where a model's graph is kept: $LENIENCE_CACHE, else the user's cache folder; its name is a hash of all weights, the
-    configuration, the role and what exports it."""
-    base = os.environ.get("LENIENCE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lenience"
-    made = [FORMAT, torch.__version__, transformers.__version__, lm.model.config.to_json_string(), lm.role]
-    digest = hashlib.blake2b(repr(made).encode(), digest_size=12)
+    """Where a model's graph is kept: $LENIENCE_CACHE, else the user's cache folder; its name is a
+    hash of all weights, the configuration, the role and what exports it."""
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(os.environ.get("LENIENCE_CACHE") or user_cache / "lenience")
+    versions = [FORMAT, torch.__version__, transformers.__version__]
+    made_of = [*versions, lm.model.config.to_json_string(), lm.role]
+    digest = hashlib.blake2b(repr(made_of).encode(), digest_size=12)
     for name, weight in sorted(lm.model.state_dict().items()):
-        digest.update(name.encode() + weight.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
-    return Path(base) / f"{digest.hexdigest()}.onnx"
+        content = weight.detach().reshape(-1).contiguous().view(torch.uint8).numpy()
+        digest.update(name.encode() + content.data)
+    return folder / f"{digest.hexdigest()}.onnx"

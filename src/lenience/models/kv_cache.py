@@ -1,4 +1,5 @@
-"""Keys and values of rows of tokens, addressed by position in preallocated memory, and passes over them."""
+"""Keys and values of rows of tokens, addressed by position in preallocated memory, and passes over
+them."""
 
 from __future__ import annotations
 
@@ -9,44 +10,50 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from lenience.core.profile import Profile
-from lenience.core.transfer import sent
-from lenience.models.lm import LM
+from lenience.core.transfer import to_device
+from lenience.models.lm import LM, PassCache
 
 LATER = -1
 """Stands for a token that is still to come from the device."""
 
 
 @dataclass(frozen=True)
-class Pass:
-    """What a model is asked to read at once: new tokens of m rows, at most T of each, those with fewer padded in front."""
+class Forward:
+    """What a model is asked to read at once: new tokens of m rows, at most T of each, those with
+    fewer padded in front."""
 
-    which: list[int]
+    rows: list[int]
     """[m]: the rows of the cache."""
-    ids: list[list[int]]
+    input_ids: list[list[int]]
     """[m, T]"""
-    pads: list[int]
+    left_padding: list[int]
     """[m]: how many of the T are padding."""
-    cached: list[int]
+    cached_lengths: list[int]
     """[m]: how many tokens of each row are in the cache."""
-    extent: int
+    kv_length: int
     """How many tokens the longest row has, the new ones included."""
-    states: int
+    num_states: int
     """After how many of the last tokens logits and hidden states are wanted."""
-    on: int = 0
-    """How many tokens more are read, each the most probable one after the one before; only by a cache that `loops`, and only
-    where `states` is 1."""
-    ahead: Tensor | None = None
-    """[m, a]: the last tokens of each row where only the model's device has them; `ids` has -1 for them."""
+    lookahead: int = 0
+    """How many tokens more are read, each the most probable one after the one before; only by a
+    cache that `can_loop`, and only where `num_states` is 1."""
+    device_tokens: Tensor | None = None
+    """[m, a]: the last tokens of each row where only the model's device has them; `input_ids` has
+    LATER for them."""
+
+    @property
+    def length(self) -> int:
+        """T"""
+        return len(self.input_ids[0])
 
     def ids_on(self, device: torch.device) -> Tensor:
         """[m, T]"""
-        ids = sent(self.ids, device)
-        if self.ahead is not None:
-            ids[:, -self.ahead.shape[1] :] = self.ahead
+        ids = to_device(self.input_ids, device)
+        if self.device_tokens is not None:
+            ids[:, -self.device_tokens.shape[1] :] = self.device_tokens
         return ids
 
 
@@ -54,191 +61,255 @@ class RowCache(Protocol):
     """Keys and values of rows of tokens, and the model that reads more of them."""
 
     @property
-    def together(self) -> bool | None:
-        """Whether rows of different lengths can share a pass; None where that has not been found out yet."""
+    def reads_ragged(self) -> bool | None:
+        """Whether rows of different lengths can share a pass; None where it must be tried."""
         ...
 
     @property
-    def loops(self) -> bool:
+    def can_loop(self) -> bool:
         """Whether a pass can go on by itself."""
         ...
 
     @property
-    def waits(self) -> bool:
+    def needs_host_tokens(self) -> bool:
         """Whether tokens that the device has found are wanted on the host before they are read."""
         ...
 
-    @property
     def token_bytes(self) -> dict[torch.device, int]:
         """What one token takes at most, on each device."""
         ...
 
-    def release(self) -> None:
+    def on_session_closed(self) -> None:
         """The session that used the cache is gone."""
         ...
 
     def move(self, source: int, to: int) -> None:
-        """The row at `source` becomes the row at `to`."""
+        """Make the row at `source` the row at `to`."""
         ...
 
-    def read(self, p: Pass, profile: Profile) -> tuple[Tensor, Tensor]:
-        """Logits [m, states + on, V] and hidden states [m, states + on, H]."""
+    def read(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
+        """Logits [m, num_states + lookahead, V] and hidden states [m, num_states + lookahead,
+        H]."""
+        ...
+
+
+class Backend(Protocol):
+    """A way to read a model other than through its own forward, see `lenience.models.compile`."""
+
+    def cache(self, lm: LM, rows: int, capacity: int) -> RowCache:
+        """Make a cache, or take over one that no session uses any more."""
+        ...
+
+    def has_spare(self, rows: int, capacity: int) -> bool:
+        """Whether the next session can take over a cache, so that no memory is needed for it."""
+        ...
+
+    def drop_spare(self, rows: int, capacity: int) -> None:
+        """Forget a kept cache that the next session cannot take over."""
         ...
 
 
 class PlainCache:
-    """The keys and values of rows of tokens, read through the model's own forward pass. Layers with a sliding window keep
-    every state too, so that rolling back is the same everywhere; the mask does the sliding."""
+    """The keys and values of rows of tokens, read through the model's own forward pass. Layers with
+    a sliding window keep every state too, so that rolling back is the same everywhere; the mask
+    does the sliding."""
 
-    loops = False
+    can_loop = False
 
-    def __init__(self, lm: LM, rows: int, capacity: int, layer: int | None = None):
-        """`layer`: after which of the model's layers the hidden states are, where not after its final norm."""
-        self.lm, self.place, self.layer = lm, _Place(rows, capacity), layer
+    def __init__(
+        self,
+        lm: LM,
+        rows: int,
+        capacity: int,
+        layer: int | None = None,
+        reads_ragged: bool | None = None,
+    ):
+        """`layer`: after which of the model's layers the hidden states are, where not after its
+        final norm; `reads_ragged`: whether it is known that rows can share a pass."""
+        self.lm, self.slots, self.layer = lm, _Slots(rows, capacity), layer
+        self.reads_ragged = reads_ragged
         if layer is not None:
-            lm.watch(layer)
-        self._cache = Cache(layer_class_to_replicate=cast(type[CacheLayerMixin], partial(_Layer, self.place)))
+            lm.capture_layer(layer)
+        make_layer = cast(type[CacheLayerMixin], partial(_Layer, self.slots))
+        self._cache = PassCache(layer_class_to_replicate=make_layer)
 
     @property
-    def together(self) -> bool | None:
-        return self.lm.takes_masks
-
-    @property
-    def waits(self) -> bool:
+    def needs_host_tokens(self) -> bool:
         return self.lm.device.type != "cuda"
 
     @property
     def layers(self) -> list[_Layer]:
         return cast(list[_Layer], self._cache.layers)
 
-    @property
     def token_bytes(self) -> dict[torch.device, int]:
-        taken: dict[torch.device, int] = {}
         if not self.layers:  # they are made by the first read
-            self.read(Pass([0], [[0]], [0], [0], 1, 1), Profile())
+            self.read(Forward([0], [[0]], [0], [0], kv_length=1, num_states=1), Profile())
+        taken: dict[torch.device, int] = {}
         for layer in self.layers:
-            for kept in (layer.keys, layer.values):
-                assert kept is not None
-                taken[kept.device] = taken.get(kept.device, 0) + kept[0, :, 0].nbytes
+            for states in layer.both():
+                taken[states.device] = taken.get(states.device, 0) + states[0, :, 0].nbytes
         return taken
 
-    def release(self) -> None: ...
+    def on_session_closed(self) -> None: ...
 
     def move(self, source: int, to: int) -> None:
         for layer in self.layers:
-            assert layer.keys is not None and layer.values is not None
-            layer.keys[to], layer.values[to] = layer.keys[source], layer.values[source]
+            for states in layer.both():
+                states[to] = states[source]
 
-    def read(self, p: Pass, profile: Profile) -> tuple[Tensor, Tensor]:
-        place, device = self.place, self.lm.device
-        ids = p.ids_on(device)
-        ids = ids.clamp(max=self.lm.width - 1)  # an id that only the other model's embedding has is read as the last one
-        place.which, place.extent = p.which, p.extent
-        if place.extent > place.capacity:
-            place.capacity = max(place.extent, 2 * place.capacity)
-        at = None
-        if len(p.which) == 1:
-            place.start, place.columns = p.cached[0], None
+    def read(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
+        slots, device = self.slots, self.lm.device
+        # an id that only the other model's embedding has is read as the last one
+        ids = forward.ids_on(device).clamp(max=self.lm.vocab_size - 1)
+        slots.make_room(forward.kv_length)
+        position_ids = None
+        if len(forward.rows) == 1:
+            slots.use_one(forward.rows[0], forward.cached_lengths[0], forward.kv_length)
         else:
-            place.start, place.index, place.first = 0, sent(p.which, device), p.which == [*range(len(p.which))]
-            at, padding = positions(ids, sent(p.pads, device), sent(p.cached, device))
-            place.columns = at.masked_fill(padding, place.capacity)
-        profile.lap("cache")
-        read = self.forward(ids, p.states, at)
-        profile.lap(self.lm.role)
-        return read
+            padding = to_device(forward.left_padding, device)
+            cached = to_device(forward.cached_lengths, device)
+            position_ids, is_padding = positions(ids, padding, cached)
+            columns = position_ids.masked_fill(is_padding, slots.capacity)
+            rows = to_device(forward.rows, device)
+            slots.use_several(forward.rows, rows, columns, forward.kv_length)
+        profile.add("cache")
+        outputs = self.forward(ids, forward.num_states, position_ids)
+        profile.add(self.lm.role)
+        return outputs
 
-    def forward(self, ids: Tensor, states: int, at: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The model's pass over `ids` [m, T], the `place` being set; `at` [m, T]: their positions, where it is not one row."""
+    def forward(
+        self, ids: Tensor, num_states: int, position_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The model's pass over `ids` [m, T], the slots being set; `position_ids` [m, T] where it
+        is not one row."""
         extra: dict[str, Any] = {}
-        if at is not None:
-            extra = {"position_ids": at, "attention_mask": self._masks(at, self.place.extent)}
-        out = self.lm.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=states, **extra)
-        state, logits = self.lm.take_state(self.layer), out.logits[:, -states:]
-        return logits, state[:, -states:].to(logits.device)  # a model may lie on several devices
+        if position_ids is not None:
+            masks = self._masks(position_ids, self.slots.kv_length)
+            extra = {"position_ids": position_ids, "attention_mask": masks}
+        out = self.lm.model(
+            input_ids=ids,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=num_states,
+            **extra,
+        )
+        hidden, logits = self._cache.take_hidden(self.layer), out.logits[:, -num_states:]
+        return logits, hidden[:, -num_states:].to(
+            logits.device
+        )  # a model may lie on several devices
 
-    def _masks(self, at: Tensor, extent: int) -> Any:
-        """What of `extent` keys each query sees, as the model's attention wants it told."""
-        masks, model = self.lm.masks(at, torch.arange(extent, device=at.device)), self.lm.model
+    def _masks(self, position_ids: Tensor, kv_length: int) -> Any:
+        """What of `kv_length` keys each query sees, as the model's attention wants it told."""
+        keys = torch.arange(kv_length, device=position_ids.device)
+        masks, model = self.lm.masks(position_ids, keys), self.lm.model
         if model.config.get_text_config()._attn_implementation == "eager":
             least = torch.finfo(model.dtype).min
-            masks = {kind: torch.zeros(mask.shape, dtype=model.dtype, device=at.device).masked_fill(~mask, least)
-                     for kind, mask in masks.items()}  # fmt: skip
+            masks = {
+                kind: torch.zeros_like(mask, dtype=model.dtype).masked_fill(~mask, least)
+                for kind, mask in masks.items()
+            }
         return masks if len(masks) > 1 else masks["full_attention"]
 
 
 class _Layer(CacheLayerMixin):
-    """One layer's keys and values [rows, H, capacity + 1, D], written and read where the session's `place` says. Layers
-    with a sliding window keep every state too, so that rolling back is the same everywhere; the mask does the sliding."""
+    """One layer's keys and values [rows, H, capacity + 1, D], written and read where the cache's
+    slots say."""
 
     is_sliding = False
 
-    def __init__(self, place: _Place):
+    def __init__(self, slots: _Slots):
         super().__init__()
-        self.place = place
+        self.slots = slots
+
+    def both(self) -> tuple[Tensor, Tensor]:
+        """Keys and values."""
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys, self.values = self._room(key_states), self._room(value_states)
+        self.keys, self.values = self._zeros(key_states), self._zeros(value_states)
         self.is_initialized = True
 
-    def _room(self, states: Tensor, old: Tensor | None = None) -> Tensor:
+    def _zeros(self, states: Tensor, old: Tensor | None = None) -> Tensor:
         """Zeros, not anything: a masked key's weight is 0, and 0 times a NaN is none."""
-        made = states.new_zeros(self.place.rows, states.shape[1], self.place.capacity + 1, states.shape[3])
+        rows, capacity = self.slots.num_rows, self.slots.capacity
+        made = states.new_zeros(rows, states.shape[1], capacity + 1, states.shape[3])
         if old is not None:
             made[:, :, : old.shape[2] - 1] = old[:, :, :-1]
         return made
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if self.keys is None or self.values is None:
             self.lazy_initialization(key_states, value_states)
-        elif self.keys.shape[2] <= self.place.capacity:
-            self.keys, self.values = self._room(key_states, self.keys), self._room(value_states, self.values)
-        return self._write(self.keys, key_states), self._write(self.values, value_states)
+        elif self.keys.shape[2] <= self.slots.capacity:
+            self.keys = self._zeros(key_states, self.keys)
+            self.values = self._zeros(value_states, self.values)
+        keys, values = self.both()
+        return self._write(keys, key_states), self._write(values, value_states)
 
-    def _write(self, kept: Tensor | None, states: Tensor) -> Tensor:
-        assert kept is not None
-        place, visible = self.place, cast(Tensor, kept)[:, :, : self.place.extent]
-        if place.columns is None:  # one row, and its new states stand side by side
-            row = place.which[0]
-            kept[row, :, place.start : place.extent] = states[0]
+    def _write(self, kept: Tensor, states: Tensor) -> Tensor:
+        slots = self.slots
+        visible = kept[:, :, : slots.kv_length]
+        if slots.columns is None:  # one row, and its new states stand side by side
+            row = slots.rows[0]
+            kept[row, :, slots.start : slots.kv_length] = states[0]
             return visible[row : row + 1]
-        index, columns = place.index.to(kept.device), place.columns.to(kept.device)
+        index, columns = slots.index.to(kept.device), slots.columns.to(kept.device)
         kept[index[:, None], :, columns] = states.transpose(1, 2)  # [m, T, H, D]
-        return visible[: len(place.which)] if place.first else visible[index]
+        return visible[: len(slots.rows)] if slots.leading else visible[index]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.place.start + query_length, 0
+        return self.slots.start + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self.place.start
+        return self.slots.start
 
     def get_max_length(self) -> int:
         return -1
 
 
 @dataclass
-class _Place:
+class _Slots:
     """Where the states of a pass go: the one thing that the layers of a cache share."""
 
-    rows: int
+    num_rows: int
     capacity: int
     """How many tokens a row can hold; the column after them takes the states of padding."""
-    which: Sequence[int] = ()
+    rows: Sequence[int] = ()
     """The rows that take part in the pass."""
     index: Tensor = field(default_factory=lambda: torch.empty(0))
     """[m]: the same as a tensor."""
-    first: bool = True
+    leading: bool = True
     """Whether they are the first m rows, so that no copy is needed to read them."""
     start: int = 0
     """How many tokens the row holds before the pass, where it is one row."""
-    extent: int = 0
+    kv_length: int = 0
     """How many columns the pass can see."""
     columns: Tensor | None = None
     """[m, T]: the column of each new state; None where one row takes part."""
 
+    def make_room(self, kv_length: int) -> None:
+        """Let rows hold so many tokens; they grow by doubling."""
+        if kv_length > self.capacity:
+            self.capacity = max(kv_length, 2 * self.capacity)
 
-def positions(ids: Tensor, pads: Tensor, cached: Tensor) -> tuple[Tensor, Tensor]:
-    """The position of each of `ids` [m, T], 0 for padding, and which are padding, both [m, T]; `pads` [m] stand in front and
-    `cached` [m] tokens came before."""
-    steps = torch.arange(ids.shape[1], device=ids.device) - pads[:, None]
-    return (steps + cached[:, None]).masked_fill(steps < 0, 0), steps < 0
+    def use_one(self, row: int, start: int, kv_length: int) -> None:
+        self.rows, self.start, self.kv_length, self.columns = [row], start, kv_length, None
+
+    def use_several(
+        self, rows: Sequence[int], index: Tensor, columns: Tensor, kv_length: int
+    ) -> None:
+        self.rows, self.index, self.leading = rows, index, list(rows) == [*range(len(rows))]
+        self.start, self.kv_length, self.columns = 0, kv_length, columns
+
+    def forget_columns(self) -> None:
+        self.columns = None
+
+
+def positions(ids: Tensor, left_padding: Tensor, cached_lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """The position of each of `ids` [m, T], 0 for padding, and which are padding, both [m, T];
+    `left_padding` [m] stand in front and `cached_lengths` [m] tokens came before."""
+    steps = torch.arange(ids.shape[1], device=ids.device) - left_padding[:, None]
+    return (steps + cached_lengths[:, None]).masked_fill(steps < 0, 0), steps < 0

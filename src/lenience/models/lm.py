@@ -6,10 +6,10 @@ import hashlib
 import inspect
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Cache,
     DynamicCache,
     LogitsProcessorList,
     NoBadWordsLogitsProcessor,
@@ -30,133 +31,223 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lenience.core.errors import InputError, first_line
+from lenience.core.files import digest_bytes
+
+if TYPE_CHECKING:
+    from lenience.models.kv_cache import Backend
 
 Prompt = str | Sequence[int] | list[dict[str, str]]
 
 REFUSED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "watermarking_config", "constraints"), (None,)),
+    **dict.fromkeys(
+        ("forced_bos_token_id", "forced_eos_token_id", "watermarking_config", "constraints"),
+        (None,),
+    ),
     **dict.fromkeys(("begin_suppress_tokens", "force_words_ids", "dola_layers"), (None, [])),
-    **dict.fromkeys(("encoder_repetition_penalty", "exponential_decay_length_penalty"), (None, 1.0)),
+    **dict.fromkeys(
+        ("encoder_repetition_penalty", "exponential_decay_length_penalty"), (None, 1.0)
+    ),
     **dict.fromkeys(("guidance_scale", "num_beams"), (None, 1)),
-    **dict.fromkeys(("encoder_no_repeat_ngram_size", "min_length", "min_new_tokens", "penalty_alpha"), (None, 0)),
+    **dict.fromkeys(
+        ("encoder_no_repeat_ngram_size", "min_length", "min_new_tokens", "penalty_alpha"), (None, 0)
+    ),
     **dict.fromkeys(("remove_invalid_values", "token_healing"), (None, False)),
 }
-"""Settings of a generation_config that change the output and are not supported, each with the values that do nothing."""
+"""Settings of a generation_config that change the output and are not supported, each with the
+values that do nothing."""
 REFUSED_WHEN_SAMPLING: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "top_h"), (None, 0.0)),
     "typical_p": (None, 1.0),
 }
 
 
+T = TypeVar("T")
+
+
+class PassCache(Cache):
+    """A cache that also takes the hidden states of the pass that it is given to."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self._hidden: dict[int | None, Tensor] = {}
+
+    def put_hidden(self, layer: int | None, states: Tensor) -> None:
+        self._hidden[layer] = states
+
+    def take_hidden(self, layer: int | None) -> Tensor:
+        """[m, T, H]: what a layer gave in the last pass; None stands for the final norm."""
+        return self._hidden.pop(layer)
+
+
+def _hand_over(layer: int | None) -> Callable[..., None]:
+    """A hook that puts what a module gives into the PassCache among its arguments, where there is
+    one."""
+
+    def hook(
+        _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, PassCache):
+                states = out if isinstance(out, Tensor) else out[0]
+                argument.put_hidden(layer, states)
+
+    return hook
+
+
 class LM:
     """A causal language model and its tokenizer, ready for inference."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, role: str = "target"):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        role: str = "target",
+    ):
         self.model, self.tokenizer, self.name, self.role = model.eval(), tokenizer, name, role
         self.embedding = cast(torch.nn.Embedding, model.get_input_embeddings())
         _refuse_unless_rollable(model, f"{role} {name!r}")
-        self._read = threading.local()
         self.lock = threading.RLock()
         """Held while something is found out about the model or it is exported."""
-        self._watched: set[int] = set()
-        self.graph: Any = None
-        """The exported forward pass that is used in place of the model's own; see lenience.models.compile."""
-        self.token_bytes: tuple[Any, dict[torch.device, int]] | None = None
-        """What one token takes in a cache on each device, and of which way to read it; None until a session has found out."""
-        self.takes_masks: bool | None = None
-        """Whether rows of different lengths can share a pass; None until a session has found out."""
+        self.backend: Backend | None = None
+        """The way it is read in place of its own forward, see lenience.models.compile."""
+        self._known: dict[Hashable, Any] = {}
+        self._captured_layers: set[int] = set()
         head = cast(torch.nn.Linear | None, model.get_output_embeddings())
         if head is None:
-            raise InputError(f"{role} {name!r}: {type(model).__name__} has no LM head; name a causal language model")
+            kind = type(model).__name__
+            raise InputError(
+                f"{role} {name!r}: {kind} has no LM head; name a causal language model"
+            )
         self.hidden_size = head.weight.shape[1]
-        head.register_forward_pre_hook(self._catch_state)
+        cast(torch.nn.Module, model.get_decoder()).register_forward_hook(
+            _hand_over(None), with_kwargs=True
+        )
+
+    def use(self, backend: Backend | None) -> None:
+        """Read the model through another way than its own forward from now on; None for its own."""
+        self.backend = backend
+
+    def once(self, what: Hashable, find: Callable[[], T]) -> T:
+        """Find something out about the model the first time it is asked, and remember it."""
+        with self.lock:
+            if what not in self._known:
+                self._known[what] = find()
+            return cast(T, self._known[what])
 
     @classmethod
-    def load(cls, name: str, role: str, *, dtype: str, device: str, kwargs: dict[str, Any]) -> LM:
-        """Load a Hub name or local folder; `kwargs` reach the model's from_pretrained. Raises InputError where it can't
-        be loaded."""
+    def load(
+        cls, source: str, role: str, options: Mapping[str, Any], name: str | None = None
+    ) -> LM:
+        """Load a Hub name or local folder, shown as `name` where it is given. Of the options
+        `dtype` and `device` are taken, the others reach the model's from_pretrained. Raises
+        InputError where it can't be loaded."""
+        kwargs = dict(options)
+        dtype, device = kwargs.pop("dtype"), kwargs.pop("device")
         if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise InputError(f"dtype {dtype!r}: there is none; name float32, bfloat16, float16 or auto")
+            raise InputError(
+                f"dtype {dtype!r}: there is none; name float32, bfloat16, float16 or auto"
+            )
         try:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:
-            raise InputError(f"device {device!r}: cannot be used ({first_line(error)}); name cpu, cuda or auto") from None
-        shared = {key: kwargs[key] for key in ("revision", "trust_remote_code", "token", "cache_dir") if key in kwargs}
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name, **shared)
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
-        except SafetensorError as error:
             raise InputError(
-                f"{role} {name!r}: its safetensors file is corrupt ({first_line(error)}); fetch it again"
-            ) from error
+                f"device {device!r}: cannot be used ({first_line(error)}); name cpu, cuda or auto"
+            ) from None
+        shared = {
+            key: kwargs[key]
+            for key in ("revision", "trust_remote_code", "token", "cache_dir")
+            if key in kwargs
+        }
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source, **shared)
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **kwargs)
+        except SafetensorError as error:
+            why = f"its safetensors file is corrupt ({first_line(error)}); fetch it again"
+            raise InputError(f"{role} {source!r}: {why}") from error
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-            hint = "" if Path(name).is_dir() else "; give a Hub name or a folder that holds config.json"
-            raise InputError(f"{role} {name!r}: cannot be loaded ({first_line(error)}){hint}") from error
+            mend = (
+                ""
+                if Path(source).is_dir()
+                else "; give a Hub name or a folder that holds config.json"
+            )
+            why = f"cannot be loaded ({first_line(error)}){mend}"
+            raise InputError(f"{role} {source!r}: {why}") from error
         if "device_map" not in kwargs and not getattr(model, "is_quantized", False):
             model.to(torch.device(device))  # type: ignore[arg-type]
-        return cls(model, tokenizer, name, role)
+        return cls(model, tokenizer, name or source, role)
 
-    def _catch_state(self, _module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
-        self._read.state = args[0]
-
-    def take_state(self, layer: int | None = None) -> Tensor:
-        """What the LM head read last in this thread: hidden states after the final norm; or what the watched `layer` gave."""
-        state, self._read.state = self._read.state, None
-        return cast(Tensor, state) if layer is None else self._read.layers.pop(layer)
-
-    def watch(self, layer: int) -> None:
-        """Keep what a layer gives in each pass: 1 the first, -1 the last. Raises InputError where there is none."""
-        blocks = next(
-            (
-                module
-                for module in self.model.modules()
-                if isinstance(module, torch.nn.ModuleList)
-                and len(module) == self.model.config.get_text_config().num_hidden_layers
-            ),
-            None,
-        )
-        if blocks is None or not 1 <= abs(layer) <= len(blocks):
-            raise InputError(f"layer {layer}: {self.role} {self.name!r} has {len(blocks or ())}, 1 the first and -1 the last")
-
-        def keep(_module: torch.nn.Module, _args: Any, out: Any) -> None:
-            layers = self._read.layers = getattr(self._read, "layers", {})
-            layers[layer] = out[0] if isinstance(out, tuple) else out
-
+    def capture_layer(self, layer: int) -> None:
+        """From now on hand what a layer gives to the PassCache of each pass: 1 the first, -1 the
+        last. Raises InputError where there is none."""
+        depth = self.model.config.get_text_config().num_hidden_layers
+        lists = [part for part in self.model.modules() if isinstance(part, torch.nn.ModuleList)]
+        blocks = next((part for part in lists if len(part) == depth), torch.nn.ModuleList())
+        if not 1 <= abs(layer) <= len(blocks):
+            has = f"{self.role} {self.name!r} has {len(blocks)}, 1 the first and -1 the last"
+            raise InputError(f"layer {layer}: {has}")
         with self.lock:
-            if layer not in self._watched:
-                self._watched.add(layer)
-                blocks[layer - (layer > 0)].register_forward_hook(keep)
+            if layer not in self._captured_layers:
+                self._captured_layers.add(layer)
+                block = blocks[layer - (layer > 0)]
+                block.register_forward_hook(_hand_over(layer), with_kwargs=True)
 
     @property
     def device(self) -> torch.device:
         return self.embedding.weight.device
 
-    @cached_property
-    def context(self) -> int | None:
-        """How many tokens the model can hold; None where its configuration sets no limit."""
-        config = self.model.config.get_text_config()
-        return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    @property
+    def dtype(self) -> str:
+        """Of the weights, as users name it."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    def generation_settings(self) -> dict[str, Any]:
+        """What the model's generation_config says that is not a default, as JSON."""
+        config = self.model.generation_config
+        settings = {} if config is None else config.to_diff_dict()
+        plain = {}
+        for name, value in settings.items():
+            if name != "transformers_version":
+                simple = isinstance(value, int | float | str | None)
+                plain[name] = value if simple else repr(value)
+        return plain
 
     @cached_property
-    def width(self) -> int:
+    def context_length(self) -> int | None:
+        """How many tokens the model can hold; None where its configuration sets no limit."""
+        config = self.model.config.get_text_config()
+        positions = getattr(config, "max_position_embeddings", None)
+        return positions or getattr(config, "n_positions", None)
+
+    @cached_property
+    def vocab_size(self) -> int:
         """The number of rows of the input embedding: ids from here on cannot be read."""
         return self.embedding.weight.shape[0]
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
         """The tokens that end a response: those of generation_config, else the tokenizer's."""
-        given = self.model.generation_config.eos_token_id if self.model.generation_config else None
-        given = self.tokenizer.eos_token_id if given is None else given
-        return frozenset([] if given is None else [given] if isinstance(given, int) else given)
+        config = self.model.generation_config
+        ids = config.eos_token_id if config else None
+        if ids is None:
+            ids = self.tokenizer.eos_token_id
+        if ids is None:
+            return frozenset()
+        return frozenset([ids] if isinstance(ids, int) else ids)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identifies the weights, whatever dtype they are loaded in: a hash of every parameter's name, shape and some of
-        its numbers, rounded to bfloat16."""
+        """Identifies the weights, whatever dtype they are loaded in: a hash of every parameter's
+        name, shape and some of its numbers, rounded to bfloat16."""
         digest = hashlib.blake2b(digest_size=8)
         for name, value in sorted(self.model.state_dict().items()):
             flat = value.detach().flatten()
-            some = flat[:: max(1, flat.numel() // 64)].to(torch.float32).to(torch.bfloat16).view(torch.int16)
+            some = (
+                flat[:: max(1, flat.numel() // 64)]
+                .to(torch.float32)
+                .to(torch.bfloat16)
+                .view(torch.int16)
+            )
             digest.update(f"{name}{tuple(value.shape)}".encode() + some.cpu().numpy().tobytes())
         return digest.hexdigest()
 
@@ -164,23 +255,29 @@ class LM:
     def tokenizer_fingerprint(self) -> str:
         vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()))
         template = getattr(self.tokenizer, "chat_template", None) or ""
-        return hashlib.blake2b((vocabulary + str(template)).encode(), digest_size=8).hexdigest()
+        return digest_bytes((vocabulary + str(template)).encode())
 
     @cached_property
     def reads_rows_apart(self) -> bool:
-        """Whether what a row reads as depends on the rows that are read with it, so that they must be read one by one."""
+        """Whether what a row reads as depends on the rows that are read with it, so that they must
+        be read one by one."""
         config: Any = self.model.config.get_text_config()
-        rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
+        rope = str(
+            getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+        )
         return (
             config.model_type == "gpt_neo"  # its local layers place their window by the longest row
             or "longrope" in rope  # rescales positions by the longest row
             or "dynamic" in rope
-            or bool({*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"})
+            or bool(
+                {*(getattr(config, "layer_types", None) or ())}
+                - {"full_attention", "sliding_attention"}
+            )
         )
 
     def masks(self, at: Tensor, keys: Tensor) -> dict[str, Tensor]:
-        """For each kind of layer, which of the keys at the positions `keys` [m, K] (or [K]) each query at the positions `at`
-        [m, T] sees: [m, 1, T, K] bool."""
+        """For each kind of layer, which of the keys at the positions `keys` [m, K] (or [K]) each
+        query at the positions `at` [m, T] sees: [m, 1, T, K] bool."""
         config: Any = self.model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ())
         window = getattr(config, "sliding_window", None)
@@ -192,56 +289,66 @@ class LM:
         return {"full_attention": full if kinds else sliding}
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt: ids as they are; text and messages through the chat template, where there is one.
+        """Token ids of a prompt: ids as they are; text and messages through the chat template,
+        where there is one.
 
-        Raises InputError for an empty prompt, ids out of range, messages without a template, words that the
-        vocabulary lacks and a prompt that leaves no room in the context.
+        Raises InputError for an empty prompt, ids out of range, messages without a template, words
+        that the vocabulary lacks and a prompt that leaves no room in the context.
         """
         if _is_list(prompt, int):
             ids = cast(list[int], list(prompt))
         elif not (isinstance(prompt, str) or _is_list(prompt, dict)):
-            raise InputError(f"a prompt is text, chat messages or a list of token ids, not {prompt!r:.60}")
+            raise InputError(
+                f"a prompt is text, chat messages or a list of token ids, not {prompt!r:.60}"
+            )
         elif getattr(self.tokenizer, "chat_template", None):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             apply: Any = self.tokenizer.apply_chat_template
-            ids = list(apply(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+            ids = list(
+                apply(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+            )
         elif isinstance(prompt, str):
             ids = cast(list[int], self.tokenize(prompt)["input_ids"])
         else:
-            raise InputError(f"{self.role} {self.name!r} has no chat template; give the prompt as text")
+            raise InputError(
+                f"{self.role} {self.name!r} has no chat template; give the prompt as text"
+            )
         if not ids:
             raise InputError("the prompt is empty; give some text or token ids")
-        if not all(0 <= item < self.width for item in ids):
-            raise InputError(f"the prompt holds token ids outside 0…{self.width - 1}, the vocabulary of {self.name!r}")
-        if self.context and len(ids) >= self.context:
+        if not all(0 <= item < self.vocab_size for item in ids):
             raise InputError(
-                f"the prompt has {len(ids)} tokens, {self.name!r} has room for {self.context - 1} and a new one; shorten it"
+                f"the prompt holds token ids outside 0…{self.vocab_size - 1}, the vocabulary of "
+                f"{self.name!r}"
             )
+        if self.context_length and len(ids) >= self.context_length:
+            room = f"{self.name!r} has room for {self.context_length - 1} and a new one"
+            raise InputError(f"the prompt has {len(ids)} tokens, {room}; shorten it")
         return ids
 
     def tokenize(self, text: str, **options: Any) -> Any:
-        """What the tokenizer makes of a text. Raises InputError for words that the vocabulary lacks."""
+        """What the tokenizer makes of a text. Raises InputError for words that the vocabulary
+        lacks."""
         try:
             return self.tokenizer(text, **options)
         except Exception as error:
             # a WordLevel vocabulary without an unknown token says only that it has none
             known = self.tokenizer.get_vocab()
             backend = getattr(self.tokenizer, "backend_tokenizer", None)
-            split = backend.pre_tokenizer.pre_tokenize_str(text) if backend is not None and backend.pre_tokenizer else []
-            unknown = [piece.strip("▁") for piece, _ in split if piece not in known]
+            if backend is None or not backend.pre_tokenizer:
+                raise
+            pieces = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+            unknown = [piece.strip("▁") for piece in pieces if piece not in known]
             if not unknown:
                 raise
             words = ", ".join(repr(word) for word in dict.fromkeys(unknown[:5]))
             raise InputError(
-                f"the text holds what the vocabulary of {self.name!r} lacks: {words}; it knows the words of its own task only"
+                f"the text holds what the vocabulary of {self.name!r} lacks: {words}; it knows the "
+                "words of its own task only"
             ) from error
 
-    def spell(self, ids: Sequence[int]) -> str:
-        """The text of tokens, special ones included."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return cast(str, self.tokenizer.decode(list(ids), skip_special_tokens=True))
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """The text of tokens, `special` ones included or left out."""
+        return cast(str, self.tokenizer.decode(list(ids), skip_special_tokens=not special))
 
     def processors(self, sampling: bool) -> LogitsProcessorList:
         """What the model's generation_config does to logits besides temperature, top-k and top-p.
@@ -249,29 +356,32 @@ class LM:
         Raises InputError that names a setting which is not supported.
         """
         config = self.model.generation_config
-        made = LogitsProcessorList()
+        chain = LogitsProcessorList()
         if config is None:
-            return made
+            return chain
         for key, neutral in (REFUSED | (REFUSED_WHEN_SAMPLING if sampling else {})).items():
             value = getattr(config, key, None)
             if value not in neutral:
+                mend = f"set pair.{self.role}.model.generation_config.{key} = {neutral[-1]}"
                 raise InputError(
-                    f"{self.role} {self.name!r}: {key}={value!r} of its generation_config is not supported; "
-                    f"set pair.{self.role}.model.generation_config.{key} = {neutral[-1]}"
+                    f"{self.role} {self.name!r}: {key}={value!r} of its generation_config is not "
+                    f"supported; {mend}"
                 )
         device = str(self.device)
         # in the order in which transformers applies them
         if config.sequence_bias:
-            made.append(SequenceBiasLogitsProcessor(config.sequence_bias))
+            chain.append(SequenceBiasLogitsProcessor(config.sequence_bias))
         if config.repetition_penalty not in (None, 1.0):
-            made.append(RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
+            chain.append(RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
         if config.no_repeat_ngram_size:
-            made.append(NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
+            chain.append(NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
         if config.bad_words_ids:
-            made.append(NoBadWordsLogitsProcessor(config.bad_words_ids, sorted(self.eos_ids) or None))
+            chain.append(
+                NoBadWordsLogitsProcessor(config.bad_words_ids, sorted(self.eos_ids) or None)
+            )
         if config.suppress_tokens:
-            made.append(SuppressTokensLogitsProcessor(config.suppress_tokens, device=device))
-        return made
+            chain.append(SuppressTokensLogitsProcessor(config.suppress_tokens, device=device))
+        return chain
 
 
 def _refuse_unless_rollable(model: PreTrainedModel, what: str) -> None:
@@ -281,14 +391,17 @@ def _refuse_unless_rollable(model: PreTrainedModel, what: str) -> None:
     try:
         layers = [] if not takes_cache else DynamicCache(config=config).layers
         rollable = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
-    except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError):  # a configuration that it cannot lay out
-        rollable = False
-    if config.is_encoder_decoder or not takes_cache or getattr(model, "_is_stateful", False) or not rollable:
+    except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError):
+        rollable = False  # a configuration that it cannot lay out
+    stateful = getattr(model, "_is_stateful", False)
+    if config.is_encoder_decoder or not takes_cache or stateful or not rollable:
         raise InputError(
-            f"{what}: {kind} keeps a state that cannot be rolled back to an earlier token, which speculative "
-            "decoding needs; use a decoder-only attention model"
+            f"{what}: {kind} keeps a state that cannot be rolled back to an earlier token, which "
+            "speculative decoding needs; use a decoder-only attention model"
         )
 
 
 def _is_list(prompt: object, of: type) -> bool:
-    return isinstance(prompt, Sequence) and not isinstance(prompt, str) and all(isinstance(item, of) for item in prompt)
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        return False
+    return all(isinstance(item, of) for item in prompt)

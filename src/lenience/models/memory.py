@@ -12,27 +12,30 @@ from lenience.models.session import Session
 
 
 def token_bytes(lm: LM) -> dict[torch.device, int]:
-    """What one token takes in the KV cache, on each device; found out once for a model and the way it is read."""
-    if lm.token_bytes is None or lm.token_bytes[0] is not lm.graph:
-        lm.token_bytes = lm.graph, Session(lm, capacity=1).cache.token_bytes
-    return lm.token_bytes[1]
+    """What one token takes in the KV cache, on each device; found out once for a model and the way
+    it is read."""
+    return lm.once(("token bytes", lm.backend), lambda: Session(lm, capacity=1).cache.token_bytes())
 
 
 def check_memory(caches: Iterable[tuple[LM, int]], rows: int) -> None:
-    """Raise InputError where the caches of `rows` rows would not fit into the free memory; `caches` says of each model how
-    many tokens a row must hold."""
+    """Raise InputError where the caches of `rows` rows would not fit into the free memory; `caches`
+    says of each model how many tokens a row must hold."""
     need: dict[torch.device, int] = {}
     for lm, capacity in caches:
-        if lm.graph and lm.graph.spares(rows, capacity):
-            continue  # it is there already
+        if lm.backend is not None:
+            lm.backend.drop_spare(rows, capacity)
+            if lm.backend.has_spare(rows, capacity):
+                continue  # it is there already
         for device, size in token_bytes(lm).items():
             need[device] = need.get(device, 0) + size * (capacity + 1)
     for device, size in need.items():
         free = free_bytes(device)
         if free is not None and size * rows > free:
+            wanted = f"{rows} rows need {size * rows / 2**30:.1f} GiB of KV cache on {device}"
             raise InputError(
-                f"{rows} rows need {size * rows / 2**30:.1f} GiB of KV cache on {device}, {free / 2**30:.1f} GiB are free: at "
-                f"most {free // size} rows fit; lower batch_size or max_new_tokens"
+                f"{wanted}, {free / 2**30:.1f} GiB are free: at most {free // size} rows fit; "
+                "lower "
+                "batch_size or max_new_tokens"
             )
 
 
@@ -43,6 +46,8 @@ def free_bytes(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0] + kept_by_torch
     try:
         with open("/proc/meminfo") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+            return next(
+                int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")
+            )
     except (OSError, StopIteration):
         return None

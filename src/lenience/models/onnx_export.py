@@ -1,15 +1,15 @@
 """A model's forward pass as a graph for ONNX Runtime.
 
-The graph takes the cached keys and values as they lie, at full capacity, and gives the new ones back: attention scores are
-taken over both without joining them, so nothing is copied, and the mask says what of the cache is real. A draft's graph can
-go on by itself: a loop in it reads the most probable token after each pass.
+The graph takes the cached keys and values as they lie, at full capacity, and gives the new ones
+back: attention scores are taken over both without joining them, so nothing is copied, and the mask
+says what of the cache is real. A draft's graph can go on by itself: a loop in it reads the most
+probable token after each pass.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-import os
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -21,103 +21,143 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lenience.core.files import replacing
 from lenience.models.kv_cache import positions
 from lenience.models.lm import LM
 
 FORMAT = 1
-"""Of the graphs: raised when the same model would be exported to another one, so that graphs kept before are not used."""
+"""Of the graphs: raised when the same model would be exported to another one, so that graphs kept
+before are not used."""
 _NOWHERE = 1 << 40
 """The position of a key that nothing may see."""
 _TRACING = threading.RLock()
 
 
 def export_graph(lm: LM, path: Path) -> None:
-    """Export a model's forward pass into a file; takes some seconds. What is traced is another model on the same
-    weights, so that this one can decode meanwhile.
+    """Export a model's forward pass into a file; takes some seconds. What is traced is another
+    model on the same weights, so that this one can decode meanwhile.
 
-    Inputs: ids [m, T], the first pads [m] of which are padding, after cached [m] tokens, whose states are in past_0 …, each
-    [m, H, C, D]; kept [S] says after which of the T tokens logits are wanted. Outputs: logits [m, S, V], hidden [m, S, H],
-    and the new states new_0 …, each [m, H, T, D].
+    Inputs: ids [m, T], the first pads [m] of which are padding, after cached [m] tokens, whose
+    states are in past_0 …, each [m, H, C, D]; kept [S] says after which of the T tokens logits are
+    wanted. Outputs: logits [m, S, V], hidden [m, S, H], and the new states new_0 …, each [m, H, T,
+    D].
 
-    A draft's graph also takes steps [N], the numbers from 0 on: so many tokens more are read, each the most probable one
-    after the one before. It also gives step_logits [N, m, V] and step_hidden [N, m, H], and its new states are
-    [m, H, T + N, D].
+    A draft's graph also takes steps [N], the numbers from 0 on: so many tokens more are read, each
+    the most probable one after the one before. It also gives step_logits [N, m, V] and step_hidden
+    [N, m, H], and its new states are [m, H, T + N, D].
     """
+    with _TRACING, torch.no_grad(), _quiet():
+        model = _looping_graph(lm) if lm.role == "draft" else _plain_graph(lm)
+    with replacing(path) as new:
+        ir.save(model, new)
+
+
+Traced = dict[str, tuple[Any, Any]]
+"""The arguments of a module that is traced: each one's value, and which of its dimensions vary."""
+
+
+def _plain_graph(lm: LM) -> ir.Model:
+    arguments = _arguments(lm, loops=False)
+    outputs = ["logits", "hidden", *_numbered("new", arguments["past"][0])]
+    return _trace(_First(lm), arguments, outputs)
+
+
+def _looping_graph(lm: LM) -> ir.Model:
+    """The first pass, and behind it a loop whose body is a step."""
+    first, arguments = _First(lm), _arguments(lm, loops=True)
+    past, past_varies = arguments["past"]
+    outputs = ["logits", "hidden", *_numbered("near", past), "token", "after", "places"]
+    model = _trace(first, arguments, outputs)
+    _, _, near, token, after, places = first(*(value for value, _ in arguments.values()))
+    arguments = {
+        "i": (torch.tensor(1), {}),
+        "token": (token, {0: "m"}),
+        "after": (after, {0: "m"}),
+        "places": (places, {0: "m", 1: "P"}),
+        "near": (near, [{0: "m", 2: "K"}] * len(near)),
+        "past": (past, past_varies),
+    }
+    outputs = ["next", *_numbered("later", past), "step_logits", "step_hidden"]
+    _add_loop(model.graph, _trace(_Step(lm), arguments, outputs).graph, len(past))
+    return model
+
+
+def _arguments(lm: LM, loops: bool) -> Traced:
+    """What the first pass is traced with."""
     layers, heads, size = _cache_shape(lm)
     past = [torch.randn(2, heads, 32, size) for _ in range(2 * layers)]
-    first, loops = _First(lm), lm.role == "draft"
-    given: dict[str, tuple[Any, Any]] = {
+    return {
         "ids": (torch.ones(2, 5, dtype=torch.long), {0: "m", 1: "T"}),
         "pads": (torch.tensor([0, 1]), {0: "m"}),
         "cached": (torch.tensor([7, 9]), {0: "m"}),
         "kept": (torch.arange(2, 5), {0: "S"}),
-        "steps": (torch.arange(4) if loops else None, {0: "N"} if loops else None),
+        "steps": (torch.arange(4), {0: "N"}) if loops else (None, None),
         "past": (past, [{0: "m", 2: "C"}] * len(past)),
     }
-    outputs = ["logits", "hidden", *_numbered("near" if loops else "new", past)]
-    with _TRACING, torch.no_grad(), _quiet():
-        model = _trace(first, given, outputs + (["token", "after", "places"] if loops else []))
-        if loops:
-            _, _, near, token, after, places = first(*(value for value, _ in given.values()))
-            given = {
-                "i": (torch.tensor(1), {}),
-                "token": (token, {0: "m"}),
-                "after": (after, {0: "m"}),
-                "places": (places, {0: "m", 1: "P"}),
-                "near": (near, [{0: "m", 2: "K"}] * len(near)),
-                "past": given["past"],
-            }
-            outputs = ["next", *_numbered("later", past), "step_logits", "step_hidden"]
-            _add_loop(model.graph, _trace(_Step(lm), given, outputs).graph, len(past))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(f".{os.getpid()}.new")
-    ir.save(model, new)
-    new.replace(path)
 
 
-class _Forward(torch.nn.Module):
-    """A twin of a model, to be traced."""
-
-    past: Sequence[Tensor] = ()
-    """The cached keys and values of the pass that is being traced, each [m, H, C, D], two a layer."""
+class _Twin(torch.nn.Module):
+    """A model on the same weights as another, with the attention of the graph, to be traced."""
 
     def __init__(self, lm: LM):
         super().__init__()
-        self.lm, self.model = lm, _twin(lm)
-        cast(torch.nn.Module, self.model.get_output_embeddings()).register_forward_pre_hook(self._catch)
+        self.lm, self.attention = lm, _Attention()
+        name = f"lenience_graph_{id(self)}"
+        ALL_ATTENTION_FUNCTIONS.register(name, self.attention)
+        model = lm.model
+        config = copy.deepcopy(model.config)
+        self.model = type(model)._from_config(config, attn_implementation=name, dtype=torch.float32)
+        self.model.load_state_dict(model.state_dict(), assign=True)
+        self.model.tie_weights()
+        head = cast(torch.nn.Module, self.model.get_output_embeddings())
+        head.register_forward_pre_hook(self._catch)
         self.eval()
 
     def _catch(self, _module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
         self.state = args[0]
 
     def read(
-        self, ids: Tensor, at: Tensor, keys: Tensor, kept: Tensor | int, past: list[Tensor], layers: list[_Layer]
+        self,
+        ids: Tensor,
+        position_ids: Tensor,
+        key_positions: Tensor,
+        kept: Tensor | int,
+        past: list[Tensor],
+        layers: list[_Layer],
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Logits, hidden states and the new keys and values of `ids` [m, T] at the positions `at` [m, T], which see keys at
-        the positions `keys` [m, K]."""
-        _Forward.past = past
-        masks = self.lm.masks(at, keys)
+        """Logits, hidden states and the new keys and values of `ids` [m, T] at `position_ids` [m,
+        T], which see keys at `key_positions` [m, K]."""
+        self.attention.past = past
+        masks = self.lm.masks(position_ids, key_positions)
         out = self.model(
             input_ids=ids,
-            position_ids=at,
+            position_ids=position_ids,
             attention_mask=masks if len(masks) > 1 else masks["full_attention"],
             past_key_values=Cache(layers=list(layers)),
             use_cache=True,
             logits_to_keep=kept,
         )
-        return out.logits, self.state, [cast(Tensor, states) for layer in layers for states in (layer.keys, layer.values)]
+        new = [cast(Tensor, states) for layer in layers for states in (layer.keys, layer.values)]
+        return out.logits, self.state, new
 
 
-class _First(_Forward):
+class _First(_Twin):
     def forward(
-        self, ids: Tensor, pads: Tensor, cached: Tensor, kept: Tensor, steps: Tensor | None, past: list[Tensor]
+        self,
+        ids: Tensor,
+        pads: Tensor,
+        cached: Tensor,
+        kept: Tensor,
+        steps: Tensor | None,
+        past: list[Tensor],
     ) -> tuple[Any, ...]:
-        """The pass over what is given and, with `steps` [N], what the loop begins with: the new states with room for N more,
-        the most probable token [m], its position [m], and the positions [m, C + T + N] of all states."""
+        """The pass over what is given and, with `steps` [N], what the loop begins with: the new
+        states with room for N more, the most probable token [m], its position [m], and the
+        positions [m, C + T + N] of all states."""
         at, padding = positions(ids, pads, cached)
         columns = torch.arange(past[0].shape[2])
         old = torch.where(columns < cached[:, None], columns, _NOWHERE)  # [m, C]
@@ -127,14 +167,23 @@ class _First(_Forward):
             return logits, hidden, new
         after = cached + ids.shape[1] - pads
         near = [torch.nn.functional.pad(states, (0, 0, 0, steps.shape[0])) for states in new]
-        return logits, hidden, near, logits[:, -1].argmax(-1), after, torch.cat([keys, after[:, None] + steps], 1)
+        token = logits[:, -1].argmax(-1)
+        places = torch.cat([keys, after[:, None] + steps], 1)
+        return logits, hidden, near, token, after, places
 
 
-class _Step(_Forward):
+class _Step(_Twin):
     def forward(
-        self, i: Tensor, token: Tensor, after: Tensor, places: Tensor, near: list[Tensor], past: list[Tensor]
+        self,
+        i: Tensor,
+        token: Tensor,
+        after: Tensor,
+        places: Tensor,
+        near: list[Tensor],
+        past: list[Tensor],
     ) -> tuple[Any, ...]:
-        """A pass of the loop: the token after `token` [m], and `near` with its states in their place."""
+        """A pass of the loop: the token after `token` [m], and `near` with its states in their
+        place."""
         at = (after + i)[:, None]  # [m, 1]
         here = (places[:, past[0].shape[2] :] == at)[:, None, :, None]  # [m, 1, K, 1]
         layers = [_Layer(here, *states) for states in zip(near[::2], near[1::2])]
@@ -143,8 +192,8 @@ class _Step(_Forward):
 
 
 class _Layer(CacheLayerMixin):
-    """Hands the new keys and values on, in a loop among the `near` ones at the place `here`, and keeps them for the graph's
-    output."""
+    """Hands the new keys and values on, in a loop among the `near` ones at the place `here`, and
+    keeps them for the graph's output."""
 
     is_sliding = False
 
@@ -154,10 +203,15 @@ class _Layer(CacheLayerMixin):
 
     def lazy_initialization(self, *_states: Tensor) -> None: ...
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         new = (key_states, value_states)
         if self.here is not None:
-            new = cast(tuple[Tensor, Tensor], tuple(torch.where(self.here, *pair) for pair in zip(new, self.near)))
+            new = cast(
+                tuple[Tensor, Tensor],
+                tuple(torch.where(self.here, *pair) for pair in zip(new, self.near)),
+            )
         self.keys, self.values = new
         return new
 
@@ -171,56 +225,56 @@ class _Layer(CacheLayerMixin):
         return -1
 
 
-def _attend(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    **_kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention of `query` [m, G · H, T, D] over the cached and the given `key` and `value` [m, H, T, D]. The G heads that
-    share a key are read as more queries, so that keys need no copies."""
-    layer = cast(int, module.layer_idx)
-    old_key, old_value = _Forward.past[2 * layer], _Forward.past[2 * layer + 1]  # [m, H, C, D]
-    m, heads, t, size = query.shape
-    grouped = heads != key.shape[1]
-    query = query * (size**-0.5 if scaling is None else scaling)
-    if grouped:
-        query = query.reshape(m, key.shape[1], -1, size)  # [m, H, G · T, D]
-    scores = torch.cat([query @ old_key.transpose(2, 3), query @ key.transpose(2, 3)], -1)  # [m, H, G · T, C + T]
-    if grouped:
-        scores = scores.view(m, heads, t, -1)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    least = torch.finfo(scores.dtype).min  # not −inf: a row of padding sees nothing, and must not become NaN
-    weights = torch.softmax(torch.where(attention_mask, scores, least), -1)
-    if grouped:
-        weights = weights.view(m, key.shape[1], -1, weights.shape[-1])
-    capacity = old_key.shape[2]
-    out = weights[..., :capacity] @ old_value + weights[..., capacity:] @ value  # [m, H, G · T, D]
-    return out.view(m, heads, t, size).transpose(1, 2).contiguous(), None
+class _Attention:
+    """Attention over cached states as they lie and the new ones, as `transformers` calls it."""
 
+    past: Sequence[Tensor] = ()
+    """The cached keys and values of the pass that is being traced, each [m, H, C, D], two a
+    layer."""
 
-ALL_ATTENTION_FUNCTIONS.register("lenience_graph", _attend)
-
-
-def _twin(lm: LM) -> PreTrainedModel:
-    """A model on the same weights, with the attention of the graph."""
-    model = lm.model
-    twin = type(model)._from_config(copy.deepcopy(model.config), attn_implementation="lenience_graph", dtype=torch.float32)
-    twin.load_state_dict(model.state_dict(), assign=True)
-    twin.tie_weights()
-    return twin.eval()
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention of `query` [m, G · H, T, D] over the cached and the given `key` and `value`
+        [m, H, T, D]. The G heads that share a key are read as more queries, so that keys need no
+        copies."""
+        scaling, softcap = options.get("scaling"), options.get("softcap")
+        layer = cast(int, module.layer_idx)
+        old_key, old_value = self.past[2 * layer], self.past[2 * layer + 1]  # [m, H, C, D]
+        m, heads, t, size = query.shape
+        grouped = heads != key.shape[1]
+        query = query * (size**-0.5 if scaling is None else scaling)
+        if grouped:
+            query = query.reshape(m, key.shape[1], -1, size)  # [m, H, G · T, D]
+        # [m, H, G · T, C + T]
+        scores = torch.cat([query @ old_key.transpose(2, 3), query @ key.transpose(2, 3)], -1)
+        if grouped:
+            scores = scores.view(m, heads, t, -1)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        # not −inf: a row of padding sees nothing, and must not become NaN
+        least = torch.finfo(scores.dtype).min
+        weights = torch.softmax(torch.where(attention_mask, scores, least), -1)
+        if grouped:
+            weights = weights.view(m, key.shape[1], -1, weights.shape[-1])
+        capacity = old_key.shape[2]
+        out = weights[..., :capacity] @ old_value + weights[..., capacity:] @ value
+        return out.view(m, heads, t, size).transpose(1, 2).contiguous(), None
 
 
 def _cache_shape(lm: LM) -> tuple[int, int, int]:
-    """Layers, heads and head size of the keys and values. Raises ValueError where they differ among layers."""
+    """Layers, heads and head size of the keys and values. Raises ValueError where they differ among
+    layers."""
     with torch.inference_mode():
-        layers = lm.model(torch.zeros(1, 1, dtype=torch.long), use_cache=True).past_key_values.layers
+        layers = lm.model(
+            torch.zeros(1, 1, dtype=torch.long), use_cache=True
+        ).past_key_values.layers
     shapes = {states.shape for layer in layers for states in (layer.keys, layer.values)}
     if len(shapes) > 1:
         raise ValueError("its layers keep states of different shapes")
@@ -232,16 +286,19 @@ def _numbered(name: str, values: Sequence[Tensor]) -> list[str]:
     return [f"{name}_{i}" for i in range(len(values))]
 
 
-def _trace(module: torch.nn.Module, given: dict[str, tuple[Any, Any]], outputs: list[str]) -> ir.Model:
-    """The graph of a module's forward; `given` says of each argument its value and which of its dimensions vary."""
-    names = []
-    for name, (value, _) in given.items():
-        names += _numbered(name, value) if isinstance(value, list) else [] if value is None else [name]
+def _trace(module: torch.nn.Module, arguments: Traced, outputs: list[str]) -> ir.Model:
+    """The graph of a module's forward; `arguments` are what it is traced with."""
+    names: list[str] = []
+    for name, (value, _) in arguments.items():
+        if isinstance(value, list):
+            names += _numbered(name, value)
+        elif value is not None:
+            names.append(name)
     program = torch.onnx.export(
         module,
-        tuple(value for value, _ in given.values()),
+        tuple(value for value, _ in arguments.values()),
         dynamo=True,
-        dynamic_shapes=tuple(varies for _, varies in given.values()),
+        dynamic_shapes=tuple(varies for _, varies in arguments.values()),
         input_names=names,
         output_names=outputs,
         verbose=False,
@@ -253,12 +310,15 @@ def _trace(module: torch.nn.Module, given: dict[str, tuple[Any, Any]], outputs: 
 
 
 def _divide(graph: ir.Graph, node: ir.Node) -> None:
-    """x · (1 / √v) → x / √v, which ONNX Runtime knows as a part of a normalisation and makes one operator of."""
+    """x · (1 / √v) → x / √v, which ONNX Runtime knows as a part of a normalisation and makes one
+    operator of."""
     for x, root in (node.inputs[:2], node.inputs[1::-1]) if node.op_type == "Mul" else ():
         inverse = root.producer() if root else None
         if inverse and inverse.op_type == "Reciprocal" and _made_by(inverse.inputs[0]) == "Sqrt":
             quotient = ir.Node("", "Div", [x, inverse.inputs[0]], num_outputs=1)
-            ir.convenience.replace_nodes_and_values(graph, node, [node], [quotient], node.outputs, quotient.outputs)
+            ir.convenience.replace_nodes_and_values(
+                graph, node, [node], [quotient], node.outputs, quotient.outputs
+            )
             if not inverse.outputs[0].uses():
                 graph.remove(inverse, safe=True)
             return
@@ -270,17 +330,51 @@ def _made_by(value: ir.Value | None) -> str:
 
 
 def _add_loop(graph: ir.Graph, step: ir.Graph, states: int) -> None:
-    """Put a loop behind a graph, with the graph of a step as its body; what both read they share."""
+    """Put a loop behind a graph, with the graph of a step as its body; what both read they
+    share."""
+    carried = [value for value in step.inputs if str(value.name).startswith(("token", "near_"))]
+    _share(graph, step, carried)
+    body = _loop_body(step, carried)
+    outside = {value.name: value for value in graph.outputs}
+    steps = next(value for value in graph.inputs if value.name == "steps")
+    how_often = ir.Node("", "Shape", [steps], outputs=[ir.Value(name="often")])
+    yes = ir.Value(name="yes", const_value=ir.tensor(np.array(True)))
+    graph.register_initializer(yes)
+    begin = [outside["token"], *(outside[f"near_{i}"] for i in range(states))]
+    names = ["last", *(f"new_{i}" for i in range(states)), "step_logits", "step_hidden"]
+    after = [ir.Value(name=name, type=end.type) for name, end in zip(names, body.outputs[1:])]
+    inputs = [how_often.outputs[0], yes, *begin]
+    loop = ir.Node("", "Loop", inputs, [ir.AttrGraph("body", body)], outputs=after)
+    graph.extend([how_often, loop])
+    graph.outputs.clear()
+    graph.outputs.extend([outside["logits"], outside["hidden"], *after[1:]])
+
+
+def _share(graph: ir.Graph, step: ir.Graph, carried: list[ir.Value]) -> None:
+    """Let a step read what the graph around it has: its inputs and outputs by their names, and
+    constants of the same content."""
     outside = {value.name: value for value in (*graph.inputs, *graph.outputs)}
-    known = {_content(value): value for value in graph.initializers.values()}
-    carried = [value for value in step.inputs if value.name == "token" or str(value.name).startswith("near_")]
+    constants = {_content(value): value for value in graph.initializers.values()}
     for value in (*step.inputs[2:], *step.initializers.values()):  # the first are i and token
-        if value not in carried:
-            outer = outside.get(value.name) if value.is_graph_input() else known.get(_content(value))
-            if outer is None:
-                outer = ir.Value(name=f"step_{value.name}", type=value.type, shape=value.shape, const_value=value.const_value)
-                graph.register_initializer(outer)
-            ir.convenience.replace_all_uses_with(value, outer)
+        if value in carried:
+            continue
+        if value.is_graph_input():
+            outer = outside.get(value.name)
+        else:
+            outer = constants.get(_content(value))
+        if outer is None:
+            outer = ir.Value(
+                name=f"step_{value.name}",
+                type=value.type,
+                shape=value.shape,
+                const_value=value.const_value,
+            )
+            graph.register_initializer(outer)
+        ir.convenience.replace_all_uses_with(value, outer)
+
+
+def _loop_body(step: ir.Graph, carried: list[ir.Value]) -> ir.Graph:
+    """The nodes of a step as the body of a loop that goes on until its count is over."""
     number, nodes, ends = step.inputs[0], list(step), list(step.outputs)
     step.inputs.clear()
     step.outputs.clear()
@@ -288,17 +382,9 @@ def _add_loop(graph: ir.Graph, step: ir.Graph, states: int) -> None:
     for value in (number, *carried, *(output for node in nodes for output in node.outputs)):
         value.name = f"step_{value.name}"
     go_on = ir.Value(name="step_go_on", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
-    same = ir.Node("", "Identity", [go_on], outputs=[ir.Value(name="step_same", type=go_on.type, shape=go_on.shape)])
-    body = ir.Graph([number, go_on, *carried], [same.outputs[0], *ends], nodes=[same, *nodes], name="step")
-    often = ir.Node("", "Shape", [outside["steps"]], outputs=[ir.Value(name="often")])
-    yes = ir.Value(name="yes", const_value=ir.tensor(np.array(True)))
-    graph.register_initializer(yes)
-    begin = [outside["token"], *(outside[f"near_{i}"] for i in range(states))]
-    names = ["last", *(f"new_{i}" for i in range(states)), "step_logits", "step_hidden"]
-    made = [ir.Value(name=name, type=end.type) for name, end in zip(names, ends)]
-    graph.extend([often, ir.Node("", "Loop", [often.outputs[0], yes, *begin], [ir.AttrGraph("body", body)], outputs=made)])
-    graph.outputs.clear()
-    graph.outputs.extend([outside["logits"], outside["hidden"], *made[1:]])
+    goes_on = ir.Value(name="step_same", type=go_on.type, shape=go_on.shape)
+    same = ir.Node("", "Identity", [go_on], outputs=[goes_on])
+    return ir.Graph([number, go_on, *carried], [goes_on, *ends], nodes=[same, *nodes], name="step")
 
 
 def _content(value: ir.Value) -> Any:
