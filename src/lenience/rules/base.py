@@ -1,15 +1,11 @@
-"""What an acceptance rule is: terms that accept drafted tokens, the strict ones among them, and how terms join.
-
-`a|b` accepts what either accepts, `a&b` what both accept. The correction is the strict term's; where there is none it is
-drawn from the target's own distribution.
-"""
+"""What a term of a rule is: which drafted tokens it accepts, and what follows them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -17,38 +13,59 @@ from torch import Tensor
 from lenience.core import spec
 from lenience.core.context import Context
 from lenience.core.errors import InputError
-from lenience.core.noise import race
-from lenience.core.types import Draft, Reading, Verdict
+from lenience.core.noise import gumbel_argmax
+from lenience.core.types import Draft, Reading
+from lenience.heads.head import Learned
 
 
 @dataclass(frozen=True)
 class Term:
-    """One named rule: which drafted tokens it accepts, and what follows them."""
+    """One named rule: a frozen dataclass whose fields are its spec."""
 
     name: ClassVar[str]
     strict: ClassVar[bool] = False
-    alone: ClassVar[bool] = False
-    """Whether it cannot be joined with others, as it looks ahead or decides by a distribution of its own."""
-    samples: ClassVar[bool] = False
+    composable: ClassVar[bool] = True
+    """Whether it can be joined with others; not where it looks ahead or decides by a distribution
+    of its own."""
+    needs_sampling: ClassVar[bool] = False
     """Whether it has no meaning for greedy decoding."""
-    looks_ahead: ClassVar[bool] = False
-    """Whether each window needs draws of its own, see `Context.anew`."""
+    exact_when_greedy: ClassVar[bool] = False
+    """Whether it is the same as `exact` for greedy decoding."""
+    whole_window: ClassVar[bool] = False
+    """Whether each window needs draws of its own, see `Context.fresh_noise_per_window`."""
+    needs_draft_probs: ClassVar[bool] = False
+    """Whether it compares distributions, so that tokens proposed for certain tell it nothing."""
+    has_threshold: ClassVar[bool] = False
+    """Whether its field `threshold` is what makes it more or less lenient."""
+    grid: ClassVar[tuple[str, ...]] = ()
+    """Specs of its settings, from strict to lenient, which its name alone stands for."""
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         """[B, W] bool: for each drafted position, whether its token is accepted there."""
         raise NotImplementedError
 
-    def best(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        """[B, W + 1]: when greedy, the token that follows after 0 … W accepted ones. Here: the target's most probable."""
-        return reading.best
+    def greedy_next_tokens(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        """[B, W + 1]: when greedy, the token that follows after 0 … W accepted ones. Here: the
+        target's most probable."""
+        return reading.greedy_tokens
 
-    def follow(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        """[B]: when sampling, the token after `kept` [B] accepted ones: a correction, or the bonus where all are kept. Here:
-        from the target's own distribution, by a draw that is independent of the one that picked the rejected token."""
-        return race(ctx.probs(at(reading.logits, kept)), follow_keys(kept, draft, ctx))
+    def next_token(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        """[B]: when sampling, the token after `kept` [B] accepted ones: a correction, or the bonus
+        where all are kept. Here: from the target's own distribution, by a draw that is independent
+        of the one that picked the rejected token."""
+        target = ctx.probs(select_position(reading.logits, kept))
+        return gumbel_argmax(target, next_token_keys(kept, draft, ctx))
 
-    def check(self, fingerprints: Callable[[], dict[str, str]], sizes: dict[str, int]) -> None:
-        """Raise InputError where a head of this rule cannot run on models of these fingerprints and hidden sizes."""
+    def check(
+        self, fingerprints: Callable[[], Mapping[str, str]], sizes: Mapping[str, int]
+    ) -> None:
+        """Raise InputError where a head of this term cannot run on models of these fingerprints and
+        hidden sizes."""
+
+    @property
+    def heads(self) -> tuple[Learned, ...]:
+        """The fitted heads that it asks."""
+        return ()
 
     @property
     def reads_draft(self) -> bool:
@@ -62,30 +79,37 @@ class Term:
 
     @property
     def layer(self) -> int | None:
-        """After which of the target's layers the states are that it reads; None after the final norm."""
+        """After which of the target's layers the states are that it reads; None after the final
+        norm."""
         return None
 
-    def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:
-        from lenience.rules.combine import AnyOf
+    @property
+    def open_threshold(self) -> bool:
+        """Whether its threshold is left to be chosen."""
+        return False
 
-        return AnyOf((self,))(draft, reading, ctx)
+    def thresholds(self) -> list[float]:
+        """The thresholds that it offers where its own is left open, the strictest first."""
+        return []
+
+    def with_thresholds(self, thresholds: Sequence[float]) -> list[Self]:
+        """Its settings at several thresholds, the strictest first."""
+        again: Any = replace
+        return [again(self, threshold=threshold) for threshold in sorted(set(thresholds))]
+
+    def relocated(self, path: Callable[[str], str]) -> Self:
+        """The same term with its head at another path."""
+        return self
 
     def __str__(self) -> str:
         return spec.show(self.name, self)
 
 
-def follow_keys(kept: Tensor, draft: Draft, ctx: Context) -> Tensor:
-    """[B]: what the token after the kept ones is drawn with; a bonus is drawn as plain decoding draws."""
-    n, device = draft.width + 1, kept.device
-    correction, token = (ctx.keys(n, purpose, device=device) for purpose in ("correction", "token"))
-    return torch.where(kept == draft.lengths, at(token, kept), at(correction, kept))
-
-
 @dataclass(frozen=True)
 class Lenient(Term):
-    """A term that accepts more than a strict one would. What it accepts may be limited; where a limit leaves the decision to
-    the strict rule, that is the strict term of the whole rule or, where it names none, `exact` when greedy and
-    `speculative` when sampling."""
+    """A term that accepts more than a strict one would. What it accepts may be limited; where a
+    limit leaves the decision to the strict rule, that is the strict term of the whole rule or,
+    where it names none, `exact` when greedy and `speculative` when sampling."""
 
     floor: float = field(default=0.0, kw_only=True)
     """Never accept a token to which the target gives a lower probability."""
@@ -93,37 +117,85 @@ class Lenient(Term):
     """After so many lenient acceptances in a request the strict rule decides."""
     begin: str = field(default="", kw_only=True)
     end: str = field(default="", kw_only=True)
-    """Only between these two texts, such as <think> and </think>; outside the strict rule decides."""
-    joins: ClassVar[bool] = False
+    """Only between these two texts, such as <think> and </think>; outside the strict rule
+    decides."""
+    implies_strict: ClassVar[bool] = False
     """Whether alone it means the strict rule or this one."""
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}
     """The least and the largest value of its fields; one that is None has none."""
 
     def __post_init__(self) -> None:
-        for what, (least, most) in {**self.bounds, "floor": (0, 1), "budget": (0, math.inf)}.items():
-            value = getattr(self, what)
-            if isinstance(value, int) and abs(value) >= 2**31:
-                raise InputError(f"{self.name}'s {what} {value}: must fit into 32 bits")
-            if value is not None and not least <= value <= most:
-                limits = f"at least {least:g}" + (f" and at most {most:g}" if most < math.inf else "")
-                raise InputError(f"{self.name}'s {what} {value:g}: must be {limits}")
+        for what, (least, most) in {
+            **self.bounds,
+            "floor": (0, 1),
+            "budget": (0, math.inf),
+        }.items():
+            self._check_bounds(what, getattr(self, what), least, most)
         if bool(self.begin) != bool(self.end) or (self.begin and self.begin == self.end):
-            raise InputError(f"{self.name}: begin and end mark a span together; give both, and not the same text")
+            raise InputError(
+                f"{self.name}: begin and end mark a span together; give both, and not the same text"
+            )
 
-    def ask(self, draft: Draft, reading: Reading, ctx: Context, exact: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[B, W]: what is accepted, where the strict rule accepts `exact`; and the logits of a judge's scores."""
+    def _check_bounds(self, what: str, value: float | None, least: float, most: float) -> None:
+        if value is None:
+            return
+        if isinstance(value, int) and abs(value) >= 2**31:
+            raise InputError(f"{self.name}'s {what} {value}: must fit into 32 bits")
+        if not least <= value <= most:
+            limits = f"at least {least:g}" + (f" and at most {most:g}" if most < math.inf else "")
+            raise InputError(f"{self.name}'s {what} {value:g}: must be {limits}")
+
+    def ask(
+        self, draft: Draft, reading: Reading, ctx: Context, exact: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """[B, W]: what is accepted, where the strict rule accepts `exact`; and the logits of a
+        judge's scores."""
         return self.accepts(draft, reading, ctx), None
 
     def defers(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor | None:
         """[B, W] bool: where the strict rule decides; None for nowhere."""
-        return ~ctx.inside(self.begin, self.end, draft.tokens) if self.begin else None
+        return ~ctx.in_span(self.begin, self.end, draft.tokens) if self.begin else None
 
 
-def at(values: Tensor, i: Tensor) -> Tensor:
-    """[B, m, …] and an index [B] → [B, …]."""
-    return values[torch.arange(len(i), device=i.device), i]
+def next_token_keys(kept: Tensor, draft: Draft, ctx: Context) -> Tensor:
+    """[B]: what the token after the kept ones is drawn with; a bonus is drawn as plain decoding
+    draws."""
+    n, device = draft.width + 1, kept.device
+    correction = select_position(ctx.noise_keys(n, "correction", device=device), kept)
+    bonus = select_position(ctx.noise_keys(n, "token", device=device), kept)
+    return torch.where(kept == draft.lengths, bonus, correction)
 
 
-def of(values: Tensor, tokens: Tensor) -> Tensor:
+def drafted_probs(draft: Draft, ctx: Context) -> Tensor:
+    """[B, W]: the probability that the draft gave to each of its tokens, 1 where it proposes them
+    for certain."""
+    if draft.logits is None:
+        return torch.ones_like(draft.tokens, dtype=torch.float32)
+    return gather_tokens(ctx.probs(draft.logits), draft.tokens)
+
+
+def draft_distributions(draft: Draft, ctx: Context, vocabulary: int) -> Tensor:
+    """[B, W, V]: what the draft's tokens were drawn from, at the temperature and the truncation of
+    the request."""
+    if draft.logits is None:
+        return torch.nn.functional.one_hot(draft.tokens, vocabulary).float()
+    return ctx.probs(draft.logits)
+
+
+def draft_distribution(draft: Draft, ctx: Context, position: Tensor, vocabulary: int) -> Tensor:
+    """[B, V]: the same at one position [B] of each row, the last one's beyond it."""
+    position = position.clamp(max=draft.width - 1)
+    if draft.logits is None:
+        tokens = select_position(draft.tokens, position)
+        return torch.nn.functional.one_hot(tokens, vocabulary).float()
+    return ctx.probs(select_position(draft.logits, position))
+
+
+def select_position(values: Tensor, position: Tensor) -> Tensor:
+    """[B, m, …] and a position [B] → [B, …]."""
+    return values[torch.arange(len(position), device=position.device), position]
+
+
+def gather_tokens(values: Tensor, tokens: Tensor) -> Tensor:
     """[B, W, V] and tokens [B, W] → the tokens' values [B, W]."""
     return values.gather(2, tokens[..., None])[..., 0]

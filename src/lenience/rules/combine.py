@@ -1,9 +1,13 @@
-"""How terms join into a rule, and the verdicts that a rule comes to."""
+"""How terms join into a rule, and the verdicts that a rule comes to.
+
+`a|b` accepts what either accepts, `a&b` what both accept. The correction is the strict term's;
+where there is none it is drawn from the target's own distribution.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,47 +17,82 @@ from torch import Tensor
 from lenience.core.context import Context
 from lenience.core.errors import InputError
 from lenience.core.types import Draft, Reading, Verdict
-from lenience.rules.base import Lenient, Term, at, of
+from lenience.heads.head import Learned
+from lenience.rules.base import Lenient, Term, gather_tokens, select_position
 from lenience.rules.strict import Exact, Speculative
 
 
 @dataclass(frozen=True)
 class AllOf:
-    """Accept what all of the lenient terms accept: `judge:…&topk:4`."""
+    """Accept what all of the terms accept: `judge:…&topk:4`; one term stands for itself."""
 
     terms: tuple[Term, ...]
 
     def __post_init__(self) -> None:
         for term in self.terms:
-            if not isinstance(term, Lenient):
+            if term.strict and len(self.terms) > 1:
                 raise InputError(f"{term} is a strict rule, which is joined by |, not by &")
+
+    @cached_property
+    def lenient(self) -> list[Lenient]:
+        return [term for term in self.terms if isinstance(term, Lenient)]
 
     def __str__(self) -> str:
         return "&".join(str(term) for term in self.terms)
 
 
 @dataclass(frozen=True)
-class AnyOf:
-    """Accept what any of the parts accepts: `exact|judge:…`. Raises InputError where parts cannot be joined."""
+class _Opinion:
+    """What one lenient term says of the windows."""
 
-    parts: tuple[Term | AllOf, ...]
+    accepted: Tensor
+    """[B, W] bool, within its floor and its span."""
+    logits: Tensor | None
+    """[B, W]: of a judge's scores."""
+    defers: Tensor | None
+    """[B, W] bool: where the strict rule decides in its place; None for nowhere."""
+
+
+@dataclass(frozen=True)
+class AnyOf:
+    """Accept what any of the parts accepts: `exact|judge:…`. Every rule is one; `str` gives its
+    spec. Raises InputError where parts cannot be joined."""
+
+    parts: tuple[AllOf, ...]
 
     def __post_init__(self) -> None:
         if sum(term.strict for term in self.terms) > 1:
-            raise InputError(f"{self}: joins two strict rules, and only one can say what follows a rejection")
+            raise InputError(
+                f"{self}: joins two strict rules, and only one can say what follows a rejection"
+            )
         for term in self.terms:
-            if term.alone and len(self.terms) > 1:
-                raise InputError(f"{self}: {term.name} decides by itself and cannot be joined with another rule")
+            if not term.composable and len(self.terms) > 1:
+                raise InputError(
+                    f"{self}: {term.name} decides by itself and cannot be joined with another rule"
+                )
 
     @cached_property
     def terms(self) -> tuple[Term, ...]:
-        return tuple(term for part in self.parts for term in (part.terms if isinstance(part, AllOf) else (part,)))
+        return tuple(term for part in self.parts for term in part.terms)
 
-    def check(self, fingerprints: Callable[[], dict[str, str]], sizes: dict[str, int]) -> None:
+    def with_terms(self, change: Callable[[Term], Term]) -> AnyOf:
+        """The same rule with each of its terms changed."""
+        return AnyOf(tuple(AllOf(tuple(map(change, part.terms))) for part in self.parts))
+
+    def check(
+        self, fingerprints: Callable[[], Mapping[str, str]], sizes: Mapping[str, int]
+    ) -> None:
         for term in self.terms:
             term.check(fingerprints, sizes)
         if len(self._layers) > 1:
-            raise InputError(f"{self}: its judges read states of different layers; fit them to the same one")
+            raise InputError(
+                f"{self}: its judges read states of different layers; fit them to the same one"
+            )
+
+    @property
+    def heads(self) -> tuple[Learned, ...]:
+        """The fitted heads that it asks."""
+        return tuple(head for term in self.terms for head in term.heads)
 
     @property
     def reads_draft(self) -> bool:
@@ -68,119 +107,184 @@ class AnyOf:
         return {term.layer for term in self.terms if term.reads_target}
 
     @property
-    def samples(self) -> bool:
-        return any(term.samples for term in self.terms)
+    def needs_sampling(self) -> bool:
+        return any(term.needs_sampling for term in self.terms)
 
     @property
-    def looks_ahead(self) -> bool:
-        return any(term.looks_ahead for term in self.terms)
+    def needs_draft_probs(self) -> bool:
+        return any(term.needs_draft_probs for term in self.terms)
+
+    @property
+    def whole_window(self) -> bool:
+        return any(term.whole_window for term in self.terms)
+
+    @cached_property
+    def _named_strict(self) -> Term | None:
+        return next((term for term in self.terms if term.strict), None)
+
+    @cached_property
+    def _lenient(self) -> list[Lenient]:
+        return [term for part in self.parts for term in part.lenient]
 
     def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:
-        named = next((term for term in self.terms if term.strict), None)
-        strict = named or (Exact() if ctx.greedy else Speculative())
+        strict = self._named_strict or (Exact() if ctx.greedy else Speculative())
         exact = strict.accepts(draft, reading, ctx)  # [B, W]
-        lenient = [term for term in self.terms if isinstance(term, Lenient)]
-        if not lenient or not draft.width:
+        if not self._lenient or not draft.width:
             accepted = exact if draft.kept_unasked is None else exact | draft.kept_unasked
-            return _verdicts(draft, exact, accepted, None, self._follow(strict, accepted, draft, reading, ctx))
-        asked = {term: self._ask(term, draft, reading, ctx, exact) for term in lenient}
-        joined = bool(named) or any(term.joins for term in lenient)
+            after = _next_tokens(strict, accepted, draft, reading, ctx)
+            return _verdicts(draft, exact, accepted, after, None)
+        opinions = {term: self._opinion(term, draft, reading, ctx, exact) for term in self._lenient}
+        joined = bool(self._named_strict) or any(term.implies_strict for term in self._lenient)
         least = exact if joined else torch.zeros_like(exact)
         if draft.kept_unasked is not None:
             least = least | draft.kept_unasked
-        accepted, used = self._spend({term: mask for term, (mask, _, _) in asked.items()}, exact, least, ctx)
-        logits = next((logits for _, logits, _ in asked.values() if logits is not None), None)
-        if joined:
-            return _verdicts(draft, exact, accepted, logits, self._follow(strict, accepted, draft, reading, ctx))
-        own = lenient[0] if len(lenient) == 1 else Term()
-        follow = self._follow(own, accepted, draft, reading, ctx)
-        off = [mask for term, (_, _, defers) in asked.items() if (mask := _deferred(term, defers, used)) is not None]
-        if off:
-            deferred = torch.stack(off).any(0)
-            deferred = torch.cat([deferred, deferred[:, -1:]], 1)  # the bonus is the same either way
-            if not ctx.greedy:
-                kept = _kept(accepted, draft)
-                deferred = at(deferred, kept)[:, None]
-            follow = torch.where(deferred, self._follow(strict, accepted, draft, reading, ctx), follow)
-        return _verdicts(draft, exact, accepted, logits, follow)
+        accepted, used = self._within_budgets(opinions, exact, least, ctx)
+        after = _next_tokens(strict, accepted, draft, reading, ctx)
+        if not joined:
+            own = self._lenient[0] if len(self._lenient) == 1 else Term()
+            lenient_after = _next_tokens(own, accepted, draft, reading, ctx)
+            deferred = _deferred(opinions, used)
+            if deferred is None:
+                after = lenient_after
+            else:
+                deferred = _at_next_token(deferred, accepted, draft, ctx)
+                after = torch.where(deferred, after, lenient_after)
+        scores = next((one.logits for one in opinions.values() if one.logits is not None), None)
+        return _verdicts(draft, exact, accepted, after, scores)
 
-    def _ask(
-        self, term: Lenient, draft: Draft, reading: Reading, ctx: Context, exact: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """[B, W]: what a term accepts within its floor and its span, a judge's logits, and where it defers."""
-        mask, logits = term.ask(draft, reading, ctx, exact)
+    @staticmethod
+    def _opinion(
+        term: Lenient, draft: Draft, reading: Reading, ctx: Context, exact: Tensor
+    ) -> _Opinion:
+        """Ask one term, where the strict rule accepts `exact`."""
+        accepted, logits = term.ask(draft, reading, ctx, exact)
         before = reading.logits[:, :-1]
-        mask = mask & ctx.allows(before, draft.tokens)
+        accepted = accepted & ctx.allowed(before, draft.tokens)
         if term.floor:
-            mask = mask & (of(ctx.logs(before), draft.tokens) >= math.log(term.floor))
+            given = gather_tokens(ctx.log_probs(before), draft.tokens)
+            accepted = accepted & (given >= math.log(term.floor))
         defers = term.defers(draft, reading, ctx)
-        return (mask if defers is None else torch.where(defers, exact, mask)), logits, defers
+        if defers is not None:
+            accepted = torch.where(defers, exact, accepted)
+        return _Opinion(accepted, logits, defers)
 
-    def _spend(self, masks: dict[Lenient, Tensor], exact: Tensor, least: Tensor, ctx: Context) -> tuple[Tensor, Tensor | None]:
-        """[B, W]: what is accepted where the terms accept `masks` and their budgets last, `least` in any case; and how many
+    def _within_budgets(
+        self, opinions: Mapping[Lenient, _Opinion], exact: Tensor, least: Tensor, ctx: Context
+    ) -> tuple[Tensor, Tensor | None]:
+        """[B, W]: what is accepted while the terms' budgets last, `least` in any case; and how many
         lenient acceptances each row's request has before each position, None without a budget."""
+        accepted = self._combined(opinions, exact, least, spent=-1)
+        budgets = sorted({term.budget for term in opinions if term.budget is not None})
+        if not budgets:
+            return accepted, None
+        before = ctx.lenient_used(exact.device)[:, None]
+        for budget in budgets:
+            used = before + _count_before(accepted & ~exact)
+            over = self._combined(opinions, exact, least, spent=budget)
+            accepted = torch.where(used < budget, accepted, over)
+        return accepted, before + _count_before(accepted & ~exact)
 
-        def combine(spent: int) -> Tensor:
-            """What is accepted where budgets up to `spent` are used up."""
-            accepted = least
-            for part in self.parts:
-                if isinstance(part, Lenient):
-                    part = AllOf((part,))
-                if isinstance(part, AllOf):
-                    given = [term for term in part.terms if isinstance(term, Lenient)]
-                    left = [exact if t.budget is not None and t.budget <= spent else masks[t] for t in given]
-                    accepted = accepted | (left[0] if len(left) == 1 else torch.stack(left).all(0))
-            return accepted
-
-        accepted, used = combine(-1), None
-        for budget in sorted({term.budget for term in masks if term.budget is not None}):
-            used = ctx.used(exact.device)[:, None] + _before(accepted & ~exact)
-            accepted = torch.where(used < budget, accepted, combine(budget))
-        return accepted, None if used is None else ctx.used(exact.device)[:, None] + _before(accepted & ~exact)
-
-    def _follow(self, term: Term, accepted: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        """[B, W + 1]: what follows after 0 … W kept tokens; when sampling, of which only the one after those that are kept is
-        right."""
-        if ctx.greedy:
-            return term.best(draft, reading, ctx)
-        return term.follow(_kept(accepted, draft), draft, reading, ctx)[:, None].expand(-1, draft.width + 1)
+    def _combined(
+        self, opinions: Mapping[Lenient, _Opinion], exact: Tensor, least: Tensor, spent: int
+    ) -> Tensor:
+        """[B, W]: what is accepted where budgets up to `spent` are used up."""
+        accepted = least
+        for part in self.parts:
+            masks = [
+                exact
+                if term.budget is not None and term.budget <= spent
+                else opinions[term].accepted
+                for term in part.lenient
+            ]
+            if len(masks) == 1:
+                accepted = accepted | masks[0]
+            elif masks:
+                accepted = accepted | torch.stack(masks).all(0)
+        return accepted
 
     def __str__(self) -> str:
         return "|".join(str(part) for part in self.parts)
 
 
-def _deferred(term: Lenient, defers: Tensor | None, used: Tensor | None) -> Tensor | None:
-    """[B, W] bool: where the strict rule decides in a term's place, by its span and its budget; None for nowhere."""
-    if term.budget is None or used is None:
-        return defers
-    spent = used >= term.budget
-    return spent if defers is None else spent | defers
+def as_rule(term: Term) -> AnyOf:
+    """The rule of a single term."""
+    return AnyOf((AllOf((term,)),))
 
 
-def _before(mask: Tensor) -> Tensor:
+def _next_tokens(
+    term: Term, accepted: Tensor, draft: Draft, reading: Reading, ctx: Context
+) -> Tensor:
+    """[B, W + 1]: what follows after 0 … W kept tokens; when sampling, of which only the one after
+    those that are kept is right."""
+    if ctx.greedy:
+        return term.greedy_next_tokens(draft, reading, ctx)
+    token = term.next_token(_num_kept(accepted, draft), draft, reading, ctx)
+    return token[:, None].expand(-1, draft.width + 1)
+
+
+def _deferred(opinions: Mapping[Lenient, _Opinion], used: Tensor | None) -> Tensor | None:
+    """[B, W] bool: where the strict rule decides in a term's place, by its span and its budget;
+    None for nowhere."""
+    masks = []
+    for term, opinion in opinions.items():
+        if opinion.defers is not None:
+            masks.append(opinion.defers)
+        if term.budget is not None and used is not None:
+            masks.append(used >= term.budget)
+    return torch.stack(masks).any(0) if masks else None
+
+
+def _at_next_token(mask: Tensor, accepted: Tensor, draft: Draft, ctx: Context) -> Tensor:
+    """[B, W] → [B, W + 1], or [B, 1] when sampling: the mask where the next token stands; the bonus
+    is the same either way."""
+    mask = torch.cat([mask, mask[:, -1:]], 1)
+    if ctx.greedy:
+        return mask
+    return select_position(mask, _num_kept(accepted, draft))[:, None]
+
+
+def _count_before(mask: Tensor) -> Tensor:
     """[B, W] bool → how many are true before each place."""
     return mask.cumsum(1) - mask.long()
 
 
-def _kept(accepted: Tensor, draft: Draft) -> Tensor:
+def _num_kept(accepted: Tensor, draft: Draft) -> Tensor:
     """[B]: how many tokens are accepted before the first that is not."""
     return (accepted & draft.proposed).cumprod(1).sum(1)
 
 
-def _verdicts(draft: Draft, exact: Tensor, accepted: Tensor, logits: Tensor | None, follow: Tensor) -> list[Verdict]:
-    columns = [draft.lengths[:, None], follow, draft.tokens, exact, accepted, *([] if logits is None else [logits])]
-    table = torch.cat(columns, 1)  # of float32, where there are a judge's logits: it holds ids below 2²⁴
-    return [_verdict(row, draft.width) for row in table.tolist()]  # the rule's one synchronisation
+def _verdicts(
+    draft: Draft, exact: Tensor, accepted: Tensor, after: Tensor, scores: Tensor | None
+) -> list[Verdict]:
+    """The verdicts on a chain: `exact`, `accepted` and perhaps the logits of `scores` are [B, W],
+    `after` [B, W + 1] is what follows after 0 … W kept tokens."""
+    assert draft.parents is None, "rules read chains"
+    columns = [draft.lengths[:, None], after, draft.tokens, exact, accepted]
+    if scores is not None:
+        columns.append(scores)
+    # of float32, where there are a judge's logits: it holds ids below 2²⁴
+    rows = torch.cat(columns, 1).tolist()  # the rule's one synchronisation
+    return [_verdict(row, draft.width) for row in rows]
 
 
 def _verdict(row: Sequence[float], width: int) -> Verdict:
-    """From a row's length, what follows after 0 … W kept tokens, the tokens, which of them the strict rule and this one
-    accept, and perhaps the logits of a judge's scores."""
+    """From a row's length, what follows after 0 … W kept tokens, the tokens, which of them the
+    strict rule and this one accept, and perhaps the logits of a judge's scores."""
     n = int(row[0])
-    drafted, exact, accepted, logits = (row[begin : begin + n] for begin in (2 + i * width for i in range(1, 5)))
-    kept = next((i for i, ok in enumerate(accepted) if not ok), n)
-    asked: list[float | None] = [None] * n if not logits else [None if ok else _score(x) for ok, x in zip(exact, logits)]
-    return Verdict([int(token) for token in drafted], kept, int(row[1 + kept]), [bool(ok) for ok in exact], asked)
+    drafted, exact, accepted, logits = (
+        row[begin : begin + n] for begin in (2 + i * width for i in range(1, 5))
+    )
+    kept = next((i for i, is_accepted in enumerate(accepted) if not is_accepted), n)
+    scores: list[float | None] = [None] * n
+    for i, logit in enumerate(logits):
+        scores[i] = None if exact[i] else _score(logit)
+    return Verdict(
+        drafted=[int(token) for token in drafted],
+        path=list(range(kept)),
+        next_token=int(row[1 + kept]),
+        exact=[bool(is_exact) for is_exact in exact],
+        scores=scores,
+    )
 
 
 def _score(logit: float) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 from torch import Tensor
 
@@ -15,18 +17,24 @@ from lenience.rules.base import Lenient
 
 @dataclass(frozen=True)
 class Judge(Learned, Lenient):
-    """Accept a mismatch that a fitted head scores at least `threshold` (AutoJudge, Garipov 2025; Judge Decoding, Bachmann
-    2025). Alone it means `exact|judge:…` when greedy and `speculative|judge:…` when sampling."""
+    """Accept a mismatch that a fitted head scores at least `threshold` (AutoJudge, Garipov 2025;
+    Judge Decoding, Bachmann 2025). Alone it means `exact|judge:…` when greedy and
+    `speculative|judge:…` when sampling."""
 
     name = "judge"
     role = "judge"
-    joins = True
+    implies_strict = True
+    has_threshold = True
     highest = 2
     """Above 1 nothing is accepted."""
 
     def __post_init__(self) -> None:
         Learned.__post_init__(self)
         Lenient.__post_init__(self)
+
+    @property
+    def heads(self) -> tuple[Learned, ...]:
+        return (self,)
 
     @property
     def reads_draft(self) -> bool:
@@ -40,10 +48,31 @@ class Judge(Learned, Lenient):
     def layer(self) -> int | None:
         return self.head.inputs.layer
 
-    def ask(self, draft: Draft, reading: Reading, ctx: Context, exact: Tensor) -> tuple[Tensor, Tensor | None]:
+    @property
+    def open_threshold(self) -> bool:
+        return self.threshold is None
+
+    def thresholds(self) -> list[float]:
+        """Those listed when the head was fitted, else the head's own."""
+        listed = [row["threshold"] for row in self.head.metrics.get("thresholds", [])]
+        usable = sorted({threshold for threshold in listed if threshold <= 1}, reverse=True)
+        return usable or [self.head.threshold]
+
+    def with_thresholds(self, thresholds: Sequence[float]) -> list[Self]:
+        ordered = sorted(set(thresholds), reverse=True)
+        return [replace(self, threshold=threshold) for threshold in ordered]
+
+    def relocated(self, path: Callable[[str], str]) -> Self:
+        return replace(self, path=path(self.path))
+
+    def ask(
+        self, draft: Draft, reading: Reading, ctx: Context, exact: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         logits = self.head.window_logits(draft, reading)
         return logits >= _logit(self.bound), logits
 
 
 def _logit(threshold: float) -> float:
-    return math.copysign(math.inf, threshold - 0.5) if not 0 < threshold < 1 else math.log(threshold / (1 - threshold))
+    if not 0 < threshold < 1:
+        return math.copysign(math.inf, threshold - 0.5)
+    return math.log(threshold / (1 - threshold))

@@ -1,4 +1,4 @@
-"""The strict rules, which keep the target's own output or distribution."""
+"""The strict rules, which keep the target's own output, or its distribution."""
 
 from __future__ import annotations
 
@@ -8,109 +8,132 @@ import torch
 from torch import Tensor
 
 from lenience.core.context import Context
-from lenience.core.noise import race, uniform
+from lenience.core.noise import gumbel_argmax, uniform
 from lenience.core.types import Draft, Reading
-from lenience.rules.base import Term, at, follow_keys, of
+from lenience.rules.base import (
+    Term,
+    draft_distribution,
+    draft_distributions,
+    drafted_probs,
+    gather_tokens,
+    next_token_keys,
+    select_position,
+)
 
 
 @dataclass(frozen=True)
 class Exact(Term):
-    """Keep a drafted token where the target picks the same (Stern 2018; Xia 2023). When sampling, the target's token is
-    drawn and compared, so that the output is plain sampling's with the same seed, whatever was drafted."""
+    """Keep a drafted token where the target picks the same (Stern 2018; Xia 2023). When sampling,
+    the target's token is drawn and compared, so that the output is plain sampling's with the same
+    seed, whatever was drafted."""
 
     name = "exact"
     strict = True
+    grid = ("exact",)
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        drawn = reading.best[:, :-1] if ctx.greedy else ctx.draw(reading.logits[:, :-1])
-        return drawn == draft.tokens
+        if ctx.greedy:
+            return reading.greedy_tokens[:, :-1] == draft.tokens
+        return ctx.draw(reading.logits[:, :-1]) == draft.tokens
 
-    def follow(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        keys = ctx.keys(draft.width + 1, "token", device=kept.device)
-        return race(ctx.probs(at(reading.logits, kept)), at(keys, kept))
+    def next_token(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        keys = ctx.noise_keys(draft.width + 1, "token", device=kept.device)
+        target = ctx.probs(select_position(reading.logits, kept))
+        return gumbel_argmax(target, select_position(keys, kept))
 
 
 @dataclass(frozen=True)
 class Speculative(Term):
-    """Speculative sampling (Leviathan 2023, algorithm 1; Chen 2023): accept with probability min(1, target/draft), and
-    correct from the normalised positive part of target − draft. Lossless; the same as `exact` when greedy."""
+    """Speculative sampling (Leviathan 2023, algorithm 1; Chen 2023): accept with probability
+    min(1, target/draft), and correct from the normalised positive part of target − draft. Lossless;
+    the same as `exact` when greedy."""
 
     name = "speculative"
     strict = True
+    exact_when_greedy = True
+    grid = ("speculative",)
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         if ctx.greedy:
-            return reading.best[:, :-1] == draft.tokens
+            return reading.greedy_tokens[:, :-1] == draft.tokens
         return accept_ratio(ctx.probs(reading.logits[:, :-1]), draft, ctx)
 
-    def follow(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        return correct(ctx.probs(at(reading.logits, kept)), 1.0, kept, draft, ctx)
-
-
-def accept_ratio(aim: Tensor, draft: Draft, ctx: Context, factor: float = 1.0) -> Tensor:
-    """[B, W] bool: accept each drafted token with probability min(1, aim / (factor · draft)), of the distribution `aim`
-    [B, W, V]."""
-    if draft.logits is None:
-        return torch.zeros_like(draft.proposed)
-    chance = uniform(ctx.keys(draft.width, "accept", device=aim.device))  # [B, W]
-    drafted = of(ctx.probs(draft.logits), draft.tokens).double() * factor
-    # chance < aim / drafted, without the division: a token that the target forbids is never accepted
-    return chance * drafted < of(aim, draft.tokens).double()
-
-
-def correct(aim: Tensor, share: float | Tensor, kept: Tensor, draft: Draft, ctx: Context) -> Tensor:
-    """[B]: the token after `kept` [B] ones, drawn from the normalised positive part of share · aim − draft, where `aim` [B, V]
-    is the distribution there; from `aim` itself where the window was kept whole."""
-    if draft.logits is None:
-        return race(aim, follow_keys(kept, draft, ctx))
-    drafted = ctx.probs(at(draft.logits, kept.clamp(max=draft.width - 1)))
-    rest = (share * aim - drafted).clamp(min=0)
-    # a window kept whole has a bonus from the target itself; so have equal distributions, rejected by rounding alone
-    whole = (kept == draft.lengths) | ~rest.any(-1)
-    return race(torch.where(whole[:, None], aim.to(rest.dtype), rest), follow_keys(kept, draft, ctx))
+    def next_token(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        return correct(ctx.probs(select_position(reading.logits, kept)), 1.0, kept, draft, ctx)
 
 
 @dataclass(frozen=True)
 class Block(Term):
-    """Block verification (Sun 2024, algorithm 2): a window's tokens are verified as a whole, so that one that is likely may
-    carry those before it. Lossless, and keeps at least as many as `speculative` on average; `exact` when greedy."""
+    """Block verification (Sun 2024, algorithm 2): a window's tokens are verified as a whole, so
+    that one that is likely may carry those before it. Lossless, and keeps at least as many as
+    `speculative` on average; `exact` when greedy."""
 
     name = "block"
     strict = True
-    alone = True
-    looks_ahead = True
+    composable = False
+    exact_when_greedy = True
+    whole_window = True
+    grid = ("block",)
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        if ctx.greedy:
-            return reading.best[:, :-1] == draft.tokens
-        if draft.logits is None:
-            return torch.zeros_like(draft.proposed)
-        target, drafted = ctx.probs(reading.logits).double(), ctx.probs(draft.logits).double()
-        share = self.shares(target, drafted, draft)  # [B, W + 1]
-        rest = (share[:, :-1, None] * target[:, :-1] - drafted).clamp(min=0).sum(-1)  # [B, W]: after 0 … W - 1 tokens
+        if ctx.greedy or not draft.width:
+            return reading.greedy_tokens[:, :-1] == draft.tokens
+        target = ctx.probs(reading.logits).double()
+        drafted = draft_distributions(draft, ctx, target.shape[-1]).double()
+        share = self._shares(target, drafted, draft)  # [B, W + 1]
+        # [B, W]: what is left of the target after 0 … W - 1 tokens
+        rest = (share[:, :-1, None] * target[:, :-1] - drafted).clamp(min=0).sum(-1)
         left = rest + 1 - share[:, :-1]
-        stays = torch.where(left > 0, rest / left, 1.0)  # 0 / 0: the next token is certain of its place
-        ends = torch.arange(1, draft.width + 1, device=draft.tokens.device) == draft.lengths[:, None]
-        chance = torch.where(ends, share[:, 1:], torch.cat([stays[:, 1:], share[:, -1:]], 1))  # [B, W]: to keep so many
-        passed = uniform(ctx.keys(draft.width, "accept", device=chance.device)) < chance
+        stays = torch.where(left > 0, rest / left, 1.0)  # 0 / 0: the next token is certain
+        places = torch.arange(1, draft.width + 1, device=draft.tokens.device)
+        ends = places == draft.lengths[:, None]
+        later = torch.cat([stays[:, 1:], share[:, -1:]], 1)
+        chance = torch.where(ends, share[:, 1:], later)  # [B, W]: to keep so many
+        passed = uniform(ctx.noise_keys(draft.width, "accept", device=chance.device)) < chance
         # the longest prefix that passes is kept, whatever came before
         return (passed & draft.proposed).flip(1).cummax(1).values.flip(1)
 
-    def follow(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        target = ctx.probs(reading.logits)
-        if draft.logits is None:
-            return correct(at(target, kept), 1.0, kept, draft, ctx)
-        share = self.shares(target.double(), ctx.probs(draft.logits).double(), draft)
-        return correct(at(target, kept).double(), at(share, kept)[:, None], kept, draft, ctx)
+    def next_token(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        target = ctx.probs(reading.logits).double()
+        if not draft.width:
+            return correct(select_position(target, kept), 1.0, kept, draft, ctx)
+        drafted = draft_distributions(draft, ctx, target.shape[-1]).double()
+        share = select_position(self._shares(target, drafted, draft), kept)[:, None]
+        return correct(select_position(target, kept), share, kept, draft, ctx)
 
     @staticmethod
-    def shares(target: Tensor, drafted: Tensor, draft: Draft) -> Tensor:
-        """[B, W + 1]: p of the algorithm for the first 0 … W tokens, from the distributions [B, W + 1, V] and [B, W, V];
-        trusted tokens are a prefix that was not drafted."""
-        ratios = (of(target[:, :-1], draft.tokens) / of(drafted, draft.tokens)).nan_to_num(0.0)
+    def _shares(target: Tensor, drafted: Tensor, draft: Draft) -> Tensor:
+        """[B, W + 1]: p of the algorithm for the first 0 … W tokens, from the distributions
+        [B, W + 1, V] and [B, W, V]; trusted tokens are a prefix that was not drafted."""
+        own = gather_tokens(target[:, :-1], draft.tokens)
+        ratios = (own / gather_tokens(drafted, draft.tokens)).nan_to_num(0.0)
         if draft.kept_unasked is not None:
             ratios = ratios.masked_fill(draft.kept_unasked, 1.0)
         shares = [torch.ones_like(ratios[:, 0])]
         for ratio in ratios.unbind(1):
             shares.append((shares[-1] * ratio).clamp(max=1))
         return torch.stack(shares, 1)
+
+
+def accept_ratio(aim: Tensor, draft: Draft, ctx: Context, factor: float = 1.0) -> Tensor:
+    """[B, W] bool: accept each drafted token with probability min(1, aim / (factor · draft)), of
+    the distribution `aim` [B, W, V]."""
+    chance = uniform(ctx.noise_keys(draft.width, "accept", device=aim.device))  # [B, W]
+    # chance < aim / drafted, without the division: a token that the target forbids is never
+    # accepted
+    drafted = drafted_probs(draft, ctx).double() * factor
+    return chance * drafted < gather_tokens(aim, draft.tokens).double()
+
+
+def correct(aim: Tensor, share: float | Tensor, kept: Tensor, draft: Draft, ctx: Context) -> Tensor:
+    """[B]: the token after `kept` [B] ones, drawn from the normalised positive part of
+    share · aim − draft, where `aim` [B, V] is the distribution there; from `aim` itself where the
+    window was kept whole."""
+    keys = next_token_keys(kept, draft, ctx)
+    if not draft.width:
+        return gumbel_argmax(aim, keys)
+    rest = (share * aim - draft_distribution(draft, ctx, kept, aim.shape[-1])).clamp(min=0)
+    # a window kept whole has a bonus from the target itself; so have equal distributions, rejected
+    # by rounding alone
+    whole = (kept == draft.lengths) | ~rest.any(-1)
+    return gumbel_argmax(torch.where(whole[:, None], aim.to(rest.dtype), rest), keys)
