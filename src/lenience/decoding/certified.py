@@ -1,27 +1,32 @@
-"""What a certificate says, what it binds, and how a rule "certified:RUN" becomes the rule that it certifies."""
+"""What a certificate says, what it binds, and how a rule "certified:RUN" becomes the rule that it
+certifies."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lenience.core.errors import InputError
 from lenience.core.files import read_json
-from lenience.decoding.options import learned
+from lenience.core.protocols import Rule
+from lenience.core.records import Record
+from lenience.decoding.options import Decoding, bound_names
 from lenience.drafting.stops import Stop, parse_stop
 from lenience.heads.head import Learned
+from lenience.rules.registry import BASELINES, parse_rule, parse_spec
 
 PREFIX = "certified:"
 FILE = "certificate.json"
-KEYS = ("certified", "max_drop", "confidence", "n", "losses", "upper_bound", "procedure", "binds")
-OPTIONS = ("window", "stop", "temperature", "top_k", "top_p", "max_new_tokens")
-"""What a certificate binds of what a caller decodes with."""
-BINDS = ("models", "tokenizer", "template", "generation_config", "heads", "drafter", *OPTIONS, "task", "reads", "data")
-DEFAULTS: dict[str, Any] = {"stop": "fixed", "temperature": 0.0, "top_k": None, "top_p": None}
-"""Of those that a caller may leave out; a window and a length limit are then the certificate's."""
+BOUND_BESIDE = (
+    "models", "tokenizer", "template", "generation_config", "heads", "task", "reads", "data",
+)  # fmt: skip
+"""What a certificate binds besides the options of decoding."""
+FROM_CERTIFICATE = ("window", "max_new_tokens")
+"""The options that are the certificate's where a caller leaves them out; others are the
+defaults."""
 
 
 def is_certified(rule: object) -> bool:
@@ -30,90 +35,184 @@ def is_certified(rule: object) -> bool:
 
 def refuse_certified(rules: Iterable[str]) -> None:
     """Raise InputError for a rule "certified:RUN", where settings of one's own are compared."""
-    if certified := [rule for rule in rules if is_certified(rule)]:
-        raise InputError(f"rule {certified[0]}: binds a window of its own; compare the rule that it certifies, by its spec")
+    for rule in rules:
+        if is_certified(rule):
+            raise InputError(
+                f"rule {rule}: binds a window of its own; compare the rule that it certifies, by "
+                "its "
+                "spec"
+            )
 
 
-def read_certificate(folder: Path) -> dict[str, Any]:
-    """The certificate of a run folder, or in a file. Raises InputError where there is none or it is broken."""
-    path = folder if folder.suffix == ".json" else folder / FILE
+class TriedSetting(Record):
+    """How the test of one setting ended."""
+
+    rule: str
+    window: int
+    n: int
+    losses: float
+    upper_bound: float
+    """Of this setting's mean loss, as if it alone had been tried."""
+    passed: bool
+    hopeless: bool
+    """Whether it was given up before the last look."""
+    tokens_per_pass: float
+    accuracy: float
+    target_accuracy: float
+
+
+class Certified(TriedSetting):
+    """The setting that is certified."""
+
+    threshold: float | None
+    heads: dict[str, str]
+    """Where its heads lie, by their paths in the rule: within the run folder, or else on this
+    machine."""
+
+
+class Certificate(Record):
+    """certificate.json: what was asked, what was found, and what it binds."""
+
+    certified: Certified | None
+    """None where nothing is."""
+    max_drop: float
+    confidence: float
+    n: int
+    losses: float
+    upper_bound: float
+    procedure: str
+    binds: dict[str, Any]
+    loss: str = "paired"
+    loss_is: str = ""
+    promises_not: tuple[str, ...] = ()
+    tried: tuple[TriedSetting, ...] = ()
+    lost: tuple[dict[str, Any], ...] = ()
+    """The prompts on which quality was lost, with both answers."""
+    reason: str | None = None
+    """Why nothing is certified."""
+    needed: int | None = None
+    """About how many prompts would have been needed."""
+    decoded: int = 0
+    seconds: float = 0.0
+
+
+def certificate_path(folder: Path) -> Path:
+    """The certificate's file in a run folder; a file's own path is it."""
+    return folder if folder.suffix == ".json" else folder / FILE
+
+
+def read_certificate(folder: Path) -> Certificate:
+    """The certificate of a run folder, or in a file. Raises InputError where there is none or it is
+    broken."""
+    path = certificate_path(folder)
     if not path.exists():
-        raise InputError(f"{path}: there is no certificate; `lenience certify {path.parent}` makes one")
-    made = read_json(path)
-    lacking = [key for key in KEYS if key not in made]
-    if not lacking:
-        binds = made["binds"] if isinstance(made["binds"], dict) else {}
-        lacking = [f"binds {key}" for key in BINDS if key not in binds]
-    if not lacking and made["certified"]:
-        lacking = [f"certified {key}" for key in ("rule", "heads") if key not in made["certified"]]
-    if lacking:
-        raise InputError(f"{path}: is no certificate, it lacks {', '.join(lacking)}; certify again")
-    return made
+        mend = f"`lenience certify {path.parent}` makes one"
+        raise InputError(f"{path}: there is no certificate; {mend}")
+    what = f"{path}: is no certificate"
+    certificate = Certificate.read(read_json(path), what, "certify again")
+    wanted = (*BOUND_BESIDE, *bound_names())
+    if lacking := [f"binds {key}" for key in wanted if key not in certificate.binds]:
+        raise InputError(f"{what}: lacks {', '.join(lacking)}; certify again")
+    return certificate
 
 
 def resolve(rule: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """For "certified:RUN" the options to decode with, filled in from what the certificate binds, and what that is.
+    """For "certified:RUN" the options to decode with, filled in from what the certificate binds,
+    and what that is.
 
-    Raises InputError, by name, for an option that differs: every lenient answer depends on it. A certificate that certifies
-    nothing stands for the strict rule, with a warning.
+    Raises InputError, by name, for an option that differs: every lenient answer depends on it. A
+    certificate that certifies nothing stands for the strict rule, with a warning.
     """
     folder = Path(rule.removeprefix(PREFIX).strip('"'))
-    made = read_certificate(folder)
+    certificate = read_certificate(folder)
     options = {name: value for name, value in given.items() if name != "rule"}
-    if not made["certified"]:
-        warnings.warn(f"{rule}: nothing was certified ({made.get('reason')}); decoding strictly", stacklevel=2)
-        return {**options, "rule": "speculative" if options.get("temperature") else "exact"}, {}
-    binds = made["binds"]
+    if not certificate.certified:
+        why = f"nothing was certified ({certificate.reason})"
+        warnings.warn(f"{rule}: {why}; decoding strictly", stacklevel=2)
+        strict = "speculative" if options.get("temperature") else "exact"
+        return {**options, "rule": strict}, {}
     if options.get("stop_strings"):
         raise InputError(f"{rule}: answers were certified to their end; leave stop_strings out")
-    certified = settled(made, folder.parent if folder.suffix == ".json" else folder)
-    for name in OPTIONS:
-        value = options.get(name, DEFAULTS.get(name, binds[name]))
-        differs = unplaced_stop(value) != unplaced_stop(binds[name]) if name == "stop" else value != binds[name]
-        if differs:
+    binds = certificate.binds
+    defaults = Decoding().to_json()
+    for name in bound_names():
+        default = binds[name] if name in FROM_CERTIFICATE else defaults[name]
+        value = options.get(name, default)
+        if _comparable(name, value) != _comparable(name, binds[name]):
             raise InputError(
-                f"{rule}: was certified with {name} {binds[name]!r}, not {value!r}; give the same, or certify again"
+                f"{rule}: was certified with {name} {binds[name]!r}, not {value!r}; give the "
+                "same, or "
+                "certify again"
             )
-    return {**certified, **options}, binds
+    run = folder.parent if folder.suffix == ".json" else folder
+    return {**certified_options(certificate, run), **options}, binds
 
 
-def settled(made: Mapping[str, Any], run: Path) -> dict[str, Any]:
-    """The rule and the options that a certificate certifies, with its heads where the run is now."""
-
-    def now(path: str) -> Path:
-        return run / made["certified"]["heads"].get(path, path)
-
-    rule, stop = made["certified"]["rule"], made["binds"]["stop"]
-    options = {name: made["binds"][name] for name in OPTIONS}
-    return options | {"rule": _moved(rule, learned(rule), now), "stop": _moved(stop, learned("target", stop), now)}
+def _comparable(name: str, value: Any) -> Any:
+    """An option's value as it is compared: of a spec, without where its heads lie."""
+    if name == "stop":
+        return stop_without_paths(value)
+    return str(value) if name == "drafter" else value
 
 
-def unplaced(rule: str) -> str:
+def certified_options(certificate: Certificate, run: Path) -> dict[str, Any]:
+    """The rule and the options that a certificate certifies, with its heads where the run is
+    now."""
+    assert certificate.certified is not None
+    heads, binds = certificate.certified.heads, certificate.binds
+
+    def path_now(path: str) -> str:
+        return str(run / heads.get(path, path))
+
+    options = {name: binds[name] for name in bound_names()}
+    rule = _relocated(certificate.certified.rule, path_now)
+    return options | {"rule": rule, "stop": str(parse_stop(binds["stop"]).relocated(path_now))}
+
+
+def heads_of(rule: str | Rule, stop: str | Stop = "fixed") -> list[Learned]:
+    """The fitted heads that a rule and a stop condition ask. Raises InputError for a wrong spec."""
+    of_rule = () if rule in BASELINES else parse_rule(rule).heads
+    return [*of_rule, *parse_stop(stop).heads]
+
+
+def head_paths(rule: str, stop: str, folder: Path) -> dict[str, str]:
+    """Where the heads of a rule and of a stop condition lie, by their paths in these: within the
+    run folder, or else on this machine."""
+    paths = {}
+    for head in heads_of(rule, stop):
+        whole = Path(head.path).resolve()
+        within = os.path.relpath(whole, folder.resolve())
+        paths[head.path] = str(whole) if within.startswith("..") else within
+    return paths
+
+
+def without_paths(rule: str) -> str:
     """A rule without where its heads lie."""
-    return _moved(rule, learned(rule), lambda path: Path(path).name)
+    return _relocated(rule, lambda path: Path(path).name)
 
 
-def unplaced_stop(stop: str | Stop) -> str:
+def stop_without_paths(stop: str | Stop) -> str:
     """A stop condition without where its head lies."""
-    return _moved(str(parse_stop(stop)), learned("target", stop), lambda path: Path(path).name)
+    return str(parse_stop(stop).relocated(lambda path: Path(path).name))
 
 
-def _moved(spec: str, heads: Iterable[Learned], to: Callable[[str], Path | str]) -> str:
-    for head in heads:
-        elsewhere: Any = replace(head, path=str(to(head.path)))
-        spec = spec.replace(str(head), str(elsewhere))
-    return spec
+def _relocated(rule: str, path: Callable[[str], str]) -> str:
+    if rule in BASELINES:
+        return rule
+    return str(parse_spec(rule).with_terms(lambda term: term.relocated(path)))
 
 
 def check_binding(rule: str, binds: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise InputError, by name, for the first of the models, heads and templates that is not what was certified."""
+    """Raise InputError, by name, for the first of the models, heads and templates that is not what
+    was certified."""
     for name, value in now.items():
         if binds[name] != value:
-            raise InputError(f"{rule}: was certified with another {name} ({_short(binds[name], value)}); certify again")
+            what = f"another {name} ({_difference(binds[name], value)})"
+            raise InputError(f"{rule}: was certified with {what}; certify again")
 
 
-def _short(before: Any, now: Any) -> str:
+def _difference(before: Any, now: Any) -> str:
     if isinstance(before, dict) and isinstance(now, dict):
         part = next((key for key in {**before, **now} if before.get(key) != now.get(key)), None)
-        return f"{part} {_short(before.get(part), now.get(part))}"
+        return f"{part} {_difference(before.get(part), now.get(part))}"
     return f"{before!r}, this is {now!r}"

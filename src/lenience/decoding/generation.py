@@ -17,7 +17,8 @@ class Generation:
     tokens: list[int] = field(default_factory=list)
     """The new tokens, EOS included if it was reached."""
     text: str = ""
-    """Their text, without special tokens and, where a stop string ended it, what follows from there."""
+    """Their text, without special tokens and, where a stop string ended it, what follows from
+    there."""
     trace: list[Trace] = field(default_factory=list)
     target_passes: int = 0
     draft_passes: int = 0
@@ -28,14 +29,17 @@ class Generation:
     accepted_exact: int = 0
     """Drafted tokens that the strict rule would have kept of the same windows."""
     accepted_lenient: int = 0
-    """Drafted tokens kept beyond those: what lenience gained, tokens that the target did not read included."""
+    """Drafted tokens kept beyond those: what lenience gained, tokens that the target did not read
+    included."""
     finish: str = ""
-    """Why it ended: "eos", "stop" (a stop string), "length" (max_new_tokens) or "context" (the model's context is full)."""
+    """Why it ended: "eos", "stop" (a stop string), "length" (max_new_tokens) or "context" (the
+    model's context is full)."""
     seconds: float = 0.0
 
     @property
     def tokens_per_pass(self) -> float:
-        """New tokens per pass of the target, corrections and bonus tokens included; 0 where the target read nothing."""
+        """New tokens per pass of the target, corrections and bonus tokens included; 0 where the
+        target read nothing."""
         return len(self.tokens) / self.target_passes if self.target_passes else 0.0
 
     @property

@@ -2,49 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lenience.core.errors import InputError
+from lenience.decoding.options import Loading
 from lenience.decoding.pair import Pair
 from lenience.models.lm import LM
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 EMBEDDED = Path(__file__).parents[1] / "embedded"
+"""Where the built-in pair lies, and the journal of a mining run on it."""
 
 
 def load_pair(
-    target: str | None = None,
-    draft: str | None = None,
-    *,
-    dtype: str | None = None,
-    device: str = "auto",
-    compile: bool | None = None,
-    target_kwargs: dict[str, Any] | None = None,
-    draft_kwargs: dict[str, Any] | None = None,
+    target: str | PreTrainedModel | None = None,
+    draft: str | PreTrainedModel | None = None,
+    **options: Any,
 ) -> Pair:
-    """Load a pair: Hub names or local folders; without names the built-in pair (float32 unless `dtype` says otherwise).
+    """Load a pair: Hub names or local folders, or loaded `transformers` models with their
+    `tokenizer`; a target alone is a pair for drafters that need no draft model; without names the
+    built-in pair.
 
-    `dtype` defaults to the checkpoint's own; `device` "auto" takes a GPU if there is one; `compile` True exports the models'
-    forward passes for ONNX Runtime (`Pair.compile`), None uses such exports where earlier ones lie in the cache, and False
-    does not; `target_kwargs` and `draft_kwargs` reach from_pretrained (device_map, quantization_config, …). Raises
-    InputError where a model can't be loaded or used, or the vocabularies differ.
+    The options are those of `lenience.decoding.options.Loading`. Raises InputError where a model
+    can't be loaded or used, or the vocabularies differ.
     """
-    if (target is None) != (draft is None):
-        raise InputError("name both the target and the draft, or neither for the built-in pair")
-    built_in = target is None or draft is None
-    names = {"target": target or str(EMBEDDED / "target"), "draft": draft or str(EMBEDDED / "draft")}
+    loading = Loading.of(options)
+    if target is None and draft is not None:
+        raise InputError("draft: name the target too, or neither for the built-in pair")
+    if target is None:
+        pair = _built_in(loading)
+    else:
+        target_lm = _load(target, "target", loading)
+        draft_lm = None if draft is None else _load(draft, "draft", loading)
+        name = target_lm.name if draft_lm is None else f"{target_lm.name} + {draft_lm.name}"
+        pair = Pair(target_lm, draft_lm, name)
+    if loading.compile is not False:
+        pair.compile(export=bool(loading.compile))
+    return pair
+
+
+def _built_in(loading: Loading) -> Pair:
+    """The built-in pair, in float32 unless it is said otherwise."""
+    lms = {}
+    for role in ("target", "draft"):
+        folder, name = str(EMBEDDED / role), f"built-in {role}"
+        lms[role] = LM.load(folder, role, _from_pretrained(loading, role, "float32"), name)
+    return Pair(lms["target"], lms["draft"], "built-in")
+
+
+def _load(source: str | PreTrainedModel, role: str, loading: Loading) -> LM:
+    if isinstance(source, str | Path):
+        return LM.load(str(source), role, _from_pretrained(loading, role, "auto"))
+    for name in ("dtype", f"{role}_kwargs"):
+        if getattr(loading, name):
+            raise InputError(f"{name}: the {role} is loaded already; leave it out")
+    if loading.tokenizer is None:
+        raise InputError(f"tokenizer: give that of the loaded {role}")
+    name = str(source.name_or_path or type(source).__name__)
+    return LM(source, loading.tokenizer, name, role)
+
+
+def _from_pretrained(loading: Loading, role: str, dtype: str) -> Mapping[str, Any]:
+    """What from_pretrained is given, and the device."""
+    device = loading.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if dtype is None:
-        dtype = "float32" if built_in else "auto"
-    given = {"target": target_kwargs or {}, "draft": draft_kwargs or {}}
-    lms = {role: LM.load(names[role], role, dtype=dtype, device=device, kwargs=given[role]) for role in names}
-    if built_in:
-        for role, lm in lms.items():
-            lm.name = f"built-in {role}"
-    pair = Pair(lms["target"], lms["draft"], "built-in" if built_in else f"{target} + {draft}")
-    if compile is not False:
-        pair.compile(export=bool(compile))
-    return pair
+    kwargs = loading.target_kwargs if role == "target" else loading.draft_kwargs
+    return {"dtype": loading.dtype or dtype, "device": device, **(kwargs or {})}

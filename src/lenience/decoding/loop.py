@@ -11,7 +11,7 @@ import torch
 from lenience.core.context import Context, Row
 from lenience.core.protocols import Drafter, Rule
 from lenience.core.types import Draft, Step, Verdict
-from lenience.decoding.response import Limits
+from lenience.decoding.response import Response
 from lenience.models.session import Session
 
 
@@ -20,9 +20,16 @@ class Request:
     """A prompt that is being answered."""
 
     row: Row
-    limits: Limits
+    response: Response
     number: int = 0
     began: float = field(default_factory=time.perf_counter)
+
+    def keep(self, step: Step) -> None:
+        """Take note of what a cycle kept."""
+        self.row.prefix += step.tokens
+        self.row.position += len(step.tokens)
+        self.row.lenient += sum(entry.origin == "draft-lenient" for entry in step.trace)
+        self.row.last = step
 
 
 def decode(
@@ -30,70 +37,97 @@ def decode(
     drafter: Drafter,
     rule: Rule,
     ctx: Context,
-    follow: Callable[[Request | None], Request | None],
+    next_request: Callable[[Request | None], Request | None],
     size: int = 1,
 ) -> Iterator[tuple[Request, Step]]:
-    """Answer requests, `size` of them together, one cycle at a time. `follow` gives the request that takes the row of one that
-    has reached a limit, so that what they have in common need not be read again, or of none; it gives None when there are
-    no more."""
+    """Answer requests, `size` of them together, one cycle at a time. `next_request` gives the
+    request that takes the row of one that has reached a limit, so that what they have in common
+    need not be read again, or of none; it gives None when there are no more."""
     active, profile = list[Request](), session.profile
     while True:
         profile.start()
-        while len(active) < size and (request := follow(None)):
+        while len(active) < size and (request := next_request(None)):
             active.append(request)
         if not active:
             return
         ctx.rows = [request.row for request in active]
-        draft, read, verdicts = cycle(session, drafter, rule, ctx, [request.limits.room for request in active])
+        room = [request.response.room for request in active]
+        draft, target_tokens, verdicts = cycle(session, drafter, rule, ctx, room)
+        draft_tokens = draft.tokens_read or [0] * len(active)
         for b, (request, verdict) in enumerate(zip(active, verdicts)):
-            step = request.limits.clip(verdict, draft.passes, draft.read[b] if draft.read else 0, read[b])
-            request.row.prefix += step.tokens
-            request.row.position += len(step.tokens)
-            request.row.lenient += sum(entry.origin == "draft-lenient" for entry in step.trace)
-            request.row.last = step
-            profile.lap("rest")
+            step = request.response.clip(verdict)
+            step = replace(
+                step,
+                target_tokens=target_tokens[b],
+                draft_passes=draft.passes,
+                draft_tokens=draft_tokens[b],
+            )
+            request.keep(step)
+            profile.add("rest")
             yield request, step
             profile.start()
-        rows = [follow(request) if request.limits.finish else request for request in active]
-        for i in reversed([i for i, row in enumerate(rows) if row is None]):
-            last = rows.pop()  # the last row fills the gap
-            if i < len(rows):
-                rows[i] = last
-                session.move(len(rows), i)
-                drafter.move(len(rows), i)
-        active = [row for row in rows if row]
-        profile.lap("cache")
+        active = _replace_finished(active, next_request, session, drafter)
+        profile.add("cache")
+
+
+def _replace_finished(
+    active: list[Request],
+    next_request: Callable[[Request | None], Request | None],
+    session: Session,
+    drafter: Drafter,
+) -> list[Request]:
+    """Give the rows of finished requests to others; where there are none, the last row fills the
+    gap."""
+    rows: list[Request | None] = []
+    for request in active:
+        rows.append(next_request(request) if request.response.finish else request)
+    for i in reversed([i for i, row in enumerate(rows) if row is None]):
+        last = rows.pop()
+        if i < len(rows):
+            rows[i] = last
+            session.move(len(rows), i)
+            drafter.move(len(rows), i)
+    return [row for row in rows if row]
 
 
 @torch.inference_mode()
 def cycle(
     session: Session, drafter: Drafter, rule: Rule, ctx: Context, room: Sequence[int]
 ) -> tuple[Draft, Sequence[int], list[Verdict]]:
-    """Propose windows for the rows of `ctx`, which may have `room` new tokens more, read them, and judge them: the windows, how
-    many tokens the target read for each row, and the verdicts."""
+    """Propose windows for the rows of `ctx`, which may have `room` new tokens more, read them, and
+    judge them: the windows, how many tokens the target read for each row, and the verdicts."""
     draft = drafter.propose(ctx, room)
     session.profile.cycles += 1
     if draft.trusted is None:
         return draft, *_judge(session, rule, ctx, draft)
-    lengths, trusted, tokens = draft.lengths.tolist(), draft.trusted.tolist(), draft.tokens.tolist()
-    asked = [b for b, (length, n) in enumerate(zip(lengths, trusted)) if n < length or not length]
-    judged = {}
+    # a window that is trusted whole is not read
+    lengths, trusted = draft.lengths.tolist(), draft.trusted.tolist()
+    asked = [b for b, (n, kept) in enumerate(zip(lengths, trusted)) if kept < n or not n]
+    tokens_read = [0] * len(lengths)
+    verdicts = [_unread(row[:n]) for row, n in zip(draft.tokens.tolist(), lengths)]
     if asked:
         part = replace(ctx, rows=[ctx.rows[b] for b in asked])
-        judged = dict(zip(asked, zip(*_judge(session, rule, part, draft.rows(asked), asked))))
-    unread = [(0, Verdict(row[:n], n, None, [False] * n, [None] * n)) for row, n in zip(tokens, lengths)]
-    read, verdicts = zip(*(judged.get(b, unread[b]) for b in range(len(tokens))))
-    return draft, read, list(verdicts)
+        for b, read, verdict in zip(asked, *_judge(session, rule, part, draft.rows(asked), asked)):
+            tokens_read[b], verdicts[b] = read, verdict
+    return draft, tokens_read, verdicts
+
+
+def _unread(drafted: list[int]) -> Verdict:
+    """Keep a whole window that the target did not read."""
+    n = len(drafted)
+    return Verdict(drafted, list(range(n)), next_token=None, exact=[False] * n, scores=[None] * n)
 
 
 def _judge(
     session: Session, rule: Rule, ctx: Context, draft: Draft, rows: Sequence[int] | None = None
 ) -> tuple[Sequence[int], list[Verdict]]:
-    """How many tokens the target reads for each row, and the rule's verdicts; `rows` are the session's, where not its first."""
-    reading = session.read([row.prefix for row in ctx.rows], draft.width + 1, draft.tokens, rows=rows)
+    """How many tokens the target reads for each row, and the rule's verdicts; `rows` are the
+    session's, where not its first."""
+    prefixes = [row.prefix for row in ctx.rows]
+    reading = session.read(prefixes, draft.width + 1, device_tokens=draft.tokens, rows=rows)
     if ctx.processors:
         reading = replace(reading, logits=ctx.process(reading.logits, draft.tokens))
-    session.profile.lap("rest")
+    session.profile.add("rest")
     verdicts = rule(draft, reading, ctx)
-    session.profile.lap("rule")
-    return reading.read, verdicts
+    session.profile.add("rule")
+    return reading.tokens_read, verdicts

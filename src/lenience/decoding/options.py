@@ -1,60 +1,217 @@
-"""What decoding may be told, and whether it can be done."""
+"""Every option of decoding, written down once: the command line's flags, the keywords of
+`Pair.generate`, what a certificate binds, the settings of a comparison and what journals record are
+read off `Decoding`. No torch."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
-from typing import Literal, TypedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
+from lenience.core import spec
 from lenience.core.errors import InputError
-from lenience.core.profile import Profile
-from lenience.core.protocols import Rule
-from lenience.drafting.stops import Stop, parse_stop
-from lenience.heads.head import Learned
-from lenience.rules.registry import terms
+
+if TYPE_CHECKING:
+    from lenience.core.protocols import Rule
+    from lenience.drafting.registry import DrafterSpec
+    from lenience.drafting.stops import Stop
+
+F = TypeVar("F", bound=Callable[..., Any])
+SPECS = ("Rule", "DrafterSpec", "Stop")
+"""The types that are given as specs where only text can be."""
 
 
-def learned(rule: str | Rule, stop: str | Stop = "fixed") -> list[Learned]:
-    """The parts of a rule and of a stop condition that ask a fitted head. Raises InputError for a wrong spec."""
-    return [one for one in (*terms(rule), parse_stop(stop)) if isinstance(one, Learned)]
+@dataclass(frozen=True)
+class Decoding:
+    """How answers are decoded. Raises InputError for a value that no decoding can use; what a spec
+    says is checked where the models are."""
+
+    rule: str | Rule = "exact"
+    """The acceptance rule, such as exact, speculative, topk:K, fuzzy:js@T or judge:PATH@T
+    (docs/rules.md has them all), or target or draft for that model alone; certified:RUN is what a
+    run's certificate certifies."""
+    drafter: str | DrafterSpec = "model"
+    """What proposes tokens: model, the pair's draft model."""
+    window: int | Literal["auto"] = 8
+    """How many tokens are drafted at most in a cycle, 8 or what a certificate binds if left out;
+    auto measures which is fastest."""
+    stop: str | Stop = "fixed"
+    """What ends drafting earlier: fixed (nothing, the default), heuristic, confidence:P, entropy:P,
+    head:PATH@T or gate:PATH@T."""
+    max_new_tokens: int = 256
+    """The length limit of an answer, 256, the task's own or what a certificate binds if left
+    out."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int | None = None
+    """Sample among the K most probable tokens; by default as the target's generation_config
+    says."""
+    top_p: float | None = None
+    """Sample among the fewest tokens that hold this share of the probability; by default as the
+    target's generation_config says."""
+    seed: int = 0
+    """Of the sampling."""
+    stop_strings: tuple[str, ...] = ()
+    """End the answer before this text; may be given again."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop_strings, str):
+            object.__setattr__(self, "stop_strings", (self.stop_strings,))
+        object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
+        if "" in self.stop_strings:
+            raise InputError("stop_strings: an empty one would stop at once; leave it out")
+        if not -(2**63) <= self.seed < 2**63:
+            raise InputError(f"seed {self.seed}: must fit into 64 bits")
+        if self.window != "auto" and (not isinstance(self.window, int) or self.window < 0):
+            raise InputError(f'window {self.window}: must be 0 (no drafting) or more, or "auto"')
+        if self.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens {self.max_new_tokens}: must be 1 or more")
+        if self.temperature < 0 or not math.isfinite(self.temperature):
+            raise InputError(f"temperature {self.temperature}: must be 0 (greedy) or more")
+        if self.top_k is not None and self.top_k < 0:
+            raise InputError(f"top_k {self.top_k}: must be 0 (off) or more")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise InputError(f"top_p {self.top_p}: must be in (0, 1]")
+
+    def with_options(self, options: Mapping[str, Any]) -> Decoding:
+        """The same with some options changed. Raises InputError for a name that is none."""
+        if unknown := sorted(options.keys() - names()):
+            known = ", ".join(names())
+            raise InputError(
+                f"{unknown[0]}: there is no such option of decoding; there are {known}"
+            )
+        return replace(self, **options)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Decoding:
+        """From the options that were given, the others being the defaults."""
+        return cls().with_options(options)
+
+    @classmethod
+    def parse(cls, text: str, base: Decoding | None = None) -> Decoding:
+        """From text such as "judge:run/judge@0.99; window=16; stop=confidence:0.4", the rule first;
+        what it does not say is as in `base`. Raises InputError that names what is wrong."""
+        return (base or cls()).with_options(given_options(text))
+
+    def to_json(self) -> dict[str, Any]:
+        """By name, with rules, drafters and stop conditions as their specs."""
+        values = {name: getattr(self, name) for name in names()}
+        types = option_types()
+        for name, value in values.items():
+            if types[name] is str:
+                values[name] = str(value)
+            elif isinstance(value, tuple):
+                values[name] = list(value)
+        return values
+
+    def changed(self) -> dict[str, Any]:
+        """The options that are not the defaults, as in `to_json`."""
+        defaults = Decoding().to_json()
+        return {name: value for name, value in self.to_json().items() if value != defaults[name]}
+
+    def bound(self) -> dict[str, Any]:
+        """What of it a certificate binds, as in `to_json`."""
+        values = self.to_json()
+        return {name: values[name] for name in bound_names()}
+
+    def __str__(self) -> str:
+        """The text that `parse` takes."""
+        parts = [str(self.rule)]
+        for name, value in self.changed().items():
+            if name != "rule":
+                values = value if isinstance(value, list) else [value]
+                parts += [f"{name}={_quoted(str(one))}" for one in values]
+        return "; ".join(parts)
 
 
-class Options(TypedDict, total=False):
-    """What `Pair.generate` takes besides the prompt; `Pair.stream` says what each means and its default."""
+@dataclass(frozen=True)
+class Loading:
+    """How a pair is loaded."""
 
-    rule: str | Rule
-    window: int | Literal["auto"]
-    stop: str | Stop
-    max_new_tokens: int
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    seed: int
-    stop_strings: str | Sequence[str]
-    profile: Profile | None
+    dtype: str | None = None
+    """float32, bfloat16, …; by default the checkpoint's own, for the built-in pair float32."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
+    compile: bool | None = None
+    """True exports the models' forward passes for ONNX Runtime (`Pair.compile`), None uses such
+    exports where earlier ones lie in the cache, and False does not."""
+    tokenizer: Any = None
+    """Of models that are loaded already."""
+    target_kwargs: dict[str, Any] | None = None
+    """What reaches the target's from_pretrained (device_map, quantization_config, …)."""
+    draft_kwargs: dict[str, Any] | None = None
+    """What reaches the draft's."""
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Loading:
+        """From the options that were given. Raises InputError for a name that is none."""
+        known = [item.name for item in fields(cls)]
+        if unknown := sorted(options.keys() - set(known)):
+            raise InputError(
+                f"{unknown[0]}: there is no such option of loading; there are {', '.join(known)}"
+            )
+        return cls(**options)
 
 
-def check_options(
-    window: int | Literal["auto"] = 8,
-    max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    stop_strings: Sequence[str] = (),
-) -> None:
-    """Raise InputError for a value that no decoding can use."""
-    if "" in stop_strings:
-        raise InputError("stop_strings: an empty one would stop at once; leave it out")
-    if not -(2**63) <= seed < 2**63:
-        raise InputError(f"seed {seed}: must fit into 64 bits")
-    if window != "auto" and (not isinstance(window, int) or window < 0):
-        raise InputError(f'window {window}: must be 0 (no drafting) or more, or "auto"')
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens {max_new_tokens}: must be 1 or more")
-    if temperature < 0 or not math.isfinite(temperature):
-        raise InputError(f"temperature {temperature}: must be 0 (greedy) or more")
-    if top_k is not None and top_k < 0:
-        raise InputError(f"top_k {top_k}: must be 0 (off) or more")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise InputError(f"top_p {top_p}: must be in (0, 1]")
+UNBOUND = ("rule", "seed", "stop_strings")
+"""What a certificate does not bind: the rule, which it certifies; the seed, as losses are averages;
+and stop strings, which are refused beside it."""
+
+
+def names() -> tuple[str, ...]:
+    """The names of all options."""
+    return tuple(item.name for item in fields(Decoding))
+
+
+def bound_names() -> tuple[str, ...]:
+    """The names of the options that a certificate binds."""
+    return tuple(name for name in names() if name not in UNBOUND)
+
+
+def option_types() -> dict[str, Any]:
+    """The type of each option where only text can be given: a rule is then its spec."""
+    return get_type_hints(Decoding, localns=dict.fromkeys(SPECS, str))
+
+
+def given_options(text: str) -> dict[str, Any]:
+    """The options that the text of a setting names, see `Decoding.parse`."""
+    rule, *rest = (part.strip() for part in spec.split(text, ";"))
+    options: dict[str, Any] = {"rule": rule}
+    types = option_types()
+    for part in rest:
+        name, *value = spec.split(part, "=", limit=1)
+        if name not in types:
+            raise InputError(
+                f"setting {text!r}: there is no {name!r}; there are {', '.join(types)}"
+            )
+        if not value:
+            raise InputError(f"setting {text!r}: write {name}=…")
+        if name in options:
+            raise InputError(f"setting {text!r}: {name} is given twice")
+        options[name] = spec.convert(f"setting {text!r}: {name}", _unquoted(value[0]), types[name])
+    return options
+
+
+def takes_options(function: F) -> F:
+    """Show the options of decoding among a function's keywords, for help() and editors."""
+    signature = inspect.signature(function)
+    shown = [item for item in signature.parameters.values() if item.kind is not item.VAR_KEYWORD]
+    defaults, kind = Decoding(), inspect.Parameter.KEYWORD_ONLY
+    for name, annotation in option_types().items():
+        default = getattr(defaults, name)
+        shown.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
+    with_options: Any = function
+    with_options.__signature__ = signature.replace(parameters=shown)
+    return function
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"' if ";" in text and '"' not in text else text
+
+
+def _unquoted(text: str) -> str:
+    """A value that stands in quotes whole; a spec may hold quotes of its own."""
+    whole = len(text) > 1 and text[0] == text[-1] == '"' and '"' not in text[1:-1]
+    return text[1:-1] if whole else text

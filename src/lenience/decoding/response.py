@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from lenience.core.types import Finish, Origin, Step, Trace, Verdict
 from lenience.models.lm import LM
 
 
 @dataclass
-class Limits:
-    """What ends a response: EOS, stop strings, a number of new tokens, the model's context. Nothing is kept, counted or
-    shown past the end; the text ends before a stop string."""
+class Response:
+    """A response that grows until something ends it: EOS, stop strings, a number of new tokens, the
+    model's context. Nothing is kept, counted or shown past the end; the text ends before a stop
+    string."""
 
     lm: LM
     max_new_tokens: int
@@ -24,58 +26,80 @@ class Limits:
     finish: Finish | None = None
 
     def __post_init__(self) -> None:
-        self._text = TextStream(self.lm, self.stop_strings) if self.stream or self.stop_strings else None
-        context = self.lm.context
-        self._left = min(self.max_new_tokens, context - self.prompt_length) if context else self.max_new_tokens
-        self._cut: Finish = "length" if self._left == self.max_new_tokens else "context"
+        self._text: TextStream | None = None
+        if self.stream or self.stop_strings:
+            self._text = TextStream(self.lm, self.stop_strings)
+        context = self.lm.context_length
+        self._most_tokens, self._cut = self.max_new_tokens, cast(Finish, "length")
+        if context and context - self.prompt_length < self.max_new_tokens:
+            self._most_tokens, self._cut = context - self.prompt_length, "context"
 
     @property
     def room(self) -> int:
         """How many more new tokens are allowed."""
-        return self._left - self.new
+        return self._most_tokens - self.new
 
-    def clip(self, verdict: Verdict, draft_passes: int, draft_tokens: int = 0, target_tokens: int = 0) -> Step:
-        """The step that a verdict comes to, cut off where the response ends; what the models read is counted in it."""
-        n, k = len(verdict.drafted), verdict.accepted
-        lenient: Origin = "draft-trusted" if verdict.token is None else "draft-lenient"
-        found = [
-            Trace(token, "draft" if exact else lenient, score)
-            for token, exact, score in zip(verdict.drafted[:k], verdict.exact, verdict.scores)
-        ]
-        if verdict.token is not None:
-            found.append(Trace(verdict.token, "bonus") if k == n else Trace(verdict.token, "correction", verdict.scores[k]))
-        trace: list[Trace] = []
-        text = ""
-        for entry in found:
+    def clip(self, verdict: Verdict) -> Step:
+        """The step that a verdict comes to, cut off where the response ends."""
+        trace, text = list[Trace](), ""
+        for entry in _entries(verdict):
             trace.append(entry)
             self.new += 1
-            if self._text:
-                text += self._text.push(entry.token)
-            if entry.token in self.lm.eos_ids:
-                self.finish = "eos"
-            elif self._text and self._text.stopped:
-                self.finish = "stop"
-            elif self.room == 0:
-                self.finish = self._cut
+            text += self._text.push(entry.token) if self._text else ""
+            self.finish = self._ending(entry.token)
             if self.finish:
                 text += self._text.flush() if self._text else ""
                 break
         drafted = sum(entry.origin.startswith("draft") for entry in trace)
-        over = drafted if self.finish else n  # past the end nothing is counted
-        exact = next((i for i in range(over) if not verdict.exact[i]), over)
-        reads = int(verdict.token is not None)
+        counted = (
+            drafted if self.finish else len(verdict.drafted)
+        )  # past the end nothing is counted
+        exact = next((i for i in range(counted) if not verdict.exact[i]), counted)
         return Step(
-            trace, n, exact, drafted - exact, draft_passes, text, self.finish, reads, draft_tokens, target_tokens
-        )  # fmt: skip
+            trace=trace,
+            drafted=len(verdict.drafted),
+            accepted_exact=exact,
+            accepted_lenient=drafted - exact,
+            text=text,
+            finish=self.finish,
+            target_passes=int(verdict.next_token is not None),
+        )
+
+    def _ending(self, token: int) -> Finish | None:
+        """Why the response ends with a token; None where it goes on."""
+        if token in self.lm.eos_ids:
+            return "eos"
+        if self._text and self._text.stopped:
+            return "stop"
+        return self._cut if self.room == 0 else None
+
+
+def _entries(verdict: Verdict) -> list[Trace]:
+    """Where each token that a verdict keeps came from."""
+    unread = verdict.next_token is None
+    lenient: Origin = "draft-trusted" if unread else "draft-lenient"
+    entries = []
+    for i in verdict.path:
+        origin: Origin = "draft" if verdict.exact[i] else lenient
+        entries.append(Trace(verdict.drafted[i], origin, verdict.scores[i]))
+    if verdict.next_token is None:
+        return entries
+    k = verdict.num_accepted
+    if k == len(verdict.drafted):
+        return [*entries, Trace(verdict.next_token, "bonus")]
+    return [*entries, Trace(verdict.next_token, "correction", verdict.scores[k])]
 
 
 class TextStream:
-    """Turns tokens into text as they come: holds back incomplete characters and what may begin a stop string."""
+    """Turns tokens into text as they come: holds back incomplete characters and what may begin a
+    stop string."""
 
     def __init__(self, lm: LM, stop_strings: Sequence[str] = ()):
         self.lm, self.stop_strings, self.stopped = lm, stop_strings, False
         self._ids: list[int] = []
-        self._start = 0  # ids before this one are decided; those from it on are decoded together, for spaces between
+        self._start = 0
+        """Ids before this one are decided; those from it on are decoded together, for spaces
+        between."""
         self._done = ""  # what the ids from _start on have given so far
         self._held = ""
 
@@ -113,11 +137,14 @@ class TextStream:
 
 def _overlap(text: str, stop: str) -> int:
     """The length of the longest end of `text` that `stop` begins with."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+    return next(
+        (n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0
+    )
 
 
 def pieces(lm: LM, tokens: Sequence[int]) -> list[str]:
-    """Each token's part of the text, in which an incomplete character belongs to the token that completes it."""
+    """Each token's part of the text, in which an incomplete character belongs to the token that
+    completes it."""
     stream = TextStream(lm)
     parts = [stream.push(token) for token in tokens]
     if parts:

@@ -1,114 +1,214 @@
-"""Drafters: what proposes a window."""
+"""Drafting with an independent model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from lenience.core.context import Context
-from lenience.core.transfer import sent
+from lenience.core.transfer import to_device
 from lenience.core.types import Draft
 from lenience.drafting.stops import Fixed, Stop
 from lenience.models.lm import LM
 from lenience.models.session import Session
 
-CHUNK, CHUNK_ASKED = 8, 2
-"""How many tokens are drafted at most before EOS is looked for, and where a stop condition asks about each."""
+CHUNK, CHUNK_PER_TOKEN = 8, 2
+"""How many tokens are drafted at most before EOS is looked for, and where a stop condition asks
+about each."""
+_END = -1
+"""Stands for a token at which a stop condition ends the window."""
+
+
+@dataclass
+class _Window:
+    """A window that is being drafted for B rows."""
+
+    prefixes: list[list[int]]
+    limits: list[int]
+    """[B]: how many tokens may be drafted for each row."""
+    tokens: Tensor
+    """[B, n]: those drafted so far."""
+    logits: list[Tensor] = field(default_factory=list)
+    """Parts [B, …, V] that stand side by side, one for each read."""
+    hidden: list[Tensor] = field(default_factory=list)
+    tokens_read: list[int] = field(default_factory=list)
+    """[B]"""
+    stop_mask: Tensor | None = None
+    """[B, n or one fewer] bool: where a stop condition ends drafting."""
+
+    def add(
+        self, logits: Tensor, hidden: Tensor, tokens: Tensor, tokens_read: Sequence[int]
+    ) -> None:
+        self.logits.append(logits)
+        self.hidden.append(hidden)
+        more = hidden.shape[1] - 1
+        read_before = self.tokens_read or [0] * len(self.prefixes)
+        self.tokens_read = [n + new + more for n, new in zip(read_before, tokens_read)]
+        self.tokens = torch.cat([self.tokens, tokens], 1) if self.tokens.shape[1] else tokens
 
 
 class ModelDrafter:
-    """Drafts with an independent model of the same vocabulary, `window` tokens at most and none past an EOS.
+    """Drafts with an independent model of the same vocabulary, as many tokens as the context's
+    window at most and none past an EOS.
 
-    What it proposes is as wide as the target's logits and on their device: embeddings of one vocabulary may be padded
-    differently, and an id that only the draft's has is never proposed. `keep_states` keeps the draft's hidden states for a
-    rule that reads them.
+    What it proposes is as wide as the target's logits and on their device: embeddings of one
+    vocabulary may be padded differently, and an id that only the draft's has is never proposed.
+    `keep_states` keeps the draft's hidden states for a rule that reads them.
     """
 
-    def __init__(self, session: Session, window: int, target: LM, keep_states: bool = False, stop: Stop | None = None):
-        self.session, self.window, self.keep_states, self.stop = session, window, keep_states, stop or Fixed()
-        self.width, self.device, self.eos_ids = target.width, target.device, target.eos_ids
+    def __init__(
+        self, session: Session, target: LM, keep_states: bool = False, stop: Stop | None = None
+    ):
+        self.session, self.keep_states, self.stop = session, keep_states, stop or Fixed()
+        self.vocab_size, self.device = target.vocab_size, target.device
+        self.eos_ids = target.eos_ids
         self.eos = torch.tensor(sorted(self.eos_ids), device=self.device)
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
-        prefixes = [row.prefix for row in ctx.rows]
-        most = self._most(ctx, room)
-        tokens = torch.empty(len(most), 0, dtype=torch.long, device=self.device)
-        logits, hidden, chances = list[Tensor](), list[Tensor](), list[Tensor]()
-        read, ends = [0] * len(most), torch.empty(len(most), 0, dtype=torch.bool, device=self.device)
-        reads_on = ctx.greedy and not ctx.processors and self.session.lm.width <= self.width
-        blind = reads_on and not self.stop.asks and not self.session.cache.waits  # drafts to the end without a look at it
-        chunk = 1 if not reads_on else CHUNK_ASKED if self.stop.asks else CHUNK
-        extra = self.keep_states or self.stop.looks_back  # the state after the last drafted token takes one more pass
-        drafted, lengths = list[list[int]](), None
-        while (wanted := max(most)) and (left := wanted + extra - tokens.shape[1]) > 0:
-            sequences = [prefix + row for prefix, row in zip(prefixes, drafted)] if logits else prefixes
-            # what is drafted blind is rounded up, as each length is recorded
-            step = min(-(-left // CHUNK) * CHUNK, self.window + extra) if blind else min(left, chunk)
-            reading = self.session.read(sequences, on=step - 1)
-            read = [n + new + reading.logits.shape[1] - 1 for n, new in zip(read, reading.read)]
-            logits.append(ctx.process(self._as_target(reading.logits), tokens))  # [B, n, V]
-            hidden.append(reading.hidden)
-            drawn = (reading.best if reads_on else ctx.draw(logits[-1], tokens.shape[1])).to(self.device)
-            tokens = torch.cat([tokens, drawn], 1) if tokens.shape[1] else drawn
-            if blind and drawn.shape[1] >= left:
-                lengths = self._to_eos(tokens, most)
-                break
-            drafted = looked = tokens.tolist()
-            if self.stop.asks:
-                # of a condition that looks back, the first state belongs to the token before the first
-                seen = reading.hidden[:, 1:] if self.stop.looks_back and len(logits) == 1 else reading.hidden
-                if seen.shape[1]:
-                    chances.append(self.stop.chances(logits[-1], seen, drawn, ctx))
-                    ends = self.stop.ends(torch.cat(chances, 1)).to(self.device)  # [B, tokens so far, or one fewer]
-                later = tokens.shape[1] - ends.shape[1]
-                looked = tokens.where(~torch.nn.functional.pad(ends, (0, later)), _END).tolist()
-            for b, row in enumerate(looked):
-                # nothing after an EOS could be kept
-                last = (i for i, token in enumerate(row[: most[b]], 1) if token == _END or token in self.eos_ids)
-                most[b] = next(last, most[b])
-        lengths = sent(most, self.device) if lengths is None else lengths
-        if not logits:
-            return Draft(tokens, lengths, trusted=torch.zeros_like(lengths) if self.stop.trusts else None)
-        states = _first(hidden, wanted + 1).to(self.device) if self.keep_states else None  # [B, W + 1, H]
-        passes, tokens = tokens.shape[1], tokens[:, :wanted]
-        draft = Draft(tokens, lengths, _first(logits, wanted), states, passes, read)
-        if not self.stop.trusts:
-            return draft
-        doubted = (ends[:, :wanted] & draft.proposed).any(1)
-        return replace(draft, trusted=lengths - doubted.long())
+        window = _Window(
+            prefixes=[row.prefix for row in ctx.rows],
+            limits=self._limits(ctx, room),
+            tokens=torch.empty(len(ctx.rows), 0, dtype=torch.long, device=self.device),
+        )
+        wanted = max(window.limits)
+        if not wanted:
+            return self._nothing(window)
+        lengths = self._draft_greedily(window, ctx) if self._unseen(ctx) else None
+        if lengths is None:
+            self._draft_looking(window, ctx)
+            lengths, wanted = to_device(window.limits, self.device), max(window.limits)
+        draft = Draft(
+            tokens=window.tokens[:, :wanted],
+            lengths=lengths,
+            logits=_first_columns(window.logits, wanted),
+            passes=window.tokens.shape[1],
+            tokens_read=window.tokens_read,
+        )
+        if self.keep_states:
+            states = _first_columns(window.hidden, wanted + 1).to(self.device)
+            draft = replace(draft, hidden=states)
+        if self.stop.skips_verification and window.stop_mask is not None:
+            doubted = (window.stop_mask[:, :wanted] & draft.proposed).any(1)
+            draft = replace(draft, trusted=lengths - doubted.long())
+        return draft
 
-    def _most(self, ctx: Context, room: Sequence[int]) -> list[int]:
+    def _nothing(self, window: _Window) -> Draft:
+        lengths = to_device(window.limits, self.device)
+        trusted = torch.zeros_like(lengths) if self.stop.skips_verification else None
+        return Draft(window.tokens, lengths, trusted=trusted)
+
+    def _reads_on(self, ctx: Context) -> bool:
+        """Whether the most probable token of the model is what is drafted."""
+        return ctx.greedy and not ctx.processors and self.session.lm.vocab_size <= self.vocab_size
+
+    def _unseen(self, ctx: Context) -> bool:
+        """Whether a window is drafted to its end without a look at its tokens."""
+        looks = self.stop.per_token or self.session.cache.needs_host_tokens
+        return self._reads_on(ctx) and not looks
+
+    @property
+    def _extra(self) -> bool:
+        """Whether the last token is read too, for the state after it."""
+        return self.keep_states or self.stop.needs_state_after
+
+    def _draft_greedily(self, window: _Window, ctx: Context) -> Tensor | None:
+        """Draft all that is wanted in one read, and find the lengths [B] where the tokens are; None
+        where the model's context ended it before. What is drafted is rounded up, as each length is
+        recorded."""
+        left = max(window.limits) + self._extra
+        steps = min(-(-left // CHUNK) * CHUNK, ctx.window + self._extra)
+        self._read(window, window.prefixes, steps, ctx)
+        return self._to_eos(window) if window.tokens.shape[1] >= left else None
+
+    def _draft_looking(self, window: _Window, ctx: Context) -> None:
+        """Draft in parts, and lower the limits where an EOS or the stop condition ends a row."""
+        chunk = 1
+        if self._reads_on(ctx):
+            chunk = CHUNK_PER_TOKEN if self.stop.per_token else CHUNK
+        probs: list[Tensor] = []
+        if window.logits:
+            self._shorten(window, probs, ctx)
+        while (wanted := max(window.limits)) and (
+            left := wanted + self._extra - window.tokens.shape[1]
+        ) > 0:
+            sequences = window.prefixes
+            if window.logits:
+                drafted = window.tokens.tolist()
+                sequences = [prefix + row for prefix, row in zip(window.prefixes, drafted)]
+            self._read(window, sequences, min(left, chunk), ctx)
+            self._shorten(window, probs, ctx)
+
+    def _read(
+        self, window: _Window, sequences: Sequence[list[int]], steps: int, ctx: Context
+    ) -> None:
+        """Read sequences and draft up to `steps` tokens after them."""
+        reading = self.session.read(sequences, lookahead=steps - 1)
+        logits = ctx.process(self._as_target(reading.logits), window.tokens)  # [B, n, V]
+        if self._reads_on(ctx):
+            tokens = reading.greedy_tokens
+        else:
+            tokens = ctx.draw(logits, window.tokens.shape[1])
+        window.add(logits, reading.hidden, tokens.to(self.device), reading.tokens_read)
+
+    def _shorten(self, window: _Window, probs: list[Tensor], ctx: Context) -> None:
+        """Lower the limits to where a row ends; `probs` are the stop condition's so far."""
+        looked_at = window.tokens
+        if self.stop.per_token:
+            self._ask(window, probs, ctx)
+        if window.stop_mask is not None:
+            later = window.tokens.shape[1] - window.stop_mask.shape[1]
+            ends = torch.nn.functional.pad(window.stop_mask, (0, later))
+            looked_at = window.tokens.where(~ends, _END)
+        for b, row in enumerate(looked_at.tolist()):
+            for i, token in enumerate(row[: window.limits[b]], 1):
+                if token == _END or token in self.eos_ids:  # nothing after an EOS could be kept
+                    window.limits[b] = i
+                    break
+
+    def _ask(self, window: _Window, probs: list[Tensor], ctx: Context) -> None:
+        """Ask the stop condition about what was drafted last."""
+        hidden = window.hidden[-1]
+        if self.stop.needs_state_after and len(window.hidden) == 1:
+            hidden = hidden[:, 1:]  # the first state belongs to the token before the first
+        if not hidden.shape[1]:
+            return
+        drafted = window.tokens[:, -window.hidden[-1].shape[1] :]
+        probs.append(self.stop.acceptance_probs(window.logits[-1], hidden, drafted, ctx))
+        window.stop_mask = self.stop.stop_mask(torch.cat(probs, 1)).to(self.device)
+
+    def _limits(self, ctx: Context, room: Sequence[int]) -> list[int]:
         """[B]: how many tokens may be drafted for each row."""
-        prefixes = [row.prefix for row in ctx.rows]
-        asked = [self.stop.most(row, self.window) for row in ctx.rows]
-        follows = not self.stop.trusts  # whether a token of the target's follows in any case
-        most = [max(0, min(n, r - follows, self.session.room(p) - 1)) for n, p, r in zip(asked, prefixes, room)]
-        if self.session.lm.width < self.width:  # ids that only the target's embedding has
-            most = [0 if max(p) >= self.session.lm.width else m for p, m in zip(prefixes, most)]
-        return most
+        follows = not self.stop.skips_verification  # a token of the target's, in any case
+        limits = []
+        for row, left in zip(ctx.rows, room):
+            wanted = self.stop.max_tokens(row, ctx.window)
+            limit = max(0, min(wanted, left - follows, self.session.room(row.prefix) - 1))
+            if self.session.lm.vocab_size < self.vocab_size:  # there are ids of the target's alone
+                limit = 0 if max(row.prefix) >= self.session.lm.vocab_size else limit
+            limits.append(limit)
+        return limits
 
-    def _to_eos(self, tokens: Tensor, most: list[int]) -> Tensor:
-        """[B]: how many of the first tokens, at most `most` [B], there are to an EOS; found where the tokens are."""
-        n = tokens.shape[1]
-        places = torch.arange(1, n + 1, device=tokens.device)
-        last = places.where((tokens[..., None] == self.eos).any(-1), n).amin(1)
-        return last.minimum(sent(most, tokens.device))
+    def _to_eos(self, window: _Window) -> Tensor:
+        """[B]: how many of the first tokens there are to an EOS, within the limits; found where the
+        tokens are."""
+        n = window.tokens.shape[1]
+        places = torch.arange(1, n + 1, device=window.tokens.device)
+        last = places.where((window.tokens[..., None] == self.eos).any(-1), n).amin(1)
+        return last.minimum(to_device(window.limits, window.tokens.device))
 
     def move(self, source: int, to: int) -> None:
         self.session.move(source, to)
 
     def _as_target(self, logits: Tensor) -> Tensor:
-        missing = self.width - logits.shape[-1]
-        wide = torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
-        return wide.to(self.device)
+        missing = self.vocab_size - logits.shape[-1]
+        if missing:
+            logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+        return logits.to(self.device)
 
 
-_END = -1
-
-
-def _first(parts: list[Tensor], n: int) -> Tensor:
+def _first_columns(parts: list[Tensor], n: int) -> Tensor:
     """The first `n` columns of parts that stand side by side."""
     return (torch.cat(parts, 1) if len(parts) > 1 else parts[0])[:, :n]

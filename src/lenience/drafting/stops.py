@@ -1,15 +1,17 @@
-"""Stop conditions: when drafting ends before the window is full. Like a rule, one is data: its fields are its spec.
+"""Stop conditions: when drafting ends before the window is full. Like a rule, one is data: its
+fields are its spec.
 
-The token at which a condition stops is the last of its window: reading it costs the target next to nothing. A window may
-always end early at an EOS, at the limits of the answer and of the models' contexts.
+The token at which a condition stops is the last of its window: reading it costs the target next to
+nothing. A window may always end early at an EOS, at the limits of the answer and of the models'
+contexts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -25,32 +27,47 @@ class Stop:
     """One named condition. Here, and in subclasses that say nothing else: none."""
 
     name: ClassVar[str]
-    asks: ClassVar[bool] = False
+    per_token: ClassVar[bool] = False
     """Whether each drafted token is asked about."""
-    trusts: ClassVar[bool] = False
+    skips_verification: ClassVar[bool] = False
     """Whether the tokens before the one at which it stops are kept without asking the target."""
 
     @property
-    def looks_back(self) -> bool:
-        """Whether it is asked with the state after the token was read, which takes one more pass."""
+    def heads(self) -> tuple[Learned, ...]:
+        """The fitted heads that it asks."""
+        return ()
+
+    def relocated(self, path: Callable[[str], str]) -> Self:
+        """The same condition with its head at another path."""
+        return self
+
+    @property
+    def needs_state_after(self) -> bool:
+        """Whether it is asked with the state after the token was read, which takes one more
+        pass."""
         return False
 
-    def most(self, row: Row, window: int) -> int:
+    def max_tokens(self, row: Row, window: int) -> int:
         """How many tokens may be drafted for a row now, at most `window`; asked once a cycle."""
         return window
 
-    def chances(self, logits: Tensor, hidden: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
-        """[B, n]: how likely each of the drafted `tokens` [B, n] is to be accepted; `logits` [B, n, V] are what they were
-        picked from, `hidden` [B, n, H] the draft's states there. One that looks back is given the states after the tokens,
-        and must not use the others."""
+    def acceptance_probs(
+        self, logits: Tensor, hidden: Tensor, tokens: Tensor, ctx: Context
+    ) -> Tensor:
+        """[B, n]: how likely each of the drafted `tokens` [B, n] is to be accepted; `logits` [B, n,
+        V] are what they were picked from, `hidden` [B, n, H] the draft's states there. One that
+        looks back is given the states after the tokens, and must not use the others."""
         raise NotImplementedError
 
-    def ends(self, chances: Tensor) -> Tensor:
+    def stop_mask(self, probs: Tensor) -> Tensor:
         """[B, n] bool: where drafting ends, by the chances [B, n] of the whole window so far."""
         raise NotImplementedError
 
-    def check(self, fingerprints: Callable[[], dict[str, str]], sizes: dict[str, int]) -> None:
-        """Raise InputError where a head of this condition cannot run on models of these fingerprints and hidden sizes."""
+    def check(
+        self, fingerprints: Callable[[], Mapping[str, str]], sizes: Mapping[str, int]
+    ) -> None:
+        """Raise InputError where a head of this condition cannot run on models of these
+        fingerprints and hidden sizes."""
 
     def __str__(self) -> str:
         return spec.show(self.name, self)
@@ -65,12 +82,13 @@ class Fixed(Stop):
 
 @dataclass(frozen=True)
 class Heuristic(Stop):
-    """The schedule of `transformers` (num_assistant_tokens_schedule "heuristic"): from 5 tokens on, two more after a window
-    that was accepted whole, one fewer after another, of which at least one and at most `window`; by row."""
+    """The schedule of `transformers` (num_assistant_tokens_schedule "heuristic"): from 5 tokens on,
+    two more after a window that was accepted whole, one fewer after another, of which at least one
+    and at most `window`; by row."""
 
     name = "heuristic"
 
-    def most(self, row: Row, window: int) -> int:
+    def max_tokens(self, row: Row, window: int) -> int:
         if row.last is None:
             row.schedule = 5
         elif row.last.drafted:
@@ -84,31 +102,34 @@ class Asking(Stop):
     """What stops at the first token whose chance is under `least`."""
 
     least: float
-    asks = True
+    per_token = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.least <= 1:
             raise InputError(f"{self.name}'s least chance {self.least}: must be from 0 to 1")
 
-    def ends(self, chances: Tensor) -> Tensor:
-        return chances < self.least
+    def stop_mask(self, probs: Tensor) -> Tensor:
+        return probs < self.least
 
 
 @dataclass(frozen=True)
 class Confidence(Asking):
-    """Stop at the first token to which the draft itself gives a probability under `least` (`transformers`'
-    assistant_confidence_threshold), at the request's temperature, 1 when greedy."""
+    """Stop at the first token to which the draft itself gives a probability under `least`
+    (`transformers`' assistant_confidence_threshold), at the request's temperature, 1 when
+    greedy."""
 
     name = "confidence"
 
-    def chances(self, logits: Tensor, hidden: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
+    def acceptance_probs(
+        self, logits: Tensor, hidden: Tensor, tokens: Tensor, ctx: Context
+    ) -> Tensor:
         return torch.softmax(_at_temperature(logits, ctx), -1).gather(2, tokens[..., None])[..., 0]
 
 
 @dataclass(frozen=True)
 class Entropy(Asking):
-    """Stop at the first token for whose chance AdaEDL's bound, 1 − √(gamma · entropy of the draft's distribution), is under
-    `least` (Agrawal 2024, with a threshold that stays as it is)."""
+    """Stop at the first token for whose chance AdaEDL's bound, 1 − √(gamma · entropy of the draft's
+    distribution), is under `least` (Agrawal 2024, with a threshold that stays as it is)."""
 
     gamma: float = 0.2
     name = "entropy"
@@ -118,9 +139,12 @@ class Entropy(Asking):
         if not 0 < self.gamma < math.inf:
             raise InputError(f"entropy's gamma {self.gamma}: must be above 0")
 
-    def chances(self, logits: Tensor, hidden: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
+    def acceptance_probs(
+        self, logits: Tensor, hidden: Tensor, tokens: Tensor, ctx: Context
+    ) -> Tensor:
         logs = torch.log_softmax(_at_temperature(logits, ctx), -1)
-        entropy = -(logs.exp() * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(-1)  # nats; 0 · log 0 is 0
+        finite = logs.clamp(min=torch.finfo(logs.dtype).min)  # 0 · log 0 is 0
+        entropy = -(logs.exp() * finite).sum(-1)  # nats
         return 1 - (self.gamma * entropy).sqrt()
 
 
@@ -128,56 +152,75 @@ class Entropy(Asking):
 class Scored(Learned, Stop):
     """What asks a head on the draft's states; subclasses say what its score means."""
 
-    asks = True
+    per_token = True
 
-    def check(self, fingerprints: Callable[[], dict[str, str]], sizes: dict[str, int]) -> None:
+    @property
+    def heads(self) -> tuple[Learned, ...]:
+        return (self,)
+
+    def relocated(self, path: Callable[[str], str]) -> Self:
+        return replace(self, path=path(self.path))
+
+    def check(
+        self, fingerprints: Callable[[], Mapping[str, str]], sizes: Mapping[str, int]
+    ) -> None:
         super().check(fingerprints, sizes)
         if self.head.inputs.models != ("draft",) or len(self.head.inputs.tokens) > 1:
-            raise InputError(f"{self.name} {self.path}: reads {self.head.inputs}, and decoding reads one state of the draft")
+            raise InputError(
+                f"{self.name} {self.path}: reads {self.head.inputs}, and decoding reads one state "
+                "of the draft"
+            )
 
-    def chances(self, logits: Tensor, hidden: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
+    def acceptance_probs(
+        self, logits: Tensor, hidden: Tensor, tokens: Tensor, ctx: Context
+    ) -> Tensor:
         return torch.sigmoid(self.head.logits(hidden).double())
 
 
 @dataclass(frozen=True)
 class Likely(Scored):
-    """Stop at the first token with which it becomes likelier than `threshold` that the window holds one that is rejected
-    (SpecDec++, Huang 2024, section 3); `lenience fit RUN --stop` makes the head."""
+    """Stop at the first token with which it becomes likelier than `threshold` that the window holds
+    one that is rejected (SpecDec++, Huang 2024, section 3); `lenience fit RUN --stop` makes the
+    head."""
 
     name = "head"
     role = "stop"
 
-    def ends(self, chances: Tensor) -> Tensor:
-        return 1 - chances.cumprod(1) > self.bound
+    def stop_mask(self, probs: Tensor) -> Tensor:
+        return 1 - probs.cumprod(1) > self.bound
 
 
 @dataclass(frozen=True)
 class Gate(Scored):
-    """Stop at the first token that is acceptable with a probability under `threshold`, and keep those before it without asking
-    the target, which is read there and for the token alone (SPRINTER, Zhong 2025); an answer that ends without
-    objection it does not read at all. `lenience fit RUN --gate` makes the head."""
+    """Stop at the first token that is acceptable with a probability under `threshold`, and keep
+    those before it without asking the target, which is read there and for the token alone
+    (SPRINTER, Zhong 2025); an answer that ends without objection it does not read at all. `lenience
+    fit RUN --gate` makes the head."""
 
     name = "gate"
     role = "gate"
-    trusts = True
+    skips_verification = True
 
     @property
-    def looks_back(self) -> bool:
+    def needs_state_after(self) -> bool:
         return self.head.inputs.tokens == ("draft",)
 
-    def ends(self, chances: Tensor) -> Tensor:
-        return chances < self.bound
+    def stop_mask(self, probs: Tensor) -> Tensor:
+        return probs < self.bound
 
 
 def _at_temperature(logits: Tensor, ctx: Context) -> Tensor:
     return logits.float() / (ctx.temperature or 1)
 
 
-STOPS: dict[str, type[Stop]] = {stop.name: stop for stop in (Fixed, Heuristic, Confidence, Entropy, Likely, Gate)}
+STOPS: dict[str, type[Stop]] = {
+    stop.name: stop for stop in (Fixed, Heuristic, Confidence, Entropy, Likely, Gate)
+}
 
 
 def parse_stop(stop: str | Stop) -> Stop:
-    """A stop condition from its spec, such as "confidence:0.4" or "head:run/stop@0.5"; a Stop is returned as it is.
+    """A stop condition from its spec, such as "confidence:0.4" or "head:run/stop@0.5"; a Stop is
+    returned as it is.
 
     Raises InputError that names what is wrong with the spec.
     """
