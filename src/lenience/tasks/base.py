@@ -1,49 +1,99 @@
-"""Samples, the Task protocol, and ways to find and compare answers that tasks share."""
+"""Samples, tasks, scores, and ways to find and compare answers that tasks share."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One problem: `prompt` is a string or chat messages, `reference` the right answer or None where none is known."""
+    """One problem: `prompt` is a string or chat messages, `reference` the right answer or None
+    where none is known, `metadata` what else the task needs to find or compare an answer."""
 
     id: str
     prompt: str | Messages
     reference: str | None
+    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
-class Task(Protocol):
-    """What mining and comparing need to know of a task."""
+@dataclass(frozen=True)
+class Score:
+    """How good a response is."""
+
+    correct: bool
+    loss: float
+    """From 0, nothing is lost, to 1."""
+
+
+class Task:
+    """What mining, comparing and certifying need to know of a task. A task says at least its name,
+    its samples, and how an answer is found; the rest has defaults.
+
+    A user's class may have these methods without being a subclass, see `lenience.tasks.as_task`.
+    """
 
     name: str
-    max_new_tokens: int
+    max_new_tokens: int = 256
+    version: int | str | None = None
+    """Raised when the same responses would be answered or scored otherwise: a run is not gone on
+    with then."""
+    scores_by_reference: bool = False
+    """Whether a response can be right only where the sample has a reference."""
+    has_loss: bool = False
+    """Whether it has a loss of its own."""
 
     def samples(self, split: str) -> Iterable[Sample]:
         """The samples of a split, "train" or "test", always in the same order."""
-        ...
+        raise NotImplementedError
 
-    def answer(self, text: str) -> str | None:
+    def answer(self, text: str, sample: Sample | None = None) -> str | None:
         """The final answer found in a response, or None where there is none."""
-        ...
+        raise NotImplementedError
 
-    def same(self, a: str | None, b: str | None) -> bool | None:
+    def same(self, a: str | None, b: str | None, sample: Sample | None = None) -> bool | None:
         """Whether two answers agree; None where either is missing, which is never "the same"."""
-        ...
+        return None if a is None or b is None else a == b
 
     def correct(self, text: str, sample: Sample) -> bool:
         """Whether a response answers the sample as its reference does."""
-        ...
+        return self.same(self.answer(text, sample), sample.reference, sample) is True
+
+    def score(self, pairs: Sequence[tuple[str, Sample]]) -> list[Score]:
+        """Score many responses, each with its sample. It is called beside decoding, on as many as
+        have come together, so that it may take its time."""
+        scores = []
+        for text, sample in pairs:
+            correct = self.correct(text, sample)
+            scores.append(Score(correct, loss=float(not correct)))
+        return scores
+
+    def loss(self, text: str, target_text: str, sample: Sample) -> float:
+        """The loss of a response beside the target's own, from 0 to 1, for `certify --loss
+        task`."""
+        raise NotImplementedError
+
+    def reference(self, given: str) -> str:
+        """The answer that a reference, as it stands in a user's data, holds."""
+        return given
+
+    @property
+    def known_as(self) -> str:
+        """The task with its version."""
+        return f"{self.name} {self.version}"
+
+    @property
+    def reads(self) -> str:
+        """How the task finds and compares answers, whatever its samples are."""
+        return self.known_as
 
 
 def number_after(text: str, marker: str, closed_by: str = "") -> str | None:
-    """The last number that follows `marker`, without thousands separators; `closed_by` must follow it, so that a
-    number cut off by a length limit does not count."""
+    """The last number that follows `marker`, without thousands separators; `closed_by` must follow
+    it, so that a number cut off by a length limit does not count."""
     found = re.findall(re.escape(marker) + r"\s*(-?[\d,]*\.?\d+)" + re.escape(closed_by), text)
     return found[-1].replace(",", "") if found else None

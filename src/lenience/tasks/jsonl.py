@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lenience.core.errors import InputError
-from lenience.tasks.base import Sample
+from lenience.core.files import digest_bytes
+from lenience.tasks.base import Sample, Task
+
+KEYS = ("id", "prompt", "messages", "reference", "split")
+"""Of a row; the others are its sample's metadata."""
 
 
-class JsonlTask:
-    """One sample a line: `prompt` (text) or `messages` (chat), and `reference`; also, if you like, `id` and `split`.
+class JsonlTask(Task):
+    """One sample a line: `prompt` (text) or `messages` (chat), and `reference`; also, if you like,
+    `id` and `split`.
 
-    `answer` says how an answer is found in a response: "regex:PATTERN" (the last match; its first group, if it has one)
-    or "after:MARKER" (what follows the last MARKER on its line). `same` says how answers are compared: as "number",
-    "text" (case and spaces aside) or "choice" (the first letter A–Z that stands alone). A reference is searched for
-    its answer in the same way and taken whole where nothing is found. Without a `split`, every fifth line is "test".
-    Raises InputError that names the line.
+    `answer` says how an answer is found in a response: "regex:PATTERN" (the last match; its first
+    group, if it has one) or "after:MARKER" (what follows the last MARKER on its line). `same` says
+    how answers are compared: as "number", "text" (case and spaces aside) or "choice" (the first
+    letter A–Z that stands alone). A reference is searched for its answer in the same way and taken
+    whole where nothing is found. Without a `split`, every fifth line is "test". Raises InputError
+    that names the line.
     """
 
-    max_new_tokens = 256
+    scores_by_reference = True
 
     def __init__(self, path: Path, answer: str, same: str):
         how, _, what = answer.partition(":")
@@ -30,38 +35,47 @@ class JsonlTask:
             raise InputError(f"answer {answer!r}: write regex:PATTERN or after:MARKER")
         if same not in COMPARISONS:
             raise InputError(f"same {same!r}: name one of {', '.join(COMPARISONS)}")
+        pattern = what if how == "regex" else re.escape(what) + r"[ \t]*([^\n]*[^\s])"
         try:
-            self._pattern = re.compile(what if how == "regex" else re.escape(what) + r"[ \t]*([^\n]*[^\s])")
+            self._pattern = re.compile(pattern)
         except re.error as error:
             raise InputError(f"answer {answer!r}: not a regular expression ({error})") from None
         self._normal = COMPARISONS[same]
         self._rows = list(_rows(path))
-        content = hashlib.blake2b(path.read_bytes(), digest_size=6).hexdigest()
-        self.reads = f"answer={answer} same={same}"
-        self.name = f"{path.name} ({content}) {self.reads}"
+        self._reads = f"answer={answer} same={same}"
+        self.name = f"{path.name} ({digest_bytes(path.read_bytes(), 6)}) {self._reads}"
+
+    @property
+    def reads(self) -> str:
+        return self._reads
 
     def samples(self, split: str) -> Iterator[Sample]:
         for number, row in enumerate(self._rows):
             if row.get("split", "test" if number % 5 == 4 else "train") != split:
                 continue
             prompt = row["messages"] if row.get("prompt") is None else row["prompt"]
-            yield Sample(row["id"], prompt, self.reference(row.get("reference")))
+            reference = row.get("reference")
+            if reference is not None:
+                reference = self.reference(str(reference))
+            rest = {key: value for key, value in row.items() if key not in KEYS}
+            yield Sample(row["id"], prompt, reference, rest)
 
-    def reference(self, given: object) -> str | None:
-        """The answer that a reference holds."""
-        return None if given is None else self.answer(str(given)) or str(given)
+    def reference(self, given: str) -> str:
+        return self._find(given) or given
 
-    def answer(self, text: str) -> str | None:
+    def answer(self, text: str, sample: Sample | None = None) -> str | None:
+        return self._find(text)
+
+    def _find(self, text: str) -> str | None:
         *_, last = [None, *self._pattern.finditer(text)]
-        return None if last is None else (last[1] if last.re.groups else last[0])
+        if last is None:
+            return None
+        return last[1] if last.re.groups else last[0]
 
-    def same(self, a: str | None, b: str | None) -> bool | None:
+    def same(self, a: str | None, b: str | None, sample: Sample | None = None) -> bool | None:
         left = None if a is None else self._normal(a)
         right = None if b is None else self._normal(b)
         return None if left is None or right is None else left == right
-
-    def correct(self, text: str, sample: Sample) -> bool:
-        return self.same(self.answer(text), sample.reference) is True
 
 
 def _rows(path: Path) -> Iterator[dict]:
@@ -79,27 +93,29 @@ def _rows(path: Path) -> Iterator[dict]:
             raise InputError(f"task file {path}, line {number}: not JSON ({error})") from None
         if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or _is_chat(row)):
             raise InputError(
-                f'task file {path}, line {number}: needs a "prompt" (text) or "messages" (a list of {{"role", "content"}})'
+                f'task file {path}, line {number}: needs a "prompt" (text) or "messages" '
+                '(a list of {"role", "content"})'
             )
         row["id"] = str(row.get("id", number))
         if row["id"] in ids:
-            raise InputError(f"task file {path}, line {number}: the id {row['id']!r} has come before; make each one once")
+            raise InputError(
+                f"task file {path}, line {number}: the id {row['id']!r} has come before; make "
+                "each one once"
+            )
         ids.add(row["id"])
         yield row
 
 
 def _is_chat(row: dict) -> bool:
     messages = row.get("messages")
-    return (
-        row.get("prompt") is None
-        and isinstance(messages, list)
-        and bool(messages)
-        and all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages)
-    )
+    if row.get("prompt") is not None or not isinstance(messages, list) or not messages:
+        return False
+    return all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in messages)
 
 
 def _number(text: str) -> float | None:
-    """The value of a number written with or without thousands separators, currency and percent signs."""
+    """The value of a number written with or without thousands separators, currency and percent
+    signs."""
     try:
         return float(re.sub(r"[,$€£%\s]", "", text).rstrip("."))
     except ValueError:

@@ -19,7 +19,7 @@ NEEDED = ("name", "max_new_tokens", "samples", "answer", "same", "correct")
 def as_task(task: Any, where: str = "", version: str | None = None) -> Task:
     """A task from any object with a task's methods; `answer(text)` and `same(a, b)` may leave out
     the sample. Raises InputError that names what is missing, and `where`."""
-    if isinstance(task, Task):
+    if isinstance(task, Task) and _sees_samples(task):
         return task
     if lacking := [part for part in NEEDED if not hasattr(task, part)]:
         name = where or type(task).__name__
@@ -31,12 +31,13 @@ class _UserTask(Task):
     """A user's object behind the methods of a task."""
 
     def __init__(self, task: Any, version: str | None):
-        parts = {part: getattr(task, part, None) for part in ("version", "loss", "score", "reads")}
         self.name, self.max_new_tokens = task.name, task.max_new_tokens
-        self.version = parts["version"] if version is None else version
-        self._task, self._score, self._loss = task, parts["score"], parts["loss"]
+        self.version = getattr(task, "version", None) if version is None else version
+        self._task = task
+        self._correct, self._score, self._loss, self._reads = (
+            _own(task, part) for part in ("correct", "score", "loss", "reads")
+        )
         self.has_loss = self._loss is not None
-        self._reads = parts["reads"]
         self._answer_sees_sample = _takes(task.answer, 2)
         self._same_sees_sample = _takes(task.same, 3)
 
@@ -50,7 +51,7 @@ class _UserTask(Task):
         return self._task.same(a, b, *([sample] if self._same_sees_sample else []))
 
     def correct(self, text: str, sample: Sample) -> bool:
-        return self._task.correct(text, sample)
+        return self._correct(text, sample) if self._correct else super().correct(text, sample)
 
     def score(self, pairs: Sequence[tuple[str, Sample]]) -> list[Score]:
         return self._score(pairs) if self._score else super().score(pairs)
@@ -63,6 +64,17 @@ class _UserTask(Task):
     @property
     def reads(self) -> str:
         return self._reads or self.known_as
+
+
+def _sees_samples(task: Any) -> bool:
+    return _takes(task.answer, 2) and _takes(task.same, 3)
+
+
+def _own(task: Any, part: str) -> Any:
+    """What an object says itself of a part of a task; None where it has only what all tasks
+    have."""
+    inherited = getattr(type(task), part, None) is getattr(Task, part)
+    return None if inherited else getattr(task, part, None)
 
 
 def _takes(method: Callable[..., Any], arguments: int) -> bool:
@@ -94,5 +106,4 @@ def task_in_file(path: Path, name: str) -> Task:
     version = digest_bytes(path.read_bytes(), 6)
     if isinstance(task, Task):
         task.version = version
-        return task
     return as_task(task, f"{path}:{name}", version)
