@@ -1,4 +1,5 @@
-"""Judge Decoding's data (Bachmann 2025): answers in which a person, or a program, marked the error."""
+"""Judge Decoding's data (Bachmann 2025): answers in which a person, or a program, marked the
+error."""
 
 from __future__ import annotations
 
@@ -6,95 +7,128 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from lenience.core.errors import InputError
+from lenience.core.files import read_lines
+from lenience.core.progress import Progress, silent
+from lenience.heads.fitting import Examples
 from lenience.heads.head import Inputs
 from lenience.models.lm import LM
 from lenience.models.session import Session
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-KEYS = ("question", "correct", "wrong", "error")
+ROW_KEYS = ("question", "correct", "wrong", "error")
 
 
 @dataclass
 class Annotated:
-    """One row: `error` [begin, end) counts the characters of `wrong`; answers are as they follow the question's text."""
+    """One row: `error` [begin, end) counts the characters of `wrong`; answers are as they follow
+    the question's text."""
 
     question: Any
     correct: str
     wrong: str
     error: tuple[int, int]
-    place: str
+    line: str
     """The file and the line that it stands on."""
 
 
+@dataclass
+class MarkedAnswer:
+    """An answer's tokens, and which of them are erroneous."""
+
+    ids: list[int]
+    wrong: list[bool]
+
+
 def read_annotated(path: Path) -> list[Annotated]:
-    """The rows of a JSONL file, each with question (text or chat messages), correct, wrong and error. Raises InputError that
-    names the line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read ({error}); name a JSONL file of annotated answers") from None
+    """Read the rows of a JSONL file, each with question (text or chat messages), correct, wrong and
+    error. Raises InputError that names the line."""
     rows = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        place = f"{path}, line {number}"
+    for number, text in read_lines(path, "annotated answers"):
+        line = f"{path}, line {number}"
         try:
-            row = json.loads(line)
-            question, correct, wrong, (begin, end) = (row[key] for key in KEYS)
+            row = json.loads(text)
+            question, correct, wrong, (begin, end) = (row[key] for key in ROW_KEYS)
         except (ValueError, TypeError, KeyError) as error:
-            raise InputError(f"{place}: {type(error).__name__} {error}; a row has {', '.join(KEYS)} [begin, end]") from None
+            expected = f"a row has {', '.join(ROW_KEYS)} [begin, end]"
+            raise InputError(f"{line}: {type(error).__name__} {error}; {expected}") from None
         if not (isinstance(correct, str) and isinstance(wrong, str) and correct and wrong):
-            raise InputError(f"{place}: correct and wrong must be texts")
+            raise InputError(f"{line}: correct and wrong must be texts")
         if not (isinstance(begin, int) and isinstance(end, int) and 0 <= begin < end <= len(wrong)):
-            raise InputError(f"{place}: error {[begin, end]} is no span of the {len(wrong)} characters of wrong")
-        rows.append(Annotated(question, correct, wrong, (begin, end), place))
+            span = f"no span of the {len(wrong)} characters of wrong"
+            raise InputError(f"{line}: error {[begin, end]} is {span}")
+        rows.append(Annotated(question, correct, wrong, (begin, end), line))
     if not rows:
         raise InputError(f"{path}: has no rows")
     return rows
 
 
-def tokens_of(lm: LM, row: Annotated) -> tuple[list[int], list[tuple[list[int], list[bool]]]]:
-    """The prompt's tokens, and for the correct and the wrong answer its tokens and which of them are erroneous; what follows
-    the error is left out."""
+def marked_answers(lm: LM, row: Annotated) -> tuple[list[int], list[MarkedAnswer]]:
+    """The prompt's tokens, and the correct and the wrong answer; what follows the error is left
+    out."""
     if not lm.tokenizer.is_fast:
-        raise InputError(f"target {lm.name!r}: its tokenizer cannot tell which characters a token stands for; take a fast one")
-    answers = []
+        raise InputError(
+            f"target {lm.name!r}: its tokenizer cannot tell which characters a token stands for; "
+            "take "
+            "a fast one"
+        )
+    nothing = (len(row.correct), len(row.correct))
     try:
         prompt = lm.encode(row.question)
-        made = [lm.tokenize(text, add_special_tokens=False, return_offsets_mapping=True) for text in (row.correct, row.wrong)]
+        answers = [_marked(lm, row.correct, nothing), _marked(lm, row.wrong, row.error)]
     except InputError as error:
-        raise InputError(f"{row.place}: {error}") from None
-    for one, (begin, end) in zip(made, ((len(row.correct), len(row.correct)), row.error)):
-        found = [(token, last > begin) for token, (first, last) in zip(one["input_ids"], one["offset_mapping"]) if first < end]
-        answers.append(([token for token, _ in found], [wrong for _, wrong in found]))
-    longest = len(prompt) + max(len(ids) for ids, _ in answers)
-    if lm.context and longest > lm.context:
-        raise InputError(f"{row.place}: has {longest} tokens, {lm.name!r} has room for {lm.context}")
-    if not any(answers[1][1]):
-        raise InputError(f"{row.place}: the error {list(row.error)} holds no token; mark what is wrong")
+        raise InputError(f"{row.line}: {error}") from None
+    longest = len(prompt) + max(len(answer.ids) for answer in answers)
+    if lm.context_length and longest > lm.context_length:
+        room = f"{lm.name!r} has room for {lm.context_length}"
+        raise InputError(f"{row.line}: has {longest} tokens, {room}")
+    if not any(answers[1].wrong):
+        mend = "holds no token; mark what is wrong"
+        raise InputError(f"{row.line}: the error {list(row.error)} {mend}")
     return prompt, answers
 
 
-def states(lm: LM, rows: list[Annotated], inputs: Inputs) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """For each row its number, the target's states [m, H] after each token of its answers, and which are erroneous [m]."""
-    for number, row in enumerate(rows):
-        prompt, answers = tokens_of(lm, row)
-        x, wrong = [], []
+def _marked(lm: LM, text: str, error: tuple[int, int]) -> MarkedAnswer:
+    """The tokens of an answer up to its error's end."""
+    begin, end = error
+    tokens = lm.tokenize(text, add_special_tokens=False, return_offsets_mapping=True)
+    answer = MarkedAnswer([], [])
+    for token, (first, last) in zip(tokens["input_ids"], tokens["offset_mapping"]):
+        if first < end:
+            answer.ids.append(token)
+            answer.wrong.append(last > begin)
+    return answer
+
+
+def annotated_states(
+    lm: LM, rows: list[Annotated], inputs: Inputs
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each row the target's states [m, H] after each token of its answers, and which are
+    erroneous [m]."""
+    for row in rows:
+        prompt, answers = marked_answers(lm, row)
         session = Session(lm, layer=inputs.layer)
-        for ids, marked in answers:
-            x.append(session.read([prompt + ids], len(ids)).hidden[0].float().cpu())
-            wrong += marked
-        yield number, torch.cat(x), torch.tensor(wrong)
+        states, wrong = [], list[bool]()
+        for answer in answers:
+            reading = session.read([prompt + answer.ids], len(answer.ids))
+            states.append(reading.hidden[0].float().cpu())
+            wrong += answer.wrong
+        yield torch.cat(states), torch.tensor(wrong)
 
 
-def collect(found: list[tuple[int, torch.Tensor, torch.Tensor]]) -> tuple[NDArray, NDArray, NDArray]:
-    """x [m, H], erroneous [m] bool and row [m] of all rows."""
-    rows = torch.cat([torch.full((len(x),), number) for number, x, _ in found])
-    return torch.cat([x for _, x, _ in found]).numpy(), torch.cat([y for _, _, y in found]).numpy(), rows.numpy()
+def annotated_examples(
+    lm: LM, rows: list[Annotated], inputs: Inputs, progress: Progress = silent
+) -> Examples:
+    """The states of all rows; a row is a sample."""
+    states, wrong, samples = list[Tensor](), list[Tensor](), list[Tensor]()
+    for number, (x, marked) in enumerate(annotated_states(lm, rows, inputs)):
+        states.append(x)
+        wrong.append(marked)
+        samples.append(torch.full((len(x),), number))
+        progress("hidden states", number + 1, len(rows))
+    harmless = ~torch.cat(wrong).numpy()
+    return Examples(torch.cat(states).numpy(), harmless, torch.cat(samples).numpy())

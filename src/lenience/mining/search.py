@@ -1,53 +1,74 @@
-"""The search for important tokens (AutoJudge, Garipov 2025, algorithm 1), and the hidden states of what it finds."""
+"""The search for important tokens, and a mining run that keeps what it finds."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TypeVar
 
 import torch
 
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
 from lenience.core.noise import Noise
+from lenience.core.progress import Progress, silent
 from lenience.core.types import Step
 from lenience.decoding.loop import Request, decode
+from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
-from lenience.decoding.response import Limits
+from lenience.decoding.response import Response
+from lenience.models.lm import LM
 from lenience.models.session import Session, common
-from lenience.rules.strict import Exact
 from lenience.runs.journal import Journal, open_run
-from lenience.runs.record import check_prompts, describe
-from lenience.tasks import Sample, Task, take
+from lenience.runs.record import (
+    MinedAnswers,
+    MinedSample,
+    MiningCost,
+    Mismatch,
+    check_prompts,
+    describe,
+    mined_samples,
+)
+from lenience.tasks import Sample, Task, as_task, take
 
-if TYPE_CHECKING:
-    pass
-
+T = TypeVar("T")
 WINDOW = 4
-"""Tokens drafted in a cycle of the continuations; they are exact, so it changes their speed alone."""
+"""Tokens drafted in a cycle of the continuations; they are exact, so it changes their speed
+alone."""
 
 
-@dataclass
-class Mismatch:
-    """A position, counted in new tokens from 0, where the draft would have put another token."""
+@dataclass(frozen=True)
+class MineConfig:
+    """What is mined."""
 
-    position: int
-    target_token: int
-    draft_token: int
-    important: bool | None
-    """None where the answer could not be parsed."""
+    limit: int | None = None
+    """How many training samples; None for all."""
+    max_new_tokens: int | None = None
+    """The length limit of a response; None for the task's own."""
+    batch_size: int = 16
+    """How many samples are searched together."""
 
 
-@dataclass
+@dataclass(frozen=True)
+class MinedCounts:
+    """What a journal holds."""
+
+    samples: int
+    mismatches: int
+    important: int
+    abstained: int
+    """Of how many mismatches no answer was found that could be compared."""
+
+
+@dataclass(frozen=True)
 class Found:
     """What the search found on one prompt."""
 
-    own: list[int]
+    target_response: list[int]
     """The target's own response."""
-    final: list[int]
+    final_response: list[int]
     """The response after all harmless swaps."""
     mismatches: list[Mismatch]
     """In order."""
@@ -55,174 +76,223 @@ class Found:
     """The target's own answer, which every other one is compared with."""
 
 
+Continuations = Generator[tuple[list[int], int], list[int], T]
+"""Yields (ids, limit) and wants sent how the target goes on after those ids, greedily, until EOS,
+which is included, or `limit` new tokens."""
+
+
 class Miner:
-    """Searches one prompt at a time. `predict` gives the draft's greedy token for each position of a response from a start
-    on; what the target is asked is asked of the caller, so that many searches can be decoded together."""
+    """Searches one sample for important tokens (AutoJudge, Garipov 2025, algorithm 1). `predict`
+    gives the draft's greedy token for each position of a response from a start on; what the target
+    is asked is asked of the caller, so that many searches can be decoded together."""
 
     def __init__(
         self,
         task: Task,
+        sample: Sample,
         predict: Callable[[list[int], list[int], int], list[int]],
-        decode: Callable[[list[int]], str],
-        eos_ids: frozenset[int],
+        target: LM,
         max_new_tokens: int,
     ):
-        self.task, self.predict, self.decode = task, predict, decode
-        self.eos_ids, self.max_new_tokens = eos_ids, max_new_tokens
+        self.task, self.sample, self.predict = task, sample, predict
+        self.target, self.max_new_tokens = target, max_new_tokens
 
-    def search(self, prompt: list[int]) -> Generator[tuple[list[int], int], list[int], Found]:
-        """Yields (ids, limit) and wants sent how the target goes on after those ids, greedily, until EOS, which is
-        included, or `limit` new tokens; returns what was found."""
+    def answer(self, response: list[int]) -> str | None:
+        """The final answer in a response."""
+        return self.task.answer(self.target.decode(response), self.sample)
+
+    def search(self, prompt: list[int]) -> Continuations[Found]:
+        """Try each mismatch from left to right, and keep the swaps that leave the answer as it
+        is."""
         own = yield prompt, self.max_new_tokens
-        answer = self.task.answer(self.decode(own))
-        response, found, start = own, list[Mismatch](), 0
+        answer = self.answer(own)
+        response, mismatches, start = own, list[Mismatch](), 0
         while start < len(response):
             guesses = dict(enumerate(self.predict(prompt, response, start), start))
-            # the response up to a mismatch is settled, and so are the draft's guesses as long as no swap is adopted
-            mismatches = [i for i in guesses if guesses[i] != response[i]]
+            differing = [i for i, token in guesses.items() if token != response[i]]
             start = len(response)
-            for i in mismatches:
+            # the response up to a mismatch is settled, and so are the draft's guesses as long as no
+            # swap is adopted
+            for i in differing:
                 swapped, same = yield from self._swap(prompt, response[:i], guesses[i], answer)
-                found.append(Mismatch(i, response[i], guesses[i], None if same is None else not same))
+                mismatches.append(
+                    Mismatch(
+                        position=i,
+                        target_token=response[i],
+                        draft_token=guesses[i],
+                        important=None if same is None else not same,
+                    )
+                )
                 if same:
                     response, start = swapped, i + 1
                     break
-        return Found(own, response, found, answer)
+        return Found(own, response, mismatches, answer)
 
     def _swap(
         self, prompt: list[int], before: list[int], token: int, answer: str | None
-    ) -> Generator[tuple[list[int], int], list[int], tuple[list[int], bool | None]]:
-        """Put `token` after `before` and let the target go on: the new response, and whether its answer is the same."""
+    ) -> Continuations[tuple[list[int], bool | None]]:
+        """Put `token` after `before` and let the target go on: the new response, and whether its
+        answer is the same."""
         if answer is None:
             return [], None
         response = [*before, token]
-        if token not in self.eos_ids and len(response) < self.max_new_tokens:
+        if token not in self.target.eos_ids and len(response) < self.max_new_tokens:
             response += yield prompt + response, self.max_new_tokens - len(response)
-        return response, self.task.same(self.task.answer(self.decode(response)), answer)
+        return response, self.task.same(self.answer(response), answer, self.sample)
 
 
 class _Search:
-    """The search on one sample, between one continuation and the next. Its cost is counted as if it were decoded alone, so that
-    it does not depend on the company."""
+    """The search on one sample, between one continuation and the next. Its cost is counted as if it
+    were decoded alone, so that it does not depend on the company."""
 
     def __init__(self, pair: Pair, task: Task, sample: Sample, max_new_tokens: int):
-        self.pair, self.task, self.sample, self.began = pair, task, sample, time.perf_counter()
+        self.sample, self.began = sample, time.perf_counter()
+        self.target, draft = pair.target, pair.require_draft("mining")
         self.prompt = pair.target.encode(sample.prompt)
-        room = min(lm.context or 1 << 30 for lm in (pair.target, pair.draft)) - len(self.prompt)
-        self.draft = Session(pair.draft, capacity=len(self.prompt) + min(max_new_tokens, room))
-        self.ctx = Context([Row(Noise(0, b""), self.prompt)], processors=pair.target.processors(sampling=False) or None)
-        self.cost = {"target_passes": 0, "target_tokens": 0, "draft_tokens": 0}
-        miner = Miner(task, self._predict, pair.target.decode, pair.target.eos_ids, min(max_new_tokens, room))
-        self._steps = miner.search(self.prompt)
-        self._ids, self._tokens = list[int](), list[int]()  # the continuation that is being decoded
-        self._unread = {"target": 0, "draft": 0}  # how many tokens of it a model has not read
+        shorter = min(lm.context_length or 1 << 30 for lm in pair.models.values())
+        most = min(max_new_tokens, shorter - len(self.prompt))
+        self.draft = Session(draft, capacity=len(self.prompt) + most)
+        self.noise = Noise(0, b"")
+        processors = pair.target.processors(sampling=False) or None
+        self.ctx = Context([Row(self.noise, self.prompt)], processors=processors)
+        self.target_passes = self.target_tokens = self.draft_tokens = 0
+        self.miner = Miner(task, sample, self._predict, pair.target, most)
+        self._steps = self.miner.search(self.prompt)
+        self._ids, self._tokens = list[int](), list[int]()
+        """The continuation that is being decoded."""
+        self._target_unread = self._draft_unread = 0
+        """How many tokens of it a model has not read."""
         self._started = False
+        self.found: Found | None = None
+        """What came out, once the search is over."""
 
-    def ask(self, number: int) -> Request | None:
+    def next_request(self, number: int) -> Request | None:
         """The next continuation to decode; None where the search is over."""
         try:
             # nothing can be sent before the first continuation
             ids, limit = self._steps.send(self._tokens) if self._started else next(self._steps)
         except StopIteration as end:
-            self.found: Found = end.value
+            self.found = end.value
             return None
-        unread = len(ids) - min(common([*self._ids, *self._tokens[:-1]], ids), len(ids) - 1)
-        self._ids, self._tokens, self._unread, self._started = list(ids), [], dict.fromkeys(self._unread, unread), True
-        return Request(Row(self.ctx.rows[0].noise, list(ids)), Limits(self.pair.target, limit, len(ids)), number)
+        known = common([*self._ids, *self._tokens[:-1]], ids)
+        self._target_unread = self._draft_unread = len(ids) - min(known, len(ids) - 1)
+        self._ids, self._tokens, self._started = list(ids), [], True
+        response = Response(self.target, limit, len(ids))
+        return Request(Row(self.noise, list(ids)), response, number)
 
     def add(self, step: Step) -> None:
+        """Take note of what a cycle kept."""
         self._tokens += step.tokens
-        self.cost["target_passes"] += 1
-        self.cost["target_tokens"] += self._unread["target"] + step.drafted
-        self._unread["target"] = 1
+        self.target_passes += 1
+        self.target_tokens += self._target_unread + step.drafted
+        self._target_unread = 1
         if step.drafted:
-            self.cost["draft_tokens"] += self._unread["draft"] + step.drafted - 1
-            whole = step.accepted_exact + step.accepted_lenient == step.drafted  # then its last token is unread as well
-            self._unread["draft"] = 2 if whole else 1
+            self.draft_tokens += self._draft_unread + step.drafted - 1
+            whole = step.accepted_exact + step.accepted_lenient == step.drafted
+            self._draft_unread = 2 if whole else 1  # of a whole window the last token too
         else:
-            self._unread["draft"] += len(step.tokens)
+            self._draft_unread += len(step.tokens)
 
-    def record(self, together: int) -> dict[str, Any]:
+    def record(self, together: int) -> MinedSample:
         """The journal's record; `together` searches shared the time."""
-        found, pair = self.found, self.pair
-        return {
-            "id": self.sample.id,
-            "prompt_ids": self.prompt,
-            "response_ids": found.own,
-            "final_ids": found.final,
-            "mismatches": [asdict(mismatch) for mismatch in found.mismatches],
-            "answers": {
-                "target": found.answer,
-                "final": self.task.answer(pair.target.decode(found.final)),
-                "reference": self.sample.reference,
-            },
-            "cost": {**self.cost, "seconds": round((time.perf_counter() - self.began) / together, 3)},
-        }
+        assert self.found is not None
+        found = self.found
+        return MinedSample(
+            id=self.sample.id,
+            prompt_ids=self.prompt,
+            response_ids=found.target_response,
+            final_ids=found.final_response,
+            mismatches=found.mismatches,
+            answers=MinedAnswers(
+                target=found.answer,
+                final=self.miner.answer(found.final_response),
+                reference=self.sample.reference,
+            ),
+            cost=MiningCost(
+                target_passes=self.target_passes,
+                target_tokens=self.target_tokens,
+                draft_tokens=self.draft_tokens,
+                seconds=round((time.perf_counter() - self.began) / together, 3),
+            ),
+        )
 
     def _predict(self, prompt: list[int], response: list[int], start: int) -> list[int]:
         """The draft re-encodes the response in one parallel pass."""
         reading = self.draft.read([prompt + response[:-1]], len(response) - start)
-        self.cost["draft_tokens"] += reading.read[0]
-        logits = self.ctx.process(reading.logits, torch.tensor([response[:-1]]))  # [1, len(response) - start, V]
-        return logits[0, :, : self.pair.target.width].argmax(-1).tolist()
+        self.draft_tokens += reading.tokens_read[0]
+        # [1, len(response) - start, V]
+        logits = self.ctx.process(reading.logits, torch.tensor([response[:-1]]))
+        return logits[0, :, : self.target.vocab_size].argmax(-1).tolist()
 
 
-def search(pair: Pair, task: Task, samples: Sequence[Sample], max_new_tokens: int, batch_size: int) -> Iterator[dict[str, Any]]:
-    """The journal records of `samples`, as they are finished; `batch_size` searches are decoded together. A search keeps its
-    row of the caches from one continuation to the next, so that only what changed is read."""
-    fresh, active, done = iter(enumerate(samples)), dict[int, _Search](), list[dict[str, Any]]()
-    size = min(batch_size, len(samples))
+def search(
+    pair: Pair, task: Task, samples: Sequence[Sample], max_new_tokens: int, batch_size: int
+) -> Iterator[MinedSample]:
+    """What is found on `samples`, as each is finished; `batch_size` searches are decoded together.
+    A search keeps its row of the caches from one continuation to the next, so that only what
+    changed is read."""
+    waiting, active = iter(enumerate(samples)), dict[int, _Search]()
+    finished, size = list[MinedSample](), min(batch_size, len(samples))
 
-    def follow(ended: Request | None) -> Request | None:
+    def next_request(ended: Request | None) -> Request | None:
         if ended:
-            if request := active[ended.number].ask(ended.number):
+            if request := active[ended.number].next_request(ended.number):
                 return request
-            done.append(active.pop(ended.number).record(size))
-        for number, sample in fresh:
+            finished.append(active.pop(ended.number).record(size))
+        for number, sample in waiting:
             active[number] = _Search(pair, task, sample, max_new_tokens)
-            return active[number].ask(number)
+            return active[number].next_request(number)
         return None
 
-    longest = max((len(pair.target.encode(sample.prompt)) for sample in samples), default=0) + max_new_tokens
-    session, drafter = pair.engine(size, longest, WINDOW, beside=[pair.draft])  # each search has one more
-    ctx = Context(processors=pair.target.processors(sampling=False) or None)
-    for request, step in decode(session, drafter, Exact(), ctx, follow, size):
+    longest = max((len(pair.target.encode(sample.prompt)) for sample in samples), default=0)
+    setup = pair.setup(Decoding(window=WINDOW, max_new_tokens=max_new_tokens))
+    each_search_has = [pair.require_draft("mining")]
+    capacity = longest + max_new_tokens + WINDOW
+    session, drafter = pair.engine(setup, WINDOW, size, capacity, beside=each_search_has)
+    processors = pair.target.processors(sampling=False) or None
+    ctx = Context(window=WINDOW, processors=processors)
+    for request, step in decode(session, drafter, setup.rule, ctx, next_request, size):
         active[request.number].add(step)
-        yield from done
-        done.clear()
-    yield from done
+        yield from finished
+        finished.clear()
+    yield from finished
 
 
 def mine(
     pair: Pair,
     task: Task,
     folder: Path,
-    *,
-    limit: int | None = None,
-    max_new_tokens: int | None = None,
-    batch_size: int = 16,
-) -> Iterator[tuple[int, int, dict[str, Any] | None]]:
-    """Mine the first `limit` training samples of a task into a run folder, `batch_size` of them together; what its journal
-    holds is not done again. A finished sample is in the journal at once; when all are, they are put into the task's order.
+    config: MineConfig = MineConfig(),
+    progress: Progress = silent,
+) -> MinedCounts:
+    """Mine a task's training samples into a run folder; what its journal holds is not done again. A
+    finished sample is in the journal at once; when all are, they are put into the task's order.
 
-    Yields (samples done, samples wanted, the record just finished), at first with None. Raises InputError where the
-    folder was made with other models or options, its journal is broken, or memory has no room for the caches.
+    Returns what the journal then holds. Raises InputError where the folder was made with other
+    models or options, its journal is broken, or memory has no room for the caches.
     """
-    if batch_size < 1:
-        raise InputError(f"batch_size {batch_size}: must be 1 or more")
-    samples = take(task, "train", limit)
-    max_new_tokens = check_prompts(pair, task, samples, max_new_tokens)
+    task = as_task(task)
+    if config.batch_size < 1:
+        raise InputError(f"batch_size {config.batch_size}: must be 1 or more")
+    pair.require_draft("mining")
+    samples = take(task, "train", config.limit)
+    max_new_tokens = check_prompts(pair, task, samples, config.max_new_tokens)
     open_run(folder, describe(pair, task, split="train", max_new_tokens=max_new_tokens, seed=0))
     journal = Journal(folder / "journal.jsonl")
     finished = {record["id"] for record in journal.resume()}
-    done = sum(sample.id in finished for sample in samples)
-    yield done, len(samples), None
     left = [sample for sample in samples if sample.id not in finished]
-    for record in search(pair, task, left, max_new_tokens, batch_size):
-        journal.append(record)
+    done = len(samples) - len(left)
+    progress("mining", done, len(samples))
+    for mined in search(pair, task, left, max_new_tokens, config.batch_size):
+        journal.append(mined.to_json())
         done += 1
-        yield done, len(samples), record
+        progress("mining", done, len(samples))
     journal.sort([sample.id for sample in samples])
+    return count(journal)
 
 
-# ---- hidden states of the mismatches
+def count(journal: Journal) -> MinedCounts:
+    """What a mining journal holds."""
+    mined = list(mined_samples(journal))
+    labels = [mismatch.important for sample in mined for mismatch in sample.mismatches]
+    return MinedCounts(len(mined), len(labels), labels.count(True), labels.count(None))

@@ -89,14 +89,16 @@ class Answers:
         if left:
             with _Scoring(self.task) as scoring:
                 began = time.perf_counter()
-                for number, out in self._decode(decoding, left):
-                    seconds = time.perf_counter() - began
-                    began = time.perf_counter()
-                    scoring.add(_Decoded(left[number], out, seconds))
-                    done += 1
-                    progress(phase, done, len(samples))
-                    self._write(decoding, scoring.collect(), traced)
-                self._write(decoding, scoring.collect(wait=True), traced)
+                try:
+                    for number, out in self._decode(decoding, left):
+                        seconds = time.perf_counter() - began
+                        began = time.perf_counter()
+                        scoring.add(_Decoded(left[number], out, seconds))
+                        self._write(decoding, scoring.collect(), traced)
+                        done += 1
+                        progress(phase, done, len(samples))
+                finally:  # what was decoded is kept, also where it is stopped
+                    self._write(decoding, scoring.collect(wait=True), traced)
         self.decoded += len(left)
         answers = [self.known(decoding, sample) for sample in samples]
         return [answer for answer in answers if answer is not None]

@@ -1,4 +1,5 @@
-"""Durable, resumable work over many samples: a run folder's run.json and its journal of finished samples."""
+"""Durable, resumable work over many samples: a journal of finished ones, and what was asked. No
+torch."""
 
 from __future__ import annotations
 
@@ -10,20 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from lenience.core.errors import InputError
-from lenience.core.files import read_json, write_json
+from lenience.core.files import read_json, replacing, write_json
 
 
 class Journal:
-    """A JSONL file of finished work, one record a line, each appended whole and flushed to the disk.
+    """A JSONL file of finished work, one record a line, each appended whole and flushed to the
+    disk.
 
-    A torn last line, as a crash leaves it, is dropped with a warning, so that its sample is done again. Raises
-    InputError for a broken line elsewhere: that is no crash's doing, and nothing is thrown away.
+    A torn last line, as a crash leaves it, is dropped with a warning, so that its sample is done
+    again. Raises InputError for a broken line elsewhere: that is no crash's doing, and nothing is
+    thrown away.
     """
 
     def __init__(self, path: Path):
         self.path = path
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        for _, record in self.numbered():
+            yield record
+
+    def numbered(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The records with the numbers of their lines, from 1 on."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
@@ -35,23 +43,27 @@ class Journal:
                     if not isinstance(record, dict):
                         raise ValueError("not a record")
                 except ValueError as error:
+                    mend = (
+                        "restore the file from a copy, or delete that line to do its sample again"
+                    )
                     raise InputError(
-                        f"{self.path}, line {number}: broken ({error}); restore the file from a copy, or "
-                        "delete that line to do its sample again"
+                        f"{self.path}, line {number}: broken ({error}); {mend}"
                     ) from None
-                yield record
+                yield number, record
 
     def resume(self) -> list[dict[str, Any]]:
         """The finished records; a torn last line is cut off the file."""
-        done = list(self)
+        records = list(self)
         if self.path.exists():
             size, whole = self.path.stat().st_size, self._whole_size()
             if whole < size:
-                print(f"warning: {self.path}: dropped a torn last line; its sample is done again", file=sys.stderr)
+                dropped = "dropped a torn last line; its sample is done again"
+                print(f"warning: {self.path}: {dropped}", file=sys.stderr)
                 os.truncate(self.path, whole)
-        return done
+        return records
 
     def append(self, *records: dict[str, Any]) -> None:
+        """Add finished records, on the disk when this returns."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:
             file.writelines(map(_line, records))
@@ -59,17 +71,14 @@ class Journal:
             os.fsync(file.fileno())
 
     def sort(self, order: Sequence[str]) -> None:
-        """Put the records whose ids are in `order` into that order, the others after them; the file is whole at all times."""
-        place = {id: i for i, id in enumerate(order)}
+        """Put the records whose ids are in `order` into that order, the others after them; the file
+        is whole at all times."""
+        rank = {id: i for i, id in enumerate(order)}
         records = list(self)
-        ordered = sorted(records, key=lambda record: place.get(record["id"], len(place)))
+        ordered = sorted(records, key=lambda record: rank.get(record["id"], len(rank)))
         if ordered != records:
-            new = self.path.with_suffix(".new")
-            with new.open("wb") as file:
-                file.writelines(map(_line, ordered))
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(self.path)
+            with replacing(self.path) as new:
+                new.write_bytes(b"".join(map(_line, ordered)))
 
     def _whole_size(self) -> int:
         with self.path.open("rb") as file:
@@ -80,34 +89,40 @@ def _line(record: dict[str, Any]) -> bytes:
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
 
-def open_run(folder: Path, asked: dict[str, Any], name: str = "run.json") -> None:
-    """Record what a run was asked for or, if the folder holds one, check that it was asked for the same.
+MAY_DIFFER = ("versions", "pair")
+"""What a run that is gone on with may have otherwise than when it was begun."""
 
-    Raises InputError that names the first difference.
-    """
+
+def open_run(folder: Path, asked: dict[str, Any], name: str = "run.json") -> None:
+    """Record what a run was asked for or, if the folder holds one, check that it was asked for the
+    same. Raises InputError that names the first difference."""
     path = folder / name
     if path.exists():
         before = read_json(path)
         for key, value in asked.items():
-            if key not in ("versions", "pair") and _nameless(before.get(key)) != _nameless(value):
+            if key not in MAY_DIFFER and _nameless(before.get(key)) != _nameless(value):
+                what = _difference(key, before.get(key), value)
                 raise InputError(
-                    f"{folder}: was made with {_difference(key, before.get(key), value)}; give the same, or another folder"
+                    f"{folder}: was made with {what}; give the same, or another folder"
                 )
         return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, asked)
     except OSError as error:
         raise InputError(f"{folder}: cannot be made ({error})") from None
-    write_json(path, asked)
 
 
 def _nameless(value: Any) -> Any:
     """A model is known by its fingerprint: its folder may move."""
-    return {key: _nameless(inner) for key, inner in value.items() if key != "name"} if isinstance(value, dict) else value
+    if not isinstance(value, dict):
+        return value
+    return {key: _nameless(inner) for key, inner in value.items() if key != "name"}
 
 
 def _difference(key: str, before: Any, now: Any) -> str:
+    """The innermost part of two values that differs."""
     if isinstance(before, dict) and isinstance(now, dict):
-        inner = next(part for part in [*now, *before] if _nameless(before.get(part)) != _nameless(now.get(part)))
-        return _difference(f"{key} {inner}", before.get(inner), now.get(inner))
+        for part in (*now, *before):
+            if _nameless(before.get(part)) != _nameless(now.get(part)):
+                return _difference(f"{key} {part}", before.get(part), now.get(part))
     return f"{key} {before!r}, not {now!r}"

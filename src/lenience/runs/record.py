@@ -1,43 +1,135 @@
-"""What a run folder says of what was asked."""
+"""The records of a run folder: what was asked, and what was mined."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
-
 from lenience.core.errors import InputError
+from lenience.core.files import read_json
+from lenience.core.records import Record
 from lenience.core.version import VERSION
 from lenience.decoding.pair import Pair
+from lenience.runs.journal import Journal
 from lenience.tasks import Sample, Task
 
 
+class ModelRecord(Record):
+    """A model as a run remembers it."""
+
+    name: str
+    fingerprint: str
+    dtype: str
+
+
+class RunRecord(Record):
+    """run.json: what a mining run was asked for."""
+
+    versions: dict[str, str]
+    pair: str
+    models: dict[str, ModelRecord]
+    tokenizer: str
+    task: str
+    task_version: int | str | None = None
+    split: str
+    max_new_tokens: int
+    seed: int
+
+
+class Mismatch(Record):
+    """A position, counted in new tokens from 0, where the draft would have put another token."""
+
+    position: int
+    target_token: int
+    draft_token: int
+    important: bool | None
+    """None where the answer could not be parsed."""
+
+
+class MinedAnswers(Record):
+    """The answers found in a sample's responses, and its reference."""
+
+    target: str | None
+    final: str | None
+    reference: str | None
+
+
+class MiningCost(Record):
+    """What a sample took, as if it were searched alone; `seconds` are shared among those searched
+    together."""
+
+    target_passes: int
+    target_tokens: int
+    draft_tokens: int
+    seconds: float
+
+
+class MinedSample(Record):
+    """A line of journal.jsonl: what the search found on one sample."""
+
+    id: str
+    prompt_ids: list[int]
+    response_ids: list[int]
+    """The target's own response."""
+    final_ids: list[int]
+    """The response after all harmless swaps."""
+    mismatches: list[Mismatch]
+    """In order."""
+    answers: MinedAnswers
+    cost: MiningCost
+
+
+def read_run(folder: Path) -> RunRecord:
+    """What a run was asked for. Raises InputError where run.json is missing or not one."""
+    path = folder / "run.json"
+    return RunRecord.read(read_json(path), str(path))
+
+
+def mined_samples(journal: Journal) -> Iterator[MinedSample]:
+    """The lines of a mining journal. Raises InputError that names the line and its faulty
+    fields."""
+    for number, record in journal.numbered():
+        yield MinedSample.read(record, f"{journal.path}, line {number}")
+
+
 def describe(pair: Pair, task: Task, **options: Any) -> dict[str, Any]:
-    """What run.json records: versions, models with fingerprints, task and options."""
+    """What a run is known by: versions, models with fingerprints, task and options."""
+    import torch
     import transformers
 
-    models = {role: {"name": lm.name, "fingerprint": lm.fingerprint,
-                     "dtype": str(lm.model.dtype).removeprefix("torch.")}
-              for role, lm in (("target", pair.target), ("draft", pair.draft))}  # fmt: skip
+    versions = {
+        "lenience": VERSION,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    models = {
+        role: {"name": lm.name, "fingerprint": lm.fingerprint, "dtype": lm.dtype}
+        for role, lm in pair.models.items()
+    }
     return {
-        "versions": {"lenience": VERSION, "torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": versions,
         "pair": pair.name,
         "models": models,
         "tokenizer": pair.target.tokenizer_fingerprint,
         "task": task.name,
-        "task_version": getattr(task, "version", None),
+        "task_version": task.version,
         **options,
     }
 
 
-def check_prompts(pair: Pair, task: Task, samples: Sequence[Sample], max_new_tokens: int | None) -> int:
-    """Raise InputError, before any work, for the first sample whose prompt a model cannot read; returns the length limit."""
+def check_prompts(
+    pair: Pair, task: Task, samples: Sequence[Sample], max_new_tokens: int | None
+) -> int:
+    """Raise InputError, before any work, for the first sample whose prompt a model cannot read;
+    returns the length limit."""
     if max_new_tokens is not None and max_new_tokens < 1:
         raise InputError(f"max_new_tokens {max_new_tokens}: must be 1 or more")
     for sample in samples:
         try:
-            pair.draft.encode(pair.target.encode(sample.prompt))  # both must have room for it
+            ids = pair.target.encode(sample.prompt)
+            if pair.draft is not None:  # both must have room for it
+                pair.draft.encode(ids)
         except InputError as error:
             raise InputError(f"task {task.name!r}, sample {sample.id}: {error}") from None
     return max_new_tokens or task.max_new_tokens
