@@ -1,28 +1,77 @@
-"""Watching a certificate where it is used: a small share of live prompts is decoded strictly as well."""
+"""Watching a certificate where it is used: a small share of live prompts is decoded strictly as
+well."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
 from lenience.certification.sequential_tests import Alarm, sequence
 from lenience.core.errors import InputError
+from lenience.core.files import digest, read_lines
 from lenience.core.noise import Noise, uniform
-from lenience.decoding.certified import PREFIX, read_certificate, settled
+from lenience.core.progress import Progress, silent
+from lenience.core.records import Record
+from lenience.decoding.certified import (
+    PREFIX,
+    Certificate,
+    certified_options,
+    read_certificate,
+)
 from lenience.decoding.generation import Generation
-from lenience.decoding.options import Options
 from lenience.decoding.pair import Pair
 from lenience.models.lm import Prompt
 from lenience.runs.journal import Journal
-from lenience.tasks import JsonlTask, Sample, Task, reads
+from lenience.tasks import Sample, Task, as_task
+
+AUDITABLE = ("paired", "disagreement")
+"""The losses that live prompts tell."""
+
+
+class AuditConfig(Record):
+    """How an audit is made."""
+
+    share: float = 0.05
+    """Of the prompts, which are audited."""
+    confidence: float = 0.95
+    """A drift is told wrongly, ever, with a chance of at most one less this."""
+    seed: int = 0
+    """Of the choice of prompts."""
+
+    def check(self) -> None:
+        """Raise InputError for a value that is none."""
+        if not 0 < self.share <= 1:
+            raise InputError(f"share {self.share}: must be in (0, 1]")
+        if not 0 < self.confidence < 1:
+            raise InputError(f"confidence {self.confidence}: must be in (0, 1)")
+
+
+class AuditLine(Record):
+    """A line of audit.jsonl: an audited prompt, or how many have been answered."""
+
+    certified: str
+    """The certified rule, and the data of its certificate, that the line is about."""
+    data: str
+    seen: int
+    """How many prompts had been answered."""
+    prompt: Any = None
+    loss: float | None = None
+    """None where nothing was audited."""
+    text: str | None = None
+    target: str | None = None
+    reference: str | None = None
+    row: int | None = None
+    """Of a file: the row's number and content, and how many prompts had been seen before the
+    file."""
+    content: str | None = None
+    before: int | None = None
 
 
 @dataclass(frozen=True)
@@ -36,65 +85,96 @@ class State:
     interval: tuple[float, float]
     """A confidence sequence's for the mean loss: it holds at all times together."""
     drifted: bool
-    """Whether the loss is above what was certified: it says so wrongly, ever, with a chance of at most 1 − confidence."""
+    """Whether the loss is above what was certified: it says so wrongly, ever, with a chance of at
+    most 1 − confidence."""
     loss: str
     unreferenced: int
-    """Of how many audited prompts only the disagreement of the answers is known, of which a paired loss is a part."""
+    """Of how many audited prompts only the disagreement of the answers is known, of which a paired
+    loss is a part."""
+
+
+@dataclass(frozen=True)
+class LivePrompt:
+    """A prompt that was answered, with its reference where it is known."""
+
+    prompt: Prompt
+    reference: str | None = None
+
+    @property
+    def content(self) -> str:
+        """What it is known by."""
+        return digest([self.prompt, self.reference])
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Where in a file a prompt stands."""
+
+    number: int
+    content: str
+    before: int
 
 
 class Audit:
-    """Watches the answers of "certified:RUN": a server calls `see` with each. Of the prompts a random `share` is also decoded
-    by the target alone. With a reference the loss is the paired one, without one the disagreement of the answers, of which
-    the paired loss is a part: then alarms do not come late, but may come though nothing more is lost. RUN/audit.jsonl keeps
-    everything, so that a server may be started again; threads may share an audit. Raises InputError where there is nothing
-    to watch, or for a task that finds or compares answers otherwise than the certificate's.
+    """Watches the answers of "certified:RUN": a server calls `see` with each. Of the prompts a
+    random share is also decoded by the target alone. With a reference the loss is the paired one,
+    without one the disagreement of the answers, of which the paired loss is a part: then alarms do
+    not come late, but may come though nothing more is lost. RUN/audit.jsonl keeps everything, so
+    that a server may be started again; threads may share an audit. Raises InputError where there is
+    nothing to watch, or for a task that finds or compares answers otherwise than the certificate's.
     """
 
-    def __init__(self, run: Path, pair: Pair, task: Task, *, share: float = 0.05, confidence: float = 0.95, seed: int = 0):
-        for name, value in (("share", share), ("confidence", confidence)):
-            if not 0 < value <= 1 or (name == "confidence" and value == 1):
-                raise InputError(f"{name} {value}: must be in (0, 1{')' if name == 'confidence' else ']'}")
-        self.made = read_certificate(run)
-        if not self.made["certified"]:
-            raise InputError(f"{run}: its certificate certifies nothing, so there is nothing to watch; decoding is strict")
-        if self.made["loss"] not in ("paired", "disagreement"):
+    def __init__(
+        self,
+        run: Path,
+        pair: Pair,
+        task: Task,
+        config: AuditConfig = AuditConfig(),  # noqa: B008
+    ):
+        config.check()
+        self.certificate = _watchable(run)
+        self.pair, self.task, self.config = pair, as_task(task), config
+        binds = self.certificate.binds
+        if self.task.reads != binds["reads"]:
             raise InputError(
-                f"{run}: bounds the {self.made['loss']} loss, which live prompts do not tell; certify the paired one"
+                f"{run}: was certified with answers found and compared by {binds['reads']!r}, not "
+                f"{self.task.reads!r}; name the same --task, --answer and --same"
             )
-        binds = self.made["binds"]
-        if reads(task) != binds["reads"]:
-            raise InputError(
-                f"{run}: was certified with answers found and compared by {binds['reads']!r}, not {reads(task)!r}; name the "
-                "same --task, --answer and --same"
-            )
-        self.pair, self.task, self.share, self.seed = pair, task, share, seed
-        self.alpha = 1 - confidence
-        self.options = pair.certified(cast(Options, settled(self.made, run) | {"rule": f"{PREFIX}{run}"}))
-        self.alarm = Alarm(self.made["max_drop"], self.alpha)
-        self.journal, self.losses, self.drifted, self.seen = Journal(run / "audit.jsonl"), list[float](), False, 0
+        options = certified_options(self.certificate, run)
+        self.options = pair.certified(options | {"rule": f"{PREFIX}{run}"})
+        self.alpha = 1 - config.confidence
+        self.alarm = Alarm(self.certificate.max_drop, self.alpha)
+        self.losses, self.drifted, self.seen = list[float](), False, 0
         self.unreferenced = 0
-        self.rows = dict[tuple[int, str], int]()  # done of files, by number and content: what was seen before their file
+        self.rows = dict[tuple[int, str], int]()
+        """The rows of files that are done, by number and content: what was seen before their
+        file."""
         self._lock = threading.Lock()
-        self._whose = {"certified": self.made["certified"]["rule"], "data": binds["data"]}  # of the journal's records
+        self.journal = Journal(run / "audit.jsonl")
+        assert self.certificate.certified is not None
+        self._about = {"certified": self.certificate.certified.rule, "data": binds["data"]}
         for record in self.journal.resume():
-            if record.items() >= self._whose.items():
-                self._count(record)
+            if record.items() >= self._about.items():
+                self._count(AuditLine.read(record, str(self.journal.path)))
 
     def picks(self, prompt: Prompt, number: int) -> bool:
-        """Whether the prompt of this number is audited: drawn anew at each, by its number and its content."""
+        """Whether the prompt of this number is audited: drawn anew at each, by its number and its
+        content."""
         ids = self.pair.target.encode(prompt)
-        key = Noise.for_prompt(self.seed, ids).key(number, "audit")
-        return float(uniform(torch.tensor([key]))[0]) < self.share
+        key = Noise.for_prompt(self.config.seed, ids).key(number, "audit")
+        return float(uniform(torch.tensor([key]))[0]) < self.config.share
 
-    def chosen(self, prompts: Sequence[tuple[Prompt, str | None]]) -> list[int]:
-        """Which rows of a file are audited. Raises InputError, by row, for a prompt that cannot be used."""
-        found = []
-        for row, (prompt, _) in enumerate(prompts):
+    def chosen(self, prompts: Sequence[LivePrompt]) -> list[int]:
+        """Which rows of a file are audited. Raises InputError, by row, for a prompt that cannot be
+        used."""
+        rows = []
+        for row, live in enumerate(prompts):
             try:
-                found += [row] if self.picks(prompt, row) else []
+                if self.picks(live.prompt, row):
+                    rows.append(row)
             except InputError as error:
                 raise InputError(f"prompt {row + 1}: {error}") from None
-        return found
+        return rows
 
     def see(self, prompt: Prompt, text: str, reference: str | None = None) -> State | None:
         """Take note of a lenient answer to a prompt; a State where it was audited."""
@@ -102,89 +182,140 @@ class Audit:
             self.seen += 1
             if not self.picks(prompt, self.seen - 1):
                 return None
-        return self.check(prompt, text, reference)
+        return self._check(LivePrompt(prompt, reference), text)
 
-    def check(self, prompt: Prompt, text: str, reference: str | None, **more: Any) -> State:
-        """Audit a lenient answer in any case; `more` is kept in the journal beside it."""
-        options: Options = {**self.options, "rule": "target"}
-        alone = self.pair.generate(prompt, **options)
+    def see_row(self, live: LivePrompt, text: str, row: int, before: int) -> State:
+        """Audit a lenient answer to a row of a file in any case; `before` prompts were seen before
+        the file."""
         with self._lock:
-            record = {"prompt": prompt, "loss": self._loss(prompt, text, alone, reference), "text": text, "target": alone.text,
-                      "reference": reference, "seen": self.seen, **self._whose, **more}  # fmt: skip
-            self.journal.append(record)
-            self._count(record)
-            return self.state
+            self.seen = max(self.seen, before + row + 1)
+        return self._check(live, text, _Row(row, live.content, before))
 
-    def _loss(self, prompt: Prompt, text: str, alone: Generation, reference: str | None) -> float:
-        if reference is not None and self.made["loss"] == "paired":
-            wanted = self.task.reference(reference) if isinstance(self.task, JsonlTask) else reference
-            sample = Sample("live", cast(str, prompt), wanted)
-            return float(self.task.correct(alone.text, sample) and not self.task.correct(text, sample))
-        same = text == alone.text or self.task.same(self.task.answer(text), self.task.answer(alone.text)) is True
-        return float(not same)
+    def _check(self, live: LivePrompt, text: str, row: _Row | None = None) -> State:
+        alone = self.pair.generate(live.prompt, **{**self.options, "rule": "target"})
+        with self._lock:
+            line = AuditLine(
+                **self._about,
+                seen=self.seen,
+                prompt=live.prompt,
+                loss=self._loss(live, text, alone),
+                text=text,
+                target=alone.text,
+                reference=live.reference,
+                row=row.number if row else None,
+                content=row.content if row else None,
+                before=row.before if row else None,
+            )
+            self.journal.append(line.to_json())
+            self._count(line)
+            return self._state()
+
+    def _loss(self, live: LivePrompt, text: str, alone: Generation) -> float:
+        task, reference = self.task, live.reference
+        if reference is not None and self.certificate.loss == "paired":
+            sample = Sample("live", live.prompt, task.reference(reference))  # type: ignore[arg-type]
+            return float(task.correct(alone.text, sample) and not task.correct(text, sample))
+        if text == alone.text:
+            return 0.0
+        sample = Sample("live", live.prompt, None)  # type: ignore[arg-type]
+        lenient, strict = task.answer(text, sample), task.answer(alone.text, sample)
+        return float(task.same(lenient, strict, sample) is not True)
 
     def reach(self, seen: int) -> None:
         """So many prompts have been answered, the last of them not audited."""
         if seen > self.seen:
             self.seen = seen
-            self.journal.append({"seen": seen, **self._whose})
+            self.journal.append(AuditLine(**self._about, seen=seen).to_json())
 
-    def _count(self, record: dict[str, Any]) -> None:
-        self.seen = max(self.seen, record["seen"])
-        if "loss" not in record:
+    def _count(self, line: AuditLine) -> None:
+        self.seen = max(self.seen, line.seen)
+        if line.loss is None:
             return
-        self.losses.append(record["loss"])
-        self.unreferenced += record["reference"] is None and self.made["loss"] == "paired"
-        if "row" in record:
-            self.rows[record["row"], record["content"]] = record["before"]
-        self.drifted = self.alarm.add(record["loss"]) or self.drifted
+        self.losses.append(line.loss)
+        self.unreferenced += line.reference is None and self.certificate.loss == "paired"
+        if line.row is not None and line.content is not None and line.before is not None:
+            self.rows[line.row, line.content] = line.before
+        self.drifted = self.alarm.add(line.loss) or self.drifted
 
-    @property
     def state(self) -> State:
+        """What the audit has come to."""
+        with self._lock:
+            return self._state()
+
+    def _state(self) -> State:
         interval = sequence(np.array(self.losses), self.alpha)
-        loss = self.made["loss"]
-        return State(self.seen, len(self.losses), sum(self.losses), interval, self.drifted, loss, self.unreferenced)
+        return State(
+            seen=self.seen,
+            audited=len(self.losses),
+            losses=sum(self.losses),
+            interval=interval,
+            drifted=self.drifted,
+            loss=self.certificate.loss,
+            unreferenced=self.unreferenced,
+        )
 
 
-def read_prompts(path: Path) -> list[tuple[Prompt, str | None]]:
-    """The prompts of a JSONL file, each with prompt or messages and perhaps reference. Raises InputError, by line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read ({error}); name a JSONL file of prompts") from None
-    found = list[tuple[Prompt, str | None]]()
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+def _watchable(run: Path) -> Certificate:
+    """A run's certificate. Raises InputError where it leaves nothing to watch."""
+    certificate = read_certificate(run)
+    if certificate.certified is None:
+        raise InputError(
+            f"{run}: its certificate certifies nothing, so there is nothing to watch; decoding is "
+            "strict"
+        )
+    if certificate.loss not in AUDITABLE:
+        raise InputError(
+            f"{run}: bounds the {certificate.loss} loss, which live prompts do not tell; certify "
+            "the "
+            "paired one"
+        )
+    return certificate
+
+
+def read_prompts(path: Path) -> list[LivePrompt]:
+    """Read the prompts of a JSONL file, each with prompt or messages and perhaps reference. Raises
+    InputError, by line."""
+    prompts = []
+    for number, line in read_lines(path, "prompts"):
         try:
             row = json.loads(line)
             prompt = row["messages"] if row.get("prompt") is None else row["prompt"]
             if not isinstance(prompt, str | list):
                 raise TypeError(f"{prompt!r:.40} is no text")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InputError(f"{path}, line {number}: {type(error).__name__} {error}; a row has prompt or messages") from None
+            why = f"{type(error).__name__} {error}; a row has prompt or messages"
+            raise InputError(f"{path}, line {number}: {why}") from None
         reference = row.get("reference")
-        found.append((prompt, None if reference is None else str(reference)))
-    if not found:
+        prompts.append(LivePrompt(prompt, None if reference is None else str(reference)))
+    if not prompts:
         raise InputError(f"{path}: has no prompts")
-    return found
+    return prompts
 
 
-def audit(watch: Audit, prompts: Sequence[tuple[Prompt, str | None]], batch_size: int = 16) -> Iterator[State | None]:
-    """Audit a share of a file's prompts, answering those with the certified rule; yields a State for each, or None for what was
-    audited before: a row counts once, also of a file that grows. Raises InputError for a prompt that cannot be used, before
-    any work."""
+def audit(
+    watch: Audit,
+    prompts: Sequence[LivePrompt],
+    batch_size: int = 16,
+    progress: Progress = silent,
+) -> int:
+    """Audit a share of a file's prompts, answering those with the certified rule; what was audited
+    before is not again: a row counts once, also of a file that grows. Returns how many rows had
+    been audited before. Raises InputError for a prompt that cannot be used, before any work."""
     if batch_size < 1:
         raise InputError(f"batch_size {batch_size}: must be 1 or more")
-    contents = [hashlib.blake2b(json.dumps(row).encode(), digest_size=8).hexdigest() for row in prompts]
-    before = next((watch.rows[row] for row in enumerate(contents) if row in watch.rows), watch.seen)
+    contents = [live.content for live in prompts]
+    known = [watch.rows[row] for row in enumerate(contents) if row in watch.rows]
+    before = known[0] if known else watch.seen
     chosen = watch.chosen(prompts)
     left = [row for row in chosen if (row, contents[row]) not in watch.rows]
-    yield from (None for _ in range(len(chosen) - len(left)))
+    again = len(chosen) - len(left)
+    progress("auditing", again, len(chosen))
     for begin in range(0, len(left), batch_size):
         part = left[begin : begin + batch_size]
-        outs = watch.pair.generate_batch([prompts[row][0] for row in part], batch_size=batch_size, **watch.options)
-        for row, out in zip(part, outs):
-            watch.seen = max(watch.seen, before + row + 1)
-            yield watch.check(prompts[row][0], out.text, prompts[row][1], row=row, content=contents[row], before=before)
+        asked = [prompts[row].prompt for row in part]
+        outs = watch.pair.generate_batch(asked, batch_size=batch_size, **watch.options)
+        for done, (row, out) in enumerate(zip(part, outs), begin + 1):
+            watch.see_row(prompts[row], out.text, row, before)
+            progress("auditing", again + done, len(chosen))
     watch.reach(before + len(prompts))
+    return again

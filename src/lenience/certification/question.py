@@ -2,51 +2,56 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from lenience.certification.sequential_tests import TESTS, Test, looks, needed, needed_like
+from lenience.certification.sequential_tests import (
+    TESTS,
+    Test,
+    look_schedule,
+    sample_size,
+    sample_size_by_trial,
+)
 from lenience.core.errors import InputError
-from lenience.rules.registry import ALONE
+from lenience.decoding.options import Decoding
+from lenience.rules.registry import BASELINES
 from lenience.rules.settings import ladder
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-
 Loss = Literal["paired", "net", "disagreement", "task"]
-
-
 LOSSES: dict[str, str] = {
     "paired": "the share of prompts that the target alone answers rightly and this decoder wrongly",
     "net": "the target's accuracy minus this decoder's",
     "disagreement": "the share of prompts on which this decoder's final answer is not the target's",
     "task": "the mean loss that the task returns",
 }
-
-
 BINARY = ("paired", "disagreement")
+"""The losses that are 0 or 1 for each prompt."""
+EVER_NAMED = ("window", "stop", "temperature", "seed")
+"""The options that are part of every question's name; others only where they are not the
+defaults."""
 
 
 @dataclass(frozen=True)
-class Question:
-    """What a certificate is asked for; every field is part of the answer's name."""
+class CertifyConfig:
+    """What a certificate is asked for; everything is part of the answer's name."""
 
     rules: tuple[str, ...]
-    max_drop: float
-    confidence: float
+    max_drop: float = 0.01
+    confidence: float = 0.95
     loss: Loss = "paired"
     procedure: str = "auto"
     thresholds: tuple[float, ...] = ()
-    window: int | Literal["auto"] = 8
-    stop: str = "fixed"
-    temperature: float = 0.0
-    seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The options of decoding that were given; the length limit is the task's where it was not."""
     limit: int | None = None
+    """How many prompts at most; None for as many as are needed for a good chance."""
     ids: tuple[str, ...] = ()
     split: str = "train"
-    max_new_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("max_drop", self.max_drop), ("confidence", self.confidence)):
@@ -57,17 +62,48 @@ class Question:
         if self.loss not in LOSSES:
             raise InputError(f"loss {self.loss!r}: name one of {', '.join(LOSSES)}")
         if self.procedure not in ("auto", *TESTS):
-            raise InputError(f"procedure {self.procedure!r}: name auto or one of {', '.join(TESTS)}")
+            known = ", ".join(TESTS)
+            raise InputError(f"procedure {self.procedure!r}: name auto or one of {known}")
         if self.procedure == "binomial" and self.loss not in BINARY:
-            raise InputError(f"procedure binomial: is for losses of 0 or 1; with --loss {self.loss} take betting")
+            mend = f"with --loss {self.loss} take betting"
+            raise InputError(f"procedure binomial: is for losses of 0 or 1; {mend}")
         object.__setattr__(self, "rules", tuple(dict.fromkeys(self.rules)))
-        if not self.rules or any(rule in ALONE for rule in self.rules):
-            raise InputError("rule: name one or more that draft; target and draft alone need no certificate")
+        if not self.rules or any(rule in BASELINES for rule in self.rules):
+            raise InputError(
+                "rule: name one or more that draft; target and draft alone need no certificate"
+            )
+        if self.decoding.stop_strings:
+            raise InputError("stop_strings: answers are certified to their end; leave them out")
+
+    @cached_property
+    def decoding(self) -> Decoding:
+        """The options of decoding, the rule left open."""
+        return Decoding.of(self.options)
 
     @cached_property
     def ladders(self) -> list[list[str]]:
         """Each rule's settings from strict to lenient."""
         return [ladder(rule, self.thresholds) for rule in self.rules]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything that is asked; options under their own names."""
+        decoding = self.decoding.to_json()
+        named = {name: decoding[name] for name in EVER_NAMED}
+        named["max_new_tokens"] = self.options.get("max_new_tokens")
+        changed = self.decoding.changed()
+        return {
+            "rules": list(self.rules),
+            "max_drop": self.max_drop,
+            "confidence": self.confidence,
+            "loss": self.loss,
+            "procedure": self.procedure,
+            "thresholds": list(self.thresholds),
+            "limit": self.limit,
+            "ids": list(self.ids),
+            "split": self.split,
+            **{name: value for name, value in changed.items() if name != "rule"},
+            **named,
+        }
 
     @property
     def alpha(self) -> float:
@@ -81,21 +117,25 @@ class Question:
 
     def test(self, n: int) -> Test:
         """How one setting is tested on up to n prompts."""
-        name = self.procedure if self.procedure != "auto" else "binomial" if self.loss in BINARY else "betting"
-        return TESTS[name](self.bound, self.alpha, looks(n))
+        name = self.procedure
+        if name == "auto":
+            name = "binomial" if self.loss in BINARY else "betting"
+        return TESTS[name](self.bound, self.alpha, look_schedule(n))
 
-    def prompts(self) -> int:
-        """All that are named, or as many as let a setting pass, four times in five, that loses a third of what is allowed; four
-        times as many where losses are not 0 or 1, as little is known of them. At most the limit."""
+    def num_prompts(self) -> int:
+        """All that are named, or as many as let a setting pass, four times in five, that loses a
+        third of what is allowed; four times as many where losses are not 0 or 1, as little is known
+        of them. At most the limit."""
         if self.ids:
             return min(len(self.ids), self.limit or len(self.ids))
-        return self.limit or (1 if self.loss in BINARY else 4) * (
-            needed(self.max_drop, self.alpha, self.max_drop / 3) or 10_000
-        )
+        if self.limit:
+            return self.limit
+        enough = sample_size(self.max_drop, self.alpha, self.max_drop / 3) or 10_000
+        return enough if self.loss in BINARY else 4 * enough
 
-    def needed(self, losses: NDArray, least: float = 0.0) -> int | None:
-        """How many prompts it would take to certify, four times in five, a setting that loses like these, and at least `least`
-        on average where they are 0 or 1."""
+    def sample_size(self, losses: NDArray, least: float = 0.0) -> int | None:
+        """How many prompts it would take to certify, four times in five, a setting that loses like
+        these, and at least `least` on average where they are 0 or 1."""
         if self.loss not in BINARY:
-            return needed_like(self.test, losses)
-        return needed(self.max_drop, self.alpha, max(float(losses.mean()), least))
+            return sample_size_by_trial(self.test, losses)
+        return sample_size(self.max_drop, self.alpha, max(float(losses.mean()), least))

@@ -1,11 +1,13 @@
-"""Compare decoders on a task: quality and speed of each rule on the same prompts, paired, with intervals."""
+"""Compare decoders on a task: quality and speed of each on the same prompts, paired, with
+intervals."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,30 +16,98 @@ import numpy as np
 
 from lenience.core.errors import InputError
 from lenience.core.files import read_json, write_json
-from lenience.decoding.certified import refuse_certified
+from lenience.core.progress import Progress, silent
+from lenience.decoding.certified import heads_of, refuse_certified
 from lenience.decoding.generation import Generation
-from lenience.decoding.options import Options, check_options, learned
+from lenience.decoding.options import Decoding, given_options
 from lenience.decoding.pair import Pair
-from lenience.decoding.response import pieces
-from lenience.evaluation.table import Setting, allocation, machine, rows
-from lenience.rules.judge import Judge
-from lenience.rules.registry import ALONE, terms
+from lenience.evaluation.table import (
+    Example,
+    Frontier,
+    Setting,
+    allocation,
+    machine,
+    table,
+)
+from lenience.heads.head import Learned
+from lenience.rules.registry import BASELINES, parse_spec
 from lenience.rules.settings import expand
+from lenience.runs.answers import Answer, Answers
 from lenience.runs.journal import Journal, open_run
 from lenience.runs.record import check_prompts, describe
 from lenience.runs.uses import fitted_in, note_uses
-from lenience.tasks import JsonlTask, Sample, Task, known_as, take
+from lenience.tasks import Sample, Task, as_task, take
 
-WINDOWS = (2, 4, 8, 16, 32)
+DEFAULT_WINDOWS = (2, 4, 8, 16, 32)
 EXAMPLES = 3
 """How many prompts' answers are kept for the report, token by token."""
 
 
 @dataclass(frozen=True)
-class Progress:
-    phase: str
-    done: int
-    total: int
+class CompareConfig:
+    """What is compared, and on how much."""
+
+    rules: tuple[str, ...] = ()
+    """One for each decoder; "all" stands for a grid of every rule, and for each judge that is named
+    without a threshold at several. The target and the draft alone are always compared."""
+    settings: tuple[str, ...] = ()
+    """Whole decoders, such as "judge:run/judge@0.99; window=16; stop=confidence:0.4"."""
+    windows: tuple[int, ...] = DEFAULT_WINDOWS
+    """What the windows of decoders that name none are chosen from."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The options of decoding that all share, where a setting does not say otherwise."""
+    limit: int | None = None
+    """How many test samples; None for all."""
+    tuning: int = 20
+    """How many other samples the windows are chosen on: the last ones of the training split."""
+    timed: int = 50
+    """How many of the test samples are decoded one by one as well, for the seconds."""
+    repeats: int = 3
+    """How often each of those is decoded; medians are taken."""
+    batch_size: int = 32
+    """How many samples are decoded together where quality is measured."""
+
+    def __post_init__(self) -> None:
+        for name in ("tuning", "timed", "repeats", "batch_size"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} {getattr(self, name)}: must be 1 or more")
+        if not self.rules and not self.settings:
+            raise InputError("rule: name one, or a setting")
+        for window in self.windows:
+            Decoding(window=window)
+
+    @cached_property
+    def shared(self) -> Decoding:
+        """The options that all share."""
+        return Decoding.of(self.options)
+
+    @cached_property
+    def entries(self) -> tuple[dict[str, Any], ...]:
+        """The options that each decoder names itself: its rule, and what else its setting says.
+        Raises InputError for a wrong one."""
+        refuse_certified(self.rules)
+        named = [given_options(text) for text in self.settings]
+        refuse_certified(str(entry["rule"]) for entry in named)
+        rules = dict.fromkeys([*BASELINES, *expand(self.rules, self.shared.temperature)])
+        entries = [{"rule": rule} for rule in rules]
+        entries += [entry for entry in named if entry not in entries]
+        for entry in entries:
+            if entry.get("window") == "auto":
+                raise InputError(
+                    f"setting {entry['rule']}: window auto is chosen by leaving it out; give a "
+                    "number"
+                )
+        return tuple(entries)
+
+    def heads(self) -> dict[str, Learned]:
+        """The fitted heads that are asked, by their paths. Raises InputError for a wrong entry."""
+        decoders = [self.shared.with_options(entry) for entry in self.entries]
+        asked = [head for one in decoders for head in heads_of(one.rule, one.stop)]
+        return {head.path: head for head in asked}
+
+    def check(self) -> None:
+        """Raise InputError for what is wrong whatever the models are."""
+        self.heads()
 
 
 @dataclass(frozen=True)
@@ -51,242 +121,268 @@ class Estimate:
 def compare(
     pair: Pair,
     task: Task,
-    rules: Sequence[str],
-    *,
-    windows: Sequence[int] = WINDOWS,
-    stop: str = "fixed",
-    limit: int | None = None,
-    tuning: int = 20,
-    timed: int = 50,
-    repeats: int = 3,
-    batch_size: int = 32,
-    max_new_tokens: int | None = None,
-    temperature: float = 0.0,
-    seed: int = 0,
+    config: CompareConfig,
     out: Path | None = None,
-) -> Iterator[Progress | Estimate | dict[str, Any]]:
-    """Decode the first `limit` test samples by every rule; yields an Estimate, Progress and, at last, the frontier.
+    progress: Progress = silent,
+) -> Frontier:
+    """Decode test samples by every decoder.
 
-    The target and the draft alone are always among the rules; "all" stands for GRID, and for each judge that is named
-    without a threshold at those that it was fitted with. Above `temperature` 0 all sample, keyed by `seed`.
-
-    Each rule runs at two windows: the one of `windows` that gives it the most tokens per second on `tuning` other samples, the
-    last ones of the training split, and the widest, for what it gains where only the target's passes cost; the strict rule
-    also at each window that a judge got. Quality and passes are counted while `batch_size` samples are decoded together;
-    seconds are measured one by one on the first `timed` samples, medians of `repeats`, the rules taking turns so that a
-    machine's moods fall on all of them alike. With `out`, finished answers are kept there and a second call goes on from
-    them. Raises InputError for a wrong rule, task or folder.
+    A decoder that names no window runs at two: the one that gives it the most tokens per second on
+    other samples, and the widest, for what it gains where only the target's passes cost; the strict
+    rule also at each window that a judge got. Quality and passes are counted while many samples are
+    decoded together; seconds are measured one by one on some of them, the decoders taking turns so
+    that a machine's moods fall on all of them alike. With `out`, finished answers are kept there
+    and a second call goes on from them. Raises InputError for a wrong rule, task or folder.
     """
-    refuse_certified(rules)
-    rules = list(dict.fromkeys(["target", "draft", *expand(rules, temperature)]))
-    for rule in rules:
-        pair.check(rule, stop, temperature)  # a wrong rule or head is told before any work
-    for window in windows:
-        check_options(window, temperature=temperature, seed=seed)
-    for name, value in (("tuning", tuning), ("timed", timed), ("repeats", repeats), ("batch_size", batch_size)):
-        if value < 1:
-            raise InputError(f"{name} {value}: must be 1 or more")
-    samples = take(task, "test", limit)
-    others = take(task, "train", None)[-tuning:] if len(windows) > 1 else []
-    max_new_tokens = check_prompts(pair, task, [*samples, *others], max_new_tokens)
-    unknown = [sample.id for sample in samples if sample.reference is None] if isinstance(task, JsonlTask) else []
-    if unknown:
-        raise InputError(f"task {task.name!r}: sample {unknown[0]} has no reference, and accuracy cannot be told without one")
-    sampling: Options = {"temperature": temperature, "seed": seed}
-    asked = describe(pair, task, split="test", max_new_tokens=max_new_tokens, rules=rules, windows=list(windows),
-                     stop=stop, tuning=tuning, heads=heads(rules, stop),
-                     generation_config=pair.binding("exact")["generation_config"], **sampling)  # fmt: skip
-    with _folder(out, asked) as folder:
-        run = _Run(pair, task, folder, {"max_new_tokens": max_new_tokens, "stop": stop, **sampling})
-        yield run.estimate(rules, windows, len(others), samples, min(timed, len(samples)) * repeats, batch_size)
-        run.note_uses(rules, {"window": others, "comparison": samples})
-        settings = yield from run.settings(rules, windows, others)
-        answers = yield from run.answers(settings, samples, batch_size)
-        timings = yield from run.timings(settings, samples[:timed], repeats)
-    examples = [
-        {"id": sample.id, "prompt": sample.prompt, "reference": sample.reference, "results": [row[i] for row in answers]}
-        for i, sample in enumerate(samples[:EXAMPLES])
-    ]
-    frontier = {
-        **describe(pair, task, split="test", max_new_tokens=max_new_tokens, stop=stop, **sampling),
-        "machine": machine(pair),
-        "rows": rows(settings, answers, timings),
-        "allocation": allocation(settings, answers, timings),
-        "examples": examples,
-    }
-    if out is not None:
-        write_json(out / "frontier.json", frontier)
-    yield frontier
+    run = Comparison(pair, as_task(task), config)
+    with run.folder(out) as folder:
+        return run.carry_out(folder, progress)
 
 
-@contextmanager
-def _folder(out: Path | None, asked: dict[str, Any]) -> Iterator[Path]:
-    """Where finished work is kept: `out`, if it was asked for the same, or a folder for the time being."""
-    if out is not None:
+class Comparison:
+    """A comparison of one pair on one task. Raises InputError where it cannot be made."""
+
+    def __init__(self, pair: Pair, task: Task, config: CompareConfig):
+        self.pair, self.task, self.config = pair, task, config
+        chooses = len(config.windows) > 1
+        self.samples = take(task, "test", config.limit)
+        self.tuning_samples = take(task, "train", None)[-config.tuning :] if chooses else []
+        given = config.options.get("max_new_tokens")
+        prompts = [*self.samples, *self.tuning_samples]
+        max_new_tokens = check_prompts(pair, task, prompts, given)
+        self.shared = replace(config.shared, max_new_tokens=max_new_tokens)
+        self.decoders = [self.shared.with_options(entry) for entry in config.entries]
+        for decoding in self.decoders:
+            pair.check(decoding)
+        for sample in self.samples if task.scores_by_reference else ():
+            if sample.reference is None:
+                raise InputError(
+                    f"task {task.name!r}: sample {sample.id} has no reference, and accuracy "
+                    "cannot be "
+                    "told without one"
+                )
+
+    @contextmanager
+    def folder(self, out: Path | None) -> Iterator[Path]:
+        """Where finished work is kept: `out`, if it was asked for the same, or a folder for the
+        time being."""
+        if out is None:
+            with TemporaryDirectory() as temporary:
+                yield Path(temporary)
+            return
+        config, shared = self.config, self.shared.to_json()
+        shared = {name: shared[name] for name in shared if name not in ("rule", "window")}
+        heads = {path: head.head.fingerprint for path, head in config.heads().items()}
+        asked = describe(
+            self.pair,
+            self.task,
+            split="test",
+            rules=[str(entry["rule"]) for entry in config.entries],
+            settings=[str(decoding) for decoding in self.decoders],
+            windows=list(config.windows),
+            tuning=config.tuning,
+            heads=heads,
+            generation_config=self.pair.target.generation_settings(),
+            **shared,
+        )
         open_run(out, asked, "compare.json")
         yield out
-    else:
-        with TemporaryDirectory() as temporary:
-            yield Path(temporary)
+
+    def carry_out(self, folder: Path, progress: Progress) -> Frontier:
+        """Choose windows, decode and time; the frontier is written into the folder."""
+        answers = Answers(self.pair, self.task, folder / "compare.jsonl", self.config.batch_size)
+        self._note_uses()
+        settings = self._settings(folder / "windows.json", progress)
+        rows = self._answers(settings, answers, progress)
+        timings = self._timings(settings, folder / "timings.jsonl", progress)
+        examples = [
+            Example(
+                id=sample.id,
+                prompt=sample.prompt,
+                reference=sample.reference,
+                results=[row[i] for row in rows],
+            )
+            for i, sample in enumerate(self.samples[:EXAMPLES])
+        ]
+        shared = self.shared.to_json()
+        names = ("drafter", "stop", "max_new_tokens", "temperature", "top_k", "top_p", "seed")
+        frontier = Frontier.read(
+            {
+                **describe(self.pair, self.task, split="test"),
+                **{name: shared[name] for name in names},
+                "machine": machine(self.pair),
+                "rows": table(settings, rows, timings, self.shared),
+                "allocation": allocation(settings, rows, timings),
+                "examples": examples,
+            },
+            "comparison",
+        )
+        write_json(folder / "frontier.json", frontier.to_json())
+        return frontier
+
+    def estimate(self, folder: Path | None) -> Estimate:
+        """How long what is left will take, by the settings' number."""
+        drafting = [one for one in self.decoders if one.rule not in BASELINES]
+        chosen = [one for one in drafting if self._chooses_window(one)]
+        settings = len(self.decoders) + len(chosen)
+        timed = min(self.config.timed, len(self.samples)) * self.config.repeats
+        tuned = len(chosen) * len(self.config.windows) * len(self.tuning_samples)
+        kept = known = 0
+        if folder is not None:
+            tuned = 0 if (folder / "windows.json").exists() else tuned
+            kept = sum(1 for _ in Journal(folder / "compare.jsonl"))
+            known = sum(1 for _ in Journal(folder / "timings.jsonl"))
+        one_by_one = tuned + settings * max(0, timed - known)
+        together = max(0, settings * len(self.samples) - kept)
+        if not one_by_one + together:
+            return Estimate(0.0, 0)
+        alone, among_others = self._seconds_an_answer()
+        seconds = one_by_one * alone + together * among_others
+        return Estimate(seconds, one_by_one + together)
+
+    def _seconds_an_answer(self) -> tuple[float, float]:
+        """What an answer of the target takes alone, and in a batch."""
+        target = vars(self.shared.with_options({"rule": "target"}))
+        batch = [sample.prompt for sample in self.samples[: self.config.batch_size]]
+        self.pair.generate(batch[0], **target)  # warm-up
+        began = time.perf_counter()
+        self.pair.generate(batch[0], **target)
+        middle = time.perf_counter()
+        self.pair.generate_batch(batch, batch_size=len(batch), **target)
+        return middle - began, (time.perf_counter() - middle) / len(batch)
+
+    def _note_uses(self) -> None:
+        """In the run folders of the heads that are compared: a certificate must not use prompts
+        that a choice was made on."""
+        used = {"window": self.tuning_samples, "comparison": self.samples}
+        runs = {fitted_in(head) for head in self.config.heads().values()} - {None}
+        for run in filter(None, runs):
+            for use, samples in used.items():
+                prompts = [(sample.id, sample.prompt) for sample in samples]
+                known_as = self.task.known_as
+                note_uses(run, self.pair.target, prompts, use, "compare", known_as)
+
+    def _names_window(self, decoding: Decoding) -> bool:
+        entries = zip(self.config.entries, self.decoders)
+        return any("window" in entry for entry, one in entries if one == decoding)
+
+    def _chooses_window(self, decoding: Decoding) -> bool:
+        return len(self.config.windows) > 1 and not self._names_window(decoding)
+
+    def _settings(self, path: Path, progress: Progress) -> list[Setting]:
+        """Each decoder at its fastest and at the widest window, or at the one that it names; the
+        strict rule also at the judges'. What was chosen once stays."""
+        if path.exists():
+            kept = read_json(path)["settings"]
+            return [Setting(Decoding.parse(one["setting"]), one["why"]) for one in kept]
+        windows = self.config.windows
+        found: dict[Decoding, Setting] = {}
+        choosing = []
+        for decoding in self.decoders:
+            if decoding.rule in BASELINES:
+                alone = replace(decoding, window=0)
+                found[alone] = Setting(alone)
+            elif self._names_window(decoding):
+                found[decoding] = Setting(decoding)
+            elif len(windows) == 1:
+                only = replace(decoding, window=windows[0])
+                found[only] = Setting(only)
+            else:
+                choosing.append(decoding)
+        if choosing:
+            fastest = self._fastest(choosing, progress)
+            self._add_chosen(found, fastest)
+        settings = list(found.values())
+        kept = [{"setting": str(one.decoding), "why": one.why} for one in settings]
+        write_json(path, {"settings": kept})
+        return settings
+
+    def _add_chosen(self, found: dict[Decoding, Setting], fastest: Mapping[Decoding, int]) -> None:
+        """Add the settings of decoders whose window was chosen."""
+        widest = max(self.config.windows)
+        for decoding, window in fastest.items():
+            at = replace(decoding, window=window)
+            found.setdefault(at, Setting(at, "fastest"))
+        for decoding in fastest:
+            at = replace(decoding, window=widest)
+            found.setdefault(at, Setting(at, "widest"))
+        strict = next((one for one in fastest if one.rule == "exact"), None)
+        for decoding, window in fastest.items():
+            if strict is not None and parse_spec(str(decoding.rule)).heads:
+                at = replace(strict, window=window)
+                found.setdefault(at, Setting(at, f"window of {decoding.rule}"))
+
+    def _fastest(self, decoders: Sequence[Decoding], progress: Progress) -> dict[Decoding, int]:
+        """The window that gives each decoder the most tokens per second on other samples, all
+        taking turns; the first sample is a warm-up too."""
+        windows, samples = self.config.windows, self.tuning_samples
+        tried = [replace(one, window=window) for one in decoders for window in windows]
+        tokens, seconds = dict.fromkeys(tried, 0), dict.fromkeys(tried, 0.0)
+        for decoding in tried:
+            self._generate(samples[0], decoding)
+        total = len(samples) * len(tried)
+        for done, sample in enumerate(samples):
+            for each, decoding in enumerate(tried):
+                progress("choosing windows", done * len(tried) + each, total)
+                out = self._generate(sample, decoding)
+                tokens[decoding] += len(out.tokens)
+                seconds[decoding] += out.seconds
+        progress("choosing windows", total, total)
+
+        def speed(decoding: Decoding) -> float:
+            return tokens[decoding] / seconds[decoding]
+
+        return {
+            one: max(windows, key=lambda window: speed(replace(one, window=window)))
+            for one in decoders
+        }
+
+    def _answers(
+        self, settings: Sequence[Setting], answers: Answers, progress: Progress
+    ) -> list[list[Answer]]:
+        """Each setting's answers to the samples, in their order."""
+        n, rows = len(self.samples), list[list[Answer]]()
+        traced = [sample.id for sample in self.samples[:EXAMPLES]]
+        total = len(settings) * n
+        for number, setting in enumerate(settings):
+
+            def show(phase: str, done: int, _: int, before: int = number * n) -> None:
+                progress(phase, before + done, total)
+
+            rows.append(answers.get(setting.decoding, self.samples, show, traced=traced))
+        progress("decoding", total, total)
+        return rows
+
+    def _timings(
+        self, settings: Sequence[Setting], path: Path, progress: Progress
+    ) -> list[list[float]]:
+        """For each timed sample, every setting's seconds. Those of another machine or of other
+        repeats are measured again."""
+        samples, repeats = self.samples[: self.config.timed], self.config.repeats
+        here = {"machine": machine(self.pair), "repeats": repeats}
+        journal = Journal(path)
+        known = {one["id"]: one for one in journal.resume() if here.items() <= one.items()}
+        if len(known) < len(samples):
+            for setting in settings:
+                self._generate(samples[0], setting.decoding)  # warm-up
+        for done, sample in enumerate(samples):
+            progress("timing", done, len(samples))
+            if sample.id not in known:
+                turns = [self._turn(sample, settings) for _ in range(repeats)]
+                seconds = np.median(turns, 0).round(6).tolist()
+                known[sample.id] = {"id": sample.id, **here, "seconds": seconds}
+                journal.append(known[sample.id])
+        progress("timing", len(samples), len(samples))
+        return [known[sample.id]["seconds"] for sample in samples]
+
+    def _turn(self, sample: Sample, settings: Iterable[Setting]) -> list[float]:
+        return [self._generate(sample, setting.decoding).seconds for setting in settings]
+
+    def _generate(self, sample: Sample, decoding: Decoding) -> Generation:
+        return self.pair.generate(sample.prompt, **vars(decoding))
 
 
 def discard(out: Path) -> None:
     """Forget a comparison, so that its folder takes another one."""
     for name in ("compare.json", "compare.jsonl", "timings.jsonl", "windows.json"):
         (out / name).unlink(missing_ok=True)
-
-
-class _Run:
-    """Answers samples under settings; what `folder` holds is not done again."""
-
-    def __init__(self, pair: Pair, task: Task, folder: Path, options: Options):
-        self.pair, self.task, self.folder, self.options = pair, task, folder, options
-
-    def estimate(
-        self, rules: Sequence[str], windows: Sequence[int], tuned: int, samples: Sequence[Sample], timed: int, size: int
-    ) -> Estimate:
-        """What is left to do of `tuned` samples at each window, of all `samples` in batches of `size`, and of `timed` answers
-        one by one, by the settings' number."""
-        drafting = sum(rule not in ALONE for rule in rules)
-        settings = len(rules) + (drafting if len(windows) > 1 else 0)
-        chosen = (self.folder / "windows.json").exists()
-        kept, known = (sum(1 for _ in Journal(self.folder / f"{name}.jsonl")) for name in ("compare", "timings"))
-        one_by_one = (0 if chosen else drafting * len(windows) * tuned) + settings * max(0, timed - known)
-        together = max(0, settings * len(samples) - kept)
-        if not one_by_one + together:
-            return Estimate(0.0, 0)
-        batch = [sample.prompt for sample in samples[:size]]
-        self.pair.generate_batch(batch[:1], batch_size=1, **self._options("target", 0))  # warm-up
-        began = time.perf_counter()
-        self.pair.generate_batch(batch[:1], batch_size=1, **self._options("target", 0))
-        middle = time.perf_counter()
-        self.pair.generate_batch(batch, batch_size=size, **self._options("target", 0))
-        each = middle - began, (time.perf_counter() - middle) / len(batch)
-        return Estimate(one_by_one * each[0] + together * each[1], one_by_one + together)
-
-    def note_uses(self, rules: Sequence[str], used: dict[str, list[Sample]]) -> None:
-        """In the run folders of the heads that are compared: a certificate must not use prompts that a choice was made on."""
-        stop = self.options.get("stop", "fixed")
-        for run in {run for rule in rules for head in learned(rule, stop) if (run := fitted_in(head))}:
-            for use, samples in used.items():
-                prompts = [(sample.id, sample.prompt) for sample in samples]
-                note_uses(run, self.pair.target, prompts, use, "compare", known_as(self.task))
-
-    def settings(
-        self, rules: Sequence[str], windows: Sequence[int], samples: Sequence[Sample]
-    ) -> Generator[Progress, None, list[Setting]]:
-        """Each rule at its fastest and at the widest window, the strict rule also at the judges'."""
-        chosen = self.folder / "windows.json"
-        if chosen.exists():
-            return [Setting(**setting) for setting in read_json(chosen)["settings"]]
-        drafting = [rule for rule in rules if rule not in ALONE]
-        found = {(rule, 0): Setting(rule, 0) for rule in rules if rule in ALONE}
-        if len(windows) == 1:
-            found |= {(rule, windows[0]): Setting(rule, windows[0]) for rule in drafting}
-        else:
-            speed = yield from self._speeds([(rule, window) for rule in drafting for window in windows], samples)
-            fastest = {rule: max(windows, key=lambda window: speed[rule, window]) for rule in drafting}
-            found |= {(rule, window): Setting(rule, window, "fastest") for rule, window in fastest.items()}
-            for rule in drafting:
-                found.setdefault((rule, max(windows)), Setting(rule, max(windows), "widest"))
-            if "exact" in rules:
-                for rule in filter(_judges, drafting):
-                    at = fastest[rule]
-                    found.setdefault(("exact", at), Setting("exact", at, f"window of {rule}"))
-        settings = list(found.values())
-        write_json(chosen, {"settings": [vars(setting) for setting in settings]})
-        return settings
-
-    def _speeds(
-        self, tried: Sequence[tuple[str, int]], samples: Sequence[Sample]
-    ) -> Generator[Progress, None, dict[tuple[str, int], float]]:
-        """Tokens per second of each rule and window, taking turns; the first sample is a warm-up too."""
-        tokens, seconds = dict.fromkeys(tried, 0), dict.fromkeys(tried, 0.0)
-        for rule, window in tried:
-            self._generate(samples[0], rule, window)
-        for done, sample in enumerate(samples):
-            for each, key in enumerate(tried):
-                yield Progress("choosing windows", done * len(tried) + each, len(samples) * len(tried))
-                out = self._generate(sample, *key)
-                tokens[key] += len(out.tokens)
-                seconds[key] += out.seconds
-        yield Progress("choosing windows", len(samples) * len(tried), len(samples) * len(tried))
-        return {key: tokens[key] / seconds[key] for key in tried}
-
-    def answers(
-        self, settings: Sequence[Setting], samples: Sequence[Sample], batch_size: int
-    ) -> Generator[Progress, None, list[list[dict[str, Any]]]]:
-        """Each setting's results on the samples, in their order."""
-        journal = Journal(self.folder / "compare.jsonl")
-        finished = {(record["rule"], record["window"], record["id"]): record for record in journal.resume()}
-        places = [[(setting.rule, setting.window, sample.id) for sample in samples] for setting in settings]
-        total = len(settings) * len(samples)
-        done = sum(place in finished for row in places for place in row)
-        for setting, row in zip(settings, places):
-            left = [i for i, place in enumerate(row) if place not in finished]
-            decoding = self.pair.as_completed(
-                [samples[i].prompt for i in left], batch_size=batch_size, **self._options(setting.rule, setting.window)
-            )
-            for number, out in decoding:
-                yield Progress("decoding", done, total)
-                i, done = left[number], done + 1
-                finished[row[i]] = self._result(setting, samples[i], out, keep=i < EXAMPLES)
-                journal.append(finished[row[i]])
-        yield Progress("decoding", total, total)
-        return [[finished[place] for place in row] for row in places]
-
-    def timings(
-        self, settings: Sequence[Setting], samples: Sequence[Sample], repeats: int
-    ) -> Generator[Progress, None, list[list[float]]]:
-        """For each sample, every setting's seconds. Those of another machine or of other repeats are measured again."""
-        journal, here = Journal(self.folder / "timings.jsonl"), {"machine": machine(self.pair), "repeats": repeats}
-        finished = {record["id"]: record for record in journal.resume() if here.items() <= record.items()}
-        if len(finished) < len(samples):
-            for setting in settings:
-                self._generate(samples[0], setting.rule, setting.window)  # warm-up
-        for done, sample in enumerate(samples):
-            yield Progress("timing", done, len(samples))
-            if sample.id not in finished:
-                turns = [
-                    [self._generate(sample, setting.rule, setting.window).seconds for setting in settings]
-                    for _ in range(repeats)
-                ]
-                finished[sample.id] = {"id": sample.id, **here, "seconds": np.median(turns, 0).round(6).tolist()}
-                journal.append(finished[sample.id])
-        yield Progress("timing", len(samples), len(samples))
-        return [finished[sample.id]["seconds"] for sample in samples]
-
-    def _generate(self, sample: Sample, rule: str, window: int) -> Generation:
-        return self.pair.generate(sample.prompt, **self._options(rule, window))
-
-    def _options(self, rule: str, window: int) -> Options:
-        return {**self.options, "rule": rule, "window": window}
-
-    def _result(self, setting: Setting, sample: Sample, out: Generation, keep: bool) -> dict[str, Any]:
-        """One journal record; `keep` keeps where every token came from."""
-        result: dict[str, Any] = {
-            "id": sample.id,
-            "rule": setting.rule,
-            "window": setting.window,
-            "tokens": len(out.tokens),
-            "target_passes": out.target_passes,
-            "draft_passes": out.draft_passes,
-            "accepted_exact": out.accepted_exact,
-            "accepted_lenient": out.accepted_lenient,
-            "answer": self.task.answer(out.text),
-            "correct": self.task.correct(out.text, sample),
-        }
-        if keep:
-            text = pieces(self.pair.target, out.tokens)
-            result["trace"] = [[piece, entry.origin, entry.score] for piece, entry in zip(text, out.trace)]
-        return result
-
-
-def _judges(rule: str) -> list[Judge]:
-    return [term for term in terms(rule) if isinstance(term, Judge)]
-
-
-def heads(rules: Sequence[str], stop: str) -> dict[str, str]:
-    """Identifies the heads of the rules and of the stop condition: a head that was fitted anew, or has another threshold, is
-    another one. Raises InputError for a wrong spec."""
-    return {head.path: head.head.fingerprint for rule in rules for head in learned(rule, stop)}

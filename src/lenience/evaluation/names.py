@@ -2,61 +2,92 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
-from lenience.rules.judge import Judge
-from lenience.rules.registry import ALONE, parse_rule, terms
+from lenience.core import spec
+from lenience.evaluation.table import FrontierRow
+from lenience.rules.base import Term
+from lenience.rules.registry import BASELINES, parse_spec, terms
+
+NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
-def named(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with a `name` and a `family`, in which a judge is called by as much of its path as tells it from the others."""
-    paths = {Path(term.path) for row in rows for term in terms(row["rule"]) if isinstance(term, Judge)}
-    labels = {}
-    for path in paths:
-        ends = (Path(*path.parts[-n:]) for n in range(1, len(path.parts) + 1))
-        labels[str(path)] = str(
-            next(end for end in ends if sum(other.parts[-len(end.parts) :] == end.parts for other in paths) == 1)
+class NamedRow(FrontierRow):
+    """A row with what it is called."""
+
+    name: str
+    family: str
+    """The group that it is drawn with."""
+
+
+def named(rows: Sequence[FrontierRow]) -> list[NamedRow]:
+    """Name rows; a judge is called by as much of its path as tells it from the others."""
+    heads = [head for row in rows for term in terms(row.rule) for head in term.heads]
+    paths = {Path(head.path) for head in heads}
+    labels = {str(path): _shortest_end(path, paths) for path in paths}
+    return [
+        NamedRow(
+            **row.model_dump(),
+            name=", ".join([short(row.rule, labels), *_options(row)]),
+            family=family(row.rule, labels),
         )
-    return [{**row, "name": short(row, labels), "family": family(row["rule"], labels)} for row in rows]
+        for row in rows
+    ]
 
 
-def family(rule: str, labels: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The group that a rule is drawn with: the name of its last term and which of its settings are given, for a judge what
-    `labels` calls it, or the folder of its head."""
+def _options(row: FrontierRow) -> list[str]:
+    return [f"{name}={value}" for name, value in row.options.items()]
+
+
+def _shortest_end(path: Path, paths: set[Path]) -> str:
+    """As much of a path's end as tells it from the others."""
+    for n in range(1, len(path.parts) + 1):
+        end = path.parts[-n:]
+        if sum(other.parts[-n:] == end for other in paths) == 1:
+            break
+    return str(Path(*end))
+
+
+def family(rule: str, labels: Mapping[str, str] = NO_LABELS) -> str:
+    """The group that a rule is drawn with: the name of its last term and which of its settings are
+    given, for a judge what `labels` calls it, or the folder of its head."""
     found = terms(rule)
     if not found:
         return rule
     last = found[-1]
-    if isinstance(last, Judge):
-        return labels.get(str(Path(last.path)), Path(last.path).name)
-    keys = re.findall(r"[,:]([a-z]+)(?==|[,@]|$)", str(last))  # top, margin, … and a divergence
-    return " ".join([last.name, *keys])
+    if last.heads:
+        return _label(last, labels)
+    return " ".join([last.name, *spec.named_arguments(last)])
 
 
-def short(row: dict[str, Any], labels: Mapping[str, str] = MappingProxyType({})) -> str:
-    """A row's rule with no more of its judge's path than what `labels` calls it, or its folder."""
-    if "name" in row:
-        return str(row["name"])
-    told = str(parse_rule(row["rule"])) if row["rule"] not in ALONE else row["rule"]  # as its terms print themselves
-    for term in terms(told):
-        if isinstance(term, Judge):
-            limits = str(replace(term, path="x", threshold=None)).removeprefix("judge:x")
-            at = "" if term.threshold is None else f"@{probability(term.threshold)}"
-            label = labels.get(str(Path(term.path)), Path(term.path).name)
-            told = told.replace(str(term), label + limits + at)
-    return told
+def short(rule: str, labels: Mapping[str, str] = NO_LABELS) -> str:
+    """A rule with no more of its judge's path than what `labels` calls it, or its folder."""
+    if rule in BASELINES:
+        return rule
+    parts = parse_spec(rule).parts
+    return "|".join("&".join(_short_term(term, labels) for term in part.terms) for part in parts)
 
 
-def why(row: dict[str, Any]) -> str:
+def _short_term(term: Term, labels: Mapping[str, str]) -> str:
+    if not term.heads:
+        return str(term)
+    threshold = term.heads[0].threshold
+    at = "" if threshold is None else f"@{probability(threshold)}"
+    return ",".join([_label(term, labels), *spec.further_arguments(term)]) + at
+
+
+def _label(term: Term, labels: Mapping[str, str]) -> str:
+    path = Path(term.heads[0].path)
+    return labels.get(str(path), path.name)
+
+
+def why(row: FrontierRow) -> str:
     """Why a row's window is in the table, where it is not the rule's fastest."""
-    if row["why"].startswith("window of"):
+    if row.why.startswith("window of"):
         return "judge's"
-    return "widest" if row["why"] == "widest" else ""
+    return "widest" if row.why == "widest" else ""
 
 
 def probability(p: float) -> str:

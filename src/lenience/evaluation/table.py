@@ -12,91 +12,207 @@ import numpy as np
 import torch
 from scipy.stats import binomtest
 
+from lenience.core.records import Record
+from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
-from lenience.rules.registry import ALONE
+from lenience.rules.registry import BASELINES
+from lenience.runs.answers import Answer
+from lenience.runs.record import ModelRecord
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-
 SHARES = tuple(i / 20 for i in range(21))
 """Of the prompts that random allocation gives to the draft."""
+BOOTSTRAPS = 1000
+"""How many times prompts are drawn anew for an interval."""
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A rule at a draft window, and why it is in the comparison: "fastest", "widest" or "window of RULE"; "given" where there
-    was nothing to choose."""
+    """One decoder of a comparison, and why it is there: "fastest", "widest" or "window of RULE";
+    "given" where there was nothing to choose."""
 
-    rule: str
-    window: int
+    decoding: Decoding
     why: str = "given"
 
 
-def rows(
-    settings: Sequence[Setting], answers: Sequence[Sequence[dict[str, Any]]], timings: Sequence[Sequence[float]]
-) -> list[dict[str, Any]]:
-    """The table: one row a setting, each figure with its 95 % interval (exact binomial for shares, bootstrap over prompts
-    for ratios). `answers` holds each setting's results on n samples, `timings` the seconds of each of the first `timed_n`
-    of them by setting. `paired_loss` is the share of prompts that the target alone gets right and this decoder wrong;
-    `share_of_cap` the tokens per second as a share of the draft's alone, which nothing exceeds."""
+class FrontierRow(Record):
+    """The figures of one setting, each with its 95 % interval: exact binomial for shares, bootstrap
+    over prompts for ratios."""
 
-    def column(i: int, key: str) -> NDArray:
-        return np.array([result[key] for result in answers[i]], dtype=float)
+    rule: str
+    window: int
+    options: dict[str, Any]
+    """What else differs from what the settings of the comparison share."""
+    why: str
+    n: int
+    timed_n: int
+    accuracy: float
+    accuracy_interval: Interval
+    paired_loss: float
+    """The share of prompts that the target alone gets right and this decoder wrong."""
+    paired_loss_interval: Interval
+    paired_gain: float
+    paired_gain_interval: Interval
+    tokens_per_pass: float | None
+    """None where the target read nothing."""
+    tokens_per_pass_interval: Interval | None
+    accepted_exact_per_pass: float | None
+    accepted_exact_per_pass_interval: Interval | None
+    tokens_per_second: float
+    tokens_per_second_interval: Interval
+    seconds_per_correct: float | None
+    seconds_per_correct_interval: Interval | None
+    share_of_cap: float
+    """The tokens per second as a share of the draft's alone, which nothing exceeds."""
 
-    def draws(n: int) -> NDArray:
-        return np.random.default_rng(0).integers(0, n, (1000, n))
 
+class AllocationPoint(Record):
+    """What random allocation is expected to give, each prompt being answered by the draft with the
+    chance `share`, else by the target alone."""
+
+    share: float
+    accuracy: float
+    paired_loss: float
+    tokens_per_pass: float | None
+    tokens_per_second: float
+    seconds_per_correct: float | None
+
+
+class Example(Record):
+    """A prompt whose answers are kept token by token, one for each row."""
+
+    id: str
+    prompt: Any
+    reference: str | None
+    results: list[Answer]
+
+
+class Frontier(Record):
+    """frontier.json: a comparison."""
+
+    versions: dict[str, str]
+    pair: str
+    models: dict[str, ModelRecord]
+    tokenizer: str
+    task: str
+    task_version: int | str | None
+    split: str
+    machine: str
+    drafter: str
+    stop: str
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int
+    rows: list[FrontierRow]
+    allocation: list[AllocationPoint]
+    examples: list[Example]
+
+
+def table(
+    settings: Sequence[Setting],
+    answers: Sequence[Sequence[Answer]],
+    timings: Sequence[Sequence[float]],
+    shared: Decoding,
+) -> list[FrontierRow]:
+    """One row a setting. `answers` holds each setting's answers to n samples, `timings` the seconds
+    of each of the first of them by setting; `shared` are the options that settings have in
+    common."""
     seconds = np.array(timings, dtype=float)  # [timed_n, settings]
-    n, timed = len(answers[0]), len(seconds)
-    alone = {setting.rule: i for i, setting in enumerate(settings) if setting.rule in ALONE}
-    target_right = column(alone["target"], "correct").astype(bool)
-    table = []
+    rules = [setting.decoding.rule for setting in settings]
+    target_right = _column(answers[rules.index("target")], "correct").astype(bool)
+    draft = rules.index("draft")
+    draft_tokens = _column(answers[draft], "tokens")[: len(seconds)]
+    cap = float(draft_tokens.sum() / seconds[:, draft].sum())
+    rows = []
     for i, setting in enumerate(settings):
-        right, tokens, passes = column(i, "correct").astype(bool), column(i, "tokens"), column(i, "target_passes")
-        row: dict[str, Any] = {**vars(setting), "n": n, "timed_n": timed}
-        row |= _share("accuracy", int(right.sum()), n)
-        row |= _share("paired_loss", int((target_right & ~right).sum()), n)
-        row |= _share("paired_gain", int((~target_right & right).sum()), n)
-        row |= _ratio("tokens_per_pass", tokens, passes, draws(n))
-        row |= _ratio("accepted_exact_per_pass", column(i, "accepted_exact"), passes, draws(n))
-        row |= _ratio("tokens_per_second", tokens[:timed], seconds[:, i], draws(timed))
-        row |= _ratio("seconds_per_correct", seconds[:, i], right[:timed].astype(float), draws(timed))
-        table.append(row)
-    cap = table[alone["draft"]]["tokens_per_second"]
-    return [{**row, "share_of_cap": row["tokens_per_second"] / cap} for row in table]
+        figures = _figures(answers[i], seconds[:, i], target_right)
+        rows.append(
+            FrontierRow(
+                rule=str(setting.decoding.rule),
+                window=int(setting.decoding.window),
+                options=_differing(setting.decoding, shared),
+                why=setting.why,
+                share_of_cap=figures["tokens_per_second"] / cap,
+                **figures,
+            )
+        )
+    return rows
+
+
+def _differing(decoding: Decoding, shared: Decoding) -> dict[str, Any]:
+    """The options besides rule and window that are not as in `shared`."""
+    own, common = decoding.to_json(), shared.to_json()
+    names = [name for name in own if name not in ("rule", "window")]
+    return {name: own[name] for name in names if own[name] != common[name]}
+
+
+def _column(answers: Sequence[Answer], key: str) -> NDArray:
+    return np.array([getattr(answer, key) for answer in answers], dtype=float)
+
+
+def _figures(answers: Sequence[Answer], seconds: NDArray, target_right: NDArray) -> dict[str, Any]:
+    """The figures of one setting, by the names of a row's fields."""
+    n, timed = len(answers), len(seconds)
+    right = _column(answers, "correct").astype(bool)
+    tokens, passes = _column(answers, "tokens"), _column(answers, "target_passes")
+    draws = np.random.default_rng(0).integers(0, n, (BOOTSTRAPS, n))
+    timed_draws = np.random.default_rng(0).integers(0, timed, (BOOTSTRAPS, timed))
+    right_when_timed = right[:timed].astype(float)
+    figures: dict[str, Any] = {"n": n, "timed_n": timed}
+    figures |= _share("accuracy", int(right.sum()), n)
+    figures |= _share("paired_loss", int((target_right & ~right).sum()), n)
+    figures |= _share("paired_gain", int((~target_right & right).sum()), n)
+    figures |= _ratio("tokens_per_pass", tokens, passes, draws)
+    exact = _column(answers, "accepted_exact")
+    figures |= _ratio("accepted_exact_per_pass", exact, passes, draws)
+    figures |= _ratio("tokens_per_second", tokens[:timed], seconds, timed_draws)
+    figures |= _ratio("seconds_per_correct", seconds, right_when_timed, timed_draws)
+    return figures
 
 
 def allocation(
-    settings: Sequence[Setting], answers: Sequence[Sequence[dict[str, Any]]], timings: Sequence[Sequence[float]]
-) -> list[dict[str, Any]]:
-    """What random allocation is expected to give: each prompt answered by the draft with the chance `share`, else by the
-    target alone. Any rule must beat this line (Holsman 2025)."""
-    alone = [next(i for i, setting in enumerate(settings) if setting.rule == name) for name in ("target", "draft")]
+    settings: Sequence[Setting],
+    answers: Sequence[Sequence[Answer]],
+    timings: Sequence[Sequence[float]],
+) -> list[AllocationPoint]:
+    """The line of random allocation between target and draft, which any rule must beat (Holsman
+    2025)."""
+    rules = [setting.decoding.rule for setting in settings]
+    alone = [rules.index(name) for name in BASELINES]
     seconds = np.array(timings, dtype=float)[:, alone]  # [timed_n, 2]
     right, tokens, passes = (
-        np.array([[result[key] for result in answers[i]] for i in alone], dtype=float).T  # [n, 2]
+        np.array([_column(answers[i], key) for i in alone]).T  # [n, 2]
         for key in ("correct", "tokens", "target_passes")
     )
-    line = []
+    lost = float((right[:, 0] * (1 - right[:, 1])).mean())
+    points = []
     for share in SHARES:
         mix = np.array([1 - share, share])
-        timed = [float((part[: len(seconds)] @ mix).sum()) for part in (right, tokens, seconds)]
+        timed_right, timed_tokens, timed_seconds = (
+            float((part[: len(seconds)] @ mix).sum()) for part in (right, tokens, seconds)
+        )
         read = float((passes @ mix).sum())
-        line.append({
-            "share": share,
-            "accuracy": float((right @ mix).mean()),
-            "paired_loss": share * float((right[:, 0] * (1 - right[:, 1])).mean()),
-            "tokens_per_pass": float((tokens @ mix).sum()) / read if read else None,
-            "tokens_per_second": timed[1] / timed[2],
-            "seconds_per_correct": timed[2] / timed[0] if timed[0] else None,
-        })  # fmt: skip
-    return line
+        points.append(
+            AllocationPoint(
+                share=share,
+                accuracy=float((right @ mix).mean()),
+                paired_loss=share * lost,
+                tokens_per_pass=float((tokens @ mix).sum()) / read if read else None,
+                tokens_per_second=timed_tokens / timed_seconds,
+                seconds_per_correct=timed_seconds / timed_right if timed_right else None,
+            )
+        )
+    return points
 
 
 def _share(name: str, hits: int, n: int) -> dict[str, Any]:
     interval = binomtest(hits, n).proportion_ci(0.95)
-    return {name: hits / n, f"{name}_interval": [float(interval.low), float(interval.high)]}
+    return {name: hits / n, f"{name}_interval": (float(interval.low), float(interval.high))}
 
 
 def _ratio(name: str, above: NDArray, below: NDArray, draws: NDArray) -> dict[str, Any]:
@@ -106,17 +222,19 @@ def _ratio(name: str, above: NDArray, below: NDArray, draws: NDArray) -> dict[st
     sums = below[draws].sum(1)
     spread = above[draws].sum(1)[sums > 0] / sums[sums > 0]
     low, high = np.quantile(spread, [0.025, 0.975])
-    return {name: float(above.sum() / below.sum()), f"{name}_interval": [float(low), float(high)]}
+    return {name: float(above.sum() / below.sum()), f"{name}_interval": (float(low), float(high))}
 
 
 def machine(pair: Pair) -> str:
     """What the figures were measured on."""
     if pair.target.device.type == "cuda":
-        return torch.cuda.get_device_name(pair.target.device) + (", recorded passes" if pair.compiled else "")
+        name = torch.cuda.get_device_name(pair.target.device)
+        return f"{name}, recorded passes" if pair.compiled else name
     name = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo") as file:
-            name = next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
+            models = (line for line in file if line.startswith("model name"))
+            name = next(models).split(":")[1].strip()
     except (OSError, StopIteration):
         pass
     engine = "ONNX Runtime" if pair.compiled else f"torch, {torch.get_num_threads()} threads"
