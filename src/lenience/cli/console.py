@@ -1,14 +1,27 @@
-"""The screen: progress with the time left, on standard error."""
+"""The screen: what is said, and progress with the time left, on standard error."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+if TYPE_CHECKING:
+    from lenience.core.progress import Progress
+
 screen = Console(stderr=True)
+
+
+def say(text: str) -> None:
+    """Print text as it is."""
+    screen.print(text, highlight=False, markup=False)
+
+
+def wide(width: int) -> Console:
+    """A screen that is at least so wide, for tables."""
+    return Console(stderr=True, width=max(screen.width, width))
 
 
 @contextmanager
@@ -23,47 +36,39 @@ def loading() -> Iterator[None]:
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A function (what, done, total) that draws a bar with the time left on standard error."""
+def progress_bars() -> Iterator[Progress]:
+    """Give a progress callback that draws a bar for each phase."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
         Progress,
+        TaskID,
         TextColumn,
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
 
-    columns = (TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-               TextColumn("left"), TimeRemainingColumn())  # fmt: skip
+    columns = (
+        TextColumn("{task.description:18}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=screen) as bars:
-        made: dict[str, Any] = {}
+        by_phase: dict[str, TaskID] = {}
 
-        def show(what: str, done: int, total: int) -> None:
-            if what not in made:
-                made[what] = bars.add_task(what, total=total)
-            bars.update(made[what], completed=done, total=total)
+        def show_progress(phase: str, done: int, total: int) -> None:
+            if phase not in by_phase:
+                by_phase[phase] = bars.add_task(phase, total=total)
+            bars.update(by_phase[phase], completed=done, total=total)
 
-        yield show
-
-
-def follow(items: Iterable[Any]) -> dict[str, Any]:
-    """Draw the progress of a comparison; returns its frontier."""
-    from lenience.evaluation.compare import Estimate
-
-    with progress() as show:
-        frontier: dict[str, Any] = {}
-        for item in items:
-            if isinstance(item, dict):
-                frontier = item
-            elif isinstance(item, Estimate):
-                screen.print(f"{item.answers} answers to decode, about {_duration(item.seconds)}", highlight=False)
-            else:
-                show(item.phase, item.done, item.total)
-    return frontier
+        yield show_progress
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """A time as people say it."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"

@@ -7,81 +7,131 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lenience.certification.question import Question
-from lenience.cli.console import follow, loading, screen
-from lenience.cli.steps import certify_run, compile_pair, fit_run, mine_run
-from lenience.cli.tables import print_table
+from lenience.certification.question import CertifyConfig
+from lenience.cli.console import loading, say, screen
+from lenience.cli.steps import certify_run, compare_run, compile_pair, fit_run, mine_run
 from lenience.core.errors import InputError
 from lenience.core.files import read_json
-from lenience.decoding.certified import KEYS
+from lenience.decoding.certified import Certificate
 from lenience.decoding.loading import EMBEDDED, load_pair
-from lenience.evaluation.compare import compare, discard
-from lenience.evaluation.pages import write_report
-from lenience.heads.head import Inputs
+from lenience.decoding.pair import Pair
+from lenience.evaluation.compare import CompareConfig, discard
+from lenience.evaluation.pages import Mining, write_report
+from lenience.evaluation.table import Frontier
+from lenience.heads.fitting import FitConfig
+from lenience.heads.head import Head, Inputs
+from lenience.mining.fit import HeadPlan
+from lenience.mining.search import MineConfig, MinedCounts
 from lenience.rules.judge import Judge
 from lenience.runs.journal import Journal
 from lenience.tasks import WordMath
 
 RECALLS = (0.998, 0.995, 0.98, 0.9)
-"""Of important tokens: the thresholds that are tried, from one that hardly loses anything to the paper's."""
+"""Of important tokens: the thresholds that are tried, from one that hardly loses anything to the
+paper's."""
 WINDOWS = (4, 8, 32)
 MAX_DROP = 0.03
 """What is certified, on at most three times as many problems as are compared."""
+TOLD = (
+    "certified", "max_drop", "confidence", "n", "losses", "upper_bound", "procedure", "binds",
+)  # fmt: skip
+"""What is told of the certificate."""
 
 
 def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
-    """Mine `fresh` samples on top of those that come with the pair, fit a judge, certify a threshold, compare on `limit`
-    held-out problems and write OUT/report.html. Returns the figures."""
+    """Mine `fresh` samples on top of those that come with the pair, fit a judge, certify a
+    threshold, compare on `limit` held-out problems and write OUT/report.html. Returns the
+    figures."""
     began = time.perf_counter()
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out}: is a file; name a folder")
     with loading():
         pair = load_pair(compile=False)
     compile_pair(pair, None, long=True)
-    task, folder = WordMath(), out / "run"
-    shipped = _copy_shipped(folder)
-    screen.rule(f"1. mining: {shipped} samples come with the pair, {fresh} are mined now")
-    counts = mine_run(pair, task, folder, shipped + fresh)
-    share = counts["important"] / (counts["mismatches"] - counts["abstained"])
-    screen.print(f"{counts['mismatches']} mismatches, {share:.1%} of them change the answer", highlight=False)
-
-    screen.rule("2. fitting the judge")
-    head = fit_run(pair, folder, Inputs(), folder / "judge", kind="mlp", recall=0.9, seed=0)
-    auc, sweep = head.metrics["auc_out_of_fold"], {row["recall"]: row["threshold"] for row in head.metrics["thresholds"]}
-    screen.print(f"AUC {auc:.3f} on samples it was not fitted to", highlight=False)
-    thresholds = [sweep[recall] for recall in RECALLS]
-    judges = [str(Judge(str(folder / "judge"), threshold)) for threshold in thresholds]
-
-    screen.rule(f"3. certifying: a loss of at most {MAX_DROP:.0%}, with 95 % confidence")
-    question = Question((str(Judge(str(folder / "judge"))),), MAX_DROP, 0.95, thresholds=tuple(thresholds),
-                        window=max(WINDOWS), limit=3 * limit)  # fmt: skip
-    certificate = certify_run(pair, task, folder, question)
-
-    screen.rule(f"4. comparing on {limit} held-out problems")
-    rules = ["target", "draft", "exact", "topk:2", *judges]
-    if (out / "compare.json").exists() and read_json(out / "compare.json")["rules"] != rules:
-        discard(out)  # of another judge
-    frontier = follow(compare(pair, task, rules, windows=WINDOWS, limit=limit, tuning=4, timed=8, repeats=1, out=out))
-    mining = {**counts, "important_share": share, "judge_auc": auc}
+    folder = out / "run"
+    counts = _mine(pair, folder, fresh)
+    head = _fit(pair, folder)
+    certificate = _certify(pair, folder, head, limit)
+    frontier = _compare(pair, out, head, limit)
+    mining = _mining(counts, head)
     write_report(out / "report.html", frontier, mining, certificate)
-    print_table(frontier)
     seconds = time.perf_counter() - began
-    screen.print(f"report: {out / 'report.html'}   run folder: {folder}   {seconds:.0f} s", highlight=False, markup=False)
-    by_rule = {row["rule"]: row for row in reversed(frontier["rows"])}
+    say(f"report: {out / 'report.html'}   run folder: {folder}   {seconds:.0f} s")
+    accuracy = {row.rule: row.accuracy for row in frontier.rows}
+    told = certificate.to_json()
     return {
-        "target_accuracy": by_rule["target"]["accuracy"],
-        "draft_accuracy": by_rule["draft"]["accuracy"],
-        "important_share": share,
-        "judge_auc": auc,
-        "certificate": {key: certificate[key] for key in KEYS},
-        "rows": frontier["rows"],
-        "machine": frontier["machine"],
+        "target_accuracy": accuracy["target"],
+        "draft_accuracy": accuracy["draft"],
+        "important_share": mining.important_share,
+        "judge_auc": mining.judge_auc,
+        "certificate": {key: told[key] for key in TOLD},
+        "rows": [row.model_dump(mode="json") for row in frontier.rows],
+        "machine": frontier.machine,
         "seconds": seconds,
     }
 
 
+def _mine(pair: Pair, folder: Path, fresh: int) -> MinedCounts:
+    shipped = _copy_shipped(folder)
+    screen.rule(f"1. mining: {shipped} samples come with the pair, {fresh} are mined now")
+    counts = mine_run(pair, WordMath(), folder, MineConfig(limit=shipped + fresh))
+    share = _important_share(counts)
+    say(f"{counts.mismatches} mismatches, {share:.1%} of them change the answer")
+    return counts
+
+
+def _important_share(counts: MinedCounts) -> float:
+    return counts.important / (counts.mismatches - counts.abstained)
+
+
+def _fit(pair: Pair, folder: Path) -> Head:
+    screen.rule("2. fitting the judge")
+    head = fit_run(pair, folder, HeadPlan(Inputs(), folder / "judge", FitConfig(kind="mlp")))
+    say(f"AUC {head.metrics['auc_out_of_fold']:.3f} on samples it was not fitted to")
+    return head
+
+
+def _thresholds(head: Head) -> list[float]:
+    by_recall = {row["recall"]: row["threshold"] for row in head.metrics["thresholds"]}
+    return [by_recall[recall] for recall in RECALLS]
+
+
+def _certify(pair: Pair, folder: Path, head: Head, limit: int) -> Certificate:
+    screen.rule(f"3. certifying: a loss of at most {MAX_DROP:.0%}, with 95 % confidence")
+    config = CertifyConfig(
+        rules=(str(Judge(str(folder / "judge"))),),
+        max_drop=MAX_DROP,
+        thresholds=tuple(_thresholds(head)),
+        options={"window": max(WINDOWS)},
+        limit=3 * limit,
+    )
+    return certify_run(pair, WordMath(), folder, config)
+
+
+def _compare(pair: Pair, out: Path, head: Head, limit: int) -> Frontier:
+    screen.rule(f"4. comparing on {limit} held-out problems")
+    judge = str(out / "run" / "judge")
+    judges = [str(Judge(judge, threshold)) for threshold in _thresholds(head)]
+    rules = ("target", "draft", "exact", "topk:2", *judges)
+    asked = out / "compare.json"
+    if asked.exists() and read_json(asked)["rules"] != list(rules):
+        discard(out)  # of another judge
+    config = CompareConfig(rules, windows=WINDOWS, limit=limit, tuning=4, timed=8, repeats=1)
+    return compare_run(pair, WordMath(), config, out)
+
+
+def _mining(counts: MinedCounts, head: Head) -> Mining:
+    return Mining(
+        samples=counts.samples,
+        mismatches=counts.mismatches,
+        important_share=_important_share(counts),
+        judge_auc=head.metrics["auc_out_of_fold"],
+    )
+
+
 def _copy_shipped(folder: Path) -> int:
-    """Start a run folder from the mining run that comes with the pair, unless there is one; how many samples that has."""
+    """Start a run folder from the mining run that comes with the pair, unless there is one; how
+    many samples that has."""
     if not (folder / "run.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("journal.jsonl", "run.json"):

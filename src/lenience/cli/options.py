@@ -1,43 +1,96 @@
-"""What the command line's options stand for: models, a task, what a head reads, and what a run folder says of itself."""
+"""What the command line's options stand for: models, a task, what a head reads, and what a run
+folder says of itself."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
+from docstring_parser import parse_from_object
 
 from lenience.cli.console import loading
 from lenience.cli.steps import compile_pair
 from lenience.core.errors import InputError
+from lenience.core.files import read_json
+from lenience.decoding.options import Decoding, option_types
 
 if TYPE_CHECKING:
+    from lenience.certification.question import CertifyConfig
     from lenience.decoding.pair import Pair
+    from lenience.evaluation.compare import CompareConfig
     from lenience.heads.head import Inputs, Role
+    from lenience.mining.fit import HeadPlan
     from lenience.tasks import Task
+
+Flag = Annotated[bool, Parameter(negative="")]
+Json = Annotated[
+    bool, Parameter(name="--json", negative="", help="Print one JSON object as the last line.")
+]
+
+
+def decoding_flags(name: str, *leave_out: str) -> Any:
+    """A class of flags, one for each option of decoding but those that are left out; their help is
+    the option's docstring."""
+    helps = {item.arg_name: item.description for item in parse_from_object(Decoding).params}
+    fields: list[tuple[str, Any, Any]] = []
+    for option, kind in option_types().items():
+        if option in leave_out:
+            continue
+        several = kind == tuple[str, ...]
+        flag = "--" + (option.removesuffix("s") if several else option).replace("_", "-")
+        optional: Any = kind | None
+        annotated = Annotated[optional, Parameter(name=flag, help=helps[option], negative="")]
+        fields.append((option, annotated, None))
+    flags = make_dataclass(name, fields)
+    flags.__module__ = __name__  # or cyclopts takes it for one of Python's own types
+    return Parameter(name="*")(flags)
+
+
+if TYPE_CHECKING:
+
+    class GenerateFlags: ...
+
+    class CertifyDecoding: ...
+
+    class CompareDecoding: ...
+
+else:
+    GenerateFlags = decoding_flags("GenerateFlags")
+    CertifyDecoding = decoding_flags("CertifyDecoding", "rule", "stop_strings")
+    CompareDecoding = decoding_flags("CompareDecoding", "rule", "window")
+
+
+def given(flags: object | None) -> dict[str, Any]:
+    """""The options of decoding that were given.""" ""
+    values = {} if flags is None else vars(flags)
+    return {name: value for name, value in values.items() if value is not None}
 
 
 @Parameter(name="*")
 @dataclass
 class Models:
     target: str | None = None
-    "Hub name or folder of the target; without it the built-in pair is used."
+    """Hub name or folder of the target; without it the built-in pair is used."""
     draft: str | None = None
-    "Hub name or folder of the draft."
+    """Hub name or folder of the draft."""
     dtype: str | None = None
-    "float32, bfloat16, …; by default the checkpoint's own."
+    """float32, bfloat16, …; by default the checkpoint's own."""
     device: str = "auto"
-    "cpu, cuda, cuda:1, …; auto takes a GPU if there is one."
+    """cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
     compile: bool | None = None
-    "Export the models for ONNX Runtime, kept for the next time; by default where the work is long and they are small."
+    """Export the models for ONNX Runtime, kept for the next time; by default where the work is long
+    and they are small."""
 
     def load(self, long: bool = False) -> Pair:
         """`long`: there is so much to decode that exporting the models pays."""
         with loading():
             from lenience.decoding.loading import load_pair
 
-            pair = load_pair(self.target, self.draft, dtype=self.dtype, device=self.device, compile=False)
+            options = {"dtype": self.dtype, "device": self.device, "compile": False}
+            pair = load_pair(self.target, self.draft, **options)
         compile_pair(pair, self.compile, long)
         return pair
 
@@ -46,13 +99,11 @@ class Models:
 @dataclass
 class TaskChoice:
     task: str | None = None
-    "A built-in task's name, wordmath by default, a FILE.jsonl, or file.py:Name."
+    """A built-in task's name, wordmath by default, a FILE.jsonl, or file.py:Name."""
     answer: str | None = None
-    "How a JSONL task's answer is found: regex:PATTERN or after:MARKER."
+    """How a JSONL task's answer is found: regex:PATTERN or after:MARKER."""
     same: str | None = None
-    "How a JSONL task's answers are compared: number, text or choice."
-    max_new_tokens: int | None = None
-    "The length limit of an answer; by default the task's own."
+    """How a JSONL task's answers are compared: number, text or choice."""
 
     def load(self, default: str = "wordmath") -> Task:
         from lenience.tasks import load_task
@@ -60,38 +111,253 @@ class TaskChoice:
         return load_task(self.task or default, answer=self.answer, same=self.same)
 
 
-def inputs_of(role: Role, annotated: bool, models: str | None, tokens: str | None, layer: int | None) -> Inputs:
-    """What a head of a role reads, by what was said and else by default."""
-    from lenience.heads.head import Inputs
+@Parameter(name="*")
+@dataclass
+class MineFlags:
+    limit: int | None = None
+    """How many samples; all of the training split if left out."""
+    max_new_tokens: int | None = None
+    """The length limit of an answer; by default the task's own."""
+    batch_size: int = 16
+    """How many samples are decoded together."""
 
-    if annotated:
-        if role != "judge" or models not in (None, "target") or tokens not in (None, "draft"):
-            raise InputError("--from annotated: fits a judge to the target's states after each token; leave the others out")
-        return Inputs(("target",), ("draft",), -1 if layer is None else layer)
-    if (role != "judge" and models) or (role == "stop" and tokens):
-        left_out = "--models and --tokens" if role == "stop" else "--models"
-        raise InputError(f"--{role}: is fitted to the draft's own states; leave {left_out} out")
-    if role == "gate" and tokens not in (None, "draft", "previous"):
-        raise InputError(f"--tokens {tokens}: a gate reads the state after draft or after previous")
-    given = tokens or {"judge": "draft,previous", "stop": "previous", "gate": "draft"}[role]
-    whose = models or ("target,draft" if role == "judge" else "draft")
-    return Inputs(tuple(whose.split(",")), tuple(given.split(",")), layer)
+
+@Parameter(name="*")
+@dataclass
+class FitFlags:
+    head: Literal["logistic", "mlp", "adam", "adamw"] | None = None
+    """logistic, as AutoJudge has it; mlp, with a hidden layer, which tells better where there is
+    much to learn from; adamw, as Judge Decoding has it, the default for annotated answers; or adam,
+    as SPRINTER has it, the default for a gate."""
+    recall: float = 0.9
+    """The share of important tokens that the judge's own threshold must reject; other thresholds
+    are listed too."""
+    models: str | None = None
+    """Whose hidden states a judge reads: target, draft or, by default, both, with a comma."""
+    tokens: str | None = None
+    """After which token was read: draft (the drafted one), previous, target (for study only), or
+    several, with a comma; by default draft,previous for a judge and draft for a gate."""
+    layer: int | None = None
+    """Read the target's states after this layer, -1 being the last, before the final norm; without
+    it after that norm, and -1 for annotated answers. Such a judge reads the target alone."""
+    from_: Annotated[Literal["run", "annotated"], Parameter(name="--from")] = "run"
+    """What to learn from: a run's mined mismatches, or annotated answers (Judge Decoding)."""
+    stop: Flag = False
+    """Fit a head on the draft's states that says when to stop drafting, used as --stop
+    head:RUN/stop@T."""
+    gate: Flag = False
+    """Fit a head that also says which tokens need no asking the target, used as --stop
+    gate:RUN/gate@T (SPRINTER)."""
+    tau: float | None = None
+    """A token is acceptable to the gate where draft / target of its probabilities is at most this,
+    1 by default."""
+    out: Path | None = None
+    """Save the head in another folder."""
+    seed: int = 0
+    """Of the split."""
+    target: str | None = None
+    """Where the target is now; by default where the run was mined."""
+    draft: str | None = None
+    """Where the draft is now."""
+    device: str = "auto"
+    """cpu, cuda, …"""
+
+    @property
+    def annotated(self) -> bool:
+        return self.from_ == "annotated"
+
+    @property
+    def role(self) -> Role:
+        return "stop" if self.stop else "gate" if self.gate else "judge"
+
+    def plan(self, run: Path) -> HeadPlan:
+        """The head that is asked for. Raises InputError for what does not go together."""
+        from lenience.heads.fitting import FitConfig
+        from lenience.mining.fit import HeadPlan
+
+        self._check()
+        role, default = self.role, "adam" if self.gate else "logistic"
+        kind: Any = self.head or ("adamw" if self.annotated else default)
+        folder = self.out or (run.with_suffix("") if self.annotated else run) / role
+        if self.from_ == "run" and run.is_file():
+            mend = "name a run folder or, for annotated answers, give --from annotated"
+            raise InputError(f"{run}: is a file; {mend}")
+        if file := next((one for one in (folder, *folder.parents) if one.is_file()), None):
+            raise InputError(f"--out {folder}: {file} is a file; name another folder")
+        config = FitConfig(kind=kind, role=role, recall=self.recall, seed=self.seed)
+        return HeadPlan(self._inputs(), folder, config, self.tau or 1.0)
+
+    def _check(self) -> None:
+        if not 0 < self.recall <= 1:
+            raise InputError(f"--recall {self.recall}: must be in (0, 1]")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"--seed {self.seed}: must be from 0 to 2**32 - 1")
+        if self.stop and self.gate:
+            raise InputError("--gate: is another head than --stop's; fit them one after the other")
+        if self.tau is not None and not (self.gate and self.tau > 0):
+            raise InputError(f"--tau {self.tau:g}: is a gate's, and above 0")
+
+    def _inputs(self) -> Inputs:
+        """What the head reads, by what was said and else by default."""
+        from lenience.heads.head import Inputs
+
+        role, models, tokens = self.role, self.models, self.tokens
+        if self.annotated:
+            if role != "judge" or models not in (None, "target") or tokens not in (None, "draft"):
+                raise InputError(
+                    "--from annotated: fits a judge to the target's states after each token; "
+                    "leave the "
+                    "others out"
+                )
+            return Inputs(("target",), ("draft",), -1 if self.layer is None else self.layer)
+        if (role != "judge" and models) or (role == "stop" and tokens):
+            left_out = "--models and --tokens" if role == "stop" else "--models"
+            raise InputError(f"--{role}: is fitted to the draft's own states; leave {left_out} out")
+        if role == "gate" and tokens not in (None, "draft", "previous"):
+            raise InputError(
+                f"--tokens {tokens}: a gate reads the state after draft or after previous"
+            )
+        defaults = {"judge": "draft,previous", "stop": "previous", "gate": "draft"}
+        whose = models or ("target,draft" if role == "judge" else "draft")
+        read_after = tokens or defaults[role]
+        return Inputs(tuple(whose.split(",")), tuple(read_after.split(",")), self.layer)
+
+
+@Parameter(name="*")
+@dataclass
+class CertifyFlags:
+    max_drop: float = 0.01
+    """The largest loss allowed, as a fraction."""
+    confidence: float = 0.95
+    """How sure to be that it is not more."""
+    rule: tuple[str, ...] = ()
+    """The rule, by default the run's judge; one without its threshold, or a name such as topk or
+    fuzzy:js, stands for a ladder of settings from strict to lenient. Of several rules the fastest
+    that passes is certified."""
+    threshold: tuple[float, ...] = ()
+    """The thresholds to try."""
+    loss: Literal["paired", "net", "disagreement", "task"] = "paired"
+    """paired (the target alone was right and the lenient answer is wrong), net (losses less gains),
+    disagreement with the target's answer (needs no references), or task (what the task's own loss
+    returns, in [0, 1])."""
+    procedure: Literal["auto", "binomial", "hoeffding-bentkus", "betting"] = "auto"
+    """How each setting is tested: binomial for paired and disagreement, betting for the others, or
+    hoeffding-bentkus."""
+    limit: int | None = None
+    """How many prompts at most; by default, as many as a setting needs that loses a third of what
+    is allowed."""
+    ids: Path | None = None
+    """A file with the ids of the prompts to use, one a line."""
+    split: str = "train"
+    """The task's split that prompts are drawn from."""
+    plan: Flag = False
+    """Only say what a certificate would take, from a pilot of fresh prompts."""
+    pilot: int = 40
+    """How many prompts the pilot takes; they are used up."""
+
+    def config(self, run: Path, options: Mapping[str, Any]) -> CertifyConfig:
+        """The question. Raises InputError for what is wrong with it, before models are loaded."""
+        from lenience.certification.question import CertifyConfig
+
+        if self.pilot < 1:
+            raise InputError(f"--pilot {self.pilot}: must be 1 or more")
+        config = CertifyConfig(
+            rules=self.rule or (judge_of(run),),
+            max_drop=self.max_drop,
+            confidence=self.confidence,
+            loss=self.loss,
+            procedure=self.procedure,
+            thresholds=self.threshold,
+            options=options,
+            limit=self.limit,
+            ids=read_ids(self.ids),
+            split=self.split,
+        )
+        _ = config.ladders
+        return config
+
+
+@Parameter(name="*")
+@dataclass
+class AuditFlags:
+    share: float = 0.05
+    """The share of prompts that is audited."""
+    confidence: float = 0.95
+    """A drift is told wrongly, ever, with a chance of at most one less this."""
+    batch_size: int = 16
+    """How many prompts are decoded together."""
+    seed: int = 0
+    """Of the choice of prompts."""
+
+
+@Parameter(name="*")
+@dataclass
+class CompareFlags:
+    rule: tuple[str, ...] = ()
+    """A rule; give one for each row. The target and the draft alone are always compared. all stands
+    for a grid of every rule and, for a judge that is named beside it without a threshold, for
+    several."""
+    setting: tuple[str, ...] = ()
+    """A whole decoder, such as 'judge:run/judge@0.99; window=16; stop=confidence:0.4': a rule and
+    any options of decoding; give one for each row."""
+    window: tuple[int, ...] = ()
+    """The draft windows to choose from, 2 4 8 16 32 by default; each decoder that names none runs
+    at its fastest and at the widest."""
+    limit: int | None = None
+    """How many test samples; all if left out."""
+    tuning: int = 20
+    """How many other samples the windows are chosen on."""
+    timed: int = 50
+    """How many of the test samples are decoded one by one as well, for the seconds."""
+    repeats: int = 3
+    """How often each of those is decoded; medians are taken."""
+    batch_size: int = 32
+    """How many samples are decoded together where quality is measured."""
+    out: Path | None = None
+    """A folder for frontier.json and report.html; with it, a comparison that was stopped goes
+    on."""
+
+    def config(self, options: Mapping[str, Any]) -> CompareConfig:
+        """What is compared. Raises InputError for what is wrong with it, before models are
+        loaded."""
+        from lenience.evaluation.compare import DEFAULT_WINDOWS, CompareConfig
+
+        if self.limit is not None and self.limit < 1:
+            raise InputError(f"--limit {self.limit}: must be 1 or more")
+        if any(one < 1 for one in self.window):
+            raise InputError("--window: must be 1 or more")
+        config = CompareConfig(
+            rules=self.rule,
+            settings=self.setting,
+            windows=self.window or DEFAULT_WINDOWS,
+            options=options,
+            limit=self.limit,
+            tuning=self.tuning,
+            timed=self.timed,
+            repeats=self.repeats,
+            batch_size=self.batch_size,
+        )
+        config.check()
+        return config
 
 
 def mined_with(run: Path, target: str | None, draft: str | None, device: str) -> Models:
-    """The models that a run was mined with, where they are now."""
-    from lenience.core.files import read_json
-
+    """""The models that a run was mined with, where they are now.""" ""
     made = read_json(run / "run.json")
     if not made.keys() >= {"pair", "models"}:
-        raise InputError(f"{run / 'run.json'}: does not say which models it was mined with; mine into another folder")
+        raise InputError(
+            f"{run / 'run.json'}: does not say which models it was mined with; mine into another "
+            "folder"
+        )
     if made["pair"] != "built-in":
-        target, draft = target or made["models"]["target"]["name"], draft or made["models"]["draft"]["name"]
+        target = target or made["models"]["target"]["name"]
+        draft = draft or made["models"]["draft"]["name"]
     dtypes = {model["dtype"] for model in made["models"].values()}
     return Models(target, draft, dtypes.pop() if len(dtypes) == 1 else "auto", device)
 
 
 def judge_of(run: Path) -> str:
+    """""A run's own judge, as a rule.""" ""
     if not run.exists():
         raise InputError(f"{run}: there is no such folder; lenience mine makes one")
     if not (run / "judge" / "judge.json").is_file():
@@ -102,6 +368,7 @@ def judge_of(run: Path) -> str:
 
 
 def read_ids(path: Path | None) -> tuple[str, ...]:
+    """""The ids in a file, each once.""" ""
     if path is None:
         return ()
     try:
@@ -111,19 +378,20 @@ def read_ids(path: Path | None) -> tuple[str, ...]:
 
 
 def task_of(run: Path, choice: TaskChoice) -> Task:
-    """The task that was named, or else the built-in one that the run was mined on."""
-    from lenience.core.files import read_json
+    """""The task that was named, or else the built-in one that the run was mined on.""" ""
     from lenience.tasks import TASKS
 
-    mined = read_json(run / "run.json").get("task") if (run / "run.json").exists() else "wordmath"
+    mined = "wordmath"
+    if (run / "run.json").exists():
+        mined = str(read_json(run / "run.json").get("task"))
     if choice.task is None and mined not in TASKS:
         raise InputError(f"--task: {run} was mined on {mined!r}; name that task's file")
-    return choice.load(str(mined))
+    return choice.load(mined)
 
 
 def models_of(run: Path, models: Models | None) -> Models:
-    """The models that were named, or else those that the run was mined with."""
-    given = models or Models()
-    if given.target or given.draft or not (run / "run.json").exists():
-        return given
-    return mined_with(run, None, None, given.device)
+    """""The models that were named, or else those that the run was mined with.""" ""
+    named = models or Models()
+    if named.target or named.draft or not (run / "run.json").exists():
+        return named
+    return mined_with(run, None, None, named.device)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lenience.cli.console import screen
+from lenience.cli.console import say, screen, wide
 
 if TYPE_CHECKING:
+    from lenience.certification.audit import Audit, State
+    from lenience.certification.certify import Plan
     from lenience.core.profile import Profile
+    from lenience.decoding.certified import Certificate
     from lenience.decoding.generation import Generation
     from lenience.decoding.pair import Pair
+    from lenience.evaluation.table import Frontier
     from lenience.heads.head import Head
-
 
 STYLES = {
     "draft": "black on bright_blue",
@@ -27,68 +30,95 @@ STYLES = {
     "bonus": "black on white",
 }
 """Of tokens, by where they came from."""
+PARTS = {
+    "draft": "passes of the draft",
+    "target": "passes of the target",
+    "rule": "acceptance rule",
+    "cache": "caches",
+    "rest": "the rest",
+}
+"""Of a cycle, as a profile names them."""
 
 
-def print_certificate(run: Path, made: dict[str, Any]) -> None:
+def print_certificate(run: Path, certificate: Certificate) -> None:
+    """What was tried, and what is certified."""
     from lenience.decoding.certified import read_certificate
     from lenience.evaluation.names import short
 
-    table = Table("setting", title=f"loss ({made['loss']}) at most {made['max_drop']:.2%}, confidence {made['confidence']:.0%}")
+    loss, limit = certificate.loss, f"{certificate.max_drop:.2%}"
+    title = f"loss ({loss}) at most {limit}, confidence {certificate.confidence:.0%}"
+    table = Table("setting", title=title)
     for column in ("prompts", "losses", "bound", "tokens/pass", ""):
         table.add_column(column, justify="right")
-    for row in made["tried"]:
-        verdict = "passes" if row["passed"] else "given up" if row["hopeless"] else "does not pass"
-        table.add_row(escape(short(row)), str(row["n"]), f"{row['losses']:g}", f"{row['upper_bound']:.2%}",
-                      f"{row['tokens_per_pass']:.2f}", verdict)  # fmt: skip
-    Console(stderr=True, width=max(screen.width, 100)).print(table)
-    if made["certified"]:
-        screen.print(f"certified: {made['certified']['rule']}, window {made['certified']['window']}; use it as --rule "
-                     f"certified:{run}", highlight=False, markup=False)  # fmt: skip
+    for row in certificate.tried:
+        verdict = "passes" if row.passed else "given up" if row.hopeless else "does not pass"
+        cells = [str(row.n), f"{row.losses:g}", f"{row.upper_bound:.2%}"]
+        table.add_row(escape(short(row.rule)), *cells, f"{row.tokens_per_pass:.2f}", verdict)
+    wide(100).print(table)
+    if certified := certificate.certified:
+        use = f"use it as --rule certified:{run}"
+        say(f"certified: {certified.rule}, window {certified.window}; {use}")
         return
-    more = f"; about {made['needed']} prompts would be needed" if made["needed"] else ""
-    screen.print(f"nothing is certified: {made['reason']}{more}", highlight=False, markup=False)
-    if (now := read_certificate(run))["certified"]:
-        screen.print(
-            f"the run's earlier certificate, of a loss of at most {now['max_drop']:.2%}, stays: certified:{run} is "
-            f"{now['certified']['rule']}", highlight=False, markup=False,
-        )  # fmt: skip
+    more = ""
+    if certificate.needed:
+        more = f"; about {certificate.needed} prompts would be needed"
+    say(f"nothing is certified: {certificate.reason}{more}")
+    earlier = read_certificate(run)
+    if earlier.certified:
+        limit = f"{earlier.max_drop:.2%}"
+        say(
+            f"the run's earlier certificate, of a loss of at most {limit}, stays: certified:{run} "
+            "is "
+            f"{earlier.certified.rule}"
+        )
 
 
-def print_plan(made: dict[str, Any]) -> None:
+def print_plan(plan: Plan) -> None:
+    """What certificates would take."""
     from lenience.evaluation.names import short
 
-    table = Table("setting", title=f"to bound the loss by {made['max_drop']:.2%} with confidence {made['confidence']:.0%}")
-    for column in (f"loss in a pilot of {made['pilot']}", "tokens/pass", "prompts", "target passes", "minutes"):
+    title = f"to bound the loss by {plan.max_drop:.2%} with confidence {plan.confidence:.0%}"
+    table = Table("setting", title=title)
+    pilot = f"loss in a pilot of {plan.pilot}"
+    for column in (pilot, "tokens/pass", "prompts", "target passes", "minutes"):
         table.add_column(column, justify="right")
-    for row in made["plan"]:
-        cells = [f"{row['pilot_loss']:.2%}", f"{row['tokens_per_pass']:.2f}"]
-        numbers = [row["prompts"], row["target_passes"], row["minutes"]]
-        table.add_row(escape(short(row)), *cells, *("–" if one is None else f"{one:g}" for one in numbers))
-    Console(stderr=True, width=max(screen.width, 100)).print(table)
-    screen.print(
-        f"a setting that never loses anything takes {made['least']} prompts; – is more than a million", highlight=False
-    )
+    for row in plan.plan:
+        cells = [f"{row.pilot_loss:.2%}", f"{row.tokens_per_pass:.2f}"]
+        for number in (row.prompts, row.target_passes, row.minutes):
+            cells.append("–" if number is None else f"{number:g}")
+        table.add_row(escape(short(row.rule)), *cells)
+    wide(100).print(table)
+    least = f"a setting that never loses anything takes {plan.least} prompts"
+    say(f"{least}; – is more than a million")
 
 
-def print_table(frontier: dict[str, Any]) -> None:
-    from lenience.evaluation.names import named, short, why
+def print_table(frontier: Frontier) -> None:
+    """The figures of a comparison."""
+    from lenience.evaluation.names import named, why
 
-    table = Table("rule", title=escape(f"{frontier['task']}, {frontier['rows'][0]['n']} prompts, {frontier['machine']}"))
-    for column in ("window", "accuracy", "paired loss", "tokens/pass", "tokens/s", "s/right answer"):
+    n = frontier.rows[0].n
+    title = f"{frontier.task}, {n} prompts, {frontier.machine}"
+    table = Table("rule", title=escape(title))
+    columns = ("window", "accuracy", "paired loss", "tokens/pass", "tokens/s", "s/right answer")
+    for column in columns:
         table.add_column(column, justify="right")
-    for row in named(frontier["rows"]):
-        low, high = row["accuracy_interval"]
-        lost = row["paired_loss_interval"]
+    for row in named(frontier.rows):
+        accuracy = _with_interval(row.accuracy, row.accuracy_interval)
+        loss = _with_interval(row.paired_loss, row.paired_loss_interval)
         table.add_row(
-            f"{escape(short(row))} [dim]{why(row)}[/]",
-            str(row["window"] or "–"),
-            f"{row['accuracy']:.1%} [dim]{low:.1%}–{high:.1%}[/]",
-            f"{row['paired_loss']:.1%} [dim]{lost[0]:.1%}–{lost[1]:.1%}[/]",
-            "–" if row["tokens_per_pass"] is None else f"{row['tokens_per_pass']:.2f}",
-            f"{row['tokens_per_second']:.0f}",
-            "–" if row["seconds_per_correct"] is None else f"{row['seconds_per_correct']:.3f}",
+            f"{escape(row.name)} [dim]{why(row)}[/]",
+            str(row.window or "–"),
+            accuracy,
+            loss,
+            "–" if row.tokens_per_pass is None else f"{row.tokens_per_pass:.2f}",
+            f"{row.tokens_per_second:.0f}",
+            "–" if row.seconds_per_correct is None else f"{row.seconds_per_correct:.3f}",
         )
-    Console(stderr=True, width=max(screen.width, 120)).print(table)
+    wide(120).print(table)
+
+
+def _with_interval(share: float, interval: tuple[float, float]) -> str:
+    return f"{share:.1%} [dim]{interval[0]:.1%}–{interval[1]:.1%}[/]"
 
 
 def print_answer(pair: Pair, out: Generation, coloured: bool) -> None:
@@ -102,16 +132,22 @@ def print_answer(pair: Pair, out: Generation, coloured: bool) -> None:
     for text, entry in zip(pieces(pair.target, out.tokens), out.trace):
         console.print(text, style=STYLES[entry.origin], end="", markup=False, highlight=False)
     console.print()
-    console.print("  ".join(f"[{style}] {origin} [/]" for origin, style in STYLES.items()), highlight=False)
+    legend = "  ".join(f"[{style}] {origin} [/]" for origin, style in STYLES.items())
+    console.print(legend, highlight=False)
 
 
 def print_counts(out: Generation, picked: bool = False) -> None:
-    screen.print(
-        f"[dim]{len(out.tokens)} tokens, {out.target_passes} passes of the target, {out.tokens_per_pass:.2f} tokens per "
-        f"pass, {out.tokens_per_second:.0f} tokens/s, {out.accepted_lenient} gained by lenience, ended by {out.finish}"
-        + (f"; window {out.window} was picked as the fastest here" if picked else "")
-        + "[/]"
-    )
+    """What an answer took."""
+    counts = [
+        f"{len(out.tokens)} tokens",
+        f"{out.target_passes} passes of the target",
+        f"{out.tokens_per_pass:.2f} tokens per pass",
+        f"{out.tokens_per_second:.0f} tokens/s",
+        f"{out.accepted_lenient} gained by lenience",
+        f"ended by {out.finish}",
+    ]
+    more = f"; window {out.window} was picked as the fastest here" if picked else ""
+    screen.print(f"[dim]{', '.join(counts)}{more}[/]")
 
 
 def print_profile(profile: Profile) -> None:
@@ -121,55 +157,81 @@ def print_profile(profile: Profile) -> None:
         table.add_column(column, justify="right")
     whole = sum(profile.seconds.values())
     for part, seconds in (*profile.seconds.items(), ("all", whole)):
-        table.add_row(_PARTS.get(part, part), f"{1e3 * seconds / profile.cycles:.3f}", f"{seconds / whole:.1%}")
+        a_cycle = f"{1e3 * seconds / profile.cycles:.3f}"
+        table.add_row(PARTS.get(part, part), a_cycle, f"{seconds / whole:.1%}")
     screen.print(table)
 
 
-_PARTS = {
-    "draft": "passes of the draft",
-    "target": "passes of the target",
-    "rule": "acceptance rule",
-    "cache": "caches",
-    "rest": "the rest",
-}
+def print_audit(watch: Audit, state: State, again: int) -> None:
+    """What an audit has come to; `again` rows had been audited before."""
+    low, high = state.interval
+    present = "which has changed on the way"
+    if low <= high:
+        present = f"at present in {low:.2%}–{high:.2%}"
+    said = f"{state.audited} of {state.seen} prompts audited"
+    if state.unreferenced:
+        said += f", {state.unreferenced} without a reference, of which the disagreement counts"
+    certified = f"certified: at most {watch.certificate.max_drop:.2%}"
+    said += f": loss {state.losses:g}, {present} ({certified})"
+    say(said + (f"; {again} had been audited before" if again else ""))
+    if not state.drifted:
+        return
+    if state.unreferenced:
+        screen.print(
+            f"[red]the answers differ more than was certified; {state.unreferenced} of them had no "
+            "reference and may differ without being wrong: give references, or decode strictly and "
+            "certify again[/]"
+        )
+    else:
+        screen.print(
+            "[red]drift: the certificate no longer holds for these prompts; decode strictly and "
+            "certify again[/]"
+        )
 
 
 def print_thresholds(head: Head, folder: Path) -> None:
     """What a fitted head's thresholds come to, and how to use it."""
-    from lenience.drafting.stops import Gate, Likely
+    printers = {"judge": _print_judge, "stop": _print_stop, "gate": _print_gate}
+    printers[head.role](head, folder)
+
+
+def _print_judge(head: Head, folder: Path) -> None:
     from lenience.evaluation.names import probability
     from lenience.rules.judge import Judge
 
-    if head.role == "gate":
-        tau, tokens = head.metrics["tau"], head.metrics["mismatches"]
-        table = Table("threshold", "acceptable tokens let through", "others let through", box=None)
-        for row in head.metrics["thresholds"]:
-            table.add_row(probability(row["threshold"]), f"{row['accepted']:.3f}", f"{1 - row['recall']:.3f}")
-        screen.print(table)
-        screen.print(
-            f"{tokens} tokens, to {head.metrics['important'] / tokens:.1%} of which the draft gives more than {tau:g} times "
-            f"what the target gives; AUC {head.metrics['auc_out_of_fold']:.3f} on folds it was not fitted to; use it as "
-            f"--stop {Gate(str(folder), head.threshold)}",
-            highlight=False,
-            markup=False,
-        )
-        return
-    if head.role == "stop":
-        rejected, tokens = head.metrics["important"], head.metrics["mismatches"]
-        screen.print(
-            f"{tokens} tokens, {rejected / tokens:.1%} of them rejected; AUC {head.metrics['auc_out_of_fold']:.3f} on folds it "
-            f"was not fitted to; use it as --stop {Likely(str(folder), head.threshold)}",
-            highlight=False,
-            markup=False,
-        )
-        return
     table = Table("recall of important", "threshold", "unimportant accepted", box=None)
     for row in head.metrics["thresholds"]:
-        table.add_row(f"{row['recall']:g}", probability(row["threshold"]), f"{row['accepted']:.3f}")
+        threshold = probability(row["threshold"])
+        table.add_row(f"{row['recall']:g}", threshold, f"{row['accepted']:.3f}")
     screen.print(table)
-    screen.print(
-        f"AUC {head.metrics['auc_out_of_fold']:.3f} on folds it was not fitted to; "
-        f"use it as {Judge(str(folder), head.threshold)}",
-        highlight=False,
-        markup=False,
+    say(f"{_auc(head)}; use it as {Judge(str(folder), head.threshold)}")
+
+
+def _print_stop(head: Head, folder: Path) -> None:
+    from lenience.drafting.stops import Likely
+
+    rejected, tokens = head.metrics["important"], head.metrics["mismatches"]
+    use = f"use it as --stop {Likely(str(folder), head.threshold)}"
+    say(f"{tokens} tokens, {rejected / tokens:.1%} of them rejected; {_auc(head)}; {use}")
+
+
+def _print_gate(head: Head, folder: Path) -> None:
+    from lenience.drafting.stops import Gate
+    from lenience.evaluation.names import probability
+
+    tau, tokens = head.metrics["tau"], head.metrics["mismatches"]
+    table = Table("threshold", "acceptable tokens let through", "others let through", box=None)
+    for row in head.metrics["thresholds"]:
+        cells = f"{row['accepted']:.3f}", f"{1 - row['recall']:.3f}"
+        table.add_row(probability(row["threshold"]), *cells)
+    screen.print(table)
+    share = head.metrics["important"] / tokens
+    say(
+        f"{tokens} tokens, to {share:.1%} of which the draft gives more than {tau:g} times what "
+        "the "
+        f"target gives; {_auc(head)}; use it as --stop {Gate(str(folder), head.threshold)}"
     )
+
+
+def _auc(head: Head) -> str:
+    return f"AUC {head.metrics['auc_out_of_fold']:.3f} on folds it was not fitted to"

@@ -1,0 +1,5 @@
+"""`python -m lenience.cli` is the command `lenience`."""
+
+from lenience.cli.commands import main
+
+main()
