@@ -1,10 +1,12 @@
-"""The engine on models of real size with random weights, where acceptance is drawn at a set rate. Prints one JSON object.
+"""The engine on models of real size with random weights, where acceptance is drawn at a set rate.
+Prints one JSON object.
 
     python benchmarks/scale.py                                  # 1 B and a small draft, bfloat16
-    python benchmarks/scale.py --shape 8b --batch 1 8 32 --compile   # Llama-3.1-8B and Llama-3.2-1B, for a GPU
+    python benchmarks/scale.py --shape 8b --batch 1 8 32 --compile   # Llama-3.1-8B and
+    Llama-3.2-1B, for a GPU
 
-What the bare forwards allow: the seconds that the passes of a run would take if there were nothing else, told from passes
-through `transformers`' own cache that are timed beside it.
+What the bare forwards allow: the seconds that the passes of a run would take if there were nothing
+else, told from passes through `transformers`' own cache that are timed beside it.
 """
 
 from __future__ import annotations
@@ -36,18 +38,44 @@ from lenience.rules.base import Lenient
 
 SHAPES = {
     "1b": (
-        {"vocab_size": 32000, "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192,
-         "num_attention_heads": 32, "num_key_value_heads": 8},
-        {"vocab_size": 32000, "num_hidden_layers": 6, "hidden_size": 512, "intermediate_size": 2048,
-         "num_attention_heads": 8, "num_key_value_heads": 8},
+        {
+            "vocab_size": 32000,
+            "num_hidden_layers": 16,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
+        {
+            "vocab_size": 32000,
+            "num_hidden_layers": 6,
+            "hidden_size": 512,
+            "intermediate_size": 2048,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+        },
     ),
     "8b": (
-        {"vocab_size": 128256, "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
-         "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False},
-        {"vocab_size": 128256, "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192,
-         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64},
+        {
+            "vocab_size": 128256,
+            "num_hidden_layers": 32,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": False,
+        },
+        {
+            "vocab_size": 128256,
+            "num_hidden_layers": 16,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+        },
     ),
-}  # fmt: skip
+}
 PROMPT, NEW = 200, 64
 
 
@@ -59,12 +87,18 @@ class Synthetic(Lenient):
     name = "synthetic"
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        return uniform(ctx.keys(draft.width, "synthetic", device=reading.logits.device)) < self.rate
+        return (
+            uniform(ctx.noise_keys(draft.width, "synthetic", device=reading.logits.device))
+            < self.rate
+        )
 
 
 def random_model(shape: dict[str, Any], device: str, role: str) -> LM:
     config = LlamaConfig(
-        **{"tie_word_embeddings": True, **shape}, max_position_embeddings=4096, bos_token_id=None, eos_token_id=None
+        **{"tie_word_embeddings": True, **shape},
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     torch.manual_seed(0)
     with torch.device(device):
@@ -106,12 +140,17 @@ class Bare:
     @torch.inference_mode()
     def prefill(self) -> float:
         cache = DynamicCache(config=self.lm.model.config)
-        return seconds(lambda: self.lm.model(self.prompts, past_key_values=cache, logits_to_keep=1), self.lm.device)
+        return seconds(
+            lambda: self.lm.model(self.prompts, past_key_values=cache, logits_to_keep=1),
+            self.lm.device,
+        )
 
 
 def bandwidth(device: torch.device) -> float:
     """Bytes a second that summing a large tensor reads."""
-    numbers = torch.ones(1 << (32 if device.type == "cuda" else 28), dtype=torch.float32, device=device)
+    numbers = torch.ones(
+        1 << (32 if device.type == "cuda" else 28), dtype=torch.float32, device=device
+    )
     return numbers.nbytes / min(seconds(numbers.sum, device) for _ in range(10))
 
 
@@ -119,10 +158,17 @@ def weight_bytes(lm: LM) -> int:
     return sum(weight.nbytes for weight in lm.model.parameters())
 
 
-def measure(pair: Pair, rows: int, window: int, rate: float, repeats: int, peak: float) -> dict[str, Any]:
-    """Everything is timed in turn, `repeats` times after a warm-up, so that ratios are of times that lie side by side."""
+def measure(
+    pair: Pair, rows: int, window: int, rate: float, repeats: int, peak: float
+) -> dict[str, Any]:
+    """Everything is timed in turn, `repeats` times after a warm-up, so that ratios are of times
+    that lie side by side."""
     prompts = [[(7 * i + 13 * row) % 1000 + 1 for i in range(PROMPT)] for row in range(rows)]
-    target, draft, device = Bare(pair.target, prompts), Bare(pair.draft, prompts), pair.target.device
+    target, draft, device = (
+        Bare(pair.target, prompts),
+        Bare(pair.draft, prompts),
+        pair.target.device,
+    )
     rules: dict[str, Any] = {"plain": "target", "speculative": Synthetic(rate)}
     figures: dict[str, list[float]] = {}
 
@@ -135,17 +181,32 @@ def measure(pair: Pair, rows: int, window: int, rate: float, repeats: int, peak:
     for repeat in range(repeats + 1):
         if repeat == 1:
             figures.clear()
-        passes = {t: note(f"target's pass over {t}, ms", 1e3 * target.over(t)) / 1e3 for t in sorted({1, 8, window + 1})}
+        passes = {
+            t: note(f"target's pass over {t}, ms", 1e3 * target.over(t)) / 1e3
+            for t in sorted({1, 8, window + 1})
+        }
         passes[0] = note("draft's pass over 1, ms", 1e3 * draft.over(1)) / 1e3
         note("target's pass over 8 to its pass over 1", passes[8] / passes[1])
         note("plain pass, of the bandwidth bound", weight_bytes(pair.target) / peak / passes[1])
         prefill = target.prefill(), draft.prefill()
         for name, rule in rules.items():
-            profile = None if device.type == "cuda" else Profile()  # it would wait for a GPU after each part
+            profile = (
+                None if device.type == "cuda" else Profile()
+            )  # it would wait for a GPU after each part
             began = time.perf_counter()
-            outs = pair.generate_batch(prompts, batch_size=rows, rule=rule, window=window, max_new_tokens=NEW, profile=profile)
+            outs = pair.generate_batch(
+                prompts,
+                batch_size=rows,
+                rule=rule,
+                window=window,
+                max_new_tokens=NEW,
+                profile=profile,
+            )
             took = time.perf_counter() - began
-            cycles, drafts = max(out.target_passes for out in outs), max(out.draft_passes for out in outs)
+            cycles, drafts = (
+                max(out.target_passes for out in outs),
+                max(out.draft_passes for out in outs),
+            )
             allowed = prefill[0] + (cycles - 1) * passes[window + 1 if drafts else 1]
             allowed += prefill[1] + (drafts - 1) * passes[0] if drafts else 0
             note(f"{name}, tokens/s", sum(len(out.tokens) for out in outs) / took)
@@ -154,27 +215,41 @@ def measure(pair: Pair, rows: int, window: int, rate: float, repeats: int, peak:
             if profile:
                 in_passes = profile.seconds["draft"] + profile.seconds["target"]
                 note(f"{name}, outside the passes", 1 - in_passes / sum(profile.seconds.values()))
-    told: dict[str, Any] = {name: [round(float(f(values)), 3) for f in (statistics.median, min, max)]
-                            for name, values in figures.items()}  # fmt: skip
+    told: dict[str, Any] = {
+        name: [round(float(f(values)), 3) for f in (statistics.median, min, max)]
+        for name, values in figures.items()
+    }
     if device.type == "cuda":
         told["memory, GiB: peak, weights"] = [
             round(n / 2**30, 2)
-            for n in (torch.cuda.max_memory_allocated(), weight_bytes(pair.target) + weight_bytes(pair.draft))
+            for n in (
+                torch.cuda.max_memory_allocated(),
+                weight_bytes(pair.target) + weight_bytes(pair.draft),
+            )
         ]
     return {"rows": rows, **told}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--window", type=int, default=7)
-    parser.add_argument("--rate", type=float, default=0.8, help="the chance that a drafted token is accepted")
+    parser.add_argument(
+        "--rate", type=float, default=0.8, help="the chance that a drafted token is accepted"
+    )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--compile", action="store_true", help="record passes and replay them, on a GPU")
+    parser.add_argument(
+        "--compile", action="store_true", help="record passes and replay them, on a GPU"
+    )
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    target, draft = (random_model(shape, device, role) for shape, role in zip(SHAPES[given.shape], ("target", "draft")))
+    target, draft = (
+        random_model(shape, device, role)
+        for shape, role in zip(SHAPES[given.shape], ("target", "draft"))
+    )
     pair = Pair(target, draft, f"random {given.shape}")
     if given.compile and not pair.compile():
         raise SystemExit("the passes cannot be compiled here")
@@ -182,10 +257,22 @@ def main() -> None:
     batches = []
     for rows in track(given.batch, "batches", console=Console(stderr=True)):
         batches.append(measure(pair, rows, given.window, given.rate, given.repeats, peak))
-    about = {"machine": machine(pair), "shape": given.shape, "dtype": "bfloat16", "window": given.window, "rate": given.rate,
-             "prompt": PROMPT, "new_tokens": NEW, "repeats": given.repeats,
-             "parameters": {lm.role: sum(weight.numel() for weight in lm.model.parameters()) for lm in (target, draft)},
-             "read bandwidth, GB/s": round(peak / 1e9, 1), "figures": "median, smallest, largest"}  # fmt: skip
+    about = {
+        "machine": machine(pair),
+        "shape": given.shape,
+        "dtype": "bfloat16",
+        "window": given.window,
+        "rate": given.rate,
+        "prompt": PROMPT,
+        "new_tokens": NEW,
+        "repeats": given.repeats,
+        "parameters": {
+            lm.role: sum(weight.numel() for weight in lm.model.parameters())
+            for lm in (target, draft)
+        },
+        "read bandwidth, GB/s": round(peak / 1e9, 1),
+        "figures": "median, smallest, largest",
+    }
     print(json.dumps({**about, "batches": batches}, indent=1))
 
 

@@ -1,14 +1,20 @@
-"""Judge Decoding (Bachmann 2025) on the built-in pair: annotated answers, the judge, and the paper's probes.
+"""Judge Decoding (Bachmann 2025) on the built-in pair: annotated answers, the judge, and the
+paper's probes.
 
     python recipes/judge_decoding.py OUT [--rows 500] [--probes 200]
 
-OUT/errors.jsonl: right solutions, and solutions with one slip at a known place, by either author, of training problems that
-were not mined. OUT/judge: what `lenience fit --from annotated OUT/errors.jsonl` fits. OUT/probes.json, printed too:
+OUT/errors.jsonl: right solutions, and solutions with one slip at a known place, by either author,
+of training problems that were not mined. OUT/judge: what `lenience fit --from annotated
+OUT/errors.jsonl` fits. OUT/probes.json, printed too:
 
-- `others`: how many tokens of a reference solution are accepted before the first that is not, and what share of all, by strict
-  verification and by the judge; solutions are by the author that the target learned from and by the draft's;
-- `forced`: of solutions with a slip, how often the judge's first objection comes at it, before it and after it or never;
-- `families`: the AUC on one kind of problem of a judge that was fitted without it, and with it (out of fold).
+- `others`: how many tokens of a reference solution are accepted before the first that is not, and
+what share of all, by strict
+  verification and by the judge; solutions are by the author that the target learned from and by the
+  draft's;
+- `forced`: of solutions with a slip, how often the judge's first objection comes at it, before it
+and after it or never;
+- `families`: the AUC on one kind of problem of a judge that was fitted without it, and with it (out
+of fold).
 """
 
 from __future__ import annotations
@@ -43,15 +49,18 @@ EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 
 
 def slip(text: str, rng: random.Random) -> tuple[str, tuple[int, int]]:
-    """The text with one number of one equation off by a little, and where that stands: its result, or an operand, in which case
-    the result follows from it. The text holds an equation."""
+    """The text with one number of one equation off by a little, and where that stands: its result,
+    or an operand, in which case the result follows from it. The text holds an equation."""
     found = rng.choice(list(EQUATION.finditer(text)))
     x, y, result = (int(found[i]) for i in (1, 3, 4))
     off = rng.choice([-10, -3, -2, -1, 1, 2, 3, 10])
     if found[2] in "+-" and rng.random() < 0.5:
         wrong = x + off if x + off >= (y if found[2] == "-" else 1) else x + abs(off)
         result = wrong + y if found[2] == "+" else wrong - y
-        said, place = f"{wrong} {found[2]} {y} = {result}", (found.start(), found.start() + len(str(wrong)))
+        said, place = (
+            f"{wrong} {found[2]} {y} = {result}",
+            (found.start(), found.start() + len(str(wrong))),
+        )
     else:
         wrong = result + off if result + off >= 0 else result + abs(off)
         said = f"{x} {found[2]} {y} = {wrong}"
@@ -65,21 +74,37 @@ def annotated(split: str, first: int, n: int) -> list[dict[str, Any]]:
         if len(rows) == n:
             break
         made, rng = wordmath.problem(split, i), random.Random(f"annotated/{split}/{i}")
-        right, base = (" " + wordmath.solution(made, rng.choice(("target", "draft")), rng) for _ in range(2))
+        right, base = (
+            " " + wordmath.solution(made, rng.choice(("target", "draft")), rng) for _ in range(2)
+        )
         if not EQUATION.search(base):
             continue  # nothing to slip on
         wrong, error = slip(base, rng)
-        family = random.Random(f"wordmath/{split}/{i}").choice(wordmath.FAMILIES)  # as wordmath.problem draws it
-        rows.append({"question": wordmath.prompt(made), "correct": right, "wrong": wrong, "error": error,
-                     "family": family.__name__.strip("_")})  # fmt: skip
+        family = random.Random(f"wordmath/{split}/{i}").choice(
+            wordmath.FAMILIES
+        )  # as wordmath.problem draws it
+        rows.append(
+            {
+                "question": wordmath.prompt(made),
+                "correct": right,
+                "wrong": wrong,
+                "error": error,
+                "family": family.__name__.strip("_"),
+            }
+        )
     return rows
 
 
-def verdicts(pair: Pair, head: Head, prompt: list[int], ids: list[int]) -> tuple[list[bool], list[float]]:
-    """Of each token of an answer, whether it is the target's own choice there, and the judge's score."""
+def verdicts(
+    pair: Pair, head: Head, prompt: list[int], ids: list[int]
+) -> tuple[list[bool], list[float]]:
+    """Of each token of an answer, whether it is the target's own choice there, and the judge's
+    score."""
     state = Session(pair.target, layer=INPUTS.layer).read([prompt + ids], len(ids) + 1)
     best = Session(pair.target).read([prompt + ids], len(ids) + 1).best[0, :-1].tolist()
-    return [a == b for a, b in zip(best, ids)], torch.sigmoid(head.logits(state.hidden[0, 1:])).tolist()
+    return [a == b for a, b in zip(best, ids)], torch.sigmoid(
+        head.logits(state.hidden[0, 1:])
+    ).tolist()
 
 
 def run_length(accepted: list[bool]) -> int:
@@ -95,31 +120,48 @@ def others(pair: Pair, head: Head, threshold: float, n: int) -> dict[str, Any]:
             text = " " + wordmath.solution(made, author, random.Random(i))
             ids = pair.target.tokenizer(text, add_special_tokens=False)["input_ids"]
             same, scores = verdicts(pair, head, pair.target.encode(wordmath.prompt(made)), ids)
-            for name, accepted in (("strict", same), ("judge", [a or s >= threshold for a, s in zip(same, scores)])):
+            for name, accepted in (
+                ("strict", same),
+                ("judge", [a or s >= threshold for a, s in zip(same, scores)]),
+            ):
                 runs[name].append(run_length(accepted))
                 shares[name].append(np.mean(accepted))
         told[f"{author}'s author"] = {
-            name: {"tokens_before_a_rejection": float(np.mean(runs[name])), "share_accepted": float(np.mean(shares[name]))}
+            name: {
+                "tokens_before_a_rejection": float(np.mean(runs[name])),
+                "share_accepted": float(np.mean(shares[name])),
+            }
             for name in runs
         }
     return told
 
 
-def forced(pair: Pair, head: Head, threshold: float, rows: list[dict[str, Any]]) -> dict[str, float]:
+def forced(
+    pair: Pair, head: Head, threshold: float, rows: list[dict[str, Any]]
+) -> dict[str, float]:
     counts = dict.fromkeys(("at the slip", "before it", "not by its end"), 0)
     for row in track(rows, "forced wrong answers"):
         one = Annotated(row["question"], row["correct"], row["wrong"], tuple(row["error"]), "probe")
         prompt, (_, (ids, marked)) = tokens_of(pair.target, one)
         same, scores = verdicts(pair, head, prompt, ids)
         objects = run_length([a or s >= threshold for a, s in zip(same, scores)])
-        where = "not by its end" if objects == len(ids) else "at the slip" if marked[objects] else "before it"
+        where = (
+            "not by its end"
+            if objects == len(ids)
+            else "at the slip"
+            if marked[objects]
+            else "before it"
+        )
         counts[where] += 1
     return {name: count / len(rows) for name, count in counts.items()}
 
 
 def families(pair: Pair, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """AUC by family: fitted without it, and out of fold when fitted with it."""
-    given = [Annotated(row["question"], row["correct"], row["wrong"], tuple(row["error"]), "row") for row in rows]
+    given = [
+        Annotated(row["question"], row["correct"], row["wrong"], tuple(row["error"]), "row")
+        for row in rows
+    ]
     x, wrong, numbers = collect(list(states(pair.target, given, INPUTS)))
     x = ((x - x.mean(0)) / (x.std(0) + 1e-6)).astype(np.float32)
     kinds, within, told = np.array([rows[n]["family"] for n in numbers]), np.zeros(len(x)), {}
@@ -141,7 +183,9 @@ def families(pair: Pair, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--rows", type=int, default=500)
     parser.add_argument("--probes", type=int, default=200)
@@ -151,7 +195,9 @@ def main() -> None:
     path = given.out / "errors.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     pair = load_pair(compile=False)
-    head = fit_annotated(pair, read_annotated(path), INPUTS, given.out / "judge", kind="adamw", recall=0.9, seed=0)
+    head = fit_annotated(
+        pair, read_annotated(path), INPUTS, given.out / "judge", kind="adamw", recall=0.9, seed=0
+    )
     told = {"rows": len(rows), "metrics": head.metrics}
     for threshold in (0.5, head.threshold):
         told[f"at {threshold:.4g}"] = {
@@ -161,7 +207,10 @@ def main() -> None:
     told["families"] = families(pair, rows)
     (given.out / "probes.json").write_text(json.dumps(told, indent=1))
     print(json.dumps({key: value for key, value in told.items() if key != "metrics"}, indent=1))
-    print(f"AUC out of fold {head.metrics['auc_out_of_fold']:.3f}; use it as judge:{given.out / 'judge'}@0.5")
+    print(
+        f"AUC out of fold {head.metrics['auc_out_of_fold']:.3f}; use it as "
+        f"judge:{given.out / 'judge'}@0.5"
+    )
 
 
 if __name__ == "__main__":

@@ -1,20 +1,27 @@
-"""SPRINTER (Zhong 2025) on the built-in pair: gates for several tau, their ROC, and the theory beside what decoding does.
+"""SPRINTER (Zhong 2025) on the built-in pair: gates for several tau, their ROC, and the theory
+beside what decoding does.
 
-    python recipes/sprinter.py OUT [--samples 300] [--tau 1 1.2 1.5] [--threshold 0.5 0.7 0.8 0.9 0.95] [--problems 200]
+    python recipes/sprinter.py OUT [--samples 300] [--tau 1 1.2 1.5] [--threshold 0.5 0.7 0.8 0.9
+    0.95] [--problems 200]
 
-Gates are fitted to the first mined samples, as `lenience fit RUN --gate --tau` does, into OUT/run. All is sampled at
-temperature 1. Prints, and writes to OUT/sprinter.json and OUT/sprinter.png:
+Gates are fitted to the first mined samples, as `lenience fit RUN --gate --tau` does, into OUT/run.
+All is sampled at temperature 1. Prints, and writes to OUT/sprinter.json and OUT/sprinter.png:
 
 - the ROC of each gate on held-out prefixes of the four kinds;
-- `predicted`, from averages over such prefixes. alpha = 1 − TV(draft, target) is the chance that speculative sampling accepts,
-  TPR and FPR are the chances that the gate passes what it would accept and what it would reject. A token is passed with
-  chance s = TPR·alpha + FPR·(1 − alpha); s / (1 − s) tokens are trusted before the gate stops, which it does at the
-  1 / (1 − s)-th; the doubted one is accepted with chance (1 − TPR)·alpha / (1 − s); the output is
-  (1 − FPR)·target + FPR·draft, which is FPR·TV(draft, target) away from the target's;
-- `measured`: the same of what `--stop gate:PATH@T` decodes. TV is the exact distance at places of its answers: the next
+- `predicted`, from averages over such prefixes. alpha = 1 − TV(draft, target) is the chance that
+speculative sampling accepts,
+  TPR and FPR are the chances that the gate passes what it would accept and what it would reject. A
+  token is passed with chance s = TPR·alpha + FPR·(1 − alpha); s / (1 − s) tokens are trusted before
+  the gate stops, which it does at the 1 / (1 − s)-th; the doubted one is accepted with chance (1 −
+  TPR)·alpha / (1 − s); the output is (1 − FPR)·target + FPR·draft, which is FPR·TV(draft, target)
+  away from the target's;
+- `measured`: the same of what `--stop gate:PATH@T` decodes. TV is the exact distance at places of
+its answers: the next
   token's distribution is added up over the draft's tokens, each passed or not;
-- what it costs: 2 · parameters for every token that a model reads. `flops` counts what the target must read to catch up with
-  trusted tokens, `flops_without_catching_up` one token for every time that it is asked, as the paper does.
+- what it costs: 2 · parameters for every token that a model reads. `flops` counts what the target
+must read to catch up with
+  trusted tokens, `flops_without_catching_up` one token for every time that it is asked, as the
+  paper does.
 """
 
 from __future__ import annotations
@@ -58,7 +65,8 @@ MASS = 1e-4
 
 @dataclass
 class Place:
-    """What can follow a prefix: the draft's likely tokens with both models' probabilities and the draft's state after each."""
+    """What can follow a prefix: the draft's likely tokens with both models' probabilities and the
+    draft's state after each."""
 
     draft: torch.Tensor  # [n]
     target: torch.Tensor  # [n]
@@ -69,8 +77,8 @@ class Place:
     """[n]: max(0, target − draft) / TV, what is drawn instead of a rejected token."""
 
     def sums(self, head: Head, threshold: float) -> dict[str, float]:
-        """Of a drafted token: the chances that it is acceptable and that the gate passes it; and the next token's TV from
-        the target's."""
+        """Of a drafted token: the chances that it is acceptable and that the gate passes it; and
+        the next token's TV from the target's."""
         accepts = (self.target / self.draft).clamp(max=1)  # [n]
         passes = (torch.sigmoid(head.logits(self.states).double()) >= threshold).double()  # [n]
         rejected = float((self.draft * (1 - passes) * (1 - accepts)).sum())
@@ -87,7 +95,10 @@ class Place:
 def place(pair: Pair, ids: list[int]) -> Place:
     """`ids` is a prefix, read by transformers' models alone."""
     before = torch.tensor([ids])
-    draft, target = (lm.model(input_ids=before).logits[0, -1].double().softmax(-1) for lm in (pair.draft, pair.target))
+    draft, target = (
+        lm.model(input_ids=before).logits[0, -1].double().softmax(-1)
+        for lm in (pair.draft, pair.target)
+    )
     ranked, order = draft.sort(descending=True)
     tokens = order[: int((ranked.cumsum(0) < 1 - MASS).sum()) + 1]
     after = torch.cat([before.expand(len(tokens), -1), tokens[:, None]], 1)  # [n, T + 1]
@@ -111,7 +122,8 @@ def rates(places: Sequence[Place], head: Head, threshold: float) -> dict[str, fl
 
 
 def theory(found: dict[str, float]) -> dict[str, float]:
-    """What the rates predict if a token is passed independently of all others and of where it stands."""
+    """What the rates predict if a token is passed independently of all others and of where it
+    stands."""
     alpha, tpr, fpr = found["alpha"], found["tpr"], found["fpr"]
     s = tpr * alpha + fpr * (1 - alpha)
     return {
@@ -131,21 +143,30 @@ def runs(outs: Sequence[Generation]) -> dict[str, float]:
     for out in outs:
         origins = [entry.origin for entry in out.trace]
         stops = [i for i, origin in enumerate(origins) if origin in ("bonus", "correction")]
-        # a bonus follows a doubted token that was right; what a correction replaced is not in the trace
+        # a bonus follows a doubted token that was right; what a correction replaced is not in the
+        # trace
         accepted = sum(origins[i] == "bonus" for i in stops)
         drafted = sum(origin.startswith("draft") for origin in origins)
-        last = out.target_passes - len(stops)  # 1 where the answer ended at a doubted token that was accepted
+        last = out.target_passes - len(
+            stops
+        )  # 1 where the answer ended at a doubted token that was accepted
         right += accepted + last
         doubted += out.target_passes
         trusted += drafted - accepted - last
     s = trusted / (trusted + doubted)
-    return {"trusted_before_a_stop": s / (1 - s), "stop_time": 1 / (1 - s), "doubted_accepted": right / doubted}
+    return {
+        "trusted_before_a_stop": s / (1 - s),
+        "stop_time": 1 / (1 - s),
+        "doubted_accepted": right / doubted,
+    }
 
 
 def cost(pair: Pair, outs: Sequence[Generation]) -> dict[str, float]:
     """A token kept costs so many multiplications and additions."""
     tokens = sum(len(out.tokens) for out in outs)
-    target, draft = (2 * sum(p.numel() for p in lm.model.parameters()) for lm in (pair.target, pair.draft))
+    target, draft = (
+        2 * sum(p.numel() for p in lm.model.parameters()) for lm in (pair.target, pair.draft)
+    )
     drafted = draft * sum(out.draft_tokens for out in outs)
     prompts = target * sum((len(out.prompt_tokens) - 1) * bool(out.target_passes) for out in outs)
     asked = target * sum(out.target_passes for out in outs)
@@ -157,7 +178,9 @@ def cost(pair: Pair, outs: Sequence[Generation]) -> dict[str, float]:
     }
 
 
-def decoded(pair: Pair, samples: Sequence[Sample], what: str, **options: Any) -> tuple[list[Generation], dict[str, float]]:
+def decoded(
+    pair: Pair, samples: Sequence[Sample], what: str, **options: Any
+) -> tuple[list[Generation], dict[str, float]]:
     task, prompts = WordMath(), [sample.prompt for sample in samples]
     # one by one: in a batch a row waits for others, and reads on meanwhile
     outs = [pair.generate(prompt, **{**SAMPLED, **options}) for prompt in track(prompts, what)]
@@ -166,7 +189,8 @@ def decoded(pair: Pair, samples: Sequence[Sample], what: str, **options: Any) ->
 
 
 def asked(outs: Sequence[Generation], each: int) -> list[list[int]]:
-    """Prefixes of answers after which the gate was asked about a token: bonus tokens it never sees."""
+    """Prefixes of answers after which the gate was asked about a token: bonus tokens it never
+    sees."""
     rng, found = np.random.default_rng(0), list[list[int]]()
     for out in outs:
         places = [i for i, entry in enumerate(out.trace) if entry.origin != "bonus"]
@@ -174,10 +198,14 @@ def asked(outs: Sequence[Generation], each: int) -> list[list[int]]:
     return found
 
 
-def held_out(pair: Pair, samples: Sequence[Sample], target: Sequence[Generation]) -> tuple[NDArray, NDArray]:
+def held_out(
+    pair: Pair, samples: Sequence[Sample], target: Sequence[Generation]
+) -> tuple[NDArray, NDArray]:
     """States and ratios of prefixes of the four kinds."""
-    records = [{"prompt_ids": pair.target.encode(sample.prompt), "response_ids": out.tokens}
-               for sample, out in zip(samples, target)]  # fmt: skip
+    records = [
+        {"prompt_ids": pair.target.encode(sample.prompt), "response_ids": out.tokens}
+        for sample, out in zip(samples, target)
+    ]
     rows = gated(pair, records, INPUTS)
     return torch.cat([x for x, _ in rows]).numpy(), torch.cat([ratio for _, ratio in rows]).numpy()
 
@@ -186,14 +214,29 @@ def draw(told: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     for tau, one in told["gates"].items():
-        left.plot(one["roc"]["fpr"], one["roc"]["tpr"], label=f"τ = {tau}: AUC {one['roc']['auc']:.3f}")
+        left.plot(
+            one["roc"]["fpr"], one["roc"]["tpr"], label=f"τ = {tau}: AUC {one['roc']['auc']:.3f}"
+        )
         points = one["thresholds"].values()
-        right.plot([p["predicted"]["tv"] for p in points], [p["measured"]["tv"] for p in points], "o-", label=f"τ = {tau}")
+        right.plot(
+            [p["predicted"]["tv"] for p in points],
+            [p["measured"]["tv"] for p in points],
+            "o-",
+            label=f"τ = {tau}",
+        )
     left.plot([0, 1], [0, 1], ":", color="grey")
-    left.set(xlabel="share of unacceptable tokens passed", ylabel="share of acceptable tokens passed", title="ROC, held out")
+    left.set(
+        xlabel="share of unacceptable tokens passed",
+        ylabel="share of acceptable tokens passed",
+        title="ROC, held out",
+    )
     most = max(right.get_xlim()[1], right.get_ylim()[1])
     right.plot([0, most], [0, most], ":", color="grey")
-    right.set(xlabel="TV from the target that theory predicts", ylabel="measured along gated answers", title="by threshold")
+    right.set(
+        xlabel="TV from the target that theory predicts",
+        ylabel="measured along gated answers",
+        title="by threshold",
+    )
     for axes in (left, right):
         axes.legend(frameon=False)
         axes.grid(alpha=0.2)
@@ -201,27 +244,62 @@ def draw(told: dict[str, Any], path: Path) -> None:
 
 
 def show(told: dict[str, Any]) -> None:
-    table = Table(title=f"SPRINTER, {told['problems']} problems at temperature 1: predicted / measured")
-    for name in ("gate", "TPR", "FPR", "TV", "trusted before a stop", "stop time", "doubted accepted", "accuracy",
-                 "MFLOP/token", "no catching up"):  # fmt: skip
+    table = Table(
+        title=f"SPRINTER, {told['problems']} problems at temperature 1: predicted / measured"
+    )
+    for name in (
+        "gate",
+        "TPR",
+        "FPR",
+        "TV",
+        "trusted before a stop",
+        "stop time",
+        "doubted accepted",
+        "accuracy",
+        "MFLOP/token",
+        "no catching up",
+    ):
         table.add_column(name, justify="right")
     for name, one in told["baselines"].items():
-        table.add_row(name, *["–"] * 6, f"{one['accuracy']:.1%}", f"{one['flops'] / 1e6:.2f}",
-                      f"{one['flops_without_catching_up'] / 1e6:.2f}")  # fmt: skip
+        table.add_row(
+            name,
+            *["–"] * 6,
+            f"{one['accuracy']:.1%}",
+            f"{one['flops'] / 1e6:.2f}",
+            f"{one['flops_without_catching_up'] / 1e6:.2f}",
+        )
     for tau, gate in told["gates"].items():
         for threshold, one in gate["thresholds"].items():
             said, is_ = one["predicted"], one["measured"]
-            pairs = (f"{said[key]:.3g} / {is_[key]:.3g}" for key in ("tpr", "fpr", "tv", "trusted_before_a_stop", "stop_time",
-                                                                    "doubted_accepted"))  # fmt: skip
-            table.add_row(f"τ {tau} @{threshold}", *pairs, f"{is_['accuracy']:.1%}", f"{is_['flops'] / 1e6:.2f}",
-                          f"{is_['flops_without_catching_up'] / 1e6:.2f}")  # fmt: skip
+            pairs = (
+                f"{said[key]:.3g} / {is_[key]:.3g}"
+                for key in (
+                    "tpr",
+                    "fpr",
+                    "tv",
+                    "trusted_before_a_stop",
+                    "stop_time",
+                    "doubted_accepted",
+                )
+            )
+            table.add_row(
+                f"τ {tau} @{threshold}",
+                *pairs,
+                f"{is_['accuracy']:.1%}",
+                f"{is_['flops'] / 1e6:.2f}",
+                f"{is_['flops_without_catching_up'] / 1e6:.2f}",
+            )
     Console(width=180).print(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--samples", type=int, default=300, help="how many mined samples the gates are fitted to")
+    parser.add_argument(
+        "--samples", type=int, default=300, help="how many mined samples the gates are fitted to"
+    )
     parser.add_argument("--tau", type=float, nargs="+", default=[1.0, 1.2, 1.5])
     parser.add_argument("--threshold", type=float, nargs="+", default=[0.5, 0.7, 0.8, 0.9, 0.95])
     parser.add_argument("--problems", type=int, default=200)
@@ -229,39 +307,64 @@ def main() -> None:
     run, task = given.out / "run", WordMath()
     run.mkdir(parents=True, exist_ok=True)
     shutil.copy(EMBEDDED / "run" / "run.json", run)
-    lines = (EMBEDDED / "run" / "journal.jsonl").read_text().splitlines(keepends=True)[: given.samples]
+    lines = (
+        (EMBEDDED / "run" / "journal.jsonl").read_text().splitlines(keepends=True)[: given.samples]
+    )
     (run / "journal.jsonl").write_text("".join(lines))
     pair = load_pair()
     samples = take(task, "test", given.problems)
-    told: dict[str, Any] = {"samples": len(lines), "problems": len(samples), "baselines": {}, "gates": {}}
+    told: dict[str, Any] = {
+        "samples": len(lines),
+        "problems": len(samples),
+        "baselines": {},
+        "gates": {},
+    }
     alone, told["baselines"]["target"] = decoded(pair, samples, "target", rule="target")
     for name in ("draft", "speculative"):
         _, told["baselines"][name] = decoded(pair, samples, name, rule=name, window=4)
     x, ratio = held_out(pair, samples, alone)
-    known = [place(pair, ids) for ids in track(_four_kinds(pair, samples, alone), "held-out prefixes")]
+    known = [
+        place(pair, ids) for ids in track(_four_kinds(pair, samples, alone), "held-out prefixes")
+    ]
     for tau in given.tau:
         folder = run / f"gate-{tau:g}"
         head = fit_run(pair, run, INPUTS, folder, "gate", tau, kind="adam", recall=0.9, seed=0)
         scores, acceptable = head.logits(torch.from_numpy(x)).numpy(), ratio <= tau
         fpr, tpr, _ = roc_curve(acceptable, scores, drop_intermediate=True)
-        roc = {"auc": float(roc_auc_score(acceptable, scores)), "acceptable": float(acceptable.mean()), "n": len(x),
-               "fpr": fpr.round(4).tolist(), "tpr": tpr.round(4).tolist()}  # fmt: skip
-        told["gates"][f"{tau:g}"] = {"roc": roc, "thresholds": {
-            f"{t:g}": _point(pair, head, t, folder, samples, known) for t in given.threshold}}  # fmt: skip
+        roc = {
+            "auc": float(roc_auc_score(acceptable, scores)),
+            "acceptable": float(acceptable.mean()),
+            "n": len(x),
+            "fpr": fpr.round(4).tolist(),
+            "tpr": tpr.round(4).tolist(),
+        }
+        told["gates"][f"{tau:g}"] = {
+            "roc": roc,
+            "thresholds": {
+                f"{t:g}": _point(pair, head, t, folder, samples, known) for t in given.threshold
+            },
+        }
         (given.out / "sprinter.json").write_text(json.dumps(told, indent=1))
     draw(told, given.out / "sprinter.png")
     show(told)
 
 
-def _four_kinds(pair: Pair, samples: Sequence[Sample], by_target: Sequence[Generation]) -> list[list[int]]:
-    """A prefix of each kind of each problem: of the prompt, of the prompt and what the target, what the draft, and what first
-    the target and then the draft makes of it."""
+def _four_kinds(
+    pair: Pair, samples: Sequence[Sample], by_target: Sequence[Generation]
+) -> list[list[int]]:
+    """A prefix of each kind of each problem: of the prompt, of the prompt and what the target, what
+    the draft, and what first the target and then the draft makes of it."""
     eos, rng = pair.target.eos_ids, np.random.default_rng(0)
     prompts = [pair.target.encode(sample.prompt) for sample in samples]
     wholes = [prompt + out.tokens for prompt, out in zip(prompts, by_target)]
     halves = [whole[: (len(prompt) + len(whole)) // 2] for prompt, whole in zip(prompts, wholes)]
-    drafts = [[start + out.tokens for start, out in zip(starts, pair.generate_batch(starts, rule="draft", **SAMPLED))]
-              for starts in (prompts, halves)]  # fmt: skip
+    drafts = [
+        [
+            start + out.tokens
+            for start, out in zip(starts, pair.generate_batch(starts, rule="draft", **SAMPLED))
+        ]
+        for starts in (prompts, halves)
+    ]
     found = [prompt[: rng.integers(1, len(prompt) + 1)] for prompt in prompts]
     for kind in (wholes, *drafts):
         for prompt, whole in zip(prompts, kind):
@@ -271,15 +374,32 @@ def _four_kinds(pair: Pair, samples: Sequence[Sample], by_target: Sequence[Gener
 
 
 def _point(
-    pair: Pair, head: Head, threshold: float, folder: Path, samples: Sequence[Sample], known: Sequence[Place]
+    pair: Pair,
+    head: Head,
+    threshold: float,
+    folder: Path,
+    samples: Sequence[Sample],
+    known: Sequence[Place],
 ) -> dict[str, Any]:
     """A gate at one threshold: what the theory says, and what decoding does."""
     stop = Gate(str(folder), threshold)
-    outs, costs = decoded(pair, samples, f"{folder.name}@{threshold}", rule="speculative", stop=stop, window=LONGEST)
+    outs, costs = decoded(
+        pair, samples, f"{folder.name}@{threshold}", rule="speculative", stop=stop, window=LONGEST
+    )
     here = rates([place(pair, ids) for ids in track(asked(outs, ALONG), "its TV")], head, threshold)
-    measured = {"tpr": here["tpr"], "fpr": here["fpr"], "alpha": here["alpha"], "tv": here["tv"], **runs(outs), **costs}
-    return {"predicted": theory(rates(known, head, threshold)), "predicted_from_its_own_answers": theory(here),
-            "measured": measured}  # fmt: skip
+    measured = {
+        "tpr": here["tpr"],
+        "fpr": here["fpr"],
+        "alpha": here["alpha"],
+        "tv": here["tv"],
+        **runs(outs),
+        **costs,
+    }
+    return {
+        "predicted": theory(rates(known, head, threshold)),
+        "predicted_from_its_own_answers": theory(here),
+        "measured": measured,
+    }
 
 
 if __name__ == "__main__":

@@ -5,21 +5,27 @@
     python recipes/train_embedded.py target --tokens 40e6 --compare 5
     python recipes/train_embedded.py draft --tokens 5.2e6
 
-Each writes into src/lenience/embedded/; a training run keeps its state in --work and goes on from there when it is
-started again. Both models see right solutions only, each in the wording of its own author.
+Each writes into src/lenience/embedded/; a training run keeps its state in --work and goes on from
+there when it is started again. Both models see right solutions only, each in the wording of its own
+author.
 
-These are the commands that made the models that are shipped, on two cores of an AMD EPYC, with one difference: the first
-16 M tokens of the target were read under --tokens 40e6, at the same constant learning rate.
+These are the commands that made the models that are shipped, on two cores of an AMD EPYC, with one
+difference: the first 16 M tokens of the target were read under --tokens 40e6, at the same constant
+learning rate.
 
-- target, 8 layers x 128, 1.7 M parameters: 9,000 tokens/s with other work beside, 75 minutes in all. After 36 M tokens it was
-  right on 94.0 % of 400 problems (share 100 %, work 98 %, shop 94 %, compare 85 %); the second command prolongs it with
-  more problems of the family `compare`, entering the learning rate's way down at a quarter of its peak.
-- draft, 2 layers x 128, 0.45 M parameters: 30,000 tokens/s, 3 minutes. With 6.5 M tokens it is right on 56 %, with 10 M on
+- target, 8 layers x 128, 1.7 M parameters: 9,000 tokens/s with other work beside, 75 minutes in
+all. After 36 M tokens it was
+  right on 94.0 % of 400 problems (share 100 %, work 98 %, shop 94 %, compare 85 %); the second
+  command prolongs it with more problems of the family `compare`, entering the learning rate's way
+  down at a quarter of its peak.
+- draft, 2 layers x 128, 0.45 M parameters: 30,000 tokens/s, 3 minutes. With 6.5 M tokens it is
+right on 56 %, with 10 M on
   69 %, and then too few of its mismatches are important.
 
-Reached on the first 500 problems of the test split: target 96.4 % right, draft 39.6 %. Of 20,499 mismatches mined from 1,000
-samples 9.2 % are important; whether a digit or an operator stands there tells them with an AUC of 0.81. A draft pass costs a
-seventh of the target's read of 9 tokens compiled, a fifth to a quarter as transformers runs them (recipes/check_embedded.py).
+Reached on the first 500 problems of the test split: target 96.4 % right, draft 39.6 %. Of 20,499
+mismatches mined from 1,000 samples 9.2 % are important; whether a digit or an operator stands there
+tells them with an AUC of 0.81. A draft pass costs a seventh of the target's read of 9 tokens
+compiled, a fifth to a quarter as transformers runs them (recipes/check_embedded.py).
 """
 
 from __future__ import annotations
@@ -43,17 +49,23 @@ from lenience.tasks import wordmath
 
 EMBEDDED = Path(__file__).parents[1] / "src/lenience/embedded"
 SHAPES = {
-    "target": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=8, num_attention_heads=2),
-    "draft": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=2),
+    "target": dict(
+        hidden_size=128, intermediate_size=384, num_hidden_layers=8, num_attention_heads=2
+    ),
+    "draft": dict(
+        hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=2
+    ),
 }
 CONTEXT = 1024
 EOS = "</s>"
-NUMERIC = 3.0  # weight of digits and operators in the loss, whose signal would else drown in the noise of free wording
+NUMERIC = 3.0
+"""Weight of digits and operators in the loss, whose signal would else drown in that of wording."""
 IGNORED = -100  # label of positions that the loss leaves out: the prompt and the padding
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Words, punctuation marks and single digits, each with and without a space before it; no token for the unknown."""
+    """Words, punctuation marks and single digits, each with and without a space before it; no token
+    for the unknown."""
     pieces = r"▁?\d|▁?[A-Za-z]+|▁?[^\sA-Za-z\d▁]"
     split = pre_tokenizers.Sequence(
         [
@@ -73,9 +85,12 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS)
 
 
-def batches(author: str, tokenizer: PreTrainedTokenizerFast, size: int, start: int, compare: int) -> Iterator[tuple]:
-    """Endless (state, ids [B, T], labels [B, T]) of about `size` tokens, rows of like length together; `start` is the
-    pool to begin with, `compare` how often the hardest family comes for once of each other."""
+def batches(
+    author: str, tokenizer: PreTrainedTokenizerFast, size: int, start: int, compare: int
+) -> Iterator[tuple]:
+    """Endless (state, ids [B, T], labels [B, T]) of about `size` tokens, rows of like length
+    together; `start` is the pool to begin with, `compare` how often the hardest family comes for
+    once of each other."""
     hardest, *others = wordmath.FAMILIES
     pool = start
     while True:
@@ -107,20 +122,26 @@ def batches(author: str, tokenizer: PreTrainedTokenizerFast, size: int, start: i
             yield pool, ids, labels
 
 
-def weighted_loss(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of logits [B, T, V] on labels [B, T], each position counted by its label's weight [V]."""
+def weighted_loss(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Mean cross-entropy of logits [B, T, V] on labels [B, T], each position counted by its label's
+    weight [V]."""
     kept = labels != IGNORED
     return torch.nn.functional.cross_entropy(logits[kept], labels[kept], weight=weights)
 
 
 def schedule(done: float) -> float:
-    """Share of the peak learning rate after a share `done` of the training: a short warm-up, then a linear way down
-    over the last 40 %."""
+    """Share of the peak learning rate after a share `done` of the training: a short warm-up, then a
+    linear way down over the last 40 %."""
     return min(1.0, done / 0.01, max(0.02, (1 - done) / 0.4))
 
 
-def save_state(path: Path, model: torch.nn.Module, optimizers: list, progress: tuple[int, int, int]) -> None:
-    """Weights and optimizer states, whole or not at all; `progress` is (tokens seen, next pool, steps)."""
+def save_state(
+    path: Path, model: torch.nn.Module, optimizers: list, progress: tuple[int, int, int]
+) -> None:
+    """Weights and optimizer states, whole or not at all; `progress` is (tokens seen, next pool,
+    steps)."""
     tensors = {f"model/{name}": value for name, value in model.named_parameters()}
     for i, optimizer in enumerate(optimizers):
         for j, state in optimizer.state_dict()["state"].items():
@@ -146,7 +167,16 @@ def load_state(path: Path, model: torch.nn.Module, optimizers: list) -> tuple[in
     return tuple(progress)
 
 
-def train(role: str, tokens: float, work: Path, rate: float, size: int, compare: int, device: str, out: Path) -> None:
+def train(
+    role: str,
+    tokens: float,
+    work: Path,
+    rate: float,
+    size: int,
+    compare: int,
+    device: str,
+    out: Path,
+) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(out / role)
     torch.manual_seed({"target": 1, "draft": 2}[role])
     config = LlamaConfig(
@@ -163,15 +193,23 @@ def train(role: str, tokens: float, work: Path, rate: float, size: int, compare:
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers = [
-        torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(
+            matrices, lr=rate, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+        ),
         torch.optim.AdamW(others, lr=rate, weight_decay=0.0, betas=(0.9, 0.95)),
     ]
-    numeric = [bool(re.fullmatch(r"▁?[\d+*/=-]", token)) for token in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))]
+    numeric = [
+        bool(re.fullmatch(r"▁?[\d+*/=-]", token))
+        for token in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    ]
     weights = torch.where(torch.tensor(numeric), NUMERIC, 1.0).to(device)
     state = work / f"{role}.safetensors"
     seen, pool, step = load_state(state, model, optimizers) if state.exists() else (0, 0, 0)
     if seen >= tokens:
-        print(f"{role}: {seen / 1e6:.2f} M tokens are done already; --tokens for more, another --work to begin anew")
+        print(
+            f"{role}: {seen / 1e6:.2f} M tokens are done already; --tokens for more, another "
+            "--work to begin anew"
+        )
         model.save_pretrained(out / role)
         return
     began, first, losses = time.time(), seen, []
@@ -195,7 +233,8 @@ def train(role: str, tokens: float, work: Path, rate: float, size: int, compare:
             speed = (seen - first) / (time.time() - began)
             left = (tokens - seen) / speed / 60
             print(
-                f"{role} step {step} {seen / 1e6:.2f} M tokens loss {sum(losses) / len(losses):.4f} "
+                f"{role} step {step} {seen / 1e6:.2f} M tokens loss "
+                f"{sum(losses) / len(losses):.4f} "
                 f"{speed:.0f} tokens/s {left:.1f} min left",
                 flush=True,
             )
@@ -207,13 +246,25 @@ def train(role: str, tokens: float, work: Path, rate: float, size: int, compare:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("tokenizer", "target", "draft"))
     parser.add_argument("--tokens", type=float, default=12e6, help="how many tokens to train on")
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--batch", type=int, default=8192, help="tokens in a batch")
-    parser.add_argument("--compare", type=int, default=2, help="how often the family `compare` comes for once of each other")
-    parser.add_argument("--work", type=Path, default=Path("training"), help="where the state of the training is kept")
+    parser.add_argument(
+        "--compare",
+        type=int,
+        default=2,
+        help="how often the family `compare` comes for once of each other",
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("training"),
+        help="where the state of the training is kept",
+    )
     parser.add_argument("--out", type=Path, default=EMBEDDED, help="where the finished models go")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
@@ -221,7 +272,16 @@ def main() -> None:
         for role in SHAPES:
             build_tokenizer().save_pretrained(given.out / role)
     else:
-        train(given.what, given.tokens, given.work, given.rate, given.batch, given.compare, given.device, given.out)
+        train(
+            given.what,
+            given.tokens,
+            given.work,
+            given.rate,
+            given.batch,
+            given.compare,
+            given.device,
+            given.out,
+        )
 
 
 if __name__ == "__main__":

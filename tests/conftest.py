@@ -1,4 +1,5 @@
-"""Tiny checkpoints with random weights, made once a session: one pair of folders for each architecture."""
+"""Tiny checkpoints with random weights, made once a session: one pair of folders for each
+architecture."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs
 
 torch.set_num_threads(1)
-settings.register_profile("lenience", deadline=None, derandomize=True)  # no test is about time, and seeds are explicit
+settings.register_profile(
+    "lenience", deadline=None, derandomize=True
+)  # no test is about time, and seeds are explicit
 settings.load_profile("lenience")
 
 
@@ -47,8 +50,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 VOCABULARY = 48
-COMMON = dict(vocab_size=VOCABULARY, eos_token_id=0, bos_token_id=None, pad_token_id=0, initializer_range=0.35)
-SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=256)
+COMMON = dict(
+    vocab_size=VOCABULARY, eos_token_id=0, bos_token_id=None, pad_token_id=0, initializer_range=0.35
+)
+SMALL = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=256,
+)
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**COMMON, **SMALL, num_key_value_heads=2),
     "qwen2": Qwen2Config(**COMMON, **SMALL, num_key_value_heads=2),
@@ -70,8 +81,11 @@ def make_tokenizer(words: int = VOCABULARY) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
 
 
-def save_model(folder: Path, config: PretrainedConfig, seed: int, noise: float = 0.0, words: int = VOCABULARY) -> Path:
-    """Random weights from a seed; `noise` is added to them, so that a draft agrees with its target now and then."""
+def save_model(
+    folder: Path, config: PretrainedConfig, seed: int, noise: float = 0.0, words: int = VOCABULARY
+) -> Path:
+    """Random weights from a seed; `noise` is added to them, so that a draft agrees with its target
+    now and then."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     torch.manual_seed(seed + 1)

@@ -1,4 +1,5 @@
-"""Judge Decoding's data: which tokens are erroneous, the states that the judge reads, and decoding with it."""
+"""Judge Decoding's data: which tokens are erroneous, the states that the judge reads, and decoding
+with it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from test_cli import last_json, run
 from lenience import InputError
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs
-from lenience.mining.annotated import Annotated, read_annotated, states, tokens_of
+from lenience.mining.annotated import Annotated, annotated_states, marked_answers, read_annotated
 
 INPUTS = Inputs(("target",), ("draft",), -1)
 
@@ -25,24 +26,31 @@ def row(wrong: str, begin: int, end: int, correct: str = " w1 w2") -> Annotated:
 
 def test_tokens_before_the_error_are_right_and_those_after_it_are_left_out(llama: Pair) -> None:
     wrong = " w3 w44 w5 w6"
-    prompt, (right, bad) = tokens_of(llama.target, row(wrong, wrong.index("44"), wrong.index(" w6")))
+    prompt, (right, bad) = marked_answers(
+        llama.target, row(wrong, wrong.index("44"), wrong.index(" w6"))
+    )
     assert prompt == [5, 9]
-    assert right == ([1, 2], [False, False])
-    assert bad == ([3, 44, 5], [False, True, True])
+    assert (right.ids, right.wrong) == ([1, 2], [False, False])
+    assert (bad.ids, bad.wrong) == ([3, 44, 5], [False, True, True])
 
 
 @pytest.mark.parametrize("layer", [-1, 1, 2, None])
 def test_the_states_are_those_of_transformers(llama: Pair, layer: int | None) -> None:
-    """hidden_states[k] is what the k-th layer gives, and the last entry what the final norm makes of the last one."""
+    """hidden_states[k] is what the k-th layer gives, and the last entry what the final norm makes
+    of the last one."""
     made = row(" w3 w4", 4, 6)
-    (_, x, wrong), *_ = states(llama.target, [made], Inputs(("target",), ("draft",), layer))
+    (x, wrong), *_ = annotated_states(llama.target, [made], Inputs(("target",), ("draft",), layer))
     whole = torch.tensor([[5, 9, 3, 4]])
     norms = []
-    hook = llama.target.model.model.norm.register_forward_pre_hook(lambda _, args: norms.append(args[0]))
+    hook = llama.target.model.model.norm.register_forward_pre_hook(
+        lambda _, args: norms.append(args[0])
+    )
     with torch.inference_mode():
         out = llama.target.model(whole, output_hidden_states=True)
     hook.remove()
-    wanted = {None: out.hidden_states[-1], 1: out.hidden_states[1], 2: norms[0], -1: norms[0]}[layer]
+    wanted = {None: out.hidden_states[-1], 1: out.hidden_states[1], 2: norms[0], -1: norms[0]}[
+        layer
+    ]
     np.testing.assert_allclose(x[2:], wanted[0, 2:], atol=1e-4)
     assert wrong.tolist() == [False, False, False, True]
 
@@ -51,8 +59,12 @@ def test_decoding_reads_the_layer_that_the_judge_names(llama: Pair, tmp_path: Pa
     weight = torch.randn(llama.target.hidden_size, generator=torch.Generator().manual_seed(3))
     known = {part: value for part, value in llama.fingerprints.items() if part != "draft"}
     for layer in (1, -1):
-        Head(weight, 0.0, Inputs(("target",), ("draft",), layer), 0.5, known).save(tmp_path / str(layer))
-        out = llama.generate([5, 9], rule=f"judge:{tmp_path / str(layer)}", window=4, max_new_tokens=30)
+        Head(weight, 0.0, Inputs(("target",), ("draft",), layer), 0.5, known).save(
+            tmp_path / str(layer)
+        )
+        out = llama.generate(
+            [5, 9], rule=f"judge:{tmp_path / str(layer)}", window=4, max_new_tokens=30
+        )
         asked = [(i, entry) for i, entry in enumerate(out.trace) if entry.origin == "draft-lenient"]
         assert asked
         for i, entry in asked:
@@ -61,12 +73,14 @@ def test_decoding_reads_the_layer_that_the_judge_names(llama: Pair, tmp_path: Pa
                 hook = llama.target.model.model.norm.register_forward_pre_hook(
                     lambda _, args, norms=norms: norms.append(args[0])
                 )
-                whole = llama.target.model(torch.tensor([[5, 9, *out.tokens[: i + 1]]]), output_hidden_states=True)
+                whole = llama.target.model(
+                    torch.tensor([[5, 9, *out.tokens[: i + 1]]]), output_hidden_states=True
+                )
                 hook.remove()
             state = norms[0][0, -1] if layer == -1 else whole.hidden_states[1][0, -1]
             assert entry.score == pytest.approx(float(torch.sigmoid(state @ weight)), abs=1e-4)
     with pytest.raises(InputError, match="different layers"):
-        llama.check(f"judge:{tmp_path / '1'}|judge:{tmp_path / '-1'}")
+        llama.check({"rule": f"judge:{tmp_path / '1'}|judge:{tmp_path / '-1'}"})
     Head(weight, 0.0, Inputs(("target",), ("draft",), 9), 0.5, known).save(tmp_path / "9")
     with pytest.raises(InputError, match=r"layer 9: target .* has 2"):
         llama.generate([5], rule=f"judge:{tmp_path / '9'}")
@@ -82,11 +96,13 @@ def test_decoding_reads_the_layer_that_the_judge_names(llama: Pair, tmp_path: Pa
     ('{"question": "w1", "correct": "zz", "wrong": "w2", "error": [0, 1]}', "line 2: .*lacks: 'zz'"),
     ('{"question": "zz", "correct": "w1", "wrong": "w2", "error": [0, 1]}', "line 2: "),
 ])  # fmt: skip
-def test_broken_rows_are_told_by_their_line(line: str, says: str, llama: Pair, tmp_path: Path) -> None:
+def test_broken_rows_are_told_by_their_line(
+    line: str, says: str, llama: Pair, tmp_path: Path
+) -> None:
     good = '{"question": "w1", "correct": "w1", "wrong": "w2", "error": [0, 2]}'
     (tmp_path / "f.jsonl").write_text(f"{good}\n{line}\n")
     with pytest.raises(InputError, match=says.replace("[", r"\[")):
-        list(states(llama.target, read_annotated(tmp_path / "f.jsonl"), INPUTS))
+        list(annotated_states(llama.target, read_annotated(tmp_path / "f.jsonl"), INPUTS))
 
 
 def test_the_command_fits_and_the_judge_decodes(checkpoints, tmp_path: Path) -> None:
@@ -98,7 +114,15 @@ def test_the_command_fits_and_the_judge_decodes(checkpoints, tmp_path: Path) -> 
             wrong = " ".join([*words[:4], "w40", *words[4:]])
             at = wrong.index("w40")
             file.write(
-                json.dumps({"question": "w5 w9", "correct": " ".join(words), "wrong": wrong, "error": [at, at + 3]}) + "\n"
+                json.dumps(
+                    {
+                        "question": "w5 w9",
+                        "correct": " ".join(words),
+                        "wrong": wrong,
+                        "error": [at, at + 3],
+                    }
+                )
+                + "\n"
             )
     pair = ["--target", target, "--draft", draft]
     told = last_json(run("fit", "--from", "annotated", path, *pair, "--json"))
@@ -106,5 +130,7 @@ def test_the_command_fits_and_the_judge_decodes(checkpoints, tmp_path: Path) -> 
     about = json.loads((tmp_path / "errors" / "judge" / "judge.json").read_text())
     assert about["inputs"]["layer"] == -1 and "draft" not in about["fingerprints"]
     rule = f"judge:{tmp_path / 'errors' / 'judge'}@0.5"
-    out = last_json(run("generate", "w5 w9", "--rule", rule, *pair, "--max-new-tokens", 20, "--json"))
+    out = last_json(
+        run("generate", "w5 w9", "--rule", rule, *pair, "--max-new-tokens", 20, "--json")
+    )
     assert len(out["tokens"]) > 0

@@ -20,14 +20,29 @@ from lenience.models.lm import LM
 from lenience.models.memory import token_bytes
 from lenience.models.session import Session, takes_masks
 
-QUICK = dict(derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
-prompts = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=30), min_size=1, max_size=7)
+QUICK = dict(
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.generate),
+)
+prompts = st.lists(
+    st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=30), min_size=1, max_size=7
+)
 
 
 def assert_same(together: list[Generation], alone: list[Generation]) -> None:
-    """All that must not depend on the company a prompt is decoded in; how much is drafted past an end may."""
+    """All that must not depend on the company a prompt is decoded in; how much is drafted past an
+    end may."""
     for a, b in zip(together, alone, strict=True):
-        for key in ("prompt_tokens", "tokens", "text", "target_passes", "accepted_exact", "accepted_lenient", "finish"):
+        for key in (
+            "prompt_tokens",
+            "tokens",
+            "text",
+            "target_passes",
+            "accepted_exact",
+            "accepted_lenient",
+            "finish",
+        ):
             assert getattr(a, key) == getattr(b, key), key
         assert [entry.origin for entry in a.trace] == [entry.origin for entry in b.trace]
         for x, y in zip(a.trace, b.trace):
@@ -44,22 +59,38 @@ def assert_same(together: list[Generation], alone: list[Generation]) -> None:
     st.sampled_from([0.0, 0.8]),
 )
 @settings(max_examples=12, deadline=None, **QUICK)
-def test_together_as_alone(name: str, pairs, given_prompts, window, new, size, rule, temperature) -> None:
+def test_together_as_alone(
+    name: str, pairs, given_prompts, window, new, size, rule, temperature
+) -> None:
     pair = pairs(name)
-    options = {"rule": rule, "window": window, "max_new_tokens": new, "temperature": temperature, "seed": 5}
+    options = {
+        "rule": rule,
+        "window": window,
+        "max_new_tokens": new,
+        "temperature": temperature,
+        "seed": 5,
+    }
     together = pair.generate_batch(given_prompts, batch_size=size, **options)
     assert_same(together, [pair.generate(prompt, **options) for prompt in given_prompts])
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neo"])
-@given(prompts, st.integers(0, 12), st.integers(1, 40), st.integers(1, 5), st.sampled_from(["exact", "topk:3", "speculative"]))
+@given(
+    prompts,
+    st.integers(0, 12),
+    st.integers(1, 40),
+    st.integers(1, 5),
+    st.sampled_from(["exact", "topk:3", "speculative"]),
+)
 @settings(max_examples=12, deadline=None, **QUICK)
-def test_tokens_that_stay_on_the_device_make_no_difference(name: str, pairs, given_prompts, window, new, size, rule) -> None:
+def test_tokens_that_stay_on_the_device_make_no_difference(
+    name: str, pairs, given_prompts, window, new, size, rule
+) -> None:
     pair = pairs(name)
     options = {"rule": rule, "window": window, "max_new_tokens": new}
     alone = [pair.generate(prompt, **options) for prompt in given_prompts]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PlainCache, "waits", False)  # as on a GPU
+        patch.setattr(PlainCache, "needs_host_tokens", False)  # as on a GPU
         assert_same(pair.generate_batch(given_prompts, batch_size=size, **options), alone)
 
 
@@ -76,14 +107,21 @@ def test_exact_together_is_the_targets_own_greedy_answer(pairs: Callable[[str], 
     asked = [[i + 1, *range(1, 4 * i % 11 + 2)] for i in range(9)]
     for prompt, out in zip(asked, pair.generate_batch(asked, batch_size=4, max_new_tokens=24)):
         with torch.inference_mode():
-            plain = pair.target.model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)
+            plain = pair.target.model.generate(
+                torch.tensor([prompt]), max_new_tokens=24, do_sample=False
+            )
         assert out.tokens == plain[0, len(prompt) :].tolist()
 
 
 def test_an_answer_that_ends_early_makes_room_for_the_next(built_in: Pair) -> None:
-    asked = ["Ann has 12 apples. Answer:", "Bob has 5 apples. How many apples does Bob have left? Answer:"] * 4
+    asked = [
+        "Ann has 12 apples. Answer:",
+        "Bob has 5 apples. How many apples does Bob have left? Answer:",
+    ] * 4
     outs = built_in.generate_batch(asked, batch_size=3, max_new_tokens=60, stop_strings=["12", "5"])
-    alone = [built_in.generate(prompt, max_new_tokens=60, stop_strings=["12", "5"]) for prompt in asked]
+    alone = [
+        built_in.generate(prompt, max_new_tokens=60, stop_strings=["12", "5"]) for prompt in asked
+    ]
     assert_same(outs, alone)
     assert {out.finish for out in outs} & {"stop"}
 
@@ -93,7 +131,9 @@ def test_rows_that_reach_the_context_end_there(name: str, pairs: Callable[[str],
     pair, asked = pairs(name), [[3] * 250, [5, 4], [1 + i % 40 for i in range(255)]]
     for rule in ("exact", "topk:3"):
         alone = [pair.generate(prompt, rule=rule, max_new_tokens=30, window=8) for prompt in asked]
-        assert_same(pair.generate_batch(asked, rule=rule, batch_size=3, max_new_tokens=30, window=8), alone)
+        assert_same(
+            pair.generate_batch(asked, rule=rule, batch_size=3, max_new_tokens=30, window=8), alone
+        )
         assert len(asked[2]) + len(alone[2].tokens) == 256
 
 
@@ -103,7 +143,9 @@ def test_what_is_past_the_context_is_not_read(pairs: Callable[[str], Pair]) -> N
     reading = Session(lm, 2).read([long, short], 5)
     with torch.inference_mode():
         whole = lm.model(torch.tensor([long[:256]])).logits[0]
-    torch.testing.assert_close(reading.logits[0, :2], whole[-2:], atol=2e-4, rtol=1e-3)  # after the tokens 255 and 256
+    torch.testing.assert_close(
+        reading.logits[0, :2], whole[-2:], atol=2e-4, rtol=1e-3
+    )  # after the tokens 255 and 256
 
 
 def test_a_pass_that_fails_leaves_nothing_that_is_believed(llama: Pair) -> None:
@@ -113,7 +155,9 @@ def test_a_pass_that_fails_leaves_nothing_that_is_believed(llama: Pair) -> None:
     def fail(*_call: object) -> None:
         raise MemoryError
 
-    watch = llama.target.model.model.layers[1].register_forward_pre_hook(fail)  # the first layer has written by then
+    watch = llama.target.model.model.layers[1].register_forward_pre_hook(
+        fail
+    )  # the first layer has written by then
     with pytest.raises(MemoryError):
         session.read([[1, 2, 9, 9]])
     watch.remove()
@@ -133,9 +177,13 @@ def test_no_prompts_no_answers_and_wrong_options_are_told_before_any_work(llama:
     assert not calls
 
 
-def test_a_cache_that_cannot_fit_is_refused_with_what_would(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    each = sum(sum(token_bytes(lm).values()) for lm in (llama.target, llama.draft)) * (1 + 20 + 8 + 1)
-    monkeypatch.setattr("lenience.memory.free_bytes", lambda device: 3 * each)
+def test_a_cache_that_cannot_fit_is_refused_with_what_would(
+    llama: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = sum(sum(token_bytes(lm).values()) for lm in (llama.target, llama.draft)) * (
+        1 + 20 + 8 + 1
+    )
+    monkeypatch.setattr("lenience.models.memory.free_bytes", lambda device: 3 * each)
     assert len(llama.generate_batch([[1]] * 4, batch_size=3, max_new_tokens=20)) == 4
     with pytest.raises(InputError, match="at most 3 rows fit"):
         llama.generate_batch([[1]] * 4, batch_size=4, max_new_tokens=20)
@@ -146,7 +194,9 @@ def test_the_cache_takes_what_it_is_said_to_take(name: str, pairs: Callable[[str
     lm = pairs(name).target
     session = Session(lm, 3, 50)
     session.read([[1, 2], [3], [4]])
-    taken = sum(kept.nbytes for layer in session.cache.layers for kept in (layer.keys, layer.values))
+    taken = sum(
+        kept.nbytes for layer in session.cache.layers for kept in (layer.keys, layer.values)
+    )
     assert taken == 3 * 51 * sum(token_bytes(lm).values())  # one column more, for padding
 
 
@@ -164,16 +214,22 @@ def test_the_cache_grows_where_it_is_full_and_keeps_what_it_holds(llama: Pair) -
         torch.testing.assert_close(small.read(grown, 1).logits, large.read(grown, 1).logits)
 
 
-def test_rows_are_read_one_by_one_where_a_model_places_its_own_mask(pairs: Callable[[str], Pair]) -> None:
-    assert {name: takes_masks(pairs(name).target) for name in CONFIGS} == dict.fromkeys(CONFIGS, True) | {"gpt_neo": False}
+def test_rows_are_read_one_by_one_where_a_model_places_its_own_mask(
+    pairs: Callable[[str], Pair],
+) -> None:
+    assert {name: takes_masks(pairs(name).target) for name in CONFIGS} == dict.fromkeys(
+        CONFIGS, True
+    ) | {"gpt_neo": False}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_a_model_that_places_masks_otherwise_is_found_out(name: str, dtype: str, checkpoints, monkeypatch) -> None:
+def test_a_model_that_places_masks_otherwise_is_found_out(
+    name: str, dtype: str, checkpoints, monkeypatch
+) -> None:
     lm = load_pair(*checkpoints(name), dtype=dtype).target
     assert takes_masks(lm)
-    lm.takes_masks = None
+    lm = load_pair(*checkpoints(name), dtype=dtype).target
     masks = LM.masks
 
     def shifted(self: LM, at: torch.Tensor, keys: torch.Tensor):
@@ -202,6 +258,10 @@ def test_in_bfloat16_answers_part_only_at_near_ties(checkpoints) -> None:
         parted = next((i for i, (a, b) in enumerate(zip(out.tokens, alone.tokens)) if a != b), None)
         if parted is not None:
             with torch.inference_mode():
-                logits = pair.target.model(torch.tensor([prompt + alone.tokens[:parted]])).logits[0, -1].float()
+                logits = (
+                    pair.target.model(torch.tensor([prompt + alone.tokens[:parted]]))
+                    .logits[0, -1]
+                    .float()
+                )
             gap = (logits[alone.tokens[parted]] - logits[out.tokens[parted]]).abs()
             assert gap < 0.03 * logits.abs().max()

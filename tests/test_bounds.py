@@ -16,12 +16,12 @@ from lenience.certification.sequential_tests import (
     Alarm,
     Betting,
     Binomial,
-    Tried,
-    climb,
+    SettingResult,
+    fixed_sequence_test,
     hoeffding_bentkus,
-    looks,
-    needed,
-    needed_like,
+    look_schedule,
+    sample_size,
+    sample_size_by_trial,
     sequence,
     wealth,
 )
@@ -32,7 +32,9 @@ def outcome(n: int, losses: int) -> np.ndarray:
 
 
 @given(st.integers(1, 400), st.data(), st.floats(0.005, 0.3), st.floats(0.01, 0.2))
-def test_one_look_is_clopper_pearson(n: int, data: st.DataObject, limit: float, alpha: float) -> None:
+def test_one_look_is_clopper_pearson(
+    n: int, data: st.DataObject, limit: float, alpha: float
+) -> None:
     losses = data.draw(st.integers(0, n))
     test = Binomial(limit, alpha, (n,))
     upper = beta.ppf(1 - alpha, losses + 1, n - losses) if losses < n else 1.0
@@ -41,8 +43,8 @@ def test_one_look_is_clopper_pearson(n: int, data: st.DataObject, limit: float, 
 
 
 def test_looks_spend_the_error_exactly_by_brute_force() -> None:
-    """All 2^12 sequences of losses at the limit: those that pass at any look weigh at most alpha, and one more loss allowed at any
-    look would spend more than is allowed there."""
+    """All 2^12 sequences of losses at the limit: those that pass at any look weigh at most alpha,
+    and one more loss allowed at any look would spend more than is allowed there."""
     limit, alpha, at = 0.4, 0.2, (3, 6, 12)
     test = Binomial(limit, alpha, at)
 
@@ -56,10 +58,10 @@ def test_looks_spend_the_error_exactly_by_brute_force() -> None:
         return passed.tolist()
 
     spent = weight(test.most)
-    assert all(used <= allowed + 1e-12 for used, allowed in zip(spent, test.spent))
+    assert all(used <= allowed + 1e-12 for used, allowed in zip(spent, test.alpha_spent))
     for look in range(len(at)):
         looser = [*test.most[:look], test.most[look] + 1]
-        assert weight([*looser, *[-1] * (len(at) - look - 1)])[look] > test.spent[look]
+        assert weight([*looser, *[-1] * (len(at) - look - 1)])[look] > test.alpha_spent[look]
 
 
 @given(st.integers(50, 800), st.floats(0.01, 0.2))
@@ -67,10 +69,12 @@ def test_a_bound_is_under_the_limit_where_the_test_passes(n: int, limit: float) 
     rng = np.random.default_rng(n)
     losses = (rng.random(n) < limit / 3).astype(float)
     for kind in TESTS.values():
-        test = kind(limit, 0.05, looks(n))
+        test = kind(limit, 0.05, look_schedule(n))
         for look, seen in enumerate(test.looks):
             passes, bound = test.passes(look, losses[:seen]), test.bound(look, losses[:seen])
-            assert bound >= losses[:seen].mean() - 1e-9 or kind is Betting  # betting remembers better times
+            assert (
+                bound >= losses[:seen].mean() - 1e-9 or kind is Betting
+            )  # betting remembers better times
             if passes:
                 assert bound <= limit + 1e-9
                 break
@@ -91,7 +95,11 @@ def test_fixed_sequences_are_mapies() -> None:
     for _ in range(50):
         losses = (rng.random((6, 300)) < np.sort(rng.random(6) * 0.03)[:, None]).astype(float)
         test = Binomial(0.02, 0.05, (300,))
-        passed = [one.setting for one in climb(test, 6, lambda j, n: losses[j, :n]) if one.passed]  # noqa: B023
+        passed = [
+            one.setting
+            for one in fixed_sequence_test(test, 6, lambda j, n: losses[j, :n])
+            if one.passed
+        ]
         p = binom.cdf(losses.sum(1), 300, 0.02)
         assert passed == control(p, 0.05, "fixed_sequence").tolist()
 
@@ -103,9 +111,9 @@ def test_climbing_stops_at_the_first_that_does_not_pass() -> None:
         asked.append((j, n))
         return outcome(n, 0 if j != 1 else n // 4)
 
-    tried = climb(Binomial(0.1, 0.05, (50, 100, 200)), 4, losses)
+    tried = fixed_sequence_test(Binomial(0.1, 0.05, (50, 100, 200)), 4, losses)
     assert [(one.setting, one.passed) for one in tried] == [(0, True), (1, False)]
-    assert tried[1] == Tried(1, 0, 50, 12, False, True)  # hopeless at once
+    assert tried[1] == SettingResult(1, 0, 50, 12, False, True)  # hopeless at once
     assert max(j for j, _ in asked) == 1
 
 
@@ -163,9 +171,9 @@ def test_an_alarms_capital_is_one_on_average() -> None:
 
 
 def test_how_many_prompts_are_needed() -> None:
-    assert needed(0.01, 0.05, 0.0) == 299  # 0.99^n ≤ 0.05, the rule of three
-    assert needed(0.01, 0.05, 0.01) is None
-    n = needed(0.05, 0.05, 0.02)
+    assert sample_size(0.01, 0.05, 0.0) == 299  # 0.99^n ≤ 0.05, the rule of three
+    assert sample_size(0.01, 0.05, 0.01) is None
+    n = sample_size(0.05, 0.05, 0.02)
     assert n is not None
     test, rng = Binomial(0.05, 0.05, (n,)), np.random.default_rng(4)
     passed = np.mean([rng.binomial(n, 0.02) <= test.most[0] for _ in range(4000)])
@@ -173,20 +181,21 @@ def test_how_many_prompts_are_needed() -> None:
 
 
 def test_how_many_prompts_other_losses_take() -> None:
-    """Half are ties, a little more is gained than lost: what the count of losses alone would not tell."""
+    """Half are ties, a little more is gained than lost: what the count of losses alone would not
+    tell."""
     seen = np.repeat([0.5, 1.0, 0.0], [90, 4, 6])
 
     def bets(n: int) -> Betting:
         return Betting(0.505, 0.05, (n,))
 
-    n, rng = needed_like(bets, seen), np.random.default_rng(5)
+    n, rng = sample_size_by_trial(bets, seen), np.random.default_rng(5)
     assert n is not None and n > 100
     passed = [bets(size).passes(0, rng.choice(seen, size)) for size in [n] * 200 + [n // 2] * 200]
     assert np.mean(passed[:200]) > 0.65 > 0.6 > np.mean(passed[200:])
-    assert needed_like(bets, np.full(50, 0.6), most=500) is None
+    assert sample_size_by_trial(bets, np.full(50, 0.6), most=500) is None
 
 
 def test_looks_grow() -> None:
-    assert looks(30) == (30,)
-    assert looks(1000) == (125, 250, 500, 1000)
-    assert looks(210) == (52, 105, 210)
+    assert look_schedule(30) == (30,)
+    assert look_schedule(1000) == (125, 250, 500, 1000)
+    assert look_schedule(210) == (52, 105, 210)

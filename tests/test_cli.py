@@ -1,4 +1,5 @@
-"""The command line, run as a user would: exit status, one line of error, the JSON line, and the whole path on tiny models."""
+"""The command line, run as a user would: exit status, one line of error, the JSON line, and the
+whole path on tiny models."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ PROBLEM = "Ann has 12 apples. Bob has 5 more apples than Ann. How many apples do
 
 def spawn(*args: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "lenience.cli.commands", *map(str, args)], capture_output=True, text=True, input=stdin
+        [sys.executable, "-m", "lenience.cli", *map(str, args)],
+        capture_output=True,
+        text=True,
+        input=stdin,
     )
 
 
@@ -46,13 +50,21 @@ def test_generate_prints_the_answer() -> None:
     assert done.returncode == 0 and done.stdout.strip().endswith("The final answer is 29.")
     told = last_json(spawn("generate", "--json", "--rule", "topk:2", stdin=PROBLEM))
     assert told["text"].endswith(".") and told["finish"] == "eos"
-    assert len(told["trace"]) == len(told["tokens"]) == round(told["tokens_per_pass"] * told["target_passes"])
+    assert (
+        len(told["trace"])
+        == len(told["tokens"])
+        == round(told["tokens_per_pass"] * told["target_passes"])
+    )
 
 
 def test_a_profile_says_where_the_time_goes() -> None:
-    done = run("generate", PROBLEM, "--profile", "--window", "auto", "--stop", "confidence:0.5", "--json")
+    done = run(
+        "generate", PROBLEM, "--profile", "--window", "auto", "--stop", "confidence:0.5", "--json"
+    )
     told = last_json(done)
-    assert told["window"] > 0 and f"window {told['window']} was picked" in " ".join(done.stderr.split())
+    assert told["window"] > 0 and f"window {told['window']} was picked" in " ".join(
+        done.stderr.split()
+    )
     assert told["profile"]["cycles"] == told["target_passes"]
     assert set(told["profile"]["seconds"]) == {"draft", "target", "rule", "cache", "rest"}
     for said in ("warmed up", "passes of the target", "ms a cycle", "100.0%"):
@@ -105,10 +117,14 @@ def test_wrong_input_is_one_line_and_exit_2(args: list[str], says: str, tmp_path
 
 def test_a_marker_that_finds_no_answer_is_told(checkpoints, tmp_path: Path) -> None:
     target, draft = checkpoints("llama")
-    (tmp_path / "own.jsonl").write_text('{"prompt": "w1 w2", "reference": "w3", "split": "train"}\n')
+    (tmp_path / "own.jsonl").write_text(
+        '{"prompt": "w1 w2", "reference": "w3", "split": "train"}\n'
+    )
     task = ["--task", tmp_path / "own.jsonl", "--answer", "after:####", "--max-new-tokens", 12]
     done = run("mine", "--target", target, "--draft", draft, *task, "--out", tmp_path / "r")
-    assert done.returncode == 0 and "no answer was found in any, look at --answer" in " ".join(done.stderr.split())
+    assert done.returncode == 0 and "no answer was found in any, look at --answer" in " ".join(
+        done.stderr.split()
+    )
 
 
 def test_wrong_input_ends_a_process_with_2() -> None:
@@ -125,12 +141,25 @@ def test_a_failed_run_exits_with_1(tmp_path: Path) -> None:
 
 
 def test_the_whole_path_on_a_users_own_pair_and_task(checkpoints, tmp_path: Path) -> None:
-    """Tiny random models and a JSONL task; the answers are worth nothing, but every command runs on from the last."""
+    """Tiny random models and a JSONL task; the answers are worth nothing, but every command runs on
+    from the last."""
     target, draft = checkpoints("llama")
-    rows = [{"prompt": f"w{1 + i % 40} w{1 + 3 * i % 41} w{2 + i % 7}", "reference": f"w{i % 47}"} for i in range(60)]
+    rows = [
+        {"prompt": f"w{1 + i % 40} w{1 + 3 * i % 41} w{2 + i % 7}", "reference": f"w{i % 47}"}
+        for i in range(60)
+    ]
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
     models = ["--target", target, "--draft", draft]
-    task = ["--task", tmp_path / "own.jsonl", "--answer", r"regex:(w\d+)", "--same", "text", "--max-new-tokens", 16]
+    task = [
+        "--task",
+        tmp_path / "own.jsonl",
+        "--answer",
+        r"regex:(w\d+)",
+        "--same",
+        "text",
+        "--max-new-tokens",
+        16,
+    ]
     folder = tmp_path / "run"
     mined = last_json(run("mine", *models, *task, "--out", folder, "--limit", 40, "--json"))
     assert mined["samples"] == 40 and 0 < mined["important"] < mined["mismatches"]
@@ -138,41 +167,124 @@ def test_the_whole_path_on_a_users_own_pair_and_task(checkpoints, tmp_path: Path
     assert again.returncode == 2 and "dtype 'float32', not 'bfloat16'" in again.stderr
     fitted = last_json(run("fit", folder, "--json", "--recall", 0.8))
     assert {row["recall"] for row in fitted["thresholds"]} >= {0.9, 1.0}
-    assert fitted["threshold"] == next(row["threshold"] for row in fitted["thresholds"] if row["recall"] == 0.8)
-    rules = ["--rule", "exact", "--rule", "topk:2", "--rule", f"judge:{folder}/judge@{fitted['threshold']}"]
-    told = last_json(run("compare", *models, *task, *rules, "--limit", 5, "--tuning", 2, "--out", tmp_path / "cmp", "--json"))
-    assert {row["rule"].split(":")[0] for row in told["rows"]} == {"target", "draft", "exact", "topk", "judge"}
+    assert fitted["threshold"] == next(
+        row["threshold"] for row in fitted["thresholds"] if row["recall"] == 0.8
+    )
+    rules = [
+        "--rule",
+        "exact",
+        "--rule",
+        "topk:2",
+        "--rule",
+        f"judge:{folder}/judge@{fitted['threshold']}",
+    ]
+    told = last_json(
+        run(
+            "compare",
+            *models,
+            *task,
+            *rules,
+            "--limit",
+            5,
+            "--tuning",
+            2,
+            "--out",
+            tmp_path / "cmp",
+            "--json",
+        )
+    )
+    assert {row["rule"].split(":")[0] for row in told["rows"]} == {
+        "target",
+        "draft",
+        "exact",
+        "topk",
+        "judge",
+    }
     assert (tmp_path / "cmp" / "report.html").stat().st_size > 10_000
     stop = last_json(run("fit", folder, "--stop", "--json"))["stop"]
-    stopped = ["--rule", "exact", "--stop", f"head:{stop}@0.5", "--limit", 5, "--tuning", 2, "--out", tmp_path / "stopped"]
+    stopped = [
+        "--rule",
+        "exact",
+        "--stop",
+        f"head:{stop}@0.5",
+        "--limit",
+        5,
+        "--tuning",
+        2,
+        "--out",
+        tmp_path / "stopped",
+    ]
     last_json(run("compare", *models, *task, *stopped, "--json"))
-    assert json.loads((tmp_path / "stopped" / "frontier.json").read_text())["stop"] == f"head:{stop}@0.5"
-    fresh = [folder, "--rule", "topk:1", "--loss", "disagreement", "--max-drop", 0.8, *task, "--json"]
+    assert (
+        json.loads((tmp_path / "stopped" / "frontier.json").read_text())["stop"]
+        == f"head:{stop}@0.5"
+    )
+    fresh = [
+        folder,
+        "--rule",
+        "topk:1",
+        "--loss",
+        "disagreement",
+        "--max-drop",
+        0.8,
+        *task,
+        "--json",
+    ]
     planned = last_json(run("certify", *fresh, "--plan", "--pilot", 2))
-    assert [row["rule"] for row in planned["plan"]] == ["topk:1"] and planned["least"] == 2  # 0.2^2 ≤ 0.05
+    assert [row["rule"] for row in planned["plan"]] == ["topk:1"] and planned[
+        "least"
+    ] == 2  # 0.2^2 ≤ 0.05
     certified = last_json(run("certify", *fresh))
     assert certified["losses"] == 0 and certified["certified"]["rule"] == "topk:1"
     live = tmp_path / "live.jsonl"
     live.write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows[:12]))
     audited = last_json(run("audit", folder, live, "--share", 0.5, *task[:-2], "--json"))
-    assert audited["seen"] == 12 and 0 < audited["audited"] < 12 and audited["losses"] == 0 and not audited["drifted"]
+    assert (
+        audited["seen"] == 12
+        and 0 < audited["audited"] < 12
+        and audited["losses"] == 0
+        and not audited["drifted"]
+    )
     told = last_json(run("generate", "w1 w2", *models, "--rule", f"certified:{folder}", "--json"))
-    plain = last_json(run("generate", "w1 w2", *models, "--rule", "exact", "--max-new-tokens", 16, "--json"))
+    plain = last_json(
+        run("generate", "w1 w2", *models, "--rule", "exact", "--max-new-tokens", 16, "--json")
+    )
     assert told["tokens"] == plain["tokens"] and told["window"] == 8
     wrong = run("generate", "w1 w2", *models, "--rule", f"certified:{folder}", "--window", 4)
     assert wrong.returncode == 2 and "certified with window 8, not 4" in wrong.stderr
-    other = last_json(run("fit", folder, "--models", "target", "--tokens", "previous", "--out", tmp_path / "judge2", "--json"))
+    other = last_json(
+        run(
+            "fit",
+            folder,
+            "--models",
+            "target",
+            "--tokens",
+            "previous",
+            "--out",
+            tmp_path / "judge2",
+            "--json",
+        )
+    )
     assert other["mismatches"] == fitted["mismatches"]
 
 
 def test_the_demo_tells_the_whole_story(tmp_path: Path) -> None:
     told = last_json(run("demo", "--out", tmp_path, "--fresh", 1, "--limit", 8, "--json"))
-    assert set(told) >= {"target_accuracy", "draft_accuracy", "important_share", "judge_auc", "rows", "seconds"}
+    assert set(told) >= {
+        "target_accuracy",
+        "draft_accuracy",
+        "important_share",
+        "judge_auc",
+        "rows",
+        "seconds",
+    }
     families = {row["rule"].split(":")[0] for row in told["rows"]}
     assert families == {"target", "draft", "exact", "topk", "judge"}
     shipped = (EMBEDDED / "run" / "journal.jsonl").read_text()
     journal = (tmp_path / "run" / "journal.jsonl").read_text()
-    assert journal.startswith(shipped) and len(journal.splitlines()) == len(shipped.splitlines()) + 1
+    assert (
+        journal.startswith(shipped) and len(journal.splitlines()) == len(shipped.splitlines()) + 1
+    )
     for name in ("run/run.json", "run/judge/judge.safetensors", "frontier.json", "report.html"):
         assert (tmp_path / name).exists()
     exact = next(row for row in told["rows"] if row["rule"] == "exact")
@@ -181,7 +293,12 @@ def test_the_demo_tells_the_whole_story(tmp_path: Path) -> None:
     assert told["certificate"]["max_drop"] == 0.03 and told["certificate"]["n"] > 0
     assert "The certificate" in (tmp_path / "report.html").read_text()
     judge = f"judge:{tmp_path}/run/judge@0.5"
-    assert last_json(run("generate", PROBLEM, "--rule", judge, "--window", 16, "--json"))["accepted_lenient"] > 0
+    assert (
+        last_json(run("generate", PROBLEM, "--rule", judge, "--window", 16, "--json"))[
+            "accepted_lenient"
+        ]
+        > 0
+    )
 
 
 def test_the_version_is_told() -> None:

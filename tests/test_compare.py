@@ -13,29 +13,54 @@ from scipy.stats import beta
 from test_mining import ParityTask
 
 from lenience import InputError
+from lenience.decoding.options import Decoding, names
 from lenience.decoding.pair import Pair
-from lenience.evaluation.compare import Estimate, Progress, compare
+from lenience.evaluation import compare as comparing
+from lenience.evaluation.compare import CompareConfig
 from lenience.evaluation.names import family, named, short
-from lenience.evaluation.pages import example, write_report
+from lenience.evaluation.pages import Mining, example, write_report
 from lenience.evaluation.plots import AXES, plot
-from lenience.evaluation.table import SHARES, Setting, allocation, rows
+from lenience.evaluation.table import SHARES, Frontier, Setting, allocation, table
 from lenience.heads.head import Head, Inputs
-from lenience.mining.search import mine
-from lenience.rules import lenient as rules
-from lenience.rules.settings import GRID, JUDGED, expand
+from lenience.mining.search import MineConfig, mine
+from lenience.rules.registry import RULES as ALL_RULES
+from lenience.rules.registry import terms
+from lenience.rules.settings import JUDGED, expand, grid
+from lenience.runs.answers import Answer
 from lenience.tasks import load_task, take
 
 RULES = ["exact", "topk:2"]
 
 
-def finish(items) -> tuple[list[Progress], dict]:
-    estimate, *items = items
-    assert isinstance(estimate, Estimate)
-    return items[:-1], items[-1]
+def configured(rules, **given) -> CompareConfig:
+    options = {name: given.pop(name) for name in names() if name in given}
+    return CompareConfig(tuple(rules), options=options, **given)
 
 
-def result(tokens: int, passes: int, correct: bool) -> dict:
-    return {"tokens": tokens, "target_passes": passes, "correct": correct, "accepted_exact": 0}
+def compare(pair, task, rules, out=None, progress=None, **given) -> tuple[list[tuple], dict]:
+    """What progress was told, and the frontier."""
+    told: list[tuple] = []
+
+    def show(phase: str, done: int, total: int) -> None:
+        told.append((phase, done, total))
+        if progress:
+            progress(phase, done)
+
+    config = configured(rules, **given)
+    return told, comparing.compare(pair, task, config, out, show).to_json()
+
+
+def result(tokens: int, passes: int, correct: bool) -> Answer:
+    counts = {"tokens": tokens, "target_passes": passes, "correct": correct, "accepted_exact": 0}
+    return Answer(id="x", rule="x", answer=None, **counts)
+
+
+def setting(rule: str, window: int, why: str = "given") -> Setting:
+    return Setting(Decoding(rule=rule, window=window), why)
+
+
+def rows(settings, answers, timings) -> list[dict]:
+    return [row.to_json() for row in table(settings, answers, timings, Decoding())]
 
 
 def test_the_tables_figures_follow_their_definitions() -> None:
@@ -46,14 +71,17 @@ def test_the_tables_figures_follow_their_definitions() -> None:
         [result(5, 0, bool(b)) for _, b in right],
         [result(12 + i % 3, 4, bool(b)) for i, (_, b) in enumerate(right)],
     ]
-    settings = [Setting("target", 0), Setting("draft", 0), Setting("topk:2", 8, "fastest")]
+    settings = [setting("target", 0), setting("draft", 0), setting("topk:2", 8, "fastest")]
     _, draft, lenient = rows(settings, answers, [[1.0, 0.25, 0.5]] * 10)  # seconds of the first ten
     lost = int((right[:, 0] & ~right[:, 1]).sum())
     assert lost > 0 and (lenient["n"], lenient["timed_n"]) == (40, 10)
     assert lenient["accuracy"] == right[:, 1].mean()
     assert lenient["paired_loss"] == lost / 40
     assert lenient["paired_gain"] == (~right[:, 0] & right[:, 1]).sum() / 40
-    low, high = beta.ppf(0.025, lost, 41 - lost), beta.ppf(0.975, lost + 1, 40 - lost)  # Clopper–Pearson
+    low, high = (
+        beta.ppf(0.025, lost, 41 - lost),
+        beta.ppf(0.975, lost + 1, 40 - lost),
+    )  # Clopper–Pearson
     assert lenient["paired_loss_interval"] == pytest.approx([low, high])
     assert lenient["tokens_per_pass"] == sum(12 + i % 3 for i in range(40)) / 160
     assert lenient["tokens_per_second"] == pytest.approx(sum(12 + i % 3 for i in range(10)) / 5)
@@ -67,9 +95,13 @@ def test_the_tables_figures_follow_their_definitions() -> None:
 def test_random_allocation_is_what_it_gives_on_average() -> None:
     rng = np.random.default_rng(1)
     right = rng.random((30, 2)) < [0.8, 0.5]
-    answers = [[result(10 + i, 10 + i, bool(a)) for i, (a, _) in enumerate(right)], [result(7, 0, bool(b)) for _, b in right]]
+    answers = [
+        [result(10 + i, 10 + i, bool(a)) for i, (a, _) in enumerate(right)],
+        [result(7, 0, bool(b)) for _, b in right],
+    ]
     seconds = [[1.0 + i / 10, 0.2] for i in range(30)]
-    line = allocation([Setting("target", 0), Setting("draft", 0)], answers, seconds)
+    settings = [setting("target", 0), setting("draft", 0)]
+    line = [point.to_json() for point in allocation(settings, answers, seconds)]
     assert [point["share"] for point in line] == list(SHARES)
     for point in line[::5]:
         to_draft = rng.random((20000, 30)) < point["share"]
@@ -77,32 +109,46 @@ def test_random_allocation_is_what_it_gives_on_average() -> None:
         loss = (to_draft & right[:, 0] & ~right[:, 1]).mean()
         tokens, passes, taken = (np.where(to_draft, *pair).sum(1).mean() for pair in (
             (7, 10 + np.arange(30)), (0, 10 + np.arange(30)), (0.2, np.array(seconds)[:, 0])))  # fmt: skip
-        assert point["accuracy"] == pytest.approx(accuracy, abs=0.003) and point["paired_loss"] == pytest.approx(
-            loss, abs=0.003
-        )
+        assert point["accuracy"] == pytest.approx(accuracy, abs=0.003) and point[
+            "paired_loss"
+        ] == pytest.approx(loss, abs=0.003)
         assert point["tokens_per_second"] == pytest.approx(tokens / taken, rel=0.01)
-        assert point["tokens_per_pass"] == (pytest.approx(tokens / passes, rel=0.01) if passes else None)
+        assert point["tokens_per_pass"] == (
+            pytest.approx(tokens / passes, rel=0.01) if passes else None
+        )
         assert point["seconds_per_correct"] == pytest.approx(taken / (30 * accuracy), rel=0.01)
 
 
 def test_all_stands_for_a_grid_of_every_rule(llama: Pair, tmp_path: Path) -> None:
-    names = {name for rule in GRID for name in [rules.terms(rule)[0].name]}
-    assert names == set(rules.RULES) - {"judge"}
+    assert {terms(rule)[0].name for rule in grid()} == set(ALL_RULES) - {"judge"}
     greedy, sampled = expand(["all"], 0.0), expand(["all"], 0.7)
-    assert sampled == list(GRID) and {"speculative", "block"} <= set(sampled) - set(greedy)
+    assert sampled == list(grid()) and {"speculative", "block"} <= set(sampled) - set(greedy)
     assert not any(rule.startswith("mentored") for rule in greedy)
     width = 2 * (llama.target.hidden_size + llama.draft.hidden_size)
-    listed = [{"recall": recall, "threshold": recall / 2, "accepted": 0.5} for recall in (0.1, *JUDGED)]
-    Head(torch.ones(width), 0.0, Inputs(), 0.5, llama.fingerprints, {"thresholds": listed}).save(tmp_path)
+    listed = [
+        {"recall": recall, "threshold": recall / 2, "accepted": 0.5} for recall in (0.1, *JUDGED)
+    ]
+    Head(torch.ones(width), 0.0, Inputs(), 0.5, llama.fingerprints, {"thresholds": listed}).save(
+        tmp_path
+    )
     judge = f"judge:{tmp_path}"
     assert expand(["all", judge], 0.0) == [*greedy, *(f"{judge}@{recall / 2}" for recall in JUDGED)]
-    assert expand([judge, "exact"], 0.0) == [judge, "exact"], "a judge's own threshold, where not all are asked for"
-    assert expand(["all", f"{judge}@0.3", "target", "topk:9"], 0.0) == [*greedy, f"{judge}@0.3", "target", "topk:9"]
+    assert expand([judge, "exact"], 0.0) == [judge, "exact"], (
+        "a judge's own threshold, where not all are asked for"
+    )
+    assert expand(["all", f"{judge}@0.3", "target", "topk:9"], 0.0) == [
+        *greedy,
+        f"{judge}@0.3",
+        "target",
+        "topk:9",
+    ]
 
 
 def test_sampling_is_compared_by_its_seed(llama: Pair) -> None:
     given = (llama, ParityTask(), ["exact", "mentored:0.5"])
-    _, frontier = finish(compare(*given, windows=(3,), limit=6, timed=1, repeats=1, temperature=0.8, seed=4))
+    _, frontier = compare(
+        *given, windows=(3,), limit=6, timed=1, repeats=1, temperature=0.8, seed=4
+    )
     exact = next(row for row in frontier["rows"] if row["rule"] == "exact")
     assert exact["paired_loss"] == exact["paired_gain"] == 0, "the same draws as the target alone"
     outs = llama.generate_batch(
@@ -114,28 +160,39 @@ def test_sampling_is_compared_by_its_seed(llama: Pair) -> None:
         seed=4,
     )
     mentored = frontier["rows"][-1]
-    assert mentored["tokens_per_pass"] == sum(len(o.tokens) for o in outs) / sum(o.target_passes for o in outs)
+    assert mentored["tokens_per_pass"] == sum(len(o.tokens) for o in outs) / sum(
+        o.target_passes for o in outs
+    )
     with pytest.raises(InputError, match="no greedy form"):
-        next(iter(compare(*given, limit=2)))
+        compare(*given, limit=2)
 
 
 def test_compare_measures_what_generate_does(llama: Pair) -> None:
     task = ParityTask()
-    progress, frontier = finish(compare(llama, task, RULES, windows=(3,), limit=6, timed=3, batch_size=4))
+    progress, frontier = compare(llama, task, RULES, windows=(3,), limit=6, timed=3, batch_size=4)
     assert [row["rule"] for row in frontier["rows"]] == ["target", "draft", *RULES]
     assert {row["window"] for row in frontier["rows"]} == {0, 3}
     samples = [sample for sample, _ in zip(task.samples("test"), range(6))]
     for row in frontier["rows"]:
-        outs = [llama.generate(sample.prompt, rule=row["rule"], window=row["window"], max_new_tokens=24) for sample in samples]
-        assert row["accuracy"] == np.mean([task.correct(out.text, sample) for out, sample in zip(outs, samples)])
+        outs = [
+            llama.generate(sample.prompt, rule=row["rule"], window=row["window"], max_new_tokens=24)
+            for sample in samples
+        ]
+        assert row["accuracy"] == np.mean(
+            [task.correct(out.text, sample) for out, sample in zip(outs, samples)]
+        )
         if row["rule"] != "draft":
-            assert row["tokens_per_pass"] == sum(len(out.tokens) for out in outs) / sum(out.target_passes for out in outs)
+            assert row["tokens_per_pass"] == sum(len(out.tokens) for out in outs) / sum(
+                out.target_passes for out in outs
+            )
     exact = next(row for row in frontier["rows"] if row["rule"] == "exact")
     assert exact["paired_loss"] == exact["paired_gain"] == 0
-    assert {(item.phase, item.total) for item in progress} == {("decoding", 24), ("timing", 3)}
+    assert {(phase, total) for phase, _, total in progress} == {("decoding", 24), ("timing", 3)}
 
 
-def test_windows_are_chosen_by_speed_on_other_prompts(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_are_chosen_by_speed_on_other_prompts(
+    llama: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: dict[str, set] = {"tuning": set(), "reported": set()}
     generate = Pair.generate
 
@@ -147,27 +204,36 @@ def test_windows_are_chosen_by_speed_on_other_prompts(llama: Pair, monkeypatch: 
 
     monkeypatch.setattr(Pair, "generate", slow_but_at_four)
     stage = True
-    for item in compare(llama, ParityTask(), RULES, windows=(2, 4, 8), limit=5, tuning=3):
-        stage = isinstance(item, Estimate) or (isinstance(item, Progress) and item.phase == "choosing windows")
-        if isinstance(item, dict):
-            assert [(row["rule"], row["window"]) for row in item["rows"]] == [
-                ("target", 0), ("draft", 0), ("exact", 4), ("topk:2", 4), ("exact", 8), ("topk:2", 8),
-            ]  # fmt: skip
+
+    def follow(phase: str, done: int) -> None:
+        nonlocal stage
+        stage = phase == "choosing windows"
+
+    _, frontier = compare(
+        llama, ParityTask(), RULES, progress=follow, windows=(2, 4, 8), limit=5, tuning=3
+    )
+    assert [(row["rule"], row["window"]) for row in frontier["rows"]] == [
+        ("target", 0), ("draft", 0), ("exact", 4), ("topk:2", 4), ("exact", 8), ("topk:2", 8),
+    ]  # fmt: skip
     warm_up = take(ParityTask(), "test", 1)[0].prompt
     assert len(seen["tuning"] - {warm_up}) == 3 and len(seen["reported"]) == 5
     assert not (seen["tuning"] - {warm_up}) & seen["reported"]
 
 
 def test_a_stopped_comparison_goes_on(llama: Pair, tmp_path: Path) -> None:
-    def run():
-        return compare(llama, ParityTask(), RULES, windows=(2, 4), limit=8, tuning=2, timed=4, out=tmp_path)
+    class Stop(Exception): ...
 
-    def stop(phase: str, done: int) -> None:
-        items = run()
-        for item in items:
-            if isinstance(item, Progress) and (item.phase, item.done) == (phase, done):
-                break
-        items.close()
+    def run(progress=None) -> tuple[list[tuple], dict]:
+        given = {"windows": (2, 4), "limit": 8, "tuning": 2, "timed": 4}
+        return compare(llama, ParityTask(), RULES, tmp_path, progress, **given)
+
+    def stop(*at: object) -> None:
+        def progress(*told: object) -> None:
+            if told == at:
+                raise Stop
+
+        with pytest.raises(Stop):
+            run(progress)
 
     stop("decoding", 11)
     kept = (tmp_path / "compare.jsonl").read_text()
@@ -175,53 +241,63 @@ def test_a_stopped_comparison_goes_on(llama: Pair, tmp_path: Path) -> None:
     stop("timing", 2)
     timed = (tmp_path / "timings.jsonl").read_text()
     assert len(timed.splitlines()) == 2
-    progress, frontier = finish(run())
-    assert {item.phase for item in progress} == {"decoding", "timing"}
-    assert progress[0].done == progress[0].total, "nothing is decoded again"
+    before = len((tmp_path / "compare.jsonl").read_text().splitlines())
+    progress, frontier = run()
+    assert {phase for phase, *_ in progress} == {"decoding", "timing"}
+    assert len((tmp_path / "compare.jsonl").read_text().splitlines()) == before, (
+        "nothing is decoded again"
+    )
     assert (tmp_path / "compare.jsonl").read_text().startswith(kept)
     assert (tmp_path / "timings.jsonl").read_text().startswith(timed)
-    whole = finish(compare(llama, ParityTask(), RULES, windows=(2, 4), limit=8, tuning=2, timed=4))[1]
+    whole = compare(llama, ParityTask(), RULES, windows=(2, 4), limit=8, tuning=2, timed=4)[1]
     for row, same in zip(frontier["rows"], whole["rows"]):
         if row["window"] == same["window"]:  # a machine's moods may choose another
             assert [row[key] for key in ("n", "accuracy", "tokens_per_pass")] == [
                 same[key] for key in ("n", "accuracy", "tokens_per_pass")
             ]
     with pytest.raises(InputError, match="rules"):
-        finish(compare(llama, ParityTask(), ["exact"], windows=(2, 4), limit=8, tuning=2, out=tmp_path))
+        compare(llama, ParityTask(), ["exact"], windows=(2, 4), limit=8, tuning=2, out=tmp_path)
 
 
 def test_times_of_another_machine_are_measured_again(llama: Pair, tmp_path: Path) -> None:
     given = {"windows": (4,), "limit": 3, "timed": 2, "out": tmp_path}
-    finish(compare(llama, ParityTask(), RULES, **given))
+    compare(llama, ParityTask(), RULES, **given)
     kept = [json.loads(line) for line in (tmp_path / "timings.jsonl").read_text().splitlines()]
     (tmp_path / "timings.jsonl").write_text(
-        "".join(json.dumps({**record, "machine": "another", "seconds": [9.0] * 4}) + "\n" for record in kept)
+        "".join(
+            json.dumps({**record, "machine": "another", "seconds": [9.0] * 4}) + "\n"
+            for record in kept
+        )
     )
-    _, frontier = finish(compare(llama, ParityTask(), RULES, **given))
-    assert all(row["tokens_per_second"] > 30 for row in frontier["rows"]), "9 seconds an answer were another machine's"
+    _, frontier = compare(llama, ParityTask(), RULES, **given)
+    assert all(row["tokens_per_second"] > 30 for row in frontier["rows"]), (
+        "9 seconds an answer were another machine's"
+    )
     assert len((tmp_path / "timings.jsonl").read_text().splitlines()) == 4
 
 
-def test_a_comparison_with_a_judge_that_was_fitted_anew_is_another_one(llama: Pair, tmp_path: Path) -> None:
+def test_a_comparison_with_a_judge_that_was_fitted_anew_is_another_one(
+    llama: Pair, tmp_path: Path
+) -> None:
     width = 2 * (llama.target.hidden_size + llama.draft.hidden_size)
     head = Head(torch.ones(width), 0.0, Inputs(), 0.5, llama.fingerprints)
     head.save(tmp_path / "judge")
     given = (llama, ParityTask(), [f"judge:{tmp_path / 'judge'}"])
-    finish(compare(*given, windows=(3,), limit=2, out=tmp_path / "c"))
+    compare(*given, windows=(3,), limit=2, out=tmp_path / "c")
     head.threshold = 0.75  # as another --recall gives it
     head.save(tmp_path / "judge")
     with pytest.raises(InputError, match="heads"):
-        finish(compare(*given, windows=(3,), limit=2, out=tmp_path / "c"))
+        compare(*given, windows=(3,), limit=2, out=tmp_path / "c")
 
 
 def test_a_comparison_under_another_generation_config_is_another_one(
     llama: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"windows": [4], "limit": 2, "timed": 1, "repeats": 1, "out": tmp_path / "cmp"}
-    finish(compare(llama, ParityTask(), RULES, **options))
+    compare(llama, ParityTask(), RULES, **options)
     monkeypatch.setattr(llama.target.model.generation_config, "repetition_penalty", 1.3)
     with pytest.raises(InputError, match=r"generation_config repetition_penalty None, not 1\.3"):
-        finish(compare(llama, ParityTask(), RULES, **options))
+        compare(llama, ParityTask(), RULES, **options)
 
 
 def test_what_cannot_be_compared_is_told_before_any_work(llama: Pair, tmp_path: Path) -> None:
@@ -230,71 +306,123 @@ def test_what_cannot_be_compared_is_told_before_any_work(llama: Pair, tmp_path: 
     (tmp_path / "t.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     task = load_task(str(tmp_path / "t.jsonl"))
     with pytest.raises(InputError, match="sample b has no reference"):
-        finish(compare(llama, task, ["exact"], windows=(4,)))
+        compare(llama, task, ["exact"], windows=(4,))
     with pytest.raises(InputError, match="sample c: the prompt has 300 tokens"):
-        list(mine(llama, task, tmp_path / "run"))
+        mine(llama, task, tmp_path / "run")
     with pytest.raises(InputError, match="max_new_tokens -5"):
-        list(mine(llama, ParityTask(), tmp_path / "run", max_new_tokens=-5))
+        mine(llama, ParityTask(), tmp_path / "run", MineConfig(max_new_tokens=-5))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_wrong_option_leaves_no_folder(llama: Pair, tmp_path: Path) -> None:
-    for wrong, says in (({"temperature": -1.0}, "temperature"), ({"seed": 2**70}, "64 bits"), ({"windows": [-1]}, "window -1")):
+    for wrong, says in (
+        ({"temperature": -1.0}, "temperature"),
+        ({"seed": 2**70}, "64 bits"),
+        ({"windows": [-1]}, "window -1"),
+    ):
         with pytest.raises(InputError, match=says):
-            finish(compare(llama, ParityTask(), RULES, **{"windows": [4], "limit": 2, "out": tmp_path / "cmp", **wrong}))
+            compare(
+                llama,
+                ParityTask(),
+                RULES,
+                **{"windows": [4], "limit": 2, "out": tmp_path / "cmp", **wrong},
+            )
         assert not (tmp_path / "cmp").exists()
+
+
+def frontier_of(found: list[dict]) -> Frontier:
+    about = {"versions": {}, "pair": "", "models": {}, "tokenizer": "", "task": "", "split": ""}
+    about |= {"task_version": None, "machine": "", "drafter": "model", "stop": "fixed", "seed": 0}
+    about |= {"max_new_tokens": 1, "temperature": 0, "top_k": None, "top_p": None}
+    return Frontier(**about, rows=found, allocation=[], examples=[])
 
 
 def test_accuracies_near_1_are_on_the_plot() -> None:
     answers = [[result(10, 5, i >= wrong) for i in range(500)] for wrong in (2, 300, 2)]
-    found = rows([Setting("target", 0), Setting("draft", 0), Setting("exact", 8, "fastest")], answers, [[1.0, 0.5, 0.5]] * 5)
-    figure = plot({"rows": found, "allocation": []})
+    found = rows(
+        [setting("target", 0), setting("draft", 0), setting("exact", 8, "fastest")],
+        answers,
+        [[1.0, 0.5, 0.5]] * 5,
+    )
+    figure = plot(frontier_of(found))
     low, high = figure.axes[0].get_ylim()
     assert low < found[0]["accuracy"] == 0.996 < high
 
 
 def test_a_rule_is_shortened_but_not_changed() -> None:
     rule = "judge:a/run/judge,floor=0.1@0.9&topk:4|judge:a/run/mlp,budget=3@0.99"
-    assert short({"rule": rule}) == "judge,floor=0.1@0.9&topk:4|mlp,budget=3@0.99"
-    assert short({"rule": 'judge:"a/run/judge"@0.9'}) == "judge@0.9" and short({"rule": "draft"}) == "draft"
+    assert short(rule) == "judge,floor=0.1@0.9&topk:4|mlp,budget=3@0.99"
+    assert short('judge:"a/run/judge"@0.9') == "judge@0.9" and short("draft") == "draft"
 
 
 def test_judges_of_one_name_are_told_apart() -> None:
     rules = ["judge:a/run/judge@0.9", "judge:b/run/judge@0.9", "judge:a/run/mlp@0.9", "exact"]
-    found = named([{"rule": rule} for rule in rules])
-    assert [row["name"] for row in found] == ["a/run/judge@0.9", "b/run/judge@0.9", "mlp@0.9", "exact"]
+    answers = [[result(10, 5, True)]] * 6
+    settings = [setting("target", 0), setting("draft", 0), *(setting(rule, 8) for rule in rules)]
+    found = [row.to_json() for row in named(table(settings, answers, [[1.0] * 6], Decoding()))[2:]]
+    assert [row["name"] for row in found] == [
+        "a/run/judge@0.9",
+        "b/run/judge@0.9",
+        "mlp@0.9",
+        "exact",
+    ]
     assert [row["family"] for row in found] == ["a/run/judge", "b/run/judge", "mlp", "exact"]
 
 
 def test_a_missing_judge_is_told_before_any_work(llama: Pair, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no judge\.json"):
-        next(iter(compare(llama, ParityTask(), [f"judge:{tmp_path}@0.5"], limit=2)))
+        compare(llama, ParityTask(), [f"judge:{tmp_path}@0.5"], limit=2)
 
 
 def test_rules_are_drawn_with_their_kind() -> None:
-    drawn = ["target", "draft", "exact", "topk:2", "judge:run/judge@0.99", 'exact|judge:"a:b/m@p"@0.5', "judge:run/mlp"]
-    assert [family(rule) for rule in drawn] == ["target", "draft", "exact", "topk", "judge", "m@p", "mlp"]
-    assert [short({"rule": rule}) for rule in drawn[3:]] == ["topk:2", "judge@0.99", "exact|m@p@0.5", "mlp"]
+    drawn = [
+        "target",
+        "draft",
+        "exact",
+        "topk:2",
+        "judge:run/judge@0.99",
+        'exact|judge:"a:b/m@p"@0.5',
+        "judge:run/mlp",
+    ]
+    assert [family(rule) for rule in drawn] == [
+        "target",
+        "draft",
+        "exact",
+        "topk",
+        "judge",
+        "m@p",
+        "mlp",
+    ]
+    assert [short(rule) for rule in drawn[3:]] == [
+        "topk:2",
+        "judge@0.99",
+        "exact|m@p@0.5",
+        "mlp",
+    ]
 
 
 def test_the_report_stands_alone_and_holds_every_token(llama: Pair, tmp_path: Path) -> None:
-    _, frontier = finish(compare(llama, ParityTask(), RULES, windows=(4,), limit=5, tuning=2))
+    _, frontier = compare(llama, ParityTask(), RULES, windows=(4,), limit=5, tuning=2)
     write_report(
-        tmp_path / "report.html", frontier, {"samples": 3, "mismatches": 9, "important_share": 0.25, "judge_auc": 0.875}
+        tmp_path / "report.html",
+        Frontier(**frontier),
+        Mining(samples=3, mismatches=9, important_share=0.25, judge_auc=0.875),
     )
     page = (tmp_path / "report.html").read_text()
     links = re.findall(r"(?:src|href)=\"([^\"]*)\"", page)
     assert all(link.startswith("#") for link in links), "nothing is fetched"
     assert "<svg" in page and "25.0 %" in page and "0.875" in page
-    shown = example(frontier)
+    shown = example(Frontier(**frontier))
     assert shown is not None
     spans = re.findall(r'<span class="t ([a-z-]+)" title', page)
-    assert spans == [origin for _, origin, _ in shown["result"]["trace"]]
+    assert spans == [origin for _, origin, _ in shown.result.trace]
     for i, row in enumerate(frontier["rows"]):
         assert f'<td title="{row["rule"]}">' in page
         shown_on = sum(f'id="mark-{i}-{number}"' in page for number in range(3))
         assert shown_on == sum(row[key] is not None for key, _ in AXES), "a mark for every figure"
-    data = json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[0])
+    data = json.loads(
+        re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[0]
+    )
     assert [len(prompt["results"]) for prompt in data["prompts"]] == [len(frontier["rows"])] * 3
     traces = [result["trace"] for sample in frontier["examples"] for result in sample["results"]]
     assert [result["trace"] for prompt in data["prompts"] for result in prompt["results"]] == traces

@@ -24,15 +24,21 @@ import lenience
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.models.compile import compile_model, graph_path
-from lenience.models.cuda_graphs import Replay
+from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.lm import LM
 from lenience.models.memory import token_bytes
 from lenience.models.onnx_export import export_graph
 from lenience.models.session import Session
 
 EXPORTED = ["llama", "qwen2", "qwen3", "gemma2", "mistral", "gpt2"]
-QUICK = dict(derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
-rows = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=30), min_size=1, max_size=5)
+QUICK = dict(
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.generate),
+)
+rows = st.lists(
+    st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=30), min_size=1, max_size=5
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,8 +68,11 @@ def compiled(own_cache: None, checkpoints: Callable[[str], tuple[str, str]]) -> 
 @pytest.mark.parametrize("name", EXPORTED)
 @given(st.lists(rows, min_size=1, max_size=3), st.integers(1, 3), st.integers(4, 40))
 @settings(max_examples=10, deadline=None, **QUICK)
-def test_states_and_logits_are_the_models_own(name: str, compiled, readings, states, capacity) -> None:
-    """Rows of any lengths, one after the other in the same cache, which grows where it is too small."""
+def test_states_and_logits_are_the_models_own(
+    name: str, compiled, readings, states, capacity
+) -> None:
+    """Rows of any lengths, one after the other in the same cache, which grows where it is too
+    small."""
     lm = compiled(name)
     session = Session(lm, 5, capacity)
     for sequences in readings:
@@ -72,28 +81,38 @@ def test_states_and_logits_are_the_models_own(name: str, compiled, readings, sta
         for row, sequence in enumerate(sequences):
             with torch.inference_mode():
                 own = lm.model(torch.tensor([sequence]), output_hidden_states=True)
-            torch.testing.assert_close(got.logits[row], own.logits[0, -states:], atol=2e-4, rtol=1e-3)
-            torch.testing.assert_close(got.hidden[row], own.hidden_states[-1][0, -states:], atol=2e-4, rtol=1e-3)
+            torch.testing.assert_close(
+                got.logits[row], own.logits[0, -states:], atol=2e-4, rtol=1e-3
+            )
+            torch.testing.assert_close(
+                got.hidden[row], own.hidden_states[-1][0, -states:], atol=2e-4, rtol=1e-3
+            )
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 @given(st.lists(rows, min_size=1, max_size=3), st.integers(0, 9), st.integers(4, 40))
 @settings(max_examples=8, deadline=None, **QUICK)
-def test_a_draft_that_reads_on_takes_what_is_most_probable(name: str, compiled, readings, on, capacity) -> None:
+def test_a_draft_that_reads_on_takes_what_is_most_probable(
+    name: str, compiled, readings, on, capacity
+) -> None:
     lm = compiled(name, "draft")
     session = Session(lm, 5, capacity)
     for sequences in readings:
-        got = session.read(sequences, on=on)
+        got = session.read(sequences, lookahead=on)
         n = got.logits.shape[1]
         room = min(map(session.room, sequences))
-        assert n == 1 + min(on, room) or (n == 1 and len(sequences) > 1)  # prompts are not read with short rows
+        assert n == 1 + min(on, room) or (
+            n == 1 and len(sequences) > 1
+        )  # prompts are not read with short rows
         drafted = got.logits.argmax(-1).tolist()
         for row, sequence in enumerate(sequences):
-            assert session.tokens[row] == sequence + drafted[row][:-1]
+            assert session.tokens()[row] == sequence + drafted[row][:-1]
             with torch.inference_mode():
-                own = lm.model(torch.tensor([session.tokens[row]]), output_hidden_states=True)
+                own = lm.model(torch.tensor([session.tokens()[row]]), output_hidden_states=True)
             torch.testing.assert_close(got.logits[row], own.logits[0, -n:], atol=2e-4, rtol=1e-3)
-            torch.testing.assert_close(got.hidden[row], own.hidden_states[-1][0, -n:], atol=2e-4, rtol=1e-3)
+            torch.testing.assert_close(
+                got.hidden[row], own.hidden_states[-1][0, -n:], atol=2e-4, rtol=1e-3
+            )
 
 
 @given(
@@ -103,21 +122,28 @@ def test_a_draft_that_reads_on_takes_what_is_most_probable(name: str, compiled, 
     st.integers(1, 4),
 )
 @settings(max_examples=25, deadline=None, **QUICK)
-def test_a_compiled_pair_answers_as_a_plain_one(compiled, llama: Pair, judge: str, asked, how, window, size) -> None:
+def test_a_compiled_pair_answers_as_a_plain_one(
+    compiled, llama: Pair, judge: str, asked, how, window, size
+) -> None:
     pair = Pair(compiled("llama"), compiled("llama", "draft"), "compiled")
     assert pair.compiled
     how = (judge if how[0] == "judge" else how[0], how[1])
-    options = dict(zip(("rule", "temperature"), how), window=window, max_new_tokens=30, batch_size=size)
+    options = dict(
+        zip(("rule", "temperature"), how), window=window, max_new_tokens=30, batch_size=size
+    )
     assert_same(pair.generate_batch(asked, **options), llama.generate_batch(asked, **options))
 
 
 @pytest.mark.parametrize("how", ["exported", "recorded"])
-def test_sessions_at_the_same_time_have_caches_of_their_own(compiled, llama: Pair, checkpoints, how: str) -> None:
+def test_sessions_at_the_same_time_have_caches_of_their_own(
+    compiled, llama: Pair, checkpoints, how: str
+) -> None:
     if how == "exported":
         pair = Pair(compiled("llama"), compiled("llama", "draft"), "compiled")
     else:
         pair = load_pair(*checkpoints("llama"), dtype="float32", compile=False)
-        pair.target.graph, pair.draft.graph = Replay(), Replay()
+        pair.target.use(CudaGraphs())
+        pair.draft.use(CudaGraphs())
     asked = [[3, 4, 5], [9, 8, 7, 6], [20]]
     wanted = [llama.generate(prompt, max_new_tokens=24).tokens for prompt in asked]
     for _ in range(2):
@@ -132,30 +158,44 @@ def test_sessions_at_the_same_time_have_caches_of_their_own(compiled, llama: Pai
 
 def test_a_recorded_cache_is_taken_over_and_forgets(checkpoints, llama: Pair) -> None:
     pair = load_pair(*checkpoints("llama"), dtype="float32", compile=False)
-    pair.target.graph, pair.draft.graph = Replay(), Replay()
+    pair.target.use(CudaGraphs())
+    pair.draft.use(CudaGraphs())
     pair.generate([1], max_new_tokens=24)
-    (kept,) = pair.target.graph.spare
+    (kept,) = pair.target.backend._spare
     with torch.inference_mode():
         for layer in kept.layers:
             layer.keys += torch.nan  # as after a pass that overflowed
             layer.values += torch.nan
-    assert pair.generate([2], max_new_tokens=24).tokens == llama.generate([2], max_new_tokens=24).tokens
-    assert pair.target.graph.spare == [kept]
+    assert (
+        pair.generate([2], max_new_tokens=24).tokens
+        == llama.generate([2], max_new_tokens=24).tokens
+    )
+    assert pair.target.backend._spare == [kept]
     gone = weakref.ref(pair.target)
     del pair, kept, layer
     gc.collect()
     assert gone() is None, "a model that nobody uses is freed, and its spare cache with it"
 
 
-def test_the_built_in_pair_compiled_answers_as_plain(built_in: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LENIENCE_CACHE", str(Path(os.environ["LENIENCE_CACHE"]).parent))  # where other tests take it from
+def test_the_built_in_pair_compiled_answers_as_plain(
+    built_in: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "LENIENCE_CACHE", str(Path(os.environ["LENIENCE_CACHE"]).parent)
+    )  # where other tests take it from
     fast = load_pair(compile=True)
     assert fast.compiled and not built_in.compiled
-    prompts = [sample.prompt for sample, _ in zip(lenience.task("wordmath").samples("test"), range(6))]
+    prompts = [
+        sample.prompt for sample, _ in zip(lenience.task("wordmath").samples("test"), range(6))
+    ]
     options = {"max_new_tokens": 200, "batch_size": 4}
-    assert_same(fast.generate_batch(prompts, **options), built_in.generate_batch(prompts, **options))
+    assert_same(
+        fast.generate_batch(prompts, **options), built_in.generate_batch(prompts, **options)
+    )
     device = built_in.target.device
-    assert token_bytes(fast.target)[device] == 2 * token_bytes(built_in.target)[device]  # while it grows there are two
+    assert (
+        token_bytes(fast.target)[device] == 2 * token_bytes(built_in.target)[device]
+    )  # while it grows there are two
     assert load_pair().compiled, "the exports are kept"
     assert not load_pair(compile=False).compiled
 
@@ -170,7 +210,9 @@ def test_what_cannot_be_exported_is_told_and_read_plainly(checkpoints) -> None:
         assert not compile_model(half)
 
 
-def test_a_broken_or_foreign_export_is_not_used(checkpoints, compiled, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_or_foreign_export_is_not_used(
+    checkpoints, compiled, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair = load_pair(*checkpoints("mistral"), dtype="float32", compile=False)
     compiled("mistral")
     whole = graph_path(pair.target).read_bytes()
@@ -184,7 +226,7 @@ def test_a_broken_or_foreign_export_is_not_used(checkpoints, compiled, tmp_path,
     shutil.copy(graph_path(pair.draft), path)
     with pytest.warns(UserWarning, match="differs from its own"):
         assert not compile_model(pair.target, export=False)
-    assert pair.target.graph is None
+    assert pair.target.backend is None
 
 
 def test_rows_that_cannot_be_read_together_are_not_exported(checkpoints) -> None:
@@ -203,8 +245,10 @@ def test_an_export_is_of_all_the_weights(checkpoints) -> None:
 
 
 @pytest.mark.parametrize("largest", [1 << 24, 4000, 300])
-def test_long_prompts_are_read_in_parts(compiled, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lenience.compiled.LARGEST_SCORES", largest)
+def test_long_prompts_are_read_in_parts(
+    compiled, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lenience.models.onnx_graph.LARGEST_SCORES", largest)
     lm, prompts = compiled("llama"), [[1 + (7 * i) % 40 for i in range(n)] for n in (200, 9, 71)]
     for states in (1, 5):
         got = Session(lm, 3, 16).read(prompts, states)
@@ -229,7 +273,9 @@ def test_the_public_function_takes_what_the_inner_one_takes() -> None:
     assert inspect.signature(lenience.load_pair) == inspect.signature(load_pair)
 
 
-def test_a_passing_failure_keeps_the_export(compiled, checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_passing_failure_keeps_the_export(
+    compiled, checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiled("qwen3")
     lm = load_pair(*checkpoints("qwen3"), dtype="float32", compile=False).target
 
@@ -237,6 +283,6 @@ def test_a_passing_failure_keeps_the_export(compiled, checkpoints, monkeypatch: 
         raise MemoryError("none left")
 
     with monkeypatch.context() as patch, pytest.warns(UserWarning, match="MemoryError: none left"):
-        patch.setattr("lenience.compiled.Graph", fail)
+        patch.setattr("lenience.models.onnx_graph.Graph", fail)
         assert not compile_model(lm, export=False)
     assert graph_path(lm).exists() and compile_model(lm, export=False)

@@ -12,14 +12,21 @@ from lenience.tasks import WordMath, take
 
 
 def test_it_loads_as_plain_llama_checkpoints_with_one_tokenizer() -> None:
-    models = {role: AutoModelForCausalLM.from_pretrained(EMBEDDED / role) for role in ("target", "draft")}
+    models = {
+        role: AutoModelForCausalLM.from_pretrained(EMBEDDED / role) for role in ("target", "draft")
+    }
     a, b = (model.config for model in models.values())
     assert a.model_type == b.model_type == "llama"
     assert a.num_hidden_layers >= 8 and b.num_hidden_layers <= a.num_hidden_layers / 4
     assert a.head_dim == b.head_dim == 64
     tokenizers = [(EMBEDDED / role / "tokenizer.json").read_text() for role in models]
     assert tokenizers[0] == tokenizers[1]
-    assert AutoTokenizer.from_pretrained(EMBEDDED / "target").get_vocab().keys() >= {"▁Ann", "▁1", "1", "</s>"}
+    assert AutoTokenizer.from_pretrained(EMBEDDED / "target").get_vocab().keys() >= {
+        "▁Ann",
+        "▁1",
+        "1",
+        "</s>",
+    }
     weights = [path for path in EMBEDDED.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in weights) < 30e6
     assert {path.suffix for path in weights} <= {".json", ".jsonl", ".safetensors"}
@@ -29,16 +36,21 @@ def test_it_decodes_as_transformers_does(built_in: Pair) -> None:
     for sample in take(WordMath(), "test", 4):
         ids = built_in.target.encode(sample.prompt)
         with torch.inference_mode():
-            plain = built_in.target.model.generate(torch.tensor([ids]), max_new_tokens=300, do_sample=False)
+            plain = built_in.target.model.generate(
+                torch.tensor([ids]), max_new_tokens=300, do_sample=False
+            )
         for window in (4, 16):
             out = built_in.generate(sample.prompt, window=window, max_new_tokens=300)
             assert out.tokens == plain[0, len(ids) :].tolist()
 
 
 def test_the_target_is_right_and_the_draft_often_not(built_in: Pair) -> None:
-    """A small check of the figures that recipes/check_embedded.py measures; the chance of a false alarm is below 1e-6."""
+    """A small check of the figures that recipes/check_embedded.py measures; the chance of a false
+    alarm is below 1e-6."""
     task, right = WordMath(), {"target": 0, "draft": 0}
     for sample in take(task, "test", 40):
         for rule in right:
-            right[rule] += task.correct(built_in.generate(sample.prompt, rule=rule, max_new_tokens=320).text, sample)
+            right[rule] += task.correct(
+                built_in.generate(sample.prompt, rule=rule, max_new_tokens=320).text, sample
+            )
     assert right["target"] >= 30 and 4 <= right["draft"] <= 36

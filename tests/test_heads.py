@@ -15,11 +15,15 @@ from scipy.stats import norm
 
 from lenience import InputError
 from lenience.core.types import Draft, Reading
-from lenience.heads.fitting import fit_head, threshold_at, thresholds
+from lenience.heads.fitting import Examples, FitConfig, fit_head, threshold_at, thresholds
 from lenience.heads.head import Head, Inputs, load_head
 
 DRAFTED = Inputs(tokens=("draft",))
 PRINTS = {"target": "a", "draft": "b", "tokenizer": "c"}
+
+
+def fit(x: np.ndarray, important: np.ndarray, samples: np.ndarray, **config) -> Head:
+    return fit_head(Examples(x, ~important, samples), DRAFTED, PRINTS, FitConfig(**config))
 
 
 def test_thresholds_known_by_hand() -> None:
@@ -32,8 +36,14 @@ def test_thresholds_known_by_hand() -> None:
     assert accepted[0.8] == 0.5 and accepted[1.0] == 0.5 and accepted[0.5] == 1.0
 
 
-@given(hnp.arrays(float, st.integers(1, 40), elements=st.floats(0, 1)), st.floats(0.01, 1), st.randoms())
-def test_a_threshold_rejects_the_wanted_share_and_the_next_lower_does_not(scores, recall: float, random) -> None:
+@given(
+    hnp.arrays(float, st.integers(1, 40), elements=st.floats(0, 1)),
+    st.floats(0.01, 1),
+    st.randoms(),
+)
+def test_a_threshold_rejects_the_wanted_share_and_the_next_lower_does_not(
+    scores, recall: float, random
+) -> None:
     important = np.array([random.random() < 0.5 for _ in scores])
     important[0] = True
     at = threshold_at(scores, important, recall)
@@ -43,8 +53,8 @@ def test_a_threshold_rejects_the_wanted_share_and_the_next_lower_does_not(scores
 
 
 def synthetic(seed: int, m: int = 3000) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """States of two clouds 2 apart along one direction, far from the origin and badly scaled; the AUC of the best linear
-    score is Φ(2/√2) = 0.921."""
+    """States of two clouds 2 apart along one direction, far from the origin and badly scaled; the
+    AUC of the best linear score is Φ(2/√2) = 0.921."""
     rng = np.random.default_rng(seed)
     important = rng.random(m) < 0.2
     x = rng.normal(size=(m, 6))
@@ -55,7 +65,7 @@ def synthetic(seed: int, m: int = 3000) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 def test_the_best_linear_head_is_found() -> None:
     x, important, samples = synthetic(1)
-    head = fit_head(x, important, samples, inputs=DRAFTED, fingerprints=PRINTS, recall=0.9, seed=0)
+    head = fit(x, important, samples)
     assert head.metrics["auc_out_of_fold"] == pytest.approx(0.921, abs=0.015)
     direction = head.weight.numpy() * x.std(0)
     assert abs(direction[0]) > 5 * np.abs(direction[1:]).max()
@@ -64,46 +74,70 @@ def test_the_best_linear_head_is_found() -> None:
     states, n = torch.tensor(np.vstack([fresh[:1], fresh]))[None], len(fresh)
     draft = Draft(torch.zeros(1, n, dtype=torch.long), torch.tensor([n]), None, states[..., 4:])
     rejected = (
-        torch.sigmoid(head.window_logits(draft, Reading(torch.zeros(1, n + 1, 1), states[..., :4])).double())[0]
+        torch.sigmoid(
+            head.window_logits(draft, Reading(torch.zeros(1, n + 1, 1), states[..., :4])).double()
+        )[0]
         < head.threshold
     ).numpy()
     assert rejected[wanted].mean() == pytest.approx(0.9, abs=0.03)
 
 
 def test_a_hidden_layer_finds_what_no_linear_head_can() -> None:
-    """Important where two coordinates have the same sign: each alone, and any sum of them, says nothing."""
+    """Important where two coordinates have the same sign: each alone, and any sum of them, says
+    nothing."""
     rng = np.random.default_rng(4)
     x = rng.normal(size=(4000, 6)).astype(np.float32)
     important = x[:, 0] * x[:, 1] > 0
-    x = x * np.array([1, 100, 1e-3, 5, 1, 1], np.float32) + np.array([50, 0, 3, -7, 0, 0], np.float32)
-    given = {"inputs": DRAFTED, "fingerprints": PRINTS, "recall": 0.9, "seed": 0}
-    linear, mlp = (fit_head(x, important, np.arange(4000) // 4, kind=kind, **given) for kind in ("logistic", "mlp"))
+    x = x * np.array([1, 100, 1e-3, 5, 1, 1], np.float32) + np.array(
+        [50, 0, 3, -7, 0, 0], np.float32
+    )
+    linear, mlp = (
+        fit(x, important, np.arange(4000) // 4, kind=kind) for kind in ("logistic", "mlp")
+    )
     assert linear.metrics["auc_out_of_fold"] < 0.6 and mlp.metrics["auc_out_of_fold"] > 0.95
     # what decoding computes on raw states is what was fitted on standardised ones
     fresh = rng.normal(size=(2000, 6)).astype(np.float32)
     wanted = fresh[:, 0] * fresh[:, 1] > 0
-    raw = fresh * np.array([1, 100, 1e-3, 5, 1, 1], np.float32) + np.array([50, 0, 3, -7, 0, 0], np.float32)
+    raw = fresh * np.array([1, 100, 1e-3, 5, 1, 1], np.float32) + np.array(
+        [50, 0, 3, -7, 0, 0], np.float32
+    )
     states, n = torch.tensor(np.vstack([raw[:1], raw]))[None], len(raw)
     draft = Draft(torch.zeros(1, n, dtype=torch.long), torch.tensor([n]), None, states[..., 4:])
     rejected = (
-        torch.sigmoid(mlp.window_logits(draft, Reading(torch.zeros(1, n + 1, 1), states[..., :4])).double())[0] < mlp.threshold
+        torch.sigmoid(
+            mlp.window_logits(draft, Reading(torch.zeros(1, n + 1, 1), states[..., :4])).double()
+        )[0]
+        < mlp.threshold
     ).numpy()
-    assert rejected[wanted].mean() == pytest.approx(0.9, abs=0.04) and rejected[~wanted].mean() < 0.15
+    assert (
+        rejected[wanted].mean() == pytest.approx(0.9, abs=0.04) and rejected[~wanted].mean() < 0.15
+    )
 
 
 def test_an_mlp_scores_as_its_definition_says(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
-    weight, bias, inner, shift = rng.normal(size=7), 0.25, rng.normal(size=(3, 7)), rng.normal(size=7)
+    weight, bias, inner, shift = (
+        rng.normal(size=7),
+        0.25,
+        rng.normal(size=(3, 7)),
+        rng.normal(size=7),
+    )
     layer = (torch.tensor(inner, dtype=torch.float32), torch.tensor(shift, dtype=torch.float32))
     head = Head(torch.tensor(weight, dtype=torch.float32), bias, DRAFTED, 0.5, PRINTS, layer=layer)
     head.save(tmp_path)
     again = load_head(tmp_path)
     assert again.fingerprint == head.fingerprint and again.kind == "mlp"
     states = rng.normal(size=(1, 4, 3))
-    draft = Draft(torch.zeros(1, 3, dtype=torch.long), torch.tensor([3]), None, torch.tensor(states[..., 2:]))
+    draft = Draft(
+        torch.zeros(1, 3, dtype=torch.long), torch.tensor([3]), None, torch.tensor(states[..., 2:])
+    )
     z = states[0, 1:] @ inner + shift
     gelu = z * norm.cdf(z)
-    scores = torch.sigmoid(again.window_logits(draft, Reading(torch.zeros(1, 4, 1), torch.tensor(states[..., :2]))).double())[0]
+    scores = torch.sigmoid(
+        again.window_logits(
+            draft, Reading(torch.zeros(1, 4, 1), torch.tensor(states[..., :2]))
+        ).double()
+    )[0]
     np.testing.assert_allclose(scores.numpy(), expit(gelu @ weight + bias), atol=1e-5)
     with pytest.raises(InputError, match="reads 3 numbers, these models give 5"):
         again.check(PRINTS, {"target": 4, "draft": 1})
@@ -112,24 +146,25 @@ def test_an_mlp_scores_as_its_definition_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["logistic", "mlp"])
 def test_fitting_is_repeatable(kind: str) -> None:
     given = synthetic(3)
-    a, b = (fit_head(*given, inputs=DRAFTED, fingerprints=PRINTS, recall=0.9, seed=5, kind=kind) for _ in range(2))
+    a, b = (fit(*given, seed=5, kind=kind) for _ in range(2))
     assert torch.equal(a.weight, b.weight) and a.threshold == b.threshold
 
 
 def test_samples_are_never_split() -> None:
-    """Rows of a sample share a random state and a random label: memorising them helps only where they are split."""
+    """Rows of a sample share a random state and a random label: memorising them helps only where
+    they are split."""
     rng = np.random.default_rng(0)
     samples = np.repeat(np.arange(150), 8)
     x = rng.normal(size=(150, 40))[samples].astype(np.float32)
     important = (rng.random(150) < 0.3)[samples]
-    head = fit_head(x, important, samples, inputs=DRAFTED, fingerprints=PRINTS, recall=0.9, seed=0)
+    head = fit(x, important, samples)
     assert head.metrics["auc_out_of_fold"] < 0.65
 
 
 def test_too_little_to_learn_from_is_refused() -> None:
     x, important, samples = synthetic(1, 60)
     with pytest.raises(InputError, match="too few"):
-        fit_head(x, important & (samples < 2), samples, inputs=DRAFTED, fingerprints=PRINTS, recall=0.9, seed=0)
+        fit(x, important & (samples < 2), samples)
 
 
 def test_a_head_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -137,7 +172,12 @@ def test_a_head_is_saved_and_loaded(tmp_path: Path) -> None:
     head.save(tmp_path)
     again = load_head(tmp_path)
     assert torch.equal(again.weight, head.weight)
-    assert (again.bias, again.inputs, again.threshold, again.metrics) == (-0.5, head.inputs, 0.75, {"auc": 0.9})
+    assert (again.bias, again.inputs, again.threshold, again.metrics) == (
+        -0.5,
+        head.inputs,
+        0.75,
+        {"auc": 0.9},
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["judge.json", "judge.safetensors"]
 
 
@@ -146,13 +186,16 @@ def test_previous_token_heads_read_the_row_before() -> None:
     reading = Reading(torch.zeros(1, 3, 1), torch.tensor([[[1.0], [2.0], [3.0]]]))
     draft = Draft(torch.tensor([[0, 0]]), torch.tensor([2]))
     torch.testing.assert_close(
-        torch.sigmoid(head.window_logits(draft, reading).double()), torch.sigmoid(torch.tensor([[1.0, 2.0]]).double())
+        torch.sigmoid(head.window_logits(draft, reading).double()),
+        torch.sigmoid(torch.tensor([[1.0, 2.0]]).double()),
     )
 
 
 def test_heads_that_cannot_decode_here_are_refused() -> None:
     with pytest.raises(InputError, match="target's own token"):
-        Head(torch.zeros(2), 0.0, Inputs(tokens=("target",)), 0.5, PRINTS).check(PRINTS, {"target": 1, "draft": 1})
+        Head(torch.zeros(2), 0.0, Inputs(tokens=("target",)), 0.5, PRINTS).check(
+            PRINTS, {"target": 1, "draft": 1}
+        )
     with pytest.raises(InputError, match="reads 2 numbers, these models give 3"):
         Head(torch.zeros(2), 0.0, DRAFTED, 0.5, PRINTS).check(PRINTS, {"target": 2, "draft": 1})
     with pytest.raises(InputError, match="name one or more of target, draft"):

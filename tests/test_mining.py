@@ -1,4 +1,5 @@
-"""Algorithm 1 on a scripted model whose right labels are known by hand; runs that are killed; features."""
+"""Algorithm 1 on a scripted model whose right labels are known by hand; runs that are killed;
+features."""
 
 from __future__ import annotations
 
@@ -19,40 +20,56 @@ from lenience import InputError
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Inputs
-from lenience.mining.features import features, load_features
-from lenience.mining.search import WINDOW, Found, Miner, Mismatch, mine, search
+from lenience.mining.features import compute_features, load_features
+from lenience.mining.search import WINDOW, Found, MineConfig, Miner, mine, search
 from lenience.runs.journal import Journal
-from lenience.tasks import Sample
+from lenience.runs.record import Mismatch
+from lenience.tasks import Sample, Task
 
-# ---- a scripted model: a response is a list of numbers, 0 is EOS, and the answer is what follows the last 9
+# ---- a scripted model: a response is a list of numbers, 0 is EOS, and the answer is what follows
+# the last 9
 
 EOS = 0
 
 
-class LastAfterNine:
+class LastAfterNine(Task):
     name, max_new_tokens = "scripted", 20
 
-    def answer(self, text: str) -> str | None:
+    def answer(self, text: str, sample: Sample | None = None) -> str | None:
         parts = text.split()
         return parts[-1 - parts[::-1].index("9") + 1] if "9" in parts[:-1] else None
 
-    def same(self, a: str | None, b: str | None) -> bool | None:
-        return None if a is None or b is None else a == b
+
+class ScriptedTarget:
+    eos_ids = frozenset({EOS})
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(str(token) for token in ids if token != EOS)
+
+
+def mismatch(position: int, target: int, draft: int, important: bool | None) -> Mismatch:
+    return Mismatch(position=position, target_token=target, draft_token=draft, important=important)
+
+
+def mined(pair: Pair, task: object, folder: Path, **config) -> list[int]:
+    """Mine; gives how many samples were done each time that progress was told."""
+    done: list[int] = []
+    mine(pair, task, folder, MineConfig(**config), lambda phase, n, total: done.append(n))
+    return done
 
 
 def scripted(
     target: dict[tuple[int, ...], list[int]], guesses: dict[tuple[int, ...], int], limit: int = 20
 ) -> tuple[Found, list[tuple[int, ...]]]:
-    """What is found where `target` says how each prefix (without the prompt) goes on, and `guesses` what the draft puts
-    after a prefix, where it differs from what stands there; and the prefixes that the target was asked to go on from."""
+    """What is found where `target` says how each prefix (without the prompt) goes on, and `guesses`
+    what the draft puts after a prefix, where it differs from what stands there; and the prefixes
+    that the target was asked to go on from."""
 
     def predict(prompt: list[int], response: list[int], start: int) -> list[int]:
         return [guesses.get(tuple(response[:i]), response[i]) for i in range(start, len(response))]
 
-    def decode(ids: list[int]) -> str:
-        return " ".join(str(token) for token in ids if token != EOS)
-
-    steps = Miner(LastAfterNine(), predict, decode, frozenset({EOS}), limit).search([100])
+    sample = Sample("scripted", "", None)
+    steps = Miner(LastAfterNine(), sample, predict, ScriptedTarget(), limit).search([100])
     asked: list[tuple[int, ...]] = []
     ids, most = next(steps)
     while True:
@@ -64,25 +81,27 @@ def scripted(
 
 
 def test_labels_known_by_hand() -> None:
-    # Own answer 7. Swapping 1→2 keeps the answer (adopted, and the rest is worded anew), then 5→6 changes it to 8 (kept),
+    # Own answer 7. Swapping 1→2 keeps the answer (adopted, and the rest is worded anew), then 5→6
+    # changes it to 8 (kept),
     # then EOS after the answer is reached.
     found, asked = scripted(
         target={(): [1, 5, 9, 7, 0], (2,): [4, 5, 9, 7, 0], (2, 4, 6): [9, 8, 0]},
         guesses={(): 2, (2, 4): 6},
     )
-    mismatches = [Mismatch(0, 1, 2, False), Mismatch(2, 5, 6, True)]
+    mismatches = [mismatch(0, 1, 2, False), mismatch(2, 5, 6, True)]
     assert found == Found([1, 5, 9, 7, 0], [2, 4, 5, 9, 7, 0], mismatches, "7")
     assert asked == [(), (2,), (2, 4, 6)]
 
 
 def test_mismatches_of_an_adopted_response_are_found_afresh() -> None:
-    # In the own response the draft would miss position 2; after the adopted swap at 0 it is position 1 that it misses.
+    # In the own response the draft would miss position 2; after the adopted swap at 0 it is
+    # position 1 that it misses.
     found, _ = scripted(
         target={(): [1, 5, 6, 9, 7, 0], (2,): [5, 6, 9, 7, 0], (2, 3): [9, 7, 0]},
         guesses={(): 2, (1, 5): 3, (2,): 3},
     )
-    assert found.mismatches == [Mismatch(0, 1, 2, False), Mismatch(1, 5, 3, False)]
-    assert found.final == [2, 3, 9, 7, 0]
+    assert found.mismatches == [mismatch(0, 1, 2, False), mismatch(1, 5, 3, False)]
+    assert found.final_response == [2, 3, 9, 7, 0]
 
 
 def test_a_swap_that_changes_the_answer_is_not_kept_for_the_next_one() -> None:
@@ -90,46 +109,55 @@ def test_a_swap_that_changes_the_answer_is_not_kept_for_the_next_one() -> None:
         target={(): [1, 5, 9, 7, 0], (2,): [9, 8, 0], (1, 4): [9, 7, 0]},
         guesses={(): 2, (1,): 4},
     )
-    assert found.mismatches == [Mismatch(0, 1, 2, True), Mismatch(1, 5, 4, False)]
-    assert found.final == [1, 4, 9, 7, 0]
+    assert found.mismatches == [mismatch(0, 1, 2, True), mismatch(1, 5, 4, False)]
+    assert found.final_response == [1, 4, 9, 7, 0]
     assert (2,) in asked and (1, 4) in asked
 
 
 def test_an_answer_that_cannot_be_parsed_abstains_and_is_never_the_same() -> None:
     found, _ = scripted(target={(): [1, 9, 7, 0], (2,): [3, 0]}, guesses={(): 2})
-    assert found.mismatches == [Mismatch(0, 1, 2, None)]
-    assert found.final == [1, 9, 7, 0]
+    assert found.mismatches == [mismatch(0, 1, 2, None)]
+    assert found.final_response == [1, 9, 7, 0]
     # neither own nor swapped answer can be parsed: None == None is not "the same"
     found, asked = scripted(target={(): [1, 3, 0]}, guesses={(): 2, (1, 3): 4})
-    assert found.answer is None and found.final == [1, 3, 0]
-    assert found.mismatches == [Mismatch(0, 1, 2, None), Mismatch(2, 0, 4, None)]
+    assert found.answer is None and found.final_response == [1, 3, 0]
+    assert found.mismatches == [mismatch(0, 1, 2, None), mismatch(2, 0, 4, None)]
     assert asked == [()]
 
 
 def test_eos_is_a_token_like_any_other() -> None:
-    # The draft ends too early (position 2, before the answer is whole) and goes on where the target ends (position 4).
+    # The draft ends too early (position 2, before the answer is whole) and goes on where the target
+    # ends (position 4).
     found, asked = scripted(
         target={(): [1, 9, 7, 6, 0], (1, 9, 7, 6, 3): [9, 5, 0]},
         guesses={(1, 9): EOS, (1, 9, 7, 6): 3},
     )
-    assert found.mismatches == [Mismatch(2, 7, 0, None), Mismatch(4, 0, 3, True)]  # "1 9" has nothing after the 9
-    assert found.final == [1, 9, 7, 6, 0]
+    assert found.mismatches == [
+        mismatch(2, 7, 0, None),
+        mismatch(4, 0, 3, True),
+    ]  # "1 9" has nothing after the 9
+    assert found.final_response == [1, 9, 7, 6, 0]
     assert (1, 9, 0) not in asked, "nothing is continued after an EOS"
 
 
 def test_the_whole_length_is_bounded_throughout() -> None:
-    endless = {(): [1, 9, 7, 1, 1, 1, 1, 1], (2,): [9, 7, 1, 1, 1, 1, 1, 1, 1], (2, 9, 7, 1, 1, 3): [9, 7, 7, 7]}
+    endless = {
+        (): [1, 9, 7, 1, 1, 1, 1, 1],
+        (2,): [9, 7, 1, 1, 1, 1, 1, 1, 1],
+        (2, 9, 7, 1, 1, 3): [9, 7, 7, 7],
+    }
     found, _ = scripted(target=endless, guesses={(): 2, (2, 9, 7, 1, 1): 3}, limit=6)
-    assert len(found.own) == 6
-    assert found.mismatches == [Mismatch(0, 1, 2, False), Mismatch(5, 1, 3, False)]
-    assert found.final == [2, 9, 7, 1, 1, 3]
+    assert len(found.target_response) == 6
+    assert found.mismatches == [mismatch(0, 1, 2, False), mismatch(5, 1, 3, False)]
+    assert found.final_response == [2, 9, 7, 1, 1, 3]
 
 
 # ---- on real models
 
 
 class ParityTask:
-    """For random models: the answer is whether the first new tokens' ids, read from the text, add up to an odd number."""
+    """For random models: the answer is whether the first new tokens' ids, read from the text, add
+    up to an odd number."""
 
     name, max_new_tokens = "parity", 24
 
@@ -183,8 +211,7 @@ def brute_force(pair: Pair, task: ParityTask, prompt: list[int]) -> tuple[list[i
 @pytest.mark.parametrize("batch_size", [1, 5])
 def test_mining_equals_a_search_from_scratch(batch_size: int, llama: Pair, tmp_path: Path) -> None:
     task = ParityTask()
-    for _ in mine(llama, task, tmp_path, limit=8, batch_size=batch_size):
-        pass
+    mined(llama, task, tmp_path, limit=8, batch_size=batch_size)
     labels = set()
     for record in lines(tmp_path):
         final, found = brute_force(llama, task, record["prompt_ids"])
@@ -198,16 +225,20 @@ def test_only_what_changed_is_read(llama: Pair, tmp_path: Path) -> None:
     class Long(ParityTask):
         def samples(self, split: str):
             for sample in super().samples(split):
-                yield Sample(sample.id, " ".join(["w3"] * 150) + " " + sample.prompt, sample.reference)
+                yield Sample(
+                    sample.id, " ".join(["w3"] * 150) + " " + sample.prompt, sample.reference
+                )
 
-    for _ in mine(llama, Long(), tmp_path, limit=7, batch_size=3):
-        pass
+    mined(llama, Long(), tmp_path, limit=7, batch_size=3)
     assert sum(len(record["mismatches"]) for record in lines(tmp_path)) > 20
     for record in lines(tmp_path):
-        # a pass reads a window and the token before it, and after a swap that was not adopted what stands up to the next one;
+        # a pass reads a window and the token before it, and after a swap that was not adopted what
+        # stands up to the next one;
         # only the first reads the prompt, which a fresh prefill at each swap would read again
         new = len(record["prompt_ids"]) + len(record["final_ids"])
-        assert record["cost"]["target_tokens"] <= new + (WINDOW + 1) * record["cost"]["target_passes"]
+        assert (
+            record["cost"]["target_tokens"] <= new + (WINDOW + 1) * record["cost"]["target_passes"]
+        )
 
 
 SCRIPT = """
@@ -215,16 +246,18 @@ import sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from test_mining import ParityTask
-from lenience.mining.search import mine
+from lenience.mining.search import MineConfig, mine
 from lenience.decoding.loading import load_pair
-for done, total, record in mine(load_pair({target!r}, {draft!r}, dtype="float32"), ParityTask(), Path({out!r}), limit=40):
-    print(done, flush=True)
+pair = load_pair({target!r}, {draft!r}, dtype="float32")
+mine(pair, ParityTask(), Path({out!r}), MineConfig(limit=40), lambda _, done, total: print(done, flush=True))
 """
 
 
 def test_a_killed_run_goes_on_to_the_same_journal(checkpoints, llama: Pair, tmp_path: Path) -> None:
     target, draft = checkpoints("llama")
-    script = SCRIPT.format(tests=str(Path(__file__).parent), target=target, draft=draft, out=str(tmp_path / "killed"))
+    script = SCRIPT.format(
+        tests=str(Path(__file__).parent), target=target, draft=draft, out=str(tmp_path / "killed")
+    )
     run = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     for line in run.stdout:
@@ -237,51 +270,60 @@ def test_a_killed_run_goes_on_to_the_same_journal(checkpoints, llama: Pair, tmp_
     with journal.open("ab") as file:  # what a crash in the middle of a write leaves
         file.write(b'{"id":"train-5","prom')
     for folder in ("killed", "whole"):
-        for _ in mine(llama, ParityTask(), tmp_path / folder, limit=40):
-            pass
+        mined(llama, ParityTask(), tmp_path / folder, limit=40)
     assert lines(tmp_path / "killed") == lines(tmp_path / "whole")
-    assert [record["id"] for record in lines(tmp_path / "whole")] == [f"train-{i}" for i in range(40)]
+    assert [record["id"] for record in lines(tmp_path / "whole")] == [
+        f"train-{i}" for i in range(40)
+    ]
 
 
-def test_finished_samples_are_not_done_again_and_a_torn_line_is_told(llama: Pair, tmp_path: Path, capsys) -> None:
+def test_finished_samples_are_not_done_again_and_a_torn_line_is_told(
+    llama: Pair, tmp_path: Path, capsys
+) -> None:
     task = ParityTask()
-    list(mine(llama, task, tmp_path, limit=3))
+    mined(llama, task, tmp_path, limit=3)
     before = (tmp_path / "journal.jsonl").read_text()
-    assert [done for done, _, _ in mine(llama, task, tmp_path, limit=3)] == [3]
+    assert mined(llama, task, tmp_path, limit=3) == [3]
     assert (tmp_path / "journal.jsonl").read_text() == before
     with (tmp_path / "journal.jsonl").open("a") as file:
         file.write('{"id": "tor')
-    assert [done for done, _, _ in mine(llama, task, tmp_path, limit=4)] == [3, 4]
+    assert mined(llama, task, tmp_path, limit=4) == [3, 4]
     assert "torn last line" in capsys.readouterr().err
     assert (tmp_path / "journal.jsonl").read_text().startswith(before)
 
 
-def test_a_journal_broken_in_its_middle_is_an_error_and_loses_nothing(llama: Pair, tmp_path: Path) -> None:
-    list(mine(llama, ParityTask(), tmp_path, limit=3))
+def test_a_journal_broken_in_its_middle_is_an_error_and_loses_nothing(
+    llama: Pair, tmp_path: Path
+) -> None:
+    mined(llama, ParityTask(), tmp_path, limit=3)
     journal = tmp_path / "journal.jsonl"
     parts = journal.read_text().splitlines(keepends=True)
     journal.write_text(parts[0] + parts[1][:40] + "\n" + parts[2])
     before = journal.read_text()
     with pytest.raises(InputError, match=r"journal.jsonl, line 2: broken"):
-        list(mine(llama, ParityTask(), tmp_path, limit=5))
+        mined(llama, ParityTask(), tmp_path, limit=5)
     assert journal.read_text() == before
 
 
 def test_a_run_of_other_options_or_models_is_refused(pairs, llama: Pair, tmp_path: Path) -> None:
-    list(mine(llama, ParityTask(), tmp_path, limit=1))
+    mined(llama, ParityTask(), tmp_path, limit=1)
     with pytest.raises(InputError, match="max_new_tokens 24, not 10"):
-        list(mine(llama, ParityTask(), tmp_path, limit=1, max_new_tokens=10))
+        mined(llama, ParityTask(), tmp_path, limit=1, max_new_tokens=10)
     with pytest.raises(InputError, match="models target"):
-        list(mine(Pair(llama.draft, llama.target, llama.name), ParityTask(), tmp_path, limit=1))
+        mined(Pair(llama.draft, llama.target, llama.name), ParityTask(), tmp_path, limit=1)
     with pytest.raises(InputError, match="another target"):
-        list(features(Pair(llama.draft, llama.target, llama.name), tmp_path, Inputs()))
+        compute_features(Pair(llama.draft, llama.target, llama.name), tmp_path, Inputs())
 
 
-def test_a_model_is_known_by_its_fingerprint_wherever_it_lies(checkpoints, llama: Pair, tmp_path: Path) -> None:
-    list(mine(llama, ParityTask(), tmp_path / "run", limit=1))
-    folders = [shutil.copytree(folder, tmp_path / Path(folder).name) for folder in checkpoints("llama")]
+def test_a_model_is_known_by_its_fingerprint_wherever_it_lies(
+    checkpoints, llama: Pair, tmp_path: Path
+) -> None:
+    mined(llama, ParityTask(), tmp_path / "run", limit=1)
+    folders = [
+        shutil.copytree(folder, tmp_path / Path(folder).name) for folder in checkpoints("llama")
+    ]
     moved = load_pair(*map(str, folders), dtype="float32")
-    assert [done for done, _, _ in mine(moved, ParityTask(), tmp_path / "run", limit=2)] == [1, 2]
+    assert mined(moved, ParityTask(), tmp_path / "run", limit=2) == [1, 2]
 
 
 def test_a_response_may_fill_the_context(llama: Pair, tmp_path: Path) -> None:
@@ -290,21 +332,26 @@ def test_a_response_may_fill_the_context(llama: Pair, tmp_path: Path) -> None:
 
         def samples(self, split: str):
             for i in range(3):
-                yield Sample(f"{split}-{i}", " ".join(f"w{1 + (i + j) % 40}" for j in range(240)), None)
+                yield Sample(
+                    f"{split}-{i}", " ".join(f"w{1 + (i + j) % 40}" for j in range(240)), None
+                )
 
-    list(mine(llama, Long(), tmp_path, limit=3))
+    mined(llama, Long(), tmp_path, limit=3)
     for record in lines(tmp_path):
         assert len(record["prompt_ids"]) + len(record["response_ids"]) <= 256
     assert sum(len(record["mismatches"]) for record in lines(tmp_path)) > 5
-    list(features(llama, tmp_path, Inputs()))
+    compute_features(llama, tmp_path, Inputs())
 
 
 @pytest.mark.parametrize("models", [("target", "draft"), ("target",), ("draft",)])
-def test_features_equal_the_states_of_passes_from_scratch(models: tuple[str, ...], llama: Pair, tmp_path: Path) -> None:
-    list(mine(llama, ParityTask(), tmp_path, limit=6))
+def test_features_equal_the_states_of_passes_from_scratch(
+    models: tuple[str, ...], llama: Pair, tmp_path: Path
+) -> None:
+    mined(llama, ParityTask(), tmp_path, limit=6)
     inputs = Inputs(models, ("draft", "previous", "target"))
-    list(features(llama, tmp_path, inputs))
-    x, important, sample = load_features(tmp_path, inputs)
+    compute_features(llama, tmp_path, inputs)
+    examples = load_features(tmp_path, inputs)
+    x, important, sample = examples.x, ~examples.harmless, examples.samples
     row = 0
     for i, record in enumerate(lines(tmp_path)):
         for mismatch in record["mismatches"]:
@@ -315,7 +362,9 @@ def test_features_equal_the_states_of_passes_from_scratch(models: tuple[str, ...
             for last in ([mismatch["draft_token"]], [], [mismatch["target_token"]]):
                 for model in models:
                     with torch.inference_mode():
-                        hidden = getattr(llama, model).model(torch.tensor([prefix + last]), output_hidden_states=True)
+                        hidden = getattr(llama, model).model(
+                            torch.tensor([prefix + last]), output_hidden_states=True
+                        )
                     wanted.append(hidden.hidden_states[-1][0, -1].numpy())
             np.testing.assert_allclose(x[row], np.concatenate(wanted), atol=2e-4, rtol=1e-3)
             assert (important[row], sample[row]) == (mismatch["important"], i)
@@ -324,29 +373,39 @@ def test_features_equal_the_states_of_passes_from_scratch(models: tuple[str, ...
 
 
 def test_whole_shards_of_features_are_kept(llama: Pair, tmp_path: Path) -> None:
-    list(mine(llama, ParityTask(), tmp_path, limit=3))
-    list(features(llama, tmp_path, Inputs()))
+    mined(llama, ParityTask(), tmp_path, limit=3)
+    compute_features(llama, tmp_path, Inputs())
     shard = tmp_path / "features" / str(Inputs()) / "00000.safetensors"
     before = shard.stat().st_mtime_ns
-    list(features(llama, tmp_path, Inputs()))
+    compute_features(llama, tmp_path, Inputs())
     assert shard.stat().st_mtime_ns == before
-    (shard.parent / "00001.safetensors").write_bytes(shard.read_bytes())  # left from a longer journal
-    list(mine(llama, ParityTask(), tmp_path, limit=4))
-    list(features(llama, tmp_path, Inputs()))
-    labelled = sum(m["important"] is not None for record in lines(tmp_path) for m in record["mismatches"])
-    assert len(load_features(tmp_path, Inputs())[0]) == labelled
+    (shard.parent / "00001.safetensors").write_bytes(
+        shard.read_bytes()
+    )  # left from a longer journal
+    mined(llama, ParityTask(), tmp_path, limit=4)
+    compute_features(llama, tmp_path, Inputs())
+    labelled = sum(
+        m["important"] is not None for record in lines(tmp_path) for m in record["mismatches"]
+    )
+    assert len(load_features(tmp_path, Inputs())) == labelled
     journal = tmp_path / "journal.jsonl"
     journal.write_text(journal.read_text().replace('"important":true', '"important":false'))
-    list(features(llama, tmp_path, Inputs()))
-    assert not load_features(tmp_path, Inputs())[1].any()
+    compute_features(llama, tmp_path, Inputs())
+    assert load_features(tmp_path, Inputs()).harmless.all()
 
 
 def test_a_mined_sample_of_the_built_in_task(built_in: Pair) -> None:
-    """A mined sample of the built-in task: harmless swaps are in its final response, important ones are not."""
+    """A mined sample of the built-in task: harmless swaps are in its final response, important ones
+    are not."""
     task = lenience.task("wordmath")
     sample = next(iter(task.samples("train")))
-    (record,) = search(built_in, task, [sample], task.max_new_tokens, 1)
-    assert record["answers"]["target"] == record["answers"]["final"] == task.answer(built_in.target.decode(record["final_ids"]))
+    (found,) = search(built_in, task, [sample], task.max_new_tokens, 1)
+    record = found.to_json()
+    assert (
+        record["answers"]["target"]
+        == record["answers"]["final"]
+        == task.answer(built_in.target.decode(record["final_ids"]))
+    )
     swapped = [m for m in record["mismatches"] if m["important"] is False]
     assert swapped and all(record["final_ids"][m["position"]] == m["draft_token"] for m in swapped)
     kept = [m for m in record["mismatches"] if m["important"]]

@@ -1,5 +1,5 @@
-"""Passes of fixed shapes give what passes of the shapes at hand give. What a GPU records is this code; recording itself needs
-one."""
+"""Passes of fixed shapes give what passes of the shapes at hand give. What a GPU records is this
+code; recording itself needs one."""
 
 from __future__ import annotations
 
@@ -17,18 +17,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.models import session
-from lenience.models.cuda_graphs import BLOCK, Replay, ReplayCache
+from lenience.models.cuda_graphs import BLOCK, CudaGraphCache, CudaGraphs
 from lenience.models.session import Session, reads_together_as_alone
 
-QUICK = dict(derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
-prompts = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=30), min_size=1, max_size=5)
+QUICK = dict(
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.generate),
+)
+prompts = st.lists(
+    st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=30), min_size=1, max_size=5
+)
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2", "gpt2"])
 def replayed(request: pytest.FixtureRequest, checkpoints) -> Iterator[tuple[Pair, Pair]]:
-    pair, plain = (load_pair(*checkpoints(request.param), dtype="float32", compile=False) for _ in range(2))
+    pair, plain = (
+        load_pair(*checkpoints(request.param), dtype="float32", compile=False) for _ in range(2)
+    )
     for lm in (pair.target, pair.draft):
-        lm.graph = Replay()
+        lm.use(CudaGraphs())
     yield pair, plain
 
 
@@ -42,73 +50,104 @@ def replayed(request: pytest.FixtureRequest, checkpoints) -> Iterator[tuple[Pair
 @settings(max_examples=15, deadline=None, **QUICK)
 def test_answers_are_those_of_plain_passes(replayed, asked, how, stop, window, size) -> None:
     pair, plain = replayed
-    options = dict(zip(("rule", "temperature"), how), window=window, stop=stop, max_new_tokens=30, batch_size=size)
+    options = dict(
+        zip(("rule", "temperature"), how),
+        window=window,
+        stop=stop,
+        max_new_tokens=30,
+        batch_size=size,
+    )
     assert_same(pair.generate_batch(asked, **options), plain.generate_batch(asked, **options))
 
 
 def test_it_passes_the_check_that_a_gpu_would_ask_for(replayed) -> None:
     for lm in (replayed[0].target, replayed[0].draft):
-        cache = Replay().cache(lm, 3, 100)
+        cache = CudaGraphs().cache(lm, 3, 100)
         assert reads_together_as_alone(lm, cache)
-        assert cache.place.capacity == BLOCK and len(cache._recorded) == 2
+        assert cache.slots.capacity == BLOCK and len(cache._recorded) == 2
 
 
 @pytest.mark.parametrize("n", [9, 64, 200])
-def test_long_prompts_and_caches_that_grow(checkpoints, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lenience.replay.BLOCK", 16)
+def test_long_prompts_and_caches_that_grow(
+    checkpoints, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lenience.models.cuda_graphs.BLOCK", 16)
     lm = load_pair(*checkpoints("llama"), dtype="float32", compile=False).draft
     prompt = [1 + (7 * i) % 40 for i in range(n)]
-    cache = ReplayCache(lm, 2, 16)
+    cache = CudaGraphCache(lm, CudaGraphs(), 2, 16)
     session = Session(lm, 2, cache=cache)
     session.read([[5], [6, 7]])
     session.read([[5, 8], [6, 7, 9]])
-    got = session.read([prompt, prompt[: n - 3]], on=3)
-    again = session.read([[*tokens, 4] for tokens in session.tokens], on=2)
-    assert cache.place.capacity >= n + 3
-    for row, tokens in enumerate(session.tokens):
+    got = session.read([prompt, prompt[: n - 3]], lookahead=3)
+    again = session.read([[*tokens, 4] for tokens in session.tokens()], lookahead=2)
+    assert cache.slots.capacity >= n + 3
+    for row, tokens in enumerate(session.tokens()):
         with torch.inference_mode():
             own = lm.model(torch.tensor([tokens])).logits[0]
         before = [n, n - 3][row]
-        torch.testing.assert_close(got.logits[row], own[before - 1 :][: got.logits.shape[1]], atol=2e-4, rtol=1e-3)
-        torch.testing.assert_close(again.logits[row], own[-again.logits.shape[1] :], atol=2e-4, rtol=1e-3)
+        torch.testing.assert_close(
+            got.logits[row], own[before - 1 :][: got.logits.shape[1]], atol=2e-4, rtol=1e-3
+        )
+        torch.testing.assert_close(
+            again.logits[row], own[-again.logits.shape[1] :], atol=2e-4, rtol=1e-3
+        )
 
 
 def test_rows_that_take_no_part_keep_their_states(checkpoints) -> None:
     lm = load_pair(*checkpoints("llama"), dtype="float32", compile=False).draft
-    session = Session(lm, 3, cache=ReplayCache(lm, 3, BLOCK))
+    session = Session(lm, 3, cache=CudaGraphCache(lm, CudaGraphs(), 3, BLOCK))
     rows = [[5, 6, 7], [8, 9, 10, 11], [12, 13]]
     session.read(rows)
-    session.read([[*rows[0], 4]], on=3)  # the first row alone reads on
-    got = session.read([session.tokens[0], [*rows[1], 14], [*rows[2], 15]])
-    for row, sequence in enumerate(session.tokens):
+    session.read([[*rows[0], 4]], lookahead=3)  # the first row alone reads on
+    got = session.read([session.tokens()[0], [*rows[1], 14], [*rows[2], 15]])
+    for row, sequence in enumerate(session.tokens()):
         with torch.inference_mode():
             own = lm.model(torch.tensor([sequence])).logits[0, -1]
         torch.testing.assert_close(got.logits[row, 0], own, atol=2e-4, rtol=1e-3)
 
 
-def test_windows_of_many_lengths_are_drafted_in_few(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_of_many_lengths_are_drafted_in_few(
+    llama: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each takes a recording of its own."""
-    monkeypatch.setattr(llama.draft, "graph", Replay())
+    monkeypatch.setattr(llama.draft, "backend", CudaGraphs())
     for prompt, new in (([5, 6, 7], 60), ([8, 9], 47), ([10], 30)):
         llama.generate(prompt, window=20, max_new_tokens=new)
-        assert {on + 1 for _, _, on, _ in llama.draft.graph.spare[0]._recorded} <= {1, 8, 16, 20}
+        assert {shape.lookahead + 1 for shape in llama.draft.backend._spare[0]._recorded} <= {
+            1,
+            8,
+            16,
+            20,
+        }
 
 
-def test_what_stays_on_the_device_is_read_once(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stays_on_the_device_is_read_once(
+    llama: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = llama.generate([5, 6, 7], window=8, max_new_tokens=60)
     for lm in (llama.target, llama.draft):
-        monkeypatch.setattr(lm, "graph", Replay())
+        monkeypatch.setattr(lm, "backend", CudaGraphs())
     out = llama.generate([5, 6, 7], window=8, max_new_tokens=60)
     assert (out.target_tokens, out.draft_tokens) == (plain.target_tokens, plain.draft_tokens)
 
 
 class Looks(TorchDispatchMode):
-    """Which functions ask on the host what a tensor holds: a GPU must come to an end before it can say."""
+    """Which functions ask on the host what a tensor holds: a GPU must come to an end before it can
+    say."""
 
     def __init__(self, patch: pytest.MonkeyPatch):
         super().__init__()
         self.by: list[str] = []
-        for name in ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"):
+        for name in (
+            "tolist",
+            "item",
+            "numpy",
+            "cpu",
+            "__bool__",
+            "__int__",
+            "__float__",
+            "__index__",
+        ):
             patch.setattr(torch.Tensor, name, self._noting(getattr(torch.Tensor, name)))
         patch.setattr(torch, "tensor", self._noting_uploads(torch.tensor))
 
@@ -134,15 +173,23 @@ class Looks(TorchDispatchMode):
             index is not None and index.dtype == torch.bool for index in args[1]
         )
         aten = torch.ops.aten
-        if by_mask or func.overloadpacket in (aten.nonzero, aten.masked_select, aten.equal, aten.repeat_interleave):
+        if by_mask or func.overloadpacket in (
+            aten.nonzero,
+            aten.masked_select,
+            aten.equal,
+            aten.repeat_interleave,
+        ):
             self.by.append(f"{func} in {sys._getframe(1).f_code.co_name}")
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("rule", ["exact", "topk:3,floor=0.001", "judge", "judge&topk:5|exact"])
-def test_a_cycle_waits_for_the_device_once(llama: Pair, judge: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the first pass of a cycle and its verdicts the host looks at nothing that the cycle has made."""
-    looks, late = Looks(monkeypatch), session.coming
+def test_a_cycle_waits_for_the_device_once(
+    llama: Pair, judge: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the first pass of a cycle and its verdicts the host looks at nothing that the cycle
+    has made."""
+    looks, late = Looks(monkeypatch), session.to_host_async
 
     def of_this_cycle(numbers):
         found, made = late(numbers), looks.by.count("_verdicts")
@@ -153,9 +200,9 @@ def test_a_cycle_waits_for_the_device_once(llama: Pair, judge: str, rule: str, m
 
         return arrived
 
-    monkeypatch.setattr(session, "coming", of_this_cycle)
+    monkeypatch.setattr(session, "to_host_async", of_this_cycle)
     for lm in (llama.target, llama.draft):
-        monkeypatch.setattr(lm, "graph", Replay())
+        monkeypatch.setattr(lm, "backend", CudaGraphs())
     steps = llama.stream([5, 6, 7], rule=rule.replace("judge", judge), window=9, max_new_tokens=60)
     llama.generate([5, 6, 7], rule=rule.replace("judge", judge), window=9)  # what is found out once
     looks.by.clear()

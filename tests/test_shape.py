@@ -1,4 +1,5 @@
-"""The shape of the code: packages import one way, what is light stays light, and nothing grows past its caps."""
+"""The shape of the code: packages import one way, what is light stays light, and nothing grows past
+its caps."""
 
 from __future__ import annotations
 
@@ -32,7 +33,13 @@ NEVER = [
     ("integrations", "decoding"),
 ]
 """Packages that stay apart, whatever their order."""
-TORCH_FREE = ["lenience", "lenience.core.errors", "lenience.core.files", "lenience.core.spec", "lenience.tasks"]
+TORCH_FREE = [
+    "lenience",
+    "lenience.core.errors",
+    "lenience.core.files",
+    "lenience.core.spec",
+    "lenience.tasks",
+]
 TORCH_FREE += ["lenience.runs.journal", "lenience.runs.uses", "lenience.cli"]
 
 
@@ -44,9 +51,14 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 def imported(path: Path) -> set[str]:
-    """Dotted names of lenience's modules that a file imports, those for type checkers alone left out."""
+    """Dotted names of lenience's modules that a file imports, those for type checkers alone left
+    out."""
     tree = ast.parse(path.read_text())
-    typing = [block for block in ast.walk(tree) if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test)]
+    typing = [
+        block
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test)
+    ]
     skipped = {id(node) for block in typing for node in ast.walk(block)}
     found = set()
     for node in ast.walk(tree):
@@ -72,7 +84,10 @@ def test_packages_import_one_way() -> None:
 
 
 def test_modules_of_a_package_import_without_circles() -> None:
-    names = {".".join(("lenience", *path.relative_to(SOURCE).with_suffix("").parts)): path for _, path in modules()}
+    names = {
+        ".".join(("lenience", *path.relative_to(SOURCE).with_suffix("").parts)): path
+        for _, path in modules()
+    }
     edges = {name: (imported(path) & names.keys()) - {name} for name, path in names.items()}
     done: set[str] = set()
 

@@ -16,20 +16,28 @@ from test_mining import ParityTask
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from lenience import InputError
-from lenience.cli.steps import fit_run
 from lenience.core.context import Context, Row
 from lenience.core.noise import Noise
 from lenience.core.profile import Profile
 from lenience.core.types import Step, Trace
+from lenience.decoding.auto_window import CANDIDATES
 from lenience.decoding.loading import load_pair
-from lenience.decoding.pair import WINDOWS, Pair
+from lenience.decoding.pair import Pair
 from lenience.drafting.stops import STOPS, Heuristic, parse_stop
+from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Head, Inputs, load_head
-from lenience.mining.features import PREFIXES, features, load_features
-from lenience.mining.search import mine
+from lenience.mining.features import GATE_PREFIXES, compute_features, load_features
+from lenience.mining.fit import HeadPlan, fit_run
+from lenience.mining.search import MineConfig, mine
 
-QUICK = dict(derandomize=True, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
-prompts = st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=30), min_size=1, max_size=5)
+QUICK = dict(
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.generate),
+)
+prompts = st.lists(
+    st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=30), min_size=1, max_size=5
+)
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -40,7 +48,9 @@ def softmax(x: np.ndarray) -> np.ndarray:
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory, llama: Pair) -> Head:
     weight = torch.randn(llama.draft.hidden_size, generator=torch.Generator().manual_seed(2))
-    made = Head(weight, 1.0, Inputs(("draft",), ("previous",)), 0.5, llama.fingerprints, role="stop")
+    made = Head(
+        weight, 1.0, Inputs(("draft",), ("previous",)), 0.5, llama.fingerprints, role="stop"
+    )
     folder = tmp_path_factory.mktemp("stop")
     made.save(folder)
     made.folder = str(folder)
@@ -48,7 +58,15 @@ def head(tmp_path_factory: pytest.TempPathFactory, llama: Pair) -> Head:
 
 
 @pytest.mark.parametrize(
-    "spec", ["fixed", "heuristic", "confidence:0.4", "entropy:0.3", "entropy:0.3,gamma=0.5", "head:run/stop@0.5"]
+    "spec",
+    [
+        "fixed",
+        "heuristic",
+        "confidence:0.4",
+        "entropy:0.3",
+        "entropy:0.3,gamma=0.5",
+        "head:run/stop@0.5",
+    ],
 )
 def test_a_spec_comes_back(spec: str) -> None:
     assert str(parse_stop(spec)) == spec
@@ -58,7 +76,10 @@ def test_a_spec_comes_back(spec: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("sometimes", "there is no stop condition 'sometimes'; there are fixed, heuristic, confidence, entropy, head, gate"),
+        (
+            "sometimes",
+            "there is no stop condition 'sometimes'; there are fixed, heuristic, confidence, entropy, head, gate",
+        ),
         ("confidence", "confidence needs least"),
         ("confidence:1.5", "must be from 0 to 1"),
         ("entropy:0.3,gamma=0", "must be above 0"),
@@ -75,7 +96,9 @@ def test_wrong_conditions_are_refused(llama: Pair, spec: str, said: str) -> None
 
 @given(st.integers(0, 10_000), st.sampled_from([0.0, 0.7]), st.floats(0, 1), st.floats(0.05, 2))
 @settings(max_examples=40, deadline=None, **QUICK)
-def test_chances_are_what_their_definitions_say(head: Head, seed: int, temperature: float, least: float, gamma: float) -> None:
+def test_chances_are_what_their_definitions_say(
+    head: Head, seed: int, temperature: float, least: float, gamma: float
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(2, 4, 9, generator=generator)
     logits[0, 0, :8] = -torch.inf  # all on one token
@@ -91,21 +114,24 @@ def test_chances_are_what_their_definitions_say(head: Head, seed: int, temperatu
         (f"confidence:{least}", chosen), (f"entropy:{least},gamma={gamma}", bound), (f"head:{head.folder}@{least}", own),
     ):  # fmt: skip
         stop = parse_stop(spec)
-        chances = stop.chances(logits, hidden, tokens, ctx)
+        chances = stop.acceptance_probs(logits, hidden, tokens, ctx)
         np.testing.assert_allclose(chances.numpy(), wanted, atol=1e-5)
         ends = 1 - np.cumprod(wanted, 1) > least if spec.startswith("head") else wanted < least
-        clear = np.abs((1 - np.cumprod(wanted, 1) if spec.startswith("head") else wanted) - least) > 1e-5
-        assert (stop.ends(chances).numpy() == ends)[clear].all()
+        clear = (
+            np.abs((1 - np.cumprod(wanted, 1) if spec.startswith("head") else wanted) - least)
+            > 1e-5
+        )
+        assert (stop.stop_mask(chances).numpy() == ends)[clear].all()
 
 
 def test_the_schedule_grows_by_two_and_falls_by_one() -> None:
     row, lengths = Row(Noise.for_prompt(0, [1])), []
     for origin in ("bonus", "bonus", "correction", "correction", "bonus", *["correction"] * 9):
-        lengths.append(Heuristic().most(row, 8))
-        row.last = Step([Trace(1, origin)], lengths[-1], 0, 0, 0, "")
+        lengths.append(Heuristic().max_tokens(row, 8))
+        row.last = Step([Trace(1, origin)], lengths[-1], 0, 0, "")
     assert lengths == [5, 7, 8, 7, 6, 8, 7, 6, 5, 4, 3, 2, 1, 1]
-    row.last = Step([Trace(1, "bonus")], 0, 0, 0, 0, "")  # nothing was drafted: there was no room
-    assert Heuristic().most(row, 8) == 1
+    row.last = Step([Trace(1, "bonus")], 0, 0, 0, "")  # nothing was drafted: there was no room
+    assert Heuristic().max_tokens(row, 8) == 1
 
 
 @given(
@@ -119,7 +145,11 @@ def test_the_schedule_grows_by_two_and_falls_by_one() -> None:
 def test_a_stop_neither_changes_strict_answers_nor_depends_on_company(
     llama: Pair, head: Head, asked: list[list[int]], window: int, name: str, rule: str, size: int
 ) -> None:
-    spec = {"confidence": "confidence:0.03", "entropy": "entropy:0.2", "head": f"head:{head.folder}@0.6"}.get(name, name)
+    spec = {
+        "confidence": "confidence:0.03",
+        "entropy": "entropy:0.2",
+        "head": f"head:{head.folder}@0.6",
+    }.get(name, name)
     options = {"rule": rule, "window": window, "stop": spec, "max_new_tokens": 30}
     together = llama.generate_batch(asked, batch_size=size, **options)
     assert_same(together, [llama.generate(prompt, **options) for prompt in asked])
@@ -138,7 +168,11 @@ def test_nothing_is_drafted_where_nothing_may_be(llama: Pair, rule: str) -> None
 @pytest.mark.parametrize("name", ["confidence", "entropy", "head"])
 def test_windows_end_where_the_definition_says(llama: Pair, head: Head, name: str) -> None:
     """Of each window, by the draft's own passes over the whole of it."""
-    spec = {"confidence": "confidence:0.03", "entropy": "entropy:0.2", "head": f"head:{head.folder}@0.6"}[name]
+    spec = {
+        "confidence": "confidence:0.03",
+        "entropy": "entropy:0.2",
+        "head": f"head:{head.folder}@0.6",
+    }[name]
     stop, prefix, lengths = parse_stop(spec), [5, 9, 2], set()
     for step in llama.stream(prefix, rule="topk:9", window=7, stop=spec, max_new_tokens=60):
         ids, logits, states = list(prefix), [], []
@@ -150,7 +184,11 @@ def test_windows_end_where_the_definition_says(llama: Pair, head: Head, name: st
             ids.append(int(out.logits[0, -1].argmax()))
         if step.drafted:
             tokens = torch.tensor([ids[len(prefix) :]])
-            ends = stop.ends(stop.chances(torch.stack(logits)[None], torch.stack(states)[None], tokens, Context()))[0].tolist()
+            ends = stop.stop_mask(
+                stop.acceptance_probs(
+                    torch.stack(logits)[None], torch.stack(states)[None], tokens, Context()
+                )
+            )[0].tolist()
             assert not any(ends[:-1])
             room = 60 - (len(prefix) - 3) - 1
             assert ends[-1] or step.drafted == min(7, room) or ids[-1] in llama.target.eos_ids
@@ -160,27 +198,37 @@ def test_windows_end_where_the_definition_says(llama: Pair, head: Head, name: st
 
 
 def test_a_stop_is_fitted_to_what_the_target_rejects(llama: Pair, tmp_path: Path) -> None:
-    for _ in mine(llama, ParityTask(), tmp_path, limit=30, max_new_tokens=20):
-        pass
+    mine(llama, ParityTask(), tmp_path, MineConfig(limit=30, max_new_tokens=20))
     inputs = Inputs(("draft",), ("previous",))
-    for _ in features(llama, tmp_path, inputs, "stop"):
-        pass
-    x, rejected, samples = load_features(tmp_path, inputs, "stop")
+    compute_features(llama, tmp_path, inputs, "stop")
+    examples = load_features(tmp_path, inputs, "stop")
+    x, rejected, samples = examples.x, ~examples.harmless, examples.samples
     records = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
     at = 0
     for i, record in enumerate(records):
         with torch.inference_mode():
-            out = llama.draft.model(torch.tensor([record["prompt_ids"] + record["response_ids"]]), output_hidden_states=True)
+            out = llama.draft.model(
+                torch.tensor([record["prompt_ids"] + record["response_ids"]]),
+                output_hidden_states=True,
+            )
         begin, n = len(record["prompt_ids"]) - 1, len(record["response_ids"])
         wanted = out.logits[0, begin : begin + n].argmax(-1).tolist()
-        assert rejected[at : at + n].tolist() == [a != b for a, b in zip(wanted, record["response_ids"])]
-        np.testing.assert_allclose(x[at : at + n], out.hidden_states[-1][0, begin : begin + n], atol=1e-4)
+        assert rejected[at : at + n].tolist() == [
+            a != b for a, b in zip(wanted, record["response_ids"])
+        ]
+        np.testing.assert_allclose(
+            x[at : at + n], out.hidden_states[-1][0, begin : begin + n], atol=1e-4
+        )
         assert (samples[at : at + n] == i).all()
         at += n
     assert at == len(x)
-    made = fit_run(llama, tmp_path, inputs, tmp_path / "stop", role="stop", recall=0.9, seed=0)
+    plan = HeadPlan(inputs, tmp_path / "stop", FitConfig(role="stop"))
+    made = fit_run(llama, tmp_path, plan)
     assert made.role == "stop" and made.threshold == 0.5
-    assert llama.generate([3, 4], stop=f"head:{tmp_path / 'stop'}@0.9").tokens == llama.generate([3, 4]).tokens
+    assert (
+        llama.generate([3, 4], stop=f"head:{tmp_path / 'stop'}@0.9").tokens
+        == llama.generate([3, 4]).tokens
+    )
     with pytest.raises(InputError, match=r"no judge\.json"):
         llama.generate([3, 4], rule=f"judge:{tmp_path / 'stop'}")
 
@@ -189,9 +237,11 @@ def test_an_automatic_window_is_picked_once_and_said(llama: Pair) -> None:
     asked = [[3, 4, 5], [6, 7], [8]]
     outs = llama.generate_batch(asked, batch_size=2, window="auto", max_new_tokens=20)
     picked = outs[0].window
-    assert picked in WINDOWS and {out.window for out in outs} == {picked}
+    assert picked in CANDIDATES and {out.window for out in outs} == {picked}
     assert llama.pick_window(asked, batch_size=2) == picked
-    assert_same(outs, [llama.generate(prompt, window=picked, max_new_tokens=20) for prompt in asked])
+    assert_same(
+        outs, [llama.generate(prompt, window=picked, max_new_tokens=20) for prompt in asked]
+    )
     assert llama.generate([1], rule="target", window="auto").window == 0
     assert llama.generate([1], window=5).window == 5
     assert llama.pick_window([]) == 0
@@ -203,11 +253,12 @@ def test_an_automatic_window_is_picked_once_and_said(llama: Pair) -> None:
 def test_the_window_with_most_tokens_a_second_is_picked(
     llama: Pair, monkeypatch: pytest.MonkeyPatch, cost: float, picked: int
 ) -> None:
-    """A draft of the target itself, all of whose tokens are kept; a pass costs 1, a drafted token `cost`, beyond one four times."""
+    """A draft of the target itself, all of whose tokens are kept; a pass costs 1, a drafted token
+    `cost`, beyond one four times."""
     pair = Pair(llama.target, llama.target, "itself")
-    seconds = {w: 1 + cost * (w if w < 2 or cost < 0.1 else 4 * w) for w in WINDOWS}
+    seconds = {w: 1 + cost * (w if w < 2 or cost < 0.1 else 4 * w) for w in CANDIDATES}
     seconds[0] = 1.0 if cost < 1 else 0.4
-    monkeypatch.setattr(pair, "_costs", lambda *_: seconds)
+    monkeypatch.setattr("lenience.decoding.pair.cycle_seconds", lambda *_: seconds)
     assert pair.pick_window([[3, 4, 5]], max_new_tokens=40) == picked
 
 
@@ -219,19 +270,19 @@ def test_a_profile_accounts_for_all_of_the_time(llama: Pair) -> None:
     assert 0.5 * out.seconds < sum(profile.seconds.values()) < out.seconds
     before = dict(profile.seconds)
     llama.generate([3, 4, 5], profile=profile, rule="target", max_new_tokens=5)
-    assert profile.seconds["draft"] == before["draft"] and profile.seconds["target"] > before["target"]
+    assert (
+        profile.seconds["draft"] == before["draft"] and profile.seconds["target"] > before["target"]
+    )
 
 
 def test_a_stop_is_fitted_to_what_decoding_drafts(checkpoints, tmp_path: Path) -> None:
     """With the target's logits processors, as transformers applies them."""
     pair = load_pair(*checkpoints("llama"), dtype="float32", compile=False)
     pair.target.model.generation_config.repetition_penalty = 2.0
-    for _ in mine(pair, ParityTask(), tmp_path, limit=8, max_new_tokens=20):
-        pass
+    mine(pair, ParityTask(), tmp_path, MineConfig(limit=8, max_new_tokens=20))
     inputs = Inputs(("draft",), ("previous",))
-    for _ in features(pair, tmp_path, inputs, "stop"):
-        pass
-    _, rejected, _ = load_features(tmp_path, inputs, "stop")
+    compute_features(pair, tmp_path, inputs, "stop")
+    rejected = ~load_features(tmp_path, inputs, "stop").harmless
     penalty, wanted, unprocessed = RepetitionPenaltyLogitsProcessor(2.0), [], []
     for record in map(json.loads, (tmp_path / "journal.jsonl").read_text().splitlines()):
         ids = list(record["prompt_ids"])
@@ -251,13 +302,17 @@ def test_a_stop_is_fitted_to_what_decoding_drafts(checkpoints, tmp_path: Path) -
 def gate(request, tmp_path_factory: pytest.TempPathFactory, llama: Pair) -> str:
     weight = torch.randn(llama.draft.hidden_size, generator=torch.Generator().manual_seed(4)) / 2
     folder = tmp_path_factory.mktemp("gate")
-    Head(weight, 0.5, Inputs(("draft",), (request.param,)), 0.5, llama.fingerprints, role="gate").save(folder)
+    Head(
+        weight, 0.5, Inputs(("draft",), (request.param,)), 0.5, llama.fingerprints, role="gate"
+    ).save(folder)
     return str(folder)
 
 
-def sprint(pair: Pair, folder: str, prompt: list[int], threshold: float, n: int) -> tuple[list[int], list[str], int]:
-    """SPRINTER, greedy, through transformers' models alone, token by token: the new tokens, where each came from, and how often
-    the target was asked."""
+def sprint(
+    pair: Pair, folder: str, prompt: list[int], threshold: float, n: int
+) -> tuple[list[int], list[str], int]:
+    """SPRINTER, greedy, through transformers' models alone, token by token: the new tokens, where
+    each came from, and how often the target was asked."""
     head = load_head(folder, "gate")
 
     def look(lm, ids: list[int]) -> tuple[int, torch.Tensor]:
@@ -269,7 +324,9 @@ def sprint(pair: Pair, folder: str, prompt: list[int], threshold: float, n: int)
     while len(ids) - len(prompt) < n and not (origins and ids[-1] in pair.target.eos_ids):
         token, before = look(pair.draft, ids)
         states = {"previous": before, "draft": look(pair.draft, [*ids, token])[1]}
-        score = torch.sigmoid(torch.cat([states[which] for which in head.inputs.tokens]) @ head.weight + head.bias)
+        score = torch.sigmoid(
+            torch.cat([states[which] for which in head.inputs.tokens]) @ head.weight + head.bias
+        )
         window += 1
         if score >= threshold:
             ids.append(token)
@@ -278,7 +335,9 @@ def sprint(pair: Pair, folder: str, prompt: list[int], threshold: float, n: int)
         asked += 1
         for back in range(1, window):  # the target has read them now
             place = len(ids) - back
-            origins[-back] = "draft" if look(pair.target, ids[:place])[0] == ids[place] else "draft-lenient"
+            origins[-back] = (
+                "draft" if look(pair.target, ids[:place])[0] == ids[place] else "draft-lenient"
+            )
         best, _ = look(pair.target, ids)
         ids.append(best)
         origins.append("draft" if best == token else "correction")
@@ -308,7 +367,10 @@ def test_what_no_gate_objects_to_is_never_read_by_the_target(gate: str, llama: P
         out = llama.generate([5, 9], window=window, **options)
         assert out.target_passes == out.target_tokens == 0
         assert {entry.origin for entry in out.trace} == {"draft-trusted"}
-        assert out.tokens == llama.generate([5, 9], rule="draft", **{**options, "stop": "fixed"}).tokens
+        assert (
+            out.tokens
+            == llama.generate([5, 9], rule="draft", **{**options, "stop": "fixed"}).tokens
+        )
         assert out.accepted_exact == 0 and out.accepted_lenient == len(out.tokens)
 
 
@@ -323,7 +385,10 @@ def test_a_gate_that_always_objects_is_a_window_of_one(gate: str, llama: Pair, r
 def test_tokens_that_models_read_are_counted(gate: str, llama: Pair) -> None:
     prompt = [5, 9, 3]
     out = llama.generate(prompt, stop=f"gate:{gate}@0.5", window=64, max_new_tokens=30)
-    read = sum(step.target_tokens for step in llama.stream(prompt, stop=f"gate:{gate}@0.5", window=64, max_new_tokens=30))
+    read = sum(
+        step.target_tokens
+        for step in llama.stream(prompt, stop=f"gate:{gate}@0.5", window=64, max_new_tokens=30)
+    )
     last = max(i for i, entry in enumerate(out.trace) if entry.origin in ("correction", "bonus"))
     rejected = sum(entry.origin == "correction" for entry in out.trace)
     assert out.target_tokens == read == len(prompt) + last + rejected, (
@@ -336,30 +401,37 @@ def test_tokens_that_models_read_are_counted(gate: str, llama: Pair) -> None:
 
 
 def test_a_gate_learns_from_four_kinds_of_prefix(llama: Pair, tmp_path: Path) -> None:
-    for _ in mine(llama, ParityTask(), tmp_path, limit=12, max_new_tokens=24):
-        pass
+    mine(llama, ParityTask(), tmp_path, MineConfig(limit=12, max_new_tokens=24))
     for tokens in (("draft",), ("previous",)):
         inputs = Inputs(("draft",), tokens)
-        for _ in features(llama, tmp_path, inputs, "gate"):
-            pass
-    x, important, samples = load_features(tmp_path, inputs, "gate", tau=1.2)
-    assert np.bincount(samples).tolist() == [4 * PREFIXES] * 12
-    _, stricter, _ = load_features(tmp_path, inputs, "gate", tau=1.0)
+        compute_features(llama, tmp_path, inputs, "gate")
+    examples = load_features(tmp_path, inputs, "gate", tau=1.2)
+    x, important, samples = examples.x, ~examples.harmless, examples.samples
+    assert np.bincount(samples).tolist() == [4 * GATE_PREFIXES] * 12
+    stricter = ~load_features(tmp_path, inputs, "gate", tau=1.0).harmless
     assert (stricter >= important).all() and 0 < important.sum() < stricter.sum() < len(x)
-    # of prompts, whose prefixes are known: the states before, and the ratio at the token whose state is the one after
+    # of prompts, whose prefixes are known: the states before, and the ratio at the token whose
+    # state is the one after
     record = json.loads((tmp_path / "journal.jsonl").read_text().splitlines()[0])
-    after, _, _ = load_features(tmp_path, Inputs(("draft",), ("draft",)), "gate")
-    ids, at = record["prompt_ids"], np.linspace(1, len(record["prompt_ids"]), PREFIXES).astype(int)
+    after = load_features(tmp_path, Inputs(("draft",), ("draft",)), "gate").x
+    ids, at = (
+        record["prompt_ids"],
+        np.linspace(1, len(record["prompt_ids"]), GATE_PREFIXES).astype(int),
+    )
     for i, n in enumerate(at):
         with torch.inference_mode():
-            draft, target = (lm.model(torch.tensor([ids[:n]]), output_hidden_states=True) for lm in (llama.draft, llama.target))
+            draft, target = (
+                lm.model(torch.tensor([ids[:n]]), output_hidden_states=True)
+                for lm in (llama.draft, llama.target)
+            )
             np.testing.assert_allclose(x[i], draft.hidden_states[-1][0, -1], atol=1e-4)
             each = torch.tensor([[*ids[:n], token] for token in range(VOCABULARY)])
             states = llama.draft.model(each, output_hidden_states=True).hidden_states[-1][:, -1]
         token = int((states - torch.tensor(after[i])).abs().sum(1).argmin())
         p, q = (softmax(out.logits[0, -1].double().numpy()) for out in (target, draft))
         assert stricter[i] == (q[token] > p[token])
-    made = fit_run(llama, tmp_path, inputs, tmp_path / "gate", "gate", tau=1.2, kind="adam", recall=0.9, seed=0)
+    config = FitConfig(kind="adam", role="gate")
+    made = fit_run(llama, tmp_path, HeadPlan(inputs, tmp_path / "gate", config, tau=1.2))
     assert made.role == "gate" and made.threshold == 0.5 and made.metrics["tau"] == 1.2
     again = load_head(tmp_path / "gate", "gate")
     assert torch.equal(again.weight, made.weight)
@@ -367,8 +439,13 @@ def test_a_gate_learns_from_four_kinds_of_prefix(llama: Pair, tmp_path: Path) ->
 
 
 def test_a_gate_reads_one_state_of_the_draft(llama: Pair, tmp_path: Path) -> None:
-    for name, inputs in (("both", Inputs(("draft",), ("draft", "previous"))), ("target", Inputs(("target",), ("draft",)))):
+    for name, inputs in (
+        ("both", Inputs(("draft",), ("draft", "previous"))),
+        ("target", Inputs(("target",), ("draft",))),
+    ):
         width = llama.draft.hidden_size * len(inputs.tokens)
-        Head(torch.zeros(width), 0.0, inputs, 0.5, llama.fingerprints, role="gate").save(tmp_path / name)
+        Head(torch.zeros(width), 0.0, inputs, 0.5, llama.fingerprints, role="gate").save(
+            tmp_path / name
+        )
         with pytest.raises(InputError, match="reads one state of the draft"):
             llama.generate([1], stop=f"gate:{tmp_path / name}@0.5")

@@ -19,7 +19,8 @@ TASK = wordmath.WordMath()
 
 @pytest.mark.parametrize("author", ["target", "draft"])
 def test_every_written_solution_is_right(author: str) -> None:
-    """Every equation and every remark on a result is evaluated; the last step's result is the answer."""
+    """Every equation and every remark on a result is evaluated; the last step's result is the
+    answer."""
     for i in range(1500):
         problem = wordmath.problem("check", i)
         text = wordmath.solution(problem, author, random.Random(i))
@@ -47,7 +48,8 @@ def asked_of(text: str, amounts: dict[str, int]) -> int:
 
 
 def read_compare(text: str) -> int | None:
-    """The answer to a problem of two people's amounts, found from its text alone; None for other kinds of text."""
+    """The answer to a problem of two people's amounts, found from its text alone; None for other
+    kinds of text."""
     text = re.sub(r"\w+ is \d+ years old\. ", "", text)
     stated = re.match(r"(\w+) has (\d+) (\w+)\. (\w+) has (?:(\d+) (more|fewer) \w+ than|(twice|three times) as many \w+ as) "
                       r"(\w+)\.", text)  # fmt: skip
@@ -56,7 +58,11 @@ def read_compare(text: str) -> int | None:
     a, n, unit, b, k, side, times, other = stated.groups()
     assert other == a
     have = {a: int(n)}
-    have[b] = have[a] * {"twice": 2, "three times": 3}[times] if times else have[a] + int(k) * (1 if side == "more" else -1)
+    have[b] = (
+        have[a] * {"twice": 2, "three times": 3}[times]
+        if times
+        else have[a] + int(k) * (1 if side == "more" else -1)
+    )
     for giver, given, taker in re.findall(r"Then (\w+) gives (\d+) \w+ to (\w+)\.", text):
         have[giver], have[taker] = have[giver] - int(given), have[taker] + int(given)
     for taker, given, giver in re.findall(r"Then (\w+) gets (\d+) \w+ from (\w+)\.", text):
@@ -73,12 +79,17 @@ def read_work(text: str) -> int | None:
         return None
     a, rate, hours, b, k, side, other, others = stated.groups()
     assert other == a
-    made = {a: int(rate) * int(hours), b: (int(rate) + int(k) * (1 if side == "more" else -1)) * int(others)}
+    made = {
+        a: int(rate) * int(hours),
+        b: (int(rate) + int(k) * (1 if side == "more" else -1)) * int(others),
+    }
     return asked_of(text, made)
 
 
 @pytest.mark.parametrize("read", [read_compare, read_work])
-def test_the_longer_texts_have_the_answer_that_a_reader_finds(read: Callable[[str], int | None]) -> None:
+def test_the_longer_texts_have_the_answer_that_a_reader_finds(
+    read: Callable[[str], int | None],
+) -> None:
     problems = [wordmath.problem("check", i) for i in range(2000)]
     found = [(read(problem.text), problem.answer) for problem in problems]
     assert all(answer is None or answer == wanted for answer, wanted in found)
@@ -86,7 +97,8 @@ def test_the_longer_texts_have_the_answer_that_a_reader_finds(read: Callable[[st
 
 
 def test_the_solution_follows_from_the_problem() -> None:
-    """A reader of the two simplest kinds of text, written apart from the generator, comes to the same answers."""
+    """A reader of the two simplest kinds of text, written apart from the generator, comes to the
+    same answers."""
     seen = {"shop": 0, "share": 0}
     for i in range(4000):
         problem = wordmath.problem("check", i)
@@ -101,7 +113,10 @@ def test_the_solution_follows_from_the_problem() -> None:
         elif share:
             whole, parts = int(share[1]), {"half": 2, "a third": 3, "a quarter": 4}
             rest = whole - whole // parts[share[2]]
-            assert problem.answer == rest - (rest if share[4] == "the rest" else whole) // parts[share[3]]
+            assert (
+                problem.answer
+                == rest - (rest if share[4] == "the rest" else whole) // parts[share[3]]
+            )
         seen["shop"] += bool(shop)
         seen["share"] += bool(share)
     assert min(seen.values()) > 250
@@ -119,7 +134,10 @@ def test_samples_are_the_same_every_time_and_splits_differ() -> None:
 
 def test_the_two_authors_word_things_differently() -> None:
     problems = [wordmath.problem("check", i) for i in range(50)]
-    written = [[wordmath.solution(problem, author, random.Random(1)) for author in ("target", "draft")] for problem in problems]
+    written = [
+        [wordmath.solution(problem, author, random.Random(1)) for author in ("target", "draft")]
+        for problem in problems
+    ]
     assert all(a != b for a, b in written)
 
 
@@ -152,18 +170,30 @@ def test_a_jsonl_task(tmp_path: Path) -> None:
     assert [sample.prompt for sample in test] == ["p4", "p9"] and test[0].reference == "4"
     assert len(take(task, "train", None)) == 8
     assert task.correct("I think\n#### 4.0", test[0]) and not task.correct("4", test[0])
-    assert task.same("1,000", "1000") is True and task.same("$12", "12") is True and task.same("many", "12") is None
+    assert (
+        task.same("1,000", "1000") is True
+        and task.same("$12", "12") is True
+        and task.same("many", "12") is None
+    )
 
 
 def test_a_jsonl_task_with_splits_messages_and_choices(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "A or B?"}]
-    rows = [{"id": "q1", "messages": messages, "reference": "B", "split": "test"}, "", {"prompt": "x", "split": "train"}]
-    task = lenience.task(str(write(tmp_path / "t.jsonl", rows)), answer="regex:answer: (.*)", same="choice")
+    rows = [
+        {"id": "q1", "messages": messages, "reference": "B", "split": "test"},
+        "",
+        {"prompt": "x", "split": "train"},
+    ]
+    task = lenience.task(
+        str(write(tmp_path / "t.jsonl", rows)), answer="regex:answer: (.*)", same="choice"
+    )
     (sample,) = take(task, "test", None)
     assert (sample.id, sample.prompt) == ("q1", messages)
     assert task.correct("answer: (b)", sample) and task.correct("answer: A\nanswer: B", sample)
     assert task.same("B", "no letter here stands") is None
-    exported = write(tmp_path / "e.jsonl", [{"prompt": None, "messages": messages, "split": "test"}])
+    exported = write(
+        tmp_path / "e.jsonl", [{"prompt": None, "messages": messages, "split": "test"}]
+    )
     assert take(lenience.task(str(exported)), "test", None)[0].prompt == messages
     text = lenience.task(str(tmp_path / "t.jsonl"), answer="regex:is (.+)", same="text")
     assert text.same("Two  Words", "two words") is True and text.same("", "x") is None
@@ -186,7 +216,10 @@ def test_a_task_from_a_file(tmp_path: Path) -> None:
     )
     assert lenience.task(f"{tmp_path}/mine.py:Mine").name == "mine"
     (tmp_path / "own.py").write_text(
-        (Path(__file__).parents[1] / "docs/your-own-task.md").read_text().split("```python")[1].split("```")[0]
+        (Path(__file__).parents[1] / "docs/your-own-task.md")
+        .read_text()
+        .split("```python")[1]
+        .split("```")[0]
     )
     own = lenience.task(f"{tmp_path}/own.py:Capitals")
     before = own.version  # type: ignore[attr-defined]
