@@ -97,7 +97,7 @@ def test_fixed_sequences_are_mapies() -> None:
         test = Binomial(0.02, 0.05, (300,))
         passed = [
             one.setting
-            for one in fixed_sequence_test(test, 6, lambda j, n: losses[j, :n])
+            for one in fixed_sequence_test(test, 6, lambda j, n, losses=losses: losses[j, :n])
             if one.passed
         ]
         p = binom.cdf(losses.sum(1), 300, 0.02)

@@ -614,9 +614,9 @@ def test_uses_are_noted_one_after_the_other(llama: Pair, tmp_path: Path) -> None
     """What another is about to append must not look like a torn line."""
     with ThreadPoolExecutor(1) as thread:
         with locked(tmp_path):
-            note_uses(tmp_path, llama.target, [("a", "w1")], "comparison", "one")
+            note_uses(tmp_path, llama.target, [("a", "w1")], use="comparison", key="one")
             other = thread.submit(
-                note_uses, tmp_path, llama.target, [("b", "w2")], "comparison", "two"
+                note_uses, tmp_path, llama.target, [("b", "w2")], use="comparison", key="two"
             )
             assert not wait([other], timeout=0.3).done
         other.result()

@@ -164,7 +164,7 @@ def data_hash(samples: Iterable[Sample]) -> str:
 
 @contextmanager
 def calibration(
-    pair: Pair, task: Task, folder: Path, config: CertifyConfig, use: str, progress: Progress
+    pair: Pair, task: Task, folder: Path, config: CertifyConfig, *, use: str, progress: Progress
 ) -> Iterator[Calibration]:
     """Check what is asked, and pick and record the prompts: the same ones whenever the same is
     asked. Raises InputError where another process is at the same question."""
@@ -183,14 +183,16 @@ def calibration(
         open_run(place, {**asked, "data": data_hash(samples)}, "asked.json")
         for part, what in ((samples, use), (tuning, "window")):
             prompts = [(sample.id, sample.prompt) for sample in part]
-            note_uses(folder, pair.target, prompts, what, key, task.known_as)
+            note_uses(folder, pair.target, prompts, use=what, key=key, task=task.known_as)
     decoding = replace(config.decoding, max_new_tokens=max_new_tokens)
     with _alone(place):
         if tuned:
             most_lenient = replace(decoding, rule=config.ladders[-1][-1])
             window = _picked_window(pair, most_lenient, tuning, place / "window.json")
             decoding = replace(decoding, window=window)
-        yield Calibration(pair, task, config, decoding, samples, place, progress)
+        yield Calibration(
+            pair, task, config, decoding, samples=samples, folder=place, progress=progress
+        )
 
 
 def _check(pair: Pair, task: Task, folder: Path, config: CertifyConfig) -> None:

@@ -80,7 +80,9 @@ def certify(
     with the most tokens per pass is certified. The same question asked again goes on where it
     stopped, or gets the answer that it got. Raises InputError, see `CertifyConfig` and `fresh`.
     """
-    with calibration(pair, as_task(task), folder, config, "calibration", progress) as on:
+    with calibration(
+        pair, as_task(task), folder, config, use="calibration", progress=progress
+    ) as on:
         path = on.folder / FILE
         if path.exists():
             certificate = Certificate.read(read_json(path), str(path))
@@ -219,7 +221,7 @@ def plan(
     in the pilot (at least a quarter of what is allowed), and how many target passes and minutes,
     with all stricter settings and the target alone."""
     asked = replace(config, limit=pilot, ids=config.ids[:pilot])
-    with calibration(pair, as_task(task), folder, asked, "pilot", progress) as on:
+    with calibration(pair, as_task(task), folder, asked, use="pilot", progress=progress) as on:
         rows = [row for settings in config.ladders for row in _planned(on, config, settings)]
     return Plan(
         plan=rows,

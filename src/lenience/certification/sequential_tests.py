@@ -311,7 +311,10 @@ def fixed_sequence_test(
             futile = not passed and bool(test.futile(look, seen))
             if over or futile:
                 break
-        tried.append(SettingResult(setting, look, n, float(seen.sum()), passed, futile))
+        result = SettingResult(
+            setting, look, n, losses=float(seen.sum()), passed=passed, futile=futile
+        )
+        tried.append(result)
         if not passed:
             break
     return tried

@@ -269,7 +269,7 @@ def audit(
     config.check()
     task = task_of(run, choice or TaskChoice())
     pair = models_of(run, models).load(long=len(rows) > 100)
-    state = audit_run(pair, task, run, rows, config, flags.batch_size)
+    state = audit_run(pair, task, run, rows, config, batch_size=flags.batch_size)
     if json:
         _print_json({"run": str(run), **vars(state)})
 

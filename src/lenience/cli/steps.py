@@ -80,7 +80,7 @@ def plan_run(pair: Pair, task: Task, run: Path, config: CertifyConfig, pilot: in
     from lenience.certification.certify import plan
 
     with progress_bars() as show:
-        planned = plan(pair, task, run, config, pilot, show)
+        planned = plan(pair, task, run, config, pilot, progress=show)
     print_plan(planned)
     return planned
 

@@ -105,15 +105,13 @@ def print_table(frontier: Frontier) -> None:
     for row in named(frontier.rows):
         accuracy = _with_interval(row.accuracy, row.accuracy_interval)
         loss = _with_interval(row.paired_loss, row.paired_loss_interval)
-        table.add_row(
-            f"{escape(row.name)} [dim]{why(row)}[/]",
-            str(row.window or "–"),
-            accuracy,
-            loss,
+        speeds = [
             "–" if row.tokens_per_pass is None else f"{row.tokens_per_pass:.2f}",
             f"{row.tokens_per_second:.0f}",
             "–" if row.seconds_per_correct is None else f"{row.seconds_per_correct:.3f}",
-        )
+        ]
+        name = f"{escape(row.name)} [dim]{why(row)}[/]"
+        table.add_row(name, str(row.window or "–"), accuracy, loss, *speeds)
     wide(120).print(table)
 
 

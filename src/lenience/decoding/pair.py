@@ -236,7 +236,7 @@ class Pair:
 
         requests = (request(i, prompt) for i, prompt in enumerate(ids))
         outs = [Generation(prompt, window) for prompt in ids]
-        steps = decode(session, drafter, setup.rule, ctx, lambda _: next(requests, None), size)
+        steps = decode(session, drafter, setup.rule, ctx, lambda _: next(requests, None), size=size)
         return outs, steps
 
     def _context(self, setup: Setup, window: int) -> Context:

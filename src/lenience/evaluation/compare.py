@@ -260,7 +260,7 @@ class Comparison:
             for use, samples in used.items():
                 prompts = [(sample.id, sample.prompt) for sample in samples]
                 known_as = self.task.known_as
-                note_uses(run, self.pair.target, prompts, use, "compare", known_as)
+                note_uses(run, self.pair.target, prompts, use=use, key="compare", task=known_as)
 
     def _names_window(self, decoding: Decoding) -> bool:
         entries = zip(self.config.entries, self.decoders)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -250,38 +251,48 @@ def fit_stopped(examples: Examples, config: FitConfig) -> Fitted:
     inputs = torch.from_numpy(examples.x)
     labels = torch.from_numpy(examples.harmless.astype(np.float32))
     weights = torch.ones_like(labels)
-    optimizer_class: type[torch.optim.Optimizer] = torch.optim.Adam
     if config.kind == "adamw":
         share = labels[train].mean()
         weights = torch.where(labels > 0, 0.5 / share, 0.5 / (1 - share))
-        optimizer_class = torch.optim.AdamW
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = torch.nn.Linear(inputs.shape[1], 1)
-        optimizer = optimizer_class(model.parameters(), lr=1e-3)  # type: ignore[call-arg]
 
         def loss_on(rows: Tensor) -> Tensor:
             return torch.nn.functional.binary_cross_entropy_with_logits(
                 model(inputs[rows])[:, 0], labels[rows], weights[rows]
             )
 
-        least, epochs_since, best = np.inf, 0, model.weight.detach().clone()
-        best_bias = float(model.bias.detach())
-        for _ in range(MOST_EPOCHS):
-            for rows in torch.from_numpy(train)[torch.randperm(len(train))].split(BATCH):
-                optimizer.zero_grad()
-                loss_on(rows).backward()
-                optimizer.step()
-            with torch.no_grad():
-                loss = float(loss_on(torch.from_numpy(valid)))
-            if loss < least:
-                least, epochs_since = loss, 0
-                best, best_bias = model.weight.detach().clone(), float(model.bias.detach())
-                continue
-            epochs_since += 1
-            if epochs_since == PATIENCE:
-                break
-    return Fitted(best[0].numpy(), best_bias)
+        optimizer_class = torch.optim.AdamW if config.kind == "adamw" else torch.optim.Adam
+        optimizer = optimizer_class(model.parameters(), lr=1e-3)
+        _train_until_worse(model, optimizer, loss_on, train, valid)
+    return Fitted(model.weight.detach()[0].numpy(), float(model.bias.detach()))
+
+
+def _train_until_worse(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_on: Callable[[Tensor], Tensor],
+    train: NDArray,
+    valid: NDArray,
+) -> None:
+    """Train until the loss on the `valid` samples has not fallen for PATIENCE epochs, and leave the
+    parameters of the epoch with the least."""
+    least, epochs_since, best = np.inf, 0, deepcopy(model.state_dict())
+    for _ in range(MOST_EPOCHS):
+        for rows in torch.from_numpy(train)[torch.randperm(len(train))].split(BATCH):
+            optimizer.zero_grad()
+            loss_on(rows).backward()
+            optimizer.step()
+        with torch.no_grad():
+            loss = float(loss_on(torch.from_numpy(valid)))
+        if loss < least:
+            least, epochs_since, best = loss, 0, deepcopy(model.state_dict())
+            continue
+        epochs_since += 1
+        if epochs_since == PATIENCE:
+            break
+    model.load_state_dict(best)
 
 
 def threshold_at(scores: NDArray, important: NDArray, recall: float) -> float:

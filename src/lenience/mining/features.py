@@ -200,28 +200,35 @@ def _ratios(pair: Pair, ids: list[int], first: int, inputs: Inputs) -> Labelled:
     end = len(ids) - (ids[-1] in pair.target.eos_ids)
     # [m]: how many tokens each prefix has
     lengths = torch.linspace(first, max(first, end), GATE_PREFIXES).long()
-    row = Row(Noise.for_prompt(0, ids), ids[:1])
-    processors = pair.target.processors(sampling=True) or None
-    ctx = Context([row], temperature=1.0, processors=processors)
-    vocabulary = min(draft.vocab_size, pair.target.vocab_size)
     session = Session(draft)
     reading = session.read([ids], len(ids))
     by_target = Session(pair.target).read([ids], len(ids))
-    drafted, target = (
-        ctx.probs(
-            ctx.process(logits, torch.tensor([ids[1:]]))[0].cpu()[lengths - 1][:, :vocabulary]
-        )
-        for logits in (reading.logits, by_target.logits)
-    )  # [m, V]
-    keys = torch.tensor([row.noise.key(n, "gate") for n in lengths.tolist()])
-    drawn = gumbel_argmax(drafted, keys)  # [m]
-    ratio = (drafted / target).gather(1, drawn[:, None])[:, 0]
+    drawn, ratio = _drawn(pair, ids, lengths, (reading.logits, by_target.logits))
     if "draft" not in inputs.tokens:
         return reading.hidden[0].cpu()[lengths - 1].contiguous(), ratio
     after = []  # the states after the token; from right to left each is a roll-back
     for n, token in zip(lengths.flip(0).tolist(), drawn.flip(0).tolist()):
         after.append(session.read([[*ids[:n], token]]).hidden[0, 0].cpu())
     return torch.stack(after[::-1]).contiguous(), ratio
+
+
+def _drawn(
+    pair: Pair, ids: list[int], lengths: Tensor, logits: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The tokens [m] that the draft draws at temperature 1 after prefixes of `ids`, and draft(x) /
+    target(x) [m] of them, by the draft's and the target's logits [1, T, V]."""
+    noise = Noise.for_prompt(0, ids)
+    processors = pair.target.processors(sampling=True) or None
+    ctx = Context([Row(noise, ids[:1])], temperature=1.0, processors=processors)
+    vocabulary = min(len(logits[0][0, 0]), len(logits[1][0, 0]))
+    after = torch.tensor([ids[1:]])
+    drafted, target = (
+        ctx.probs(ctx.process(every, after)[0].cpu()[lengths - 1][:, :vocabulary])
+        for every in logits
+    )
+    keys = torch.tensor([noise.key(n, "gate") for n in lengths.tolist()])
+    drawn = gumbel_argmax(drafted, keys)
+    return drawn, (drafted / target).gather(1, drawn[:, None])[:, 0]
 
 
 SOURCES: dict[Role, Callable[[Pair, Sequence[MinedSample], Inputs], list[Labelled]]] = {

@@ -52,7 +52,7 @@ def fit_annotated(
     config = replace(plan.config, mend="annotate more answers")
     head = fit_head(examples, plan.inputs, fingerprints, config)
     prompts = [(row.line, row.question) for row in rows]
-    note_uses(plan.out.parent, pair.target, prompts, "fitting", "annotated")
+    note_uses(plan.out.parent, pair.target, prompts, use="fitting", key="annotated")
     head.save(plan.out)
     progress("fitting the judge", 1, 1)
     return head

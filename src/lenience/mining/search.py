@@ -251,7 +251,7 @@ def search(
     session, drafter = pair.engine(setup, WINDOW, size, capacity, beside=each_search_has)
     processors = pair.target.processors(sampling=False) or None
     ctx = Context(window=WINDOW, processors=processors)
-    for request, step in decode(session, drafter, setup.rule, ctx, next_request, size):
+    for request, step in decode(session, drafter, setup.rule, ctx, next_request, size=size):
         active[request.number].add(step)
         yield from finished
         finished.clear()

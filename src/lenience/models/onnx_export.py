@@ -162,7 +162,9 @@ class _First(_Twin):
         columns = torch.arange(past[0].shape[2])
         old = torch.where(columns < cached[:, None], columns, _NOWHERE)  # [m, C]
         keys = torch.cat([old, at.masked_fill(padding, _NOWHERE)], 1)
-        logits, hidden, new = self.read(ids, at, keys, kept, past, [_Layer() for _ in past[::2]])
+        logits, hidden, new = self.read(
+            ids, at, keys, kept, past, layers=[_Layer() for _ in past[::2]]
+        )
         if steps is None:
             return logits, hidden, new
         after = cached + ids.shape[1] - pads
@@ -187,7 +189,7 @@ class _Step(_Twin):
         at = (after + i)[:, None]  # [m, 1]
         here = (places[:, past[0].shape[2] :] == at)[:, None, :, None]  # [m, 1, K, 1]
         layers = [_Layer(here, *states) for states in zip(near[::2], near[1::2])]
-        logits, hidden, near = self.read(token[:, None], at, places, 1, past, layers)
+        logits, hidden, near = self.read(token[:, None], at, places, 1, past, layers=layers)
         return logits[:, -1].argmax(-1), near, logits[:, -1], hidden[:, -1]
 
 
@@ -317,7 +319,12 @@ def _divide(graph: ir.Graph, node: ir.Node) -> None:
         if inverse and inverse.op_type == "Reciprocal" and _made_by(inverse.inputs[0]) == "Sqrt":
             quotient = ir.Node("", "Div", [x, inverse.inputs[0]], num_outputs=1)
             ir.convenience.replace_nodes_and_values(
-                graph, node, [node], [quotient], node.outputs, quotient.outputs
+                graph,
+                insertion_point=node,
+                old_nodes=[node],
+                new_nodes=[quotient],
+                old_values=node.outputs,
+                new_values=quotient.outputs,
             )
             if not inverse.outputs[0].uses():
                 graph.remove(inverse, safe=True)

@@ -32,6 +32,40 @@ class _Pending:
     """Gives them, waiting for the device."""
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """Sequences [B] that are to be read into rows of a cache, for `num_states` states of each."""
+
+    rows: Sequence[int]
+    sequences: Sequence[list[int]]
+    cached: Sequence[int]
+    """How many tokens of each sequence the cache holds."""
+    num_states: int
+    lookahead: int
+    device_tokens: Tensor | None
+
+    def forward(self, group: list[int]) -> Forward:
+        """One pass over some of the sequences. Those with fewer new tokens than others are padded
+        in front, so that the last states are those asked for."""
+        sequences = [self.sequences[b] for b in group]
+        cached = [self.cached[b] for b in group]
+        counts = [len(new) - n for n, new in zip(cached, sequences)]
+        left_padding = [max(counts) - count for count in counts]
+        on_device = self.device_tokens
+        if on_device is not None and len(group) < len(self.sequences):
+            on_device = on_device[to_device(group, on_device.device)]
+        return Forward(
+            rows=[self.rows[b] for b in group],
+            input_ids=[[0] * pad + new[n:] for pad, new, n in zip(left_padding, sequences, cached)],
+            left_padding=left_padding,
+            cached_lengths=cached,
+            kv_length=max(map(len, sequences)) + self.lookahead,
+            num_states=self.num_states,
+            lookahead=self.lookahead,
+            device_tokens=on_device,
+        )
+
+
 class Session:
     """Sequences of tokens, each in a row of a preallocated KV cache that is addressed by position.
     A session is handed the whole sequences each time and works out what is new; rolling back is
@@ -100,46 +134,42 @@ class Session:
         """
         self.profile.add("rest")
         rows = range(len(sequences)) if rows is None else rows
-        held = [self.tokens()[row] for row in rows]
+        cached = [self.tokens()[row] for row in rows]
         if device_tokens is not None:
             sequences, device_tokens = self._join(sequences, device_tokens)
         over = [max(0, -self.room(new)) for new in sequences]
         sequences = [new[: len(new) - past] for new, past in zip(sequences, over)]
-        kept = [min(common(old, new), len(new) - num_states) for old, new in zip(held, sequences)]
-        counts = [len(new) - n for n, new in zip(kept, sequences)]
+        reused = [
+            min(common(old, new), len(new) - num_states) for old, new in zip(cached, sequences)
+        ]
+        counts = [len(new) - n for n, new in zip(reused, sequences)]
         groups = self._groups(sequences, counts, num_states)
         if len(groups) > 1 or not self.cache.can_loop:
             lookahead = 0
         lookahead = max(0, min([lookahead, *map(self.room, sequences)]))
-        for old, n in zip(held, kept):
+        for old, n in zip(cached, reused):
             del old[n:]  # a pass that fails leaves nothing that is believed
-        parts = []
-        for group in groups:
-            forward = _forward(
-                [rows[b] for b in group],
-                [sequences[b] for b in group],
-                [kept[b] for b in group],
-                (num_states, lookahead),
-                _of_group(device_tokens, group, len(groups)),
-            )
-            parts.append(self.cache.read(forward, self.profile))
-        for old, new in zip(held, sequences):
+        batch = _Batch(
+            rows, sequences, reused, num_states, lookahead=lookahead, device_tokens=device_tokens
+        )
+        parts = [self.cache.read(batch.forward(group), self.profile) for group in groups]
+        for old, new in zip(cached, sequences):
             old += new[len(old) :]
-        if device_tokens is not None:
-            starts = [len(new) - device_tokens.shape[1] for new in sequences]
-            self._pending.append(_Pending(held, starts, to_host_async(device_tokens)))
         logits, hidden = _in_order(parts, groups)
-        if any(over):  # the states of what was read belong further in front
-            logits, hidden = (
-                torch.stack([row.roll(-past, 0) for row, past in zip(states, over)])
-                for states in (logits, hidden)
-            )
-        reading = Reading(logits, hidden, counts)
+        reading = Reading(_moved_up(logits, over), _moved_up(hidden, over), counts)
+        if device_tokens is not None:
+            self._fetch_later(cached, device_tokens, inside=True)
         if lookahead:
-            found = to_host_async(reading.greedy_tokens[:, :lookahead])
-            self._pending.append(_Pending(held, [len(new) for new in sequences], found))
+            self._fetch_later(cached, reading.greedy_tokens[:, :lookahead], inside=False)
         self.profile.add("cache")
         return reading
+
+    def _fetch_later(self, cached: list[list[int]], tokens: Tensor, *, inside: bool) -> None:
+        """Start to copy tokens [B, a] that belong into the rows: at their ends, where LATER stands
+        for them, or after them."""
+        width = tokens.shape[1] if inside else 0
+        starts = [len(row) - width for row in cached]
+        self._pending.append(_Pending(cached, starts, to_host_async(tokens)))
 
     def _join(
         self, sequences: Sequence[list[int]], device_tokens: Tensor
@@ -168,10 +198,8 @@ class Session:
             if count <= num_states + 1:
                 continue
             group = [*long, b]
-            longest_new, longest = (
-                max(counts[g] for g in group),
-                max(len(sequences[g]) for g in group),
-            )
+            longest_new = max(counts[g] for g in group)
+            longest = max(len(sequences[g]) for g in group)
             if long and len(group) * longest_new * longest > LARGEST_MASK:
                 groups.append(long)
                 group = [b]
@@ -183,37 +211,6 @@ class Session:
         return takes_masks(self.lm) if known is None else known
 
 
-def _forward(
-    rows: list[int],
-    sequences: list[list[int]],
-    kept: list[int],
-    wanted: tuple[int, int],
-    device_tokens: Tensor | None,
-) -> Forward:
-    """A pass over the `rows` of a cache, of whose sequences `kept` tokens are in it, for `wanted`
-    states and lookahead. Rows with fewer new tokens than others are padded in front, so that the
-    last states are those asked for."""
-    counts = [len(new) - n for n, new in zip(kept, sequences)]
-    left_padding = [max(counts) - count for count in counts]
-    num_states, lookahead = wanted
-    return Forward(
-        rows=rows,
-        input_ids=[[0] * pad + new[n:] for pad, new, n in zip(left_padding, sequences, kept)],
-        left_padding=left_padding,
-        cached_lengths=kept,
-        kv_length=max(map(len, sequences)) + lookahead,
-        num_states=num_states,
-        lookahead=lookahead,
-        device_tokens=device_tokens,
-    )
-
-
-def _of_group(device_tokens: Tensor | None, group: list[int], groups: int) -> Tensor | None:
-    if device_tokens is None or groups == 1:
-        return device_tokens
-    return device_tokens[to_device(group, device_tokens.device)]
-
-
 def _in_order(parts: list[tuple[Tensor, Tensor]], groups: list[list[int]]) -> tuple[Tensor, Tensor]:
     """Logits and hidden states of rows that were read in groups, in the rows' order."""
     if len(parts) == 1:
@@ -221,6 +218,14 @@ def _in_order(parts: list[tuple[Tensor, Tensor]], groups: list[list[int]]) -> tu
     order = to_device([b for group in groups for b in group], parts[0][0].device).argsort()
     logits, hidden = (torch.cat(states)[order] for states in zip(*parts))
     return logits, hidden
+
+
+def _moved_up(states: Tensor, over: list[int]) -> Tensor:
+    """States [B, n, …] of rows that were read without their last `over` tokens, each moved to the
+    place of its token."""
+    if not any(over):
+        return states
+    return torch.stack([row.roll(-past, 0) for row, past in zip(states, over)])
 
 
 def takes_masks(lm: LM) -> bool:

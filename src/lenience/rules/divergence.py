@@ -18,9 +18,8 @@ def entropy(logs: Tensor) -> Tensor:
 def lump(logs: Tensor, tokens: Tensor) -> Tensor:
     """[…, V] log-probabilities → […, k + 1]: those of some `tokens` […, k], and the last of all
     others together."""
-    rest = logs.scatter(-1, tokens, -torch.inf).logsumexp(
-        -1, keepdim=True
-    )  # 1 less the others' sum would be rounding alone
+    # 1 less the others' sum would be rounding alone
+    rest = logs.scatter(-1, tokens, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat([logs.gather(-1, tokens), rest], -1)
 
 
@@ -55,48 +54,58 @@ def mentor(target: Tensor, drafted: Tensor, most: float) -> Tensor:
     high · target).
 
     The smaller `low`, the less mass moves from the tokens that the draft thinks too much of to the
-    others, and the larger the divergence; `high` follows, as π sums to 1. `low` is searched for, on
-    sums over the tokens sorted by their ratio.
+    others, and the larger the divergence; `high` follows, as π sums to 1. `low` is searched for.
     """
     p, q = target.double(), drafted.double()
     if most == 0:
         return p
-    ratio, order = torch.where(p > 0, q / p, torch.inf).sort(-1)
-    sorted_p, sorted_q = p.gather(-1, order), q.gather(-1, order)
-    gain = torch.where(
-        (sorted_p > 0) & (sorted_q > 0), -sorted_p * ratio.log(), 0.0
-    )  # p log(p / q)
-    below_p, below_q, below_gain = (
-        torch.nn.functional.pad(x.cumsum(-1), (1, 0)) for x in (sorted_p, sorted_q, gain)
-    )
-    above_p, above_q = (
-        torch.nn.functional.pad(x.flip(-1).cumsum(-1).flip(-1), (0, 1))
-        for x in (sorted_p, sorted_q)
-    )
-    # what `high` takes away where it is the ratio of a token; falls from token to token
-    taken = torch.where(sorted_p > 0, above_q[..., 1:] - ratio * above_p[..., 1:], -1.0).nan_to_num(
-        -1.0
-    )
-    forbidden = q.masked_fill(p > 0, 0).sum(-1, keepdim=True)  # must move in any case
-
-    def divergence(low: Tensor) -> tuple[Tensor, Tensor]:
-        """[…, 1]: KL(target ‖ π), infinite where π would give something to forbidden tokens, and
-        `high`."""
-        i = torch.searchsorted(ratio, low)
-        moved = low * below_p.gather(-1, i) - below_q.gather(-1, i)
-        j = torch.searchsorted(-taken, -moved)
-        rest = above_p.gather(-1, j)
-        high = torch.where(rest > 0, (above_q.gather(-1, j) - moved) / rest, torch.inf)
-        found = (
-            -low.log() * below_p.gather(-1, i) + below_gain.gather(-1, j) - below_gain.gather(-1, i)
-        )
-        found = found - torch.where(rest > 0, rest * high.log(), 0.0)
-        return torch.where(moved < forbidden - 1e-12, torch.inf, found), high
-
-    worst, best = torch.full_like(forbidden, -70.0), torch.zeros_like(forbidden)  # of log(low)
+    clipping = _Clipping(p, q)
+    worst = torch.full_like(p[..., :1], -70.0)  # of log(low), as is best
+    best = torch.zeros_like(worst)
     for _ in range(60):
         middle = (worst + best) / 2
-        within = divergence(middle.exp())[0] <= most
+        within = clipping.divergence(middle.exp())[0] <= most
         worst, best = torch.where(within, worst, middle), torch.where(within, middle, best)
     low = best.exp()
-    return torch.where(p > 0, q.clamp(low * p, divergence(low)[1] * p), 0.0)
+    return torch.where(p > 0, q.clamp(low * p, clipping.divergence(low)[1] * p), 0.0)
+
+
+class _Clipping:
+    """The divergence of p […, V] from clip(q, low · p, high · p), by sums over the tokens sorted
+    by their ratio q / p."""
+
+    def __init__(self, p: Tensor, q: Tensor):
+        self.ratio, order = torch.where(p > 0, q / p, torch.inf).sort(-1)
+        p_sorted, q_sorted = p.gather(-1, order), q.gather(-1, order)
+        both = (p_sorted > 0) & (q_sorted > 0)
+        gain = torch.where(both, -p_sorted * self.ratio.log(), 0.0)  # p log(p / q)
+        self.below_p, self.below_q, self.below_gain = map(_below, (p_sorted, q_sorted, gain))
+        self.above_p, self.above_q = _above(p_sorted), _above(q_sorted)
+        taken = self.above_q[..., 1:] - self.ratio * self.above_p[..., 1:]
+        # what `high` takes away where it is the ratio of a token; falls from token to token
+        self.taken = torch.where(p_sorted > 0, taken, -1.0).nan_to_num(-1.0)
+        # what q gives to tokens that p does not allow; must move in any case
+        self.forbidden = q.masked_fill(p > 0, 0).sum(-1, keepdim=True)
+
+    def divergence(self, low: Tensor) -> tuple[Tensor, Tensor]:
+        """[…, 1]: KL(p ‖ clipped), infinite where something would be left to forbidden tokens, and
+        `high`."""
+        i = torch.searchsorted(self.ratio, low)
+        moved = low * self.below_p.gather(-1, i) - self.below_q.gather(-1, i)
+        j = torch.searchsorted(-self.taken, -moved)
+        rest = self.above_p.gather(-1, j)
+        high = torch.where(rest > 0, (self.above_q.gather(-1, j) - moved) / rest, torch.inf)
+        raised = -low.log() * self.below_p.gather(-1, i)
+        left = self.below_gain.gather(-1, j) - self.below_gain.gather(-1, i)
+        lowered = torch.where(rest > 0, rest * high.log(), 0.0)
+        return torch.where(moved < self.forbidden - 1e-12, torch.inf, raised + left - lowered), high
+
+
+def _below(values: Tensor) -> Tensor:
+    """[…, V + 1]: the sum of the values before each place."""
+    return torch.nn.functional.pad(values.cumsum(-1), (1, 0))
+
+
+def _above(values: Tensor) -> Tensor:
+    """[…, V + 1]: the sum of the values from each place on."""
+    return torch.nn.functional.pad(values.flip(-1).cumsum(-1).flip(-1), (0, 1))

@@ -70,6 +70,7 @@ def note_uses(
     folder: Path,
     lm: LM,
     prompts: Iterable[tuple[str, Prompt]],
+    *,
     use: str,
     key: str,
     task: str = "",

@@ -178,9 +178,18 @@ def _related(
         fact = f"{b} has {TIMES[m]} as many {unit} as {a}."
         return Operation(b, HAS, (n, "*", m), unit, clauses), fact
     k = rng.randint(2, 30 if kind == "more" else min(30, n - 3))
-    op, side = ("+", "above") if kind == "more" else ("-", "below")
-    clauses = (f"with {k} {kind} than {a},", f"at {k} {side} {a},")
-    return Operation(b, HAS, (n, op, k), unit, clauses), f"{b} has {k} {kind} {unit} than {a}."
+    op = "+" if kind == "more" else "-"
+    return Operation(
+        b, HAS, (n, op, k), unit, _than(a, k, kind)
+    ), f"{b} has {k} {kind} {unit} than {a}."
+
+
+def _than(other: str, k: int, kind: str) -> tuple[str, ...]:
+    """Clauses that say that something is k more, or fewer, than the other's."""
+    return (
+        f"with {k} {kind} than {other},",
+        f"at {k} {'above' if kind == 'more' else 'below'} {other},",
+    )
 
 
 def _give(rng: random.Random, story: _Story, have: dict[str, int], unit: str) -> None:
@@ -213,22 +222,25 @@ def _shop(rng: random.Random) -> Problem:
     story = _Story(a, facts, recaps, [(one, two)])
     asked = rng.choice(("spend", "left", "left", "more"))
     if asked == "more":
-        high, low = _by_result(one, two)
-        sum_ = (high.result, "-", low.result)
-        step = Operation(high.subject, COST, sum_, "coins", ("compared,",))
-        story.ask(f"How many more coins go to {high.subject} than to {low.subject}?", step)
+        question = "How many more coins go to {high} than to {low}?"
+        _ask_difference(story, (one, two), COST, question, "compared,")
         return story.finish(rng)
     sum_ = (one.result, "+", two.result)
     both = Operation("both", COST, sum_, "coins", ("taken together,", "as a sum,"))
     story.ask(f"How many coins does {a} spend?", both)
     if asked == "left":
-        purse = both.result + rng.randint(3, 90)
-        story.facts.insert(0, f"{a} has {purse} coins.")
-        story.recaps.append(f"at the start {a} had {purse} coins.")
-        clauses = ("after paying,", "with that paid,")
-        step = Operation(a, HAS, (purse, "-", both.result), "coins", clauses)
-        story.ask(f"How many coins does {a} have left?", step)
+        _pay(rng, story, a, both.result)
     return story.finish(rng)
+
+
+def _pay(rng: random.Random, story: _Story, buyer: str, cost: int) -> None:
+    """Give the buyer a purse that the cost leaves something of, and ask for the rest."""
+    purse = cost + rng.randint(3, 90)
+    story.facts.insert(0, f"{buyer} has {purse} coins.")
+    story.recaps.append(f"at the start {buyer} had {purse} coins.")
+    clauses = ("after paying,", "with that paid,")
+    step = Operation(buyer, HAS, (purse, "-", cost), "coins", clauses)
+    story.ask(f"How many coins does {buyer} have left?", step)
 
 
 def _purchase(ware: str, n: int, price: int) -> Operation:
@@ -236,9 +248,20 @@ def _purchase(ware: str, n: int, price: int) -> Operation:
     return Operation(f"the {ware}", COST, (n, "*", price), "coins", clauses)
 
 
-def _by_result(one: Operation, two: Operation) -> tuple[Operation, Operation]:
-    """The one with the larger result first."""
-    return (one, two) if one.result > two.result else (two, one)
+def _ask_difference(
+    story: _Story,
+    steps: tuple[Operation, Operation],
+    verbs: tuple[str, ...],
+    question: str,
+    clause: str = "compared with {low},",
+) -> None:
+    """Ask how much the larger of two results is above the other; `question` and `clause` name the
+    steps' subjects as {high} and {low}."""
+    low, high = sorted(steps, key=lambda step: step.result)
+    names = {"high": high.subject, "low": low.subject}
+    sum_ = (high.result, "-", low.result)
+    step = Operation(high.subject, verbs, sum_, high.unit, (clause.format(**names),))
+    story.ask(question.format(**names), step)
 
 
 def _share(rng: random.Random) -> Problem:
@@ -253,14 +276,9 @@ def _share(rng: random.Random) -> Problem:
         f"Then {a} gives {PARTS[second]} {of_what} to {c}.",
     ]
     gift = Operation(b, GETS, (n, "/", first), unit, (f"with {PARTS[first]} of them,",))
-    after = (f"after giving to {b},", "with that gone,")
-    rest = Operation(a, HAS, (n, "-", gift.result), unit, after)
-    wordings = ("of the whole,", "of all at first,")
-    if of_rest:
-        wordings = ("of the rest,", "of what is left,")
-    clauses = tuple(f"with {PARTS[second]} {wording}" for wording in wordings)
+    rest = _left_after(n, a, gift)
     sum_ = (rest.result if of_rest else n, "/", second)
-    second_gift = Operation(c, GETS, sum_, unit, clauses)
+    second_gift = Operation(c, GETS, sum_, unit, _of_what(second, of_rest))
     groups: list[tuple[Operation, ...]] = [(gift, second_gift), (rest,)]
     if of_rest:
         groups = [(gift,), (rest,), (second_gift,)]
@@ -269,15 +287,25 @@ def _share(rng: random.Random) -> Problem:
     if asked == "more" and gift.result != second_gift.result:
         if not of_rest:
             groups.pop(1)
-        high, low = _by_result(gift, second_gift)
-        than = (f"compared with {low.subject},",)
-        step = Operation(high.subject, HAS, (high.result, "-", low.result), unit, than)
-        story.ask(f"How many more {unit} does {high.subject} get than {low.subject}?", step)
+        question = f"How many more {unit} does {{high}} get than {{low}}?"
+        _ask_difference(story, (gift, second_gift), HAS, question)
     else:
-        after = (f"after giving to {c},", "with that gone,")
-        step = Operation(a, HAS, (rest.result, "-", second_gift.result), unit, after)
+        step = _left_after(rest.result, a, second_gift)
         story.ask(f"How many {unit} does {a} have left?", step)
     return story.finish(rng)
+
+
+def _left_after(n: int, giver: str, gift: Operation) -> Operation:
+    clauses = (f"after giving to {gift.subject},", "with that gone,")
+    return Operation(giver, HAS, (n, "-", gift.result), gift.unit, clauses)
+
+
+def _of_what(part: int, of_rest: bool) -> tuple[str, ...]:
+    """Clauses that say what the second gift is a part of."""
+    wordings = ("of the whole,", "of all at first,")
+    if of_rest:
+        wordings = ("of the rest,", "of what is left,")
+    return tuple(f"with {PARTS[part]} {wording}" for wording in wordings)
 
 
 def _fractions(rng: random.Random) -> tuple[int, int, int, bool]:
@@ -302,24 +330,24 @@ def _work(rng: random.Random) -> Problem:
         f"{a} makes {rate} {unit} in an hour and works for {hours} hours.",
         f"{b} makes {k} {kind} {unit} in an hour than {a} and works for {others} hours.",
     ]
-    op, side = ("+", "above") if kind == "more" else ("-", "below")
-    in_hours = (f"in {hours} hours,", f"working for {hours} hours,")
-    one = Operation(a, MAKES, (rate, "*", hours), unit, in_hours)
-    clauses = (f"with {k} {kind} than {a},", f"at {k} {side} {a},")
-    pace = Operation(f"each hour {b}", MAKES, (rate, op, k), unit, clauses)
-    in_others = (f"in {others} hours,", f"working for {others} hours,")
-    two = Operation(b, MAKES, (pace.result, "*", others), unit, in_others)
+    op = "+" if kind == "more" else "-"
+    one = _shift(a, rate, hours, unit)
+    pace = Operation(f"each hour {b}", MAKES, (rate, op, k), unit, _than(a, k, kind))
+    two = _shift(b, pace.result, others, unit)
     recaps = [f"in an hour {a} makes {rate} {unit}.", f"{b} works for {others} hours."]
     story = _Story(a, facts, recaps, [(one, pace), (two,)])
     if rng.random() < 0.5 or one.result == two.result:
         step = Operation("they", MAKE, (one.result, "+", two.result), unit, ("together,",))
         story.ask(f"How many {unit} do they make together?", step)
     else:
-        high, low = _by_result(one, two)
-        than = (f"compared with {low.subject},",)
-        step = Operation(high.subject, MAKES, (high.result, "-", low.result), unit, than)
-        story.ask(f"How many more {unit} does {high.subject} make than {low.subject}?", step)
+        question = f"How many more {unit} does {{high}} make than {{low}}?"
+        _ask_difference(story, (one, two), MAKES, question)
     return story.finish(rng)
+
+
+def _shift(worker: str, rate: int, hours: int, unit: str) -> Operation:
+    clauses = (f"in {hours} hours,", f"working for {hours} hours,")
+    return Operation(worker, MAKES, (rate, "*", hours), unit, clauses)
 
 
 T = TypeVar("T")
@@ -376,10 +404,7 @@ class _Author:
         if style == "compute":
             return f"we {self.pick('compute', unit, COMPUTE)} {sum_}, so {has} {r} {unit}."
         if style == "rule":
-            do, link = RULE_WORDS[op.op]
-            p, q = (x, y) if op.op in "*/" else (y, x)
-            get = self.pick("get", unit, GET)
-            return f"let us {do} {p} {link} {q} to {get} {r} {unit} for {whom}."
+            return f"let us {self._rule(op, x, y)} {r} {unit} for {whom}."
         if style == "result":
             return f"{r} {unit} for {whom}, {self.pick('why', unit, WHY)} {sum_}."
         if style == "sum":
@@ -387,6 +412,11 @@ class _Author:
         if style == "means":
             return f"that means {has} {sum_} {unit}."
         return f"for {whom}: {sum_}."
+
+    def _rule(self, op: Operation, x: int, y: int) -> str:
+        do, link = RULE_WORDS[op.op]
+        p, q = (x, y) if op.op in "*/" else (y, x)
+        return f"{do} {p} {link} {q} to {self.pick('get', op.unit, GET)}"
 
     def remark(self, op: Operation, place: str, problem: Problem) -> str:
         """Say something that decides nothing, or nothing."""
