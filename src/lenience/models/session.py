@@ -137,18 +137,12 @@ class Session:
         cached = [self.tokens()[row] for row in rows]
         if device_tokens is not None:
             sequences, device_tokens = self._join(sequences, device_tokens)
-        over = [max(0, -self.room(new)) for new in sequences]
-        sequences = [new[: len(new) - past] for new, past in zip(sequences, over)]
-        reused = [
-            min(common(old, new), len(new) - num_states) for old, new in zip(cached, sequences)
-        ]
+        sequences, over = self._within_context(sequences)
+        reused = _cut_to_common(cached, sequences, num_states)
         counts = [len(new) - n for n, new in zip(reused, sequences)]
         groups = self._groups(sequences, counts, num_states)
-        if len(groups) > 1 or not self.cache.can_loop:
-            lookahead = 0
-        lookahead = max(0, min([lookahead, *map(self.room, sequences)]))
-        for old, n in zip(cached, reused):
-            del old[n:]  # a pass that fails leaves nothing that is believed
+        loops = len(groups) == 1 and self.cache.can_loop
+        lookahead = max(0, min([lookahead, *map(self.room, sequences)])) if loops else 0
         batch = _Batch(
             rows, sequences, reused, num_states, lookahead=lookahead, device_tokens=device_tokens
         )
@@ -163,6 +157,14 @@ class Session:
             self._fetch_later(cached, reading.greedy_tokens[:, :lookahead], inside=False)
         self.profile.add("cache")
         return reading
+
+    def _within_context(
+        self, sequences: Sequence[list[int]]
+    ) -> tuple[Sequence[list[int]], list[int]]:
+        """The sequences without what is past the end of the model's context, and how much that
+        is."""
+        over = [max(0, -self.room(new)) for new in sequences]
+        return [new[: len(new) - past] for new, past in zip(sequences, over)], over
 
     def _fetch_later(self, cached: list[list[int]], tokens: Tensor, *, inside: bool) -> None:
         """Start to copy tokens [B, a] that belong into the rows: at their ends, where LATER stands
@@ -209,6 +211,19 @@ class Session:
     def _reads_ragged(self) -> bool:
         known = self.cache.reads_ragged
         return takes_masks(self.lm) if known is None else known
+
+
+def _cut_to_common(
+    cached: list[list[int]], sequences: Sequence[list[int]], num_states: int
+) -> list[int]:
+    """Cut what rows hold to what their new sequences begin with and need not read again for
+    `num_states` states, and tell how much that is; so a pass that fails leaves nothing that is
+    believed."""
+    reused = []
+    for old, new in zip(cached, sequences):
+        del old[min(common(old, new), len(new) - num_states) :]
+        reused.append(len(old))
+    return reused
 
 
 def _in_order(parts: list[tuple[Tensor, Tensor]], groups: list[list[int]]) -> tuple[Tensor, Tensor]:
