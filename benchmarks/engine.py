@@ -37,6 +37,7 @@ def transformers_generate(pair: Pair, prompts: list[list[int]], window: int | No
     number of new tokens."""
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW}
     if window is not None:
+        assert pair.draft
         draft = pair.draft.model
         assert draft.generation_config is not None
         draft.generation_config.num_assistant_tokens = window
@@ -46,7 +47,7 @@ def transformers_generate(pair: Pair, prompts: list[list[int]], window: int | No
     tokens = 0
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        out = pair.target.model.generate(ids, attention_mask=torch.ones_like(ids), **options)  # type: ignore[operator]
+        out = pair.target.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         tokens += out.shape[1] - len(prompt)
     return tokens
 

@@ -9,16 +9,14 @@ sample that it was not fitted to: the AUC, with a 95 % interval from resampled p
 the important ones.
 
 - inputs: after which token the states are read (the one before, the drafted, the target's own,
-both) and whose they are;
+  both) and whose they are;
 - classifiers: logistic regression over the L2 grid, a random forest of 128 trees, an MLP of 128
-units, and linear heads by
-  gradient steps;
+  units, and linear heads by gradient steps;
 - search: which mismatches count as important when each is tried alone in the target's own answer
-(naive), from the draft's
-  answer back to the target's (reversed), and one after the other (semi-greedy, algorithm 1); and
-  what judges that learn from each keep of the accuracy;
+  (naive), from the draft's answer back to the target's (reversed), and one after the other
+  (semi-greedy, algorithm 1); and what judges that learn from each keep of the accuracy;
 - precision: states in float32 and in bfloat16, computed token by token as decoding does, or in one
-parallel pass;
+  parallel pass;
 - transfer: a judge that has seen one kind of problem, on each kind.
 """
 
@@ -47,14 +45,24 @@ from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import GroupKFold
 
 from lenience import load_pair
-from lenience.cli.console import follow
+from lenience.cli.console import progress_bars
 from lenience.cli.steps import fit_run
 from lenience.decoding.loading import EMBEDDED
 from lenience.decoding.pair import Pair
-from lenience.evaluation.compare import compare
-from lenience.heads.fitting import GRID, Kind, fit_mlp, fit_stopped, thresholds
+from lenience.evaluation.compare import CompareConfig, compare
+from lenience.evaluation.table import FrontierRow
+from lenience.heads.fitting import (
+    L2_GRID,
+    Examples,
+    FitConfig,
+    Kind,
+    fit_mlp,
+    fit_stopped,
+    thresholds,
+)
 from lenience.heads.head import Inputs
-from lenience.mining.features import features, load_features
+from lenience.mining.features import compute_features, load_features
+from lenience.mining.fit import HeadPlan
 from lenience.models.session import Session
 from lenience.runs.journal import Journal
 from lenience.tasks import WordMath, wordmath
@@ -86,9 +94,10 @@ def shipped(folder: Path, samples: int) -> list[Record]:
 
 
 def states(pair: Pair, run: Path, inputs: Inputs) -> tuple[NDArray, NDArray, NDArray]:
-    for _ in features(pair, run, inputs):
-        pass
-    return load_features(run, inputs)
+    """The states of a run's mismatches, which of them are important, and their samples."""
+    compute_features(pair, run, inputs)
+    examples = load_features(run, inputs)
+    return examples.x, ~examples.harmless, examples.samples
 
 
 def logistic(c: float) -> Fit:
@@ -203,12 +212,12 @@ def classifiers(out: Path, given: argparse.Namespace) -> None:
         )
 
     def by_gradient(kind: Kind) -> Fit:
-        return lambda x, harmless, samples: fit_stopped(kind, x, harmless, samples, 0).logits
+        return lambda *examples: fit_stopped(Examples(*examples), FitConfig(kind)).logits
 
     def mlp(x: NDArray, harmless: NDArray, _: NDArray) -> Callable[[NDArray], NDArray]:
         return fit_mlp(torch.from_numpy(x), torch.from_numpy(harmless.astype(np.float32)), 0).logits
 
-    kinds: dict[str, Fit] = {f"logistic, C = {c:g}": logistic(c) for c in GRID}
+    kinds: dict[str, Fit] = {f"logistic, C = {c:g}": logistic(c) for c in L2_GRID}
     kinds |= {
         "random forest of 128": forest,
         "MLP of 128": mlp,
@@ -247,9 +256,7 @@ def search(out: Path, given: argparse.Namespace) -> None:
             journal.append(way(pair, task, record))
     rules = []
     for name in ("semi-greedy", "naive", "reversed"):
-        head = fit_run(
-            pair, out / name, Inputs(), out / name / "judge", kind="logistic", recall=0.9, seed=0
-        )
+        head = fit_run(pair, out / name, HeadPlan(Inputs(), out / name / "judge", FitConfig()))
         listed = {row["recall"]: row["threshold"] for row in head.metrics["thresholds"]}
         rules += [
             f"judge:{out / name / 'judge'}@{listed[recall]}"
@@ -267,36 +274,11 @@ def search(out: Path, given: argparse.Namespace) -> None:
                 "target_passes": sum(r["cost"]["target_passes"] for r in found),
             }
         )
-    frontier = follow(
-        compare(
-            pair,
-            task,
-            rules,
-            windows=[8],
-            limit=given.problems,
-            timed=1,
-            repeats=1,
-            out=out / "compare",
-        )
+    config = CompareConfig(
+        rules=tuple(rules), windows=(8,), limit=given.problems, timed=1, repeats=1
     )
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for name, mark in (("semi-greedy", "o-"), ("naive", "s--"), ("reversed", "^:")):
-        points = [row for row in frontier["rows"] if f"/{name}/" in row["rule"]]
-        axes.plot(
-            [p["tokens_per_pass"] for p in points],
-            [p["paired_loss"] for p in points],
-            mark,
-            label=name,
-        )
-    n = frontier["rows"][0]["n"]
-    axes.set(
-        xlabel="tokens per pass",
-        ylabel=f"paired loss, {n} problems",
-        title="judges by the search they learned from",
-    )
-    axes.legend(frameon=False)
-    axes.grid(alpha=0.25)
+    with progress_bars() as show:
+        frontier = compare(pair, task, config, out / "compare", show)
     columns = {
         "search": "",
         "samples": "d",
@@ -306,16 +288,27 @@ def search(out: Path, given: argparse.Namespace) -> None:
         "auc": ".3f",
         "target_passes": "d",
     }
-    tell(out, "search", rows, columns, figure, frontier=frontier["rows"])
-    for row in frontier["rows"]:
-        print(
-            row["rule"],
-            *(
-                f"{key} {row[key]:.4g}"
-                for key in ("accuracy", "paired_loss", "tokens_per_pass")
-                if row[key]
-            ),
-        )
+    points = [row.to_json() for row in frontier.rows]
+    tell(out, "search", rows, columns, by_search(frontier.rows), frontier=points)
+    for point in points:
+        keys = [key for key in ("accuracy", "paired_loss", "tokens_per_pass") if point[key]]
+        print(point["rule"], *(f"{key} {point[key]:.4g}" for key in keys))
+
+
+def by_search(rows: Sequence[FrontierRow]) -> Figure:
+    """The paired loss against the tokens per pass of judges, a line for each search."""
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for name, mark in (("semi-greedy", "o-"), ("naive", "s--"), ("reversed", "^:")):
+        points = [row for row in rows if f"/{name}/" in row.rule]
+        passes = [row.tokens_per_pass or 0.0 for row in points]
+        axes.plot(passes, [row.paired_loss for row in points], mark, label=name)
+    axes.set_title("judges by the search they learned from")
+    axes.set_xlabel("tokens per pass")
+    axes.set_ylabel(f"paired loss, {rows[0].n} problems")
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.25)
+    return figure
 
 
 def continued(
@@ -347,8 +340,9 @@ def continued(
 def differing(pair: Pair, record: Record, response: list[int], by: str) -> list[tuple[int, int]]:
     """Where, and with which token, a model would have gone on otherwise."""
     lm = getattr(pair, by)
-    best = Session(lm).read([record["prompt_ids"] + response[:-1]], len(response)).best[0].tolist()
-    return [(i, token) for i, (token, said) in enumerate(zip(best, response)) if token != said]
+    reading = Session(lm).read([record["prompt_ids"] + response[:-1]], len(response))
+    greedy = reading.greedy_tokens[0].tolist()
+    return [(i, token) for i, (token, said) in enumerate(zip(greedy, response)) if token != said]
 
 
 def record_of(
@@ -358,7 +352,7 @@ def record_of(
         **record,
         "final_ids": final,
         "mismatches": mismatches,
-        "cost": {**cost, "target_tokens": 0, "draft_tokens": 0},
+        "cost": {**cost, "target_tokens": 0, "draft_tokens": 0, "seconds": 0.0},
     }
 
 

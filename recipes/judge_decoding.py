@@ -8,13 +8,12 @@ of training problems that were not mined. OUT/judge: what `lenience fit --from a
 OUT/errors.jsonl` fits. OUT/probes.json, printed too:
 
 - `others`: how many tokens of a reference solution are accepted before the first that is not, and
-what share of all, by strict
-  verification and by the judge; solutions are by the author that the target learned from and by the
-  draft's;
+  what share of all, by strict verification and by the judge; solutions are by the author that the
+  target learned from and by the draft's;
 - `forced`: of solutions with a slip, how often the judge's first objection comes at it, before it
-and after it or never;
+  and after it or never;
 - `families`: the AUC on one kind of problem of a judge that was fitted without it, and with it (out
-of fold).
+  of fold).
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import itertools
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,15 @@ from sklearn.metrics import roc_auc_score
 from lenience import load_pair
 from lenience.cli.steps import fit_annotated
 from lenience.decoding.pair import Pair
-from lenience.heads.fitting import fit_stopped
+from lenience.heads.fitting import FitConfig, fit_stopped
 from lenience.heads.head import Head, Inputs
-from lenience.mining.annotated import Annotated, collect, read_annotated, states, tokens_of
+from lenience.mining.annotated import (
+    Annotated,
+    annotated_examples,
+    marked_answers,
+    read_annotated,
+)
+from lenience.mining.fit import HeadPlan
 from lenience.models.session import Session
 from lenience.tasks import wordmath
 
@@ -101,7 +107,8 @@ def verdicts(
     """Of each token of an answer, whether it is the target's own choice there, and the judge's
     score."""
     state = Session(pair.target, layer=INPUTS.layer).read([prompt + ids], len(ids) + 1)
-    best = Session(pair.target).read([prompt + ids], len(ids) + 1).best[0, :-1].tolist()
+    reading = Session(pair.target).read([prompt + ids], len(ids) + 1)
+    best = reading.greedy_tokens[0, :-1].tolist()
     return [a == b for a, b in zip(best, ids)], torch.sigmoid(
         head.logits(state.hidden[0, 1:])
     ).tolist()
@@ -142,16 +149,12 @@ def forced(
     counts = dict.fromkeys(("at the slip", "before it", "not by its end"), 0)
     for row in track(rows, "forced wrong answers"):
         one = Annotated(row["question"], row["correct"], row["wrong"], tuple(row["error"]), "probe")
-        prompt, (_, (ids, marked)) = tokens_of(pair.target, one)
-        same, scores = verdicts(pair, head, prompt, ids)
+        prompt, (_, answer) = marked_answers(pair.target, one)
+        same, scores = verdicts(pair, head, prompt, answer.ids)
         objects = run_length([a or s >= threshold for a, s in zip(same, scores)])
-        where = (
-            "not by its end"
-            if objects == len(ids)
-            else "at the slip"
-            if marked[objects]
-            else "before it"
-        )
+        where = "not by its end"
+        if objects < len(answer.ids):
+            where = "at the slip" if answer.wrong[objects] else "before it"
         counts[where] += 1
     return {name: count / len(rows) for name, count in counts.items()}
 
@@ -162,22 +165,24 @@ def families(pair: Pair, rows: list[dict[str, Any]]) -> dict[str, Any]:
         Annotated(row["question"], row["correct"], row["wrong"], tuple(row["error"]), "row")
         for row in rows
     ]
-    x, wrong, numbers = collect(list(states(pair.target, given, INPUTS)))
+    examples = annotated_examples(pair.target, given, INPUTS)
+    x, harmless, numbers = examples.x, examples.harmless, examples.samples
     x = ((x - x.mean(0)) / (x.std(0) + 1e-6)).astype(np.float32)
+    examples = replace(examples, x=x)
     kinds, within, told = np.array([rows[n]["family"] for n in numbers]), np.zeros(len(x)), {}
 
     def scores(kept: NDArray, asked: NDArray) -> NDArray:
-        return fit_stopped("adamw", x[kept], ~wrong[kept], numbers[kept], seed=0).logits(x[asked])
+        return fit_stopped(examples.rows(kept), FitConfig("adamw")).logits(x[asked])
 
     for k in track(range(5), "folds"):
         within[numbers % 5 == k] = scores(numbers % 5 != k, numbers % 5 == k)
     for kind in track(sorted(set(kinds)), "families"):
         held = kinds == kind
         told[kind] = {
-            "without": float(roc_auc_score(~wrong[held], scores(~held, held))),
-            "with": float(roc_auc_score(~wrong[held], within[held])),
+            "without": float(roc_auc_score(harmless[held], scores(~held, held))),
+            "with": float(roc_auc_score(harmless[held], within[held])),
             "tokens": int(held.sum()),
-            "erroneous": int(wrong[held].sum()),
+            "erroneous": int((~harmless[held]).sum()),
         }
     return told
 
@@ -195,9 +200,8 @@ def main() -> None:
     path = given.out / "errors.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     pair = load_pair(compile=False)
-    head = fit_annotated(
-        pair, read_annotated(path), INPUTS, given.out / "judge", kind="adamw", recall=0.9, seed=0
-    )
+    plan = HeadPlan(INPUTS, given.out / "judge", FitConfig("adamw"))
+    head = fit_annotated(pair, read_annotated(path), plan)
     told = {"rows": len(rows), "metrics": head.metrics}
     for threshold in (0.5, head.threshold):
         told[f"at {threshold:.4g}"] = {

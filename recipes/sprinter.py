@@ -9,19 +9,17 @@ All is sampled at temperature 1. Prints, and writes to OUT/sprinter.json and OUT
 
 - the ROC of each gate on held-out prefixes of the four kinds;
 - `predicted`, from averages over such prefixes. alpha = 1 − TV(draft, target) is the chance that
-speculative sampling accepts,
-  TPR and FPR are the chances that the gate passes what it would accept and what it would reject. A
-  token is passed with chance s = TPR·alpha + FPR·(1 − alpha); s / (1 − s) tokens are trusted before
-  the gate stops, which it does at the 1 / (1 − s)-th; the doubted one is accepted with chance (1 −
-  TPR)·alpha / (1 − s); the output is (1 − FPR)·target + FPR·draft, which is FPR·TV(draft, target)
-  away from the target's;
+  speculative sampling accepts, TPR and FPR are the chances that the gate passes what it would
+  accept and what it would reject. A token is passed with chance s = TPR·alpha + FPR·(1 − alpha); s
+  / (1 − s) tokens are trusted before the gate stops, which it does at the 1 / (1 − s)-th; the
+  doubted one is accepted with chance (1 − TPR)·alpha / (1 − s); the output is (1 − FPR)·target +
+  FPR·draft, which is FPR·TV(draft, target) away from the target's;
 - `measured`: the same of what `--stop gate:PATH@T` decodes. TV is the exact distance at places of
-its answers: the next
-  token's distribution is added up over the draft's tokens, each passed or not;
+  its answers: the next token's distribution is added up over the draft's tokens, each passed or
+  not;
 - what it costs: 2 · parameters for every token that a model reads. `flops` counts what the target
-must read to catch up with
-  trusted tokens, `flops_without_catching_up` one token for every time that it is asked, as the
-  paper does.
+  must read to catch up with trusted tokens, `flops_without_catching_up` one token for every time
+  that it is asked, as the paper does.
 """
 
 from __future__ import annotations
@@ -47,16 +45,18 @@ from lenience import load_pair
 from lenience.cli.steps import fit_run
 from lenience.decoding.generation import Generation
 from lenience.decoding.loading import EMBEDDED
-from lenience.decoding.options import Options
 from lenience.decoding.pair import Pair
 from lenience.drafting.stops import Gate
+from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Head, Inputs
-from lenience.mining.features import gated
+from lenience.mining.features import gate_states
+from lenience.mining.fit import HeadPlan
+from lenience.runs.record import MinedAnswers, MinedSample, MiningCost
 from lenience.tasks import Sample, WordMath, take
 
 INPUTS = Inputs(("draft",), ("draft",))
 LONGEST = WordMath().max_new_tokens
-SAMPLED: Options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": LONGEST}
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": LONGEST}
 ALONG = 5
 """At how many places of an answer its TV is computed."""
 MASS = 1e-4
@@ -202,11 +202,21 @@ def held_out(
     pair: Pair, samples: Sequence[Sample], target: Sequence[Generation]
 ) -> tuple[NDArray, NDArray]:
     """States and ratios of prefixes of the four kinds."""
+    answers = MinedAnswers(target=None, final=None, reference=None)
+    cost = MiningCost(target_passes=0, target_tokens=0, draft_tokens=0, seconds=0.0)
     records = [
-        {"prompt_ids": pair.target.encode(sample.prompt), "response_ids": out.tokens}
+        MinedSample(
+            id=sample.id,
+            prompt_ids=pair.target.encode(sample.prompt),
+            response_ids=out.tokens,
+            final_ids=out.tokens,
+            mismatches=[],
+            answers=answers,
+            cost=cost,
+        )
         for sample, out in zip(samples, target)
     ]
-    rows = gated(pair, records, INPUTS)
+    rows = gate_states(pair, records, INPUTS)
     return torch.cat([x for x, _ in rows]).numpy(), torch.cat([ratio for _, ratio in rows]).numpy()
 
 
@@ -328,7 +338,8 @@ def main() -> None:
     ]
     for tau in given.tau:
         folder = run / f"gate-{tau:g}"
-        head = fit_run(pair, run, INPUTS, folder, "gate", tau, kind="adam", recall=0.9, seed=0)
+        plan = HeadPlan(INPUTS, folder, FitConfig("adam", role="gate"), tau)
+        head = fit_run(pair, run, plan)
         scores, acceptable = head.logits(torch.from_numpy(x)).numpy(), ratio <= tau
         fpr, tpr, _ = roc_curve(acceptable, scores, drop_intermediate=True)
         roc = {
@@ -341,7 +352,8 @@ def main() -> None:
         told["gates"][f"{tau:g}"] = {
             "roc": roc,
             "thresholds": {
-                f"{t:g}": _point(pair, head, t, folder, samples, known) for t in given.threshold
+                f"{t:g}": _point(pair, Gate(str(folder), t), head, samples, known)
+                for t in given.threshold
             },
         }
         (given.out / "sprinter.json").write_text(json.dumps(told, indent=1))
@@ -375,18 +387,16 @@ def _four_kinds(
 
 def _point(
     pair: Pair,
+    gate: Gate,
     head: Head,
-    threshold: float,
-    folder: Path,
     samples: Sequence[Sample],
     known: Sequence[Place],
 ) -> dict[str, Any]:
     """A gate at one threshold: what the theory says, and what decoding does."""
-    stop = Gate(str(folder), threshold)
-    outs, costs = decoded(
-        pair, samples, f"{folder.name}@{threshold}", rule="speculative", stop=stop, window=LONGEST
+    outs, costs = decoded(pair, samples, str(gate), rule="speculative", stop=gate, window=LONGEST)
+    here = rates(
+        [place(pair, ids) for ids in track(asked(outs, ALONG), "its TV")], head, gate.bound
     )
-    here = rates([place(pair, ids) for ids in track(asked(outs, ALONG), "its TV")], head, threshold)
     measured = {
         "tpr": here["tpr"],
         "fpr": here["fpr"],
@@ -396,7 +406,7 @@ def _point(
         **costs,
     }
     return {
-        "predicted": theory(rates(known, head, threshold)),
+        "predicted": theory(rates(known, head, gate.bound)),
         "predicted_from_its_own_answers": theory(here),
         "measured": measured,
     }

@@ -14,13 +14,11 @@ difference: the first 16 M tokens of the target were read under --tokens 40e6, a
 learning rate.
 
 - target, 8 layers x 128, 1.7 M parameters: 9,000 tokens/s with other work beside, 75 minutes in
-all. After 36 M tokens it was
-  right on 94.0 % of 400 problems (share 100 %, work 98 %, shop 94 %, compare 85 %); the second
-  command prolongs it with more problems of the family `compare`, entering the learning rate's way
-  down at a quarter of its peak.
+  all. After 36 M tokens it was right on 94.0 % of 400 problems (share 100 %, work 98 %, shop 94 %,
+  compare 85 %); the second command prolongs it with more problems of the family `compare`, entering
+  the learning rate's way down at a quarter of its peak.
 - draft, 2 layers x 128, 0.45 M parameters: 30,000 tokens/s, 3 minutes. With 6.5 M tokens it is
-right on 56 %, with 10 M on
-  69 %, and then too few of its mismatches are important.
+  right on 56 %, with 10 M on 69 %, and then too few of its mismatches are important.
 
 Reached on the first 500 problems of the test split: target 96.4 % right, draft 39.6 %. Of 20,499
 mismatches mined from 1,000 samples 9.2 % are important; whether a digit or an operator stands there
