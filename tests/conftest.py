@@ -65,12 +65,26 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**COMMON, **SMALL, num_key_value_heads=2),
     "qwen3": Qwen3Config(**COMMON, **SMALL, num_key_value_heads=2, head_dim=8),
     # the sliding window is far shorter than what the tests decode
-    "gemma2": Gemma2Config(**COMMON, **SMALL, num_key_value_heads=2, head_dim=8, sliding_window=12, query_pre_attn_scalar=8),
+    "gemma2": Gemma2Config(
+        **COMMON,
+        **SMALL,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=12,
+        query_pre_attn_scalar=8,
+    ),
     "mistral": MistralConfig(**COMMON, **SMALL, num_key_value_heads=2, sliding_window=12),
     "gpt2": GPT2Config(**COMMON, n_embd=32, n_layer=2, n_head=4, n_positions=256),
-    "gpt_neo": GPTNeoConfig(**COMMON, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
-                            window_size=12, max_position_embeddings=256),
-}  # fmt: skip
+    "gpt_neo": GPTNeoConfig(
+        **COMMON,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=12,
+        max_position_embeddings=256,
+    ),
+}
 
 
 def make_tokenizer(words: int = VOCABULARY) -> PreTrainedTokenizerFast:

@@ -23,12 +23,44 @@ from lenience.rules.combine import AllOf, AnyOf, _Opinion
 from lenience.rules.lenient import TopK, Typical
 from lenience.rules.strict import Exact
 
-STRICT = ["topk:1", "topk:9,ratio=1", "topk:9,margin=0", "typical:1,9", "fuzzy:kl@0", "fuzzy:js@0", "fuzzy:tv@0", "lenient:1",
-          "kl:0", "kl:9,guard=0", "ensemble:1", "fly:99", "random:0", "topk:9,floor=1", "topk:48,budget=0",
-          "fuzzy:tv,budget=0@1.1", "random:1,budget=0", "typical:0,0,budget=0", "fly:0,1,budget=0", "ensemble:0,budget=0",
-          "topk:48,begin=<a>,end=<b>", "topk:48&fuzzy:js@0"]  # fmt: skip
-LOOSE = ["topk:48", "typical:0,0", "fuzzy:kl@inf", "fuzzy:js@0.7", "fuzzy:tv@1.01", "lenient:1e-30", "kl:inf,guard=1", "ensemble:0",
-         "random:1", "topk:48&fuzzy:js@0.7", "exact|random:1", "topk:48,budget=99"]  # fmt: skip
+STRICT = [
+    "topk:1",
+    "topk:9,ratio=1",
+    "topk:9,margin=0",
+    "typical:1,9",
+    "fuzzy:kl@0",
+    "fuzzy:js@0",
+    "fuzzy:tv@0",
+    "lenient:1",
+    "kl:0",
+    "kl:9,guard=0",
+    "ensemble:1",
+    "fly:99",
+    "random:0",
+    "topk:9,floor=1",
+    "topk:48,budget=0",
+    "fuzzy:tv,budget=0@1.1",
+    "random:1,budget=0",
+    "typical:0,0,budget=0",
+    "fly:0,1,budget=0",
+    "ensemble:0,budget=0",
+    "topk:48,begin=<a>,end=<b>",
+    "topk:48&fuzzy:js@0",
+]
+LOOSE = [
+    "topk:48",
+    "typical:0,0",
+    "fuzzy:kl@inf",
+    "fuzzy:js@0.7",
+    "fuzzy:tv@1.01",
+    "lenient:1e-30",
+    "kl:inf,guard=1",
+    "ensemble:0",
+    "random:1",
+    "topk:48&fuzzy:js@0.7",
+    "exact|random:1",
+    "topk:48,budget=99",
+]
 
 
 @pytest.mark.parametrize(
@@ -51,8 +83,22 @@ def test_the_loose_end_keeps_all_that_is_drafted(spec: str, llama: Pair) -> None
     ), "and a bonus"
 
 
-@pytest.mark.parametrize("spec", ["topk:3,budget=0", "fuzzy:tv,budget=0@2", "ensemble:0,budget=0", "mentored:9,budget=0", "lenient:1",
-                                  "fly:0,1,budget=0", "ensemble:1", "mentored:0", "random:0", "random:1,budget=0", "kl:0"])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "topk:3,budget=0",
+        "fuzzy:tv,budget=0@2",
+        "ensemble:0,budget=0",
+        "mentored:9,budget=0",
+        "lenient:1",
+        "fly:0,1,budget=0",
+        "ensemble:1",
+        "mentored:0",
+        "random:0",
+        "random:1,budget=0",
+        "kl:0",
+    ],
+)
 def test_the_strict_end_is_speculative_sampling_when_sampling(spec: str, llama: Pair) -> None:
     options = {"temperature": 0.9, "top_k": 12, "max_new_tokens": 24}
     for seed in range(2):
@@ -60,9 +106,23 @@ def test_the_strict_end_is_speculative_sampling_when_sampling(spec: str, llama: 
         assert llama.generate([5, 9], rule=spec, seed=seed, **options).tokens == strict.tokens
 
 
-RULES = ["exact", "speculative", "block", "lenient:0.3", "topk:2,margin=0.5", "typical:0.1,0.4", "fuzzy:js,top=5@0.2", "kl:0.5",
-         "ensemble:0.4", "fly:0.2,1", "mentored:0.3", "random:0.3", "exact|topk:2&fuzzy:tv@0.4", "topk:4,floor=0.05,budget=3",
-         "topk:9,begin=w3,end=w7"]  # fmt: skip
+RULES = [
+    "exact",
+    "speculative",
+    "block",
+    "lenient:0.3",
+    "topk:2,margin=0.5",
+    "typical:0.1,0.4",
+    "fuzzy:js,top=5@0.2",
+    "kl:0.5",
+    "ensemble:0.4",
+    "fly:0.2,1",
+    "mentored:0.3",
+    "random:0.3",
+    "exact|topk:2&fuzzy:tv@0.4",
+    "topk:4,floor=0.05,budget=3",
+    "topk:9,begin=w3,end=w7",
+]
 
 
 @pytest.mark.parametrize("spec", RULES)
@@ -245,14 +305,33 @@ def test_or_binds_weaker_than_and() -> None:
     )
 
 
-@pytest.mark.parametrize("spec, says", [
-    ("topk:99999999999999999999", "32 bits"), ("exact&topk:2", "joined by |"), ("block|topk:2", "cannot be joined"), ("ensemble:0.5|exact", "cannot be joined"),
-    ("mentored:1&topk:2", "cannot be joined"), ("fly|topk:3", "cannot be joined"), ("topk:2&", "there is no rule ''"),
-    ("topk:2,floor=2", "floor 2: must be"), ("topk:2,budget=-1", "budget -1"), ("topk:2,begin=x", "give both"),
-    ("fuzzy:hellinger@0.1", "one of kl, js, tv"), ("fuzzy:kl", "needs threshold: write fuzzy:kl@T"), ("judge:x@0.9,budget=2", "write judge:x,budget=2@0.9"), ("lenient:0", "above 0"),
-    ("lenient:1.5", "at most 1"), ("random:2", "at most 1"), ("exact:floor=0.1", "no argument 'floor'"), ("kl:x", "a number"),
-    ("topk:2,ratio=3", "at most 1"), ("typical:0.1", "needs delta"), ("topk:2,budget=x", "a whole number"), ("fly:0.3,0", "at least 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec, says",
+    [
+        ("topk:99999999999999999999", "32 bits"),
+        ("exact&topk:2", "joined by |"),
+        ("block|topk:2", "cannot be joined"),
+        ("ensemble:0.5|exact", "cannot be joined"),
+        ("mentored:1&topk:2", "cannot be joined"),
+        ("fly|topk:3", "cannot be joined"),
+        ("topk:2&", "there is no rule ''"),
+        ("topk:2,floor=2", "floor 2: must be"),
+        ("topk:2,budget=-1", "budget -1"),
+        ("topk:2,begin=x", "give both"),
+        ("fuzzy:hellinger@0.1", "one of kl, js, tv"),
+        ("fuzzy:kl", "needs threshold: write fuzzy:kl@T"),
+        ("judge:x@0.9,budget=2", "write judge:x,budget=2@0.9"),
+        ("lenient:0", "above 0"),
+        ("lenient:1.5", "at most 1"),
+        ("random:2", "at most 1"),
+        ("exact:floor=0.1", "no argument 'floor'"),
+        ("kl:x", "a number"),
+        ("topk:2,ratio=3", "at most 1"),
+        ("typical:0.1", "needs delta"),
+        ("topk:2,budget=x", "a whole number"),
+        ("fly:0.3,0", "at least 1"),
+    ],
+)
 def test_what_cannot_be_joined_or_is_out_of_range_is_told(spec: str, says: str) -> None:
     with pytest.raises(InputError, match=says):
         lenience.rule(spec)

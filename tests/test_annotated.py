@@ -86,16 +86,33 @@ def test_decoding_reads_the_layer_that_the_judge_names(llama: Pair, tmp_path: Pa
         llama.generate([5], rule=f"judge:{tmp_path / '9'}")
 
 
-@pytest.mark.parametrize("line, says", [
-    ("{", "line 2: JSONDecodeError"), ("[]", "line 2: TypeError"), ('{"question": "w1"}', "line 2: KeyError 'correct'"),
-    ('{"question": "w1", "correct": "w1", "wrong": "w2", "error": [0, 9]}', "is no span of the 2 characters"),
-    ('{"question": "w1", "correct": "w1", "wrong": "w2", "error": [1, 1]}', "is no span"),
-    ('{"question": "w1", "correct": "", "wrong": "w2", "error": [0, 1]}', "must be texts"),
-    ('{"question": "w1", "correct": "w1", "wrong": "w2  w3", "error": [2, 3]}', "holds no token"),
-    ('{"question": 5, "correct": "w1", "wrong": "w2", "error": [0, 1]}', "line 2: a prompt is text"),
-    ('{"question": "w1", "correct": "zz", "wrong": "w2", "error": [0, 1]}', "line 2: .*lacks: 'zz'"),
-    ('{"question": "zz", "correct": "w1", "wrong": "w2", "error": [0, 1]}', "line 2: "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        ("{", "line 2: JSONDecodeError"),
+        ("[]", "line 2: TypeError"),
+        ('{"question": "w1"}', "line 2: KeyError 'correct'"),
+        (
+            '{"question": "w1", "correct": "w1", "wrong": "w2", "error": [0, 9]}',
+            "is no span of the 2 characters",
+        ),
+        ('{"question": "w1", "correct": "w1", "wrong": "w2", "error": [1, 1]}', "is no span"),
+        ('{"question": "w1", "correct": "", "wrong": "w2", "error": [0, 1]}', "must be texts"),
+        (
+            '{"question": "w1", "correct": "w1", "wrong": "w2  w3", "error": [2, 3]}',
+            "holds no token",
+        ),
+        (
+            '{"question": 5, "correct": "w1", "wrong": "w2", "error": [0, 1]}',
+            "line 2: a prompt is text",
+        ),
+        (
+            '{"question": "w1", "correct": "zz", "wrong": "w2", "error": [0, 1]}',
+            "line 2: .*lacks: 'zz'",
+        ),
+        ('{"question": "zz", "correct": "w1", "wrong": "w2", "error": [0, 1]}', "line 2: "),
+    ],
+)
 def test_broken_rows_are_told_by_their_line(
     line: str, says: str, llama: Pair, tmp_path: Path
 ) -> None:

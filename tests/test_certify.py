@@ -179,7 +179,11 @@ def test_a_stopped_certification_comes_to_the_same(llama: Pair, task: Echo, tmp_
         file.write('{"torn')
     again = certify(llama, task, tmp_path / "torn", question())
     assert kept >= 20 and {**again, "seconds": 0, "decoded": 0, "certified": 0} == {
-        **whole, "seconds": 0, "decoded": 0, "certified": 0}  # fmt: skip
+        **whole,
+        "seconds": 0,
+        "decoded": 0,
+        "certified": 0,
+    }
     assert again["decoded"] == whole["decoded"] - kept
     assert certify(llama, task, tmp_path / "torn", question()) == again, (
         "asked once more, it decodes nothing"
@@ -345,8 +349,10 @@ def test_prompts_that_others_chose_on_are_left_out(llama: Pair, task: Echo, tmp_
     compare(llama, task, config)
     uses = list(Journal(run / "uses.jsonl"))
     assert [(u["id"], u["use"]) for u in uses] == [
-        *((f"train-{i}", "window") for i in range(155, 160)), ("test-0", "comparison"), ("test-4", "comparison")
-    ]  # fmt: skip
+        *((f"train-{i}", "window") for i in range(155, 160)),
+        ("test-0", "comparison"),
+        ("test-4", "comparison"),
+    ]
     row = Annotated(task.prompt(7), "w1 w2", "w1 w3", (3, 5), "file, line 1")
     rows = [replace(row, question=task.prompt(i)) for i in range(12)]
     inputs = Inputs(("target",), ("draft",))
@@ -447,9 +453,15 @@ def test_losses_of_other_kinds(llama: Pair, task: Echo, tmp_path: Path) -> None:
 
 
 def test_wrong_questions_are_refused(llama: Pair, task: Echo, tmp_path: Path) -> None:
-    for given, says in (({"max_drop": 1.0}, "max_drop 1.0"), ({"confidence": 0}, "confidence 0"), ({"loss": "bleu"}, "loss 'bleu'"),
-                        ({"procedure": "magic"}, "procedure 'magic'"), ({"procedure": "binomial", "loss": "net"}, "0 or 1"),
-                        ({"rules": ("target",)}, "that draft"), ({"rules": ()}, "one or more")):  # fmt: skip
+    for given, says in (
+        ({"max_drop": 1.0}, "max_drop 1.0"),
+        ({"confidence": 0}, "confidence 0"),
+        ({"loss": "bleu"}, "loss 'bleu'"),
+        ({"procedure": "magic"}, "procedure 'magic'"),
+        ({"procedure": "binomial", "loss": "net"}, "0 or 1"),
+        ({"rules": ("target",)}, "that draft"),
+        ({"rules": ()}, "one or more"),
+    ):
         with pytest.raises(InputError, match=says):
             question(**given)
     assert ladder("fuzzy:js", (0.3, 0.1)) == ["fuzzy:js@0.1", "fuzzy:js@0.3"], "the strictest first"
@@ -598,8 +610,12 @@ def test_certificates_that_are_made_at_once_share_no_prompt_and_are_both_kept(
     asked = [question(rules=("topk:1",), max_drop=most, limit=30) for most in (0.3, 0.4)]
     with ThreadPoolExecutor(2) as threads:
         made = threads.map(lambda one: certify(llama, task, tmp_path, one), asked)
-    by_key = {use["key"]: {other["id"] for other in Journal(tmp_path / "uses.jsonl") if other["key"] == use["key"]}
-              for use in Journal(tmp_path / "uses.jsonl")}  # fmt: skip
+    by_key = {
+        use["key"]: {
+            other["id"] for other in Journal(tmp_path / "uses.jsonl") if other["key"] == use["key"]
+        }
+        for use in Journal(tmp_path / "uses.jsonl")
+    }
     assert [len(ids) for ids in by_key.values()] == [30, 30] and not set.intersection(
         *by_key.values()
     )
@@ -683,8 +699,15 @@ def test_a_torn_publication_is_made_good(llama: Pair, task: Echo, tmp_path: Path
 def test_a_broken_certificate_is_refused(llama: Pair, task: Echo, tmp_path: Path) -> None:
     made = certify(llama, task, tmp_path, question(max_drop=0.9, limit=20))
     path = tmp_path / "certificate.json"
-    for broken, says in (("5", "not an object"), ("{}", "lacks certified"), (json.dumps(made | {"binds": []}), "binds: Input should be"),
-                         (json.dumps(made | {"binds": {k: v for k, v in made["binds"].items() if k != "heads"}}), "lacks binds heads")):  # fmt: skip
+    for broken, says in (
+        ("5", "not an object"),
+        ("{}", "lacks certified"),
+        (json.dumps(made | {"binds": []}), "binds: Input should be"),
+        (
+            json.dumps(made | {"binds": {k: v for k, v in made["binds"].items() if k != "heads"}}),
+            "lacks binds heads",
+        ),
+    ):
         path.write_text(broken)
         with pytest.raises(InputError, match=says):
             llama.generate("w1 w2", rule=f"certified:{tmp_path}")

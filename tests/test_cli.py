@@ -17,7 +17,10 @@ import lenience
 from lenience.cli.commands import main
 from lenience.decoding.loading import EMBEDDED
 
-PROBLEM = "Ann has 12 apples. Bob has 5 more apples than Ann. How many apples do they have together? Answer:"
+PROBLEM = (
+    "Ann has 12 apples. Bob has 5 more apples than Ann. How many apples do they have "
+    "together? Answer:"
+)
 
 
 def spawn(*args: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -77,37 +80,40 @@ def test_show_colours_without_losing_text() -> None:
     assert done.stdout.startswith(plain.stdout.strip())
 
 
-@pytest.mark.parametrize("args, says", [
-    (["generate", "x", "--rule", "tokp:3"], "there is no rule 'tokp'"),
-    (["generate", "Zebra"], "'Zebra'"),
-    (["generate", "Ann", "--target", "no/where", "--draft", "no/where"], "target 'no/where'"),
-    (["generate", "Ann", "--window", "-1"], "window -1"),
-    (["generate", "Ann", "--windw", "1"], "--windw"),
-    (["generate", "Ann", "--window", "x"], "--window"),
-    (["generate", "Ann", "--stop", "head:{tmp}@0.5"], "no stop.json"),
-    (["certify", "{tmp}"], "has no judge"),
-    (["certify", "{tmp}", "--rule", "topk", "--max-drop", "2"], "max_drop 2.0"),
-    (["certify", "{tmp}", "--rule", "topk", "--ids", "{tmp}/none"], "--ids"),
-    (["certify", "{tmp}", "--rule", "target"], "that draft"),
-    (["audit", "{tmp}", "{tmp}/none"], "cannot be read"),
-    (["generate", "x", "--rule", "certified:{tmp}"], "there is no certificate"),
-    (["compare", "--rule", "certified:{tmp}"], "certified"),
-    (["compare", "--rule", "exact", "--stop", "confidence:2"], "confidence's least chance 2.0"),
-    (["mine", "--out", "{tmp}/r", "--task", "mathword"], "there is no task 'mathword'"),
-    (["mine"], "--out"),
-    (["fit", "{tmp}/nothing"], "no such file"),
-    (["compare", "--rule", "judge:{tmp}@0.5", "--limit", "2"], "no judge.json"),
-    (["compare", "--rule", "exact", "--limit", "0"], "--limit 0"),
-    (["decode"], "decode"),
-    (["generate", "Ann", "--dtype", "float99"], "float99"),
-    (["demo", "--limit", "0"], "--limit 0"),
-    (["fit", __file__], "--from annotated"),
-    (["demo", "--fresh", "-1"], "--fresh -1"),
-    (["certify", "{tmp}/nosuch"], "there is no such folder"),
-    (["certify", "{tmp}", "--rule", "topk:2", "--split", "tset"], "no split 'tset'"),
-    (["generate", "Ann", "--device", "cuda:7"], "cuda:7"),
-    (["mine", "--out", "{tmp}/r", "--limit", "-1"], "limit -1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        (["generate", "x", "--rule", "tokp:3"], "there is no rule 'tokp'"),
+        (["generate", "Zebra"], "'Zebra'"),
+        (["generate", "Ann", "--target", "no/where", "--draft", "no/where"], "target 'no/where'"),
+        (["generate", "Ann", "--window", "-1"], "window -1"),
+        (["generate", "Ann", "--windw", "1"], "--windw"),
+        (["generate", "Ann", "--window", "x"], "--window"),
+        (["generate", "Ann", "--stop", "head:{tmp}@0.5"], "no stop.json"),
+        (["certify", "{tmp}"], "has no judge"),
+        (["certify", "{tmp}", "--rule", "topk", "--max-drop", "2"], "max_drop 2.0"),
+        (["certify", "{tmp}", "--rule", "topk", "--ids", "{tmp}/none"], "--ids"),
+        (["certify", "{tmp}", "--rule", "target"], "that draft"),
+        (["audit", "{tmp}", "{tmp}/none"], "cannot be read"),
+        (["generate", "x", "--rule", "certified:{tmp}"], "there is no certificate"),
+        (["compare", "--rule", "certified:{tmp}"], "certified"),
+        (["compare", "--rule", "exact", "--stop", "confidence:2"], "confidence's least chance 2.0"),
+        (["mine", "--out", "{tmp}/r", "--task", "mathword"], "there is no task 'mathword'"),
+        (["mine"], "--out"),
+        (["fit", "{tmp}/nothing"], "no such file"),
+        (["compare", "--rule", "judge:{tmp}@0.5", "--limit", "2"], "no judge.json"),
+        (["compare", "--rule", "exact", "--limit", "0"], "--limit 0"),
+        (["decode"], "decode"),
+        (["generate", "Ann", "--dtype", "float99"], "float99"),
+        (["demo", "--limit", "0"], "--limit 0"),
+        (["fit", __file__], "--from annotated"),
+        (["demo", "--fresh", "-1"], "--fresh -1"),
+        (["certify", "{tmp}/nosuch"], "there is no such folder"),
+        (["certify", "{tmp}", "--rule", "topk:2", "--split", "tset"], "no split 'tset'"),
+        (["generate", "Ann", "--device", "cuda:7"], "cuda:7"),
+        (["mine", "--out", "{tmp}/r", "--limit", "-1"], "limit -1"),
+    ],
+)
 def test_wrong_input_is_one_line_and_exit_2(args: list[str], says: str, tmp_path: Path) -> None:
     done = run(*[arg.replace("{tmp}", str(tmp_path)) for arg in args])
     assert done.returncode == 2
@@ -134,7 +140,8 @@ def test_wrong_input_ends_a_process_with_2() -> None:
 
 def test_a_failed_run_exits_with_1(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(
-        "from lenience.tasks import WordMath\nclass T(WordMath):\n    def answer(self, text):\n        raise OSError('disk on fire')\n"
+        "from lenience.tasks import WordMath\nclass T(WordMath):\n    def answer(self, text):\n   "
+        "     raise OSError('disk on fire')\n"
     )
     done = spawn("mine", "--task", f"{tmp_path}/broken.py:T", "--out", tmp_path / "r", "--limit", 1)
     assert done.returncode == 1 and "disk on fire" in done.stderr and "Traceback" not in done.stderr

@@ -107,8 +107,14 @@ def test_random_allocation_is_what_it_gives_on_average() -> None:
         to_draft = rng.random((20000, 30)) < point["share"]
         accuracy = np.where(to_draft, right[:, 1], right[:, 0]).mean()
         loss = (to_draft & right[:, 0] & ~right[:, 1]).mean()
-        tokens, passes, taken = (np.where(to_draft, *pair).sum(1).mean() for pair in (
-            (7, 10 + np.arange(30)), (0, 10 + np.arange(30)), (0.2, np.array(seconds)[:, 0])))  # fmt: skip
+        tokens, passes, taken = (
+            np.where(to_draft, *pair).sum(1).mean()
+            for pair in (
+                (7, 10 + np.arange(30)),
+                (0, 10 + np.arange(30)),
+                (0.2, np.array(seconds)[:, 0]),
+            )
+        )
         assert point["accuracy"] == pytest.approx(accuracy, abs=0.003) and point[
             "paired_loss"
         ] == pytest.approx(loss, abs=0.003)
@@ -213,8 +219,13 @@ def test_windows_are_chosen_by_speed_on_other_prompts(
         llama, ParityTask(), RULES, progress=follow, windows=(2, 4, 8), limit=5, tuning=3
     )
     assert [(row["rule"], row["window"]) for row in frontier["rows"]] == [
-        ("target", 0), ("draft", 0), ("exact", 4), ("topk:2", 4), ("exact", 8), ("topk:2", 8),
-    ]  # fmt: skip
+        ("target", 0),
+        ("draft", 0),
+        ("exact", 4),
+        ("topk:2", 4),
+        ("exact", 8),
+        ("topk:2", 8),
+    ]
     warm_up = take(ParityTask(), "test", 1)[0].prompt
     assert len(seen["tuning"] - {warm_up}) == 3 and len(seen["reported"]) == 5
     assert not (seen["tuning"] - {warm_up}) & seen["reported"]
@@ -301,8 +312,11 @@ def test_a_comparison_under_another_generation_config_is_another_one(
 
 
 def test_what_cannot_be_compared_is_told_before_any_work(llama: Pair, tmp_path: Path) -> None:
-    rows = [{"id": "a", "prompt": "w1", "split": "test", "reference": "1"}, {"id": "b", "prompt": "w2", "split": "test"},
-            {"id": "c", "prompt": "w1 " * 300, "split": "train"}]  # fmt: skip
+    rows = [
+        {"id": "a", "prompt": "w1", "split": "test", "reference": "1"},
+        {"id": "b", "prompt": "w2", "split": "test"},
+        {"id": "c", "prompt": "w1 " * 300, "split": "train"},
+    ]
     (tmp_path / "t.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     task = load_task(str(tmp_path / "t.jsonl"))
     with pytest.raises(InputError, match="sample b has no reference"):

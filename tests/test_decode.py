@@ -26,8 +26,13 @@ PROMPTS = [[5, 9, 13], [7], [3, 3, 8, 40, 2, 21, 30, 11, 12, 13, 14, 15, 16, 17,
 
 
 def plain_greedy(pair: Pair, prompt: list[int], new: int, **options) -> list[int]:
-    out = pair.target.model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False,
-                                     attention_mask=torch.ones(1, len(prompt)), **options)  # fmt: skip
+    out = pair.target.model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=new,
+        do_sample=False,
+        attention_mask=torch.ones(1, len(prompt)),
+        **options,
+    )
     return out[0, len(prompt) :].tolist()
 
 
@@ -135,7 +140,10 @@ def test_a_stop_string_ends_text_and_tokens(llama: Pair) -> None:
 
 
 def test_the_streams_text_is_the_answers_text(built_in: Pair) -> None:
-    prompt = "Ann has 12 apples. Bob has 5 more apples than Ann. How many apples do they have together? Answer:"
+    prompt = (
+        "Ann has 12 apples. Bob has 5 more apples than Ann. How many apples do they have "
+        "together? Answer:"
+    )
     whole = built_in.generate(prompt)
     steps = list(built_in.stream(prompt, stop_strings=["never said"]))
     assert "".join(step.text for step in steps) == whole.text
@@ -303,8 +311,11 @@ def test_noise_depends_on_its_key_alone(seed: int, prompt: list[int], position: 
     first = noise.key(position, "accept")
     Noise.for_prompt(seed + 1, prompt).key(position, "accept")
     assert noise.key(position, "accept") == first
-    others = {noise.key(position + 1, "accept"), noise.key(position, "token"),
-              Noise.for_prompt(seed, [*prompt, 1]).key(position, "accept")}  # fmt: skip
+    others = {
+        noise.key(position + 1, "accept"),
+        noise.key(position, "token"),
+        Noise.for_prompt(seed, [*prompt, 1]).key(position, "accept"),
+    }
     assert first not in others and len(others) == 3
 
 

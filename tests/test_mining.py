@@ -188,8 +188,12 @@ def brute_force(pair: Pair, task: ParityTask, prompt: list[int]) -> tuple[list[i
     """Algorithm 1 with plain generation from scratch for every step."""
 
     def greedy(model: torch.nn.Module, ids: list[int], most: int) -> list[int]:
-        out = model.generate(torch.tensor([ids]), max_new_tokens=most, do_sample=False,
-                             attention_mask=torch.ones(1, len(ids)))  # fmt: skip
+        out = model.generate(
+            torch.tensor([ids]),
+            max_new_tokens=most,
+            do_sample=False,
+            attention_mask=torch.ones(1, len(ids)),
+        )
         return out[0, len(ids) :].tolist()
 
     limit = task.max_new_tokens
@@ -249,7 +253,9 @@ from test_mining import ParityTask
 from lenience.mining.search import MineConfig, mine
 from lenience.decoding.loading import load_pair
 pair = load_pair({target!r}, {draft!r}, dtype="float32")
-mine(pair, ParityTask(), Path({out!r}), MineConfig(limit=40), lambda _, done, total: print(done, flush=True))
+def show(phase, done, total):
+    print(done, flush=True)
+mine(pair, ParityTask(), Path({out!r}), MineConfig(limit=40), show)
 """
 
 

@@ -76,10 +76,16 @@ def test_hidden_states_are_what_the_head_reads(llama: Pair) -> None:
     torch.testing.assert_close(reading.hidden, whole.hidden_states[-1][:, -3:])
 
 
-@pytest.mark.parametrize("setting", [
-    {"repetition_penalty": 1.4}, {"no_repeat_ngram_size": 2}, {"suppress_tokens": [3, 9, 21]},
-    {"bad_words_ids": [[30], [41, 23]]}, {"repetition_penalty": 1.2, "suppress_tokens": [8]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"repetition_penalty": 1.4},
+        {"no_repeat_ngram_size": 2},
+        {"suppress_tokens": [3, 9, 21]},
+        {"bad_words_ids": [[30], [41, 23]]},
+        {"repetition_penalty": 1.2, "suppress_tokens": [8]},
+    ],
+)
 def test_generation_settings_that_change_logits_are_honoured(setting: dict, checkpoints) -> None:
     pair = load_pair(*checkpoints("llama"), dtype="float32")
     before = plain_greedy(pair, PROMPTS[2], 30)
@@ -91,8 +97,16 @@ def test_generation_settings_that_change_logits_are_honoured(setting: dict, chec
         assert pair.generate(PROMPTS[2], window=window, max_new_tokens=30).tokens == wanted
 
 
-@pytest.mark.parametrize("key, value", [("min_new_tokens", 4), ("guidance_scale", 2.0), ("num_beams", 3), ("forced_eos_token_id", 0),
-                                        ("begin_suppress_tokens", [1])])  # fmt: skip
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("min_new_tokens", 4),
+        ("guidance_scale", 2.0),
+        ("num_beams", 3),
+        ("forced_eos_token_id", 0),
+        ("begin_suppress_tokens", [1]),
+    ],
+)
 def test_other_generation_settings_are_refused_by_name(
     key: str, value: object, checkpoints
 ) -> None:

@@ -255,7 +255,7 @@ DEFINITIONS = {
     ),
     "random:0": lambda p, q, token: 0.5 if token == p.argmax() else -0.5,
     "random:1": lambda p, q, token: 1.0,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("spec", DEFINITIONS)
@@ -371,7 +371,8 @@ def test_more_lenient_settings_accept_no_fewer(made, thresholds: list[float]) ->
     tokens, logits, drafted = made
     t = sorted(thresholds)
     ladders = [
-        [f"fuzzy:{kind}@{x}" for x in t for kind in [divergence]] for divergence in ("kl", "js", "tv")
+        [f"fuzzy:{kind}@{x}" for x in t for kind in [divergence]]
+        for divergence in ("kl", "js", "tv")
     ] + [
         [f"topk:{k}" for k in (1, 2, 4, 6)],
         [f"topk:5,margin={x}" for x in t],
@@ -384,7 +385,7 @@ def test_more_lenient_settings_accept_no_fewer(made, thresholds: list[float]) ->
         [f"random:{x / 3}" for x in t],
         [f"topk:6,budget={k}" for k in (0, 1, 2, 3)],
         [f"topk:6,floor={1 - x / 3}" for x in t],
-    ]  # fmt: skip
+    ]
     for ladder in ladders:
         for ctx in (greedy(), sampling(3, 0.8)):
             kept = [
@@ -456,8 +457,21 @@ def counted(done: np.ndarray) -> np.ndarray:
     return np.bincount(done @ [9, 3, 1], minlength=27)
 
 
-@pytest.mark.parametrize("spec", ["exact", "speculative", "block", "lenient:1", "ensemble:1", "mentored:0", "topk:2,budget=0",
-                                  "fuzzy:kl@0", "topk:3,begin=a,end=b", "random:0"])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "exact",
+        "speculative",
+        "block",
+        "lenient:1",
+        "ensemble:1",
+        "mentored:0",
+        "topk:2,budget=0",
+        "fuzzy:kl@0",
+        "topk:3,begin=a,end=b",
+        "random:0",
+    ],
+)
 def test_lossless_rules_and_strict_ends_keep_the_targets_distribution(spec: str) -> None:
     rows = 6000
     done, _ = decode_many(lenience.rule(spec), rows, seed=5)
@@ -505,8 +519,19 @@ def many_windows(
     return np.bincount(done @ 2 ** np.arange(length)[::-1], minlength=len(sequences)), chances
 
 
-@pytest.mark.parametrize("spec", ["exact", "speculative", "block", "lenient:1", "mentored:0", "topk:2,budget=0&fuzzy:kl@99",
-                                  "topk:2,budget=0|fuzzy:kl@0", "topk:2,begin=a,end=b&typical:0,0"])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "exact",
+        "speculative",
+        "block",
+        "lenient:1",
+        "mentored:0",
+        "topk:2,budget=0&fuzzy:kl@99",
+        "topk:2,budget=0|fuzzy:kl@0",
+        "topk:2,begin=a,end=b&typical:0,0",
+    ],
+)
 @pytest.mark.parametrize("seed", [6, 8])
 def test_what_is_lossless_stays_so_over_many_windows(spec: str, seed: int) -> None:
     rule = lenience.rule(spec)
@@ -736,12 +761,15 @@ def test_a_judge_refuses_other_models_unless_told(tmp_path: Path, llama: Pair) -
         ).tokens
 
 
-@pytest.mark.parametrize("spoil, says", [
-    (lambda folder: (folder / "judge.json").unlink(), "no judge.json"),
-    (lambda folder: (folder / "judge.json").write_text("{"), "broken"),
-    (lambda folder: (folder / "judge.json").write_text("{}"), "broken"),
-    (lambda folder: (folder / "judge.safetensors").write_bytes(b"xx"), "broken"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "spoil, says",
+    [
+        (lambda folder: (folder / "judge.json").unlink(), "no judge.json"),
+        (lambda folder: (folder / "judge.json").write_text("{"), "broken"),
+        (lambda folder: (folder / "judge.json").write_text("{}"), "broken"),
+        (lambda folder: (folder / "judge.safetensors").write_bytes(b"xx"), "broken"),
+    ],
+)
 def test_a_broken_judge_is_told(spoil, says: str, tmp_path: Path) -> None:
     save_head(tmp_path)
     spoil(tmp_path)
@@ -752,9 +780,20 @@ def test_a_broken_judge_is_told(spoil, says: str, tmp_path: Path) -> None:
 # ---- specs
 
 
-@pytest.mark.parametrize("spec", ["exact", "speculative", "topk:3", "judge:runs/a/judge@0.9", "judge:runs/a/judge",
-                                  'judge:"a folder, with @ and |"@0.999999', "exact|judge:j@0.5", "speculative|topk:2",
-                                  "judge:j,unchecked=true@0.25"])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "exact",
+        "speculative",
+        "topk:3",
+        "judge:runs/a/judge@0.9",
+        "judge:runs/a/judge",
+        'judge:"a folder, with @ and |"@0.999999',
+        "exact|judge:j@0.5",
+        "speculative|topk:2",
+        "judge:j,unchecked=true@0.25",
+    ],
+)
 def test_a_rules_text_is_its_spec(spec: str) -> None:
     rule = lenience.rule(spec)
     assert str(rule) == spec
@@ -776,13 +815,29 @@ def test_arguments_may_be_named() -> None:
     assert lenience.rule("judge:path=x@0.5") == as_rule(Judge("x", 0.5))
 
 
-@pytest.mark.parametrize("spec, says", [
-    ("tokp:3", "there is no rule 'tokp'"), ("", "there is no rule ''"), ("topk", "topk needs k"), ("topk:x", "whole number"),
-    ("topk:0", "at least 1"), ("topk:3@0.5", "takes no @threshold"), ("topk:3,4", "at most 1"), ("topk:j=3", "no argument 'j'"),
-    ("judge:x@high", "a number"), ("exact:1", "at most 0"), ('judge:"x@0.5', "not closed"), ("exact|", "there is no rule ''"),
-    ("judge:x@0.5@0.6", "a number"), ("judge:x,unchecked=maybe@1", "true or false"), ("judge:@0.5", "must be given"), ("judge:x@90", "a score is a probability"), ("judge:x@nan", "a number"),
-    ("exact|speculative", "two strict rules"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec, says",
+    [
+        ("tokp:3", "there is no rule 'tokp'"),
+        ("", "there is no rule ''"),
+        ("topk", "topk needs k"),
+        ("topk:x", "whole number"),
+        ("topk:0", "at least 1"),
+        ("topk:3@0.5", "takes no @threshold"),
+        ("topk:3,4", "at most 1"),
+        ("topk:j=3", "no argument 'j'"),
+        ("judge:x@high", "a number"),
+        ("exact:1", "at most 0"),
+        ('judge:"x@0.5', "not closed"),
+        ("exact|", "there is no rule ''"),
+        ("judge:x@0.5@0.6", "a number"),
+        ("judge:x,unchecked=maybe@1", "true or false"),
+        ("judge:@0.5", "must be given"),
+        ("judge:x@90", "a score is a probability"),
+        ("judge:x@nan", "a number"),
+        ("exact|speculative", "two strict rules"),
+    ],
+)
 def test_wrong_specs_are_told(spec: str, says: str) -> None:
     with pytest.raises(InputError, match=says):
         lenience.rule(spec)

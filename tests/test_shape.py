@@ -109,6 +109,36 @@ def test_what_stays_apart(package: str, other: str) -> None:
             assert other not in packages(path), f"{path.relative_to(SOURCE)} imports {other}"
 
 
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for _, path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{path.relative_to(SOURCE)}:{node.lineno} {node.name}", node
+
+
+def test_functions_stay_small() -> None:
+    for where, node in functions():
+        assert node.end_lineno is not None
+        assert node.end_lineno - node.lineno < 60, f"{where}: more than 60 lines"
+        assert sum(1 for _ in ast.walk(node)) <= 400, f"{where}: more than 400 nodes"
+
+
+def test_functions_take_few_parameters() -> None:
+    """What is one thought is one object: a configuration, a request, a setup."""
+    for where, node in functions():
+        parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        named = [one for one in parameters if one.arg not in ("self", "cls")]
+        assert len(named) <= 6, f"{where}: {len(named)} parameters"
+
+
+def test_calls_pass_few_arguments_by_position() -> None:
+    for _, path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                where = f"{path.relative_to(SOURCE)}:{node.lineno}"
+                assert len(node.args) <= 5, f"{where}: name some of the arguments"
+
+
 def test_light_modules_start_without_torch() -> None:
     code = f"import sys, {', '.join(TORCH_FREE)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -78,7 +78,8 @@ def test_a_spec_comes_back(spec: str) -> None:
     [
         (
             "sometimes",
-            "there is no stop condition 'sometimes'; there are fixed, heuristic, confidence, entropy, head, gate",
+            "there is no stop condition 'sometimes'; there are fixed, heuristic, confidence, "
+            "entropy, head, gate",
         ),
         ("confidence", "confidence needs least"),
         ("confidence:1.5", "must be from 0 to 1"),
@@ -111,8 +112,10 @@ def test_chances_are_what_their_definitions_say(
     bound = 1 - np.sqrt(gamma * -(p * logs).sum(-1).clip(max=0))
     own = 1 / (1 + np.exp(-(hidden.numpy() @ head.weight.numpy() + 1.0)))
     for spec, wanted in (
-        (f"confidence:{least}", chosen), (f"entropy:{least},gamma={gamma}", bound), (f"head:{head.folder}@{least}", own),
-    ):  # fmt: skip
+        (f"confidence:{least}", chosen),
+        (f"entropy:{least},gamma={gamma}", bound),
+        (f"head:{head.folder}@{least}", own),
+    ):
         stop = parse_stop(spec)
         chances = stop.acceptance_probs(logits, hidden, tokens, ctx)
         np.testing.assert_allclose(chances.numpy(), wanted, atol=1e-5)

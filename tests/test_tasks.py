@@ -51,8 +51,12 @@ def read_compare(text: str) -> int | None:
     """The answer to a problem of two people's amounts, found from its text alone; None for other
     kinds of text."""
     text = re.sub(r"\w+ is \d+ years old\. ", "", text)
-    stated = re.match(r"(\w+) has (\d+) (\w+)\. (\w+) has (?:(\d+) (more|fewer) \w+ than|(twice|three times) as many \w+ as) "
-                      r"(\w+)\.", text)  # fmt: skip
+    stated = re.match(
+        r"(\w+) has (\d+) (\w+)\. (\w+) has (?:(\d+) (more|fewer) \w+ than|(twice|three times) as "
+        r"many \w+ as) "
+        r"(\w+)\.",
+        text,
+    )
     if not stated:
         return None
     a, n, unit, b, k, side, times, other = stated.groups()
@@ -73,8 +77,12 @@ def read_compare(text: str) -> int | None:
 
 def read_work(text: str) -> int | None:
     text = re.sub(r"\w+ is \d+ years old\. ?", "", text)
-    stated = re.match(r"(\w+) makes (\d+) \w+ in an hour and works for (\d+) hours\. (\w+) makes (\d+) (more|fewer) \w+ in an "
-                      r"hour than (\w+) and works for (\d+) hours\. How many", text)  # fmt: skip
+    stated = re.match(
+        r"(\w+) makes (\d+) \w+ in an hour and works for (\d+) hours\. (\w+) makes (\d+) "
+        r"(more|fewer) \w+ in an "
+        r"hour than (\w+) and works for (\d+) hours\. How many",
+        text,
+    )
     if not stated:
         return None
     a, rate, hours, b, k, side, other, others = stated.groups()
@@ -102,10 +110,18 @@ def test_the_solution_follows_from_the_problem() -> None:
     seen = {"shop": 0, "share": 0}
     for i in range(4000):
         problem = wordmath.problem("check", i)
-        shop = re.fullmatch(r"(?:(\w+) has (\d+) coins\. )?\w+ buys (\d+) \w+ at (\d+) coins each and (\d+) \w+ at (\d+) "
-                            r"coins each\. How many coins does \w+ (spend|have left)\?", problem.text)  # fmt: skip
-        share = re.fullmatch(r"\w+ has (\d+) \w+\. \w+ gives (half|a third|a quarter) of them to \w+\. Then \w+ gives (half|a "
-                             r"third|a quarter) of (the rest|all the .*) to \w+\. How many .* left\?", problem.text)  # fmt: skip
+        shop = re.fullmatch(
+            r"(?:(\w+) has (\d+) coins\. )?\w+ buys (\d+) \w+ at (\d+) coins each and (\d+) \w+ "
+            r"at (\d+) "
+            r"coins each\. How many coins does \w+ (spend|have left)\?",
+            problem.text,
+        )
+        share = re.fullmatch(
+            r"\w+ has (\d+) \w+\. \w+ gives (half|a third|a quarter) of them to \w+\. Then \w+ "
+            r"gives (half|a "
+            r"third|a quarter) of (the rest|all the .*) to \w+\. How many .* left\?",
+            problem.text,
+        )
         if shop:
             _, purse, n, p, m, q, asked = shop.groups()
             spent = int(n) * int(p) + int(m) * int(q)
@@ -127,7 +143,8 @@ def test_samples_are_the_same_every_time_and_splits_differ() -> None:
     assert train == take(TASK, "train", 200)
     assert not {sample.prompt for sample in train} & {sample.prompt for sample in test}
     assert train[0].id == "train-0" and test[0].prompt == (
-        "Iris is 50 years old. Iris has 122 coins. Iris buys 8 cards at 4 coins each and 11 hats at 2 coins each. "
+        "Iris is 50 years old. Iris has 122 coins. Iris buys 8 cards at 4 coins each and 11 hats "
+        "at 2 coins each. "
         "How many coins does Iris have left? Answer:"
     )
 
@@ -141,10 +158,17 @@ def test_the_two_authors_word_things_differently() -> None:
     assert all(a != b for a, b in written)
 
 
-@pytest.mark.parametrize("text, found", [
-    ("The final answer is 12.", "12"), ("The final answer is 12", None), ("so 12.", None), ("", None),
-    ("The final answer is 1. The final answer is 3.", "3"), ("The final answer is 1,234.", "1234"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("The final answer is 12.", "12"),
+        ("The final answer is 12", None),
+        ("so 12.", None),
+        ("", None),
+        ("The final answer is 1. The final answer is 3.", "3"),
+        ("The final answer is 1,234.", "1234"),
+    ],
+)
 def test_wordmath_answers(text: str, found: str | None) -> None:
     assert TASK.answer(text) == found
 
@@ -199,11 +223,21 @@ def test_a_jsonl_task_with_splits_messages_and_choices(tmp_path: Path) -> None:
     assert text.same("Two  Words", "two words") is True and text.same("", "x") is None
 
 
-@pytest.mark.parametrize("row, options, says", [
-    ("{", {}, "line 2: not JSON"), ({"prompt": 5}, {}, "line 2: needs"), ({"prompt": "y", "id": "1"}, {}, "'1' has come before"), ({"question": "x"}, {}, "line 2: needs a \"prompt\""), ({"prompt": "x"}, {"answer": "x"}, "regex:PATTERN"),
-    ({"prompt": "y", "id": 1}, {}, "'1' has come before"), ({"messages": [1, 2]}, {}, "line 2: needs"), ({"prompt": None}, {}, "line 2: needs"),
-    ({"prompt": "x"}, {"answer": "regex:("}, "not a regular expression"), ({"prompt": "x"}, {"same": "vibes"}, "number, text, choice"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "row, options, says",
+    [
+        ("{", {}, "line 2: not JSON"),
+        ({"prompt": 5}, {}, "line 2: needs"),
+        ({"prompt": "y", "id": "1"}, {}, "'1' has come before"),
+        ({"question": "x"}, {}, 'line 2: needs a "prompt"'),
+        ({"prompt": "x"}, {"answer": "x"}, "regex:PATTERN"),
+        ({"prompt": "y", "id": 1}, {}, "'1' has come before"),
+        ({"messages": [1, 2]}, {}, "line 2: needs"),
+        ({"prompt": None}, {}, "line 2: needs"),
+        ({"prompt": "x"}, {"answer": "regex:("}, "not a regular expression"),
+        ({"prompt": "x"}, {"same": "vibes"}, "number, text, choice"),
+    ],
+)
 def test_wrong_jsonl_tasks_are_told(row, options: dict, says: str, tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", [{"prompt": "fine"}, row])
     with pytest.raises(InputError, match=says):
@@ -225,9 +259,13 @@ def test_a_task_from_a_file(tmp_path: Path) -> None:
     before = own.version  # type: ignore[attr-defined]
     (tmp_path / "own.py").write_text((tmp_path / "own.py").read_text() + "\n")
     assert lenience.task(f"{tmp_path}/own.py:Capitals").version != before  # type: ignore[attr-defined]
-    for spec, says in ((f"{tmp_path}/mine.py:Other", "no 'Other'"), (f"{tmp_path}/no.py:Mine", "no such file"),
-                       (f"{tmp_path}/mine.py:lame", "lacks name"), ("wordmaths", "there is no task 'wordmaths'"),
-                       (f"{tmp_path}/no.jsonl", "cannot be read")):  # fmt: skip
+    for spec, says in (
+        (f"{tmp_path}/mine.py:Other", "no 'Other'"),
+        (f"{tmp_path}/no.py:Mine", "no such file"),
+        (f"{tmp_path}/mine.py:lame", "lacks name"),
+        ("wordmaths", "there is no task 'wordmaths'"),
+        (f"{tmp_path}/no.jsonl", "cannot be read"),
+    ):
         with pytest.raises(InputError, match=says):
             lenience.task(spec)
     (tmp_path / "bad.py").write_text("1/0")

@@ -15,7 +15,7 @@ from lenience.core.errors import InputError
 
 if TYPE_CHECKING:
     from lenience.core.protocols import Rule
-    from lenience.drafting.registry import DrafterSpec
+    from lenience.drafting.base import DrafterSpec
     from lenience.drafting.stops import Stop
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -29,7 +29,8 @@ from lenience.decoding.generation import Generation
 from lenience.decoding.loop import Request, decode
 from lenience.decoding.options import Decoding, takes_options
 from lenience.decoding.response import Response
-from lenience.drafting.registry import DrafterSetup, DrafterSpec, NoDrafter, parse_drafter
+from lenience.drafting.base import DrafterSetup, DrafterSpec
+from lenience.drafting.registry import NoDrafter, parse_drafter
 from lenience.drafting.stops import Fixed, Stop, parse_stop
 from lenience.models.compile import compile_model
 from lenience.models.lm import LM, Prompt

@@ -1,0 +1,65 @@
+"""CONTRIBUTING's examples, added to a copy of the source as it says: one file and one name in a
+registry."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
+EXAMPLES = dict(re.findall(r"```python\n# (src/\S+)\n(.*?)```", GUIDE, re.S))
+REGISTRIES = {
+    "rules": ("rules/registry.py", "        Judge,\n", "        Judge,\n        Near,\n"),
+    "drafting": ("drafting/registry.py", "(DraftModel,)", "(DraftModel, Repeat)"),
+    "tasks": (
+        "tasks/__init__.py",
+        '"wordmath": WordMath}',
+        '"wordmath": WordMath, "parity": Parity}',
+    ),
+}
+"""In which file of a package the name is added, and where."""
+CLASSES = {"rules": "Near", "drafting": "Repeat", "tasks": "Parity"}
+
+
+def copy_of_the_source(folder: Path) -> Path:
+    source = ROOT / "src" / "lenience"
+    copy = folder / "lenience"
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("embedded", "__pycache__"))
+    (copy / "embedded").symlink_to(source / "embedded")
+    return copy
+
+
+@pytest.mark.parametrize("path", EXAMPLES)
+def test_an_example_is_picked_up_by_what_tests_all_of_its_kind(path: str, tmp_path: Path) -> None:
+    code, package = EXAMPLES[path], path.split("/")[2]
+    assert len(code.strip().splitlines()) <= 30
+    copy = copy_of_the_source(tmp_path)
+    (copy.parent / Path(path).relative_to("src")).write_text(code)
+    file, before, after = REGISTRIES[package]
+    registry, name = copy / file, CLASSES[package]
+    text = registry.read_text()
+    assert text.count(before) == 1
+    module = ".".join(Path(path).relative_to("src").with_suffix("").parts)
+    added = f"from {module} import {name}\n"
+    text = text.replace(before, after).replace("from lenience", added + "from lenience", 1)
+    registry.write_text(text)
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", name.lower()]
+    result = subprocess.run(
+        [*run, str(ROOT / "tests" / "test_registries.py")],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-3000:]
+
+
+def test_there_is_an_example_of_each() -> None:
+    assert {path.split("/")[2] for path in EXAMPLES} == set(REGISTRIES)
