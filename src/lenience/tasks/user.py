@@ -13,7 +13,7 @@ from lenience.core.errors import InputError, first_line
 from lenience.core.files import digest_bytes
 from lenience.tasks.base import Sample, Score, Task
 
-NEEDED = ("name", "max_new_tokens", "samples", "answer", "same", "correct")
+NEEDED = ("name", "samples", "answer")
 
 
 def as_task(task: Any, where: str = "", version: str | None = None) -> Task:
@@ -31,15 +31,16 @@ class _UserTask(Task):
     """A user's object behind the methods of a task."""
 
     def __init__(self, task: Any, version: str | None):
-        self.name, self.max_new_tokens = task.name, task.max_new_tokens
+        self.name = task.name
+        self.max_new_tokens = getattr(task, "max_new_tokens", Task.max_new_tokens)
         self.version = getattr(task, "version", None) if version is None else version
         self._task = task
-        self._correct, self._score, self._loss, self._reads = (
-            _own(task, part) for part in ("correct", "score", "loss", "reads")
+        self._same, self._correct, self._score, self._loss, self._reads = (
+            _own(task, part) for part in ("same", "correct", "score", "loss", "reads")
         )
         self.has_loss = self._loss is not None
         self._answer_sees_sample = _takes(task.answer, 2)
-        self._same_sees_sample = _takes(task.same, 3)
+        self._same_sees_sample = self._same is not None and _takes(self._same, 3)
 
     def samples(self, split: str) -> Iterable[Sample]:
         return self._task.samples(split)
@@ -48,7 +49,9 @@ class _UserTask(Task):
         return self._task.answer(text, *([sample] if self._answer_sees_sample else []))
 
     def same(self, a: str | None, b: str | None, sample: Sample | None = None) -> bool | None:
-        return self._task.same(a, b, *([sample] if self._same_sees_sample else []))
+        if self._same is None:
+            return super().same(a, b, sample)
+        return self._same(a, b, *([sample] if self._same_sees_sample else []))
 
     def correct(self, text: str, sample: Sample) -> bool:
         return self._correct(text, sample) if self._correct else super().correct(text, sample)
@@ -57,9 +60,8 @@ class _UserTask(Task):
         return self._score(pairs) if self._score else super().score(pairs)
 
     def loss(self, text: str, target_text: str, sample: Sample) -> float:
-        return (
-            self._loss(text, target_text, sample) if self._loss else super().loss(text, "", sample)
-        )
+        loss = self._loss or super().loss
+        return loss(text, target_text, sample)
 
     @property
     def reads(self) -> str:

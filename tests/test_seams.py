@@ -1,0 +1,333 @@
+"""The seams: what is added in one place is known everywhere, and what is asked of one part is
+refused or done by name."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+from test_contributing import copy_of_the_source
+from test_mining import ParityTask
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import lenience
+from lenience import InputError
+from lenience.core.records import Record
+from lenience.decoding.options import Decoding, bound_names, names
+from lenience.decoding.pair import Pair
+from lenience.drafting import registry
+from lenience.drafting.base import DrafterSetup, DrafterSpec
+from lenience.evaluation.compare import CompareConfig, compare
+from lenience.heads.head import Head, Inputs
+from lenience.rules.settings import ladder
+from lenience.runs.answers import Answer, Answers
+from lenience.runs.journal import Journal
+from lenience.tasks import Sample, Score, as_task, take
+
+# ---- an option of decoding
+
+ONE_LINE = '''    flavour: Literal["plain", "sweet"] = "plain"
+    """How it tastes."""
+    seed: int = 0
+'''
+CHECKS = """
+import inspect, sys, tempfile
+from pathlib import Path
+import lenience
+from lenience.cli.options import decoding_flags
+from lenience.decoding.options import Decoding, bound_names
+from lenience.evaluation.compare import CompareConfig
+from lenience.runs.answers import Answers
+from lenience.tasks import WordMath, take
+
+pair = lenience.load_pair(compile=False)
+for function in (pair.generate, pair.generate_batch, pair.stream):
+    assert "flavour" in inspect.signature(function).parameters, function
+(sample,) = take(WordMath(), "test", 1)
+assert pair.generate(sample.prompt, flavour="sweet", max_new_tokens=1).tokens
+assert "flavour" in bound_names() and Decoding(flavour="sweet").bound()["flavour"] == "sweet"
+config = CompareConfig(settings=("exact; flavour=sweet",))
+assert config.entries[-1] == {"rule": "exact", "flavour": "sweet"}
+answers = Answers(pair, WordMath(), Path(tempfile.mkdtemp()) / "answers.jsonl")
+decoding = Decoding(flavour="sweet", max_new_tokens=2)
+(answer,) = answers.get(decoding, [sample])
+assert answer.setting == "exact; max_new_tokens=2; flavour=sweet", answer.setting
+assert answers.known(Decoding(max_new_tokens=2, flavour="plain"), sample) is None
+"""
+
+
+def test_an_option_is_one_line(tmp_path: Path) -> None:
+    """A field of Decoding is a keyword, a flag, bound by certificates, named by settings, and part
+    of a journal's key."""
+    options = copy_of_the_source(tmp_path) / "decoding" / "options.py"
+    text = options.read_text()
+    assert text.count("    seed: int = 0\n") == 1
+    options.write_text(text.replace("    seed: int = 0\n", ONE_LINE))
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "200"}
+    run = subprocess.run([sys.executable, "-c", CHECKS], env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    for command in ("generate", "certify", "compare"):
+        command_line = [sys.executable, "-m", "lenience", command, "--help"]
+        shown = subprocess.run(command_line, env=env, capture_output=True, text=True)
+        assert "--flavour" in shown.stdout and "How it tastes." in shown.stdout, command
+
+
+def test_options_are_the_keywords_of_what_decodes() -> None:
+    for function in (Pair.generate, Pair.generate_batch, Pair.stream):
+        assert set(names()) <= inspect.signature(function).parameters.keys()
+    assert {"rule", "seed", "stop_strings"} == set(names()) - set(bound_names())
+
+
+words = st.text("abcdefghij./_ -", min_size=1, max_size=12).map(str.strip).filter(bool)
+
+
+@given(
+    st.integers(0, 64),
+    st.sampled_from(["fixed", "heuristic", "confidence:0.4"]),
+    st.floats(0, 2, width=32),
+    st.lists(words, max_size=3),
+)
+def test_a_setting_is_its_text(window: int, stop: str, temperature: float, ends: list[str]) -> None:
+    decoding = Decoding("topk:3", window=window, stop=stop, temperature=temperature)
+    assert Decoding.parse(str(decoding)) == decoding
+    assert Decoding.of(decoding.to_json()) == decoding
+
+
+# ---- whole decoders in one table
+
+
+def test_settings_with_stops_and_windows_of_their_own_stand_in_one_table(llama: Pair) -> None:
+    settings = (
+        "topk:2; window=3",
+        "topk:2; window=6; stop=confidence:0.4",
+        "exact; window=2; stop=entropy:0.5",
+    )
+    config = CompareConfig(settings=settings, limit=3, timed=1, repeats=1, tuning=2)
+    rows = compare(llama, ParityTask(), config).rows
+    found = {(row.rule, row.window, row.options.get("stop")) for row in rows}
+    assert ("topk:2", 3, None) in found
+    assert ("topk:2", 6, "confidence:0.4") in found
+    assert ("exact", 2, "entropy:0.5") in found
+    strict = {row.rule: row for row in rows}
+    assert strict["exact"].paired_loss == 0
+
+
+# ---- a target alone, and what proposes for certain
+
+
+def test_a_target_alone_is_a_pair_that_needs_another_drafter(checkpoints, llama: Pair) -> None:
+    target, _ = checkpoints("llama")
+    alone = lenience.load_pair(target, dtype="float32", compile=False)
+    wanted = llama.generate("w1 w2", rule="target", max_new_tokens=12)
+    assert alone.generate("w1 w2", rule="target", max_new_tokens=12).tokens == wanted.tokens
+    with pytest.raises(InputError, match=r"drafter model.*draft"):
+        alone.generate("w1 w2", rule="exact")
+
+
+def test_loaded_models_do_with_their_tokenizer(checkpoints, llama: Pair) -> None:
+    target, draft = (AutoModelForCausalLM.from_pretrained(path) for path in checkpoints("llama"))
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints("llama")[0])
+    pair = lenience.load_pair(target, draft, tokenizer=tokenizer, compile=False)
+    options = {"rule": "topk:2", "max_new_tokens": 16}
+    assert pair.generate("w3 w4", **options).tokens == llama.generate("w3 w4", **options).tokens
+    with pytest.raises(InputError, match="tokenizer"):
+        lenience.load_pair(target, draft)
+    with pytest.raises(InputError, match="dtype"):
+        lenience.load_pair(target, draft, tokenizer=tokenizer, dtype="bfloat16")
+
+
+@pytest.fixture
+def repeating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A drafter that proposes for certain: CONTRIBUTING's."""
+    from test_contributing import EXAMPLES
+
+    namespace: dict = {"__name__": "repeating"}
+    monkeypatch.setitem(sys.modules, "repeating", sys.modules[__name__])
+    exec(EXAMPLES["src/lenience/drafting/repeat.py"], namespace)
+    drafter: type[DrafterSpec] = namespace["Repeat"]
+    assert drafter.certain and not drafter.needs_draft
+    assert drafter().models(DrafterSetup.__new__(DrafterSetup)) == []
+    monkeypatch.setitem(registry.DRAFTERS, "repeat", drafter)
+    return "repeat"
+
+
+@pytest.mark.parametrize("rule", ["kl:0.4", "fuzzy:js@0.4"])
+def test_a_rule_that_compares_distributions_refuses_a_drafter_that_has_none(
+    rule: str, repeating: str, llama: Pair
+) -> None:
+    name = rule.split(":")[0]
+    with pytest.raises(InputError, match=f"{name}.*repeat|repeat.*{name}"):
+        llama.generate("w1 w2", rule=rule, drafter=repeating, temperature=0.7)
+
+
+@pytest.mark.parametrize("rule", ["speculative", "exact", "block"])
+def test_tokens_proposed_for_certain_leave_the_targets_distribution(
+    rule: str, repeating: str, llama: Pair
+) -> None:
+    """A token with draft probability 1 is accepted with the target's probability, and what follows
+    a rejection is drawn from the rest: the first two tokens are the target's own samples'."""
+    n = 1500
+    options = {"temperature": 1.0, "top_k": 3, "max_new_tokens": 2, "window": 1}
+    prompts = ["w1 w2 w3"] * 50
+    counts: list[dict[tuple[int, ...], int]] = []
+    for decoder in ({"rule": rule, "drafter": repeating}, {"rule": "target"}):
+        seen: dict[tuple[int, ...], int] = {}
+        for seed in range(n // len(prompts)):
+            for number in range(len(prompts)):
+                pick = {**options, **decoder, "seed": seed * 1000 + number}
+                first = tuple(llama.generate(prompts[number], **pick).tokens)
+                seen[first] = seen.get(first, 0) + 1
+        counts.append(seen)
+    keys = [key for key in counts[1] if counts[1][key] >= 10]
+    ours = [counts[0].get(key, 0) for key in keys]
+    total = sum(ours)
+    expected = [counts[1][key] * total / sum(counts[1][k] for k in keys) for key in keys]
+    assert total > 0.9 * n
+    assert chisquare(ours, expected).pvalue > 1e-6
+
+
+# ---- tasks
+
+
+class Old:
+    """A task as it could be written before samples reached `answer` and `same`."""
+
+    name = "old"
+    max_new_tokens = 8
+
+    def samples(self, split: str):
+        yield Sample("a", "w1", "w2")
+
+    def answer(self, text: str):
+        return text or None
+
+    def same(self, a, b):
+        return None if a is None or b is None else a == b
+
+    def correct(self, text: str, sample: Sample) -> bool:
+        return text == sample.reference
+
+
+class Metadata:
+    name = "metadata"
+
+    def samples(self, split: str):
+        for i in range(6):
+            yield Sample(str(i), f"w{i + 1}", "yes", {"wanted": i})
+
+    def answer(self, text: str, sample: Sample):
+        return "yes" if sample.metadata["wanted"] % 2 else "no"
+
+
+def test_tasks_of_both_shapes_work(llama: Pair, tmp_path: Path) -> None:
+    old = as_task(Old())
+    (sample,) = take(old, "test", None)
+    assert old.answer("x", sample) == "x" and old.same("x", "x", sample) is True
+    assert old.score([("w2", sample), ("w3", sample)]) == [Score(True, 0.0), Score(False, 1.0)]
+    task = as_task(Metadata())
+    samples = take(task, "test", None)
+    answers = Answers(llama, task, tmp_path / "answers.jsonl")
+    found = answers.get(Decoding(max_new_tokens=3), samples)
+    assert [answer.correct for answer in found] == [False, True] * 3
+
+
+class Slow(Metadata):
+    """Takes its time over each batch, whatever its size."""
+
+    name = "slow"
+    pause = 0.5
+
+    def score(self, pairs) -> list[Score]:
+        time.sleep(self.pause)
+        return [Score(True, 0.0) for _ in pairs]
+
+
+def test_a_slow_scorer_is_asked_beside_decoding(llama: Pair, tmp_path: Path) -> None:
+    """Every answer is decoded before the first batch has been scored, and all of them are kept."""
+    told: list[int] = []
+    task, batches = as_task(Slow()), list[int]()
+    score = task.score
+
+    def counted(pairs):
+        scored = score(pairs)
+        batches.append(len(told))
+        return scored
+
+    task.score = counted  # type: ignore[method-assign]
+    samples = take(task, "test", None)
+    llama.generate("w1", max_new_tokens=2)  # what is done once is done
+    answers = Answers(llama, task, tmp_path / "answers.jsonl", batch_size=1)
+    found = answers.get(
+        Decoding(max_new_tokens=2), samples, lambda _, done, total: told.append(done)
+    )
+    assert len(found) == len(samples) == len(list(Journal(tmp_path / "answers.jsonl")))
+    assert len(batches) < len(samples), "answers that wait are scored together"
+    assert batches[0] > 1, "decoding went on while the first batch was scored"
+
+
+def test_what_a_scorer_raises_stops_the_run_and_loses_nothing_before_it(
+    llama: Pair, tmp_path: Path
+) -> None:
+    class Broken(Metadata):
+        def score(self, pairs) -> list[Score]:
+            raise ZeroDivisionError("no score")
+
+    task = as_task(Broken())
+    with pytest.raises(ZeroDivisionError, match="no score"):
+        Answers(llama, task, tmp_path / "a.jsonl").get(
+            Decoding(max_new_tokens=2), take(task, "test", None)
+        )
+
+
+# ---- records
+
+
+class Point(Record):
+    x: int
+    y: int = 0
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ({"y": 1}, "run.json: lacks x; mend"),
+        ({"x": 1, "z": 2}, "run.json: has z, which is unknown here; mend"),
+        ({"x": "far"}, "run.json: x: Input should be a valid integer.*; mend"),
+        ([1], "run.json: .*; mend"),
+    ],
+)
+def test_a_faulty_record_is_told_by_its_fields(value: object, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        Point.read(value, "run.json", "mend it")
+
+
+def test_a_journal_with_an_unknown_field_names_the_line(llama: Pair, tmp_path: Path) -> None:
+    task = as_task(Metadata())
+    path = tmp_path / "answers.jsonl"
+    Answers(llama, task, path).get(Decoding(max_new_tokens=2), take(task, "test", 1))
+    path.write_text(path.read_text().replace('"rule"', '"rules"'))
+    with pytest.raises(InputError, match=r"answers.jsonl.*lacks rule; has rules|lacks rule"):
+        Answers(llama, task, path)
+    assert "rule" in Answer.model_fields
+
+
+# ---- rules that join
+
+
+def test_a_ladder_of_one_judge_leaves_another_judges_path_alone(tmp_path: Path) -> None:
+    """Paths that begin alike must not be mistaken for one another."""
+    import torch
+
+    for name in ("mlp", "mlp2"):
+        metrics = {"thresholds": [{"recall": 0.9, "threshold": t} for t in (0.7, 0.8)]}
+        Head(torch.ones(4), 0.0, Inputs(), 0.5, {}, metrics).save(tmp_path / name)
+    one, other = f"judge:{tmp_path}/mlp", f"judge:{tmp_path}/mlp2@0.9"
+    assert ladder(f"{one}&{other}") == [f"{one}@{t}&{other}" for t in (0.8, 0.7)]
