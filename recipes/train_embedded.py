@@ -232,8 +232,7 @@ def train(
             left = (tokens - seen) / speed / 60
             print(
                 f"{role} step {step} {seen / 1e6:.2f} M tokens loss "
-                f"{sum(losses) / len(losses):.4f} "
-                f"{speed:.0f} tokens/s {left:.1f} min left",
+                f"{sum(losses) / len(losses):.4f} {speed:.0f} tokens/s {left:.1f} min left",
                 flush=True,
             )
         if step % 200 == 0 or last:

@@ -19,8 +19,8 @@ from lenience.decoding.auto_window import CANDIDATES
 from lenience.decoding.loading import EMBEDDED
 
 PROBLEM = (
-    "Ann has 12 apples. Bob has 5 more apples than Ann. How many apples do they have "
-    "together? Answer:"
+    "Ann has 12 apples. Bob has 5 more apples than Ann. How many apples do they have together? "
+    "Answer:"
 )
 
 
@@ -140,8 +140,8 @@ def test_wrong_input_ends_a_process_with_2() -> None:
 
 def test_a_failed_run_exits_with_1(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(
-        "from lenience.tasks import WordMath\nclass T(WordMath):\n    def answer(self, text):\n   "
-        "     raise OSError('disk on fire')\n"
+        "from lenience.tasks import WordMath\nclass T(WordMath):\n    def answer(self, text):\n  "
+        "      raise OSError('disk on fire')\n"
     )
     done = spawn("mine", "--task", f"{tmp_path}/broken.py:T", "--out", tmp_path / "r", "--limit", 1)
     assert done.returncode == 1 and "disk on fire" in done.stderr and "Traceback" not in done.stderr

@@ -144,8 +144,7 @@ def test_samples_are_the_same_every_time_and_splits_differ() -> None:
     assert not {sample.prompt for sample in train} & {sample.prompt for sample in test}
     assert train[0].id == "train-0" and test[0].prompt == (
         "Iris is 50 years old. Iris has 122 coins. Iris buys 8 cards at 4 coins each and 11 hats "
-        "at 2 coins each. "
-        "How many coins does Iris have left? Answer:"
+        "at 2 coins each. How many coins does Iris have left? Answer:"
     )
 
 

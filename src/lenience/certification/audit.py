@@ -266,8 +266,7 @@ def _watchable(run: Path) -> Certificate:
     if certificate.loss not in AUDITABLE:
         raise InputError(
             f"{run}: bounds the {certificate.loss} loss, which live prompts do not tell; certify "
-            "the "
-            "paired one"
+            "the paired one"
         )
     return certificate
 

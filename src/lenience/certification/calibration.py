@@ -97,9 +97,8 @@ class Calibration:
         if not any(one.correct for one in self.answers("target", n, "the target alone")):
             raise InputError(
                 f"task {self.task.name!r}: the target answers none of {n} prompts rightly, so "
-                "nothing "
-                "can be lost; look at how answers are found (--answer, --same), or bound the "
-                "disagreement (--loss disagreement)"
+                "nothing can be lost; look at how answers are found (--answer, --same), or bound "
+                "the disagreement (--loss disagreement)"
             )
 
     def result(self, test: Test, rule: str, tried: SettingResult) -> TriedSetting:
@@ -224,8 +223,7 @@ def _drawn(
     if n < 1:
         raise InputError(
             f"window auto: needs {TUNING} fresh prompts of its own, and there are {len(samples)}; "
-            "give "
-            "a number"
+            "give a number"
         )
     unknown = any(sample.reference is None for sample in samples[:n])
     if unknown and config.loss in ("paired", "net"):

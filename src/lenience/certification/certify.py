@@ -35,14 +35,12 @@ if TYPE_CHECKING:
 PILOT = 40
 """How many prompts a pilot has."""
 PROMISES_NOT = (
-    "more than its confidence where several certificates were asked for until one came out: count "
-    "all "
-    "of them",
+    "more than its confidence where several certificates were asked for until one came out: "
+    "count all of them",
     "prompts of another kind than those it was calibrated on: it holds on average over prompts "
-    "like "
-    "them, not for each of them",
-    "other models, heads, dtypes, templates, windows, temperatures or length limits than those it "
-    "binds",
+    "like them, not for each of them",
+    "other models, heads, dtypes, templates, windows, temperatures or length limits than those "
+    "it binds",
     "that an answer which is right is worded as the target would have worded it",
 )
 
@@ -192,10 +190,9 @@ def _procedure(config: CertifyConfig, test: Test) -> str:
     looks = ", ".join(map(str, test.looks))
     return (
         "Learn-then-Test: settings tested from strict to lenient until one fails, each by "
-        f"{test.said} "
-        f"looked at after {looks} fresh prompts drawn at random, so that the last setting to pass "
-        "loses "
-        f"more than max_drop with a chance of at most {1 - config.confidence:.3g} in all{several}."
+        f"{test.said} looked at after {looks} fresh prompts drawn at random, so that the last "
+        "setting to pass loses more than max_drop with a chance of at most "
+        f"{1 - config.confidence:.3g} in all{several}."
     )
 
 

@@ -231,11 +231,11 @@ def certify(
     task = task_of(run, choice or TaskChoice())
     pair = models_of(run, models).load(long=True)
     if flags.plan:
-        made = plan_run(pair, task, run, config, flags.pilot).to_json()
+        outcome = plan_run(pair, task, run, config, flags.pilot).to_json()
     else:
-        made = certify_run(pair, task, run, config).to_json()
+        outcome = certify_run(pair, task, run, config).to_json()
     if json:
-        _print_json({"run": str(run), **made})
+        _print_json({"run": str(run), **outcome})
 
 
 @app.command
@@ -319,9 +319,9 @@ def demo(*, out: Path = Path("demo"), fresh: int = 8, limit: int = 100, json: Js
         raise InputError(f"--fresh {fresh}: must be 0 or more")
     with loading():
         from lenience.cli.demo import tell
-    told = tell(out, fresh, limit)
+    figures = tell(out, fresh, limit)
     if json:
-        _print_json(told)
+        _print_json(figures)
 
 
 def _check_limit(limit: int | None) -> None:

@@ -64,7 +64,7 @@ else:
 
 
 def given(flags: object | None) -> dict[str, Any]:
-    """""The options of decoding that were given.""" ""
+    """The options of decoding that were given."""
     values = {} if flags is None else vars(flags)
     return {name: value for name, value in values.items() if value is not None}
 
@@ -206,8 +206,7 @@ class FitFlags:
             if role != "judge" or models not in (None, "target") or tokens not in (None, "draft"):
                 raise InputError(
                     "--from annotated: fits a judge to the target's states after each token; "
-                    "leave the "
-                    "others out"
+                    "leave the others out"
                 )
             return Inputs(("target",), ("draft",), -1 if self.layer is None else self.layer)
         if (role != "judge" and models) or (role == "stop" and tokens):
@@ -342,22 +341,22 @@ class CompareFlags:
 
 
 def mined_with(run: Path, target: str | None, draft: str | None, device: str) -> Models:
-    """""The models that a run was mined with, where they are now.""" ""
-    made = read_json(run / "run.json")
-    if not made.keys() >= {"pair", "models"}:
+    """The models that a run was mined with, where they are now."""
+    record = read_json(run / "run.json")
+    if not record.keys() >= {"pair", "models"}:
         raise InputError(
             f"{run / 'run.json'}: does not say which models it was mined with; mine into another "
             "folder"
         )
-    if made["pair"] != "built-in":
-        target = target or made["models"]["target"]["name"]
-        draft = draft or made["models"]["draft"]["name"]
-    dtypes = {model["dtype"] for model in made["models"].values()}
+    if record["pair"] != "built-in":
+        target = target or record["models"]["target"]["name"]
+        draft = draft or record["models"]["draft"]["name"]
+    dtypes = {model["dtype"] for model in record["models"].values()}
     return Models(target, draft, dtypes.pop() if len(dtypes) == 1 else "auto", device)
 
 
 def judge_of(run: Path) -> str:
-    """""A run's own judge, as a rule.""" ""
+    """A run's own judge, as a rule."""
     if not run.exists():
         raise InputError(f"{run}: there is no such folder; lenience mine makes one")
     if not (run / "judge" / "judge.json").is_file():
@@ -368,7 +367,7 @@ def judge_of(run: Path) -> str:
 
 
 def read_ids(path: Path | None) -> tuple[str, ...]:
-    """""The ids in a file, each once.""" ""
+    """The ids in a file, each once."""
     if path is None:
         return ()
     try:
@@ -378,7 +377,7 @@ def read_ids(path: Path | None) -> tuple[str, ...]:
 
 
 def task_of(run: Path, choice: TaskChoice) -> Task:
-    """""The task that was named, or else the built-in one that the run was mined on.""" ""
+    """The task that was named, or else the built-in one that the run was mined on."""
     from lenience.tasks import TASKS
 
     mined = "wordmath"
@@ -390,7 +389,7 @@ def task_of(run: Path, choice: TaskChoice) -> Task:
 
 
 def models_of(run: Path, models: Models | None) -> Models:
-    """""The models that were named, or else those that the run was mined with.""" ""
+    """The models that were named, or else those that the run was mined with."""
     named = models or Models()
     if named.target or named.draft or not (run / "run.json").exists():
         return named

@@ -68,8 +68,7 @@ def print_certificate(run: Path, certificate: Certificate) -> None:
         limit = f"{earlier.max_drop:.2%}"
         say(
             f"the run's earlier certificate, of a loss of at most {limit}, stays: certified:{run} "
-            "is "
-            f"{earlier.certified.rule}"
+            f"is {earlier.certified.rule}"
         )
 
 
@@ -176,9 +175,9 @@ def print_audit(watch: Audit, state: State, again: int) -> None:
         return
     if state.unreferenced:
         screen.print(
-            f"[red]the answers differ more than was certified; {state.unreferenced} of them had no "
-            "reference and may differ without being wrong: give references, or decode strictly and "
-            "certify again[/]"
+            f"[red]the answers differ more than was certified; {state.unreferenced} of them had "
+            "no reference and may differ without being wrong: give references, or decode "
+            "strictly and certify again[/]"
         )
     else:
         screen.print(
@@ -226,8 +225,7 @@ def _print_gate(head: Head, folder: Path) -> None:
     share = head.metrics["important"] / tokens
     say(
         f"{tokens} tokens, to {share:.1%} of which the draft gives more than {tau:g} times what "
-        "the "
-        f"target gives; {_auc(head)}; use it as --stop {Gate(str(folder), head.threshold)}"
+        f"the target gives; {_auc(head)}; use it as --stop {Gate(str(folder), head.threshold)}"
     )
 
 

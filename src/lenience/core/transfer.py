@@ -11,11 +11,11 @@ from torch import Tensor
 
 def to_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
     """Numbers for a device; a GPU takes them when it comes to them, and is not waited for."""
-    made = torch.tensor(numbers, device="cpu")
+    on_host = torch.tensor(numbers, device="cpu")
     return (
-        made.pin_memory().to(device, non_blocking=True)
+        on_host.pin_memory().to(device, non_blocking=True)
         if device.type == "cuda"
-        else made.to(device)
+        else on_host.to(device)
     )
 
 

@@ -39,8 +39,7 @@ def refuse_certified(rules: Iterable[str]) -> None:
         if is_certified(rule):
             raise InputError(
                 f"rule {rule}: binds a window of its own; compare the rule that it certifies, by "
-                "its "
-                "spec"
+                "its spec"
             )
 
 
@@ -141,8 +140,7 @@ def resolve(rule: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
         if _comparable(name, value) != _comparable(name, binds[name]):
             raise InputError(
                 f"{rule}: was certified with {name} {binds[name]!r}, not {value!r}; give the "
-                "same, or "
-                "certify again"
+                "same, or certify again"
             )
     run = folder.parent if folder.suffix == ".json" else folder
     return {**certified_options(certificate, run), **options}, binds

@@ -196,8 +196,7 @@ class Pair:
             what = f"stop {stop}" if stop.per_token else f"rule {rule}"
             raise InputError(
                 f"{what}: reads the draft model's distributions or states, and drafter {drafter} "
-                "has "
-                "none; take --drafter model"
+                "has none; take --drafter model"
             )
         sizes = {role: lm.hidden_size for role, lm in self.models.items()}
         for part in (rule, stop):
@@ -382,6 +381,5 @@ def _refuse_different_vocabularies(target: LM, draft: LM) -> None:
     ]
     raise InputError(
         f"the vocabularies of {target.name!r} and {draft.name!r} differ: {'; '.join(parts)}; take "
-        "a "
-        "draft of the target's family"
+        "a draft of the target's family"
     )

@@ -158,8 +158,7 @@ class Comparison:
             if sample.reference is None:
                 raise InputError(
                     f"task {task.name!r}: sample {sample.id} has no reference, and accuracy "
-                    "cannot be "
-                    "told without one"
+                    "cannot be told without one"
                 )
 
     @contextmanager

@@ -19,8 +19,7 @@ ORIGINS = {
     "draft-lenient": "proposed by the draft, kept although the target would have said something "
     "else",
     "draft-trusted": "proposed by the draft, and kept on its gate's word, the target not having "
-    "read "
-    "it",
+    "read it",
     "correction": "the target's, in place of a rejected one",
     "bonus": "the target's, after a window accepted whole",
 }

@@ -147,8 +147,7 @@ def _check_enough(examples: Examples, config: FitConfig) -> None:
     }[config.role]
     raise InputError(
         f"{int(important.sum())} {what} of {len(examples)} {among}, in {groups} samples: too few "
-        "to "
-        f"fit a {config.role}; {config.mend}"
+        f"to fit a {config.role}; {config.mend}"
     )
 
 

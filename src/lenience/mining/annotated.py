@@ -73,8 +73,7 @@ def marked_answers(lm: LM, row: Annotated) -> tuple[list[int], list[MarkedAnswer
     if not lm.tokenizer.is_fast:
         raise InputError(
             f"target {lm.name!r}: its tokenizer cannot tell which characters a token stands for; "
-            "take "
-            "a fast one"
+            "take a fast one"
         )
     nothing = (len(row.correct), len(row.correct))
     try:

@@ -233,10 +233,10 @@ class _Layer(CacheLayerMixin):
     def _zeros(self, states: Tensor, old: Tensor | None = None) -> Tensor:
         """Zeros, not anything: a masked key's weight is 0, and 0 times a NaN is none."""
         rows, capacity = self.slots.num_rows, self.slots.capacity
-        made = states.new_zeros(rows, states.shape[1], capacity + 1, states.shape[3])
+        zeros = states.new_zeros(rows, states.shape[1], capacity + 1, states.shape[3])
         if old is not None:
-            made[:, :, : old.shape[2] - 1] = old[:, :, :-1]
-        return made
+            zeros[:, :, : old.shape[2] - 1] = old[:, :, :-1]
+        return zeros
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any

@@ -342,8 +342,8 @@ class LM:
                 raise
             words = ", ".join(repr(word) for word in dict.fromkeys(unknown[:5]))
             raise InputError(
-                f"the text holds what the vocabulary of {self.name!r} lacks: {words}; it knows the "
-                "words of its own task only"
+                f"the text holds what the vocabulary of {self.name!r} lacks: {words}; it knows "
+                "the words of its own task only"
             ) from error
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:

@@ -34,8 +34,7 @@ def check_memory(caches: Iterable[tuple[LM, int]], rows: int) -> None:
             wanted = f"{rows} rows need {size * rows / 2**30:.1f} GiB of KV cache on {device}"
             raise InputError(
                 f"{wanted}, {free / 2**30:.1f} GiB are free: at most {free // size} rows fit; "
-                "lower "
-                "batch_size or max_new_tokens"
+                "lower batch_size or max_new_tokens"
             )
 
 

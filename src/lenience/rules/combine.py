@@ -161,8 +161,8 @@ class AnyOf:
         before = reading.logits[:, :-1]
         accepted = accepted & ctx.allowed(before, draft.tokens)
         if term.floor:
-            given = gather_tokens(ctx.log_probs(before), draft.tokens)
-            accepted = accepted & (given >= math.log(term.floor))
+            log_probs = gather_tokens(ctx.log_probs(before), draft.tokens)
+            accepted = accepted & (log_probs >= math.log(term.floor))
         defers = term.defers(draft, reading, ctx)
         if defers is not None:
             accepted = torch.where(defers, exact, accepted)

@@ -153,8 +153,7 @@ def fresh(lm: LM, task: Task, folder: Path, draw: Draw) -> list[Sample]:
     if not drawn:
         raise InputError(
             f"{where}: none of the {len(samples)} prompts of its split {draw.split!r} is fresh; "
-            "name a "
-            "file of others (--task), or another --split"
+            "name a file of others (--task), or another --split"
         )
     return list(drawn.values())
 
@@ -183,10 +182,8 @@ def _runs_of(heads: Iterable[Learned], folder: Path) -> set[Path]:
         if run is None:
             raise InputError(
                 f"{head.path}: no run.json, journal.jsonl or uses.jsonl lies beside it to say "
-                "what it "
-                "was fitted on, so no prompt is known to be fresh; use the head in the run folder "
-                "that "
-                "it was fitted in"
+                "what it was fitted on, so no prompt is known to be fresh; use the head in the "
+                "run folder that it was fitted in"
             )
         if run.resolve() != folder.resolve():
             runs.add(run)
