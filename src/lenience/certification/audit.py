@@ -212,12 +212,13 @@ class Audit:
 
     def _loss(self, live: LivePrompt, text: str, alone: Generation) -> float:
         task, reference = self.task, live.reference
+        prompt: Any = live.prompt  # token ids too, which no task's own samples have
         if reference is not None and self.certificate.loss == "paired":
-            sample = Sample("live", live.prompt, task.reference(reference))  # type: ignore[arg-type]
+            sample = Sample("live", prompt, task.reference(reference))
             return float(task.correct(alone.text, sample) and not task.correct(text, sample))
         if text == alone.text:
             return 0.0
-        sample = Sample("live", live.prompt, None)  # type: ignore[arg-type]
+        sample = Sample("live", prompt, None)
         lenient, strict = task.answer(text, sample), task.answer(alone.text, sample)
         return float(task.same(lenient, strict, sample) is not True)
 
