@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lenience.core.context import Context, Row
@@ -50,6 +50,7 @@ def test_every_rule_says_some_settings_or_asks_a_head() -> None:
 
 
 @pytest.mark.parametrize("setting", RULE_SETTINGS)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 1000), width=st.integers(1, 5))
 def test_a_verdict_keeps_a_prefix_and_one_token_more(setting: str, seed: int, width: int) -> None:
     draft, reading, ctx = cycle(seed, 3, width, temperature_of(setting))
@@ -63,6 +64,7 @@ def test_a_verdict_keeps_a_prefix_and_one_token_more(setting: str, seed: int, wi
 
 
 @pytest.mark.parametrize("setting", RULE_SETTINGS)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 1000))
 def test_a_row_is_decided_alone_as_among_others(setting: str, seed: int) -> None:
     draft, reading, ctx = cycle(seed, 3, 4, temperature_of(setting))

@@ -168,13 +168,13 @@ def test_a_rule_that_compares_distributions_refuses_a_drafter_that_has_none(
         llama.generate("w1 w2", rule=rule, drafter=repeating, temperature=0.7)
 
 
-@pytest.mark.parametrize("rule", ["speculative", "exact", "block"])
+@pytest.mark.parametrize("rule", ["speculative", "block"])
 def test_tokens_proposed_for_certain_leave_the_targets_distribution(
     rule: str, repeating: str, llama: Pair
 ) -> None:
     """A token with draft probability 1 is accepted with the target's probability, and what follows
     a rejection is drawn from the rest: the first two tokens are the target's own samples'."""
-    n = 1500
+    n = 600
     options = {"temperature": 1.0, "top_k": 3, "max_new_tokens": 2, "window": 1}
     prompts = ["w1 w2 w3"] * 50
     counts: list[dict[tuple[int, ...], int]] = []
