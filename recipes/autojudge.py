@@ -65,7 +65,7 @@ from lenience.mining.features import compute_features, load_features
 from lenience.mining.fit import HeadPlan
 from lenience.models.session import Session
 from lenience.runs.journal import Journal
-from lenience.tasks import WordMath, wordmath
+from lenience.tasks import WordMath, wordmath_problems
 
 Record = dict[str, Any]
 Fit = Callable[[NDArray, NDArray, NDArray], Callable[[NDArray], NDArray]]
@@ -555,7 +555,11 @@ def transfer(out: Path, given: argparse.Namespace) -> None:
 def family(sample: str) -> str:
     """The kind of problem that a sample is, as wordmath.problem draws it."""
     split, number = sample.split("-")
-    return random.Random(f"wordmath/{split}/{number}").choice(wordmath.FAMILIES).__name__.strip("_")
+    return (
+        random.Random(f"wordmath/{split}/{number}")
+        .choice(wordmath_problems.FAMILIES)
+        .__name__.strip("_")
+    )
 
 
 ABLATIONS = {one.__name__: one for one in (inputs, classifiers, search, precision, transfer)}

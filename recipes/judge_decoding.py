@@ -46,7 +46,7 @@ from lenience.mining.annotated import (
 )
 from lenience.mining.fit import HeadPlan
 from lenience.models.session import Session
-from lenience.tasks import wordmath
+from lenience.tasks import wordmath, wordmath_problems
 
 FIRST = 5000
 """The number of the first training problem that is used: those before are for mining."""
@@ -87,7 +87,7 @@ def annotated(split: str, first: int, n: int) -> list[dict[str, Any]]:
             continue  # nothing to slip on
         wrong, error = slip(base, rng)
         family = random.Random(f"wordmath/{split}/{i}").choice(
-            wordmath.FAMILIES
+            wordmath_problems.FAMILIES
         )  # as wordmath.problem draws it
         rows.append(
             {

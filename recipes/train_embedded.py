@@ -43,7 +43,7 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lenience.tasks import wordmath
+from lenience.tasks import wordmath, wordmath_problems
 
 EMBEDDED = Path(__file__).parents[1] / "src/lenience/embedded"
 SHAPES = {
@@ -89,7 +89,7 @@ def batches(
     """Endless (state, ids [B, T], labels [B, T]) of about `size` tokens, rows of like length
     together; `start` is the pool to begin with, `compare` how often the hardest family comes for
     once of each other."""
-    hardest, *others = wordmath.FAMILIES
+    hardest, *others = wordmath_problems.FAMILIES
     pool = start
     while True:
         rng = random.Random(f"pool|{author}|{pool}")

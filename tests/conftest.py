@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import (
@@ -50,6 +51,22 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 VOCABULARY = 48
+
+
+def quick(max_examples: int) -> settings:
+    """So many examples and no shrinking: each one decodes."""
+    phases = (Phase.explicit, Phase.generate)
+    return settings(
+        max_examples=max_examples, suppress_health_check=list(HealthCheck), phases=phases
+    )
+
+
+def prompt_lists(most: int) -> st.SearchStrategy[list[list[int]]]:
+    """Between one and `most` prompts of up to 30 tokens, none of them the EOS."""
+    prompt = st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=30)
+    return st.lists(prompt, min_size=1, max_size=most)
+
+
 COMMON = dict(
     vocab_size=VOCABULARY, eos_token_id=0, bos_token_id=None, pad_token_id=0, initializer_range=0.35
 )

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import CONFIGS, VOCABULARY
-from hypothesis import HealthCheck, Phase, given, settings
+from conftest import CONFIGS, prompt_lists, quick
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lenience import InputError
@@ -20,14 +20,7 @@ from lenience.models.lm import LM
 from lenience.models.memory import token_bytes
 from lenience.models.session import Session, takes_masks
 
-QUICK = dict(
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-    phases=(Phase.explicit, Phase.generate),
-)
-prompts = st.lists(
-    st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=30), min_size=1, max_size=7
-)
+prompts = prompt_lists(7)
 
 
 def assert_same(together: list[Generation], alone: list[Generation]) -> None:
@@ -58,7 +51,7 @@ def assert_same(together: list[Generation], alone: list[Generation]) -> None:
     st.sampled_from(["exact", "topk:3", "speculative", "target", "draft"]),
     st.sampled_from([0.0, 0.8]),
 )
-@settings(max_examples=12, deadline=None, **QUICK)
+@quick(12)
 def test_together_as_alone(
     name: str, pairs, given_prompts, window, new, size, rule, temperature
 ) -> None:
@@ -82,7 +75,7 @@ def test_together_as_alone(
     st.integers(1, 5),
     st.sampled_from(["exact", "topk:3", "speculative"]),
 )
-@settings(max_examples=12, deadline=None, **QUICK)
+@quick(12)
 def test_tokens_that_stay_on_the_device_make_no_difference(
     name: str, pairs, given_prompts, window, new, size, rule
 ) -> None:
@@ -95,7 +88,7 @@ def test_tokens_that_stay_on_the_device_make_no_difference(
 
 
 @given(prompts, st.integers(1, 9), st.integers(1, 40), st.integers(1, 5))
-@settings(max_examples=30, deadline=None, **QUICK)
+@quick(30)
 def test_a_judge_scores_each_row_as_alone(llama, judge, given_prompts, window, new, size) -> None:
     options = {"rule": judge, "window": window, "max_new_tokens": new}
     together = llama.generate_batch(given_prompts, batch_size=size, **options)

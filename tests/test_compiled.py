@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import VOCABULARY
-from hypothesis import HealthCheck, Phase, given, settings
+from conftest import prompt_lists, quick
+from hypothesis import given
 from hypothesis import strategies as st
 from test_batch import assert_same
 
@@ -31,14 +31,7 @@ from lenience.models.onnx_export import export_graph
 from lenience.models.session import Session
 
 EXPORTED = ["llama", "qwen2", "qwen3", "gemma2", "mistral", "gpt2"]
-QUICK = dict(
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-    phases=(Phase.explicit, Phase.generate),
-)
-rows = st.lists(
-    st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=30), min_size=1, max_size=5
-)
+rows = prompt_lists(5)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,7 +60,7 @@ def compiled(own_cache: None, checkpoints: Callable[[str], tuple[str, str]]) -> 
 
 @pytest.mark.parametrize("name", EXPORTED)
 @given(st.lists(rows, min_size=1, max_size=3), st.integers(1, 3), st.integers(4, 40))
-@settings(max_examples=10, deadline=None, **QUICK)
+@quick(10)
 def test_states_and_logits_are_the_models_own(
     name: str, compiled, readings, states, capacity
 ) -> None:
@@ -91,7 +84,7 @@ def test_states_and_logits_are_the_models_own(
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 @given(st.lists(rows, min_size=1, max_size=3), st.integers(0, 9), st.integers(4, 40))
-@settings(max_examples=8, deadline=None, **QUICK)
+@quick(8)
 def test_a_draft_that_reads_on_takes_what_is_most_probable(
     name: str, compiled, readings, on, capacity
 ) -> None:
@@ -121,7 +114,7 @@ def test_a_draft_that_reads_on_takes_what_is_most_probable(
     st.integers(0, 19),
     st.integers(1, 4),
 )
-@settings(max_examples=25, deadline=None, **QUICK)
+@quick(25)
 def test_a_compiled_pair_answers_as_a_plain_one(
     compiled, llama: Pair, judge: str, asked, how, window, size
 ) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from conftest import VOCABULARY
-from hypothesis import HealthCheck, Phase, given, settings
+from conftest import prompt_lists, quick
+from hypothesis import given
 from hypothesis import strategies as st
 from test_batch import assert_same
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,14 +20,7 @@ from lenience.models import session
 from lenience.models.cuda_graphs import BLOCK, CudaGraphCache, CudaGraphs
 from lenience.models.session import Session, reads_together_as_alone
 
-QUICK = dict(
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-    phases=(Phase.explicit, Phase.generate),
-)
-prompts = st.lists(
-    st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=30), min_size=1, max_size=5
-)
+prompts = prompt_lists(5)
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2", "gpt2"])
@@ -47,7 +40,7 @@ def replayed(request: pytest.FixtureRequest, checkpoints) -> Iterator[tuple[Pair
     st.integers(0, 12),
     st.integers(1, 4),
 )
-@settings(max_examples=15, deadline=None, **QUICK)
+@quick(15)
 def test_answers_are_those_of_plain_passes(replayed, asked, how, stop, window, size) -> None:
     pair, plain = replayed
     options = dict(

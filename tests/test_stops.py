@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import VOCABULARY
-from hypothesis import HealthCheck, Phase, given, settings
+from conftest import VOCABULARY, prompt_lists, quick
+from hypothesis import given
 from hypothesis import strategies as st
 from test_batch import assert_same
 from test_mining import ParityTask
@@ -30,14 +30,7 @@ from lenience.mining.features import GATE_PREFIXES, compute_features, load_featu
 from lenience.mining.fit import HeadPlan, fit_run
 from lenience.mining.search import MineConfig, mine
 
-QUICK = dict(
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-    phases=(Phase.explicit, Phase.generate),
-)
-prompts = st.lists(
-    st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=30), min_size=1, max_size=5
-)
+prompts = prompt_lists(5)
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -96,7 +89,7 @@ def test_wrong_conditions_are_refused(llama: Pair, spec: str, said: str) -> None
 
 
 @given(st.integers(0, 10_000), st.sampled_from([0.0, 0.7]), st.floats(0, 1), st.floats(0.05, 2))
-@settings(max_examples=40, deadline=None, **QUICK)
+@quick(40)
 def test_chances_are_what_their_definitions_say(
     head: Head, seed: int, temperature: float, least: float, gamma: float
 ) -> None:
@@ -144,7 +137,7 @@ def test_the_schedule_grows_by_two_and_falls_by_one() -> None:
     st.sampled_from(["exact", "topk:2", "speculative"]),
     st.integers(1, 4),
 )
-@settings(max_examples=20, deadline=None, **QUICK)
+@quick(20)
 def test_a_stop_neither_changes_strict_answers_nor_depends_on_company(
     llama: Pair, head: Head, asked: list[list[int]], window: int, name: str, rule: str, size: int
 ) -> None:

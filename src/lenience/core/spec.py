@@ -104,6 +104,17 @@ def parse_term(text: str, what: str, kinds: Mapping[str, type[T]]) -> T:
     return kind(**values)
 
 
+def parse(value: str | T, label: str, what: str, kinds: Mapping[str, type[T]]) -> T:
+    """One of `kinds` from its spec; what is no text is returned as it is. Raises InputError that
+    begins with `label` and the spec; `what` says of what kind they all are."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_term(value, what, kinds)
+    except InputError as error:
+        raise InputError(f"{label} {value!r}: {error}") from None
+
+
 def _arguments(
     name: str, args: list[str], kind: type, types: Mapping[str, object]
 ) -> dict[str, object]:

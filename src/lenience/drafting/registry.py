@@ -9,7 +9,6 @@ import torch
 
 from lenience.core import spec
 from lenience.core.context import Context
-from lenience.core.errors import InputError
 from lenience.core.protocols import Drafter
 from lenience.core.types import Draft
 from lenience.drafting.base import DrafterSetup, DrafterSpec
@@ -58,9 +57,4 @@ DRAFTERS: dict[str, type[DrafterSpec]] = {drafter.name: drafter for drafter in (
 def parse_drafter(drafter: str | DrafterSpec) -> DrafterSpec:
     """A drafter from its spec, such as "model"; a DrafterSpec is returned as it is. Raises
     InputError that names what is wrong with the spec."""
-    if not isinstance(drafter, str):
-        return drafter
-    try:
-        return spec.parse_term(drafter, "drafter", DRAFTERS)
-    except InputError as error:
-        raise InputError(f"drafter {drafter!r}: {error}") from None
+    return spec.parse(drafter, "drafter", "drafter", DRAFTERS)

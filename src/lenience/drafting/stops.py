@@ -224,9 +224,4 @@ def parse_stop(stop: str | Stop) -> Stop:
 
     Raises InputError that names what is wrong with the spec.
     """
-    if not isinstance(stop, str):
-        return stop
-    try:
-        return spec.parse_term(stop, "stop condition", STOPS)
-    except InputError as error:
-        raise InputError(f"stop {stop!r}: {error}") from None
+    return spec.parse(stop, "stop", "stop condition", STOPS)
