@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,6 +37,8 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
+from lenience.drafting.base import DrafterSpec
+from lenience.drafting.registry import DRAFTERS
 from lenience.heads.head import Head, Inputs
 
 torch.set_num_threads(1)
@@ -163,6 +166,20 @@ def llama(pairs: Callable[[str], Pair]) -> Pair:
 @pytest.fixture(scope="session")
 def built_in() -> Pair:
     return load_pair(compile=False)
+
+
+@pytest.fixture
+def repeating(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The spec of a drafter that proposes for certain: CONTRIBUTING's."""
+    from test_contributing import EXAMPLES
+
+    namespace: dict = {"__name__": "repeating"}
+    monkeypatch.setitem(sys.modules, "repeating", sys.modules[__name__])
+    exec(EXAMPLES["src/lenience/drafting/repeat.py"], namespace)
+    drafter: type[DrafterSpec] = namespace["Repeat"]
+    assert drafter.certain and not drafter.needs_draft
+    monkeypatch.setitem(DRAFTERS, "repeat", drafter)
+    return "repeat"
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import islice
 
 import pytest
@@ -76,19 +77,24 @@ def test_a_row_is_decided_alone_as_among_others(setting: str, seed: int) -> None
 
 
 @pytest.mark.parametrize("setting", RULE_SETTINGS)
-def test_a_token_proposed_for_certain_is_decided_or_refused_by_name(
-    setting: str, llama: Pair
+def test_tokens_proposed_for_certain_are_decided_or_refused_by_name(
+    setting: str, repeating: str, llama: Pair
 ) -> None:
     """Distributions of the draft's, where it has none, must not be made up."""
-    draft, reading, ctx = cycle(1, 2, 4, temperature_of(setting))
-    certain = Draft(draft.tokens, draft.lengths)
     rule = parse_rule(setting)
+    options = {"rule": setting, "drafter": repeating, "temperature": temperature_of(setting)}
     if rule.needs_draft_probs:
-        with pytest.raises((InputError, AssertionError)):
-            rule(certain, reading, ctx)
+        says = f"{re.escape(str(rule))}.*drafter {repeating} has none"
+        with pytest.raises(InputError, match=says):
+            llama.generate("w1 w2", **options)
         return
-    for verdict, length in zip(rule(certain, reading, ctx), draft.lengths.tolist()):
-        assert verdict.num_accepted <= length
+    out = llama.generate("w1 w2", **options, max_new_tokens=24)
+    assert len(out.tokens) == 24 or out.finish == "eos"
+    draft, reading, ctx = cycle(1, 3, 4, options["temperature"])
+    certain = Draft(draft.tokens, draft.lengths)
+    sure = torch.full(draft.logits.shape, -torch.inf).scatter(2, draft.tokens[..., None], 0.0)
+    with_probs = rule(Draft(draft.tokens, draft.lengths, sure), reading, ctx)
+    assert rule(certain, reading, ctx) == with_probs, "a probability of 1 says the same"
 
 
 @pytest.mark.parametrize("setting", DRAFTER_SETTINGS)

@@ -23,8 +23,6 @@ from lenience import InputError
 from lenience.core.records import Record
 from lenience.decoding.options import Decoding, bound_names, names
 from lenience.decoding.pair import Pair
-from lenience.drafting import registry
-from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.evaluation.compare import CompareConfig, compare
 from lenience.heads.head import Head, Inputs
 from lenience.rules.settings import ladder
@@ -142,21 +140,6 @@ def test_loaded_models_do_with_their_tokenizer(checkpoints, llama: Pair) -> None
         lenience.load_pair(target, draft)
     with pytest.raises(InputError, match="dtype"):
         lenience.load_pair(target, draft, tokenizer=tokenizer, dtype="bfloat16")
-
-
-@pytest.fixture
-def repeating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A drafter that proposes for certain: CONTRIBUTING's."""
-    from test_contributing import EXAMPLES
-
-    namespace: dict = {"__name__": "repeating"}
-    monkeypatch.setitem(sys.modules, "repeating", sys.modules[__name__])
-    exec(EXAMPLES["src/lenience/drafting/repeat.py"], namespace)
-    drafter: type[DrafterSpec] = namespace["Repeat"]
-    assert drafter.certain and not drafter.needs_draft
-    assert drafter().models(DrafterSetup.__new__(DrafterSetup)) == []
-    monkeypatch.setitem(registry.DRAFTERS, "repeat", drafter)
-    return "repeat"
 
 
 @pytest.mark.parametrize("rule", ["kl:0.4", "fuzzy:js@0.4"])
