@@ -222,6 +222,19 @@ def test_tasks_of_both_shapes_work(llama: Pair, tmp_path: Path) -> None:
     assert [answer.correct for answer in found] == [False, True] * 3
 
 
+def test_answers_of_other_settings_of_a_rule_are_other_answers(llama: Pair, tmp_path: Path) -> None:
+    samples = take(as_task(Metadata()), "test", 1)
+    answers = Answers(llama, as_task(Metadata()), tmp_path / "answers.jsonl")
+    answers.get(Decoding(), samples)
+    assert answers.known(Decoding(window=2), samples[0]) is None
+    old = Answers(llama, as_task(Metadata()), tmp_path / "old.jsonl")
+    line = {"id": samples[0].id, "rule": "exact", "answer": None, "correct": True}
+    old.journal.append({**line, "tokens": 7, "target_passes": 3})
+    old = Answers(llama, as_task(Metadata()), tmp_path / "old.jsonl")
+    (known,) = old.get(Decoding(window=2), samples)
+    assert known.tokens == 7, "a journal that names no settings holds one of each rule"
+
+
 class Slow(Metadata):
     """Takes its time over each batch, whatever its size."""
 

@@ -60,18 +60,21 @@ class Answers:
         self.decoded = 0
         """How many have been decoded since."""
         self._known: dict[tuple[str, str], Answer] = {}
+        self._known_by_rule: dict[tuple[str, str], Answer] = {}
+        """Of journals that name no settings: one of 0.1 holds one setting of each rule."""
         for record in self.journal.resume():
             self._keep(Answer.read(record, f"{path}, {record.get('id')}"))
 
     def _keep(self, answer: Answer) -> None:
-        self._known[answer.setting or answer.rule, answer.id] = answer
+        if answer.setting:
+            self._known[answer.setting, answer.id] = answer
+        else:
+            self._known_by_rule[answer.rule, answer.id] = answer
 
     def known(self, decoding: Decoding, sample: Sample) -> Answer | None:
         """An answer that is there already."""
-        for key in (str(decoding), str(decoding.rule)):  # earlier journals name the rule alone
-            if answer := self._known.get((key, sample.id)):
-                return answer
-        return None
+        by_rule = self._known_by_rule.get((str(decoding.rule), sample.id))
+        return self._known.get((str(decoding), sample.id), by_rule)
 
     def get(
         self,
