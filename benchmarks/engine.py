@@ -13,7 +13,8 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,83 @@ def idle_judge(pair: Pair, models: tuple[str, ...], folder: Path) -> str:
     return f"judge:{folder}"
 
 
+@dataclass(frozen=True)
+class Decoder:
+    """One of what is compared."""
+
+    run: Callable[[Profile], int]
+    """Answers the prompts and returns the number of new tokens."""
+    prompts: int
+
+
+def check_identical(
+    pairs: Sequence[tuple[Pair, int]], prompts: list[list[int]], window: int
+) -> None:
+    """Fail where greedy decoding depends on how it is done; `pairs` come with batch sizes."""
+    alone = pairs[0][0].generate_batch(prompts, rule="target", max_new_tokens=NEW)
+    for pair, size in pairs:
+        outs = pair.generate_batch(
+            prompts, batch_size=size, max_new_tokens=NEW, rule="exact", window=window
+        )
+        assert [out.tokens for out in outs] == [out.tokens for out in alone]
+
+
+def decoders_of(
+    plain: Pair, fast: Pair, prompts: list[list[int]], window: int, batch: int
+) -> tuple[dict[str, Decoder], int]:
+    """What is compared, by name; and the window that was picked."""
+    few = prompts[:8]
+    picked = fast.pick_window(few, max_new_tokens=NEW, rule="exact")
+
+    def one_by_one(pair: Pair, rule: str, window: int = window) -> Decoder:
+        options = {"rule": rule, "window": window}
+        return Decoder(lambda profile: ours(pair, few, 1, profile, **options), len(few))
+
+    def together(pair: Pair) -> Decoder:
+        options = {"rule": "exact", "window": window}
+        return Decoder(lambda profile: ours(pair, prompts, batch, profile, **options), len(prompts))
+
+    def theirs(window: int | None) -> Decoder:
+        return Decoder(lambda _: transformers_generate(plain, few, window), len(few))
+
+    folder = Path(tempfile.mkdtemp())
+    target, both = (
+        idle_judge(fast, models, folder / models[-1])
+        for models in (("target",), ("target", "draft"))
+    )
+    decoders = {
+        "transformers, greedy": theirs(None),
+        "transformers, assisted": theirs(window),
+        "plain, exact": one_by_one(plain, "exact"),
+        "compiled, target alone": one_by_one(fast, "target"),
+        "compiled, exact": one_by_one(fast, "exact"),
+        "compiled, exact, picked window": one_by_one(fast, "exact", picked),
+        "compiled, judge of target's states": one_by_one(fast, target),
+        "compiled, judge of both models' states": one_by_one(fast, both),
+        f"plain, exact, batch {batch}": together(plain),
+        f"compiled, exact, batch {batch}": together(fast),
+    }
+    return decoders, picked
+
+
+def measure(
+    decoders: Mapping[str, Decoder], repeats: int
+) -> tuple[dict[str, list[float]], dict[str, list[tuple[Profile, float]]]]:
+    """By decoder, each repeat's tokens per second, and its profile with its seconds; all decoders
+    take turns, after a warm-up."""
+    speeds: dict[str, list[float]] = {name: [] for name in decoders}
+    profiles: dict[str, list[tuple[Profile, float]]] = {name: [] for name in decoders}
+    for repeat in track(range(repeats + 1), "repeats", console=Console(stderr=True)):
+        for name, decoder in decoders.items():
+            profile, began = Profile(), time.perf_counter()
+            tokens = decoder.run(profile)
+            seconds = time.perf_counter() - began
+            if repeat:  # the first is a warm-up
+                speeds[name].append(tokens / seconds)
+                profiles[name].append((profile, seconds))
+    return speeds, profiles
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -76,113 +154,53 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=8, help="the draft window of all")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--threads", type=int, default=1, help="of torch; on small models one is faster than two"
-    )
+    threads_help = "of torch; on small models one is faster than two"
+    parser.add_argument("--threads", type=int, default=1, help=threads_help)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     plain, fast = load_pair(compile=False), load_pair(compile=True)
-    prompts = [
-        plain.target.encode(sample.prompt) for sample in take(WordMath(), "test", given.prompts)
-    ]
-    few = prompts[:8]
-    exact = {"rule": "exact", "window": given.window}
-    wanted = [
-        out.tokens for out in plain.generate_batch(prompts, rule="target", max_new_tokens=NEW)
-    ]
-    for pair, size in ((plain, 1), (fast, 1), (fast, given.batch)):
-        outs = pair.generate_batch(prompts, batch_size=size, max_new_tokens=NEW, **exact)
-        assert [out.tokens for out in outs] == wanted, (
-            "greedy decoding is token-identical however it is done"
-        )
-    few_picked = {**exact, "window": fast.pick_window(few, max_new_tokens=NEW)}
-    folder = Path(tempfile.mkdtemp())
-    judges = {
-        name: {**exact, "rule": idle_judge(fast, models, folder / name)}
-        for name, models in (("target's", ("target",)), ("both models'", ("target", "draft")))
+    samples = take(WordMath(), "test", given.prompts)
+    prompts = [plain.target.encode(sample.prompt) for sample in samples]
+    check_identical([(plain, 1), (fast, 1), (fast, given.batch)], prompts, given.window)
+    decoders, picked = decoders_of(plain, fast, prompts, given.window, given.batch)
+    speeds, profiles = measure(decoders, given.repeats)
+    figures = {
+        name: about(name, speeds, profiles[name], decoder.prompts)
+        for name, decoder in decoders.items()
     }
-    decoders: dict[str, tuple[Callable[[Profile], int], int]] = {
-        "transformers, greedy": (lambda _: transformers_generate(plain, few, None), len(few)),
-        "transformers, assisted": (
-            lambda _: transformers_generate(plain, few, given.window),
-            len(few),
-        ),
-        "plain, exact": (lambda profile: ours(plain, few, 1, profile, **exact), len(few)),
-        "compiled, target alone": (
-            lambda profile: ours(fast, few, 1, profile, rule="target"),
-            len(few),
-        ),
-        "compiled, exact": (lambda profile: ours(fast, few, 1, profile, **exact), len(few)),
-        "compiled, exact, picked window": (
-            lambda profile: ours(fast, few, 1, profile, **few_picked),
-            len(few),
-        ),
-        **{
-            f"compiled, judge of {name} states": (
-                lambda profile, judged=judged: ours(fast, few, 1, profile, **judged),
-                len(few),
-            )
-            for name, judged in judges.items()
-        },
-        f"plain, exact, batch {given.batch}": (
-            lambda p: ours(plain, prompts, given.batch, p, **exact),
-            len(prompts),
-        ),
-        f"compiled, exact, batch {given.batch}": (
-            lambda p: ours(fast, prompts, given.batch, p, **exact),
-            len(prompts),
-        ),
-    }
-    speeds: dict[str, list[float]] = {name: [] for name in decoders}
-    profiles: dict[str, list[tuple[Profile, float]]] = {name: [] for name in decoders}
-    for repeat in track(range(given.repeats + 1), "repeats", console=Console(stderr=True)):
-        for name, (run, _) in decoders.items():
-            profile, began = Profile(), time.perf_counter()
-            tokens = run(profile)
-            seconds = time.perf_counter() - began
-            if repeat:  # the first is a warm-up
-                speeds[name].append(tokens / seconds)
-                profiles[name].append((profile, seconds))
-    told = {name: about(name, speeds, profiles[name], decoders[name][1]) for name in decoders}
     how = {
         "machine": machine(fast),
         "window": given.window,
-        "picked_window": few_picked["window"],
+        "picked_window": picked,
         "new_tokens": NEW,
         "repeats": given.repeats,
         "torch_threads": given.threads,
     }
-    print(json.dumps({**how, "decoders": told}, indent=1))
+    print(json.dumps({**how, "decoders": figures}, indent=1))
 
 
 def about(
     name: str, speeds: dict[str, list[float]], profiles: list[tuple[Profile, float]], prompts: int
 ) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    """The figures of one decoder."""
+    figures: dict[str, Any] = {
         "prompts": prompts,
         "tokens_per_second": round(float(np.median(speeds[name])), 1),
     }
     for base in ("transformers, assisted", "transformers, greedy"):
         times = np.array(speeds[name]) / np.array(speeds[base])
-        told[f"times {base}"] = [round(float(f(times)), 2) for f in (np.median, np.min, np.max)]
-    if profiles[0][0].cycles:
-        passes = [profile.seconds["draft"] + profile.seconds["target"] for profile, _ in profiles]
-        within = [sum(profile.seconds.values()) for profile, _ in profiles]
-        told["share_in_passes"] = round(
-            float(np.median([p / all_ for p, (_, all_) in zip(passes, profiles)])), 3
-        )
-        told["cycle_share_outside_passes"] = round(
-            float(np.median([1 - p / w for p, w in zip(passes, within)])), 3
-        )
-        for part in profiles[0][0].seconds:
-            told[f"{part}, ms a cycle"] = round(
-                1e3
-                * float(
-                    np.median([profile.seconds[part] / profile.cycles for profile, _ in profiles])
-                ),
-                3,
-            )
-    return told
+        figures[f"times {base}"] = [round(float(f(times)), 2) for f in (np.median, np.min, np.max)]
+    if not profiles[0][0].cycles:
+        return figures
+    in_passes = np.array([one.seconds["draft"] + one.seconds["target"] for one, _ in profiles])
+    in_cycles = np.array([sum(one.seconds.values()) for one, _ in profiles])
+    in_all = np.array([seconds for _, seconds in profiles])
+    figures["share_in_passes"] = round(float(np.median(in_passes / in_all)), 3)
+    figures["cycle_share_outside_passes"] = round(float(np.median(1 - in_passes / in_cycles)), 3)
+    for part in profiles[0][0].seconds:
+        each = [1e3 * one.seconds[part] / one.cycles for one, _ in profiles]
+        figures[f"{part}, ms a cycle"] = round(float(np.median(each)), 3)
+    return figures
 
 
 if __name__ == "__main__":

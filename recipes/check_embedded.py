@@ -13,18 +13,22 @@ import argparse
 import json
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
 from rich.progress import track
 from sklearn.metrics import roc_auc_score
 
 from lenience.core.files import read_json
 from lenience.decoding.loading import EMBEDDED, load_pair
+from lenience.decoding.pair import Pair
 from lenience.models.lm import LM
 from lenience.models.session import Session
 from lenience.runs.journal import Journal
-from lenience.tasks import WordMath, take
+from lenience.runs.record import mined_samples
+from lenience.tasks import Sample, Task, WordMath, take
 
 
 def pass_seconds(lm: LM, prompt: list[int], new: int, repeats: int = 200) -> float:
@@ -39,75 +43,69 @@ def pass_seconds(lm: LM, prompt: list[int], new: int, repeats: int = 200) -> flo
     return float(np.median(times))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def accuracy(pair: Pair, task: Task, samples: Sequence[Sample], rule: str) -> float:
+    """The share of samples that a decoder answers rightly."""
+    prompts = [sample.prompt for sample in samples]
+    answers = pair.as_completed(
+        prompts, batch_size=32, rule=rule, max_new_tokens=task.max_new_tokens
     )
-    parser.add_argument(
-        "--run",
-        type=Path,
-        default=EMBEDDED / "run",
-        help="a mined run; its judge's AUC is told too",
-    )
-    parser.add_argument("--limit", type=int, default=500, help="how many held-out problems")
-    given = parser.parse_args()
-    pair, task = load_pair(compile=False), WordMath()
-    samples = take(task, "test", given.limit)
-    told: dict[str, object] = {"n": len(samples)}
-    for rule in ("target", "draft"):
-        answers = pair.as_completed(
-            [s.prompt for s in samples],
-            batch_size=32,
-            rule=rule,
-            max_new_tokens=task.max_new_tokens,
-        )
-        right = [
-            task.correct(out.text, samples[i])
-            for i, out in track(answers, rule, total=len(samples))
-        ]
-        told[f"{rule}_accuracy"] = sum(right) / len(samples)
-    prompt = pair.target.encode(samples[0].prompt)
-    for how in ("plain", "compiled"):
-        if how == "compiled":
-            pair.compile()
-        draft, target = (
-            1000 * pass_seconds(pair.draft, prompt, 1),
-            1000 * pass_seconds(pair.target, prompt, 9),
-        )
-        told[how] = {
-            "draft_pass_ms": draft,
-            "target_read_of_9_ms": target,
-            "cost_ratio": draft / target,
-        }
-    words = pair.target.tokenizer.convert_ids_to_tokens
-    found = [
-        m
-        for record in Journal(given.run / "journal.jsonl")
-        for m in record["mismatches"]
-        if m["important"] is not None
-    ]
-    important = np.array([m["important"] for m in found])
-    kind = np.array(
-        [
-            any(
-                re.fullmatch(r"▁?[\d+*/=-]", words(m[key]))
-                for key in ("target_token", "draft_token")
-            )
-            for m in found
-        ]
-    )
-    told |= {
-        "mismatches": len(found),
+    shown = track(answers, rule, total=len(samples), console=Console(stderr=True))
+    return sum(task.correct(out.text, samples[i]) for i, out in shown) / len(samples)
+
+
+def costs(pair: Pair, prompt: list[int]) -> dict[str, float]:
+    """What a draft pass costs against the target's read of a window of 8 and the token before."""
+    draft = 1000 * pass_seconds(pair.require_draft("a draft pass"), prompt, 1)
+    target = 1000 * pass_seconds(pair.target, prompt, 9)
+    return {
+        "draft_pass_ms": draft,
+        "target_read_of_9_ms": target,
+        "cost_ratio": draft / target,
+    }
+
+
+def mismatches(pair: Pair, run: Path) -> dict[str, float]:
+    """How many of a mined run's mismatches are important, and what their kind tells."""
+    mined = mined_samples(Journal(run / "journal.jsonl"))
+    labelled = [m for one in mined for m in one.mismatches if m.important is not None]
+    important = np.array([m.important for m in labelled])
+    tokens = np.array([(m.target_token, m.draft_token) for m in labelled])
+    ids = list(range(pair.target.vocab_size))
+    words = pair.target.tokenizer.convert_ids_to_tokens(ids)
+    numeric = np.array([bool(re.fullmatch(r"▁?[\d+*/=-]", word)) for word in words])
+    kind = numeric[tokens].any(1)
+    return {
+        "mismatches": len(labelled),
         "important_share": float(important.mean()),
         "digits_or_operators_of_important": float(kind[important].mean()),
         "digits_or_operators_of_unimportant": float(kind[~important].mean()),
         "kind_auc": float(roc_auc_score(important, kind)),
-        "megabytes": sum(path.stat().st_size for path in EMBEDDED.rglob("*") if path.is_file())
-        / 1e6,
     }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    run_help = "a mined run; its judge's AUC is told too"
+    parser.add_argument("--run", type=Path, default=EMBEDDED / "run", help=run_help)
+    parser.add_argument("--limit", type=int, default=500, help="how many held-out problems")
+    given = parser.parse_args()
+    pair, task = load_pair(compile=False), WordMath()
+    samples = take(task, "test", given.limit)
+    figures: dict[str, object] = {"n": len(samples)}
+    for rule in ("target", "draft"):
+        figures[f"{rule}_accuracy"] = accuracy(pair, task, samples, rule)
+    prompt = pair.target.encode(samples[0].prompt)
+    figures["plain"] = costs(pair, prompt)
+    pair.compile()
+    figures["compiled"] = costs(pair, prompt)
+    figures |= mismatches(pair, given.run)
+    sizes = [path.stat().st_size for path in EMBEDDED.rglob("*") if path.is_file()]
+    figures["megabytes"] = sum(sizes) / 1e6
     if (given.run / "judge").exists():
-        told["judge_auc"] = read_json(given.run / "judge" / "judge.json")["metrics"]["auc"]
-    print(json.dumps(told))
+        figures["judge_auc"] = read_json(given.run / "judge" / "judge.json")["metrics"]["auc"]
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":
