@@ -28,7 +28,7 @@ from lenience.core.files import write_json
 from lenience.decoding import certified
 from lenience.decoding.certified import Certificate, TriedSetting
 from lenience.decoding.loading import load_pair
-from lenience.decoding.options import names
+from lenience.decoding.options import Decoding, names
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
 from lenience.heads.fitting import FitConfig
@@ -41,7 +41,7 @@ from lenience.rules.settings import ladder
 from lenience.runs.journal import Journal
 from lenience.runs.record import check_prompts
 from lenience.runs.uses import Draw, fresh, locked, note_uses, prompt_digest
-from lenience.tasks import Sample, as_task
+from lenience.tasks import Sample, Score, as_task
 
 
 class Echo:
@@ -713,6 +713,30 @@ def test_a_broken_certificate_is_refused(llama: Pair, task: Echo, tmp_path: Path
             llama.generate("w1 w2", rule=f"certified:{tmp_path}")
 
 
+def test_an_option_that_a_certificate_does_not_name_is_bound_to_its_default(
+    llama: Pair, task: Echo, tmp_path: Path
+) -> None:
+    """It was not there when the certificate was made."""
+    made = certify(llama, task, tmp_path, question(max_drop=0.9, limit=20))
+    del made["binds"]["top_k"]
+    write_json(tmp_path / "certificate.json", made)
+    rule = f"certified:{tmp_path}"
+    assert llama.generate("w1 w2", rule=rule).tokens
+    with pytest.raises(InputError, match="certified with top_k None, not 3"):
+        llama.generate("w1 w2", rule=rule, top_k=3)
+
+
+def test_a_record_of_options_may_name_a_certificate(
+    llama: Pair, task: Echo, tmp_path: Path
+) -> None:
+    made = certify(llama, task, tmp_path, question(max_drop=0.9, limit=20))
+    setup = llama.setup(Decoding(rule=f"certified:{tmp_path}"))
+    assert str(setup.rule) == made["certified"]["rule"]
+    assert setup.decoding.window == made["binds"]["window"] == 4
+    with pytest.raises(InputError, match=r"certified with temperature 0\.0, not 0\.5"):
+        llama.setup(Decoding(rule=f"certified:{tmp_path}", temperature=0.5))
+
+
 def test_a_loss_is_too_high_only_where_that_is_shown() -> None:
     tried = certificate("topk:2").certified
     few = tried.model_copy(update={"n": 50, "losses": 1.0, "hopeless": False})
@@ -826,6 +850,38 @@ def test_an_audit_reads_a_reference_as_its_task_does(
         for text in (f"x {task.right[p]}", "w0")
     ]
     assert [state.losses for state in said if state] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5]
+
+
+class Scored(Echo):
+    """Says by its score alone what is right, and where, by the sample's metadata."""
+
+    name = "scored"
+
+    def samples(self, split: str):
+        for sample in super().samples(split):
+            yield replace(sample, metadata={"right": sample.reference})
+
+    def correct(self, text: str, sample: Sample) -> bool:
+        raise AssertionError("its score is what counts")
+
+    def score(self, pairs):
+        right = [self.answer(text) == sample.metadata["right"] for text, sample in pairs]
+        return [Score(is_right, float(not is_right)) for is_right in right]
+
+
+def test_an_audit_measures_the_loss_that_was_certified(llama: Pair, tmp_path: Path) -> None:
+    own = Scored(llama, size=40)
+    certify(llama, own, tmp_path, question(max_drop=0.9, limit=30))
+    watch = watching(tmp_path, llama, own, share=1.0)
+    prompt = own.prompt(3)
+    for text, losses in ((f"x {own.right[prompt]}", 0), ("nonsense", 1)):
+        state = watch.see(prompt, text, "any", {"right": own.right[prompt]})
+        assert state is not None and state.losses == losses
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": prompt, "reference": "any", "right": "never said"}))
+    (live,) = read_prompts(path)
+    audit(watch, [live])
+    assert watch.state().losses == 1, "the target is wrong too, so nothing is lost"
 
 
 def test_an_audit_warns_of_drift_and_needs_no_references(

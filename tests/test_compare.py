@@ -440,3 +440,45 @@ def test_the_report_stands_alone_and_holds_every_token(llama: Pair, tmp_path: Pa
     assert [len(prompt["results"]) for prompt in data["prompts"]] == [len(frontier["rows"])] * 3
     traces = [result["trace"] for sample in frontier["examples"] for result in sample["results"]]
     assert [result["trace"] for prompt in data["prompts"] for result in prompt["results"]] == traces
+
+
+def test_a_decoder_that_names_its_window_leaves_the_other_to_choose(
+    llama: Pair, tmp_path: Path
+) -> None:
+    """Also where it names the default one, so that both are the same options."""
+    config = {"windows": (2, 4), "limit": 2, "tuning": 2, "timed": 1, "repeats": 1}
+    chosen = CompareConfig(("exact",), **config)
+    named = CompareConfig(settings=("exact; window=8",), **config)
+    both = CompareConfig(("exact",), settings=("exact; window=8",), **config)
+    rows = comparing.compare(llama, ParityTask(), both).rows
+    assert {(row.window, row.why) for row in rows if row.rule == "exact"} >= {(8, "given")}
+    assert {row.window for row in rows if row.rule == "exact"} & {2, 4}
+    comparing.compare(llama, ParityTask(), chosen, tmp_path)
+    with pytest.raises(InputError, match="made with settings"):
+        comparing.compare(llama, ParityTask(), named, tmp_path)
+
+
+def test_a_comparison_with_any_stop_strings_is_gone_on_with(llama: Pair, tmp_path: Path) -> None:
+    options = {"stop_strings": ("\n\n", 'it"s; over')}
+    config = CompareConfig(
+        ("exact",), windows=(2,), options=options, limit=2, tuning=1, timed=1, repeats=1
+    )
+    first = comparing.compare(llama, ParityTask(), config, tmp_path).to_json()
+    again = comparing.compare(llama, ParityTask(), config, tmp_path).to_json()
+    assert again == first and first["stop_strings"] == list(options["stop_strings"])
+
+
+def test_a_comparison_of_another_version_is_told(llama: Pair, tmp_path: Path) -> None:
+    config = CompareConfig(("exact",), windows=(2,), limit=2, tuning=1, timed=1, repeats=1)
+    comparing.compare(llama, ParityTask(), config, tmp_path)
+    asked = json.loads((tmp_path / "compare.json").read_text())
+    del asked["settings"]
+    (tmp_path / "compare.json").write_text(json.dumps(asked))
+    with pytest.raises(InputError, match=r"compare.json: says no settings, .*another folder"):
+        comparing.compare(llama, ParityTask(), config, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["rule", "window"])
+def test_options_of_a_comparison_name_neither_rule_nor_window(name: str) -> None:
+    with pytest.raises(InputError, match=f"options: {name} is said in {name}s"):
+        CompareConfig(("exact",), options={name: "exact" if name == "rule" else 4})

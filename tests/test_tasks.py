@@ -12,7 +12,7 @@ import pytest
 
 import lenience
 from lenience import InputError
-from lenience.tasks import take, wordmath
+from lenience.tasks import JsonlTask, Sample, Score, as_task, take, wordmath
 
 TASK = wordmath.WordMath()
 
@@ -270,6 +270,66 @@ def test_a_task_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("1/0")
     with pytest.raises(InputError, match="ZeroDivisionError"):
         lenience.task(f"{tmp_path}/bad.py:X")
+
+
+class OldJsonl(JsonlTask):
+    """Written before answers saw their samples."""
+
+    def answer(self, text: str) -> str | None:  # type: ignore[override]
+        return super().answer(text)
+
+
+def test_a_wrapped_task_keeps_what_it_says_of_references(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", [{"prompt": "x", "reference": "so #### 5"}])
+    task = as_task(OldJsonl(path, "after:####", "number"))
+    assert task.scores_by_reference and task.reference("so #### 5") == "5"
+    assert task.reads == "answer=after:#### same=number"
+    assert not task.has_loss and not task.scores_batches
+
+
+class WithOptions:
+    """Its own options are no samples, its ids and answers no texts."""
+
+    name = "options"
+
+    def samples(self, split: str):
+        yield Sample(7, "p", "1")  # type: ignore[arg-type]
+
+    def answer(self, text: str, strip: bool = True):
+        return text.strip() if strip is True else text
+
+    def same(self, a, b, tolerance: float = 1e-3):
+        return abs(float(a) - float(b)) < tolerance
+
+    def loss(self, text: str, target_text: str, sample: Sample) -> float:
+        return 0.5
+
+
+def test_a_tasks_own_options_are_not_mistaken_for_samples() -> None:
+    task = as_task(WithOptions())
+    (sample,) = take(task, "test", None)
+    assert sample.id == "7"
+    assert task.answer(" x ", sample) == "x" and task.same("1", "1.0001", sample) is True
+    assert task.has_loss and task.loss("", "", sample) == 0.5
+
+
+class Undecided(WithOptions):
+    def correct(self, text: str, sample: Sample):
+        return None
+
+
+def test_what_is_not_said_to_be_right_is_wrong() -> None:
+    task = as_task(Undecided())
+    (sample,) = take(task, "test", None)
+    assert task.score([("x", sample)]) == [Score(False, 1.0)]
+
+
+def test_a_task_with_a_loss_has_one() -> None:
+    class Lossy(wordmath.WordMath):
+        def loss(self, text: str, target_text: str, sample: Sample) -> float:
+            return 0.0
+
+    assert Lossy().has_loss and not TASK.has_loss
 
 
 def test_an_empty_split_is_told(tmp_path: Path) -> None:

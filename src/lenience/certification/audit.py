@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from lenience.decoding.pair import Pair
 from lenience.models.lm import Prompt
 from lenience.runs.journal import Journal
 from lenience.tasks import Sample, Task, as_task
+from lenience.tasks.jsonl import metadata
 
 AUDITABLE = ("paired", "disagreement")
 """The losses that live prompts tell."""
@@ -95,10 +96,12 @@ class State:
 
 @dataclass(frozen=True)
 class LivePrompt:
-    """A prompt that was answered, with its reference where it is known."""
+    """A prompt that was answered, with its reference where it is known, and what else its task
+    needs."""
 
     prompt: Prompt
     reference: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def content(self) -> str:
@@ -176,13 +179,20 @@ class Audit:
                 raise InputError(f"prompt {row + 1}: {error}") from None
         return rows
 
-    def see(self, prompt: Prompt, text: str, reference: str | None = None) -> State | None:
-        """Take note of a lenient answer to a prompt; a State where it was audited."""
+    def see(
+        self,
+        prompt: Prompt,
+        text: str,
+        reference: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> State | None:
+        """Take note of a lenient answer to a prompt; a State where it was audited. `metadata` is
+        what a sample of the task would hold."""
         with self._lock:
             self.seen += 1
             if not self.picks(prompt, self.seen - 1):
                 return None
-        return self._check(LivePrompt(prompt, reference), text)
+        return self._check(LivePrompt(prompt, reference, metadata or {}), text)
 
     def see_row(self, live: LivePrompt, text: str, row: int, before: int) -> State:
         """Audit a lenient answer to a row of a file in any case; `before` prompts were seen before
@@ -214,11 +224,12 @@ class Audit:
         task, reference = self.task, live.reference
         prompt: Any = live.prompt  # token ids too, which no task's own samples have
         if reference is not None and self.certificate.loss == "paired":
-            sample = Sample("live", prompt, task.reference(reference))
-            return float(task.correct(alone.text, sample) and not task.correct(text, sample))
+            sample = Sample("live", prompt, task.reference(reference), live.metadata)
+            target, certified = task.score([(alone.text, sample), (text, sample)])
+            return float(target.correct and not certified.correct)
         if text == alone.text:
             return 0.0
-        sample = Sample("live", prompt, None)
+        sample = Sample("live", prompt, None, live.metadata)
         lenient, strict = task.answer(text, sample), task.answer(alone.text, sample)
         return float(task.same(lenient, strict, sample) is not True)
 
@@ -286,7 +297,8 @@ def read_prompts(path: Path) -> list[LivePrompt]:
             why = f"{type(error).__name__} {error}; a row has prompt or messages"
             raise InputError(f"{path}, line {number}: {why}") from None
         reference = row.get("reference")
-        prompts.append(LivePrompt(prompt, None if reference is None else str(reference)))
+        reference = None if reference is None else str(reference)
+        prompts.append(LivePrompt(prompt, reference, metadata(row)))
     if not prompts:
         raise InputError(f"{path}: has no prompts")
     return prompts

@@ -18,6 +18,8 @@ from lenience.core.errors import InputError
 from lenience.core.files import digest, read_json, write_json
 from lenience.core.progress import Progress
 from lenience.decoding.certified import (
+    LostAnswer,
+    LostSample,
     TriedSetting,
     heads_of,
     stop_without_paths,
@@ -85,7 +87,8 @@ class Calibration:
         if loss == "disagreement":
             if alone.text == lenient.text:
                 return 0.0
-            return float(self.task.same(alone.answer, lenient.answer, sample) is not True)
+            found: tuple[Any, Any] = alone.answer, lenient.answer
+            return float(self.task.same(*found, sample) is not True)
         value = self.task.loss(lenient.text, alone.text, sample)
         if not (isinstance(value, int | float) and 0 <= value <= 1):
             what = f"its loss of {sample.id} is {value!r}"
@@ -131,20 +134,20 @@ class Calibration:
             "data": data_hash(self.samples),
         }
 
-    def lost_samples(self, rule: str, n: int) -> list[dict[str, Any]]:
+    def lost_samples(self, rule: str, n: int) -> list[LostSample]:
         """The prompts on which quality was lost, with both answers."""
         at_par = 0.5 if self.config.loss == "net" else 0.0
         losses = self.losses(rule, n).tolist()
         rows = zip(self.samples, losses, self.answers("target", n), self.answers(rule, n))
         return [
-            {
-                "id": sample.id,
-                "prompt": sample.prompt,
-                "reference": sample.reference,
-                "loss": loss,
-                "target": {"text": alone.text, "answer": alone.answer},
-                "lenient": {"text": lenient.text, "answer": lenient.answer},
-            }
+            LostSample(
+                id=sample.id,
+                prompt=sample.prompt,
+                reference=sample.reference,
+                loss=loss,
+                target=LostAnswer(text=alone.text, answer=alone.answer),
+                lenient=LostAnswer(text=lenient.text, answer=lenient.answer),
+            )
             for sample, loss, alone, lenient in rows
             if loss > at_par
         ]
@@ -268,13 +271,18 @@ def _asked(pair: Pair, task: Task, config: CertifyConfig, use: str) -> dict[str,
     return {key: value for key, value in asked.items() if key not in ("versions", "pair")}
 
 
+def _without_digest(name: str) -> str:
+    """A task's name without the digest of its file."""
+    return name.split(" (")[0]
+
+
 def _check_run(task: Task, folder: Path) -> None:
     """Refuse a task that has changed since the run was mined."""
     if not (folder / "run.json").exists():
         return
     run = read_json(folder / "run.json")
     now = {"task": task.name, "task_version": task.version}
-    same_task = str(run.get("task", "")).split(" (")[0] == task.name.split(" (")[0]
+    same_task = _without_digest(str(run.get("task", ""))) == _without_digest(task.name)
     if same_task and any(run.get(key) != value for key, value in now.items()):
         what = f"has changed since {folder} was mined ({run.get('task')!r})"
         raise InputError(f"task {task.name!r}: {what}; mine it again")

@@ -72,6 +72,8 @@ class CertifyConfig:
             raise InputError(
                 "rule: name one or more that draft; target and draft alone need no certificate"
             )
+        if "rule" in self.options:
+            raise InputError("options: rule is said in rules")
         if self.decoding.stop_strings:
             raise InputError("stop_strings: answers are certified to their end; leave them out")
 

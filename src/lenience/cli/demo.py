@@ -113,11 +113,15 @@ def _compare(pair: Pair, out: Path, head: Head, limit: int) -> Frontier:
     judge = str(out / "run" / "judge")
     judges = [str(Judge(judge, threshold)) for threshold in _thresholds(head)]
     rules = ("target", "draft", "exact", "topk:2", *judges)
-    asked = out / "compare.json"
-    if asked.exists() and read_json(asked)["rules"] != list(rules):
-        discard(out)  # of another judge
     config = CompareConfig(rules, windows=WINDOWS, limit=limit, tuning=4, timed=8, repeats=1)
+    asked = out / "compare.json"
+    if asked.exists() and not _asks_for(read_json(asked), rules):
+        discard(out)  # of another judge, or of an earlier version
     return compare_run(pair, WordMath(), config, out)
+
+
+def _asks_for(asked: dict[str, Any], rules: tuple[str, ...]) -> bool:
+    return asked.get("rules") == list(rules) and "settings" in asked
 
 
 def _mining(counts: MinedCounts, head: Head) -> Mining:

@@ -51,7 +51,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_lines(path: Path, holds: str) -> list[tuple[int, str]]:
     """The lines of a text file that are not empty, with their numbers from 1 on. Raises InputError
-    where it cannot be read or has none; `holds` says in the message what the file should hold."""
+    where it cannot be read; `holds` says in the message what the file should hold."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -12,7 +12,7 @@ from lenience.core.errors import InputError
 class Record(BaseModel):
     """What a file or a line of one holds. Unknown and missing fields are errors that name them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
     @classmethod
     def read(cls, value: Any, where: str, mend: str = "restore it from a copy") -> Self:

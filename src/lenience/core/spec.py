@@ -67,15 +67,18 @@ def _fields(kind: Any) -> list[dataclasses.Field[Any]]:
 
 
 def _quote(text: str) -> str:
-    return f'"{text}"' if re.search(r"[@,|&=\s]", text) else text
+    return f'"{text}"' if re.search(r"[@,|&=;\s]", text) else text
 
 
 def split(text: str, mark: str, limit: int = 0) -> list[str]:
-    """Split at `mark` outside double quotes, at most `limit` times where it is positive."""
+    """Split at `mark` outside double quotes, at most `limit` times where it is positive; within
+    them a backslash lets a quote stand for itself."""
     parts: list[str] = []
-    quoted, start = False, 0
+    quoted = escaped = False
+    start = 0
     for i, char in enumerate(text):
-        quoted ^= char == '"'
+        quoted ^= char == '"' and not escaped
+        escaped = quoted and char == "\\" and not escaped
         if char == mark and not quoted and (not limit or len(parts) < limit):
             parts.append(text[start:i])
             start = i + 1

@@ -17,6 +17,7 @@ from lenience.decoding.options import Decoding, bound_names
 from lenience.drafting.stops import Stop, parse_stop
 from lenience.heads.head import Learned
 from lenience.rules.registry import BASELINES, parse_rule, parse_spec
+from lenience.tasks.base import AnswerValue
 
 PREFIX = "certified:"
 FILE = "certificate.json"
@@ -69,6 +70,25 @@ class Certified(TriedSetting):
     machine."""
 
 
+class LostAnswer(Record):
+    """One of the two answers to a prompt on which quality was lost."""
+
+    text: str
+    answer: AnswerValue
+
+
+class LostSample(Record):
+    """A prompt on which quality was lost."""
+
+    id: str
+    prompt: Any
+    reference: AnswerValue
+    loss: float
+    """From 0 to 1, as it is tested."""
+    target: LostAnswer
+    lenient: LostAnswer
+
+
 class Certificate(Record):
     """certificate.json: what was asked, what was found, and what it binds."""
 
@@ -85,7 +105,7 @@ class Certificate(Record):
     loss_is: str = ""
     promises_not: tuple[str, ...] = ()
     tried: tuple[TriedSetting, ...] = ()
-    lost: tuple[dict[str, Any], ...] = ()
+    lost: tuple[LostSample, ...] = ()
     """The prompts on which quality was lost, with both answers."""
     reason: str | None = None
     """Why nothing is certified."""
@@ -109,8 +129,10 @@ def read_certificate(folder: Path) -> Certificate:
         raise InputError(f"{path}: there is no certificate; {mend}")
     what = f"{path}: is no certificate"
     certificate = Certificate.read(read_json(path), what, "certify again")
-    wanted = (*BOUND_BESIDE, *bound_names())
-    if lacking := [f"binds {key}" for key in wanted if key not in certificate.binds]:
+    # an option that it does not name was not there when it was made
+    binds = {**Decoding().bound(), **certificate.binds}
+    certificate = certificate.model_copy(update={"binds": binds})
+    if lacking := [f"binds {key}" for key in BOUND_BESIDE if key not in certificate.binds]:
         raise InputError(f"{what}: lacks {', '.join(lacking)}; certify again")
     return certificate
 

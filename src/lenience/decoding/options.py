@@ -5,7 +5,9 @@ read off `Decoding`. No torch."""
 from __future__ import annotations
 
 import inspect
+import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
@@ -90,10 +92,10 @@ class Decoding:
         return cls().with_options(options)
 
     @classmethod
-    def parse(cls, text: str, base: Decoding | None = None) -> Decoding:
-        """From text such as "judge:run/judge@0.99; window=16; stop=confidence:0.4", the rule first;
-        what it does not say is as in `base`. Raises InputError that names what is wrong."""
-        return (base or cls()).with_options(given_options(text))
+    def parse(cls, text: str) -> Decoding:
+        """From text such as "judge:run/judge@0.99; window=16; stop=confidence:0.4", the rule first.
+        Raises InputError that names what is wrong."""
+        return cls.of(given_options(text))
 
     def to_json(self) -> dict[str, Any]:
         """By name, with rules, drafters and stop conditions as their specs."""
@@ -122,7 +124,7 @@ class Decoding:
         for name, value in self.changed().items():
             if name != "rule":
                 values = value if isinstance(value, list) else [value]
-                parts += [f"{name}={_quoted(str(one))}" for one in values]
+                parts += [f"{name}={_quoted(str(content))}" for content in values]
         return "; ".join(parts)
 
 
@@ -188,9 +190,12 @@ def given_options(text: str) -> dict[str, Any]:
             )
         if not value:
             raise InputError(f"setting {text!r}: write {name}=…")
-        if name in options:
+        content = spec.convert(f"setting {text!r}: {name}", _unquoted(value[0]), types[name])
+        if isinstance(content, tuple):
+            content = (*options.get(name, ()), *content)
+        elif name in options:
             raise InputError(f"setting {text!r}: {name} is given twice")
-        options[name] = spec.convert(f"setting {text!r}: {name}", _unquoted(value[0]), types[name])
+        options[name] = content
     return options
 
 
@@ -208,10 +213,13 @@ def takes_options(function: F) -> F:
 
 
 def _quoted(text: str) -> str:
-    return f'"{text}"' if ";" in text and '"' not in text else text
+    return json.dumps(text, ensure_ascii=False) if re.search(r'[;"\\\s]', text) else text
 
 
 def _unquoted(text: str) -> str:
-    """A value that stands in quotes whole; a spec may hold quotes of its own."""
-    whole = len(text) > 1 and text[0] == text[-1] == '"' and '"' not in text[1:-1]
-    return text[1:-1] if whole else text
+    """A value that stands in quotes whole, as in JSON; a spec may hold quotes of its own."""
+    try:
+        content = json.loads(text) if text.startswith('"') else text
+    except ValueError:
+        return text
+    return str(content)

@@ -167,12 +167,13 @@ class Pair:
         """What options come to on this pair. Raises InputError where a spec is wrong, a head is not
         for these models, a rule has no meaning at this temperature, or what was certified
         differs."""
-        if isinstance(options, Decoding):
-            decoding = options
-        elif is_certified(options.get("rule")):
-            decoding = Decoding.of(self.certified(options))
-        else:
-            decoding = Decoding.of(options)
+        decoding = options if isinstance(options, Decoding) else None
+        if decoding and is_certified(decoding.rule):
+            options, decoding = decoding.changed(), None
+        if decoding is None:
+            assert not isinstance(options, Decoding)
+            certified = is_certified(options.get("rule"))
+            decoding = Decoding.of(self.certified(options) if certified else options)
         stop = parse_stop(decoding.stop)
         if decoding.rule in BASELINES:
             reader = self.target

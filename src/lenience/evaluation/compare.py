@@ -68,6 +68,9 @@ class CompareConfig:
     """How many samples are decoded together where quality is measured."""
 
     def __post_init__(self) -> None:
+        for name in ("rule", "window"):
+            if name in self.options:
+                raise InputError(f"options: {name} is said in {name}s, or in a setting")
         for name in ("tuning", "timed", "repeats", "batch_size"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} {getattr(self, name)}: must be 1 or more")
@@ -99,15 +102,27 @@ class CompareConfig:
                 )
         return tuple(entries)
 
+    def decoders(self, shared: Decoding) -> list[Decoder]:
+        """The entries as whole decoders, what they do not name being as in `shared`."""
+        return [Decoder(shared.with_options(entry), "window" in entry) for entry in self.entries]
+
     def heads(self) -> dict[str, Learned]:
         """The fitted heads that are asked, by their paths. Raises InputError for a wrong entry."""
-        decoders = [self.shared.with_options(entry) for entry in self.entries]
+        decoders = [one.decoding for one in self.decoders(self.shared)]
         asked = [head for one in decoders for head in heads_of(one.rule, one.stop)]
         return {head.path: head for head in asked}
 
     def check(self) -> None:
         """Raise InputError for what is wrong whatever the models are."""
         self.heads()
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """One of what is compared; its window is chosen where it names none."""
+
+    decoding: Decoding
+    names_window: bool
 
 
 @dataclass(frozen=True)
@@ -151,9 +166,9 @@ class Comparison:
         prompts = [*self.samples, *self.tuning_samples]
         max_new_tokens = check_prompts(pair, task, prompts, given)
         self.shared = replace(config.shared, max_new_tokens=max_new_tokens)
-        self.decoders = [self.shared.with_options(entry) for entry in config.entries]
-        for decoding in self.decoders:
-            pair.check(decoding)
+        self.decoders = config.decoders(self.shared)
+        for decoder in self.decoders:
+            pair.check(decoder.decoding)
         for sample in self.samples if task.scores_by_reference else ():
             if sample.reference is None:
                 raise InputError(
@@ -177,7 +192,10 @@ class Comparison:
             self.task,
             split="test",
             rules=[str(entry["rule"]) for entry in config.entries],
-            settings=[str(decoding) for decoding in self.decoders],
+            settings=[
+                {"names_window": one.names_window, **one.decoding.to_json()}
+                for one in self.decoders
+            ],
             windows=list(config.windows),
             tuning=config.tuning,
             heads=heads,
@@ -204,11 +222,11 @@ class Comparison:
             for i, sample in enumerate(self.samples[:EXAMPLES])
         ]
         shared = self.shared.to_json()
-        names = ("drafter", "stop", "max_new_tokens", "temperature", "top_k", "top_p", "seed")
+        shared = {name: shared[name] for name in shared if name not in ("rule", "window")}
         frontier = Frontier.read(
             {
                 **describe(self.pair, self.task, split="test"),
-                **{name: shared[name] for name in names},
+                **shared,
                 "machine": machine(self.pair),
                 "rows": table(settings, rows, timings, self.shared),
                 "allocation": allocation(settings, rows, timings),
@@ -221,7 +239,7 @@ class Comparison:
 
     def estimate(self, folder: Path | None) -> Estimate:
         """How long what is left will take, by the settings' number."""
-        drafting = [one for one in self.decoders if one.rule not in BASELINES]
+        drafting = [one for one in self.decoders if one.decoding.rule not in BASELINES]
         chosen = [one for one in drafting if self._chooses_window(one)]
         settings = len(self.decoders) + len(chosen)
         timed = min(self.config.timed, len(self.samples)) * self.config.repeats
@@ -254,62 +272,56 @@ class Comparison:
         """In the run folders of the heads that are compared: a certificate must not use prompts
         that a choice was made on."""
         used = {"window": self.tuning_samples, "comparison": self.samples}
-        runs = {fitted_in(head) for head in self.config.heads().values()} - {None}
+        runs = {fitted_in(head) for head in self.config.heads().values()}
         for run in filter(None, runs):
             for use, samples in used.items():
                 prompts = [(sample.id, sample.prompt) for sample in samples]
                 known_as = self.task.known_as
                 note_uses(run, self.pair.target, prompts, use=use, key="compare", task=known_as)
 
-    def _names_window(self, decoding: Decoding) -> bool:
-        entries = zip(self.config.entries, self.decoders)
-        return any("window" in entry for entry, one in entries if one == decoding)
-
-    def _chooses_window(self, decoding: Decoding) -> bool:
-        return len(self.config.windows) > 1 and not self._names_window(decoding)
+    def _chooses_window(self, decoder: Decoder) -> bool:
+        return len(self.config.windows) > 1 and not decoder.names_window
 
     def _settings(self, path: Path, progress: Progress) -> list[Setting]:
         """Each decoder at its fastest and at the widest window, or at the one that it names; the
         strict rule also at the judges'. What was chosen once stays."""
         if path.exists():
-            kept = read_json(path)["settings"]
-            return [Setting(Decoding.parse(one["setting"]), one["why"]) for one in kept]
-        windows = self.config.windows
-        found: dict[Decoding, Setting] = {}
+            chosen = read_json(path)["settings"]
+            return [Setting(Decoding.of(one["decoding"]), one["why"]) for one in chosen]
+        settings: dict[Decoding, Setting] = {}
         choosing = []
-        for decoding in self.decoders:
+        for decoder in self.decoders:
+            decoding = decoder.decoding
             if decoding.rule in BASELINES:
-                alone = replace(decoding, window=0)
-                found[alone] = Setting(alone)
-            elif self._names_window(decoding):
-                found[decoding] = Setting(decoding)
-            elif len(windows) == 1:
-                only = replace(decoding, window=windows[0])
-                found[only] = Setting(only)
-            else:
+                decoding = replace(decoding, window=0)
+            elif self._chooses_window(decoder):
                 choosing.append(decoding)
+                continue
+            elif not decoder.names_window:
+                decoding = replace(decoding, window=self.config.windows[0])
+            settings[decoding] = Setting(decoding)
         if choosing:
-            fastest = self._fastest(choosing, progress)
-            self._add_chosen(found, fastest)
-        settings = list(found.values())
-        kept = [{"setting": str(one.decoding), "why": one.why} for one in settings]
-        write_json(path, {"settings": kept})
-        return settings
+            self._add_chosen(settings, self._fastest(choosing, progress))
+        chosen = [{"decoding": one.decoding.to_json(), "why": one.why} for one in settings.values()]
+        write_json(path, {"settings": chosen})
+        return list(settings.values())
 
-    def _add_chosen(self, found: dict[Decoding, Setting], fastest: Mapping[Decoding, int]) -> None:
+    def _add_chosen(
+        self, settings: dict[Decoding, Setting], fastest: Mapping[Decoding, int]
+    ) -> None:
         """Add the settings of decoders whose window was chosen."""
         widest = max(self.config.windows)
         for decoding, window in fastest.items():
             at = replace(decoding, window=window)
-            found.setdefault(at, Setting(at, "fastest"))
+            settings.setdefault(at, Setting(at, "fastest"))
         for decoding in fastest:
             at = replace(decoding, window=widest)
-            found.setdefault(at, Setting(at, "widest"))
+            settings.setdefault(at, Setting(at, "widest"))
         strict = next((one for one in fastest if one.rule == "exact"), None)
         for decoding, window in fastest.items():
             if strict is not None and parse_spec(str(decoding.rule)).heads:
                 at = replace(strict, window=window)
-                found.setdefault(at, Setting(at, f"window of {decoding.rule}"))
+                settings.setdefault(at, Setting(at, f"window of {decoding.rule}"))
 
     def _fastest(self, decoders: Sequence[Decoding], progress: Progress) -> dict[Decoding, int]:
         """The window that gives each decoder the most tokens per second on other samples, all

@@ -12,6 +12,7 @@ from lenience.decoding.certified import Certificate
 from lenience.evaluation.names import NamedRow, named, short, why
 from lenience.evaluation.plots import as_svg, plot, rungs
 from lenience.evaluation.table import Example, Frontier
+from lenience.rules.registry import terms
 from lenience.runs.answers import Answer
 
 ORIGINS = {
@@ -72,7 +73,8 @@ def example(frontier: Frontier) -> Shown | None:
     for sample in frontier.examples:
         for row, result in zip(named(frontier.rows), sample.results):
             lenient = sum(origin == "draft-lenient" for _, origin, _ in result.trace or ())
-            rank = ("judge:" in row.rule, result.correct, lenient)
+            judged = any(term.heads for term in terms(row.rule))
+            rank = (judged, result.correct, lenient)
             shown.append((rank, Shown(row, sample, result, lenient)))
     return max(shown, key=lambda item: item[0], default=(None, None))[1]
 

@@ -90,8 +90,9 @@ class Example(Record):
     results: list[Answer]
 
 
-class Frontier(Record):
-    """frontier.json: a comparison."""
+class Frontier(Record, extra="allow"):
+    """frontier.json: a comparison. Beside these fields it has the options of decoding that all
+    settings share, by name."""
 
     versions: dict[str, str]
     pair: str
@@ -101,13 +102,6 @@ class Frontier(Record):
     task_version: int | str | None
     split: str
     machine: str
-    drafter: str
-    stop: str
-    max_new_tokens: int
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    seed: int
     rows: list[FrontierRow]
     allocation: list[AllocationPoint]
     examples: list[Example]

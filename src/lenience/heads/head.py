@@ -1,4 +1,4 @@
-"""Judge heads: what they read, how they are fitted to a journal's mismatches, saved and loaded."""
+"""Judge heads: what they read, and how they are asked, saved and loaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -18,9 +18,6 @@ from torch import Tensor
 from lenience.core.errors import InputError
 from lenience.core.files import digest_bytes, replacing, write_json
 from lenience.core.types import Draft, Reading
-
-if TYPE_CHECKING:
-    pass
 
 Role = Literal["judge", "stop", "gate"]
 MODELS = ("target", "draft")

@@ -22,7 +22,7 @@ from lenience.heads.fitting import Examples
 from lenience.heads.head import Inputs, Role
 from lenience.models.session import Session
 from lenience.runs.journal import Journal
-from lenience.runs.record import MinedSample, read_run
+from lenience.runs.record import MinedSample, Mismatch, read_run
 
 SHARD = 100
 """Journal records in a shard of features."""
@@ -112,7 +112,8 @@ def _mismatch_states(pair: Pair, sample: MinedSample, inputs: Inputs) -> Labelle
     labelled = [mismatch for mismatch in sample.mismatches if mismatch.important is not None]
     by_token = {}
     for model in inputs.models:
-        for token, states in _states_by_token(pair, sample, inputs, model).items():
+        states_by_token = _states_by_token(pair, sample, labelled, inputs, model)
+        for token, states in states_by_token.items():
             by_token[token, model] = states
     if not labelled:
         width = sum(pair.models[model].hidden_size for model in inputs.models)
@@ -126,15 +127,14 @@ def _mismatch_states(pair: Pair, sample: MinedSample, inputs: Inputs) -> Labelle
 
 
 def _states_by_token(
-    pair: Pair, sample: MinedSample, inputs: Inputs, model: str
+    pair: Pair, sample: MinedSample, labelled: Sequence[Mismatch], inputs: Inputs, model: str
 ) -> dict[str, Tensor]:
-    """A model's states [m, H] at the labelled mismatches, by the token after which they are.
+    """A model's states [m, H] at a sample's labelled mismatches, by the token after which they are.
 
     What stands before a mismatch was settled when it was tried, so one pass over the final response
     holds every state but those after a token that the response did not keep; these take one more
     token each, from right to left so that each is a roll-back.
     """
-    labelled = [mismatch for mismatch in sample.mismatches if mismatch.important is not None]
     whole, start = sample.prompt_ids + sample.final_ids, len(sample.prompt_ids)
     session = Session(pair.models[model], layer=inputs.layer)
     reading = session.read([whole], len(sample.final_ids) + 1)

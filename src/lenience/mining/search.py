@@ -279,7 +279,8 @@ def mine(
     max_new_tokens = check_prompts(pair, task, samples, config.max_new_tokens)
     open_run(folder, describe(pair, task, split="train", max_new_tokens=max_new_tokens, seed=0))
     journal = Journal(folder / "journal.jsonl")
-    finished = {record["id"] for record in journal.resume()}
+    journal.resume()
+    finished = {mined.id for mined in mined_samples(journal)}
     left = [sample for sample in samples if sample.id not in finished]
     done = len(samples) - len(left)
     progress("mining", done, len(samples))

@@ -4,7 +4,7 @@ again."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,10 @@ from lenience.decoding.pair import Pair
 from lenience.decoding.response import pieces
 from lenience.runs.journal import Journal
 from lenience.tasks import Sample, Score, Task
+from lenience.tasks.base import AnswerValue
+
+MOST_SCORED = 64
+"""How many answers are scored together: what is scored at once is lost at once."""
 
 
 class Answer(Record):
@@ -27,10 +31,10 @@ class Answer(Record):
     setting: str = ""
     """All options of decoding that are not the defaults, as `Decoding.parse` takes them."""
     text: str = ""
-    answer: str | None
+    answer: AnswerValue
     correct: bool
     loss: float | None = None
-    """The task's own, from 0 to 1."""
+    """As the task scored it, from 0 to 1."""
     tokens: int
     target_passes: int
     draft_passes: int = 0
@@ -48,6 +52,7 @@ class _Decoded:
 
     sample: Sample
     out: Generation
+    answer: AnswerValue
     seconds: float
 
 
@@ -85,23 +90,28 @@ class Answers:
         traced: Iterable[str] = (),
     ) -> list[Answer]:
         """The answers to `samples`, in their order; of those whose ids are in `traced` it is kept
-        where every token came from. Answers are scored beside decoding, so that a slow scorer does
-        not stall it."""
+        where every token came from. A task that scores in its own way does so beside decoding, so
+        that a slow scorer does not stall it; what was scored is in the journal, whatever ends the
+        run."""
         left = [sample for sample in samples if self.known(decoding, sample) is None]
-        done, traced = len(samples) - len(left), set(traced)
+        done, with_trace = len(samples) - len(left), set(traced)
+
+        def keep(decoded: _Decoded, score: Score) -> None:
+            self._write(decoding, decoded, score, decoded.sample.id in with_trace)
+
         if left:
-            with _Scoring(self.task) as scoring:
-                began = time.perf_counter()
-                try:
-                    for number, out in self._decode(decoding, left):
-                        seconds = time.perf_counter() - began
-                        began = time.perf_counter()
-                        scoring.add(_Decoded(left[number], out, seconds))
-                        self._write(decoding, scoring.collect(), traced)
-                        done += 1
-                        progress(phase, done, len(samples))
-                finally:  # what was decoded is kept, also where it is stopped
-                    self._write(decoding, scoring.collect(wait=True), traced)
+            scoring = _Scoring(self.task, keep)
+            began = time.perf_counter()
+            try:
+                for number, out in self._decode(decoding, left):
+                    seconds = time.perf_counter() - began
+                    began = time.perf_counter()
+                    answer = self.task.answer(out.text, left[number])
+                    scoring.add(_Decoded(left[number], out, answer, seconds))
+                    done += 1
+                    progress(phase, done, len(samples))
+            finally:
+                scoring.finish()
         self.decoded += len(left)
         answers = [self.known(decoding, sample) for sample in samples]
         return [answer for answer in answers if answer is not None]
@@ -112,82 +122,93 @@ class Answers:
         prompts = [sample.prompt for sample in samples]
         return self.pair.as_completed(prompts, batch_size=self.batch_size, **vars(decoding))
 
-    def _write(
-        self,
-        decoding: Decoding,
-        scored: Sequence[tuple[_Decoded, str | None, Score]],
-        traced: set[str],
-    ) -> None:
+    def _write(self, decoding: Decoding, decoded: _Decoded, score: Score, traced: bool) -> None:
         """Put what was scored into the journal."""
-        for decoded, found, score in scored:
-            out = decoded.out
-            trace: list[tuple[str, str, float | None]] | None = None
-            if decoded.sample.id in traced:
-                texts = pieces(self.pair.target, out.tokens)
-                trace = [(text, one.origin, one.score) for text, one in zip(texts, out.trace)]
-            answer = Answer(
-                id=decoded.sample.id,
-                rule=str(decoding.rule),
-                setting=str(decoding),
-                text=out.text,
-                answer=found,
-                correct=score.correct,
-                loss=score.loss,
-                tokens=len(out.tokens),
-                target_passes=out.target_passes,
-                draft_passes=out.draft_passes,
-                accepted_exact=out.accepted_exact,
-                accepted_lenient=out.accepted_lenient,
-                seconds=round(decoded.seconds, 4),
-                trace=trace,
-            )
-            self.journal.append(answer.to_json())
-            self._keep(answer)
+        out = decoded.out
+        trace: list[tuple[str, str, float | None]] | None = None
+        if traced:
+            texts = pieces(self.pair.target, out.tokens)
+            trace = [(text, one.origin, one.score) for text, one in zip(texts, out.trace)]
+        answer = Answer(
+            id=decoded.sample.id,
+            rule=str(decoding.rule),
+            setting=str(decoding),
+            text=out.text,
+            answer=decoded.answer,
+            correct=score.correct,
+            loss=score.loss,
+            tokens=len(out.tokens),
+            target_passes=out.target_passes,
+            draft_passes=out.draft_passes,
+            accepted_exact=out.accepted_exact,
+            accepted_lenient=out.accepted_lenient,
+            seconds=round(decoded.seconds, 4),
+            trace=trace,
+        )
+        self.journal.append(answer.to_json())
+        self._keep(answer)
+
+
+Scored = tuple[list[tuple[_Decoded, Score]], Exception | None]
+"""What was scored, and what the task raised first of the rest."""
 
 
 class _Scoring:
-    """Scores answers in a thread of its own, as many together as have come while it was busy."""
+    """Scores answers and hands them to `keep`. Where a task scores in its own way, it is asked in a
+    thread, about as many answers as have come while it was busy, at most MOST_SCORED."""
 
-    def __init__(self, task: Task):
-        self.task = task
+    def __init__(self, task: Task, keep: Callable[[_Decoded, Score], None]):
+        self.task, self.keep = task, keep
         self._pool = ThreadPoolExecutor(1)
         self._waiting: list[_Decoded] = []
-        self._running: tuple[list[_Decoded], Future[list[tuple[str | None, Score]]]] | None = None
-
-    def __enter__(self) -> _Scoring:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._running: Future[Scored] | None = None
 
     def add(self, decoded: _Decoded) -> None:
+        """Score an answer, now or later. Raises what the task raised."""
+        if not self.task.scores_batches:
+            self.keep(decoded, *self.task.score([(decoded.out.text, decoded.sample)]))
+            return
         self._waiting.append(decoded)
+        if self._running is None or self._running.done():
+            self._next()
 
-    def collect(self, wait: bool = False) -> list[tuple[_Decoded, str | None, Score]]:
-        """What has been scored since; or, waiting for it, all that was added. Raises what the task
-        raised."""
-        finished: list[tuple[_Decoded, str | None, Score]] = []
+    def finish(self) -> None:
+        """Score all that waits. Raises what the task raised, after the rest was scored."""
+        errors = []
         while self._running or self._waiting:
-            if self._running:
-                batch, future = self._running
-                if not wait and not future.done():
-                    break
-                scored = zip(batch, future.result())
-                finished += [(decoded, answer, score) for decoded, (answer, score) in scored]
-                self._running = None
-            if self._waiting:
-                batch, self._waiting = self._waiting, []
-                self._running = batch, self._pool.submit(self._score, batch)
-                if not wait:
-                    break
-        return finished
+            try:
+                self._next()
+            except Exception as error:
+                errors.append(error)
+        self._pool.shutdown()
+        if errors:
+            raise errors[0]
 
-    def _score(self, batch: list[_Decoded]) -> list[tuple[str | None, Score]]:
-        answers = [self.task.answer(one.out.text, one.sample) for one in batch]
+    def _next(self) -> None:
+        """Hand over what has been scored, waiting for it, and have the next ones scored."""
+        scored, error = self._running.result() if self._running else ([], None)
+        part, self._waiting = self._waiting[:MOST_SCORED], self._waiting[MOST_SCORED:]
+        self._running = self._pool.submit(self._score, part) if part else None
+        for decoded, score in scored:
+            self.keep(decoded, score)
+        if error:
+            raise error
+
+    def _score(self, batch: list[_Decoded]) -> Scored:
+        try:
+            return list(zip(batch, self._scores(batch))), None
+        except Exception as error:
+            if len(batch) == 1:
+                return [], error
+        parts = [self._score([one]) for one in batch]  # what can be scored is kept
+        errors = [error for _, error in parts if error]
+        return [pair for scored, _ in parts for pair in scored], errors[0] if errors else None
+
+    def _scores(self, batch: list[_Decoded]) -> list[Score]:
         scores = self.task.score([(one.out.text, one.sample) for one in batch])
         if len(scores) != len(batch):
             raise RuntimeError(
                 f"task {self.task.name!r}: score gave {len(scores)} scores for {len(batch)} "
                 "responses"
             )
-        return list(zip(answers, scores))
+        return scores

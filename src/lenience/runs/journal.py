@@ -99,6 +99,12 @@ def open_run(folder: Path, asked: dict[str, Any], name: str = "run.json") -> Non
     path = folder / name
     if path.exists():
         before = read_json(path)
+        wanted = {key for key, value in asked.items() if value is not None}
+        if lacking := sorted(wanted - before.keys() - set(MAY_DIFFER)):
+            raise InputError(
+                f"{path}: says no {lacking[0]}, so another version of lenience made it; name "
+                "another folder"
+            )
         for key, value in asked.items():
             if key not in MAY_DIFFER and _nameless(before.get(key)) != _nameless(value):
                 what = _difference(key, before.get(key), value)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lenience.core.errors import InputError
 from lenience.core.files import read_json
 from lenience.core.records import Record
 from lenience.core.version import VERSION
-from lenience.decoding.pair import Pair
 from lenience.runs.journal import Journal
 from lenience.tasks import Sample, Task
+from lenience.tasks.base import AnswerValue
+
+if TYPE_CHECKING:
+    from lenience.decoding.pair import Pair
 
 
 class ModelRecord(Record):
@@ -50,9 +53,9 @@ class Mismatch(Record):
 class MinedAnswers(Record):
     """The answers found in a sample's responses, and its reference."""
 
-    target: str | None
-    final: str | None
-    reference: str | None
+    target: AnswerValue
+    final: AnswerValue
+    reference: AnswerValue
 
 
 class MiningCost(Record):

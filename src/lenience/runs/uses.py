@@ -15,6 +15,7 @@ from lenience.core.errors import InputError
 from lenience.core.files import digest, read_json
 from lenience.core.records import Record
 from lenience.runs.journal import Journal
+from lenience.runs.record import mined_samples
 from lenience.tasks import Sample, Task, take
 
 if TYPE_CHECKING:
@@ -99,9 +100,9 @@ class Uses:
         self._by_id: dict[tuple[str, str], Use] = {}
         for run in (folder, *others):
             task = _task_of(run)
-            for record in Journal(run / "journal.jsonl"):
-                content = prompt_digest(record["prompt_ids"])
-                self._add(Use(id=record["id"], task=task, prompt=content, use="mining", key=None))
+            for mined in mined_samples(Journal(run / "journal.jsonl")):
+                content = prompt_digest(mined.prompt_ids)
+                self._add(Use(id=mined.id, task=task, prompt=content, use="mining", key=None))
             journal = Journal(run / "uses.jsonl")
             for number, record in journal.numbered():
                 use = Use.read(record, f"{journal.path}, line {number}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -49,12 +50,16 @@ def load_task(spec: str, *, answer: str | None = None, same: str | None = None) 
     )
 
 
+def _named(sample: Sample) -> Sample:
+    return sample if isinstance(sample.id, str) else replace(sample, id=str(sample.id))
+
+
 def take(task: Task, split: str, limit: int | None) -> list[Sample]:
     """The first `limit` samples of a split; all of them if None. Raises InputError where there are
     none."""
     if limit is not None and limit < 1:
         raise InputError(f"limit {limit}: must be 1 or more")
-    samples = list(islice(task.samples(split), limit))
+    samples = [_named(sample) for sample in islice(task.samples(split), limit)]
     if not samples:
         raise InputError(f"task {task.name!r} has no samples in its split {split!r}")
     return samples

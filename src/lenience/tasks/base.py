@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Messages = list[dict[str, str]]
+AnswerValue = str | int | float | bool | None
+"""An answer as a task finds it, None where there is none; users' tasks may find numbers."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,6 @@ class Task:
     with then."""
     scores_by_reference: bool = False
     """Whether a response can be right only where the sample has a reference."""
-    has_loss: bool = False
-    """Whether it has a loss of its own."""
 
     def samples(self, split: str) -> Iterable[Sample]:
         """The samples of a split, "train" or "test", always in the same order."""
@@ -64,13 +64,23 @@ class Task:
         return self.same(self.answer(text, sample), sample.reference, sample) is True
 
     def score(self, pairs: Sequence[tuple[str, Sample]]) -> list[Score]:
-        """Score many responses, each with its sample. It is called beside decoding, on as many as
-        have come together, so that it may take its time."""
+        """Score responses, each with its sample. A task's own is called in a thread beside
+        decoding, on as many as have come together, so that it may take its time."""
         scores = []
         for text, sample in pairs:
-            correct = self.correct(text, sample)
+            correct = bool(self.correct(text, sample))
             scores.append(Score(correct, loss=float(not correct)))
         return scores
+
+    @property
+    def scores_batches(self) -> bool:
+        """Whether it scores in its own way: then beside decoding, else at once."""
+        return type(self).score is not Task.score
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether it has a loss of its own."""
+        return type(self).loss is not Task.loss
 
     def loss(self, text: str, target_text: str, sample: Sample) -> float:
         """The loss of a response beside the target's own, from 0 to 1, for `certify --loss

@@ -6,13 +6,14 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from lenience.core.errors import InputError
 from lenience.core.files import digest_bytes
 from lenience.tasks.base import Sample, Task
 
-KEYS = ("id", "prompt", "messages", "reference", "split")
-"""Of a row; the others are its sample's metadata."""
+FIELDS = ("id", "prompt", "messages", "reference", "split")
+"""What a row says of a sample that every task has."""
 
 
 class JsonlTask(Task):
@@ -57,8 +58,7 @@ class JsonlTask(Task):
             reference = row.get("reference")
             if reference is not None:
                 reference = self.reference(str(reference))
-            rest = {key: value for key, value in row.items() if key not in KEYS}
-            yield Sample(row["id"], prompt, reference, rest)
+            yield Sample(row["id"], prompt, reference, metadata(row))
 
     def reference(self, given: str) -> str:
         return self._find(given) or given
@@ -76,6 +76,11 @@ class JsonlTask(Task):
         left = None if a is None else self._normal(a)
         right = None if b is None else self._normal(b)
         return None if left is None or right is None else left == right
+
+
+def metadata(row: dict[str, Any]) -> dict[str, Any]:
+    """What a row says besides, for its task."""
+    return {key: value for key, value in row.items() if key not in FIELDS}
 
 
 def _rows(path: Path) -> Iterator[dict]:

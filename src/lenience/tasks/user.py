@@ -18,8 +18,9 @@ NEEDED = ("name", "samples", "answer")
 
 def as_task(task: Any, where: str = "", version: str | None = None) -> Task:
     """A task from any object with a task's methods; `answer(text)` and `same(a, b)` may leave out
-    the sample. Raises InputError that names what is missing, and `where`."""
-    if isinstance(task, Task) and _sees_samples(task):
+    the sample. A `version` takes the place of the task's own. Raises InputError that names what is
+    missing, and `where`."""
+    if isinstance(task, Task) and _sees_samples(task) and version is None:
         return task
     if lacking := [part for part in NEEDED if not hasattr(task, part)]:
         name = where or type(task).__name__
@@ -35,15 +36,26 @@ class _UserTask(Task):
         self.max_new_tokens = getattr(task, "max_new_tokens", Task.max_new_tokens)
         self.version = getattr(task, "version", None) if version is None else version
         self._task = task
-        self._same, self._correct, self._score, self._loss, self._reads = (
-            _own(task, part) for part in ("same", "correct", "score", "loss", "reads")
+        self.scores_by_reference = getattr(task, "scores_by_reference", False)
+        self._same, self._correct, self._score, self._loss, self._reads, self._reference = (
+            _own(task, part) for part in ("same", "correct", "score", "loss", "reads", "reference")
         )
-        self.has_loss = self._loss is not None
-        self._answer_sees_sample = _takes(task.answer, 2)
-        self._same_sees_sample = self._same is not None and _takes(self._same, 3)
+        self._answer_sees_sample = _takes_sample(task.answer, 1)
+        self._same_sees_sample = self._same is not None and _takes_sample(self._same, 2)
+
+    @property
+    def has_loss(self) -> bool:
+        return self._loss is not None
+
+    @property
+    def scores_batches(self) -> bool:
+        return self._score is not None
 
     def samples(self, split: str) -> Iterable[Sample]:
         return self._task.samples(split)
+
+    def reference(self, given: str) -> str:
+        return self._reference(given) if self._reference else super().reference(given)
 
     def answer(self, text: str, sample: Sample | None = None) -> str | None:
         return self._task.answer(text, *([sample] if self._answer_sees_sample else []))
@@ -69,7 +81,7 @@ class _UserTask(Task):
 
 
 def _sees_samples(task: Any) -> bool:
-    return _takes(task.answer, 2) and _takes(task.same, 3)
+    return _takes_sample(task.answer, 1) and _takes_sample(task.same, 2)
 
 
 def _own(task: Any, part: str) -> Any:
@@ -79,13 +91,15 @@ def _own(task: Any, part: str) -> Any:
     return None if inherited else getattr(task, part, None)
 
 
-def _takes(method: Callable[..., Any], arguments: int) -> bool:
-    """Whether a method can be called with so many arguments."""
-    try:
-        inspect.signature(method).bind(*[None] * arguments)
-    except TypeError:
+def _takes_sample(method: Callable[..., Any], place: int) -> bool:
+    """Whether a method's argument at a place is the sample: an option of its own has a default and
+    another name."""
+    parameters = list(inspect.signature(method).parameters.values())[: place + 1]
+    if any(one.kind is one.VAR_POSITIONAL for one in parameters):
+        return True
+    if len(parameters) <= place or parameters[place].kind is inspect.Parameter.KEYWORD_ONLY:
         return False
-    return True
+    return parameters[place].name == "sample" or parameters[place].default is inspect._empty
 
 
 def task_in_file(path: Path, name: str) -> Task:
@@ -105,7 +119,4 @@ def task_in_file(path: Path, name: str) -> Task:
     if task is None:
         raise InputError(f"task file {path}: there is no {name!r} in it")
     # a run is not gone on with after its task has changed
-    version = digest_bytes(path.read_bytes(), 6)
-    if isinstance(task, Task):
-        task.version = version
-    return as_task(task, f"{path}:{name}", version)
+    return as_task(task, f"{path}:{name}", version=digest_bytes(path.read_bytes(), 6))
