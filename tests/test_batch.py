@@ -18,7 +18,7 @@ from lenience.decoding.pair import Pair
 from lenience.models.kv_cache import PlainCache
 from lenience.models.lm import LM
 from lenience.models.memory import token_bytes
-from lenience.models.session import Session, takes_masks
+from lenience.models.session import Session, probe_masks
 
 prompts = prompt_lists(7)
 
@@ -104,6 +104,18 @@ def test_exact_together_is_the_targets_own_greedy_answer(pairs: Callable[[str], 
                 torch.tensor([prompt]), max_new_tokens=24, do_sample=False
             )
         assert out.tokens == plain[0, len(prompt) :].tolist()
+
+
+def test_a_row_that_takes_anothers_place_is_not_read_again(llama: Pair) -> None:
+    asked = [[1 + (7 * i + j) % 47 for j in range(40)] for i in range(40)]
+    outs = llama.generate_batch(asked, max_new_tokens=60)
+    lengths = [len(out.tokens) for out in outs]
+    short, long = lengths.index(min(lengths)), lengths.index(max(lengths))
+    assert lengths[short] < lengths[long] - 10
+    together = llama.generate_batch([asked[short], asked[long]], max_new_tokens=60)[1]
+    alone = llama.generate(asked[long], max_new_tokens=60)
+    assert together.target_tokens == alone.target_tokens
+    assert together.draft_tokens < alone.draft_tokens + len(asked[long])
 
 
 def test_an_answer_that_ends_early_makes_room_for_the_next(built_in: Pair) -> None:
@@ -210,7 +222,7 @@ def test_the_cache_grows_where_it_is_full_and_keeps_what_it_holds(llama: Pair) -
 def test_rows_are_read_one_by_one_where_a_model_places_its_own_mask(
     pairs: Callable[[str], Pair],
 ) -> None:
-    assert {name: takes_masks(pairs(name).target) for name in CONFIGS} == dict.fromkeys(
+    assert {name: probe_masks(pairs(name).target) for name in CONFIGS} == dict.fromkeys(
         CONFIGS, True
     ) | {"gpt_neo": False}
 
@@ -221,7 +233,7 @@ def test_a_model_that_places_masks_otherwise_is_found_out(
     name: str, dtype: str, checkpoints, monkeypatch
 ) -> None:
     lm = load_pair(*checkpoints(name), dtype=dtype).target
-    assert takes_masks(lm)
+    assert probe_masks(lm)
     lm = load_pair(*checkpoints(name), dtype=dtype).target
     masks = LM.masks
 
@@ -230,7 +242,7 @@ def test_a_model_that_places_masks_otherwise_is_found_out(
 
     monkeypatch.setattr(LM, "masks", shifted)
     with pytest.warns(UserWarning, match="one by one"):
-        assert not takes_masks(lm)
+        assert not probe_masks(lm)
 
 
 def test_threads_that_use_one_pair_do_not_mix(checkpoints, judge: str) -> None:

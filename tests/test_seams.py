@@ -11,20 +11,25 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 from test_contributing import copy_of_the_source
 from test_mining import ParityTask
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertLMHeadModel
 
 import lenience
 from lenience import InputError
+from lenience.core.context import Context
+from lenience.core.protocols import Rule
 from lenience.core.records import Record
+from lenience.core.types import Draft, Reading, Verdict
 from lenience.decoding.options import Decoding, bound_names, names
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
 from lenience.heads.head import Head, Inputs
+from lenience.models.lm import LM
 from lenience.rules.settings import ladder
 from lenience.runs.answers import Answers
 from lenience.runs.journal import Journal
@@ -58,7 +63,7 @@ answers = Answers(pair, WordMath(), Path(tempfile.mkdtemp()) / "answers.jsonl")
 decoding = Decoding(flavour="sweet", max_new_tokens=2)
 (answer,) = answers.get(decoding, [sample])
 assert answer.setting == "exact; max_new_tokens=2; flavour=sweet", answer.setting
-assert answers.known(Decoding(max_new_tokens=2, flavour="plain"), sample) is None
+assert not answers.known(Decoding(max_new_tokens=2, flavour="plain"), [sample])
 """
 
 
@@ -176,6 +181,70 @@ def test_tokens_proposed_for_certain_leave_the_targets_distribution(
     assert chisquare(ours, expected).pvalue > 1e-6
 
 
+def test_a_head_that_reads_a_draft_wants_a_pair_that_has_one(checkpoints, judge: str) -> None:
+    alone = lenience.load_pair(checkpoints("llama")[0], dtype="float32", compile=False)
+    with pytest.raises(InputError, match="reads states of the draft, and the pair has no draft"):
+        alone.generate("w1 w2", rule=judge, window=0)
+
+
+@pytest.mark.parametrize("rule", ["target", "draft"])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"stop": "head:/nowhere@0.5"}, "/nowhere"), ({"drafter": "nonsense"}, "drafter 'nonsense'")],
+)
+def test_options_are_checked_also_where_one_model_decodes_alone(
+    rule: str, options: dict, says: str, llama: Pair
+) -> None:
+    with pytest.raises(InputError, match=says):
+        llama.generate("w1 w2", rule=rule, **options)
+
+
+class Everything(Rule):
+    """Keeps all that is drafted: a rule of a user's own."""
+
+    def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:
+        after = reading.greedy_tokens.tolist()
+        return [
+            Verdict(tokens[:n], list(range(n)), after[b][n], exact=[True] * n, scores=[None] * n)
+            for b, (tokens, n) in enumerate(zip(draft.tokens.tolist(), draft.lengths.tolist()))
+        ]
+
+
+def test_a_users_own_rule_says_only_what_it_decides(llama: Pair) -> None:
+    out = llama.generate("w1 w2", rule=Everything(), max_new_tokens=24)
+    assert out.drafted > 0 and all(entry.origin in ("draft", "bonus") for entry in out.trace)
+    for wrong in ({"rule": 3}, {"drafter": 3}, {"stop": 3}):
+        with pytest.raises(InputError, match="3: is neither a spec nor a"):
+            llama.generate("w1 w2", **wrong)
+
+
+def test_what_loading_would_ignore_is_refused(checkpoints) -> None:
+    target, draft = checkpoints("llama")
+    loaded = AutoModelForCausalLM.from_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    for models, options, says in (
+        ((target, draft), {"tokenizer": tokenizer}, "tokenizer: .*comes with its own"),
+        ((), {"tokenizer": tokenizer}, "tokenizer: the built-in pair comes with its own"),
+        ((loaded,), {"tokenizer": tokenizer, "device": "cpu"}, "device: .*loaded already"),
+        ((target,), {"target_kwargs": {"dtype": torch.float32}}, "target_kwargs: give dtype by"),
+        ((target,), {"dtype": torch.float32}, "dtype torch.float32: there is none"),
+    ):
+        with pytest.raises(InputError, match=says):
+            lenience.load_pair(*models, **{"compile": False, **options})
+
+
+def test_heads_are_refused_where_the_lm_head_reads_other_states_than_the_decoder_gives(
+    llama: Pair,
+) -> None:
+    """BERT transforms them in between."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = BertConfig(vocab_size=48, intermediate_size=48, is_decoder=True, **sizes)
+    bert = LM(BertLMHeadModel(config), llama.target.tokenizer, "bert")
+    with pytest.raises(InputError, match="'bert': BertLMHeadModel transforms its states"):
+        bert.check_states()
+    llama.target.check_states()
+
+
 # ---- tasks
 
 
@@ -225,7 +294,7 @@ def test_answers_of_other_settings_of_a_rule_are_other_answers(llama: Pair, tmp_
     samples = take(as_task(Metadata()), "test", 1)
     answers = Answers(llama, as_task(Metadata()), tmp_path / "answers.jsonl")
     answers.get(Decoding(), samples)
-    assert answers.known(Decoding(window=2), samples[0]) is None
+    assert not answers.known(Decoding(window=2), samples)
     old = Answers(llama, as_task(Metadata()), tmp_path / "old.jsonl")
     line = {"id": samples[0].id, "rule": "exact", "answer": None, "correct": True}
     old.journal.append({**line, "tokens": 7, "target_passes": 3})
@@ -345,8 +414,6 @@ def test_a_journal_with_an_unknown_field_names_the_sample(llama: Pair, tmp_path:
 
 def test_a_ladder_of_one_judge_leaves_another_judges_path_alone(tmp_path: Path) -> None:
     """Paths that begin alike must not be mistaken for one another."""
-    import torch
-
     for name in ("mlp", "mlp2"):
         metrics = {"thresholds": [{"recall": 0.9, "threshold": t} for t in (0.7, 0.8)]}
         Head(torch.ones(4), 0.0, Inputs(), 0.5, {}, metrics).save(tmp_path / name)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import VOCABULARY, prompt_lists, quick
+from conftest import CONFIGS, VOCABULARY, prompt_lists, quick, save_model
 from hypothesis import given
 from hypothesis import strategies as st
 from test_batch import assert_same
@@ -31,6 +31,7 @@ from lenience.mining.fit import HeadPlan, fit_run
 from lenience.mining.search import MineConfig, mine
 
 prompts = prompt_lists(5)
+SHORT = {**CONFIGS["gpt2"].to_dict(), "n_positions": 16}
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -355,6 +356,21 @@ def test_a_gate_is_sprinter(gate: str, llama: Pair, threshold: float) -> None:
         assert [entry.origin for entry in out.trace] == origins
         assert out.target_passes == passes
         assert llama.generate(prompt, **options).tokens == tokens, "alone as in company"
+
+
+def test_where_the_draft_is_full_a_gate_asks_the_target(tmp_path: Path, checkpoints) -> None:
+    """Nothing is drafted there, and nothing would be kept on a gate's word for ever."""
+    short = save_model(tmp_path / "short", CONFIGS["gpt2"].from_dict(SHORT), seed=1)
+    pair = load_pair(checkpoints("gpt2")[0], str(short), dtype="float32", compile=False)
+    inputs = Inputs(("draft",), ("previous",))
+    weight = torch.zeros(pair.draft.hidden_size)
+    Head(weight, 9.0, inputs, 0.5, pair.fingerprints, role="gate").save(tmp_path / "gate")
+    out = pair.generate(
+        [3, 4, 5], stop=f"gate:{tmp_path / 'gate'}@0.5", window=4, max_new_tokens=40
+    )
+    whole = pair.generate(out.prompt_tokens + out.tokens[:20], rule="target", max_new_tokens=20)
+    assert out.tokens[20:] == whole.tokens[: len(out.tokens) - 20]
+    assert all(entry.origin == "bonus" for entry in out.trace[20:])
 
 
 def test_what_no_gate_objects_to_is_never_read_by_the_target(gate: str, llama: Pair) -> None:

@@ -84,7 +84,7 @@ def generate(
     """
     options = given(flags)
     drafts = _check_specs(options)
-    pair = (models or Models()).load()
+    pair = (models or Models()).load(needs_draft=_needs_draft(options))
     if prompt is None:
         prompt = _prompt(pair)
     out, measured = answer(pair, prompt, options, profile)
@@ -121,6 +121,15 @@ def _check_specs(options: Mapping[str, Any]) -> bool:
         return False
     parse_rule(decoding.rule)
     return True
+
+
+def _needs_draft(options: Mapping[str, Any]) -> bool:
+    """Whether a draft model is asked for anything."""
+    from lenience.drafting.registry import parse_drafter
+
+    if options.get("rule") in ("target", "draft"):
+        return options["rule"] == "draft"
+    return options.get("window") != 0 and parse_drafter(options.get("drafter", "model")).needs_draft
 
 
 def _prompt(pair: Pair) -> str:

@@ -31,10 +31,11 @@ Json = Annotated[
 ]
 
 
-def decoding_flags(name: str, *leave_out: str) -> Any:
+def decoding_flags(name: str, *leave_out: str, **other_helps: str) -> Any:
     """A class of flags, one for each option of decoding but those that are left out; their help is
-    the option's docstring."""
+    the option's docstring, where there is no other."""
     helps = {item.arg_name: item.description for item in parse_from_object(Decoding).params}
+    helps |= other_helps
     fields: list[tuple[str, Any, Any]] = []
     for option, kind in option_types().items():
         if option in leave_out:
@@ -59,7 +60,14 @@ if TYPE_CHECKING:
 
 else:
     GenerateFlags = decoding_flags("GenerateFlags")
-    CertifyDecoding = decoding_flags("CertifyDecoding", "rule", "stop_strings")
+    CertifyDecoding = decoding_flags(
+        "CertifyDecoding",
+        "rule",
+        "stop_strings",
+        window="The draft window, 8 by default, which the certificate binds; auto picks the "
+        "fastest, on prompts of its own.",
+        seed="Of the sampling, and of which prompts are drawn.",
+    )
     CompareDecoding = decoding_flags("CompareDecoding", "rule", "window")
 
 
@@ -84,8 +92,11 @@ class Models:
     """Export the models for ONNX Runtime, kept for the next time; by default where the work is long
     and they are small."""
 
-    def load(self, long: bool = False) -> Pair:
-        """`long`: there is so much to decode that exporting the models pays."""
+    def load(self, long: bool = False, needs_draft: bool = True) -> Pair:
+        """`long`: there is so much to decode that exporting the models pays. Raises InputError
+        where a draft is needed and none is named."""
+        if self.target is not None and self.draft is None and needs_draft:
+            raise InputError("--draft: name the draft too, or a --drafter that needs none")
         with loading():
             from lenience.decoding.loading import load_pair
 

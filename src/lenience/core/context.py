@@ -37,6 +37,13 @@ class Row:
     """By the texts that open and close a span: of how many tokens it is known, and whether one is
     open after these."""
 
+    def keep(self, step: Step) -> None:
+        """Take note of what a cycle kept."""
+        self.prefix += step.tokens
+        self.position += len(step.tokens)
+        self.lenient += sum(entry.origin == "draft-lenient" for entry in step.trace)
+        self.last = step
+
 
 @dataclass
 class Context:

@@ -19,6 +19,13 @@ class Profile:
         """Waits for the device."""
         self._last = time.perf_counter()
 
+    def wait_by(self, wait: Callable[[], None] | None) -> None:
+        """From now on wait for the device before each part's end."""
+        self.wait = wait
+
+    def count_cycle(self) -> None:
+        self.cycles += 1
+
     def start(self) -> None:
         """What came before belongs to no part."""
         self._last = time.perf_counter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from lenience.core.context import Context
 from lenience.core.types import Draft, Reading, Verdict
@@ -25,48 +25,49 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
 class Rule(Protocol):
-    """Decides what of each row's window is kept, and says by itself what it needs for that. A rule
-    is data: `str(rule)` is its spec."""
+    """Decides what of each row's window is kept, and says by itself what it needs for that: nothing
+    but what it overrides. A rule is data: `str(rule)` is its spec."""
 
     @property
     def heads(self) -> tuple[Learned, ...]:
         """The fitted heads that it asks."""
-        ...
+        return ()
 
     @property
     def reads_draft(self) -> bool:
         """Whether it reads the draft's hidden states."""
-        ...
+        return False
 
     @property
     def layer(self) -> int | None:
         """After which of the target's layers the states are that it reads; None after the final
         norm."""
-        ...
+        return None
 
     @property
     def needs_sampling(self) -> bool:
         """Whether it has no meaning for greedy decoding."""
-        ...
+        return False
 
     @property
     def needs_draft_probs(self) -> bool:
         """Whether it compares distributions, so that tokens proposed for certain tell it
         nothing."""
-        ...
+        return False
 
     @property
     def whole_window(self) -> bool:
         """Whether it decides on a window as a whole, see `Context.fresh_noise_per_window`."""
-        ...
+        return False
 
     def check(
         self, fingerprints: Callable[[], Mapping[str, str]], sizes: Mapping[str, int]
     ) -> None:
         """Raise InputError where a head of this rule cannot run on models of these fingerprints and
         hidden sizes, by role."""
-        ...
+        return
 
     def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:
         """Decide on the windows of all rows."""

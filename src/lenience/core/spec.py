@@ -10,6 +10,7 @@ A value that holds one of `@ , | & =` or a space stands in double quotes; the nu
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -22,16 +23,16 @@ T = TypeVar("T")
 
 def show(name: str, value: Any) -> str:
     """The spec of a dataclass, which `parse_term` takes back."""
-    args, threshold = [], ""
-    for item in _fields(value):
-        content = getattr(value, item.name)
-        if item.name == "threshold":
-            threshold = "" if content is None else f"@{content!r}"
-        elif item.default is dataclasses.MISSING:
-            args.append(_quote(_as_text(content)))
-        elif content != item.default:
-            args.append(f"{item.name}={_quote(_as_text(content))}")
-    return name + (":" + ",".join(args) if args else "") + threshold
+    without_default = [item for item in _fields(value) if item.default is dataclasses.MISSING]
+    args = [
+        _quote(_as_text(getattr(value, item.name)))
+        for item in without_default
+        if item.name != "threshold"
+    ]
+    args += further_arguments(value)
+    threshold = getattr(value, "threshold", None)
+    after = "" if threshold is None else f"@{threshold!r}"
+    return name + (":" + ",".join(args) if args else "") + after
 
 
 def further_arguments(value: Any) -> list[str]:
@@ -70,21 +71,36 @@ def _quote(text: str) -> str:
     return f'"{text}"' if re.search(r"[@,|&=;\s]", text) else text
 
 
-def split(text: str, mark: str, limit: int = 0) -> list[str]:
-    """Split at `mark` outside double quotes, at most `limit` times where it is positive; within
-    them a backslash lets a quote stand for itself."""
+def split(text: str, mark: str, limit: int = 0, *, escapes: bool = False) -> list[str]:
+    """Split at `mark` outside double quotes, at most `limit` times where it is positive; `escapes`:
+    within quotes a backslash lets a quote stand for itself, as in JSON."""
     parts: list[str] = []
     quoted = escaped = False
     start = 0
     for i, char in enumerate(text):
         quoted ^= char == '"' and not escaped
-        escaped = quoted and char == "\\" and not escaped
+        escaped = escapes and quoted and char == "\\" and not escaped
         if char == mark and not quoted and (not limit or len(parts) < limit):
             parts.append(text[start:i])
             start = i + 1
     if quoted:
         raise InputError("a double quote is not closed")
     return [*parts, text[start:]]
+
+
+def quote_value(text: str) -> str:
+    """A value as it stands in a setting, `name=value; name=value`: in quotes, as in JSON, where it
+    could be taken for something else."""
+    return json.dumps(text, ensure_ascii=False) if re.search(r'[;"\\\s]', text) else text
+
+
+def unquote_value(text: str) -> str:
+    """What `quote_value` was given; a spec may hold quotes of its own."""
+    try:
+        content = json.loads(text) if text.startswith('"') else text
+    except ValueError:
+        return text
+    return str(content)
 
 
 def parse_term(text: str, what: str, kinds: Mapping[str, type[T]]) -> T:
@@ -107,11 +123,13 @@ def parse_term(text: str, what: str, kinds: Mapping[str, type[T]]) -> T:
     return kind(**values)
 
 
-def parse(value: str | T, label: str, what: str, kinds: Mapping[str, type[T]]) -> T:
-    """One of `kinds` from its spec; what is no text is returned as it is. Raises InputError that
-    begins with `label` and the spec; `what` says of what kind they all are."""
-    if not isinstance(value, str):
+def parse(value: Any, label: str, what: str, kinds: Mapping[str, type[T]], base: type[T]) -> T:
+    """One of `kinds` from its spec; a `base` is returned as it is. Raises InputError that begins
+    with `label` and the spec; `what` says of what kind they all are."""
+    if isinstance(value, base):
         return value
+    if not isinstance(value, str):
+        raise InputError(f"{label} {value!r}: is neither a spec nor a {base.__name__}")
     try:
         return parse_term(value, what, kinds)
     except InputError as error:
@@ -160,11 +178,11 @@ def named_settings(name: str, grid: Iterable[str]) -> list[str]:
 
 def convert(what: str, text: str, kind: object) -> object:
     """A value of a kind from its text. Raises InputError that says what it must be."""
-    convert, expected = _KINDS.get(kind, (str, "given"))
+    from_text, expected = _KINDS.get(kind, (str, "given"))
     try:
         if not text:
             raise ValueError
-        return convert(text)
+        return from_text(text)
     except (ValueError, KeyError):
         raise InputError(f"{what} must be {expected}, not {text!r}") from None
 

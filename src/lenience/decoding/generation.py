@@ -64,3 +64,13 @@ class Generation:
         self.accepted_lenient += step.accepted_lenient
         self.text += step.text
         self.finish = step.finish or ""
+
+    def end(self, seconds: float, text: str | None, by_draft: bool) -> None:
+        """Take note of how long it took, and of its whole text where that is known; `by_draft`:
+        what read was the draft."""
+        self.seconds = seconds
+        if by_draft:
+            self.target_passes, self.draft_passes = 0, self.target_passes
+            self.target_tokens, self.draft_tokens = 0, self.target_tokens
+        if text is not None:
+            self.text = text

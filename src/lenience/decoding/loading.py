@@ -35,6 +35,10 @@ def load_pair(
     loading = Loading.of(options)
     if target is None and draft is not None:
         raise InputError("draft: name the target too, or neither for the built-in pair")
+    names = [model for model in (target, draft) if isinstance(model, str | Path)]
+    if loading.tokenizer is not None and (names or target is None):
+        what = names[0] if names else "the built-in pair"
+        raise InputError(f"tokenizer: {what} comes with its own; leave it out")
     if target is None:
         pair = _built_in(loading)
     else:
@@ -62,6 +66,8 @@ def _load(source: str | PreTrainedModel, role: str, loading: Loading) -> LM:
     for name in ("dtype", f"{role}_kwargs"):
         if getattr(loading, name):
             raise InputError(f"{name}: the {role} is loaded already; leave it out")
+    if loading.device != "auto":
+        raise InputError(f"device: the {role} is loaded already; move the model to it (model.to)")
     if loading.tokenizer is None:
         raise InputError(f"tokenizer: give that of the loaded {role}")
     name = str(source.name_or_path or type(source).__name__)
@@ -74,4 +80,7 @@ def _from_pretrained(loading: Loading, role: str, dtype: str) -> Mapping[str, An
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     kwargs = loading.target_kwargs if role == "target" else loading.draft_kwargs
+    for name in ("dtype", "device"):
+        if name in (kwargs or {}):
+            raise InputError(f"{role}_kwargs: give {name} by itself")
     return {"dtype": loading.dtype or dtype, "device": device, **(kwargs or {})}

@@ -24,13 +24,6 @@ class Request:
     number: int = 0
     began: float = field(default_factory=time.perf_counter)
 
-    def keep(self, step: Step) -> None:
-        """Take note of what a cycle kept."""
-        self.row.prefix += step.tokens
-        self.row.position += len(step.tokens)
-        self.row.lenient += sum(entry.origin == "draft-lenient" for entry in step.trace)
-        self.row.last = step
-
 
 def decode(
     session: Session,
@@ -50,7 +43,7 @@ def decode(
             active.append(request)
         if not active:
             return
-        ctx.rows = [request.row for request in active]
+        ctx = replace(ctx, rows=[request.row for request in active])
         room = [request.response.room for request in active]
         draft, target_tokens, verdicts = cycle(session, drafter, rule, ctx, room)
         draft_tokens = draft.tokens_read or [0] * len(active)
@@ -62,7 +55,7 @@ def decode(
                 draft_passes=draft.passes,
                 draft_tokens=draft_tokens[b],
             )
-            request.keep(step)
+            request.row.keep(step)
             profile.add("rest")
             yield request, step
             profile.start()
@@ -97,7 +90,7 @@ def cycle(
     """Propose windows for the rows of `ctx`, which may have `room` new tokens more, read them, and
     judge them: the windows, how many tokens the target read for each row, and the verdicts."""
     draft = drafter.propose(ctx, room)
-    session.profile.cycles += 1
+    session.profile.count_cycle()
     if draft.trusted is None:
         return draft, *_judge(session, rule, ctx, draft)
     # a window that is trusted whole is not read

@@ -5,11 +5,10 @@ read off `Decoding`. No torch."""
 from __future__ import annotations
 
 import inspect
-import json
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
 from lenience.core import spec
@@ -110,7 +109,7 @@ class Decoding:
 
     def changed(self) -> dict[str, Any]:
         """The options that are not the defaults, as in `to_json`."""
-        defaults = Decoding().to_json()
+        defaults = default_options()
         return {name: value for name, value in self.to_json().items() if value != defaults[name]}
 
     def bound(self) -> dict[str, Any]:
@@ -124,7 +123,7 @@ class Decoding:
         for name, value in self.changed().items():
             if name != "rule":
                 values = value if isinstance(value, list) else [value]
-                parts += [f"{name}={_quoted(str(content))}" for content in values]
+                parts += [f"{name}={spec.quote_value(str(content))}" for content in values]
         return "; ".join(parts)
 
 
@@ -167,30 +166,39 @@ def names() -> tuple[str, ...]:
     return tuple(item.name for item in fields(Decoding))
 
 
+@cache
+def default_options() -> Mapping[str, Any]:
+    """The options that are not given, as in `Decoding.to_json`."""
+    return Decoding().to_json()
+
+
 def bound_names() -> tuple[str, ...]:
     """The names of the options that a certificate binds."""
     return tuple(name for name in names() if name not in UNBOUND)
 
 
-def option_types() -> dict[str, Any]:
+@cache
+def option_types() -> Mapping[str, Any]:
     """The type of each option where only text can be given: a rule is then its spec."""
     return get_type_hints(Decoding, localns=dict.fromkeys(SPECS, str))
 
 
 def given_options(text: str) -> dict[str, Any]:
     """The options that the text of a setting names, see `Decoding.parse`."""
-    rule, *rest = (part.strip() for part in spec.split(text, ";"))
+    rule, *rest = (part.strip() for part in spec.split(text, ";", escapes=True))
     options: dict[str, Any] = {"rule": rule}
     types = option_types()
     for part in rest:
-        name, *value = spec.split(part, "=", limit=1)
+        name, *value = spec.split(part, "=", limit=1, escapes=True)
         if name not in types:
             raise InputError(
                 f"setting {text!r}: there is no {name!r}; there are {', '.join(types)}"
             )
         if not value:
             raise InputError(f"setting {text!r}: write {name}=…")
-        content = spec.convert(f"setting {text!r}: {name}", _unquoted(value[0]), types[name])
+        content = spec.convert(
+            f"setting {text!r}: {name}", spec.unquote_value(value[0]), types[name]
+        )
         if isinstance(content, tuple):
             content = (*options.get(name, ()), *content)
         elif name in options:
@@ -210,16 +218,3 @@ def takes_options(function: F) -> F:
     with_options: Any = function
     with_options.__signature__ = signature.replace(parameters=shown)
     return function
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if re.search(r'[;"\\\s]', text) else text
-
-
-def _unquoted(text: str) -> str:
-    """A value that stands in quotes whole, as in JSON; a spec may hold quotes of its own."""
-    try:
-        content = json.loads(text) if text.startswith('"') else text
-    except ValueError:
-        return text
-    return str(content)

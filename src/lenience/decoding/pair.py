@@ -145,12 +145,9 @@ class Pair:
             out.add(step)
             if not step.finish:
                 continue
-            out.seconds = time.perf_counter() - request.began
-            if decoding.rule == "draft":
-                out.target_passes, out.draft_passes = 0, out.target_passes
-                out.target_tokens, out.draft_tokens = 0, out.target_tokens
-            if not decoding.stop_strings:
-                out.text = self.target.decode(out.tokens)
+            text = None if decoding.stop_strings else self.target.decode(out.tokens)
+            seconds = time.perf_counter() - request.began
+            out.end(seconds, text, by_draft=decoding.rule == "draft")
             yield request.number, out
 
     @takes_options
@@ -174,20 +171,25 @@ class Pair:
             assert not isinstance(options, Decoding)
             certified = is_certified(options.get("rule"))
             decoding = Decoding.of(self.certified(options) if certified else options)
-        stop = parse_stop(decoding.stop)
+        stop, drafter = parse_stop(decoding.stop), parse_drafter(decoding.drafter)
         if decoding.rule in BASELINES:
             reader = self.target
             if decoding.rule == "draft":
                 reader = self.require_draft("rule draft")
-            return Setup(decoding, as_rule(Exact()), stop, None, reader)
-        drafter = parse_drafter(decoding.drafter)
-        setup = Setup(decoding, parse_rule(decoding.rule), stop, drafter, self.target)
-        self._check(setup, drafter)
+            setup = Setup(decoding, as_rule(Exact()), stop, None, reader)
+        else:
+            setup = Setup(decoding, parse_rule(decoding.rule), stop, drafter, self.target)
+            self._check_together(setup, drafter)
+        sizes = {role: lm.hidden_size for role, lm in self.models.items()}
+        for part in (setup.rule, stop):
+            part.check(lambda: self.fingerprints, sizes)
+        heads = (*setup.rule.heads, *stop.heads)
+        for role in {role for one in heads for role in one.head.inputs.models}:
+            self.models[role].check_states()
         return setup
 
-    def _check(self, setup: Setup, drafter: DrafterSpec) -> None:
-        """Raise InputError where the parts of a decoding do not go together or not with the
-        models."""
+    def _check_together(self, setup: Setup, drafter: DrafterSpec) -> None:
+        """Raise InputError where the parts of a decoding do not go together."""
         rule, stop = setup.rule, setup.stop
         if rule.needs_sampling and setup.decoding.temperature == 0:
             raise InputError(f"rule {rule}: has no greedy form; give a temperature above 0")
@@ -199,9 +201,6 @@ class Pair:
                 f"{what}: reads the draft model's distributions or states, and drafter {drafter} "
                 "has none; take --drafter model"
             )
-        sizes = {role: lm.hidden_size for role, lm in self.models.items()}
-        for part in (rule, stop):
-            part.check(lambda: self.fingerprints, sizes)
 
     def check(self, options: Mapping[str, Any] | Decoding) -> None:
         """Raise InputError where these options cannot be decoded with."""
@@ -225,7 +224,7 @@ class Pair:
         window = self._window(ids, size, setup)
         ctx = self._context(setup, window)
         if profile:
-            profile.wait = _waiting({lm.device for lm in self.models.values()})
+            profile.wait_by(_waiting({lm.device for lm in self.models.values()}))
         longest = max(map(len, ids), default=0) + decoding.max_new_tokens + window
         session, drafter = self.engine(setup, window, size, longest, profile=profile)
 

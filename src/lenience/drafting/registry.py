@@ -57,4 +57,4 @@ DRAFTERS: dict[str, type[DrafterSpec]] = {drafter.name: drafter for drafter in (
 def parse_drafter(drafter: str | DrafterSpec) -> DrafterSpec:
     """A drafter from its spec, such as "model"; a DrafterSpec is returned as it is. Raises
     InputError that names what is wrong with the spec."""
-    return spec.parse(drafter, "drafter", "drafter", DRAFTERS)
+    return spec.parse(drafter, "drafter", "drafter", DRAFTERS, DrafterSpec)

@@ -60,7 +60,7 @@ class Stop:
         raise NotImplementedError
 
     def stop_mask(self, probs: Tensor) -> Tensor:
-        """[B, n] bool: where drafting ends, by the chances [B, n] of the whole window so far."""
+        """[B, n] bool: where drafting ends, by the probabilities [B, n] of the window so far."""
         raise NotImplementedError
 
     def check(
@@ -224,4 +224,4 @@ def parse_stop(stop: str | Stop) -> Stop:
 
     Raises InputError that names what is wrong with the spec.
     """
-    return spec.parse(stop, "stop", "stop condition", STOPS)
+    return spec.parse(stop, "stop", "stop condition", STOPS, Stop)

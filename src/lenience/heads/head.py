@@ -143,6 +143,11 @@ class Head:
                     f"{fingerprints[part]}); fit one for this pair, or add ,unchecked=true to its "
                     "spec"
                 )
+        if lacking := [model for model in self.inputs.models if model not in sizes]:
+            raise InputError(
+                f"{self.role} {self.folder}: reads states of the {lacking[0]}, and the pair has no "
+                f"{lacking[0]} model"
+            )
         width = sum(sizes[model] for model in self.inputs.models) * len(self.inputs.tokens)
         reads = len(self.layer[0] if self.layer else self.weight)
         if reads != width:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,23 +34,26 @@ class CudaGraphs:
         self._spare: list[CudaGraphCache] = []
         """At most one cache that no session uses any more, with its recordings, for the next
         one."""
+        self._lock = threading.Lock()
 
     def has_spare(self, rows: int, capacity: int) -> bool:
         return any(cache.fits(rows, capacity) for cache in self._spare)
 
     def drop_spare(self, rows: int, capacity: int) -> None:
-        self._spare = [cache for cache in self._spare if cache.fits(rows, capacity)]
+        with self._lock:
+            self._spare = [cache for cache in self._spare if cache.fits(rows, capacity)]
 
     def keep(self, cache: CudaGraphCache) -> None:
         """Keep a cache for the next session."""
-        self._spare = [cache]
+        with self._lock:
+            self._spare = [cache]
 
     def cache(self, lm: LM, rows: int, capacity: int) -> CudaGraphCache:
-        with suppress(IndexError):  # there is none, or another thread has taken it
-            cache = self._spare.pop()
-            if cache.fits(rows, capacity):
-                cache.zero()
-                return cache
+        with self._lock:  # a cache must not be given to two sessions
+            spare, self._spare = self._spare, []
+        if spare and spare[0].fits(rows, capacity):
+            spare[0].zero()
+            return spare[0]
         return CudaGraphCache(lm, self, rows, _round_up(capacity))
 
 

@@ -141,6 +141,7 @@ class PlainCache:
     def layers(self) -> list[_Layer]:
         return cast(list[_Layer], self._cache.layers)
 
+    @torch.inference_mode()
     def token_bytes(self) -> dict[torch.device, int]:
         if not self.layers:  # they are made by the first read
             self.read(Forward([0], [[0]], [0], [0], kv_length=1, num_states=1), Profile())

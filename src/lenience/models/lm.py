@@ -76,7 +76,9 @@ class PassCache(Cache):
 
     def take_hidden(self, layer: int | None) -> Tensor:
         """[m, T, H]: what a layer gave in the last pass; None stands for the final norm."""
-        return self._hidden.pop(layer)
+        states = self._hidden.pop(layer)
+        self._hidden.clear()  # of the layers that nobody asks for
+        return states
 
 
 def _hand_over(layer: int | None) -> Callable[..., None]:
@@ -124,6 +126,29 @@ class LM:
             _hand_over(None), with_kwargs=True
         )
 
+    def check_states(self) -> None:
+        """Raise InputError where what the LM head reads is not what the decoder gives, so that a
+        head's states would be others; it is tried once."""
+        if not self.once("states", self._try_states):
+            raise InputError(
+                f"{self.role} {self.name!r}: {type(self.model).__name__} transforms its states "
+                "before the LM head, and heads cannot be fitted to it"
+            )
+
+    @torch.inference_mode()
+    def _try_states(self) -> bool:
+        head = cast(torch.nn.Module, self.model.get_output_embeddings())
+        read: list[Tensor] = []
+        handle = head.register_forward_pre_hook(lambda _, args: read.append(args[0]))
+        cache = PassCache(layer_class_to_replicate=DynamicLayer)
+        try:
+            ids = torch.tensor([[0]], device=self.device)
+            self.model(input_ids=ids, past_key_values=cache, use_cache=True)
+        finally:
+            handle.remove()
+        given = cache.take_hidden(None)
+        return given.shape == read[0].shape and torch.equal(given, read[0].to(given.device))
+
     def use(self, backend: Backend | None) -> None:
         """Read the model through another way than its own forward from now on; None for its own."""
         self.backend = backend
@@ -144,7 +169,8 @@ class LM:
         InputError where it can't be loaded."""
         kwargs = dict(options)
         dtype, device = kwargs.pop("dtype"), kwargs.pop("device")
-        if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        known = isinstance(dtype, str) and isinstance(getattr(torch, dtype, None), torch.dtype)
+        if dtype != "auto" and not known:
             raise InputError(
                 f"dtype {dtype!r}: there is none; name float32, bfloat16, float16 or auto"
             )

@@ -14,7 +14,8 @@ from lenience.models.session import Session
 def token_bytes(lm: LM) -> dict[torch.device, int]:
     """What one token takes in the KV cache, on each device; found out once for a model and the way
     it is read."""
-    return lm.once(("token bytes", lm.backend), lambda: Session(lm, capacity=1).cache.token_bytes())
+    way = type(lm.backend).__name__
+    return lm.once(("token bytes", way), lambda: Session(lm, capacity=1).cache.token_bytes())
 
 
 def check_memory(caches: Iterable[tuple[LM, int]], rows: int) -> None:

@@ -72,7 +72,7 @@ class Session:
     forgetting that a row was longer.
 
     Rows of different lengths share a pass where the model's attention takes a mask from outside
-    (checked once, see `takes_masks`), and are read one by one where it does not.
+    (checked once, see `probe_masks`), and are read one by one where it does not.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class Session:
 
     def _reads_ragged(self) -> bool:
         known = self.cache.reads_ragged
-        return takes_masks(self.lm) if known is None else known
+        return probe_masks(self.lm) if known is None else known
 
 
 def _cut_to_common(
@@ -243,7 +243,7 @@ def _moved_up(states: Tensor, over: list[int]) -> Tensor:
     return torch.stack([row.roll(-past, 0) for row, past in zip(states, over)])
 
 
-def takes_masks(lm: LM) -> bool:
+def probe_masks(lm: LM) -> bool:
     """Whether rows of different lengths can share a pass of a model's own forward; where they
     cannot, a warning says so. Found out once for a model."""
     return lm.once("takes masks", lambda: _try_masks(lm))

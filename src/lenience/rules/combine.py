@@ -139,16 +139,14 @@ class AnyOf:
         if draft.kept_unasked is not None:
             least = least | draft.kept_unasked
         accepted, used = self._within_budgets(opinions, exact, least, ctx)
-        after = _next_tokens(strict, accepted, draft, reading, ctx)
-        if not joined:
-            own = self._lenient[0] if len(self._lenient) == 1 else Term()
-            lenient_after = _next_tokens(own, accepted, draft, reading, ctx)
-            deferred = _deferred(opinions, used)
-            if deferred is None:
-                after = lenient_after
-            else:
-                deferred = _at_next_token(deferred, accepted, draft, ctx)
-                after = torch.where(deferred, after, lenient_after)
+        deferred = None if joined else _deferred(opinions, used)
+        own = self._lenient[0] if len(self._lenient) == 1 else Term()
+        decides = strict if joined else own
+        after = _next_tokens(decides, accepted, draft, reading, ctx)
+        if deferred is not None:
+            deferred = _at_next_token(deferred, accepted, draft, ctx)
+            strict_after = _next_tokens(strict, accepted, draft, reading, ctx)
+            after = torch.where(deferred, strict_after, after)
         scores = next((one.logits for one in opinions.values() if one.logits is not None), None)
         return _verdicts(draft, exact, accepted, after, scores)
 

@@ -49,7 +49,14 @@ def parse_rule(rule: str | Term | Rule) -> Rule:
     term; a Rule is returned as it is. Raises InputError that names what is wrong with the spec."""
     if isinstance(rule, str):
         return parse_spec(rule)
-    return as_rule(rule) if isinstance(rule, Term) else rule
+    if isinstance(rule, Term):
+        return as_rule(rule)
+    if not isinstance(rule, Rule):
+        raise InputError(
+            f"rule {rule!r}: is neither a spec nor a rule; derive its class from "
+            "lenience.core.protocols.Rule"
+        )
+    return rule
 
 
 def parse_spec(text: str) -> AnyOf:

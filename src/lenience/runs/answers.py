@@ -76,10 +76,15 @@ class Answers:
         else:
             self._known_by_rule[answer.rule, answer.id] = answer
 
-    def known(self, decoding: Decoding, sample: Sample) -> Answer | None:
-        """An answer that is there already."""
-        by_rule = self._known_by_rule.get((str(decoding.rule), sample.id))
-        return self._known.get((str(decoding), sample.id), by_rule)
+    def known(self, decoding: Decoding, samples: Sequence[Sample]) -> dict[str, Answer]:
+        """The answers that are there already, by their samples' ids."""
+        setting, rule = str(decoding), str(decoding.rule)
+        by_id = {}
+        for id in (sample.id for sample in samples):
+            answer = self._known.get((setting, id)) or self._known_by_rule.get((rule, id))
+            if answer:
+                by_id[id] = answer
+        return by_id
 
     def get(
         self,
@@ -93,7 +98,8 @@ class Answers:
         where every token came from. A task that scores in its own way does so beside decoding, so
         that a slow scorer does not stall it; what was scored is in the journal, whatever ends the
         run."""
-        left = [sample for sample in samples if self.known(decoding, sample) is None]
+        known = self.known(decoding, samples)
+        left = [sample for sample in samples if sample.id not in known]
         done, with_trace = len(samples) - len(left), set(traced)
 
         def keep(decoded: _Decoded, score: Score) -> None:
@@ -113,8 +119,8 @@ class Answers:
             finally:
                 scoring.finish()
         self.decoded += len(left)
-        answers = [self.known(decoding, sample) for sample in samples]
-        return [answer for answer in answers if answer is not None]
+        known = self.known(decoding, samples)
+        return [known[sample.id] for sample in samples]
 
     def _decode(
         self, decoding: Decoding, samples: Sequence[Sample]
