@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import shutil
 import threading
 import warnings
@@ -882,6 +883,18 @@ def test_an_audit_measures_the_loss_that_was_certified(llama: Pair, tmp_path: Pa
     (live,) = read_prompts(path)
     audit(watch, [live])
     assert watch.state().losses == 1, "the target is wrong too, so nothing is lost"
+
+
+def test_the_example_of_an_audit_runs(
+    llama: Pair, task: Echo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    certify(llama, task, tmp_path / "run", question(max_drop=0.9, limit=20))
+    page = (Path(__file__).parents[1] / "docs" / "certificates.md").read_text()
+    (example,) = re.findall(r"```\n(from pathlib.*?)```", page, re.S)
+    names = {"pair": llama, "task": task, "prompt": task.prompt(3), "text": "w1"}
+    exec(example.replace("share=0.05", "share=1.0"), names)
+    assert names["state"].audited == 1
 
 
 def test_an_audit_warns_of_drift_and_needs_no_references(

@@ -341,3 +341,17 @@ def test_uniform_is_the_published_splitmix64() -> None:
     )
     extremes = uniform(torch.arange(-(2**17), 2**17))
     assert extremes.min() > 0 and extremes.max() < 1
+
+
+def test_nothing_is_drafted_past_an_eos_or_a_limit(llama: Pair) -> None:
+    """Each window is what the draft alone says there, which ends at its EOS."""
+    new, window, ended = 40, 8, 0
+    for prompt in ([1, 2, 3], [7, 7, 9, 2], [30, 4], [11, 12], [45, 3, 21]):
+        ids = list(prompt)
+        for step in llama.stream(prompt, rule="exact", window=window, max_new_tokens=new):
+            most = min(window, new - (len(ids) - len(prompt)) - 1)
+            own = llama.generate(ids, rule="draft", max_new_tokens=most).tokens if most else []
+            assert step.drafted == len(own)
+            ended += len(own) < most
+            ids += step.tokens
+    assert ended, "some window ended at an EOS"
