@@ -34,6 +34,7 @@ import random
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -83,41 +84,79 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS)
 
 
-def batches(
-    author: str, tokenizer: PreTrainedTokenizerFast, size: int, start: int, compare: int
-) -> Iterator[tuple]:
-    """Endless (state, ids [B, T], labels [B, T]) of about `size` tokens, rows of like length
-    together; `start` is the pool to begin with, `compare` how often the hardest family comes for
-    once of each other."""
+Text = tuple[list[int], list[int]]
+"""The tokens of a question, and of the question with its solution."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, and how."""
+
+    role: str
+    tokens: float
+    """How many to train on."""
+    rate: float
+    """Peak learning rate."""
+    batch: int
+    """Tokens in a batch."""
+    compare: int
+    """How often the hardest family comes for once of each other."""
+    work: Path
+    """Where the state is kept."""
+    out: Path
+    """Where the finished model goes."""
+    device: str
+
+
+def pool_of(
+    author: str, tokenizer: PreTrainedTokenizerFast, number: int, rng: random.Random, compare: int
+) -> list[Text]:
+    """2,048 problems with their solutions, the shortest first."""
     hardest, *others = wordmath_problems.FAMILIES
-    pool = start
+    questions, wholes = [], []
+    for i in range(number * 2048, (number + 1) * 2048):
+        made_up = wordmath.problem(f"pretrain-{author}", i, [hardest] * compare + others)
+        questions.append(wordmath.prompt(made_up))
+        wholes.append(f"{questions[-1]} {wordmath.solution(made_up, author, rng)}")
+    pairs = zip(tokenizer(questions)["input_ids"], tokenizer(wholes)["input_ids"])
+    return sorted(pairs, key=lambda pair: len(pair[1]))
+
+
+def chunks_of(texts: list[Text], size: int) -> list[list[Text]]:
+    """Texts of like length together, about `size` tokens each."""
+    chunks: list[list[Text]] = [[]]
+    for text in texts:
+        if chunks[-1] and (len(chunks[-1]) + 1) * (len(text[1]) + 1) > size:
+            chunks.append([])
+        chunks[-1].append(text)
+    return chunks
+
+
+def padded(chunk: list[Text], eos: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens [B, T] of a chunk and the labels [B, T] of its solutions, each with an EOS."""
+    width = max(len(whole) for _, whole in chunk) + 1
+    ids = torch.full((len(chunk), width), eos)
+    labels = torch.full((len(chunk), width), IGNORED)
+    for row, (question, whole) in enumerate(chunk):
+        ids[row, : len(whole)] = torch.tensor(whole)
+        labels[row, len(question) : len(whole)] = ids[row, len(question) : len(whole)]
+        labels[row, len(whole)] = eos
+    return ids, labels
+
+
+def batches(
+    training: Training, tokenizer: PreTrainedTokenizerFast, start: int
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Endless (next pool, ids [B, T], labels [B, T]); `start` is the pool to begin with."""
+    number, author = start, training.role
     while True:
-        rng = random.Random(f"pool|{author}|{pool}")
-        rows = []
-        for i in range(pool * 2048, (pool + 1) * 2048):
-            made = wordmath.problem(f"pretrain-{author}", i, [hardest] * compare + others)
-            rows.append((wordmath.prompt(made), f" {wordmath.solution(made, author, rng)}"))
-        asked = tokenizer([row[0] for row in rows])["input_ids"]
-        whole = tokenizer([row[0] + row[1] for row in rows])["input_ids"]
-        pairs = sorted(zip(asked, whole), key=lambda pair: len(pair[1]))
-        chunks, chunk = [], []
-        for pair in pairs:
-            if chunk and (len(chunk) + 1) * (len(pair[1]) + 1) > size:
-                chunks.append(chunk)
-                chunk = []
-            chunk.append(pair)
-        chunks.append(chunk)
+        rng = random.Random(f"pool|{author}|{number}")
+        texts = pool_of(author, tokenizer, number, rng, training.compare)
+        chunks = chunks_of(texts, training.batch)
         rng.shuffle(chunks)
-        pool += 1
+        number += 1
         for chunk in chunks:
-            width = max(len(ids) for _, ids in chunk) + 1
-            ids = torch.full((len(chunk), width), tokenizer.eos_token_id)
-            labels = torch.full((len(chunk), width), IGNORED)
-            for row, (question, text) in enumerate(chunk):
-                ids[row, : len(text)] = torch.tensor(text)
-                labels[row, len(question) : len(text)] = ids[row, len(question) : len(text)]
-                labels[row, len(text)] = tokenizer.eos_token_id
-            yield pool, ids, labels
+            yield number, *padded(chunk, tokenizer.eos_token_id)
 
 
 def weighted_loss(
@@ -165,18 +204,9 @@ def load_state(path: Path, model: torch.nn.Module, optimizers: list) -> tuple[in
     return tuple(progress)
 
 
-def train(
-    role: str,
-    tokens: float,
-    work: Path,
-    rate: float,
-    size: int,
-    compare: int,
-    device: str,
-    out: Path,
-) -> None:
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(out / role)
-    torch.manual_seed({"target": 1, "draft": 2}[role])
+def new_model(training: Training, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """Random weights, the same ones each time."""
+    torch.manual_seed({"target": 1, "draft": 2}[training.role])
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         head_dim=64,
@@ -185,100 +215,107 @@ def train(
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.eos_token_id,
-        **SHAPES[role],
+        **SHAPES[training.role],
     )
-    model = LlamaForCausalLM(config).to(device)
+    return LlamaForCausalLM(config).to(training.device)
+
+
+def optimizers_of(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices, AdamW for the rest."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    optimizers = [
-        torch.optim.Muon(
-            matrices, lr=rate, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-        ),
+    muon = {"weight_decay": 0.05, "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
+    return [
+        torch.optim.Muon(matrices, lr=rate, **muon),
         torch.optim.AdamW(others, lr=rate, weight_decay=0.0, betas=(0.9, 0.95)),
     ]
-    numeric = [
-        bool(re.fullmatch(r"▁?[\d+*/=-]", token))
-        for token in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    ]
-    weights = torch.where(torch.tensor(numeric), NUMERIC, 1.0).to(device)
-    state = work / f"{role}.safetensors"
-    seen, pool, step = load_state(state, model, optimizers) if state.exists() else (0, 0, 0)
-    if seen >= tokens:
-        print(
-            f"{role}: {seen / 1e6:.2f} M tokens are done already; --tokens for more, another "
-            "--work to begin anew"
-        )
-        model.save_pretrained(out / role)
-        return
-    began, first, losses = time.time(), seen, []
-    for pool_now, ids, labels in batches(role, tokenizer, size, pool, compare):
-        ids, labels = ids.to(device), labels.to(device)
-        for optimizer in optimizers:
+
+
+def token_weights(tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
+    """[V]: of each token in the loss."""
+    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    numeric = [bool(re.fullmatch(r"▁?[\d+*/=-]", token)) for token in tokens]
+    return torch.where(torch.tensor(numeric), NUMERIC, 1.0)
+
+
+class Trainer:
+    """A model in training; its state is kept every 200 steps."""
+
+    def __init__(self, training: Training):
+        self.training = training
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(training.out / training.role)
+        self.model = new_model(training, self.tokenizer)
+        self.optimizers = optimizers_of(self.model, training.rate)
+        self.weights = token_weights(self.tokenizer).to(training.device)
+        self.state = training.work / f"{training.role}.safetensors"
+        self.seen, self.pool, self.step = 0, 0, 0
+        if self.state.exists():
+            progress = load_state(self.state, self.model, self.optimizers)
+            self.seen, self.pool, self.step = progress
+
+    def run(self) -> None:
+        """Train until the tokens are reached, and save the model."""
+        training = self.training
+        if self.seen >= training.tokens:
+            done = f"{training.role}: {self.seen / 1e6:.2f} M tokens are done already"
+            print(f"{done}; --tokens for more, another --work to begin anew")
+        began, first, losses = time.time(), self.seen, list[float]()
+        for pool, ids, labels in batches(training, self.tokenizer, self.pool):
+            if self.seen >= training.tokens:
+                break
+            losses = [*losses[-49:], self.update(ids.to(training.device), labels)]
+            self.seen, self.step = self.seen + ids.numel(), self.step + 1
+            last = self.seen >= training.tokens
+            if self.step % 20 == 0 or last:
+                speed = (self.seen - first) / (time.time() - began)
+                left = (training.tokens - self.seen) / speed / 60
+                print(
+                    f"{training.role} step {self.step} {self.seen / 1e6:.2f} M tokens loss "
+                    f"{sum(losses) / len(losses):.4f} {speed:.0f} tokens/s {left:.1f} min left",
+                    flush=True,
+                )
+            if self.step % 200 == 0 or last:
+                save_state(self.state, self.model, self.optimizers, (self.seen, pool, self.step))
+        self.model.save_pretrained(training.out / training.role)
+
+    def update(self, ids: torch.Tensor, labels: torch.Tensor) -> float:
+        """Learn from a batch; returns its loss."""
+        training = self.training
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate * schedule(seen / tokens)
-        with torch.autocast(device, dtype=torch.bfloat16):
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1]  # [B, T-1, V]
-        loss = weighted_loss(logits.float(), labels[:, 1:], weights)
+                group["lr"] = training.rate * schedule(self.seen / training.tokens)
+        with torch.autocast(training.device, dtype=torch.bfloat16):
+            logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]  # [B, T-1, V]
+        loss = weighted_loss(logits.float(), labels[:, 1:].to(ids.device), self.weights)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        seen, step = seen + ids.numel(), step + 1
-        losses = [*losses[-49:], loss.item()]
-        last = seen >= tokens
-        if step % 20 == 0 or last:
-            speed = (seen - first) / (time.time() - began)
-            left = (tokens - seen) / speed / 60
-            print(
-                f"{role} step {step} {seen / 1e6:.2f} M tokens loss "
-                f"{sum(losses) / len(losses):.4f} {speed:.0f} tokens/s {left:.1f} min left",
-                flush=True,
-            )
-        if step % 200 == 0 or last:
-            save_state(state, model, optimizers, (seen, pool_now, step))
-        if last:
-            break
-    model.save_pretrained(out / role)
+        return loss.item()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("tokenizer", "target", "draft"))
+    parser.add_argument("what", choices=("tokenizer", *SHAPES))
     parser.add_argument("--tokens", type=float, default=12e6, help="how many tokens to train on")
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--batch", type=int, default=8192, help="tokens in a batch")
-    parser.add_argument(
-        "--compare",
-        type=int,
-        default=2,
-        help="how often the family `compare` comes for once of each other",
-    )
-    parser.add_argument(
-        "--work",
-        type=Path,
-        default=Path("training"),
-        help="where the state of the training is kept",
-    )
+    compare_help = "how often the family `compare` comes for once of each other"
+    parser.add_argument("--compare", type=int, default=2, help=compare_help)
+    work_help = "where the state of the training is kept"
+    parser.add_argument("--work", type=Path, default=Path("training"), help=work_help)
     parser.add_argument("--out", type=Path, default=EMBEDDED, help="where the finished models go")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args()
-    if given.what == "tokenizer":
+    given = vars(parser.parse_args())
+    what = given.pop("what")
+    if what == "tokenizer":
         for role in SHAPES:
-            build_tokenizer().save_pretrained(given.out / role)
+            build_tokenizer().save_pretrained(given["out"] / role)
     else:
-        train(
-            given.what,
-            given.tokens,
-            given.work,
-            given.rate,
-            given.batch,
-            given.compare,
-            given.device,
-            given.out,
-        )
+        Trainer(Training(what, **given)).run()
 
 
 if __name__ == "__main__":

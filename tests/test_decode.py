@@ -19,6 +19,7 @@ from lenience.core.noise import Noise, gumbel_argmax, uniform
 from lenience.core.types import Draft, Reading
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
+from lenience.models.kv_cache import PlainCache
 from lenience.decoding.response import TextStream, pieces
 from lenience.rules.registry import parse_rule
 
@@ -343,8 +344,12 @@ def test_uniform_is_the_published_splitmix64() -> None:
     assert extremes.min() > 0 and extremes.max() < 1
 
 
-def test_nothing_is_drafted_past_an_eos_or_a_limit(llama: Pair) -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_nothing_is_drafted_past_an_eos_or_a_limit(
+    on_device: bool, llama: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each window is what the draft alone says there, which ends at its EOS."""
+    monkeypatch.setattr(PlainCache, "needs_host_tokens", not on_device)  # as on a GPU
     new, window, ended = 40, 8, 0
     for prompt in ([1, 2, 3], [7, 7, 9, 2], [30, 4], [11, 12], [45, 3, 21]):
         ids = list(prompt)
