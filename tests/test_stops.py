@@ -26,7 +26,12 @@ from lenience.decoding.pair import Pair
 from lenience.drafting.stops import STOPS, Heuristic, parse_stop
 from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Head, Inputs, load_head
-from lenience.mining.features import GATE_PREFIXES, compute_features, load_features
+from lenience.mining.features import (
+    GATE_PREFIXES,
+    STOP_WINDOW,
+    compute_features,
+    load_features,
+)
 from lenience.mining.fit import HeadPlan, fit_run
 from lenience.mining.search import MineConfig, mine
 
@@ -228,6 +233,65 @@ def test_a_stop_is_fitted_to_what_the_target_rejects(llama: Pair, tmp_path: Path
     )
     with pytest.raises(InputError, match=r"no judge\.json"):
         llama.generate([3, 4], rule=f"judge:{tmp_path / 'stop'}")
+
+
+def decided_by_topk(pair: Pair, ids: list[int], new: int, k: int, most: int) -> list[tuple]:
+    """Greedy decoding with topk:k in windows of `most`, through transformers' models alone: of each
+    place where the draft proposed a token its state there, and whether the token was rejected."""
+
+    def last(lm, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.inference_mode():
+            out = lm.model(torch.tensor([ids]), output_hidden_states=True)
+        return out.logits[0, -1], out.hidden_states[-1][0, -1]
+
+    ids, start, window, decided = list(ids), len(ids), 0, list[tuple]()
+    while len(ids) - start < new and not (len(ids) > start and ids[-1] in pair.target.eos_ids):
+        target, _ = last(pair.target, ids)
+        if window == most or len(ids) - start == new - 1:
+            ids, window = [*ids, int(target.argmax())], 0  # what follows a whole window
+            continue
+        draft, state = last(pair.draft, ids)
+        token = int(draft.argmax())
+        rejected = token not in target.topk(k).indices.tolist()
+        decided.append((state, rejected))
+        ids.append(int(target.argmax()) if rejected else token)
+        window = 0 if rejected else window + 1
+    return decided
+
+
+def test_a_stop_learns_what_the_rule_rejects_that_will_decode(llama: Pair, tmp_path: Path) -> None:
+    mine(llama, ParityTask(), tmp_path, MineConfig(limit=30, max_new_tokens=20))
+    inputs = Inputs(("draft",), ("previous",))
+    compute_features(llama, tmp_path, inputs, "stop", of="topk:2")
+    examples = load_features(tmp_path, inputs, "stop", of="topk:2")
+    records = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    longest = max(len(record["response_ids"]) for record in records)
+    for i, record in enumerate(records):
+        decided = decided_by_topk(llama, record["prompt_ids"], longest, 2, STOP_WINDOW)
+        mine_ = examples.samples == i
+        assert (~examples.harmless[mine_]).tolist() == [rejected for _, rejected in decided]
+        wanted = torch.stack([state for state, _ in decided])
+        np.testing.assert_allclose(examples.x[mine_], wanted, atol=1e-4)
+    made = fit_run(
+        llama, tmp_path, HeadPlan(inputs, tmp_path / "stop", FitConfig(role="stop"), of="topk:2")
+    )
+    assert made.metrics["of"] == "topk:2"
+    options = {"rule": "topk:2", "stop": f"head:{tmp_path / 'stop'}@0.5"}
+    assert llama.generate([3, 4], **options).tokens
+
+
+def test_what_a_stop_learned_of_one_head_is_not_taken_for_another_at_its_path(
+    llama: Pair, tmp_path: Path
+) -> None:
+    mine(llama, ParityTask(), tmp_path, MineConfig(limit=6, max_new_tokens=20))
+    inputs, width = Inputs(("draft",), ("previous",)), llama.target.hidden_size
+    rule, harmless = f"judge:{tmp_path / 'judge'}@0.5", list[np.ndarray]()
+    for bias in (9.0, -9.0):
+        reads = Inputs(("target",), ("previous",))
+        Head(torch.zeros(width), bias, reads, 0.5, llama.fingerprints).save(tmp_path / "judge")
+        compute_features(llama, tmp_path, inputs, "stop", of=rule)
+        harmless.append(load_features(tmp_path, inputs, "stop", of=rule).harmless)
+    assert harmless[0].all() and not harmless[1].all()
 
 
 def test_an_automatic_window_is_picked_once_and_said(llama: Pair) -> None:

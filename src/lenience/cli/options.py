@@ -156,6 +156,9 @@ class FitFlags:
     stop: Flag = False
     """Fit a head on the draft's states that says when to stop drafting, used as --stop
     head:RUN/stop@T."""
+    of: str | None = None
+    """With --stop: the rule that will decode, whose rejections it learns, such as
+    judge:RUN/judge@0.99; by default those of the strict rule."""
     gate: Flag = False
     """Fit a head that also says which tokens need no asking the target, used as --stop
     gate:RUN/gate@T (SPRINTER)."""
@@ -196,7 +199,7 @@ class FitFlags:
         if file := next((one for one in (folder, *folder.parents) if one.is_file()), None):
             raise InputError(f"--out {folder}: {file} is a file; name another folder")
         config = FitConfig(kind=kind, role=role, recall=self.recall, seed=self.seed)
-        return HeadPlan(self._inputs(), folder, config, self.tau or 1.0)
+        return HeadPlan(self._inputs(), folder, config, self.tau or 1.0, self.of)
 
     def _check(self) -> None:
         if not 0 < self.recall <= 1:
@@ -205,8 +208,21 @@ class FitFlags:
             raise InputError(f"--seed {self.seed}: must be from 0 to 2**32 - 1")
         if self.stop and self.gate:
             raise InputError("--gate: is another head than --stop's; fit them one after the other")
+        if self.of is not None:
+            self._check_of(self.of)
         if self.tau is not None and not (self.gate and self.tau > 0):
             raise InputError(f"--tau {self.tau:g}: is a gate's, and above 0")
+
+    def _check_of(self, rule: str) -> None:
+        from lenience.decoding.certified import refuse_certified
+        from lenience.rules.registry import BASELINES, parse_rule
+
+        if not self.stop:
+            raise InputError("--of: says what a stop learns from; give --stop too")
+        if rule in BASELINES:
+            raise InputError(f"--of {rule}: rejects nothing; name a rule that drafts")
+        refuse_certified([rule])
+        parse_rule(rule)
 
     def _inputs(self) -> Inputs:
         """What the head reads, by what was said and else by default."""

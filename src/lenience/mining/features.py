@@ -16,11 +16,13 @@ from lenience.core.errors import InputError
 from lenience.core.files import digest, replacing
 from lenience.core.noise import Noise, gumbel_argmax
 from lenience.core.progress import Progress, silent
+from lenience.decoding.certified import heads_of, without_paths
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.heads.fitting import Examples
 from lenience.heads.head import Inputs, Role
 from lenience.models.session import Session
+from lenience.rules.registry import parse_rule
 from lenience.runs.journal import Journal
 from lenience.runs.record import MinedSample, Mismatch, read_run
 
@@ -28,6 +30,9 @@ SHARD = 100
 """Journal records in a shard of features."""
 STOP_TOKENS = 64
 """How many tokens of an answer a stop is fitted to."""
+STOP_WINDOW = 32
+"""Of the decoding that a stop learns from: wide, as nothing is drafted for the token after a window
+that is kept whole."""
 GATE_PREFIXES = 12
 """How many prefixes of each kind a sample gives to a gate."""
 
@@ -36,17 +41,22 @@ Labelled = tuple[Tensor, Tensor]
 
 
 def compute_features(
-    pair: Pair, folder: Path, inputs: Inputs, role: Role = "judge", progress: Progress = silent
+    pair: Pair,
+    folder: Path,
+    inputs: Inputs,
+    role: Role = "judge",
+    progress: Progress = silent,
+    of: str | None = None,
 ) -> None:
     """Compute the hidden states of a run's labelled mismatches, or what a head of another `role` is
-    fitted to, into RUN/features; shards of the same records are kept. Raises InputError where the
-    run is of other models."""
+    fitted to, into RUN/features; shards of the same records are kept. `of` is the rule whose
+    rejections a stop learns. Raises InputError where the run is of other models."""
     _check_models(pair, folder)
     records = Journal(folder / "journal.jsonl").resume()
     if not records:
         mend = f"mine some samples first (lenience mine --out {folder})"
         raise InputError(f"{folder}: its journal is empty; {mend}")
-    shards = _shards(folder, inputs, role)
+    shards = _shards(folder, inputs, role, of)
     for begin in range(0, len(records), SHARD):
         part = records[begin : begin + SHARD]
         path = shards / f"{begin // SHARD:05d}.safetensors"
@@ -56,7 +66,10 @@ def compute_features(
                 MinedSample.read(record, f"{folder / 'journal.jsonl'}, {record.get('id')}")
                 for record in part
             ]
-            labelled = SOURCES[role](pair, samples, inputs)
+            if of is None:
+                labelled = SOURCES[role](pair, samples, inputs)
+            else:
+                labelled = _decided_states(pair, samples, of)
             numbers = [torch.full((len(x),), begin + i) for i, (x, _) in enumerate(labelled)]
             tensors = {
                 "x": torch.cat([x for x, _ in labelled]),
@@ -80,16 +93,26 @@ def _check_models(pair: Pair, folder: Path) -> None:
             raise InputError(f"{folder}: was mined with another {role} ({model.name}); {mend}")
 
 
-def _shards(folder: Path, inputs: Inputs, role: Role) -> Path:
+def _shards(folder: Path, inputs: Inputs, role: Role, of: str | None) -> Path:
     names = {"judge": str(inputs), "stop": "stop", "gate": f"gate-{'+'.join(inputs.tokens)}"}
-    return folder / "features" / names[role]
+    name = names[role]
+    if of is not None:  # another head at the same path is another rule
+        heads = [head.head.fingerprint for head in heads_of(of)]
+        name += f"-{digest([without_paths(of), heads])}"
+    return folder / "features" / name
 
 
-def load_features(folder: Path, inputs: Inputs, role: Role = "judge", tau: float = 1.0) -> Examples:
+def load_features(
+    folder: Path,
+    inputs: Inputs,
+    role: Role = "judge",
+    tau: float = 1.0,
+    of: str | None = None,
+) -> Examples:
     """All that has been computed, in the journal's order. What a gate must not let through is a
     token to which the draft gives more than `tau` times the target's probability."""
     shards: list[list[np.ndarray]] = []
-    for path in sorted(_shards(folder, inputs, role).glob("*.safetensors")):
+    for path in sorted(_shards(folder, inputs, role, of).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             names = ("x", LABELS[role], "sample")
             shards.append([file.get_tensor(name).float().numpy() for name in names])
@@ -167,6 +190,29 @@ def _stop_states(pair: Pair, sample: MinedSample) -> Labelled:
     drafted = logits[0, :, : pair.target.vocab_size].argmax(-1).cpu()
     rejected = drafted[rows] != torch.tensor(response)[rows]
     return reading.hidden[0].cpu()[rows].contiguous(), rejected.to(torch.uint8)
+
+
+def _decided_states(pair: Pair, samples: Sequence[MinedSample], of: str) -> list[Labelled]:
+    """Of some of the tokens that the draft proposes while the rule `of` answers each sample: the
+    draft's states [m, H] before them, and whether the rule rejects them [m]."""
+    decoding = Decoding(
+        rule=of,
+        window=STOP_WINDOW,
+        max_new_tokens=max(len(sample.response_ids) for sample in samples),
+        temperature=float(parse_rule(of).needs_sampling),
+    )
+    prompts = [sample.prompt_ids for sample in samples]
+    outs = pair.generate_batch(prompts, batch_size=32, **vars(decoding))
+    labelled = []
+    for out in outs:
+        origins = [entry.origin for entry in out.trace]
+        decided = [i for i, origin in enumerate(origins) if origin != "bonus"]
+        decided = decided[:: max(1, -(-len(decided) // STOP_TOKENS))]
+        session = Session(pair.require_draft("a stop head"))
+        reading = session.read([out.prompt_tokens + out.tokens], len(out.tokens) + 1)
+        rejected = torch.tensor([origins[i] == "correction" for i in decided], dtype=torch.uint8)
+        labelled.append((reading.hidden[0].cpu()[decided].contiguous(), rejected))
+    return labelled
 
 
 def gate_states(pair: Pair, samples: Sequence[MinedSample], inputs: Inputs) -> list[Labelled]:

@@ -25,17 +25,22 @@ class HeadPlan:
     tau: float = 1.0
     """Of a gate: a token is acceptable where draft / target of its probabilities is at most
     this."""
+    of: str | None = None
+    """Of a stop: the rule whose rejections it learns; None for what the strict rule would reject of
+    the target's own answers."""
 
 
 def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) -> Head:
     """Compute the hidden states that a head is fitted to, fit it and save it."""
     role = plan.config.role
-    compute_features(pair, run, plan.inputs, role, progress)
+    compute_features(pair, run, plan.inputs, role, progress, plan.of)
     progress(f"fitting the {role}", 0, 1)
-    examples = load_features(run, plan.inputs, role, plan.tau)
+    examples = load_features(run, plan.inputs, role, plan.tau, plan.of)
     head = fit_head(examples, plan.inputs, pair.fingerprints, plan.config)
     if role == "gate":
         head = replace(head, metrics={**head.metrics, "tau": plan.tau})
+    if plan.of is not None:
+        head = replace(head, metrics={**head.metrics, "of": plan.of})
     head.save(plan.out)
     progress(f"fitting the {role}", 1, 1)
     return head
