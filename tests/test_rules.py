@@ -718,6 +718,52 @@ def test_the_judge_is_asked_only_where_the_strict_rule_rejects(tmp_path: Path) -
     assert (loose.num_accepted, loose.next_token) == (2, 5)
 
 
+@given(
+    seed=st.integers(0, 1000),
+    threshold=st.floats(0.05, 0.95),
+    by=st.floats(0.1, 3),
+    digits=st.sets(st.integers(0, VOCABULARY - 1)),
+)
+@settings(max_examples=60)
+def test_a_judge_is_surer_where_it_is_told_to_be(
+    judge_folder: Path, seed: int, threshold: float, by: float, digits: set[int]
+) -> None:
+    """Where the drafted token or the target's own is one of some."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(5, VOCABULARY)).astype(np.float32)
+    states = torch.from_numpy(rng.normal(size=(5, 3)).astype(np.float32))
+    drafted = rng.integers(0, VOCABULARY, 4).tolist()
+    ctx = greedy()
+    ctx.token_mask = lambda pattern: torch.tensor(
+        [pattern == r"\d" and token in digits for token in range(VOCABULARY)]
+    )
+    rule = Judge(str(judge_folder), threshold, strict=r"\d", by=by)
+    draft = window(drafted, None, torch.zeros(5, 2))
+    verdict = decide(rule, draft, reading(logits, states), ctx)
+    kept = 0
+    for i, token in enumerate(drafted):
+        own = int(logits[i].argmax())
+        least = np.log(threshold / (1 - threshold)) + by * (token in digits or own in digits)
+        if token != own and float(states[i + 1, 0]) < least:
+            break
+        kept += 1
+    assert verdict.num_accepted == kept
+
+
+@pytest.fixture(scope="module")
+def judge_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("surer")
+    save_head(folder)
+    return folder
+
+
+def test_the_tokens_that_a_judge_is_surer_of_are_told_by_their_text(built_in: Pair) -> None:
+    mask = built_in.target.token_mask(r"\d|[-+*/=]")
+    texts = [built_in.target.tokenizer.decode([id]) for id in range(len(mask))]
+    wanted = {id for id, text in enumerate(texts) if any(c in "0123456789-+*/=" for c in text)}
+    assert set(mask.nonzero()[:, 0].tolist()) == wanted and 20 < len(wanted) < len(mask)
+
+
 def test_a_judge_alone_means_exact_or_judge(tmp_path: Path, llama: Pair) -> None:
     width = llama.target.hidden_size + llama.draft.hidden_size
     head = Head(
@@ -792,6 +838,7 @@ def test_a_broken_judge_is_told(spoil, says: str, tmp_path: Path) -> None:
         "exact|judge:j@0.5",
         "speculative|topk:2",
         "judge:j,unchecked=true@0.25",
+        'judge:j,strict="\\d|[-+*/=]",by=2.5@0.25',
     ],
 )
 def test_a_rules_text_is_its_spec(spec: str) -> None:
@@ -813,6 +860,8 @@ def test_any_path_and_threshold_survive_the_spec(path: str, threshold: float) ->
 def test_arguments_may_be_named() -> None:
     assert lenience.rule("topk:k=4") == as_rule(TopK(4))
     assert lenience.rule("judge:path=x@0.5") == as_rule(Judge("x", 0.5))
+    surer = as_rule(Judge("x", 0.5, strict="a|b", by=2.0))
+    assert lenience.rule('judge:x@0.5,strict="a|b",by=2') == surer, "also after the threshold"
 
 
 @pytest.mark.parametrize(
@@ -835,6 +884,10 @@ def test_arguments_may_be_named() -> None:
         ("judge:@0.5", "must be given"),
         ("judge:x@90", "a score is a probability"),
         ("judge:x@nan", "a number"),
+        ("judge:x@0.5,strict=a", "give both"),
+        ("judge:x@0.5,by=2", "give both"),
+        ("judge:x@0.5,strict=a,by=-1", "by -1: must be 0 or more"),
+        ('judge:x@0.5,strict="(",by=1', "no regular expression"),
         ("exact|speculative", "two strict rules"),
     ],
 )

@@ -57,6 +57,8 @@ class Context:
     processors: LogitsProcessorList | None = None
     decode: Callable[[Sequence[int]], str] | None = None
     """The text of tokens, special ones included."""
+    token_mask: Callable[[str], Tensor] | None = None
+    """[V] bool: in which tokens' texts a regular expression is found."""
     fresh_noise_per_window: bool = False
     """Whether each window has draws of its own, as a lossless rule needs whose decision on a token
     depends on those after it: a draw that helped to decide must not come again."""
@@ -111,6 +113,13 @@ class Context:
         truncation rules each out."""
         logits = logits if self.greedy else self._warp(logits.float())
         return logits.gather(2, tokens[..., None])[..., 0] > -torch.inf
+
+    def found_in(self, pattern: str, tokens: Tensor) -> Tensor:
+        """[B, W] bool: whether a regular expression is found in the text of each of the `tokens`
+        [B, W]."""
+        if self.token_mask is None:
+            raise RuntimeError("tokens are told apart by text, and the context has no tokenizer")
+        return self.token_mask(pattern).to(tokens.device)[tokens]
 
     def log_probs(self, logits: Tensor) -> Tensor:
         """[…, V] processed logits → log-probabilities at the request's temperature (1 when greedy),

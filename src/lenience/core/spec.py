@@ -1,7 +1,8 @@
 """Specs: a rule or a stop condition as text. Their fields are its arguments.
 
     spec = term {("|" | "&") term}        "&" binds tighter
-    term = name [":" arg {"," arg}] ["@" number]        arg = value | key "=" value
+    term = name [":" args] ["@" number ["," args]]        args = arg {"," arg}
+    arg = value | key "=" value
 
 A value that holds one of `@ , | & =` or a space stands in double quotes; the number is the field
 `threshold`. Fields that are keyword-only have no place without their key.
@@ -106,16 +107,20 @@ def unquote_value(text: str) -> str:
 def parse_term(text: str, what: str, kinds: Mapping[str, type[T]]) -> T:
     """One of `kinds`, dataclasses by name, from its spec. Raises InputError that says what is
     wrong; `what` says of what kind they all are."""
-    body, *threshold = split(text.strip(), "@")
+    body, *after = split(text.strip(), "@", limit=1)
+    number, *more = split(after[0], ",", limit=1) if after else ("",)
     name, *args = split(body, ":", limit=1)
+    args = [argument for part in (*args, *more) for argument in split(part, ",")]
     if name not in kinds:
         raise InputError(f"there is no {what} {name!r}; there are {', '.join(kinds)}")
     kind = kinds[name]
     hints = get_type_hints(kind)
     types = {item.name: hints[item.name] for item in _fields(kind)}
-    values = _arguments(name, split(args[0], ",") if args else [], kind, types)
-    if threshold:
-        values["threshold"] = _threshold(name, body, threshold, types)
+    values = _arguments(name, args, kind, types)
+    if after:
+        if "threshold" not in types:
+            raise InputError(f"{name} takes no @threshold")
+        values["threshold"] = convert(f"{name}'s threshold", number, float)
     for item in _fields(kind):
         if item.default is dataclasses.MISSING and item.name not in values:
             written = f"{body}@T" if item.name == "threshold" else f"{name}:{item.name.upper()}"
@@ -156,16 +161,6 @@ def _arguments(
             raise InputError(f"{name}'s {key} is given twice")
         values[key] = convert(f"{name}'s {key}", value[0].strip('"'), types[key])
     return values
-
-
-def _threshold(name: str, body: str, after: list[str], types: Mapping[str, object]) -> object:
-    """The number after a term's @."""
-    if "threshold" not in types:
-        raise InputError(f"{name} takes no @threshold")
-    if "," in after[-1]:
-        number, more = after[-1].split(",", 1)
-        raise InputError(f"{name}'s threshold stands last: write {body},{more}@{number}")
-    return convert(f"{name}'s threshold", "@".join(after), float)
 
 
 def named_settings(name: str, grid: Iterable[str]) -> list[str]:

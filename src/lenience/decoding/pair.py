@@ -251,6 +251,7 @@ class Pair:
             top_p=getattr(config, "top_p", None) if top_p is None else top_p,
             processors=reader.processors(sampling=decoding.temperature > 0) or None,
             decode=partial(reader.decode, special=True),
+            token_mask=reader.token_mask,
             fresh_noise_per_window=setup.rule.whole_window,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import re
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
@@ -375,6 +376,15 @@ class LM:
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """The text of tokens, `special` ones included or left out."""
         return cast(str, self.tokenizer.decode(list(ids), skip_special_tokens=not special))
+
+    def token_mask(self, pattern: str) -> Tensor:
+        """[V] bool: in which tokens' texts a regular expression is found; found out once."""
+
+        def search() -> Tensor:
+            texts = self.tokenizer.batch_decode([[id] for id in range(self.vocab_size)])
+            return torch.tensor([bool(re.search(pattern, text)) for text in texts])
+
+        return self.once(("tokens", pattern), lambda: search().to(self.device))
 
     def processors(self, sampling: bool) -> LogitsProcessorList:
         """What the model's generation_config does to logits besides temperature, top-k and top-p.

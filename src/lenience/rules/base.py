@@ -23,7 +23,7 @@ class Term:
     """One named rule: a frozen dataclass whose fields are its spec."""
 
     name: ClassVar[str]
-    strict: ClassVar[bool] = False
+    is_strict: ClassVar[bool] = False
     composable: ClassVar[bool] = True
     """Whether it can be joined with others; not where it looks ahead or decides by a distribution
     of its own."""

@@ -30,7 +30,7 @@ class AllOf:
 
     def __post_init__(self) -> None:
         for term in self.terms:
-            if term.strict and len(self.terms) > 1:
+            if term.is_strict and len(self.terms) > 1:
                 raise InputError(f"{term} is a strict rule, which is joined by |, not by &")
 
     @cached_property
@@ -61,7 +61,7 @@ class AnyOf:
     parts: tuple[AllOf, ...]
 
     def __post_init__(self) -> None:
-        if sum(term.strict for term in self.terms) > 1:
+        if sum(term.is_strict for term in self.terms) > 1:
             raise InputError(
                 f"{self}: joins two strict rules, and only one can say what follows a rejection"
             )
@@ -120,7 +120,7 @@ class AnyOf:
 
     @cached_property
     def _named_strict(self) -> Term | None:
-        return next((term for term in self.terms if term.strict), None)
+        return next((term for term in self.terms if term.is_strict), None)
 
     @cached_property
     def _lenient(self) -> list[Lenient]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from torch import Tensor
 
 from lenience.core.context import Context
+from lenience.core.errors import InputError
 from lenience.core.types import Draft, Reading
 from lenience.heads.head import Learned
 from lenience.rules.base import Lenient
@@ -21,6 +23,11 @@ class Judge(Learned, Lenient):
     Judge Decoding, Bachmann 2025). Alone it means `exact|judge:…` when greedy and
     `speculative|judge:…` when sampling."""
 
+    strict: str = field(default="", kw_only=True)
+    """A regular expression: where it is found in the drafted token or in the target's own, the
+    judge must be surer."""
+    by: float = field(default=0.0, kw_only=True)
+    """How much larger the logit of its score must be there."""
     name = "judge"
     role = "judge"
     implies_strict = True
@@ -31,6 +38,21 @@ class Judge(Learned, Lenient):
     def __post_init__(self) -> None:
         Learned.__post_init__(self)
         Lenient.__post_init__(self)
+        if bool(self.strict) != bool(self.by):
+            raise InputError(
+                f"{self.name}: strict says where the judge must be surer, by how much surer; give "
+                "both"
+            )
+        if not 0 <= self.by < math.inf:
+            raise InputError(f"{self.name}'s by {self.by:g}: must be 0 or more, of a logit")
+        if '"' in self.strict:
+            raise InputError(f"{self.name}'s strict: write \\x22 for a double quote")
+        try:
+            re.compile(self.strict)
+        except re.error as error:
+            raise InputError(
+                f"{self.name}'s strict {self.strict!r}: is no regular expression ({error})"
+            ) from None
 
     @property
     def heads(self) -> tuple[Learned, ...]:
@@ -69,7 +91,12 @@ class Judge(Learned, Lenient):
         self, draft: Draft, reading: Reading, ctx: Context, exact: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         logits = self.head.window_logits(draft, reading)
-        return logits >= _logit(self.bound), logits
+        least: Tensor | float = _logit(self.bound)
+        if self.strict:
+            drafted = ctx.found_in(self.strict, draft.tokens)
+            own = ctx.found_in(self.strict, reading.greedy_tokens[:, :-1])
+            least = least + self.by * (drafted | own)  # [B, W]
+        return logits >= least, logits
 
 
 def _logit(threshold: float) -> float:

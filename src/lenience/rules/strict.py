@@ -28,7 +28,7 @@ class Exact(Term):
     seed, whatever was drafted."""
 
     name = "exact"
-    strict = True
+    is_strict = True
     grid = ("exact",)
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
@@ -49,7 +49,7 @@ class Speculative(Term):
     the same as `exact` when greedy."""
 
     name = "speculative"
-    strict = True
+    is_strict = True
     exact_when_greedy = True
     grid = ("speculative",)
 
@@ -69,7 +69,7 @@ class Block(Term):
     `speculative` on average; `exact` when greedy."""
 
     name = "block"
-    strict = True
+    is_strict = True
     composable = False
     exact_when_greedy = True
     whole_window = True
