@@ -1,0 +1,169 @@
+"""What judges gain on the built-in pair, at which loss. Prints one JSON object.
+
+    python benchmarks/judges.py --out judges
+
+Judges are fitted to the mining run that comes with the pair. What is compared is picked on problems
+of its own, and then measured on held-out ones that nothing was chosen on:
+
+- tokens per pass at a wide window, of each judge with one threshold, and with a second one for
+  digits and operators, where at most a point of accuracy may be lost;
+- tokens per second, one by one, of the judge with a stop that learned what it rejects, with one
+  that learned what the strict rule rejects, and at fixed windows; and of strict decoding at its
+  fastest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lenience.cli.console import progress_bars
+from lenience.decoding.loading import EMBEDDED, load_pair
+from lenience.decoding.pair import Pair
+from lenience.evaluation.compare import CompareConfig, compare
+from lenience.evaluation.table import Frontier, FrontierRow
+from lenience.heads.fitting import FitConfig, Kind
+from lenience.heads.head import Inputs
+from lenience.mining.fit import HeadPlan, fit_run
+from lenience.tasks import Sample, WordMath
+
+HEADS: tuple[Kind, ...] = ("logistic", "mlp")
+"""AutoJudge's own head, and one with a hidden layer."""
+NUMERIC = r"[\d+*/=-]"
+THRESHOLDS = (0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9995, 0.9998)
+SURER = (2.5,)
+"""By how much, as a logit, a judge must be surer of digits and operators."""
+WIDE = 32
+STOPS = (0.3, 0.5, 0.7)
+WINDOWS = (2, 4, 8, 16)
+
+
+class Picking(WordMath):
+    """Problems that are neither mined nor held out, to pick settings on."""
+
+    name = "wordmath-picking"
+
+    def samples(self, split: str) -> Iterator[Sample]:
+        rows = list(super().samples("train"))
+        yield from rows[15_000:19_000] if split == "test" else rows[19_000:]
+
+
+def fitted(pair: Pair, run: Path, kind: Kind) -> str:
+    """A judge's folder, fitted where it is not there yet."""
+    folder = run / kind
+    if not (folder / "judge.json").exists():
+        with progress_bars() as show:
+            fit_run(pair, run, HeadPlan(Inputs(), folder, FitConfig(kind)), show)
+    return str(folder)
+
+
+def stop_of(pair: Pair, run: Path, name: str, rule: str | None) -> str:
+    """A stop's folder, fitted to what a rule rejects, or else to what the strict one does."""
+    folder = run / name
+    if not (folder / "stop.json").exists():
+        inputs = Inputs(("draft",), ("previous",))
+        with progress_bars() as show:
+            plan = HeadPlan(inputs, folder, FitConfig(role="stop"), of=rule)
+            fit_run(pair, run, plan, show)
+    return str(folder)
+
+
+def measured(
+    pair: Pair, task: WordMath, settings: Sequence[str], out: Path, limit: int, timed: int
+) -> Frontier:
+    """A comparison of settings that name their windows, with the strict rule at its fastest."""
+    config = CompareConfig(
+        rules=("exact",),
+        settings=tuple(settings),
+        windows=WINDOWS,
+        limit=limit,
+        tuning=10,
+        timed=timed,
+        repeats=2,
+    )
+    with progress_bars() as show:
+        return compare(pair, task, config, out, show)
+
+
+def most_lenient(rows: Sequence[FrontierRow], limit: float) -> FrontierRow | None:
+    """The row of the most tokens per pass that loses at most `limit`, net of what it gains."""
+    usable = [row for row in rows if row.paired_loss - row.paired_gain <= limit]
+    return max(usable, key=lambda row: row.tokens_per_pass or 0.0, default=None)
+
+
+def wide(pair: Pair, out: Path, picking: int, problems: int, limit: float) -> list[dict[str, Any]]:
+    """Tokens per pass at the wide window, of each judge's best setting of either kind."""
+    settings, kinds = [], {}
+    for kind in HEADS:
+        judge = f"judge:{fitted(pair, out / 'run', kind)}"
+        for threshold in THRESHOLDS:
+            one = f"{judge}@{threshold}"
+            kinds[one] = f"{kind}, one threshold"
+            settings.append(one)
+            for by in SURER:
+                two = f'{judge},strict="{NUMERIC}",by={by}@{threshold}'
+                kinds[two] = f"{kind}, two thresholds"
+                settings.append(two)
+    named = [f"{setting}; window={WIDE}" for setting in ("exact", *settings)]
+    rows = measured(pair, Picking(), named, out / "picking", picking, 1).rows
+    picked = {}
+    for name in dict.fromkeys(kinds.values()):
+        best = most_lenient([row for row in rows if kinds.get(row.rule) == name], limit)
+        if best is not None:
+            picked[name] = best.rule
+    held_out = [f"{rule}; window={WIDE}" for rule in ("exact", *picked.values())]
+    rows = measured(pair, WordMath(), held_out, out / "held-out", problems, 1).rows
+    by_rule = {row.rule: row for row in rows if row.window == WIDE}
+    strict = by_rule["exact"].tokens_per_pass or 1.0
+    return [
+        {
+            "judge": name,
+            "times_strict": (by_rule[rule].tokens_per_pass or 0.0) / strict,
+            **by_rule[rule].to_json(),
+        }
+        for name, rule in picked.items()
+    ]
+
+
+def fast(pair: Pair, out: Path, rule: str, problems: int, timed: int) -> list[dict[str, Any]]:
+    """Tokens per second of a judge by how its drafting ends, beside strict decoding."""
+    run = out / "run"
+    stops = {"its own": stop_of(pair, run, "stop-judge", rule)}
+    stops["strict"] = stop_of(pair, run, "stop-strict", None)
+    settings = [f"{rule}; window={window}" for window in WINDOWS]
+    for folder in stops.values():
+        settings += [f"{rule}; window=16; stop=head:{folder}@{least}" for least in STOPS]
+        settings += [f"exact; window=16; stop=head:{folder}@{least}" for least in STOPS]
+    frontier = measured(pair, WordMath(), settings, out / "fast", problems, timed)
+    return [row.to_json() for row in frontier.rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("judges"), help="finished work stays there"
+    )
+    parser.add_argument("--picking", type=int, default=300, help="problems to pick settings on")
+    parser.add_argument("--problems", type=int, default=500, help="held-out problems")
+    parser.add_argument("--timed", type=int, default=40, help="of them, how many are timed")
+    parser.add_argument("--limit", type=float, default=0.01, help="what may be lost")
+    given = parser.parse_args()
+    run = given.out / "run"
+    run.mkdir(parents=True, exist_ok=True)
+    for name in ("run.json", "journal.jsonl"):
+        shutil.copy(EMBEDDED / "run" / name, run)
+    pair = load_pair(compile=True)
+    lenient = wide(pair, given.out, given.picking, given.problems, given.limit)
+    best = max(lenient, key=lambda row: row["times_strict"])
+    speeds = fast(pair, given.out, best["rule"], given.problems, given.timed)
+    print(json.dumps({"wide": lenient, "fast": speeds}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
