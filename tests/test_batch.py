@@ -88,7 +88,7 @@ def test_tokens_that_stay_on_the_device_make_no_difference(
 
 
 @given(prompts, st.integers(1, 9), st.integers(1, 40), st.integers(1, 5))
-@quick(30)
+@quick(15)
 def test_a_judge_scores_each_row_as_alone(llama, judge, given_prompts, window, new, size) -> None:
     options = {"rule": judge, "window": window, "max_new_tokens": new}
     together = llama.generate_batch(given_prompts, batch_size=size, **options)

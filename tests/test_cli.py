@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -130,7 +131,8 @@ def test_a_marker_that_finds_no_answer_is_told(checkpoints, tmp_path: Path) -> N
         '{"prompt": "w1 w2", "reference": "w3", "split": "train"}\n'
     )
     task = ["--task", tmp_path / "own.jsonl", "--answer", "after:####", "--max-new-tokens", 12]
-    done = run("mine", "--target", target, "--draft", draft, *task, "--out", tmp_path / "r")
+    models = ["--target", target, "--draft", draft, "--no-compile"]
+    done = run("mine", *models, *task, "--out", tmp_path / "r")
     assert done.returncode == 0 and "no answer was found in any, look at --answer" in " ".join(
         done.stderr.split()
     )
@@ -146,7 +148,8 @@ def test_a_failed_run_exits_with_1(tmp_path: Path) -> None:
         "from lenience.tasks import WordMath\nclass T(WordMath):\n    def answer(self, text):\n  "
         "      raise OSError('disk on fire')\n"
     )
-    done = spawn("mine", "--task", f"{tmp_path}/broken.py:T", "--out", tmp_path / "r", "--limit", 1)
+    options = ["--task", f"{tmp_path}/broken.py:T", "--limit", 1, "--no-compile"]
+    done = spawn("mine", *options, "--out", tmp_path / "r")
     assert done.returncode == 1 and "disk on fire" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -278,8 +281,14 @@ def test_the_whole_path_on_a_users_own_pair_and_task(checkpoints, tmp_path: Path
     assert other["mismatches"] == fitted["mismatches"]
 
 
-def test_the_demo_tells_the_whole_story(tmp_path: Path) -> None:
-    told = last_json(run("demo", "--out", tmp_path, "--fresh", 1, "--limit", 8, "--json"))
+def test_the_demo_tells_the_whole_story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fewer of the samples that come with the pair."""
+    few, lines = tmp_path / "few", (EMBEDDED / "run" / "journal.jsonl").read_text().splitlines(True)
+    (few / "run").mkdir(parents=True)
+    shutil.copy(EMBEDDED / "run" / "run.json", few / "run")
+    (few / "run" / "journal.jsonl").write_text("".join(lines[:80]))
+    monkeypatch.setattr("lenience.cli.demo.EMBEDDED", few)
+    told = last_json(run("demo", "--out", tmp_path, "--fresh", 1, "--limit", 3, "--json"))
     assert set(told) >= {
         "target_accuracy",
         "draft_accuracy",
@@ -290,7 +299,7 @@ def test_the_demo_tells_the_whole_story(tmp_path: Path) -> None:
     }
     families = {row["rule"].split(":")[0] for row in told["rows"]}
     assert families == {"target", "draft", "exact", "topk", "judge"}
-    shipped = (EMBEDDED / "run" / "journal.jsonl").read_text()
+    shipped = (few / "run" / "journal.jsonl").read_text()
     journal = (tmp_path / "run" / "journal.jsonl").read_text()
     assert (
         journal.startswith(shipped) and len(journal.splitlines()) == len(shipped.splitlines()) + 1

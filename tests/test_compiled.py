@@ -114,7 +114,7 @@ def test_a_draft_that_reads_on_takes_what_is_most_probable(
     st.integers(0, 19),
     st.integers(1, 4),
 )
-@quick(25)
+@quick(15)
 def test_a_compiled_pair_answers_as_a_plain_one(
     compiled, llama: Pair, judge: str, asked, how, window, size
 ) -> None:

@@ -95,7 +95,7 @@ def test_wrong_conditions_are_refused(llama: Pair, spec: str, said: str) -> None
 
 
 @given(st.integers(0, 10_000), st.sampled_from([0.0, 0.7]), st.floats(0, 1), st.floats(0.05, 2))
-@quick(40)
+@quick(30)
 def test_chances_are_what_their_definitions_say(
     head: Head, seed: int, temperature: float, least: float, gamma: float
 ) -> None:
