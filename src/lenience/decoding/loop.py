@@ -43,7 +43,9 @@ def decode(
             active.append(request)
         if not active:
             return
-        ctx = replace(ctx, rows=[request.row for request in active])
+        rows = [request.row for request in active]
+        if len(rows) != len(ctx.rows) or any(a is not b for a, b in zip(rows, ctx.rows)):
+            ctx = replace(ctx, rows=rows)
         room = [request.response.room for request in active]
         draft, target_tokens, verdicts = cycle(session, drafter, rule, ctx, room)
         draft_tokens = draft.tokens_read or [0] * len(active)
