@@ -28,6 +28,7 @@ from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.lm import LM
 from lenience.models.memory import token_bytes
 from lenience.models.onnx_export import export_graph
+from lenience.models.onnx_graph import GraphCache
 from lenience.models.session import Session
 
 EXPORTED = ["llama", "qwen2", "qwen3", "gemma2", "mistral", "gpt2"]
@@ -80,6 +81,37 @@ def test_states_and_logits_are_the_models_own(
             torch.testing.assert_close(
                 got.hidden[row], own.hidden_states[-1][0, -states:], atol=2e-4, rtol=1e-3
             )
+
+
+@pytest.mark.parametrize(("name", "role"), [("llama", "target"), ("gpt2", "draft")])
+def test_states_after_a_layer_are_the_models_own(name: str, role: str, compiled) -> None:
+    lm = compiled(name, role)
+    session = Session(lm, 2, 40, layer=1)
+    assert isinstance(session.cache, GraphCache)
+    sequences, on = [[3, 4, 5, 6, 7], [8, 9, 10, 11, 12]], 0 if role == "target" else 3
+    session.read([[3], [8]])
+    got = session.read(sequences, 1 if on else 4, lookahead=on)
+    for row, sequence in enumerate(sequences):
+        read = sequence + got.logits[row, :on].argmax(-1).tolist()
+        with torch.inference_mode():
+            own = lm.model(torch.tensor([read]), output_hidden_states=True)
+        n = got.hidden.shape[1]
+        assert n == (1 + on if on else 4)
+        torch.testing.assert_close(
+            got.hidden[row], own.hidden_states[1][0, -n:], atol=2e-4, rtol=1e-3
+        )
+        torch.testing.assert_close(got.logits[row], own.logits[0, -n:], atol=2e-4, rtol=1e-3)
+
+
+def test_without_an_export_of_a_layer_it_is_read_through_the_models_own_pass(
+    compiled, checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = graph_path(compiled("llama"))
+    monkeypatch.setenv("LENIENCE_CACHE", str(tmp_path))
+    graph_path(compiled("llama")).write_bytes(path.read_bytes())
+    lm = load_pair(*checkpoints("llama"), dtype="float32", compile=None).target
+    assert isinstance(Session(lm).cache, GraphCache)
+    assert not isinstance(Session(lm, layer=1).cache, GraphCache), "nothing is exported unasked"
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])

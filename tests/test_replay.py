@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
+from lenience.heads.head import Head, Inputs
 from lenience.models import session
 from lenience.models.cuda_graphs import BLOCK, CudaGraphCache, CudaGraphs
 from lenience.models.session import Session, reads_together_as_alone
@@ -51,6 +53,18 @@ def test_answers_are_those_of_plain_passes(replayed, asked, how, stop, window, s
         batch_size=size,
     )
     assert_same(pair.generate_batch(asked, **options), plain.generate_batch(asked, **options))
+
+
+def test_a_judge_on_a_layer_is_asked_of_recorded_passes(replayed, tmp_path: Path) -> None:
+    pair, plain = replayed
+    weight = torch.randn(pair.target.hidden_size, generator=torch.Generator().manual_seed(1))
+    inputs = Inputs(("target",), ("draft",), 1)
+    Head(weight, 0.0, inputs, 0.5, pair.fingerprints).save(tmp_path)
+    assert isinstance(Session(pair.target, layer=1).cache, CudaGraphCache)
+    asked, options = [[3, 4, 5], [7, 7, 9, 2]], {"rule": f"judge:{tmp_path}@0.5", "window": 4}
+    together = pair.generate_batch(asked, max_new_tokens=30, **options)
+    assert_same(together, plain.generate_batch(asked, max_new_tokens=30, **options))
+    assert any(out.accepted_lenient for out in together)
 
 
 def test_it_passes_the_check_that_a_gpu_would_ask_for(replayed) -> None:

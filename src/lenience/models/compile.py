@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.kv_cache import Backend
 from lenience.models.lm import LM
 from lenience.models.onnx_export import FORMAT, export_graph
-from lenience.models.onnx_graph import load
+from lenience.models.onnx_graph import Graph, load
 from lenience.models.session import reads_together_as_alone
 
 LARGEST = 1 << 28
@@ -45,7 +46,7 @@ def _compile(lm: LM, export: bool) -> bool:
         return False
     if not why:
         try:
-            backend = _backend(lm, path)
+            backend = _backend(lm, path, export)
             if reads_together_as_alone(lm, backend.cache(lm, 3, 256)):
                 lm.use(backend)
                 return True
@@ -58,13 +59,34 @@ def _compile(lm: LM, export: bool) -> bool:
     return False
 
 
-def _backend(lm: LM, path: Path | None) -> Backend:
+def _backend(lm: LM, path: Path | None, export: bool) -> Backend:
     """The graph in a file, exported where there is none yet; or recorded passes."""
     if path is None:
         return CudaGraphs()
     if not path.exists():
         export_graph(lm, path)
-    return load(path)
+    return load(path, partial(_at_layer, export))
+
+
+def _at_layer(export: bool, lm: LM, layer: int) -> Graph | None:
+    """The graph of a model that gives the states after a layer, exported where that is wanted and
+    there is none yet; None, with a warning, where it cannot be made or differs."""
+    path = graph_path(lm, layer)
+    if not export and not path.exists():
+        return None
+    try:
+        if not path.exists():
+            export_graph(lm, path, layer)
+        graph = load(path)
+        if reads_together_as_alone(lm, graph.cache(lm, 3, 256), layer):
+            return graph
+        path.unlink(missing_ok=True)
+        why = "the exported pass differs from its own"
+    except Exception as error:  # whatever an exporter raises
+        why = f"{type(error).__name__}: {first_line(error)}"
+    what = f"the states after layer {layer} are read through its own pass"
+    warnings.warn(f"{lm.role} {lm.name!r}: {what}: {why}", stacklevel=3)
+    return None
 
 
 def refuses(lm: LM) -> str | None:
@@ -84,13 +106,14 @@ def refuses(lm: LM) -> str | None:
     return None
 
 
-def graph_path(lm: LM) -> Path:
+def graph_path(lm: LM, layer: int | None = None) -> Path:
     """Where a model's graph is kept: $LENIENCE_CACHE, else the user's cache folder; its name is a
-    hash of all weights, the configuration, the role and what exports it."""
+    hash of all weights, the configuration, the role, the layer and what exports it."""
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = Path(os.environ.get("LENIENCE_CACHE") or user_cache / "lenience")
     versions = [FORMAT, torch.__version__, transformers.__version__]
     made_of = [*versions, lm.model.config.to_json_string(), lm.role]
+    made_of += [] if layer is None else [layer]
     digest = hashlib.blake2b(repr(made_of).encode(), digest_size=12)
     for name, weight in sorted(lm.model.state_dict().items()):
         content = weight.detach().reshape(-1).contiguous().view(torch.uint8).numpy()

@@ -30,11 +30,17 @@ BLOCK, KEPT = 256, 64
 class CudaGraphs:
     """The backend of recorded passes."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: int | None = None) -> None:
+        """`layer`: after which of the layers the hidden states are, where not after the final
+        norm."""
+        self.layer = layer
         self._spare: list[CudaGraphCache] = []
         """At most one cache that no session uses any more, with its recordings, for the next
         one."""
         self._lock = threading.Lock()
+
+    def at_layer(self, lm: LM, layer: int) -> CudaGraphs:
+        return CudaGraphs(layer)
 
     def has_spare(self, rows: int, capacity: int) -> bool:
         return any(cache.fits(rows, capacity) for cache in self._spare)
@@ -64,7 +70,7 @@ class CudaGraphCache(PlainCache):
     can_loop = True
 
     def __init__(self, lm: LM, backend: CudaGraphs, rows: int, capacity: int):
-        super().__init__(lm, rows, capacity)
+        super().__init__(lm, rows, capacity, backend.layer)
         self._backend, self._recorded_capacity = backend, capacity
         self._recorded: dict[_Shape, _Recording] = {}
         self._pool: Any = None

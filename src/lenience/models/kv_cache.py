@@ -94,10 +94,15 @@ class RowCache(Protocol):
 
 
 class Backend(Protocol):
-    """A way to read a model other than through its own forward, see `lenience.models.compile`."""
+    """A way to read a model other than through its own forward, see `lenience.models.compile`; it
+    gives the states after the final norm, or those after one of the layers."""
 
     def cache(self, lm: LM, rows: int, capacity: int) -> RowCache:
         """Make a cache, or take over one that no session uses any more."""
+        ...
+
+    def at_layer(self, lm: LM, layer: int) -> Backend | None:
+        """The same way to the states after one of the model's layers; None where there is none."""
         ...
 
     def has_spare(self, rows: int, capacity: int) -> bool:

@@ -154,6 +154,14 @@ class LM:
         """Read the model through another way than its own forward from now on; None for its own."""
         self.backend = backend
 
+    def backend_at(self, layer: int | None) -> Backend | None:
+        """What the model is read through where the states after a layer are wanted, or those after
+        the final norm; None for its own forward."""
+        backend = self.backend
+        if backend is None or layer is None:
+            return backend
+        return self.once(("layer", layer, id(backend)), lambda: backend.at_layer(self, layer))
+
     def once(self, what: Hashable, find: Callable[[], T]) -> T:
         """Find something out about the model the first time it is asked, and remember it."""
         with self.lock:
@@ -204,19 +212,25 @@ class LM:
             model.to(torch.device(device))  # type: ignore[arg-type]
         return cls(model, tokenizer, name or source, role)
 
-    def capture_layer(self, layer: int) -> None:
-        """From now on hand what a layer gives to the PassCache of each pass: 1 the first, -1 the
-        last. Raises InputError where there is none."""
+    def block(self, layer: int, model: torch.nn.Module | None = None) -> torch.nn.Module:
+        """One of the model's layers, 1 the first and -1 the last, or that of another `model` of the
+        same kind. Raises InputError where there is none."""
         depth = self.model.config.get_text_config().num_hidden_layers
-        lists = [part for part in self.model.modules() if isinstance(part, torch.nn.ModuleList)]
+        parts = (model or self.model).modules()
+        lists = [part for part in parts if isinstance(part, torch.nn.ModuleList)]
         blocks = next((part for part in lists if len(part) == depth), torch.nn.ModuleList())
         if not 1 <= abs(layer) <= len(blocks):
             has = f"{self.role} {self.name!r} has {len(blocks)}, 1 the first and -1 the last"
             raise InputError(f"layer {layer}: {has}")
+        return blocks[layer - (layer > 0)]
+
+    def capture_layer(self, layer: int) -> None:
+        """From now on hand what a layer gives to the PassCache of each pass. Raises InputError
+        where there is none."""
+        block = self.block(layer)
         with self.lock:
             if layer not in self._captured_layers:
                 self._captured_layers.add(layer)
-                block = blocks[layer - (layer > 0)]
                 block.register_forward_hook(_hand_over(layer), with_kwargs=True)
 
     @property

@@ -37,9 +37,10 @@ _NOWHERE = 1 << 40
 _TRACING = threading.RLock()
 
 
-def export_graph(lm: LM, path: Path) -> None:
-    """Export a model's forward pass into a file; takes some seconds. What is traced is another
-    model on the same weights, so that this one can decode meanwhile.
+def export_graph(lm: LM, path: Path, layer: int | None = None) -> None:
+    """Export a model's forward pass into a file; takes some seconds. Its hidden states are those
+    after a layer, or after the final norm. What is traced is another model on the same weights, so
+    that this one can decode meanwhile.
 
     Inputs: ids [m, T], the first pads [m] of which are padding, after cached [m] tokens, whose
     states are in past_0 …, each [m, H, C, D]; kept [S] says after which of the T tokens logits are
@@ -51,7 +52,8 @@ def export_graph(lm: LM, path: Path) -> None:
     [N, m, H], and its new states are [m, H, T + N, D].
     """
     with _TRACING, torch.no_grad(), _quiet():
-        model = _looping_graph(lm) if lm.role == "draft" else _plain_graph(lm)
+        make = _looping_graph if lm.role == "draft" else _plain_graph
+        model = make(lm, layer)
     with replacing(path) as new:
         ir.save(model, new)
 
@@ -60,15 +62,15 @@ Traced = dict[str, tuple[Any, Any]]
 """The arguments of a module that is traced: each one's value, and which of its dimensions vary."""
 
 
-def _plain_graph(lm: LM) -> ir.Model:
+def _plain_graph(lm: LM, layer: int | None) -> ir.Model:
     arguments = _arguments(lm, loops=False)
     outputs = ["logits", "hidden", *_numbered("new", arguments["past"][0])]
-    return _trace(_First(lm), arguments, outputs)
+    return _trace(_First(lm, layer), arguments, outputs)
 
 
-def _looping_graph(lm: LM) -> ir.Model:
+def _looping_graph(lm: LM, layer: int | None) -> ir.Model:
     """The first pass, and behind it a loop whose body is a step."""
-    first, arguments = _First(lm), _arguments(lm, loops=True)
+    first, arguments = _First(lm, layer), _arguments(lm, loops=True)
     past, past_varies = arguments["past"]
     outputs = ["logits", "hidden", *_numbered("near", past), "token", "after", "places"]
     model = _trace(first, arguments, outputs)
@@ -82,7 +84,7 @@ def _looping_graph(lm: LM) -> ir.Model:
         "past": (past, past_varies),
     }
     outputs = ["next", *_numbered("later", past), "step_logits", "step_hidden"]
-    _add_loop(model.graph, _trace(_Step(lm), arguments, outputs).graph, len(past))
+    _add_loop(model.graph, _trace(_Step(lm, layer), arguments, outputs).graph, len(past))
     return model
 
 
@@ -101,9 +103,10 @@ def _arguments(lm: LM, loops: bool) -> Traced:
 
 
 class _Twin(torch.nn.Module):
-    """A model on the same weights as another, with the attention of the graph, to be traced."""
+    """A model on the same weights as another, with the attention of the graph, to be traced; its
+    states are those after a layer, or what the LM head reads."""
 
-    def __init__(self, lm: LM):
+    def __init__(self, lm: LM, layer: int | None):
         super().__init__()
         self.lm, self.attention = lm, _Attention()
         name = f"lenience_graph_{id(self)}"
@@ -113,12 +116,17 @@ class _Twin(torch.nn.Module):
         self.model = type(model)._from_config(config, attn_implementation=name, dtype=torch.float32)
         self.model.load_state_dict(model.state_dict(), assign=True)
         self.model.tie_weights()
-        head = cast(torch.nn.Module, self.model.get_output_embeddings())
-        head.register_forward_pre_hook(self._catch)
+        if layer is None:
+            head = cast(torch.nn.Module, self.model.get_output_embeddings())
+            head.register_forward_pre_hook(lambda _, args: self._catch(args[0]))
+        else:
+            block = lm.block(layer, self.model)
+            block.register_forward_hook(lambda _, args, out: self._catch(out))
+        self.last_states = layer is None
         self.eval()
 
-    def _catch(self, _module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.state = args[0]
+    def _catch(self, states: Any) -> None:
+        self.state = states if isinstance(states, Tensor) else states[0]
 
     def read(
         self,
@@ -142,7 +150,10 @@ class _Twin(torch.nn.Module):
             logits_to_keep=kept,
         )
         new = [cast(Tensor, states) for layer in layers for states in (layer.keys, layer.values)]
-        return out.logits, self.state, new
+        hidden = self.state
+        if not self.last_states:  # a layer gives those of all tokens
+            hidden = hidden[:, -kept:] if isinstance(kept, int) else hidden[:, kept]
+        return out.logits, hidden, new
 
 
 class _First(_Twin):

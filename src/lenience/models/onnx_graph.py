@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -23,7 +24,7 @@ LARGEST_SCORES = 1 << 24
 """How many attention scores a layer may take at once; longer reads are made in parts."""
 
 
-def load(path: Path) -> Graph:
+def load(path: Path, at_layer: Callable[[LM, int], Graph | None] | None = None) -> Graph:
     """The graph in a file, which is deleted if ONNX Runtime cannot read it; raises whatever that
     raises."""
     import onnxruntime
@@ -31,7 +32,7 @@ def load(path: Path) -> Graph:
     errors = onnxruntime.capi.onnxruntime_pybind11_state
     _share_threads()
     try:
-        return Graph(path)
+        return Graph(path, at_layer)
     except (errors.InvalidProtobuf, errors.InvalidGraph):
         path.unlink(missing_ok=True)
         raise
@@ -40,7 +41,8 @@ def load(path: Path) -> Graph:
 class Graph:
     """An exported forward pass, loaded: the backend of exported graphs."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, at_layer: Callable[[LM, int], Graph | None] | None = None):
+        """`at_layer` makes the graph that gives the states after a layer."""
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -53,6 +55,11 @@ class Graph:
         logits, hidden = self.session.get_outputs()[:2]
         self.vocab_size, self.hidden_size = logits.shape[-1], hidden.shape[-1]
         self.can_loop = any(item.name == "steps" for item in inputs)
+
+        self._at_layer = at_layer
+
+    def at_layer(self, lm: LM, layer: int) -> Graph | None:
+        return self._at_layer(lm, layer) if self._at_layer else None
 
     def has_spare(self, rows: int, capacity: int) -> bool:
         return False

@@ -85,13 +85,12 @@ class Session:
         layer: int | None = None,
     ):
         """`layer`: after which of the model's layers the hidden states are, where not after the
-        final norm; read through the model's own pass, as exported ones give the last states
-        alone."""
+        final norm."""
         self.lm, self.profile = lm, profile or Profile()
         self._tokens: list[list[int]] = [[] for _ in range(rows)]
         self._pending: list[_Pending] = []
-        if cache is None and lm.backend is not None and layer is None:
-            cache = lm.backend.cache(lm, rows, capacity)
+        if cache is None and (backend := lm.backend_at(layer)):
+            cache = backend.cache(lm, rows, capacity)
         self.cache: RowCache = cache or PlainCache(lm, rows, capacity, layer)
         finalize(self, self.cache.on_session_closed).atexit = False
 
@@ -264,10 +263,10 @@ def _try_masks(lm: LM) -> bool:
     return takes
 
 
-def reads_together_as_alone(lm: LM, cache: RowCache) -> bool:
+def reads_together_as_alone(lm: LM, cache: RowCache, layer: int | None = None) -> bool:
     """Whether rows of different lengths that are read together in `cache`, of three rows, have the
-    states that they have when each is read alone by the model's own pass; so have those that the
-    cache goes on to by itself."""
+    states that they have when each is read alone by the model's own pass, after a layer or the
+    final norm; so have those that the cache goes on to by itself."""
     generator = torch.Generator().manual_seed(0)
     lengths = [min(n, lm.context_length or n) for n in (8, 40, 23)]
     rows = [torch.randint(lm.vocab_size, (n,), generator=generator).tolist() for n in lengths]
@@ -281,8 +280,9 @@ def reads_together_as_alone(lm: LM, cache: RowCache) -> bool:
         n = reading.hidden.shape[1]
         found = reading.logits[:, : n - num_states].argmax(-1).tolist()
         rows = [row + more for row, more in zip(rows, found)]
-        alone = [Session(lm, cache=PlainCache(lm, 1, 256)).read([row], n).hidden for row in rows]
-        wanted = torch.cat(alone).float()
+        caches = [PlainCache(lm, 1, 256, layer) for _ in rows]
+        alone = [Session(lm, cache=own).read([row], n) for own, row in zip(caches, rows)]
+        wanted = torch.cat([reading.hidden for reading in alone]).float()
         error = (reading.hidden.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
         if not error.max() < tolerance:
             return False
