@@ -304,7 +304,7 @@ def test_a_passing_failure_keeps_the_export(
     compiled("qwen3")
     lm = load_pair(*checkpoints("qwen3"), dtype="float32", compile=False).target
 
-    def fail(_path: object) -> None:
+    def fail(*_: object) -> None:
         raise MemoryError("none left")
 
     with monkeypatch.context() as patch, pytest.warns(UserWarning, match="MemoryError: none left"):
