@@ -59,7 +59,7 @@ def test_a_judge_on_a_layer_is_asked_of_recorded_passes(replayed, tmp_path: Path
     pair, plain = replayed
     weight = torch.randn(pair.target.hidden_size, generator=torch.Generator().manual_seed(1))
     inputs = Inputs(("target",), ("draft",), 1)
-    Head(weight, 0.0, inputs, 0.5, pair.fingerprints).save(tmp_path)
+    Head(weight, 6.0, inputs, 0.5, pair.fingerprints).save(tmp_path)
     assert isinstance(Session(pair.target, layer=1).cache, CudaGraphCache)
     asked, options = [[3, 4, 5], [7, 7, 9, 2]], {"rule": f"judge:{tmp_path}@0.5", "window": 4}
     together = pair.generate_batch(asked, max_new_tokens=30, **options)
