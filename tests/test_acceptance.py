@@ -320,7 +320,7 @@ def test_or_binds_weaker_than_and() -> None:
         ("topk:2,begin=x", "give both"),
         ("fuzzy:hellinger@0.1", "one of kl, js, tv"),
         ("fuzzy:kl", "needs threshold: write fuzzy:kl@T"),
-        ("judge:x@0.9,budget=2", "write judge:x,budget=2@0.9"),
+        ("judge:x@0.9,budget=2,budget=3", "budget is given twice"),
         ("lenient:0", "above 0"),
         ("lenient:1.5", "at most 1"),
         ("random:2", "at most 1"),

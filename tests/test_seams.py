@@ -140,6 +140,8 @@ def test_loaded_models_do_with_their_tokenizer(checkpoints, llama: Pair) -> None
     pair = lenience.load_pair(target, draft, tokenizer=tokenizer, compile=False)
     options = {"rule": "topk:2", "max_new_tokens": 16}
     assert pair.generate("w3 w4", **options).tokens == llama.generate("w3 w4", **options).tokens
+    mixed = lenience.load_pair(target, checkpoints("llama")[1], tokenizer=tokenizer, compile=False)
+    assert mixed.generate("w3 w4", **options).tokens == pair.generate("w3 w4", **options).tokens
     with pytest.raises(InputError, match="tokenizer"):
         lenience.load_pair(target, draft)
     with pytest.raises(InputError, match="dtype"):
@@ -153,6 +155,14 @@ def test_a_rule_that_compares_distributions_refuses_a_drafter_that_has_none(
     name = rule.split(":")[0]
     with pytest.raises(InputError, match=f"{name}.*repeat|repeat.*{name}"):
         llama.generate("w1 w2", rule=rule, drafter=repeating, temperature=0.7)
+
+
+def test_a_stop_and_a_judge_that_read_the_draft_refuse_a_drafter_without_one(
+    repeating: str, judge: str, llama: Pair
+) -> None:
+    for options in ({"stop": "confidence:0.4"}, {"rule": judge}):
+        with pytest.raises(InputError, match=f"drafter {repeating} has none"):
+            llama.generate("w1 w2", drafter=repeating, **options)
 
 
 @pytest.mark.parametrize("rule", ["speculative", "block"])

@@ -35,9 +35,9 @@ def load_pair(
     loading = Loading.of(options)
     if target is None and draft is not None:
         raise InputError("draft: name the target too, or neither for the built-in pair")
-    names = [model for model in (target, draft) if isinstance(model, str | Path)]
-    if loading.tokenizer is not None and (names or target is None):
-        what = names[0] if names else "the built-in pair"
+    named = all(model is None or isinstance(model, str | Path) for model in (target, draft))
+    if loading.tokenizer is not None and named:
+        what = "the built-in pair" if target is None else target
         raise InputError(f"tokenizer: {what} comes with its own; leave it out")
     if target is None:
         pair = _built_in(loading)

@@ -33,9 +33,9 @@ class HeadPlan:
 def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) -> Head:
     """Compute the hidden states that a head is fitted to, fit it and save it."""
     role = plan.config.role
-    compute_features(pair, run, plan.inputs, role, progress, plan.of)
+    compute_features(pair, run, plan.inputs, role, progress, of=plan.of)
     progress(f"fitting the {role}", 0, 1)
-    examples = load_features(run, plan.inputs, role, plan.tau, plan.of)
+    examples = load_features(run, plan.inputs, role, plan.tau, of=plan.of)
     head = fit_head(examples, plan.inputs, pair.fingerprints, plan.config)
     if role == "gate":
         head = replace(head, metrics={**head.metrics, "tau": plan.tau})
