@@ -228,6 +228,12 @@ def test_a_users_own_rule_says_only_what_it_decides(llama: Pair) -> None:
             llama.generate("w1 w2", **wrong)
 
 
+def test_what_loads_a_pair_shows_its_options() -> None:
+    for function in (lenience.load_pair, lenience.decoding.loading.load_pair):
+        assert inspect.signature(function).parameters.keys() >= {"dtype", "device", "compile"}
+        assert inspect.signature(function).parameters["device"].default == "auto"
+
+
 def test_what_loading_would_ignore_is_refused(checkpoints) -> None:
     target, draft = checkpoints("llama")
     loaded = AutoModelForCausalLM.from_pretrained(target)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lenience.core.errors import InputError
 from lenience.core.version import VERSION
+from lenience.decoding.options import takes_loading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,6 +23,7 @@ __version__ = VERSION
 __all__ = ["InputError", "load_pair", "rule", "task"]
 
 
+@takes_loading
 def load_pair(
     target: str | PreTrainedModel | None = None,
     draft: str | PreTrainedModel | None = None,

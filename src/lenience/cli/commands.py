@@ -104,17 +104,12 @@ def generate(
 def _check_specs(options: Mapping[str, Any]) -> bool:
     """Raise InputError for what is wrong with options before the models are loaded; says whether
     anything is drafted."""
-    from lenience.decoding.certified import is_certified, resolve
     from lenience.decoding.options import Decoding
     from lenience.drafting.registry import parse_drafter
     from lenience.drafting.stops import parse_stop
     from lenience.rules.registry import BASELINES, parse_rule
 
-    if is_certified(options.get("rule")):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what there is to say is said when it decodes
-            options = resolve(options["rule"], options)[0]
-    decoding = Decoding.of(options)
+    decoding = Decoding.of(_resolved(options))
     parse_stop(decoding.stop)
     parse_drafter(decoding.drafter)
     if decoding.rule in BASELINES:
@@ -123,10 +118,22 @@ def _check_specs(options: Mapping[str, Any]) -> bool:
     return True
 
 
+def _resolved(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Options with what "certified:RUN" stands for in its place."""
+    from lenience.decoding.certified import is_certified, resolve
+
+    if not is_certified(options.get("rule")):
+        return options
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what there is to say is said when it decodes
+        return resolve(options["rule"], options)[0]
+
+
 def _needs_draft(options: Mapping[str, Any]) -> bool:
     """Whether a draft model is asked for anything."""
     from lenience.drafting.registry import parse_drafter
 
+    options = _resolved(options)
     if options.get("rule") in ("target", "draft"):
         return options["rule"] == "draft"
     return options.get("window") != 0 and parse_drafter(options.get("drafter", "model")).needs_draft
@@ -238,7 +245,8 @@ def certify(
     _check_limit(flags.limit)
     config = flags.config(run, given(decoding))
     task = task_of(run, choice or TaskChoice())
-    pair = models_of(run, models).load(long=True)
+    needs_draft = _needs_draft(given(decoding))
+    pair = models_of(run, models).load(long=True, needs_draft=needs_draft)
     if flags.plan:
         outcome = plan_run(pair, task, run, config, flags.pilot).to_json()
     else:

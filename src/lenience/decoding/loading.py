@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lenience.core.errors import InputError
-from lenience.decoding.options import Loading
+from lenience.decoding.options import Loading, takes_loading
 from lenience.decoding.pair import Pair
 from lenience.models.lm import LM
 
@@ -20,6 +20,7 @@ EMBEDDED = Path(__file__).parents[1] / "embedded"
 """Where the built-in pair lies, and the journal of a mining run on it."""
 
 
+@takes_loading
 def load_pair(
     target: str | PreTrainedModel | None = None,
     draft: str | PreTrainedModel | None = None,

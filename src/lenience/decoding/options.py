@@ -209,10 +209,19 @@ def given_options(text: str) -> dict[str, Any]:
 
 def takes_options(function: F) -> F:
     """Show the options of decoding among a function's keywords, for help() and editors."""
+    return _with_keywords(function, Decoding(), option_types())
+
+
+def takes_loading(function: F) -> F:
+    """Show the options of loading among a function's keywords."""
+    return _with_keywords(function, Loading(), get_type_hints(Loading))
+
+
+def _with_keywords(function: F, defaults: object, types: Mapping[str, Any]) -> F:
     signature = inspect.signature(function)
     shown = [item for item in signature.parameters.values() if item.kind is not item.VAR_KEYWORD]
-    defaults, kind = Decoding(), inspect.Parameter.KEYWORD_ONLY
-    for name, annotation in option_types().items():
+    kind = inspect.Parameter.KEYWORD_ONLY
+    for name, annotation in types.items():
         default = getattr(defaults, name)
         shown.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
     with_options: Any = function
