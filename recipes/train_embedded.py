@@ -48,8 +48,11 @@ from lenience.tasks import wordmath, wordmath_problems
 
 EMBEDDED = Path(__file__).parents[1] / "src/lenience/embedded"
 SHAPES = {
-    "target": dict(
+    "narrow": dict(
         hidden_size=128, intermediate_size=384, num_hidden_layers=8, num_attention_heads=2
+    ),
+    "target": dict(
+        hidden_size=320, intermediate_size=960, num_hidden_layers=8, num_attention_heads=5
     ),
     "draft": dict(
         hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=2
@@ -59,6 +62,8 @@ CONTEXT = 1024
 EOS = "</s>"
 NUMERIC = 3.0
 """Weight of digits and operators in the loss, whose signal would else drown in that of wording."""
+WRITTEN = 0.25
+"""How large new weights are, as a share of random ones, that write into the residual."""
 IGNORED = -100  # label of positions that the loss leaves out: the prompt and the padding
 
 
@@ -97,6 +102,12 @@ class Training:
     """How many to train on."""
     rate: float
     """Peak learning rate."""
+    decay: float
+    """Over which last share of the tokens the rate goes down."""
+    pool: int
+    """The pool of problems to begin with: those before it were another training's."""
+    widen: Path | None
+    """The narrower model, of the same depth, whose function the new one begins with."""
     batch: int
     """Tokens in a batch."""
     compare: int
@@ -106,6 +117,10 @@ class Training:
     out: Path
     """Where the finished model goes."""
     device: str
+
+    @property
+    def author(self) -> str:
+        return "draft" if self.role == "draft" else "target"
 
 
 def pool_of(
@@ -148,7 +163,7 @@ def batches(
     training: Training, tokenizer: PreTrainedTokenizerFast, start: int
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Endless (next pool, ids [B, T], labels [B, T]); `start` is the pool to begin with."""
-    number, author = start, training.role
+    number, author = start, training.author
     while True:
         rng = random.Random(f"pool|{author}|{number}")
         texts = pool_of(author, tokenizer, number, rng, training.compare)
@@ -168,10 +183,10 @@ def weighted_loss(
     return torch.nn.functional.cross_entropy(logits[kept], labels[kept], weight=weights)
 
 
-def schedule(done: float) -> float:
+def schedule(done: float, decay: float) -> float:
     """Share of the peak learning rate after a share `done` of the training: a short warm-up, then a
-    linear way down over the last 40 %."""
-    return min(1.0, done / 0.01, max(0.02, (1 - done) / 0.4))
+    linear way down over the last share `decay`."""
+    return min(1.0, done / 0.01, max(0.02, (1 - done) / decay))
 
 
 def save_state(
@@ -206,7 +221,7 @@ def load_state(path: Path, model: torch.nn.Module, optimizers: list) -> tuple[in
 
 def new_model(training: Training, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """Random weights, the same ones each time."""
-    torch.manual_seed({"target": 1, "draft": 2}[training.role])
+    torch.manual_seed({"narrow": 1, "draft": 2, "target": 3}[training.role])
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         head_dim=64,
@@ -217,7 +232,31 @@ def new_model(training: Training, tokenizer: PreTrainedTokenizerFast) -> LlamaFo
         pad_token_id=tokenizer.eos_token_id,
         **SHAPES[training.role],
     )
-    return LlamaForCausalLM(config).to(training.device)
+    model = LlamaForCausalLM(config)
+    if training.widen:
+        begin_with(model, LlamaForCausalLM.from_pretrained(training.widen, dtype="float32"))
+    return model.to(training.device)
+
+
+@torch.no_grad()
+def begin_with(model: LlamaForCausalLM, narrow: LlamaForCausalLM) -> None:
+    """Make `model` compute what a narrower one of its depth does: the narrow weights stand in the
+    first rows and columns, and what is new in the residual is written, but not read yet (after
+    Net2Net, Chen 2016)."""
+    old = dict(narrow.named_parameters())
+    share = (narrow.config.hidden_size / model.config.hidden_size) ** 0.5
+    for name, value in model.named_parameters():
+        if value.ndim == 1:  # a norm: the mean square is taken over more places, the new ones 0
+            value.fill_(float(old[name].mean()) * share)
+            value[: len(old[name])] = old[name] * share
+            continue
+        rows, columns = old[name].shape
+        if "embed" in name:
+            value[:, columns:] = 0
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            value *= WRITTEN
+        value[:rows, columns:] = 0
+        value[:rows, :columns] = old[name]
 
 
 def optimizers_of(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
@@ -239,16 +278,17 @@ def token_weights(tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
 
 
 class Trainer:
-    """A model in training; its state is kept every 200 steps."""
+    """A model in training; its state is kept every 50 steps."""
 
     def __init__(self, training: Training):
         self.training = training
-        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(training.out / training.role)
+        folder = EMBEDDED / training.author
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         self.model = new_model(training, self.tokenizer)
         self.optimizers = optimizers_of(self.model, training.rate)
         self.weights = token_weights(self.tokenizer).to(training.device)
         self.state = training.work / f"{training.role}.safetensors"
-        self.seen, self.pool, self.step = 0, 0, 0
+        self.seen, self.pool, self.step = 0, training.pool, 0
         if self.state.exists():
             progress = load_state(self.state, self.model, self.optimizers)
             self.seen, self.pool, self.step = progress
@@ -274,7 +314,7 @@ class Trainer:
                     f"{sum(losses) / len(losses):.4f} {speed:.0f} tokens/s {left:.1f} min left",
                     flush=True,
                 )
-            if self.step % 200 == 0 or last:
+            if self.step % 50 == 0 or last:
                 save_state(self.state, self.model, self.optimizers, (self.seen, pool, self.step))
         self.model.save_pretrained(training.out / training.role)
 
@@ -283,7 +323,8 @@ class Trainer:
         training = self.training
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = training.rate * schedule(self.seen / training.tokens)
+                done = self.seen / training.tokens
+                group["lr"] = training.rate * schedule(done, training.decay)
         with torch.autocast(training.device, dtype=torch.bfloat16):
             logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]  # [B, T-1, V]
         loss = weighted_loss(logits.float(), labels[:, 1:].to(ids.device), self.weights)
@@ -302,6 +343,12 @@ def main() -> None:
     parser.add_argument("what", choices=("tokenizer", *SHAPES))
     parser.add_argument("--tokens", type=float, default=12e6, help="how many tokens to train on")
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
+    decay_help = "over which last share of the tokens the rate goes down"
+    parser.add_argument("--decay", type=float, default=0.4, help=decay_help)
+    pool_help = "which pool of 2,048 problems to begin with"
+    parser.add_argument("--pool", type=int, default=0, help=pool_help)
+    widen_help = "a narrower model of the same depth to begin with"
+    parser.add_argument("--widen", type=Path, help=widen_help)
     parser.add_argument("--batch", type=int, default=8192, help="tokens in a batch")
     compare_help = "how often the family `compare` comes for once of each other"
     parser.add_argument("--compare", type=int, default=2, help=compare_help)

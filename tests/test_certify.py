@@ -253,16 +253,24 @@ def test_other_models_and_dtypes_are_refused(
 ) -> None:
     certify(llama, task, tmp_path, question(max_drop=0.9))
     target, draft = checkpoints("llama")
-    with pytest.raises(
-        InputError, match=r"another models .target dtype 'float32', this is 'bfloat16'"
-    ):
+    with pytest.raises(InputError, match=r"models target dtype 'float32', not 'bfloat16'"):
         load_pair(target, draft, dtype="bfloat16", compile=False).generate(
             "w1", rule=f"certified:{tmp_path}"
         )
-    with pytest.raises(InputError, match=r"another models .draft fingerprint"):
+    with pytest.raises(InputError, match=r"models draft fingerprint"):
         load_pair(target, target, dtype="float32", compile=False).generate(
             "w1", rule=f"certified:{tmp_path}"
         )
+
+
+def test_a_certificate_is_of_its_drafter(
+    llama: Pair, task: Echo, repeating: str, tmp_path: Path
+) -> None:
+    made = certify(llama, task, tmp_path, question(rules=("topk:2",), max_drop=0.9))
+    assert made["binds"]["drafter"] == "model"
+    llama.generate("w1", rule=f"certified:{tmp_path}")
+    with pytest.raises(InputError, match="certified with drafter 'model', not 'repeat'"):
+        llama.generate("w1", rule=f"certified:{tmp_path}", drafter=repeating)
 
 
 def test_a_head_that_was_fitted_anew_is_refused_and_a_run_may_move(
@@ -296,7 +304,7 @@ def test_a_head_that_was_fitted_anew_is_refused_and_a_run_may_move(
     Head(-weight, 0.0, Inputs(), 0.5, llama.fingerprints, {"thresholds": listed}).save(
         tmp_path / "moved" / "judge"
     )
-    with pytest.raises(InputError, match="certified with another heads"):
+    with pytest.raises(InputError, match="certified with heads"):
         llama.generate("w1 w2 w3", rule=f"certified:{tmp_path / 'moved'}")
 
 
@@ -335,7 +343,7 @@ def test_another_generation_config_is_refused(
     monkeypatch.setattr(llama.target.model.generation_config, "repetition_penalty", 1.3)
     with pytest.raises(
         InputError,
-        match=r"certified with another generation_config .repetition_penalty None, this is 1.3",
+        match=r"certified with generation_config repetition_penalty None, not 1.3",
     ):
         llama.generate("w1", rule=f"certified:{tmp_path}")
 

@@ -25,6 +25,21 @@ REGISTRIES = {
     ),
 }
 """In which file of a package the name is added, and where."""
+FOUND = {
+    "rules": """
+from lenience.rules.settings import expand, ladder
+assert {"near:0.1", "near:0.3"} <= set(expand(("all",), 0.0))
+assert ladder("near") == ["near:0.1", "near:0.3"]""",
+    "drafting": """
+import lenience
+pair = lenience.load_pair(compile=False)
+out = pair.generate([7, 8], drafter="repeat", window=2, max_new_tokens=4)
+assert out.draft_passes == 0 and len(out.tokens) == 4""",
+    "tasks": """
+from lenience.tasks import load_task, take
+assert [sample.reference for sample in take(load_task("parity"), "test", 2)] == ["odd", "odd"]""",
+}
+"""Where else, by CONTRIBUTING, an example is then known."""
 CLASSES = {"rules": "Near", "drafting": "Repeat", "tasks": "Parity"}
 
 
@@ -51,14 +66,13 @@ def test_an_example_is_picked_up_by_what_tests_all_of_its_kind(path: str, tmp_pa
     text = text.replace(before, after).replace("from lenience", added + "from lenience", 1)
     registry.write_text(text)
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", name.lower()]
-    result = subprocess.run(
+    for command in (
         [*run, str(ROOT / "tests" / "test_registries.py")],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout[-3000:]
+        [sys.executable, "-c", FOUND[package]],
+    ):
+        env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
 
 
 def test_there_is_an_example_of_each() -> None:

@@ -9,9 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from lenience.certification.audit import Audit, AuditConfig
+from lenience.certification.certify import certify
+from lenience.certification.question import CertifyConfig
 from lenience.decoding.certified import read_certificate
 from lenience.decoding.pair import Pair
-from lenience.heads.head import load_head
+from lenience.heads.fitting import FitConfig
+from lenience.heads.head import Inputs, load_head
+from lenience.mining.fit import HeadPlan, fit_run
+from lenience.mining.search import MineConfig, mine
 from lenience.runs.journal import Journal
 from lenience.runs.record import mined_samples, read_run
 from lenience.tasks import WordMath, take
@@ -47,3 +53,33 @@ def test_it_decodes_as_it_did(name: str, run: Path, built_in: Pair) -> None:
         options = {"rule": f"judge:{run}/{name}", "max_new_tokens": 320, "window": 4}
     for sample, tokens in zip(take(WordMath(), "test", 2), answers, strict=True):
         assert built_in.generate(sample.prompt, **options).tokens == tokens
+
+
+def test_its_mining_goes_on(run: Path, built_in: Pair) -> None:
+    before = (run / "journal.jsonl").read_bytes()
+    assert mine(built_in, WordMath(), run, MineConfig(limit=3)).samples == 3
+    assert (run / "journal.jsonl").read_bytes() == before, "what is there is not done again"
+    assert mine(built_in, WordMath(), run, MineConfig(limit=4)).samples == 4
+    assert (run / "journal.jsonl").read_bytes().startswith(before)
+
+
+def test_a_head_is_fitted_to_it_and_certified_on_other_prompts(run: Path, built_in: Pair) -> None:
+    mine(built_in, WordMath(), run, MineConfig(limit=12))
+    inputs, config = Inputs(("draft",), ("previous",)), FitConfig(role="stop")
+    head = fit_run(built_in, run, HeadPlan(inputs, run / "stop", config))
+    assert load_head(run / "stop", "stop").fingerprint == head.fingerprint
+    used = {json.loads(line)["id"] for line in (run / "uses.jsonl").read_text().splitlines()}
+    rule = f"judge:{run}/judge@0.99999"
+    question = CertifyConfig(rules=(rule,), max_drop=0.6, confidence=0.6, limit=4)
+    certificate = certify(built_in, WordMath(), run, question)
+    assert certificate.n <= 4
+    lines = [json.loads(line) for line in (run / "uses.jsonl").read_text().splitlines()]
+    drawn = [line["id"] for line in lines[len(used) :] if line["use"] == "calibration"]
+    assert drawn and not used & set(drawn), "no prompt is used twice"
+
+
+def test_its_certificate_is_audited(run: Path, built_in: Pair) -> None:
+    watch = Audit(run, built_in, WordMath(), AuditConfig(share=1.0))
+    (sample,) = take(WordMath(), "test", 1)
+    state = watch.see(sample.prompt, "no answer at all", sample.reference)
+    assert state is not None and (state.audited, state.losses) == (1, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -123,3 +124,12 @@ def test_a_task_has_the_same_samples_each_time_and_knows_its_own_references(name
     scores = task.score([("", sample) for sample in samples])
     assert [score.correct for score in scores] == [False] * len(samples)
     assert all(0 <= score.loss <= 1 for score in scores)
+
+
+def test_a_tree_is_not_taken_for_a_chain() -> None:
+    draft, reading, ctx = cycle(0, 2, 3, 0.0)
+    parents = torch.tensor([[-1, -1, 0], [-1, 0, 1]])
+    tree = replace(draft, parents=parents)
+    assert tree.rows([1]).parents.tolist() == [[-1, 0, 1]]
+    with pytest.raises(AssertionError, match="chains"):
+        parse_rule("exact")(tree, reading, ctx)

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 import threading
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -28,6 +32,7 @@ from lenience.core.types import Draft, Reading, Verdict
 from lenience.decoding.options import Decoding, bound_names, names
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
+from lenience.evaluation.pages import write_report
 from lenience.heads.head import Head, Inputs
 from lenience.models.lm import LM
 from lenience.rules.settings import ladder
@@ -58,7 +63,7 @@ for function in (pair.generate, pair.generate_batch, pair.stream):
 assert pair.generate(sample.prompt, flavour="sweet", max_new_tokens=1).tokens
 assert "flavour" in bound_names() and Decoding(flavour="sweet").bound()["flavour"] == "sweet"
 config = CompareConfig(settings=("exact; flavour=sweet",))
-assert config.entries[-1] == {"rule": "exact", "flavour": "sweet"}
+assert config.named[-1] == {"rule": "exact", "flavour": "sweet"}
 answers = Answers(pair, WordMath(), Path(tempfile.mkdtemp()) / "answers.jsonl")
 decoding = Decoding(flavour="sweet", max_new_tokens=2)
 (answer,) = answers.get(decoding, [sample])
@@ -120,6 +125,14 @@ def test_settings_with_stops_and_windows_of_their_own_stand_in_one_table(llama: 
     assert ("exact", 2, "entropy:0.5") in found
     strict = {row.rule: row for row in rows}
     assert strict["exact"].paired_loss == 0
+    samples = take(as_task(ParityTask()), "test", 3)
+    for row, setting in ((one, text) for one in rows for text in settings if one.why == "given"):
+        decoding = Decoding.parse(setting)
+        if (row.rule, row.window) == (decoding.rule, decoding.window):
+            options = {**vars(decoding), "max_new_tokens": ParityTask.max_new_tokens}
+            outs = [llama.generate(sample.prompt, **options) for sample in samples]
+            passes = sum(out.target_passes for out in outs)
+            assert row.tokens_per_pass == sum(len(out.tokens) for out in outs) / passes
 
 
 # ---- a target alone, and what proposes for certain
@@ -132,6 +145,20 @@ def test_a_target_alone_is_a_pair_that_needs_another_drafter(checkpoints, llama:
     assert alone.generate("w1 w2", rule="target", max_new_tokens=12).tokens == wanted.tokens
     with pytest.raises(InputError, match=r"drafter model.*draft"):
         alone.generate("w1 w2", rule="exact")
+
+
+def test_a_target_alone_is_compared_without_a_draft(checkpoints, repeating: str) -> None:
+    alone = lenience.load_pair(checkpoints("llama")[0], dtype="float32", compile=False)
+    config = CompareConfig(
+        settings=(f"exact; drafter={repeating}; window=3",), limit=3, timed=1, repeats=1
+    )
+    frontier = compare(alone, ParityTask(), config)
+    assert [row.rule for row in frontier.rows] == ["target", "exact"]
+    assert all(row.share_of_cap is None for row in frontier.rows) and not frontier.allocation
+    assert frontier.rows[1].paired_loss == 0
+    write_report(Path(os.devnull), frontier)
+    with pytest.raises(InputError, match="rule draft"):
+        compare(alone, ParityTask(), replace(config, rules=("draft",)))
 
 
 def test_loaded_models_do_with_their_tokenizer(checkpoints, llama: Pair) -> None:
@@ -170,25 +197,33 @@ def test_tokens_proposed_for_certain_leave_the_targets_distribution(
     rule: str, repeating: str, llama: Pair
 ) -> None:
     """A token with draft probability 1 is accepted with the target's probability, and what follows
-    a rejection is drawn from the rest: the first two tokens are the target's own samples'."""
-    n = 600
-    options = {"temperature": 1.0, "top_k": 3, "max_new_tokens": 2, "window": 1}
-    prompts = ["w1 w2 w3"] * 50
-    counts: list[dict[tuple[int, ...], int]] = []
-    for decoder in ({"rule": rule, "drafter": repeating}, {"rule": "target"}):
-        seen: dict[tuple[int, ...], int] = {}
-        for seed in range(n // len(prompts)):
-            for number in range(len(prompts)):
-                pick = {**options, **decoder, "seed": seed * 1000 + number}
-                first = tuple(llama.generate(prompts[number], **pick).tokens)
-                seen[first] = seen.get(first, 0) + 1
-        counts.append(seen)
-    keys = [key for key in counts[1] if counts[1][key] >= 10]
-    ours = [counts[0].get(key, 0) for key in keys]
-    total = sum(ours)
-    expected = [counts[1][key] * total / sum(counts[1][k] for k in keys) for key in keys]
-    assert total > 0.9 * n
-    assert chisquare(ours, expected).pvalue > 1e-6
+    a rejection is drawn from the rest: two tokens are distributed as transformers' logits say."""
+    n, prompt = 1000, [7, 3]
+
+    def next_probs(ids: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            return (llama.target.model(torch.tensor([ids])).logits[0, -1].double() / 0.3).softmax(0)
+
+    # so that what repeats the last token is accepted at times
+    last = max(range(48), key=lambda token: float(next_probs([*prompt, token])[token]))
+    prompt = [*prompt, last]
+    first = next_probs(prompt)
+    expected = {
+        (a, b): n * float(first[a] * p)
+        for a in range(len(first))
+        for b, p in enumerate(next_probs([*prompt, a]).tolist())
+    }
+    options = {"rule": rule, "drafter": repeating, "temperature": 0.3, "window": 1}
+    outs = [llama.generate(prompt, **options, max_new_tokens=2, seed=seed) for seed in range(n)]
+    accepted = sum(out.accepted_exact + out.accepted_lenient for out in outs)
+    assert n * float(first[prompt[-1]]) == pytest.approx(accepted, abs=5 * n**0.5)
+    assert accepted > 30 and accepted < n - 30, "both ways are taken"
+    seen = Counter(tuple(out.tokens) for out in outs)
+    likely_pairs = [pair for pair in expected if expected[pair] >= 5]
+    ours = [seen[pair] for pair in likely_pairs]
+    wanted = [expected[pair] for pair in likely_pairs]
+    assert len(wanted) >= 5
+    assert chisquare([*ours, n - sum(ours)], [*wanted, n - sum(wanted)]).pvalue > 1e-6
 
 
 def test_a_head_that_reads_a_draft_wants_a_pair_that_has_one(checkpoints, judge: str) -> None:
@@ -228,6 +263,42 @@ def test_a_users_own_rule_says_only_what_it_decides(llama: Pair) -> None:
             llama.generate("w1 w2", **wrong)
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"window": True}, "window True: must be a whole number"),
+        ({"window": 2.5}, 'window 2.5: must be a whole number, or "auto"'),
+        ({"top_k": 2.5}, "top_k 2.5: must be a whole number, or None"),
+        ({"temperature": None}, "temperature None: must be a number"),
+        ({"temperature": "hot"}, "temperature 'hot': must be a number"),
+        ({"max_new_tokens": None}, "max_new_tokens None: must be a whole number"),
+        ({"seed": None}, "seed None: must be a whole number"),
+        ({"seed": "1"}, "seed '1': must be a whole number"),
+        ({"stop_strings": [3]}, "stop_strings: 3 is not text"),
+    ],
+)
+def test_an_option_of_another_kind_is_refused_by_name(options: dict, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        Decoding(**options)
+
+
+def test_numbers_of_numpy_and_no_stop_are_taken() -> None:
+    decoding = Decoding(window=np.int64(3), temperature=np.float32(0.5), stop=None)  # type: ignore[arg-type]
+    assert str(decoding) == "exact; window=3; temperature=0.5"
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ('exact; stop="fixed', "a double quote is not closed"),
+        ("exact; window=3;", "after each ; write an option as name=value"),
+    ],
+)
+def test_a_broken_setting_is_told_by_its_text(setting: str, says: str) -> None:
+    with pytest.raises(InputError, match=f"setting '{re.escape(setting)}': {says}"):
+        Decoding.parse(setting)
+
+
 def test_what_loads_a_pair_shows_its_options() -> None:
     for function in (lenience.load_pair, lenience.decoding.loading.load_pair):
         assert inspect.signature(function).parameters.keys() >= {"dtype", "device", "compile"}
@@ -244,6 +315,9 @@ def test_what_loading_would_ignore_is_refused(checkpoints) -> None:
         ((loaded,), {"tokenizer": tokenizer, "device": "cpu"}, "device: .*loaded already"),
         ((target,), {"target_kwargs": {"dtype": torch.float32}}, "target_kwargs: give dtype by"),
         ((target,), {"dtype": torch.float32}, "dtype torch.float32: there is none"),
+        ((3,), {}, "target 3: is neither a name or folder nor a loaded"),
+        ((torch.nn.Linear(1, 1),), {}, "target Linear.*: is neither"),
+        ((loaded,), {"tokenizer": target}, "tokenizer: give that of the loaded target.*, not"),
     ):
         with pytest.raises(InputError, match=says):
             lenience.load_pair(*models, **{"compile": False, **options})
@@ -304,6 +378,53 @@ def test_tasks_of_both_shapes_work(llama: Pair, tmp_path: Path) -> None:
     answers = Answers(llama, task, tmp_path / "answers.jsonl")
     found = answers.get(Decoding(max_new_tokens=3), samples)
     assert [answer.correct for answer in found] == [False, True] * 3
+
+
+class ByName(Metadata):
+    """Takes the sample by its name alone."""
+
+    def answer(self, text: str, *, sample: Sample):
+        return super().answer(text, sample)
+
+
+def test_a_sample_may_be_taken_by_name() -> None:
+    task = as_task(ByName())
+    even, odd = take(task, "test", 2)
+    assert (task.answer("", even), task.answer("", odd)) == ("no", "yes")
+
+
+@pytest.mark.parametrize(
+    ("part", "gives", "says"),
+    [
+        (
+            "samples",
+            lambda *_: ["w1 w2"],
+            "task 'metadata': samples gave 'w1 w2', which is no Samp",
+        ),
+        ("answer", lambda *_: ["yes"], r"task 'metadata', sample 0: answer gave \['yes'\]; give t"),
+        (
+            "answer",
+            lambda *_: {}["x"],
+            "task 'metadata', sample 0: answer failed with KeyError: 'x'",
+        ),
+        ("same", lambda *_: 1 / 0, "sample 0: same failed with ZeroDivisionError: division"),
+        ("correct", lambda *_: 1 / 0, "sample 0: correct failed with ZeroDivisionError"),
+        ("score", lambda pairs: [True] * len(pairs), "sample 0: score gave True; give a Score"),
+        ("score", lambda pairs: [], "score gave 0 scores for 1 resp"),
+    ],
+)
+def test_what_a_task_gives_wrongly_is_told_by_its_sample(
+    part: str, gives, says: str, llama: Pair, tmp_path: Path
+) -> None:
+    task = as_task(type("Wrong", (Metadata,), {part: staticmethod(gives)})())
+    with pytest.raises((InputError, RuntimeError), match=says):
+        samples = take(task, "test", 1)
+        Answers(llama, task, tmp_path / "a.jsonl").get(Decoding(max_new_tokens=2), samples)
+
+
+def test_a_users_same_may_give_any_truth() -> None:
+    task = as_task(type("Numpy", (Metadata,), {"same": lambda self, a, b: np.bool_(a == b)})())
+    assert task.same("a", "a") is True and task.same("a", "b") is False
 
 
 def test_answers_of_other_settings_of_a_rule_are_other_answers(llama: Pair, tmp_path: Path) -> None:
@@ -370,7 +491,7 @@ def test_what_a_scorer_raises_ends_the_run_and_loses_no_other_answer(
     picky = as_task(task)
     samples = take(picky, "test", None)
     for _ in range(5):  # each time at least one answer more
-        with pytest.raises(AssertionError, match="no score of 2"):
+        with pytest.raises(RuntimeError, match=r"sample 2: .* failed with AssertionError: no"):
             answers = Answers(llama, picky, tmp_path / "a.jsonl", batch_size=1)
             answers.get(Decoding(max_new_tokens=2), samples)
     kept = {line["id"] for line in Journal(tmp_path / "a.jsonl")}
@@ -421,7 +542,7 @@ def test_a_journal_with_an_unknown_field_names_the_sample(llama: Pair, tmp_path:
     path = tmp_path / "answers.jsonl"
     Answers(llama, task, path).get(Decoding(max_new_tokens=2), take(task, "test", 1))
     path.write_text(path.read_text().replace('"rule"', '"rules"'))
-    with pytest.raises(InputError, match=r"answers.jsonl, 0: lacks rule, has rules"):
+    with pytest.raises(InputError, match=r"answers.jsonl, line 1: lacks rule, has rules"):
         Answers(llama, task, path)
 
 

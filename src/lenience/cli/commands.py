@@ -305,7 +305,8 @@ def compare(
     flags = flags or CompareFlags()
     config = flags.config(given(decoding))
     task = (choice or TaskChoice()).load()
-    pair = (models or Models()).load(long=True)
+    needs_draft = any(_needs_draft(vars(one)) for one in config.decodings())
+    pair = (models or Models()).load(long=True, needs_draft=needs_draft)
     frontier = compare_run(pair, task, config, flags.out)
     if flags.out is not None:
         from lenience.evaluation.pages import write_report

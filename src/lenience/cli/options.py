@@ -320,7 +320,8 @@ class AuditFlags:
 @dataclass
 class CompareFlags:
     rule: tuple[str, ...] = ()
-    """A rule; give one for each row. The target and the draft alone are always compared. all stands
+    """A rule; give one for each row. The target alone and, where there is
+    one, the draft alone are always compared. all stands
     for a grid of every rule and, for a judge that is named beside it without a threshold, for
     several."""
     setting: tuple[str, ...] = ()
@@ -363,22 +364,23 @@ class CompareFlags:
             repeats=self.repeats,
             batch_size=self.batch_size,
         )
-        config.check()
+        config.decodings()
         return config
 
 
 def mined_with(run: Path, target: str | None, draft: str | None, device: str) -> Models:
     """The models that a run was mined with, where they are now."""
-    record = read_json(run / "run.json")
-    if not record.keys() >= {"pair", "models"}:
-        raise InputError(
-            f"{run / 'run.json'}: does not say which models it was mined with; mine into another "
-            "folder"
-        )
-    if record["pair"] != "built-in":
-        target = target or record["models"]["target"]["name"]
-        draft = draft or record["models"]["draft"]["name"]
-    dtypes = {model["dtype"] for model in record["models"].values()}
+    from lenience.runs.record import read_run
+
+    if not (run / "run.json").is_file():
+        raise InputError(f"{run}: holds no mining run; lenience mine --out {run} makes one")
+    record = read_run(run)
+    if lacking := {"target", "draft"} - record.models.keys():
+        raise InputError(f"{run / 'run.json'}: its models lack {lacking.pop()}; mine anew")
+    if record.pair != "built-in":
+        target = target or record.models["target"].name
+        draft = draft or record.models["draft"].name
+    dtypes = {model.dtype for model in record.models.values()}
     return Models(target, draft, dtypes.pop() if len(dtypes) == 1 else "auto", device)
 
 

@@ -227,7 +227,7 @@ def check_binding(rule: str, binds: Mapping[str, Any], now: Mapping[str, Any]) -
     was certified."""
     for name, value in now.items():
         if binds[name] != value:
-            what = f"another {name} ({_difference(binds[name], value)})"
+            what = f"{name} {_difference(binds[name], value)}"
             raise InputError(f"{rule}: was certified with {what}; certify again")
 
 
@@ -235,4 +235,4 @@ def _difference(before: Any, now: Any) -> str:
     if isinstance(before, dict) and isinstance(now, dict):
         part = next((key for key in {**before, **now} if before.get(key) != now.get(key)), None)
         return f"{part} {_difference(before.get(part), now.get(part))}"
-    return f"{before!r}, this is {now!r}"
+    return f"{before!r}, not {now!r}"

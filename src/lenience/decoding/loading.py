@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lenience.core.errors import InputError
 from lenience.decoding.options import Loading, takes_loading
 from lenience.decoding.pair import Pair
 from lenience.models.lm import LM
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
 """Where the built-in pair lies, and the journal of a mining run on it."""
@@ -64,13 +62,20 @@ def _built_in(loading: Loading) -> Pair:
 def _load(source: str | PreTrainedModel, role: str, loading: Loading) -> LM:
     if isinstance(source, str | Path):
         return LM.load(str(source), role, _from_pretrained(loading, role, "auto"))
+    if not isinstance(source, PreTrainedModel):
+        raise InputError(
+            f"{role} {source!r:.60}: is neither a name or folder nor a loaded transformers model"
+        )
     for name in ("dtype", f"{role}_kwargs"):
         if getattr(loading, name):
             raise InputError(f"{name}: the {role} is loaded already; leave it out")
     if loading.device != "auto":
         raise InputError(f"device: the {role} is loaded already; move the model to it (model.to)")
-    if loading.tokenizer is None:
-        raise InputError(f"tokenizer: give that of the loaded {role}")
+    if not isinstance(loading.tokenizer, PreTrainedTokenizerBase):
+        given = "" if loading.tokenizer is None else f", not {loading.tokenizer!r:.60}"
+        raise InputError(
+            f"tokenizer: give that of the loaded {role} (AutoTokenizer.from_pretrained){given}"
+        )
     name = str(source.name_or_path or type(source).__name__)
     return LM(source, loading.tokenizer, name, role)
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import inspect
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_type_hints
 
 from lenience.core import spec
 from lenience.core.errors import InputError
@@ -58,14 +60,20 @@ class Decoding:
     """End the answer before this text; may be given again."""
 
     def __post_init__(self) -> None:
+        if self.stop is None:
+            object.__setattr__(self, "stop", "fixed")
         if isinstance(self.stop_strings, str):
             object.__setattr__(self, "stop_strings", (self.stop_strings,))
         object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
+        for text in self.stop_strings:
+            if not isinstance(text, str):
+                raise InputError(f"stop_strings: {text!r} is not text")
         if "" in self.stop_strings:
             raise InputError("stop_strings: an empty one would stop at once; leave it out")
+        self._check_kinds()
         if not -(2**63) <= self.seed < 2**63:
             raise InputError(f"seed {self.seed}: must fit into 64 bits")
-        if self.window != "auto" and (not isinstance(self.window, int) or self.window < 0):
+        if self.window != "auto" and self.window < 0:
             raise InputError(f'window {self.window}: must be 0 (no drafting) or more, or "auto"')
         if self.max_new_tokens < 1:
             raise InputError(f"max_new_tokens {self.max_new_tokens}: must be 1 or more")
@@ -75,6 +83,12 @@ class Decoding:
             raise InputError(f"top_k {self.top_k}: must be 0 (off) or more")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise InputError(f"top_p {self.top_p}: must be in (0, 1]")
+
+    def _check_kinds(self) -> None:
+        """Raise InputError where a number is expected and something else was given."""
+        for name, kind in option_types().items():
+            if kind in NUMBERS and not _fits(getattr(self, name), kind):
+                raise InputError(f"{name} {getattr(self, name)!r}: must be {NUMBERS[kind]}")
 
     def with_options(self, options: Mapping[str, Any]) -> Decoding:
         """The same with some options changed. Raises InputError for a name that is none."""
@@ -156,6 +170,14 @@ class Loading:
         return cls(**options)
 
 
+NUMBERS: Mapping[object, str] = {
+    int: "a whole number",
+    int | None: "a whole number, or None",
+    int | Literal["auto"]: 'a whole number, or "auto"',
+    float: "a number",
+    float | None: "a number, or None",
+}
+"""The types of options that are numbers, and how errors call them."""
 UNBOUND = ("rule", "seed", "stop_strings")
 """What a certificate does not bind: the rule, which it certifies; the seed, as losses are averages;
 and stop strings, which are refused beside it."""
@@ -177,6 +199,15 @@ def bound_names() -> tuple[str, ...]:
     return tuple(name for name in names() if name not in UNBOUND)
 
 
+def _fits(value: object, kind: Any) -> bool:
+    """Whether a value is of one of the types of NUMBERS; True and False are no numbers."""
+    others = get_args(kind)
+    if value is None or isinstance(value, (bool, str)):
+        return (value is None and NoneType in others) or (value == "auto" and len(others) > 1)
+    number = numbers.Real if kind is float or float in others else numbers.Integral
+    return isinstance(value, number)
+
+
 @cache
 def option_types() -> Mapping[str, Any]:
     """The type of each option where only text can be given: a rule is then its spec."""
@@ -185,11 +216,16 @@ def option_types() -> Mapping[str, Any]:
 
 def given_options(text: str) -> dict[str, Any]:
     """The options that the text of a setting names, see `Decoding.parse`."""
-    rule, *rest = (part.strip() for part in spec.split(text, ";", escapes=True))
+    try:
+        rule, *rest = (part.strip() for part in spec.split(text, ";", escapes=True))
+    except InputError as error:
+        raise InputError(f"setting {text!r}: {error}") from None
     options: dict[str, Any] = {"rule": rule}
     types = option_types()
     for part in rest:
         name, *value = spec.split(part, "=", limit=1, escapes=True)
+        if not part:
+            raise InputError(f"setting {text!r}: after each ; write an option as name=value")
         if name not in types:
             raise InputError(
                 f"setting {text!r}: there is no {name!r}; there are {', '.join(types)}"

@@ -49,7 +49,8 @@ class CompareConfig:
 
     rules: tuple[str, ...] = ()
     """One for each decoder; "all" stands for a grid of every rule, and for each judge that is named
-    without a threshold at several. The target and the draft alone are always compared."""
+    without a threshold at several. The target alone and, where there is one, the draft alone are
+    always compared."""
     settings: tuple[str, ...] = ()
     """Whole decoders, such as "judge:run/judge@0.99; window=16; stop=confidence:0.4"."""
     windows: tuple[int, ...] = DEFAULT_WINDOWS
@@ -85,14 +86,15 @@ class CompareConfig:
         return Decoding.of(self.options)
 
     @cached_property
-    def entries(self) -> tuple[dict[str, Any], ...]:
+    def named(self) -> list[dict[str, Any]]:
         """The options that each decoder names itself: its rule, and what else its setting says.
         Raises InputError for a wrong one."""
         refuse_certified(self.rules)
         named = [given_options(text) for text in self.settings]
         refuse_certified(str(entry["rule"]) for entry in named)
-        rules = dict.fromkeys([*BASELINES, *expand(self.rules, self.shared.temperature)])
-        entries = [{"rule": rule} for rule in rules]
+        entries: list[dict[str, Any]] = [
+            {"rule": rule} for rule in expand(self.rules, self.shared.temperature)
+        ]
         entries += [entry for entry in named if entry not in entries]
         for entry in entries:
             if entry.get("window") == "auto":
@@ -100,21 +102,25 @@ class CompareConfig:
                     f"setting {entry['rule']}: window auto is chosen by leaving it out; give a "
                     "number"
                 )
-        return tuple(entries)
+        return entries
 
-    def decoders(self, shared: Decoding) -> list[Decoder]:
-        """The entries as whole decoders, what they do not name being as in `shared`."""
-        return [Decoder(shared.with_options(entry), "window" in entry) for entry in self.entries]
+    def decoders(self, shared: Decoding, baselines: Sequence[str] = ()) -> list[Decoder]:
+        """All decoders, each once, the baselines first; what they do not name is as in
+        `shared`."""
+        entries = [{"rule": rule} for rule in baselines]
+        entries += [entry for entry in self.named if entry not in entries]
+        return [Decoder(shared.with_options(entry), "window" in entry) for entry in entries]
 
     def heads(self) -> dict[str, Learned]:
         """The fitted heads that are asked, by their paths. Raises InputError for a wrong entry."""
-        decoders = [one.decoding for one in self.decoders(self.shared)]
-        asked = [head for one in decoders for head in heads_of(one.rule, one.stop)]
+        decodings = self.decodings()
+        asked = [head for one in decodings for head in heads_of(one.rule, one.stop)]
         return {head.path: head for head in asked}
 
-    def check(self) -> None:
-        """Raise InputError for what is wrong whatever the models are."""
-        self.heads()
+    def decodings(self) -> list[Decoding]:
+        """What is named, as far as it is known before the windows are chosen. Raises InputError
+        for a wrong entry."""
+        return [one.decoding for one in self.decoders(self.shared)]
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,8 @@ def compare(
 ) -> Frontier:
     """Decode test samples by every decoder.
 
-    A decoder that names no window runs at two: the one that gives it the most tokens per second on
+    The target alone is always compared, and the draft alone where the pair has one. A decoder that
+    names no window runs at two: the one that gives it the most tokens per second on
     other samples, and the widest, for what it gains where only the target's passes cost; the strict
     rule also at each window that a judge got. Quality and passes are counted while many samples are
     decoded together; seconds are measured one by one on some of them, the decoders taking turns so
@@ -166,7 +173,8 @@ class Comparison:
         prompts = [*self.samples, *self.tuning_samples]
         max_new_tokens = check_prompts(pair, task, prompts, given)
         self.shared = replace(config.shared, max_new_tokens=max_new_tokens)
-        self.decoders = config.decoders(self.shared)
+        baselines = BASELINES if pair.draft else ("target",)
+        self.decoders = config.decoders(self.shared, baselines)
         for decoder in self.decoders:
             pair.check(decoder.decoding)
         for sample in self.samples if task.scores_by_reference else ():
@@ -191,7 +199,7 @@ class Comparison:
             self.pair,
             self.task,
             split="test",
-            rules=[str(entry["rule"]) for entry in config.entries],
+            rules=[str(one.decoding.rule) for one in self.decoders],
             settings=[
                 {"names_window": one.names_window, **one.decoding.to_json()}
                 for one in self.decoders

@@ -65,8 +65,9 @@ class FrontierRow(Record):
     tokens_per_second_interval: Interval
     seconds_per_correct: float | None
     seconds_per_correct_interval: Interval | None
-    share_of_cap: float
-    """The tokens per second as a share of the draft's alone, which nothing exceeds."""
+    share_of_cap: float | None
+    """The tokens per second as a share of the draft's alone, which nothing exceeds; None without
+    a draft."""
 
 
 class AllocationPoint(Record):
@@ -119,20 +120,18 @@ def table(
     seconds = np.array(timings, dtype=float)  # [timed_n, settings]
     rules = [setting.decoding.rule for setting in settings]
     target_right = _column(answers[rules.index("target")], "correct").astype(bool)
-    draft = rules.index("draft")
-    draft_tokens = _column(answers[draft], "tokens")[: len(seconds)]
-    cap = float(draft_tokens.sum() / seconds[:, draft].sum())
+    figures = [_figures(given, seconds[:, i], target_right) for i, given in enumerate(answers)]
+    cap = figures[rules.index("draft")]["tokens_per_second"] if "draft" in rules else None
     rows = []
-    for i, setting in enumerate(settings):
-        figures = _figures(answers[i], seconds[:, i], target_right)
+    for setting, of_setting in zip(settings, figures):
         rows.append(
             FrontierRow(
                 rule=str(setting.decoding.rule),
                 window=int(setting.decoding.window),
                 options=_differing(setting.decoding, shared),
                 why=setting.why,
-                share_of_cap=figures["tokens_per_second"] / cap,
-                **figures,
+                share_of_cap=cap and of_setting["tokens_per_second"] / cap,
+                **of_setting,
             )
         )
     return rows
@@ -175,8 +174,10 @@ def allocation(
     timings: Sequence[Sequence[float]],
 ) -> list[AllocationPoint]:
     """The line of random allocation between target and draft, which any rule must beat (Holsman
-    2025)."""
+    2025); no points where there is no draft."""
     rules = [setting.decoding.rule for setting in settings]
+    if "draft" not in rules:
+        return []
     alone = [rules.index(name) for name in BASELINES]
     seconds = np.array(timings, dtype=float)[:, alone]  # [timed_n, 2]
     right, tokens, passes = (

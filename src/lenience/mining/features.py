@@ -63,8 +63,8 @@ def compute_features(
         made_of = digest(part)
         if _digest_of(path) != made_of:
             samples = [
-                MinedSample.read(record, f"{folder / 'journal.jsonl'}, {record.get('id')}")
-                for record in part
+                MinedSample.read(record, f"{folder / 'journal.jsonl'}, line {line}")
+                for line, record in enumerate(part, begin + 1)
             ]
             if of is None:
                 labelled = SOURCES[role](pair, samples, inputs)

@@ -67,8 +67,8 @@ class Answers:
         self._known: dict[tuple[str, str], Answer] = {}
         self._known_by_rule: dict[tuple[str, str], Answer] = {}
         """Of journals that name no settings: one of 0.1 holds one setting of each rule."""
-        for record in self.journal.resume():
-            self._keep(Answer.read(record, f"{path}, {record.get('id')}"))
+        for line, record in enumerate(self.journal.resume(), 1):
+            self._keep(Answer.read(record, f"{path}, line {line}"))
 
     def _keep(self, answer: Answer) -> None:
         if answer.setting:
@@ -202,19 +202,11 @@ class _Scoring:
 
     def _score(self, batch: list[_Decoded]) -> Scored:
         try:
-            return list(zip(batch, self._scores(batch))), None
+            scores = self.task.score([(one.out.text, one.sample) for one in batch])
+            return list(zip(batch, scores, strict=True)), None
         except Exception as error:
             if len(batch) == 1:
                 return [], error
         parts = [self._score([one]) for one in batch]  # what can be scored is kept
         errors = [error for _, error in parts if error]
         return [pair for scored, _ in parts for pair in scored], errors[0] if errors else None
-
-    def _scores(self, batch: list[_Decoded]) -> list[Score]:
-        scores = self.task.score([(one.out.text, one.sample) for one in batch])
-        if len(scores) != len(batch):
-            raise RuntimeError(
-                f"task {self.task.name!r}: score gave {len(scores)} scores for {len(batch)} "
-                "responses"
-            )
-        return scores

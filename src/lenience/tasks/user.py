@@ -6,30 +6,33 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from lenience.core.errors import InputError, first_line
 from lenience.core.files import digest_bytes
-from lenience.tasks.base import Sample, Score, Task
+from lenience.tasks.base import AnswerValue, Sample, Score, Task
 
 NEEDED = ("name", "samples", "answer")
+DOCS = "see docs/your-own-task.md"
 
 
 def as_task(task: Any, where: str = "", version: str | None = None) -> Task:
-    """A task from any object with a task's methods; `answer(text)` and `same(a, b)` may leave out
-    the sample. A `version` takes the place of the task's own. Raises InputError that names what is
-    missing, and `where`."""
-    if isinstance(task, Task) and _sees_samples(task) and version is None:
+    """A task from any object with a task's methods, where what these give or raise is told by the
+    sample's name; `answer(text)` and `same(a, b)` may leave out the sample. A `version` takes the
+    place of the task's own. Raises InputError that names what is missing, and `where`."""
+    if isinstance(task, _CheckedTask) and version is None:
         return task
     if lacking := [part for part in NEEDED if not hasattr(task, part)]:
         name = where or type(task).__name__
-        raise InputError(f"task {name}: lacks {', '.join(lacking)}; see docs/your-own-task.md")
-    return _UserTask(task, version)
+        raise InputError(f"task {name}: lacks {', '.join(lacking)}; {DOCS}")
+    return _CheckedTask(task, version)
 
 
-class _UserTask(Task):
-    """A user's object behind the methods of a task."""
+class _CheckedTask(Task):
+    """The methods of a task over those of an object, each called as it is declared and its result
+    checked."""
 
     def __init__(self, task: Any, version: str | None):
         self.name = task.name
@@ -40,8 +43,9 @@ class _UserTask(Task):
         self._same, self._correct, self._score, self._loss, self._reads, self._reference = (
             _own(task, part) for part in ("same", "correct", "score", "loss", "reads", "reference")
         )
-        self._answer_sees_sample = _takes_sample(task.answer, 1)
-        self._same_sees_sample = self._same is not None and _takes_sample(self._same, 2)
+        self._answer = _given_sample(task.answer, 1)
+        if self._same is not None:
+            self._same = _given_sample(self._same, 2)
 
     @property
     def has_loss(self) -> bool:
@@ -52,36 +56,72 @@ class _UserTask(Task):
         return self._score is not None
 
     def samples(self, split: str) -> Iterable[Sample]:
-        return self._task.samples(split)
+        for sample in self._task.samples(split):
+            if not (hasattr(sample, "id") and hasattr(sample, "prompt")):
+                raise InputError(
+                    f"task {self.name!r}: samples gave {sample!r:.60}, which is no Sample; {DOCS}"
+                )
+            yield sample
 
     def reference(self, given: str) -> str:
         return self._reference(given) if self._reference else super().reference(given)
 
     def answer(self, text: str, sample: Sample | None = None) -> str | None:
-        return self._task.answer(text, *([sample] if self._answer_sees_sample else []))
+        found = self._call("answer", [sample], partial(self._answer, text, sample))
+        if not isinstance(found, get_args(AnswerValue)):
+            raise self._wrong("answer", found, sample, "give text, a number or None")
+        return found
 
     def same(self, a: str | None, b: str | None, sample: Sample | None = None) -> bool | None:
         if self._same is None:
             return super().same(a, b, sample)
-        return self._same(a, b, *([sample] if self._same_sees_sample else []))
+        agree = self._call("same", [sample], partial(self._same, a, b, sample))
+        return None if agree is None else bool(agree)
 
     def correct(self, text: str, sample: Sample) -> bool:
-        return self._correct(text, sample) if self._correct else super().correct(text, sample)
+        if self._correct is None:
+            return super().correct(text, sample)
+        return bool(self._call("correct", [sample], partial(self._correct, text, sample)))
 
     def score(self, pairs: Sequence[tuple[str, Sample]]) -> list[Score]:
-        return self._score(pairs) if self._score else super().score(pairs)
+        if self._score is None:
+            return super().score(pairs)
+        samples = [sample for _, sample in pairs]
+        scores = list(self._call("score", samples, partial(self._score, pairs)))
+        if len(scores) != len(pairs):
+            raise RuntimeError(
+                f"task {self.name!r}: score gave {len(scores)} scores for {len(pairs)} responses"
+            )
+        for score, sample in zip(scores, samples):
+            if not isinstance(score, Score):
+                raise self._wrong("score", score, sample, "give a Score(correct, loss) for each")
+        return scores
 
     def loss(self, text: str, target_text: str, sample: Sample) -> float:
         loss = self._loss or super().loss
-        return loss(text, target_text, sample)
+        return self._call("loss", [sample], partial(loss, text, target_text, sample))
 
     @property
     def reads(self) -> str:
         return self._reads or self.known_as
 
+    def _call(self, part: str, samples: Sequence[Sample | None], method: Callable[[], Any]) -> Any:
+        """What a method gives. Raises RuntimeError that names the samples where it raises."""
+        try:
+            return method()
+        except InputError:
+            raise
+        except Exception as error:
+            why = f"{type(error).__name__}: {first_line(error)}"
+            raise RuntimeError(f"{self._at(samples)}: {part} failed with {why}") from error
 
-def _sees_samples(task: Any) -> bool:
-    return _takes_sample(task.answer, 1) and _takes_sample(task.same, 2)
+    def _wrong(self, part: str, given: object, sample: Sample | None, mend: str) -> InputError:
+        return InputError(f"{self._at([sample])}: {part} gave {given!r:.60}; {mend}")
+
+    def _at(self, samples: Sequence[Sample | None]) -> str:
+        ids = [str(sample.id) for sample in samples if sample is not None]
+        more = f" and {len(ids) - 1} more" if len(ids) > 1 else ""
+        return f"task {self.name!r}" + (f", sample {ids[0]}{more}" if ids else "")
 
 
 def _own(task: Any, part: str) -> Any:
@@ -91,15 +131,20 @@ def _own(task: Any, part: str) -> Any:
     return None if inherited else getattr(task, part, None)
 
 
-def _takes_sample(method: Callable[..., Any], place: int) -> bool:
-    """Whether a method's argument at a place is the sample: an option of its own has a default and
-    another name."""
-    parameters = list(inspect.signature(method).parameters.values())[: place + 1]
-    if any(one.kind is one.VAR_POSITIONAL for one in parameters):
-        return True
-    if len(parameters) <= place or parameters[place].kind is inspect.Parameter.KEYWORD_ONLY:
-        return False
-    return parameters[place].name == "sample" or parameters[place].default is inspect._empty
+def _given_sample(method: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """A method whose last argument is the sample, whether or not the user's own takes it there, by
+    its name, or at all. An option of the user's own has a default and another name."""
+    parameters = list(inspect.signature(method).parameters.values())
+    if any(one.kind is one.KEYWORD_ONLY and one.name == "sample" for one in parameters):
+        return lambda *args: method(*args[:-1], sample=args[-1])
+    first = parameters[: place + 1]
+    if any(one.kind is one.VAR_POSITIONAL for one in first):
+        return method
+    if len(first) > place and first[place].kind is not inspect.Parameter.KEYWORD_ONLY:
+        one = first[place]
+        if one.name == "sample" or one.default is inspect.Parameter.empty:
+            return method
+    return lambda *args: method(*args[:-1])
 
 
 def task_in_file(path: Path, name: str) -> Task:
