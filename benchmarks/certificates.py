@@ -40,6 +40,13 @@ ALPHA, REPEATS = 0.05, 2000
 POOLED = ((0.005, 2000), (0.01, 1000), (0.01, 2000), (0.015, 2000))
 """Limits and prompts of the calibrations on the pool, two of them just under what a setting really
 loses."""
+STREAMS = (
+    (0.01, 0.01, 3000, 3000),
+    (0.005, 0.03, 500, 4500),
+    (0.005, 0.1, 500, 2500),
+    (0.0, 0.1, 2000, 4000),
+)
+"""Of audited losses: the mean before, the mean after, when it changes, and the length."""
 
 
 def rare(means: list[float]) -> Callable[[np.random.Generator, int], NDArray]:
@@ -200,43 +207,64 @@ def collect(folder: Path, path: Path) -> None:
     path.write_text(json.dumps({"prompts": len(ids), "target_right": right, "settings": settings}))
 
 
-def on_pool(path: Path, limit: float, n: int, repeats: int = 200) -> list[dict[str, Any]]:
+class Pool:
+    """What each setting loses on every prompt of a pool, strict first, and its speed."""
+
+    def __init__(self, path: Path):
+        pool = json.loads(path.read_text())
+        self.prompts = int(pool["prompts"])
+        self.lost = np.zeros((len(pool["settings"]), self.prompts))
+        for row, setting in zip(self.lost, pool["settings"]):
+            row[setting["lost"]] = 1
+        speeds = [setting["tokens_per_pass"] for setting in pool["settings"]]
+        self.speed = np.array([1.0, *speeds])
+        """In tokens per pass; the first is that of nothing certified."""
+
+    def best(self, limit: float) -> float | None:
+        """The speed of the most lenient setting that may be certified."""
+        means = self.lost.mean(1)
+        allowed = [i for i in range(len(means)) if (means[: i + 1] <= limit).all()]
+        return float(self.speed[allowed[-1] + 1]) if allowed else None
+
+    def recalibrate(
+        self, test: Test, n: int, rng: np.random.Generator
+    ) -> tuple[NDArray, float] | None:
+        """Calibrate on n prompts: the mean losses of the settings that passed on all the other
+        prompts, and the speed of the last of them."""
+        order = rng.permutation(self.prompts)
+        tried = fixed_sequence_test(test, len(self.lost), _oracle(self.lost[:, order[:n]]))
+        passed = [row.setting for row in tried if row.passed]
+        if not passed:
+            return None
+        return self.lost[passed][:, order[n:]].mean(1), float(self.speed[passed[-1] + 1])
+
+
+def on_pool(pool: Pool, limit: float, n: int, repeats: int = 200) -> list[dict[str, Any]]:
     """Calibrations on n prompts of the pool, drawn anew each time; what is certified is held
     against all the other prompts."""
-    pool = json.loads(path.read_text())
-    lost = np.zeros((len(pool["settings"]), pool["prompts"]))
-    for row, setting in zip(lost, pool["settings"]):
-        row[setting["lost"]] = 1
-    speed = np.array([1.0, *(setting["tokens_per_pass"] for setting in pool["settings"])])
-    allowed = [i for i, row in enumerate(lost) if (lost[: i + 1].mean(1) <= limit).all()]
     told = []
     for procedure in TESTS:
         test, rng = TESTS[procedure](limit, ALPHA, look_schedule(n)), np.random.default_rng(1)
-        false, none, fast, rest = 0, 0, [], []
-        for _ in range(repeats):
-            order = rng.permutation(pool["prompts"])
-            tried = fixed_sequence_test(test, len(lost), _oracle(lost[:, order[:n]]))
-            passed = [row.setting for row in tried if row.passed]
-            if not passed:
-                none += 1
-                continue
-            outside = lost[passed][:, order[n:]].mean(1)
-            false += bool((outside > limit).any())
-            rest.append(float(outside[-1]))
-            fast.append(speed[passed[-1] + 1])
+        made = [pool.recalibrate(test, n, rng) for _ in range(repeats)]
+        passed = [one for one in made if one is not None]
+        false = sum(bool((outside > limit).any()) for outside, _ in passed)
         told.append(
             {
                 "limit": limit,
                 "n": n,
                 "procedure": procedure,
                 "share": false / repeats,
-                "none": none / repeats,
-                "tokens_per_pass": float(np.mean(fast)) if fast else None,
-                "best": float(speed[allowed[-1] + 1]) if allowed else None,
-                "loss_on_the_rest": float(np.mean(rest)) if rest else None,
+                "none": 1 - len(passed) / repeats,
+                "tokens_per_pass": _mean([speed for _, speed in passed]),
+                "best": pool.best(limit),
+                "loss_on_the_rest": _mean([float(outside[-1]) for outside, _ in passed]),
             }
         )
     return told
+
+
+def _mean(values: list[float]) -> float | None:
+    return float(np.mean(values)) if values else None
 
 
 def audits(
@@ -294,30 +322,24 @@ def main() -> None:
     ]
     told["simulated"] = [simulate(*one) for one in track(wanted, "simulated calibrations")]
     if given.pool.exists():
-        told["pool"] = [row for limit, n in POOLED for row in on_pool(given.pool, limit, n)]
-    streams = (
-        (0.01, 0.01, 3000, 3000),
-        (0.005, 0.03, 500, 4500),
-        (0.005, 0.1, 500, 2500),
-        (0.0, 0.1, 2000, 4000),
-    )
-    told["audits"] = [audits(*one) for one in track(streams, "audits")]
-    told["seconds"] = round(time.perf_counter() - began, 1)
+        pool = Pool(given.pool)
+        told["pool"] = [row for limit, n in POOLED for row in on_pool(pool, limit, n)]
+    told["audits"] = [audits(*one) for one in track(STREAMS, "audits")]
     for name, rows in told.items():
-        if isinstance(rows, list) and rows:
-            table = Table(title=name)
-            for key in dict.fromkeys(key for row in rows for key in row):
-                table.add_column(key.replace("_", " "), justify="right")
-            for row in rows:
-                table.add_row(
-                    *(
-                        _cell(row.get(key))
-                        for key in dict.fromkeys(key for row in rows for key in row)
-                    )
-                )
-            Console(width=150).print(table)
+        show(name, rows)
     if given.out:
-        given.out.write_text(json.dumps(told, indent=1))
+        seconds = round(time.perf_counter() - began, 1)
+        given.out.write_text(json.dumps(told | {"seconds": seconds}, indent=1))
+
+
+def show(name: str, rows: list[dict[str, Any]]) -> None:
+    """Print rows as a table."""
+    table, keys = Table(title=name), dict.fromkeys(key for row in rows for key in row)
+    for key in keys:
+        table.add_column(key.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(*(_cell(row.get(key)) for key in keys))
+    Console(width=150).print(table)
 
 
 def _cell(value: Any) -> str:

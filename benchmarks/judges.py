@@ -109,14 +109,14 @@ def wide(pair: Pair, out: Path, picking: int, problems: int, limit: float) -> li
                 kinds[two] = f"{kind}, two thresholds"
                 settings.append(two)
     named = [f"{setting}; window={WIDE}" for setting in ("exact", *settings)]
-    rows = measured(pair, Picking(), named, out / "picking", picking, 1).rows
+    rows = measured(pair, Picking(), named, out / "picking", limit=picking, timed=1).rows
     picked = {}
     for name in dict.fromkeys(kinds.values()):
         best = most_lenient([row for row in rows if kinds.get(row.rule) == name], limit)
         if best is not None:
             picked[name] = best.rule
     held_out = [f"{rule}; window={WIDE}" for rule in ("exact", *picked.values())]
-    rows = measured(pair, WordMath(), held_out, out / "held-out", problems, 1).rows
+    rows = measured(pair, WordMath(), held_out, out / "held-out", limit=problems, timed=1).rows
     by_rule = {row.rule: row for row in rows if row.window == WIDE}
     strict = by_rule["exact"].tokens_per_pass or 1.0
     return [
@@ -138,7 +138,7 @@ def fast(pair: Pair, out: Path, rule: str, problems: int, timed: int) -> list[di
     for folder in stops.values():
         settings += [f"{rule}; window=16; stop=head:{folder}@{least}" for least in STOPS]
         settings += [f"exact; window=16; stop=head:{folder}@{least}" for least in STOPS]
-    frontier = measured(pair, WordMath(), settings, out / "fast", problems, timed)
+    frontier = measured(pair, WordMath(), settings, out / "fast", limit=problems, timed=timed)
     return [row.to_json() for row in frontier.rows]
 
 

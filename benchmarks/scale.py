@@ -158,76 +158,83 @@ def weight_bytes(lm: LM) -> int:
     return sum(weight.nbytes for weight in lm.model.parameters())
 
 
-def measure(
-    pair: Pair, rows: int, window: int, rate: float, repeats: int, peak: float
-) -> dict[str, Any]:
-    """Everything is timed in turn, `repeats` times after a warm-up, so that ratios are of times
-    that lie side by side."""
-    prompts = [[(7 * i + 13 * row) % 1000 + 1 for i in range(PROMPT)] for row in range(rows)]
-    target, draft, device = (
-        Bare(pair.target, prompts),
-        Bare(pair.draft, prompts),
-        pair.target.device,
-    )
-    rules: dict[str, Any] = {"plain": "target", "speculative": Synthetic(rate)}
-    figures: dict[str, list[float]] = {}
+class Figures:
+    """Everything is timed in turn, several times, so that ratios are of times that lie side by
+    side."""
 
-    def note(name: str, value: float) -> float:
-        figures.setdefault(name, []).append(value)
+    def __init__(self, pair: Pair, window: int, rate: float, peak: float):
+        """`rate` is the chance that a drafted token is accepted, `peak` the bandwidth."""
+        assert pair.draft
+        self.pair, self.draft, self.window, self.peak = pair, pair.draft, window, peak
+        self.rules = {"plain": "target", "speculative": Synthetic(rate)}
+        self.on_gpu = pair.target.device.type == "cuda"
+        self.values: dict[str, list[float]] = {}
+
+    def measure(self, rows: int, repeats: int) -> dict[str, Any]:
+        """Medians, smallest and largest of `repeats` turns after a warm-up, in batches of
+        `rows`."""
+        prompts = [[(7 * i + 13 * row) % 1000 + 1 for i in range(PROMPT)] for row in range(rows)]
+        bare = Bare(self.pair.target, prompts), Bare(self.draft, prompts)
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(repeats + 1):
+            passes = self.time_passes(*bare)
+            prefill = bare[0].prefill(), bare[1].prefill()
+            for name in self.rules:
+                self.decode(name, prompts, passes, prefill)
+        told: dict[str, Any] = {
+            name: [round(float(f(values[1:])), 3) for f in (statistics.median, min, max)]
+            for name, values in self.values.items()
+        }
+        self.values.clear()
+        if self.on_gpu:
+            weights = weight_bytes(self.pair.target) + weight_bytes(self.draft)
+            most = torch.cuda.max_memory_allocated()
+            told["memory, GiB: peak, weights"] = [round(n / 2**30, 2) for n in (most, weights)]
+        return {"rows": rows, **told}
+
+    def note(self, name: str, value: float) -> float:
+        self.values.setdefault(name, []).append(value)
         return value
 
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    for repeat in range(repeats + 1):
-        if repeat == 1:
-            figures.clear()
+    def time_passes(self, target: Bare, draft: Bare) -> dict[int, float]:
+        """Seconds of the target's passes over some numbers of tokens; under 0, of the draft's over
+        one."""
         passes = {
-            t: note(f"target's pass over {t}, ms", 1e3 * target.over(t)) / 1e3
-            for t in sorted({1, 8, window + 1})
+            t: self.note(f"target's pass over {t}, ms", 1e3 * target.over(t)) / 1e3
+            for t in sorted({1, 8, self.window + 1})
         }
-        passes[0] = note("draft's pass over 1, ms", 1e3 * draft.over(1)) / 1e3
-        note("target's pass over 8 to its pass over 1", passes[8] / passes[1])
-        note("plain pass, of the bandwidth bound", weight_bytes(pair.target) / peak / passes[1])
-        prefill = target.prefill(), draft.prefill()
-        for name, rule in rules.items():
-            profile = (
-                None if device.type == "cuda" else Profile()
-            )  # it would wait for a GPU after each part
-            began = time.perf_counter()
-            outs = pair.generate_batch(
-                prompts,
-                batch_size=rows,
-                rule=rule,
-                window=window,
-                max_new_tokens=NEW,
-                profile=profile,
-            )
-            took = time.perf_counter() - began
-            cycles, drafts = (
-                max(out.target_passes for out in outs),
-                max(out.draft_passes for out in outs),
-            )
-            allowed = prefill[0] + (cycles - 1) * passes[window + 1 if drafts else 1]
-            allowed += prefill[1] + (drafts - 1) * passes[0] if drafts else 0
-            note(f"{name}, tokens/s", sum(len(out.tokens) for out in outs) / took)
-            note(f"{name}, tokens per pass", sum(len(out.tokens) for out in outs) / rows / cycles)
-            note(f"{name}, of what the bare forwards allow", allowed / took)
-            if profile:
-                in_passes = profile.seconds["draft"] + profile.seconds["target"]
-                note(f"{name}, outside the passes", 1 - in_passes / sum(profile.seconds.values()))
-    told: dict[str, Any] = {
-        name: [round(float(f(values)), 3) for f in (statistics.median, min, max)]
-        for name, values in figures.items()
-    }
-    if device.type == "cuda":
-        told["memory, GiB: peak, weights"] = [
-            round(n / 2**30, 2)
-            for n in (
-                torch.cuda.max_memory_allocated(),
-                weight_bytes(pair.target) + weight_bytes(pair.draft),
-            )
-        ]
-    return {"rows": rows, **told}
+        passes[0] = self.note("draft's pass over 1, ms", 1e3 * draft.over(1)) / 1e3
+        self.note("target's pass over 8 to its pass over 1", passes[8] / passes[1])
+        bound = weight_bytes(self.pair.target) / self.peak
+        self.note("plain pass, of the bandwidth bound", bound / passes[1])
+        return passes
+
+    def decode(
+        self,
+        name: str,
+        prompts: list[list[int]],
+        passes: dict[int, float],
+        prefill: tuple[float, float],
+    ) -> None:
+        """Answer the prompts by one of the rules."""
+        profile = None if self.on_gpu else Profile()  # it would wait for a GPU after each part
+        options = {"rule": self.rules[name], "window": self.window, "max_new_tokens": NEW}
+        rows, began = len(prompts), time.perf_counter()
+        outs = self.pair.generate_batch(prompts, batch_size=rows, profile=profile, **options)
+        took = time.perf_counter() - began
+        cycles = max(out.target_passes for out in outs)
+        drafts = max(out.draft_passes for out in outs)
+        allowed = prefill[0] + (cycles - 1) * passes[self.window + 1 if drafts else 1]
+        allowed += prefill[1] + (drafts - 1) * passes[0] if drafts else 0
+        tokens = sum(len(out.tokens) for out in outs)
+        self.note(f"{name}, tokens/s", tokens / took)
+        self.note(f"{name}, tokens per pass", tokens / rows / cycles)
+        self.note(f"{name}, of what the bare forwards allow", allowed / took)
+        if profile:
+            in_passes = profile.seconds["draft"] + profile.seconds["target"]
+            outside = 1 - in_passes / sum(profile.seconds.values())
+            self.note(f"{name}, outside the passes", outside)
 
 
 def main() -> None:
@@ -254,9 +261,9 @@ def main() -> None:
     if given.compile and not pair.compile():
         raise SystemExit("the passes cannot be compiled here")
     peak = bandwidth(target.device)
-    batches = []
-    for rows in track(given.batch, "batches", console=Console(stderr=True)):
-        batches.append(measure(pair, rows, given.window, given.rate, given.repeats, peak))
+    figures = Figures(pair, given.window, given.rate, peak)
+    sizes = track(given.batch, "batches", console=Console(stderr=True))
+    batches = [figures.measure(rows, given.repeats) for rows in sizes]
     about = {
         "machine": machine(pair),
         "shape": given.shape,

@@ -106,8 +106,12 @@ def logistic(c: float) -> Fit:
     )
 
 
+def standardised(x: NDArray) -> NDArray:
+    return ((x - x.mean(0)) / (x.std(0) + 1e-6)).astype(np.float32)
+
+
 def out_of_fold(fit: Fit, x: NDArray, harmless: NDArray, samples: NDArray) -> NDArray:
-    x, scores = ((x - x.mean(0)) / (x.std(0) + 1e-6)).astype(np.float32), np.zeros(len(x))
+    x, scores = standardised(x), np.zeros(len(x))
     for inside, outside in GroupKFold(FOLDS).split(x, harmless, samples):
         scores[outside] = expit(fit(x[inside], harmless[inside], samples[inside])(x[outside]))
     return scores
@@ -243,40 +247,19 @@ def classifiers(out: Path, given: argparse.Namespace) -> None:
     )
 
 
+SEARCHES = ("semi-greedy", "naive", "reversed")
+RECALLS = (0.8, 0.9, 0.95, 0.98, 0.995)
+"""Of the thresholds at which the judges of a search decode."""
+
+
 def search(out: Path, given: argparse.Namespace) -> None:
     """Judges learn from the same problems, searched in three ways."""
-    pair, task, rows = load_pair(), WordMath(), []
+    pair, task = load_pair(), WordMath()
     records = shipped(out / "semi-greedy", given.samples)
-    for name, way in (("naive", naive), ("reversed", reversed_)):
-        (out / name).mkdir(exist_ok=True)
-        shutil.copy(EMBEDDED / "run" / "run.json", out / name)
-        journal = Journal(out / name / "journal.jsonl")
-        done = {record["id"] for record in journal.resume()} if journal.path.exists() else set()
-        for record in track([r for r in records if r["id"] not in done], name):
-            journal.append(way(pair, task, record))
-    rules = []
-    for name in ("semi-greedy", "naive", "reversed"):
-        head = fit_run(pair, out / name, HeadPlan(Inputs(), out / name / "judge", FitConfig()))
-        listed = {row["recall"]: row["threshold"] for row in head.metrics["thresholds"]}
-        rules += [
-            f"judge:{out / name / 'judge'}@{listed[recall]}"
-            for recall in (0.8, 0.9, 0.95, 0.98, 0.995)
-        ]
-        found = [r for r in Journal(out / name / "journal.jsonl")]
-        rows.append(
-            {
-                "search": name,
-                "auc": head.metrics["auc_out_of_fold"],
-                "samples": len(found),
-                "mismatches": head.metrics["mismatches"],
-                "important": head.metrics["important"],
-                "important_per_sample": head.metrics["important"] / len(found),
-                "target_passes": sum(r["cost"]["target_passes"] for r in found),
-            }
-        )
-    config = CompareConfig(
-        rules=tuple(rules), windows=(8,), limit=given.problems, timed=1, repeats=1
-    )
+    search_again(pair, out, records)
+    judged = [judge_of_search(pair, out, name) for name in SEARCHES]
+    rules = tuple(rule for _, of_search in judged for rule in of_search)
+    config = CompareConfig(rules=rules, windows=(8,), limit=given.problems, timed=1, repeats=1)
     with progress_bars() as show:
         frontier = compare(pair, task, config, out / "compare", show)
     columns = {
@@ -289,10 +272,41 @@ def search(out: Path, given: argparse.Namespace) -> None:
         "target_passes": "d",
     }
     points = [row.to_json() for row in frontier.rows]
+    rows = [row for row, _ in judged]
     tell(out, "search", rows, columns, by_search(frontier.rows), frontier=points)
     for point in points:
         keys = [key for key in ("accuracy", "paired_loss", "tokens_per_pass") if point[key]]
         print(point["rule"], *(f"{key} {point[key]:.4g}" for key in keys))
+
+
+def search_again(pair: Pair, out: Path, records: Sequence[Record]) -> None:
+    """Search what was mined in the two other ways, each into a run folder of its own; what is
+    there is not done again."""
+    for name, way in (("naive", naive), ("reversed", reversed_)):
+        (out / name).mkdir(exist_ok=True)
+        shutil.copy(EMBEDDED / "run" / "run.json", out / name)
+        journal = Journal(out / name / "journal.jsonl")
+        done = {record["id"] for record in journal.resume()}
+        for record in track([r for r in records if r["id"] not in done], name):
+            journal.append(way(pair, WordMath(), record))
+
+
+def judge_of_search(pair: Pair, out: Path, name: str) -> tuple[Record, list[str]]:
+    """A judge that learns from what a search found: its figures, and its rules."""
+    folder = out / name / "judge"
+    metrics = fit_run(pair, out / name, HeadPlan(Inputs(), folder, FitConfig())).metrics
+    listed = {row["recall"]: row["threshold"] for row in metrics["thresholds"]}
+    found = list(Journal(out / name / "journal.jsonl"))
+    row = {
+        "search": name,
+        "auc": metrics["auc_out_of_fold"],
+        "samples": len(found),
+        "mismatches": metrics["mismatches"],
+        "important": metrics["important"],
+        "important_per_sample": metrics["important"] / len(found),
+        "target_passes": sum(record["cost"]["target_passes"] for record in found),
+    }
+    return row, [f"judge:{folder}@{listed[recall]}" for recall in RECALLS]
 
 
 def by_search(rows: Sequence[FrontierRow]) -> Figure:
@@ -416,140 +430,157 @@ def _other(pair: Pair, task: WordMath, record: Record, response: list[int]) -> b
 
 
 def precision(out: Path, given: argparse.Namespace) -> None:
-    records, found = shipped(out / "run", given.samples), {}
+    records, found = shipped(out / "run", given.samples), dict[str, NDArray]()
     for dtype in ("float32", "bfloat16"):
         pair = load_pair(dtype=dtype, compile=False)
-        for how in ("parallel", "sequential"):
-            x = [
-                one_by_one(pair, record, how == "sequential")
-                for record in track(records, f"{dtype}, {how}")
-            ]
-            found[f"{dtype}, {how}"] = torch.cat(x).numpy()
-    labelled = [
-        [m for m in record["mismatches"] if m["important"] is not None] for record in records
-    ]
-    harmless = np.array([not m["important"] for one in labelled for m in one])
-    samples = np.repeat(np.arange(len(records)), [len(one) for one in labelled])
-    rows = []
-    for fitted, x in found.items():
-        mean, scale, scores = x.mean(0), x.std(0) + 1e-6, {name: np.zeros(len(x)) for name in found}
-        for inside, outside in GroupKFold(FOLDS).split(x, harmless, samples):
-            model = logistic(0.01)((x[inside] - mean) / scale, harmless[inside], samples[inside])
-            for name, other in found.items():
-                scores[name][outside] = expit(model((other[outside] - mean) / scale))
-        at = next(
-            row["threshold"]
-            for row in thresholds(scores[fitted], ~harmless)
-            if row["recall"] == 0.98
-        )
-        for name in found:
-            rows.append(
-                {
-                    "fitted_to": fitted,
-                    "asked_with": name,
-                    **measured(scores[name], harmless, samples),
-                    "other_verdicts": float(
-                        ((scores[name] >= at) != (scores[fitted] >= at)).mean()
-                    ),
-                    "largest_difference": float(np.abs(found[name] - x).max()),
-                }
-            )
+        for how, states_of in (("parallel", read_whole), ("sequential", read_one_by_one)):
+            said = track(records, f"{dtype}, {how}")
+            found[f"{dtype}, {how}"] = torch.cat([states_of(pair, one) for one in said]).numpy()
+    labels = [[m["important"] for m in labelled(record)] for record in records]
+    harmless = np.array([not important for one in labels for important in one])
+    samples = np.repeat(np.arange(len(records)), [len(one) for one in labels])
+    rows = [row for name in found for row in asked_with_others(found, name, harmless, samples)]
     figure = bars(rows, [f"{row['fitted_to']} → {row['asked_with']}" for row in rows])
-    columns = (
-        {"fitted_to": "", "asked_with": ""}
-        | COLUMNS
-        | {"other_verdicts": ".2%", "largest_difference": ".2g"}
-    )
+    columns = {"fitted_to": "", "asked_with": "", **COLUMNS}
+    columns |= {"other_verdicts": ".2%", "largest_difference": ".2g"}
     tell(out, "precision", rows, columns, figure)
 
 
-def one_by_one(pair: Pair, record: Record, sequential: bool) -> torch.Tensor:
-    """[m, F]: both models' states after the drafted token and the one before, of the labelled
-    mismatches; the response is read whole, or token by token."""
-    whole, start, parts = record["prompt_ids"] + record["final_ids"], len(record["prompt_ids"]), {}
-    asked = [m for m in record["mismatches"] if m["important"] is not None]
-    for model in Inputs().models:
-        session = Session(getattr(pair, model), capacity=len(whole) + 1)
-        after: dict[int, torch.Tensor] = {}  # by how many new tokens were read
-        off: dict[int, torch.Tensor] = {}
-        ends = range(start, len(whole) + 1) if sequential else [len(whole)]
-        for end in ends:
-            states = (
-                session.read([whole[:end]], 1 if sequential else len(whole) - start + 1)
-                .hidden[0]
-                .float()
-            )
-            after |= {end - start - len(states) + 1 + i: row for i, row in enumerate(states)}
-            for m in (
-                asked if not sequential else [m for m in asked if start + m["position"] == end]
-            ):
-                ids = [*whole[: start + m["position"]], m["draft_token"]]
-                off[m["position"]] = session.read([ids]).hidden[0, 0].float()
-        parts[model] = [[off[m["position"]], after[m["position"]]] for m in asked]
-    rows = [
-        torch.cat([parts[model][n][k] for k in (0, 1) for model in Inputs().models])
-        for n in range(len(asked))
+def asked_with_others(
+    found: dict[str, NDArray], fitted: str, harmless: NDArray, samples: NDArray
+) -> list[Record]:
+    """Judges that are fitted to one kind of states and asked with each kind."""
+    x = found[fitted]
+    mean, scale = x.mean(0), x.std(0) + 1e-6
+    scores = {name: np.zeros(len(x)) for name in found}
+    for inside, outside in GroupKFold(FOLDS).split(x, harmless, samples):
+        model = logistic(0.01)((x[inside] - mean) / scale, harmless[inside], samples[inside])
+        for name, other in found.items():
+            scores[name][outside] = expit(model((other[outside] - mean) / scale))
+    listed = {row["recall"]: row["threshold"] for row in thresholds(scores[fitted], ~harmless)}
+    verdicts = {name: scores[name] >= listed[0.98] for name in found}
+    return [
+        {
+            "fitted_to": fitted,
+            "asked_with": name,
+            **measured(scores[name], harmless, samples),
+            "other_verdicts": float((verdicts[name] != verdicts[fitted]).mean()),
+            "largest_difference": float(np.abs(found[name] - x).max()),
+        }
+        for name in found
     ]
-    return (
-        torch.stack(rows)
-        if rows
-        else torch.empty(0, sum(getattr(pair, m).hidden_size for m in Inputs().models) * 2)
-    )
+
+
+def labelled(record: Record) -> list[Record]:
+    return [m for m in record["mismatches"] if m["important"] is not None]
+
+
+States = dict[int, torch.Tensor]
+"""By how many new tokens were read."""
+
+
+def read_whole(pair: Pair, record: Record) -> torch.Tensor:
+    """[m, F]: both models' states after the drafted token and the one before, of the labelled
+    mismatches; the response is read in one pass."""
+    after, drafted = {}, {}
+    for model in Inputs().models:
+        session, whole = Session(getattr(pair, model)), record["prompt_ids"] + record["final_ids"]
+        read = session.read([whole], len(record["final_ids"]) + 1).hidden[0].float()
+        after[model] = dict(enumerate(read))
+        drafted[model] = read_drafted(session, record, labelled(record))
+    return joined(pair, record, after, drafted)
+
+
+def read_one_by_one(pair: Pair, record: Record) -> torch.Tensor:
+    """As `read_whole`, but token by token, as decoding reads."""
+    prompt, final = record["prompt_ids"], record["final_ids"]
+    after, drafted = {}, {}
+    for model in Inputs().models:
+        session = Session(getattr(pair, model), capacity=len(prompt) + len(final) + 1)
+        after[model], drafted[model] = States(), States()
+        for n in range(len(final) + 1):
+            after[model][n] = session.read([prompt + final[:n]]).hidden[0, 0].float()
+            here = [mismatch for mismatch in labelled(record) if mismatch["position"] == n]
+            drafted[model] |= read_drafted(session, record, here)
+    return joined(pair, record, after, drafted)
+
+
+def read_drafted(session: Session, record: Record, mismatches: Sequence[Record]) -> States:
+    """The states after the drafted tokens of mismatches, by their positions."""
+    found = {}
+    for mismatch in mismatches:
+        before = record["prompt_ids"] + record["final_ids"][: mismatch["position"]]
+        read = session.read([[*before, mismatch["draft_token"]]])
+        found[mismatch["position"]] = read.hidden[0, 0].float()
+    return found
+
+
+def joined(
+    pair: Pair, record: Record, after: dict[str, States], drafted: dict[str, States]
+) -> torch.Tensor:
+    """[m, F] from the states of each model."""
+    models, places = Inputs().models, [mismatch["position"] for mismatch in labelled(record)]
+    rows = [
+        torch.cat([states[model][at] for states in (drafted, after) for model in models])
+        for at in places
+    ]
+    width = 2 * sum(getattr(pair, model).hidden_size for model in models)
+    return torch.stack(rows) if rows else torch.empty(0, width)
 
 
 def transfer(out: Path, given: argparse.Namespace) -> None:
-    pair, run, rows = load_pair(compile=False), out / "run", []
+    pair, run = load_pair(compile=False), out / "run"
     records = shipped(run, given.samples)
     x, important, samples = states(pair, run, Inputs())
-    x = ((x - x.mean(0)) / (x.std(0) + 1e-6)).astype(np.float32)
+    x = standardised(x)
     kinds = np.array([family(record["id"]) for record in records])[samples]
-    names, fold = sorted(set(kinds)), samples % FOLDS
-    smallest = min(
-        int(((kinds == kind) & (fold != k)).sum()) for kind in names for k in range(FOLDS)
-    )
-    grid = np.zeros((len(names) + 1, len(names)))
-    for row, learned in enumerate([*names, "all kinds"]):
+    learned_from, smallest = outside_of_folds(kinds, samples)
+    asked_about, rows = sorted(set(kinds)), []
+    for learned, folds in learned_from.items():
         scores = np.zeros(len(x))
-        for k in range(FOLDS):
-            inside = np.flatnonzero((fold != k) & ((kinds == learned) | (learned == "all kinds")))
-            inside = np.random.default_rng(k).permutation(inside)[
-                :smallest
-            ]  # equally many from each
-            scores[fold == k] = expit(
-                logistic(0.01)(x[inside], ~important[inside], samples[inside])(x[fold == k])
-            )
-        for column, asked in enumerate(names):
+        for k, inside in enumerate(folds):
+            drawn = np.random.default_rng(k).permutation(inside)[:smallest]  # as many of each
+            model = logistic(0.01)(x[drawn], ~important[drawn], samples[drawn])
+            scores[samples % FOLDS == k] = expit(model(x[samples % FOLDS == k]))
+        for asked in asked_about:
             at = kinds == asked
             found = measured(scores[at], ~important[at], samples[at])
             rows.append({"learned_from": learned, "asked_about": asked, **found})
-            grid[row, column] = found["auc"]
+    grid = np.array([row["auc"] for row in rows]).reshape(len(learned_from), -1)
+    figure = as_grid(grid, asked_about, list(learned_from))
+    figure.axes[0].set_ylabel(f"learned from ({smallest} mismatches)")
+    columns = {"learned_from": "", "asked_about": "", **COLUMNS}
+    tell(out, "transfer", rows, columns, figure, fitted_to=smallest)
+
+
+def outside_of_folds(kinds: NDArray, samples: NDArray) -> tuple[dict[str, list[NDArray]], int]:
+    """By kind of problem, and for all kinds, the mismatches outside of each fold; and how many
+    there are of the rarest kind."""
+    found = {
+        kind: [np.flatnonzero((kinds == kind) & (samples % FOLDS != k)) for k in range(FOLDS)]
+        for kind in sorted(set(kinds))
+    }
+    smallest = min(len(inside) for folds in found.values() for inside in folds)
+    found[EVERY_KIND] = [np.flatnonzero(samples % FOLDS != k) for k in range(FOLDS)]
+    return found, smallest
+
+
+EVERY_KIND = "all kinds"
+
+
+def as_grid(grid: NDArray, asked: Sequence[str], learned: Sequence[str]) -> Figure:
+    """AUCs [learned, asked] as colours and figures."""
     figure = Figure(figsize=(6, 4.6), layout="constrained")
     axes = figure.subplots()
     axes.imshow(grid, cmap="viridis", vmin=0.5, vmax=1)
+    style = {"ha": "center", "va": "center"}
     for (row, column), value in np.ndenumerate(grid):
-        axes.text(
-            column,
-            row,
-            f"{value:.2f}",
-            ha="center",
-            va="center",
-            color="white" if value < 0.85 else "black",
-        )
-    axes.set_xticks(range(len(names)), names)
-    axes.set_yticks(range(len(names) + 1), [*names, "all kinds"])
-    axes.set(
-        xlabel="asked about",
-        ylabel=f"learned from ({smallest} mismatches)",
-        title="AUC by kind of problem",
-    )
-    tell(
-        out,
-        "transfer",
-        rows,
-        {"learned_from": "", "asked_about": ""} | COLUMNS,
-        figure,
-        fitted_to=smallest,
-    )
+        color = "white" if value < 0.85 else "black"
+        axes.text(column, row, f"{value:.2f}", color=color, **style)
+    axes.set_xticks(range(len(asked)), asked)
+    axes.set_yticks(range(len(learned)), learned)
+    axes.set(xlabel="asked about", title="AUC by kind of problem")
+    return figure
 
 
 def family(sample: str) -> str:

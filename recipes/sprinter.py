@@ -302,7 +302,7 @@ def show(told: dict[str, Any]) -> None:
     Console(width=180).print(table)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -313,52 +313,61 @@ def main() -> None:
     parser.add_argument("--tau", type=float, nargs="+", default=[1.0, 1.2, 1.5])
     parser.add_argument("--threshold", type=float, nargs="+", default=[0.5, 0.7, 0.8, 0.9, 0.95])
     parser.add_argument("--problems", type=int, default=200)
-    given = parser.parse_args()
-    run, task = given.out / "run", WordMath()
-    run.mkdir(parents=True, exist_ok=True)
-    shutil.copy(EMBEDDED / "run" / "run.json", run)
-    lines = (
-        (EMBEDDED / "run" / "journal.jsonl").read_text().splitlines(keepends=True)[: given.samples]
-    )
-    (run / "journal.jsonl").write_text("".join(lines))
-    pair = load_pair()
-    samples = take(task, "test", given.problems)
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
+    run = given.out / "run"
+    mined = shipped(run, given.samples)
+    pair, samples = load_pair(), take(WordMath(), "test", given.problems)
+    alone, of_target = decoded(pair, samples, "target", rule="target")
+    baselines = {"target": of_target}
+    for name in ("draft", "speculative"):
+        _, baselines[name] = decoded(pair, samples, name, rule=name, window=4)
+    x, ratio = held_out(pair, samples, alone)
+    prefixes = track(_four_kinds(pair, samples, alone), "held-out prefixes")
+    known = [place(pair, ids) for ids in prefixes]
     told: dict[str, Any] = {
-        "samples": len(lines),
+        "samples": mined,
         "problems": len(samples),
-        "baselines": {},
+        "baselines": baselines,
         "gates": {},
     }
-    alone, told["baselines"]["target"] = decoded(pair, samples, "target", rule="target")
-    for name in ("draft", "speculative"):
-        _, told["baselines"][name] = decoded(pair, samples, name, rule=name, window=4)
-    x, ratio = held_out(pair, samples, alone)
-    known = [
-        place(pair, ids) for ids in track(_four_kinds(pair, samples, alone), "held-out prefixes")
-    ]
     for tau in given.tau:
         folder = run / f"gate-{tau:g}"
         plan = HeadPlan(INPUTS, folder, FitConfig("adam", role="gate"), tau)
         head = fit_run(pair, run, plan)
-        scores, acceptable = head.logits(torch.from_numpy(x)).numpy(), ratio <= tau
-        fpr, tpr, _ = roc_curve(acceptable, scores, drop_intermediate=True)
-        roc = {
-            "auc": float(roc_auc_score(acceptable, scores)),
-            "acceptable": float(acceptable.mean()),
-            "n": len(x),
-            "fpr": fpr.round(4).tolist(),
-            "tpr": tpr.round(4).tolist(),
+        points = {
+            f"{t:g}": _point(pair, Gate(str(folder), t), head, samples, known)
+            for t in given.threshold
         }
-        told["gates"][f"{tau:g}"] = {
-            "roc": roc,
-            "thresholds": {
-                f"{t:g}": _point(pair, Gate(str(folder), t), head, samples, known)
-                for t in given.threshold
-            },
-        }
+        roc = roc_of(head.logits(torch.from_numpy(x)).numpy(), ratio <= tau)
+        told["gates"][f"{tau:g}"] = {"roc": roc, "thresholds": points}
         (given.out / "sprinter.json").write_text(json.dumps(told, indent=1))
     draw(told, given.out / "sprinter.png")
     show(told)
+
+
+def shipped(run: Path, samples: int) -> int:
+    """Make a run folder of the first mined samples that are shipped; says how many."""
+    run.mkdir(parents=True, exist_ok=True)
+    shutil.copy(EMBEDDED / "run" / "run.json", run)
+    lines = (EMBEDDED / "run" / "journal.jsonl").read_text().splitlines(keepends=True)[:samples]
+    (run / "journal.jsonl").write_text("".join(lines))
+    return len(lines)
+
+
+def roc_of(scores: NDArray, acceptable: NDArray) -> dict[str, Any]:
+    """The curve of scores [n] that are to tell what is acceptable [n]."""
+    fpr, tpr, _ = roc_curve(acceptable, scores, drop_intermediate=True)
+    return {
+        "auc": float(roc_auc_score(acceptable, scores)),
+        "acceptable": float(acceptable.mean()),
+        "n": len(scores),
+        "fpr": fpr.round(4).tolist(),
+        "tpr": tpr.round(4).tolist(),
+    }
 
 
 def _four_kinds(

@@ -14,6 +14,8 @@ import pytest
 import lenience
 
 SOURCE = Path(lenience.__file__).parent
+BESIDE = [Path(__file__).parents[1] / name for name in ("recipes", "benchmarks")]
+"""What is not imported, and keeps to the caps too."""
 ORDER = [
     ["core"],
     ["models", "heads", "tasks"],
@@ -111,11 +113,18 @@ def test_what_stays_apart(package: str, other: str) -> None:
             assert other not in packages(path), f"{path.relative_to(SOURCE)} imports {other}"
 
 
+def capped() -> Iterator[tuple[str, ast.AST]]:
+    """Every node of the code that keeps to the caps, and where it stands."""
+    for folder in (SOURCE, *BESIDE):
+        for path in sorted(folder.rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                yield f"{path.relative_to(folder.parent)}:{getattr(node, 'lineno', 0)}", node
+
+
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    for _, path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield f"{path.relative_to(SOURCE)}:{node.lineno} {node.name}", node
+    for where, node in capped():
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"{where} {node.name}", node
 
 
 def test_functions_stay_small() -> None:
@@ -134,11 +143,9 @@ def test_functions_take_few_parameters() -> None:
 
 
 def test_calls_pass_few_arguments_by_position() -> None:
-    for _, path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call):
-                where = f"{path.relative_to(SOURCE)}:{node.lineno}"
-                assert len(node.args) <= 5, f"{where}: name some of the arguments"
+    for where, node in capped():
+        if isinstance(node, ast.Call):
+            assert len(node.args) <= 5, f"{where}: name some of the arguments"
 
 
 def test_light_modules_start_without_torch() -> None:
