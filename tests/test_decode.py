@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,11 +17,12 @@ from transformers import LlamaConfig
 from lenience import InputError
 from lenience.core.context import Context, Row
 from lenience.core.noise import Noise, gumbel_argmax, uniform
+from lenience.core.profile import Profile
 from lenience.core.types import Draft, Reading
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.decoding.response import TextStream, pieces
-from lenience.models.kv_cache import PlainCache
+from lenience.models.kv_cache import Forward, PlainCache
 from lenience.rules.registry import parse_rule
 
 PROMPTS = [[5, 9, 13], [7], [3, 3, 8, 40, 2, 21, 30, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20]]
@@ -344,12 +346,39 @@ def test_uniform_is_the_published_splitmix64() -> None:
     assert extremes.min() > 0 and extremes.max() < 1
 
 
+def looping(read):
+    """A cache's read that goes on by itself, as recorded passes and exported graphs do."""
+
+    def loop(self: PlainCache, forward: Forward, profile: Profile):
+        n, m = forward.lookahead, len(forward.rows)
+        whole = forward.kv_length - n
+        parts = [read(self, replace(forward, lookahead=0, kv_length=whole), profile)]
+        counts = zip(forward.cached_lengths, forward.left_padding)
+        lengths = [cached + forward.length - padding for cached, padding in counts]
+        for k in range(n):
+            after = Forward(
+                rows=forward.rows,
+                input_ids=parts[-1][0][:, -1:].argmax(-1).tolist(),
+                left_padding=[0] * m,
+                cached_lengths=[length + k for length in lengths],
+                kv_length=whole + k + 1,
+                num_states=1,
+            )
+            parts.append(read(self, after, profile))
+        return tuple(torch.cat(side, 1) for side in zip(*parts))
+
+    return loop
+
+
 @pytest.mark.parametrize("on_device", [False, True])
 def test_nothing_is_drafted_past_an_eos_or_a_limit(
     on_device: bool, llama: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each window is what the draft alone says there, which ends at its EOS."""
-    monkeypatch.setattr(PlainCache, "needs_host_tokens", not on_device)  # as on a GPU
+    if on_device:  # windows are drafted in one read, and nobody looks at their tokens
+        monkeypatch.setattr(PlainCache, "needs_host_tokens", False)
+        monkeypatch.setattr(PlainCache, "can_loop", True)
+        monkeypatch.setattr(PlainCache, "read", looping(PlainCache.read))
     new, window, ended = 40, 8, 0
     for prompt in ([1, 2, 3], [7, 7, 9, 2], [30, 4], [11, 12], [45, 3, 21]):
         ids = list(prompt)

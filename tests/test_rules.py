@@ -872,6 +872,7 @@ def test_arguments_may_be_named() -> None:
         ("topk", "topk needs k"),
         ("topk:x", "whole number"),
         ("topk:0", "at least 1"),
+        ("topk:3,k=3", "topk's k is given twice"),
         ("topk:3@0.5", "takes no @threshold"),
         ("topk:3,4", "at most 1"),
         ("topk:j=3", "no argument 'j'"),
