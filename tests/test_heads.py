@@ -14,6 +14,7 @@ from scipy.special import expit
 from scipy.stats import norm
 
 from lenience import InputError
+from lenience.core.context import Context
 from lenience.core.types import Draft, Reading
 from lenience.heads.fitting import Examples, FitConfig, fit_head, threshold_at, thresholds
 from lenience.heads.head import Head, Inputs, load_head
@@ -75,7 +76,9 @@ def test_the_best_linear_head_is_found() -> None:
     draft = Draft(torch.zeros(1, n, dtype=torch.long), torch.tensor([n]), None, states[..., 4:])
     rejected = (
         torch.sigmoid(
-            head.window_logits(draft, Reading(torch.zeros(1, n + 1, 1), states[..., :4])).double()
+            head.window_logits(
+                draft, Reading(torch.zeros(1, n + 1, 1), states[..., :4]), Context()
+            ).double()
         )[0]
         < head.threshold
     ).numpy()
@@ -105,7 +108,9 @@ def test_a_hidden_layer_finds_what_no_linear_head_can() -> None:
     draft = Draft(torch.zeros(1, n, dtype=torch.long), torch.tensor([n]), None, states[..., 4:])
     rejected = (
         torch.sigmoid(
-            mlp.window_logits(draft, Reading(torch.zeros(1, n + 1, 1), states[..., :4])).double()
+            mlp.window_logits(
+                draft, Reading(torch.zeros(1, n + 1, 1), states[..., :4]), Context()
+            ).double()
         )[0]
         < mlp.threshold
     ).numpy()
@@ -135,7 +140,7 @@ def test_an_mlp_scores_as_its_definition_says(tmp_path: Path) -> None:
     gelu = z * norm.cdf(z)
     scores = torch.sigmoid(
         again.window_logits(
-            draft, Reading(torch.zeros(1, 4, 1), torch.tensor(states[..., :2]))
+            draft, Reading(torch.zeros(1, 4, 1), torch.tensor(states[..., :2])), Context()
         ).double()
     )[0]
     np.testing.assert_allclose(scores.numpy(), expit(gelu @ weight + bias), atol=1e-5)
@@ -186,7 +191,7 @@ def test_previous_token_heads_read_the_row_before() -> None:
     reading = Reading(torch.zeros(1, 3, 1), torch.tensor([[[1.0], [2.0], [3.0]]]))
     draft = Draft(torch.tensor([[0, 0]]), torch.tensor([2]))
     torch.testing.assert_close(
-        torch.sigmoid(head.window_logits(draft, reading).double()),
+        torch.sigmoid(head.window_logits(draft, reading, Context()).double()),
         torch.sigmoid(torch.tensor([[1.0, 2.0]]).double()),
     )
 

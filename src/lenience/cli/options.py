@@ -151,6 +151,9 @@ class FitFlags:
     layer: int | None = None
     """Read the target's states after this layer, -1 being the last, before the final norm; without
     it after that norm, and -1 for annotated answers. Such a judge reads the target alone."""
+    ahead: int | None = None
+    """Let a judge also read what the models' logits say of the drafted token and of up to so many
+    tokens drafted after it, which the target has read anyway."""
     from_: Annotated[Literal["run", "annotated"], Parameter(name="--from")] = "run"
     """What to learn from: a run's mined mismatches, or annotated answers (Judge Decoding)."""
     stop: Flag = False
@@ -229,6 +232,8 @@ class FitFlags:
         from lenience.heads.head import Inputs
 
         role, models, tokens = self.role, self.models, self.tokens
+        if self.ahead is not None and (self.annotated or role != "judge"):
+            raise InputError("--ahead: is for judges of mined mismatches; leave it out")
         if self.annotated:
             if role != "judge" or models not in (None, "target") or tokens not in (None, "draft"):
                 raise InputError(
@@ -246,7 +251,8 @@ class FitFlags:
         defaults = {"judge": "draft,previous", "stop": "previous", "gate": "draft"}
         whose = models or ("target,draft" if role == "judge" else "draft")
         read_after = tokens or defaults[role]
-        return Inputs(tuple(whose.split(",")), tuple(read_after.split(",")), self.layer)
+        models_read, tokens_read = tuple(whose.split(",")), tuple(read_after.split(","))
+        return Inputs(models_read, tokens_read, self.layer, self.ahead)
 
 
 @Parameter(name="*")

@@ -15,13 +15,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lenience.core.context import Context
 from lenience.core.errors import InputError
 from lenience.core.files import digest_bytes, replacing, write_json
 from lenience.core.types import Draft, Reading
+from lenience.heads import lookahead
 
 Role = Literal["judge", "stop", "gate"]
 MODELS = ("target", "draft")
 TOKENS = ("draft", "previous", "target")
+FURTHEST = 64
+"""How many tokens a head may look ahead."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,9 @@ class Inputs:
     layer: int | None = None
     """Of the target, after which of its layers: 1 the first, -1 the last, before the final norm;
     None after that norm."""
+    ahead: int | None = None
+    """Beside the states, what the logits of these models say of the drafted token and of up to so
+    many of the tokens drafted after it (`lenience.heads.lookahead`); None reads states alone."""
 
     def __post_init__(self) -> None:
         for what, given, known in (
@@ -50,6 +57,8 @@ class Inputs:
                 raise InputError(
                     f"{what} {','.join(given)!r}: name one or more of {', '.join(known)}"
                 )
+        if self.ahead is not None and not 0 <= self.ahead <= FURTHEST:
+            raise InputError(f"ahead {self.ahead}: must be from 0 to {FURTHEST} tokens")
         if self.layer is not None and self.models != ("target",):
             raise InputError(
                 f"layer {self.layer}: is the target's; a head that names one reads the target alone"
@@ -57,7 +66,15 @@ class Inputs:
 
     def __str__(self) -> str:
         layer = "" if self.layer is None else f"-layer{self.layer}"
-        return f"{'+'.join(self.models)}-{'+'.join(self.tokens)}{layer}"
+        ahead = "" if self.ahead is None else f"-ahead{self.ahead}"
+        return f"{'+'.join(self.models)}-{'+'.join(self.tokens)}{layer}{ahead}"
+
+    def width(self, sizes: Mapping[str, int]) -> int:
+        """How many numbers are read, by the models' hidden sizes."""
+        states = sum(sizes[model] for model in self.models) * len(self.tokens)
+        if self.ahead is None:
+            return states
+        return states + lookahead.width("draft" in self.models, self.ahead)
 
 
 @dataclass
@@ -89,7 +106,7 @@ class Head:
     def kind(self) -> str:
         return "mlp" if self.layer else "logistic"
 
-    def window_logits(self, draft: Draft, reading: Reading) -> Tensor:
+    def window_logits(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         """[B, W] logits of the scores of windows of W drafted tokens."""
         parts = []
         for token in self.inputs.tokens:
@@ -98,7 +115,13 @@ class Head:
                 state = reading.hidden if model == "target" else draft.hidden
                 if state is None:
                     raise RuntimeError("the drafter did not keep the draft's hidden states")
-                parts.append(state[:, rows])
+                parts.append(state[:, rows].float())
+        if self.inputs.ahead is not None:
+            logits = draft.logits if "draft" in self.inputs.models else None
+            values = lookahead.token_values(
+                reading.logits[:, :-1], logits, draft.tokens, ctx.found_in
+            )
+            parts.append(lookahead.of_windows(values, draft.lengths, self.inputs.ahead))
         return self.logits(torch.cat(parts, -1))
 
     def logits(self, x: Tensor) -> Tensor:
@@ -148,7 +171,7 @@ class Head:
                 f"{self.role} {self.folder}: reads states of the {lacking[0]}, and the pair has no "
                 f"{lacking[0]} model"
             )
-        width = sum(sizes[model] for model in self.inputs.models) * len(self.inputs.tokens)
+        width = self.inputs.width(sizes)
         reads = len(self.layer[0] if self.layer else self.weight)
         if reads != width:
             raise InputError(
@@ -192,7 +215,8 @@ def _load(path: Path, role: Role, changed: int) -> Head:
         about = json.loads((path / f"{role}.json").read_text())
         tensors = load_file(path / f"{role}.safetensors")
         asked = about["inputs"]
-        inputs = Inputs(tuple(asked["models"]), tuple(asked["tokens"]), asked.get("layer"))
+        models, tokens = tuple(asked["models"]), tuple(asked["tokens"])
+        inputs = Inputs(models, tokens, asked.get("layer"), asked.get("ahead"))
         has_layer = about["kind"] == "mlp"
         head = Head(
             weight=tensors["weight"],

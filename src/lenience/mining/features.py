@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,10 @@ from lenience.core.progress import Progress, silent
 from lenience.decoding.certified import heads_of, without_paths
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
+from lenience.heads import lookahead
 from lenience.heads.fitting import Examples
 from lenience.heads.head import Inputs, Role
+from lenience.mining.drafted_on import as_in_windows, values_drafted_on
 from lenience.models.session import Session
 from lenience.rules.registry import parse_rule
 from lenience.runs.journal import Journal
@@ -108,15 +111,19 @@ def load_features(
     role: Role = "judge",
     tau: float = 1.0,
     of: str | None = None,
+    seed: int = 0,
 ) -> Examples:
     """All that has been computed, in the journal's order. What a gate must not let through is a
-    token to which the draft gives more than `tau` times the target's probability."""
+    token to which the draft gives more than `tau` times the target's probability. `seed` says where
+    a judge that looks ahead is cut off."""
     shards: list[list[np.ndarray]] = []
     for path in sorted(_shards(folder, inputs, role, of).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             names = ("x", LABELS[role], "sample")
             shards.append([file.get_tensor(name).float().numpy() for name in names])
     x, label, sample = (np.concatenate(column) for column in zip(*shards))
+    if inputs.ahead is not None:
+        x = as_in_windows(x, inputs, seed)
     important = label > tau if role == "gate" else label.astype(bool)
     return Examples(x, ~important, sample.astype(int))
 
@@ -139,14 +146,22 @@ def _mismatch_states(pair: Pair, sample: MinedSample, inputs: Inputs) -> Labelle
         for token, states in states_by_token.items():
             by_token[token, model] = states
     if not labelled:
-        width = sum(pair.models[model].hidden_size for model in inputs.models)
-        dtype = pair.target.model.dtype
-        return torch.empty(0, width * len(inputs.tokens), dtype=dtype), torch.empty(
-            0, dtype=torch.uint8
-        )
+        nothing = torch.empty(0, _columns(pair, inputs), dtype=pair.target.model.dtype)
+        return nothing, torch.empty(0, dtype=torch.uint8)
     order = [by_token[token, model] for token in inputs.tokens for model in inputs.models]
+    if inputs.ahead is not None:
+        order.append(values_drafted_on(pair, sample, labelled, inputs))
     important = torch.tensor([mismatch.important for mismatch in labelled], dtype=torch.uint8)
     return torch.cat(order, -1).contiguous(), important
+
+
+def _columns(pair: Pair, inputs: Inputs) -> int:
+    """How many numbers are kept of a mismatch."""
+    sizes = {role: lm.hidden_size for role, lm in pair.models.items()}
+    states = replace(inputs, ahead=None).width(sizes)
+    if inputs.ahead is None:
+        return states
+    return states + (1 + inputs.ahead) * lookahead.numbers("draft" in inputs.models) + 1
 
 
 def _states_by_token(

@@ -90,7 +90,7 @@ class Judge(Learned, Lenient):
     def ask(
         self, draft: Draft, reading: Reading, ctx: Context, exact: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        logits = self.head.window_logits(draft, reading)
+        logits = self.head.window_logits(draft, reading, ctx)
         least: Tensor | float = _logit(self.bound)
         if self.strict:
             drafted = ctx.found_in(self.strict, draft.tokens)
