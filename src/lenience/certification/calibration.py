@@ -22,6 +22,7 @@ from lenience.decoding.certified import (
     LostSample,
     TriedSetting,
     heads_of,
+    setting_without_paths,
     stop_without_paths,
     without_paths,
 )
@@ -49,7 +50,7 @@ class Calibration:
     task: Task
     config: CertifyConfig
     decoding: Decoding
-    """All options but the rule."""
+    """The options that all settings share, where one does not say otherwise."""
     samples: list[Sample]
     folder: Path
     progress: Progress
@@ -62,16 +63,21 @@ class Calibration:
         """How many answers have been decoded since."""
         return self._answers.decoded
 
-    def answers(self, rule: str, n: int, phase: str = "") -> list[Answer]:
-        """The first n prompts' answers by a rule, or by the target alone; `phase` is shown while
-        they are decoded."""
-        decoding = replace(self.decoding, rule=rule)
+    def chains(self) -> list[list[Decoding]]:
+        """The settings that are tested, from strict to lenient."""
+        return self.config.chains(self.decoding)
+
+    def answers(self, decoding: Decoding, n: int, phase: str = "") -> list[Answer]:
+        """The first n prompts' answers; `phase` is shown while they are decoded."""
         return self._answers.get(decoding, self.samples[:n], self.progress, phase)
 
-    def losses(self, rule: str, n: int, phase: str = "") -> NDArray:
-        """[n] in [0, 1], of the target alone against a rule."""
-        alone = self.answers("target", n, "the target alone")
-        lenient = self.answers(rule, n, phase)
+    def alone(self, n: int) -> list[Answer]:
+        """The first n prompts' answers by the target alone."""
+        return self.answers(replace(self.decoding, rule="target"), n, "the target alone")
+
+    def losses(self, decoding: Decoding, n: int, phase: str = "") -> NDArray:
+        """[n] in [0, 1], of the target alone against a setting."""
+        alone, lenient = self.alone(n), self.answers(decoding, n, phase)
         if self.config.loss in ("paired", "net") and not any(one.correct for one in alone):
             self._check_target()
         rows = zip(self.samples, alone, lenient)
@@ -97,23 +103,24 @@ class Calibration:
 
     def _check_target(self) -> None:
         n = len(self.samples)
-        if not any(one.correct for one in self.answers("target", n, "the target alone")):
+        if not any(one.correct for one in self.alone(n)):
             raise InputError(
                 f"task {self.task.name!r}: the target answers none of {n} prompts rightly, so "
                 "nothing can be lost; look at how answers are found (--answer, --same), or bound "
                 "the disagreement (--loss disagreement)"
             )
 
-    def result(self, test: Test, rule: str, tried: SettingResult) -> TriedSetting:
+    def result(self, test: Test, decoding: Decoding, tried: SettingResult) -> TriedSetting:
         """How a setting's test ended; losses and bounds as they are asked for, also of the net
         drop."""
-        losses, net = self.losses(rule, tried.n), self.config.loss == "net"
-        lenient, alone = self.answers(rule, tried.n), self.answers("target", tried.n)
+        losses, net = self.losses(decoding, tried.n), self.config.loss == "net"
+        lenient, alone = self.answers(decoding, tried.n), self.alone(tried.n)
         bound = test.bound(tried.look, losses)
         lost = (2 * losses - 1).sum() if net else losses.sum()
         return TriedSetting(
-            rule=rule,
-            window=int(self.decoding.window),
+            rule=str(decoding.rule),
+            window=int(decoding.window),
+            options=decoding.differing(self.decoding),
             n=tried.n,
             losses=round(float(lost), 9),
             upper_bound=2 * bound - 1 if net else bound,
@@ -122,23 +129,28 @@ class Calibration:
             tokens_per_pass=tokens_per_pass(lenient),
             accuracy=float(np.mean([one.correct for one in lenient])),
             target_accuracy=float(np.mean([one.correct for one in alone])),
+            tokens_per_second=self.config.speeds.get(str(decoding)),
         )
 
-    def binds(self, rule: str) -> dict[str, Any]:
-        """All that a certificate of this rule depends on."""
+    def decoding_of(self, row: TriedSetting) -> Decoding:
+        """The whole decoder that was tried."""
+        return self.decoding.with_options({"rule": row.rule, "window": row.window, **row.options})
+
+    def binds(self, decoding: Decoding) -> dict[str, Any]:
+        """All that a certificate of a setting depends on."""
         return {
-            **self.pair.binding(replace(self.decoding, rule=rule)),
-            **self.decoding.bound(),
+            **self.pair.binding(decoding),
+            **decoding.bound(),
             "task": self.task.name,
             "reads": self.task.reads,
             "data": data_hash(self.samples),
         }
 
-    def lost_samples(self, rule: str, n: int) -> list[LostSample]:
+    def lost_samples(self, decoding: Decoding, n: int) -> list[LostSample]:
         """The prompts on which quality was lost, with both answers."""
         at_par = 0.5 if self.config.loss == "net" else 0.0
-        losses = self.losses(rule, n).tolist()
-        rows = zip(self.samples, losses, self.answers("target", n), self.answers(rule, n))
+        losses = self.losses(decoding, n).tolist()
+        rows = zip(self.samples, losses, self.alone(n), self.answers(decoding, n))
         return [
             LostSample(
                 id=sample.id,
@@ -170,7 +182,7 @@ def calibration(
 ) -> Iterator[Calibration]:
     """Check what is asked, and pick and record the prompts: the same ones whenever the same is
     asked. Raises InputError where another process is at the same question."""
-    _check(pair, task, folder, config)
+    check_question(pair, task, folder, config)
     asked = _asked(pair, task, config, use)
     key = digest(asked, 6, sort_keys=True)
     place = folder / use / key
@@ -189,7 +201,7 @@ def calibration(
     decoding = replace(config.decoding, max_new_tokens=max_new_tokens)
     with _alone(place):
         if tuned:
-            most_lenient = replace(decoding, rule=config.ladders[-1][-1])
+            most_lenient = config.chains(decoding)[-1][-1]
             window = _picked_window(pair, most_lenient, tuning, place / "window.json")
             decoding = replace(decoding, window=window)
         yield Calibration(
@@ -197,11 +209,11 @@ def calibration(
         )
 
 
-def _check(pair: Pair, task: Task, folder: Path, config: CertifyConfig) -> None:
+def check_question(pair: Pair, task: Task, folder: Path, config: CertifyConfig) -> None:
     """Raise InputError for what is wrong with a question, before any work."""
-    for settings in config.ladders:
-        for setting in settings:
-            pair.check(replace(config.decoding, rule=setting))
+    for chain in config.chains():
+        for decoding in chain:
+            pair.check(decoding)
     _check_run(task, folder)
     if config.loss == "task" and not task.has_loss:
         mend = "see docs/your-own-task.md"
@@ -212,14 +224,14 @@ def _drawn(
     pair: Pair, task: Task, folder: Path, config: CertifyConfig, draw: Draw
 ) -> tuple[list[Sample], list[Sample]]:
     """The prompts to calibrate on, and those to pick a window on."""
-    stop = config.decoding.stop
-    heads = [head for settings in config.ladders for head in heads_of(settings[0], stop)]
+    settings = [decoding for chain in config.chains() for decoding in chain]
+    heads = {head.path: head for one in settings for head in heads_of(one.rule, one.stop)}
     draw = replace(
         draw,
         split=config.split,
         seed=config.decoding.seed,
         ids=config.ids,
-        heads=tuple(heads),
+        heads=tuple(heads.values()),
     )
     samples = fresh(pair.target, task, folder, draw)
     n = len(samples) - (TUNING if config.decoding.window == "auto" else 0)
@@ -258,14 +270,16 @@ def _alone(place: Path) -> Iterator[None]:
 def _asked(pair: Pair, task: Task, config: CertifyConfig, use: str) -> dict[str, Any]:
     """What makes a question the same: not where models and heads lie, but what they are."""
     question = config.to_json()
-    question["rules"] = [[without_paths(one) for one in settings] for settings in config.ladders]
+    chains = config.chains()
+    by_rules, given = chains[: len(config.rules)], chains[len(config.rules) :]
+    question["rules"] = [[without_paths(str(one.rule)) for one in chain] for chain in by_rules]
+    if given:
+        question["settings"] = [
+            [str(setting_without_paths(one)) for one in chain] for chain in given
+        ]
     question["thresholds"] = []
     question["stop"] = stop_without_paths(config.decoding.stop)
-    binds = [
-        pair.binding(replace(config.decoding, rule=setting))
-        for settings in config.ladders
-        for setting in settings
-    ]
+    binds = [pair.binding(decoding) for chain in chains for decoding in chain]
     asked = describe(pair, task, use=use, question=question, binds=binds)
     asked["models"] = {role: {**model, "name": ""} for role, model in asked["models"].items()}
     return {key: value for key, value in asked.items() if key not in ("versions", "pair")}

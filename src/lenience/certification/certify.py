@@ -23,6 +23,7 @@ from lenience.decoding.certified import (
     TriedSetting,
     head_paths,
 )
+from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.evaluation.pages import write_certificate
 from lenience.rules.registry import parse_spec
@@ -118,14 +119,15 @@ class _Outcome:
     """How the tests of all settings ended."""
 
     tried: list[list[TriedSetting]]
-    """For each rule, its settings as far as they were tested."""
+    """Each chain's settings as far as they were tested."""
 
     @property
     def best(self) -> TriedSetting | None:
-        """Of each rule's last setting that passed, the one with the most tokens per pass."""
+        """Of each chain's last setting that passed, the fastest, or the one with the most tokens
+        per pass where seconds were not measured."""
         passed = [[row for row in chain if row.passed] for chain in self.tried]
         last = [chain[-1] for chain in passed if chain]
-        return max(last, key=lambda row: row.tokens_per_pass, default=None)
+        return max(last, key=lambda row: row.tokens_per_second or row.tokens_per_pass, default=None)
 
     @property
     def shown(self) -> TriedSetting:
@@ -137,8 +139,9 @@ class _Outcome:
 def _certificate(on: Calibration, folder: Path) -> Certificate:
     began = time.perf_counter()
     config, test = on.config, on.config.test(len(on.samples))
-    outcome = _Outcome([_test_ladder(on, test, settings) for settings in config.ladders])
+    outcome = _Outcome([_test_chain(on, test, chain) for chain in on.chains()])
     best, shown = outcome.best, outcome.shown
+    setting = on.decoding_of(shown)
     return Certificate(
         certified=_certified(best, on, folder) if best else None,
         max_drop=config.max_drop,
@@ -149,19 +152,19 @@ def _certificate(on: Calibration, folder: Path) -> Certificate:
         losses=shown.losses,
         upper_bound=shown.upper_bound,
         procedure=_procedure(config, test),
-        binds=on.binds(shown.rule),
+        binds=on.binds(setting),
         promises_not=PROMISES_NOT,
         tried=tuple(row for chain in outcome.tried for row in chain),
-        lost=tuple(on.lost_samples(shown.rule, shown.n)),
+        lost=tuple(on.lost_samples(setting, shown.n)),
         reason=None if best else _reason(config, shown),
-        needed=None if best else config.sample_size(on.losses(shown.rule, shown.n)),
+        needed=None if best else config.sample_size(on.losses(setting, shown.n)),
         decoded=on.decoded,
         seconds=round(time.perf_counter() - began, 1),
     )
 
 
-def _test_ladder(on: Calibration, test: Test, settings: list[str]) -> list[TriedSetting]:
-    """Test one rule's settings from strict to lenient."""
+def _test_chain(on: Calibration, test: Test, settings: list[Decoding]) -> list[TriedSetting]:
+    """Test settings from strict to lenient."""
 
     def losses(j: int, n: int) -> NDArray:
         return on.losses(settings[j], n, f"setting {j + 1} of {len(settings)}")
@@ -171,7 +174,7 @@ def _test_ladder(on: Calibration, test: Test, settings: list[str]) -> list[Tried
 
 
 def _certified(best: TriedSetting, on: Calibration, folder: Path) -> Certified:
-    stop = str(on.decoding.stop)
+    stop = str(on.decoding_of(best).stop)
     return Certified(
         **best.model_dump(),
         threshold=_threshold(best.rule),
@@ -186,7 +189,8 @@ def _threshold(rule: str) -> float | None:
 
 
 def _procedure(config: CertifyConfig, test: Test) -> str:
-    several = f", the error shared by {len(config.rules)} rules" if len(config.rules) > 1 else ""
+    chains = len(config.rules) + len(config.settings)
+    several = f", the error shared by {chains} rules" if chains > 1 else ""
     looks = ", ".join(map(str, test.looks))
     return (
         "Learn-then-Test: settings tested from strict to lenient until one fails, each by "
@@ -219,7 +223,7 @@ def plan(
     with all stricter settings and the target alone."""
     asked = replace(config, limit=pilot, ids=config.ids[:pilot])
     with calibration(pair, as_task(task), folder, asked, use="pilot", progress=progress) as on:
-        rows = [row for settings in config.ladders for row in _planned(on, config, settings)]
+        rows = [row for chain in on.chains() for row in _planned(on, config, chain)]
     return Plan(
         plan=rows,
         pilot=len(on.samples),
@@ -230,19 +234,20 @@ def plan(
 
 
 def _planned(
-    on: Calibration, config: CertifyConfig, settings: list[str]
+    on: Calibration, config: CertifyConfig, settings: list[Decoding]
 ) -> Iterator[PlannedSetting]:
     pilot = len(on.samples)
-    decoded = on.answers("target", pilot, "the target alone")
+    decoded = on.alone(pilot)
     for setting in settings:
-        lenient, losses = on.answers(setting, pilot, setting), on.losses(setting, pilot)
+        rule = str(setting.rule)
+        lenient, losses = on.answers(setting, pilot, rule), on.losses(setting, pilot)
         decoded = [*decoded, *lenient]
         n = config.sample_size(losses, config.max_drop / 4)
         passes = sum(answer.target_passes for answer in decoded) / pilot
         seconds = sum(answer.seconds or 0.0 for answer in decoded) / pilot
         lost = (2 * losses - 1).mean() if config.loss == "net" else losses.mean()
         yield PlannedSetting(
-            rule=setting,
+            rule=rule,
             pilot_loss=float(lost),
             tokens_per_pass=tokens_per_pass(lenient),
             prompts=n,

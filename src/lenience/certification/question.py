@@ -15,7 +15,7 @@ from lenience.certification.sequential_tests import (
     sample_size_by_trial,
 )
 from lenience.core.errors import InputError
-from lenience.decoding.options import Decoding
+from lenience.decoding.options import Decoding, given_options
 from lenience.rules.registry import BASELINES
 from lenience.rules.settings import ladder
 
@@ -40,7 +40,11 @@ defaults."""
 class CertifyConfig:
     """What a certificate is asked for; everything is part of the answer's name."""
 
-    rules: tuple[str, ...]
+    rules: tuple[str, ...] = ()
+    """Each stands for its settings from strict to lenient."""
+    settings: tuple[tuple[str, ...], ...] = ()
+    """Beside the rules, or in their place: chains of whole decoders, each from strict to
+    lenient, such as "judge:run/judge@0.99; window=16; stop=confidence:0.4"."""
     max_drop: float = 0.01
     confidence: float = 0.95
     loss: Loss = "paired"
@@ -52,6 +56,9 @@ class CertifyConfig:
     """How many prompts at most; None for as many as are needed for a good chance."""
     ids: tuple[str, ...] = ()
     split: str = "train"
+    speeds: Mapping[str, float] = field(default_factory=dict)
+    """Tokens per second of settings, where they were measured: of several chains' last settings
+    that pass, the fastest is certified. No part of the question."""
 
     def __post_init__(self) -> None:
         for name, value in (("max_drop", self.max_drop), ("confidence", self.confidence)):
@@ -68,7 +75,7 @@ class CertifyConfig:
             mend = f"with --loss {self.loss} take betting"
             raise InputError(f"procedure binomial: is for losses of 0 or 1; {mend}")
         object.__setattr__(self, "rules", tuple(dict.fromkeys(self.rules)))
-        if not self.rules or any(rule in BASELINES for rule in self.rules):
+        if not (self.rules or self.settings) or any(rule in BASELINES for rule in self.rules):
             raise InputError(
                 "rule: name one or more that draft; target and draft alone need no certificate"
             )
@@ -82,10 +89,17 @@ class CertifyConfig:
         """The options of decoding, the rule left open."""
         return Decoding.of(self.options)
 
-    @cached_property
-    def ladders(self) -> list[list[str]]:
-        """Each rule's settings from strict to lenient."""
-        return [ladder(rule, self.thresholds) for rule in self.rules]
+    def chains(self, shared: Decoding | None = None) -> list[list[Decoding]]:
+        """Whole decoders from strict to lenient, for each rule and then as they are given; what
+        they do not name is as in `shared`, or in the question's own options."""
+        shared = shared or self.decoding
+        chains = [
+            [shared.with_options({"rule": one}) for one in ladder(rule, self.thresholds)]
+            for rule in self.rules
+        ]
+        return chains + [
+            [shared.with_options(given_options(text)) for text in chain] for chain in self.settings
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Everything that is asked; options under their own names."""
@@ -95,6 +109,7 @@ class CertifyConfig:
         changed = self.decoding.changed()
         return {
             "rules": list(self.rules),
+            **({"settings": list(map(list, self.settings))} if self.settings else {}),
             "max_drop": self.max_drop,
             "confidence": self.confidence,
             "loss": self.loss,
@@ -109,8 +124,8 @@ class CertifyConfig:
 
     @property
     def alpha(self) -> float:
-        """The error that each rule may make; several share it alike (Bonferroni)."""
-        return (1 - self.confidence) / len(self.rules)
+        """The error that each rule or chain may make; several share it alike (Bonferroni)."""
+        return (1 - self.confidence) / (len(self.rules) + len(self.settings))
 
     @property
     def bound(self) -> float:

@@ -28,6 +28,7 @@ from lenience.cli.options import (
     MineFlags,
     Models,
     TaskChoice,
+    TuneFlags,
     given,
     mined_with,
     models_of,
@@ -42,6 +43,7 @@ from lenience.cli.steps import (
     fit_run,
     mine_run,
     plan_run,
+    tune_run,
 )
 from lenience.cli.tables import print_answer, print_counts, print_profile, print_thresholds
 from lenience.core.errors import InputError, first_line
@@ -253,6 +255,36 @@ def certify(
         outcome = certify_run(pair, task, run, config).to_json()
     if json:
         _print_json({"run": str(run), **outcome})
+
+
+@app.command
+def tune(
+    run: Path,
+    /,
+    *,
+    flags: TuneFlags | None = None,
+    choice: TaskChoice | None = None,
+    models: Models | None = None,
+    json: Json = False,
+) -> None:
+    """Find what decodes fastest on this machine at a loss of at most --max-drop: settings of a
+    rule, windows, stops and drafters race on fresh prompts, and the fastest that passes is
+    certified, strict decoding included. certified:RUN then decodes with it.
+
+    Parameters
+    ----------
+    run
+        The run folder; it records which prompts have been used for what, and none is used twice.
+    """
+    flags = flags or TuneFlags()
+    _check_limit(flags.limit)
+    config = flags.config(run)
+    task = task_of(run, choice or TaskChoice())
+    pair = models_of(run, models).load(long=True)
+    tuned = tune_run(pair, task, run, config)
+    if json:
+        races, certificate = tuned.races.to_json(), tuned.certificate.to_json()
+        _print_json({"run": str(run), "races": races, **certificate})
 
 
 @app.command

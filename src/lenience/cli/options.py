@@ -19,12 +19,15 @@ from lenience.decoding.options import Decoding, option_types
 
 if TYPE_CHECKING:
     from lenience.certification.question import CertifyConfig
+    from lenience.certification.tune import TuneConfig
     from lenience.decoding.pair import Pair
     from lenience.evaluation.compare import CompareConfig
     from lenience.heads.head import Inputs, Role
     from lenience.mining.fit import HeadPlan
     from lenience.tasks import Task
 
+STOP_THRESHOLDS = (0.3, 0.5, 0.7)
+"""At which a run's stop head is tried."""
 Flag = Annotated[bool, Parameter(negative="")]
 Json = Annotated[
     bool, Parameter(name="--json", negative="", help="Print one JSON object as the last line.")
@@ -257,7 +260,9 @@ class FitFlags:
 
 @Parameter(name="*")
 @dataclass
-class CertifyFlags:
+class QuestionFlags:
+    """What is asked of a certificate, also after tuning."""
+
     max_drop: float = 0.01
     """The largest loss allowed, as a fraction."""
     confidence: float = 0.95
@@ -282,17 +287,11 @@ class CertifyFlags:
     """A file with the ids of the prompts to use, one a line."""
     split: str = "train"
     """The task's split that prompts are drawn from."""
-    plan: Flag = False
-    """Only say what a certificate would take, from a pilot of fresh prompts."""
-    pilot: int = 40
-    """How many prompts the pilot takes; they are used up."""
 
-    def config(self, run: Path, options: Mapping[str, Any]) -> CertifyConfig:
+    def question(self, run: Path, options: Mapping[str, Any]) -> CertifyConfig:
         """The question. Raises InputError for what is wrong with it, before models are loaded."""
         from lenience.certification.question import CertifyConfig
 
-        if self.pilot < 1:
-            raise InputError(f"--pilot {self.pilot}: must be 1 or more")
         config = CertifyConfig(
             rules=self.rule or (judge_of(run),),
             max_drop=self.max_drop,
@@ -305,8 +304,55 @@ class CertifyFlags:
             ids=read_ids(self.ids),
             split=self.split,
         )
-        _ = config.ladders
+        config.chains()
         return config
+
+
+@Parameter(name="*")
+@dataclass
+class CertifyFlags(QuestionFlags):
+    plan: Flag = False
+    """Only say what a certificate would take, from a pilot of fresh prompts."""
+    pilot: int = 40
+    """How many prompts the pilot takes; they are used up."""
+
+    def config(self, run: Path, options: Mapping[str, Any]) -> CertifyConfig:
+        """The question. Raises InputError for what is wrong with it, before models are loaded."""
+        if self.pilot < 1:
+            raise InputError(f"--pilot {self.pilot}: must be 1 or more")
+        return self.question(run, options)
+
+
+@Parameter(name="*")
+@dataclass
+class TuneFlags(QuestionFlags):
+    window: tuple[int, ...] = ()
+    """The draft windows that are tried, 2 4 8 16 32 by default."""
+    stop: tuple[str, ...] = ()
+    """The stop conditions that are tried beside a fixed window; by default, if the run has a stop
+    head, that at three thresholds."""
+    prompts: int = 20
+    """How many prompts settings race on; they are used up."""
+    max_new_tokens: int | None = None
+    """The length limit of an answer; by default the task's own."""
+
+    def config(self, run: Path) -> TuneConfig:
+        """What is tuned. Raises InputError for what is wrong with it, before models are loaded."""
+        from lenience.certification.tune import WINDOWS, TuneConfig
+        from lenience.drafting.stops import Likely, parse_stop
+
+        stops = self.stop
+        if not stops and (run / "stop" / "stop.json").is_file():
+            stops = tuple(str(Likely(str(run / "stop"), one)) for one in STOP_THRESHOLDS)
+        for stop in stops:
+            parse_stop(stop)
+        options = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}
+        return TuneConfig(
+            self.question(run, options),
+            windows=self.window or WINDOWS,
+            stops=tuple(dict.fromkeys(("fixed", *stops))),
+            prompts=self.prompts,
+        )
 
 
 @Parameter(name="*")

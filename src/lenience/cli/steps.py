@@ -7,12 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lenience.cli.console import duration, progress_bars, say, screen
-from lenience.cli.tables import print_audit, print_certificate, print_plan, print_table
+from lenience.cli.tables import (
+    gained,
+    print_audit,
+    print_certificate,
+    print_plan,
+    print_races,
+    print_table,
+)
 
 if TYPE_CHECKING:
     from lenience.certification.audit import AuditConfig, LivePrompt, State
     from lenience.certification.certify import Plan
     from lenience.certification.question import CertifyConfig
+    from lenience.certification.tune import TuneConfig, Tuned
     from lenience.core.profile import Profile
     from lenience.decoding.certified import Certificate
     from lenience.decoding.generation import Generation
@@ -73,6 +81,18 @@ def certify_run(pair: Pair, task: Task, run: Path, config: CertifyConfig) -> Cer
         certificate = certify(pair, task, run, config, show)
     print_certificate(run, certificate)
     return certificate
+
+
+def tune_run(pair: Pair, task: Task, run: Path, config: TuneConfig) -> Tuned:
+    """Tune, and print the races, the certificate and what is gained."""
+    from lenience.certification.tune import tune
+
+    with progress_bars() as show:
+        tuned = tune(pair, task, run, config, show)
+    print_races(tuned.races)
+    print_certificate(run, tuned.certificate)
+    say(gained(tuned))
+    return tuned
 
 
 def plan_run(pair: Pair, task: Task, run: Path, config: CertifyConfig, pilot: int) -> Plan:

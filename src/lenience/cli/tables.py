@@ -15,6 +15,7 @@ from lenience.cli.console import say, screen, wide
 if TYPE_CHECKING:
     from lenience.certification.audit import Audit, State
     from lenience.certification.certify import Plan
+    from lenience.certification.tune import Races, Tuned
     from lenience.core.profile import Profile
     from lenience.decoding.certified import Certificate
     from lenience.decoding.generation import Generation
@@ -43,21 +44,22 @@ PARTS = {
 def print_certificate(run: Path, certificate: Certificate) -> None:
     """What was tried, and what is certified."""
     from lenience.decoding.certified import read_certificate
-    from lenience.evaluation.names import short
+    from lenience.evaluation.names import setting_name
 
     loss, limit = certificate.loss, f"{certificate.max_drop:.2%}"
     title = f"loss ({loss}) at most {limit}, confidence {certificate.confidence:.0%}"
     table = Table("setting", title=title)
-    for column in ("prompts", "losses", "bound", "tokens/pass", ""):
+    for column in ("window", "prompts", "losses", "bound", "tokens/pass", ""):
         table.add_column(column, justify="right")
     for row in certificate.tried:
         verdict = "passes" if row.passed else "given up" if row.hopeless else "does not pass"
-        cells = [str(row.n), f"{row.losses:g}", f"{row.upper_bound:.2%}"]
-        table.add_row(escape(short(row.rule)), *cells, f"{row.tokens_per_pass:.2f}", verdict)
+        cells = [str(row.window), str(row.n), f"{row.losses:g}", f"{row.upper_bound:.2%}"]
+        table.add_row(escape(setting_name(row)), *cells, f"{row.tokens_per_pass:.2f}", verdict)
     wide(100).print(table)
     if certified := certificate.certified:
         use = f"use it as --rule certified:{run}"
-        say(f"certified: {certified.rule}, window {certified.window}; {use}")
+        options = "".join(f", {name} {value}" for name, value in certified.options.items())
+        say(f"certified: {certified.rule}, window {certified.window}{options}; {use}")
         return
     more = ""
     if certificate.needed:
@@ -70,6 +72,45 @@ def print_certificate(run: Path, certificate: Certificate) -> None:
             f"the run's earlier certificate, of a loss of at most {limit}, stays: certified:{run} "
             f"is {earlier.certified.rule}"
         )
+
+
+def print_races(races: Races) -> None:
+    """The settings that were the fastest of their groups."""
+    from lenience.decoding.options import Decoding
+    from lenience.evaluation.names import short, short_stop
+
+    table = Table("setting, at its fastest", title=f"races on {escape(races.machine)}")
+    for column in ("window", "stop", "tokens/s", "times strict", "times the target"):
+        table.add_column(column, justify="right")
+    for one in (races.alone, races.strict, *(row for chain in races.lenient for row in chain)):
+        decoding, speed = Decoding.parse(one.setting), one.tokens_per_second
+        name = "the target alone" if decoding.window == 0 else short(str(decoding.rule))
+        cells = [str(decoding.window or "–"), short_stop(decoding.stop), f"{speed:.0f}"]
+        times = (speed / base.tokens_per_second for base in (races.strict, races.alone))
+        table.add_row(escape(name), *map(escape, cells), *(f"{one:.2f}" for one in times))
+    wide(110).print(table)
+
+
+def gained(tuned: Tuned) -> str:
+    """What a user gains by what was tuned, at which loss."""
+    from lenience.decoding.options import Decoding
+
+    certificate, races = tuned.certificate, tuned.races
+    best = certificate.certified
+    if best is None or best.tokens_per_second is None:
+        return "nothing is gained: nothing is certified"
+    strict, alone = races.strict.tokens_per_second, races.alone.tokens_per_second
+    speed, loss = best.tokens_per_second, f"at most {certificate.max_drop:.2%}"
+    if best.window == 0:
+        return f"nothing is gained: the target alone is the fastest here ({speed:.0f} tokens/s)"
+    if best.rule == Decoding().rule:
+        gain = f"{speed / alone:.2f} times the target alone"
+        return f"strict decoding is the fastest at a loss of {loss}: {speed:.0f} tokens/s, {gain}"
+    return (
+        f"{speed:.0f} tokens/s: {speed / strict:.2f} times the fastest strict decoding and "
+        f"{speed / alone:.2f} times the target alone, at a loss of {loss} with "
+        f"{certificate.confidence:.0%} confidence"
+    )
 
 
 def print_plan(plan: Plan) -> None:

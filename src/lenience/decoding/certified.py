@@ -6,8 +6,11 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import Field
 
 from lenience.core.errors import InputError
 from lenience.core.files import read_json
@@ -25,7 +28,7 @@ BOUND_BESIDE = (
     "models", "tokenizer", "template", "generation_config", "heads", "task", "reads", "data",
 )  # fmt: skip
 """What a certificate binds besides the options of decoding."""
-FROM_CERTIFICATE = ("window", "max_new_tokens")
+FROM_CERTIFICATE = ("window", "stop", "drafter", "max_new_tokens")
 """The options that are the certificate's where a caller leaves them out; others are the
 defaults."""
 
@@ -49,6 +52,8 @@ class TriedSetting(Record):
 
     rule: str
     window: int
+    options: dict[str, Any] = Field(default_factory=dict)
+    """What else is not as the question has it."""
     n: int
     losses: float
     upper_bound: float
@@ -59,6 +64,8 @@ class TriedSetting(Record):
     tokens_per_pass: float
     accuracy: float
     target_accuracy: float
+    tokens_per_second: float | None = None
+    """One by one on the machine that it was tuned on; None where it was not."""
 
 
 class Certified(TriedSetting):
@@ -214,6 +221,12 @@ def without_paths(rule: str) -> str:
 def stop_without_paths(stop: str | Stop) -> str:
     """A stop condition without where its head lies."""
     return str(parse_stop(stop).relocated(lambda path: Path(path).name))
+
+
+def setting_without_paths(decoding: Decoding) -> Decoding:
+    """A whole decoder without where its heads lie."""
+    rule, stop = without_paths(str(decoding.rule)), stop_without_paths(decoding.stop)
+    return replace(decoding, rule=rule, stop=stop)
 
 
 def _relocated(rule: str, path: Callable[[str], str]) -> str:

@@ -126,6 +126,12 @@ class Decoding:
         defaults = default_options()
         return {name: value for name, value in self.to_json().items() if value != defaults[name]}
 
+    def differing(self, other: Decoding) -> dict[str, Any]:
+        """The options besides rule and window that are not as in another, as in `to_json`."""
+        own, others = self.to_json(), other.to_json()
+        beside = [name for name in own if name not in ("rule", "window")]
+        return {name: own[name] for name in beside if own[name] != others[name]}
+
     def bound(self) -> dict[str, Any]:
         """What of it a certificate binds, as in `to_json`."""
         values = self.to_json()

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from lenience.core import spec
+from lenience.decoding.certified import TriedSetting
+from lenience.drafting.stops import Stop, parse_stop
 from lenience.evaluation.table import FrontierRow
 from lenience.rules.base import Term
 from lenience.rules.registry import BASELINES, parse_spec, terms
@@ -81,6 +83,19 @@ def _short_term(term: Term, labels: Mapping[str, str]) -> str:
 def _label(term: Term, labels: Mapping[str, str]) -> str:
     path = Path(term.heads[0].path)
     return labels.get(str(path), path.name)
+
+
+def setting_name(row: TriedSetting) -> str:
+    """A setting that was certified or tried, without its window."""
+    options = {**row.options}
+    if "stop" in options:
+        options["stop"] = short_stop(options["stop"])
+    return ", ".join([short(row.rule), *(f"{name} {value}" for name, value in options.items())])
+
+
+def short_stop(stop: str | Stop) -> str:
+    """A stop condition with no more of its head's path than its folder."""
+    return str(parse_stop(stop).relocated(lambda path: Path(path).name))
 
 
 def why(row: FrontierRow) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, Template
 
 from lenience.decoding.certified import Certificate
-from lenience.evaluation.names import NamedRow, named, short, why
+from lenience.evaluation.names import NamedRow, named, setting_name, short, why
 from lenience.evaluation.plots import as_svg, plot, rungs
 from lenience.evaluation.table import Example, Frontier
 from lenience.rules.registry import terms
@@ -62,7 +62,7 @@ def write_certificate(path: Path, certificate: Certificate) -> None:
 def _template(name: str) -> Template:
     loader = PackageLoader("lenience", "templates")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True)
-    environment.filters |= {"short": short, "why": why}
+    environment.filters |= {"short": short, "setting": setting_name, "why": why}
     return environment.get_template(name)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lenience.decoding.certified import Certificate, Certified
-from lenience.evaluation.names import NamedRow, named, short, why
+from lenience.evaluation.names import NamedRow, named, setting_name, why
 from lenience.evaluation.table import AllocationPoint, Frontier
 
 COLORS = {
@@ -226,7 +226,7 @@ def rungs(certificate: Certificate) -> Any:
         axes.plot(x, low, "o", color=color, markersize=5)
         axes.plot(x, high, marker="_", color=color, markersize=12, markeredgewidth=2)
         axes.annotate(
-            short(row.rule),
+            setting_name(row),
             (x, high),
             fontsize=7,
             color=color,

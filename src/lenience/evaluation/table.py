@@ -128,20 +128,13 @@ def table(
             FrontierRow(
                 rule=str(setting.decoding.rule),
                 window=int(setting.decoding.window),
-                options=_differing(setting.decoding, shared),
+                options=setting.decoding.differing(shared),
                 why=setting.why,
                 share_of_cap=cap and of_setting["tokens_per_second"] / cap,
                 **of_setting,
             )
         )
     return rows
-
-
-def _differing(decoding: Decoding, shared: Decoding) -> dict[str, Any]:
-    """The options besides rule and window that are not as in `shared`."""
-    own, common = decoding.to_json(), shared.to_json()
-    names = [name for name in own if name not in ("rule", "window")]
-    return {name: own[name] for name in names if own[name] != common[name]}
 
 
 def _column(answers: Sequence[Answer], key: str) -> NDArray:

@@ -1,0 +1,246 @@
+"""Finding the decoding that is fastest on this machine, and certifying it: settings of rule,
+window, stop and drafter race on prompts of their own, and are certified in the order of the
+race."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+from lenience.certification.calibration import check_question
+from lenience.certification.certify import certify
+from lenience.certification.question import CertifyConfig
+from lenience.core.errors import InputError
+from lenience.core.files import digest, read_json, write_json
+from lenience.core.progress import Progress, silent
+from lenience.core.records import Record
+from lenience.decoding.certified import Certificate, heads_of, setting_without_paths
+from lenience.decoding.options import Decoding
+from lenience.decoding.pair import Pair
+from lenience.drafting.registry import DRAFTERS
+from lenience.evaluation.table import machine
+from lenience.runs.record import check_prompts
+from lenience.runs.uses import Draw, fresh, locked, note_uses
+from lenience.tasks import Sample, Task, as_task
+from lenience.tasks.base import Messages
+
+WINDOWS = (2, 4, 8, 16, 32)
+HEATS = ((2, 0.3), (4, 0.3))
+"""On how many prompts those that are left take turns, and which share of each group then stays."""
+LEAST_PROMPTS = 8
+"""For the heats and the final."""
+WARM_UP = 16
+"""How many tokens each setting decodes before it is timed."""
+
+
+@dataclass(frozen=True)
+class TuneConfig:
+    """What is tried, and what the fastest must be certified for."""
+
+    question: CertifyConfig
+    """Its rules race, each with all its settings, beside strict decoding and the target alone."""
+    windows: tuple[int, ...] = WINDOWS
+    stops: tuple[str, ...] = ("fixed",)
+    prompts: int = 20
+    """How many to race on."""
+
+    def __post_init__(self) -> None:
+        if not self.question.rules or self.question.settings:
+            raise InputError("rule: name those that are to be tuned")
+        for name in ("window", "stop", "drafter"):
+            if name in self.question.options:
+                raise InputError(f"options: {name} is what is tuned; leave it out")
+        if self.question.decoding.temperature:
+            raise InputError("temperature: what is tuned is greedy decoding; leave it out")
+        if self.prompts < LEAST_PROMPTS:
+            raise InputError(f"prompts {self.prompts}: must be {LEAST_PROMPTS} or more")
+        for window in self.windows:
+            if Decoding(window=window).window in (0, "auto"):
+                raise InputError(f"window {window}: must be 1 or more")
+
+
+class Raced(Record):
+    """The fastest of a group in its final."""
+
+    setting: str
+    """As `Decoding.parse` takes it."""
+    tokens_per_second: float
+
+
+class Races(Record):
+    """races.json: what the races came to, on which machine."""
+
+    machine: str
+    alone: Raced
+    """The target, which is strict decoding with a window of 0."""
+    strict: Raced
+    """The fastest strict decoding that drafts."""
+    lenient: list[list[Raced]]
+    """For each rule, its settings from strict to lenient, each at its fastest."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What came of it."""
+
+    races: Races
+    certificate: Certificate
+
+
+def tune(
+    pair: Pair, task: Task, folder: Path, config: TuneConfig, progress: Progress = silent
+) -> Tuned:
+    """Race settings on fresh prompts, which are used up by it, and certify what is fastest.
+
+    Each of a rule's settings from strict to lenient races at every window, stop and drafter; those
+    whose best is not faster than a stricter one's are left out. The chain that is certified begins
+    with the fastest lossless decoding: the certificate is of the fastest setting that passes, and
+    of strict decoding where leniency gains nothing. What was raced once on this machine stays.
+    Raises InputError as `certify` does.
+    """
+    task, question = as_task(task), config.question
+    races = _races(pair, task, folder, config, progress)
+    lossless = max(races.alone, races.strict, key=lambda raced: raced.tokens_per_second)
+    chains = [_ever_faster(lossless, raced) for raced in races.lenient]
+    chains[0].insert(0, lossless)
+    speeds = {one.setting: one.tokens_per_second for chain in chains for one in chain}
+    settings = tuple(tuple(one.setting for one in chain) for chain in chains if chain)
+    asked = replace(question, rules=(), thresholds=(), settings=settings, speeds=speeds)
+    return Tuned(races, certify(pair, task, folder, asked, progress))
+
+
+def _ever_faster(fastest: Raced, chain: Iterable[Raced]) -> list[Raced]:
+    """Those of a chain that are faster than all before them and than `fastest`."""
+    kept = []
+    for one in chain:
+        if one.tokens_per_second > fastest.tokens_per_second:
+            kept.append(one)
+            fastest = one
+    return kept
+
+
+def _races(pair: Pair, task: Task, folder: Path, config: TuneConfig, progress: Progress) -> Races:
+    """The races, or what they came to before."""
+    question = config.question
+    length = question.options.get("max_new_tokens") or task.max_new_tokens
+    shared = replace(question.decoding, max_new_tokens=length)
+    chains = question.chains(shared)
+    check_question(pair, task, folder, question)
+    groups = [[replace(shared, rule="exact", window=0)]]
+    strict = replace(shared, rule="exact")
+    groups += [_group(pair, config, one) for one in (strict, *(one for c in chains for one in c))]
+    samples, place = _prompts(pair, task, folder, config, groups)
+    path = place / "races.json"
+    if path.exists():
+        before = Races.read(read_json(path), str(path))
+        if before.machine == machine(pair):
+            return before
+    won = iter(race(pair, groups, [sample.prompt for sample in samples], progress))
+    races = Races(
+        machine=machine(pair),
+        alone=next(won),
+        strict=next(won),
+        lenient=[[next(won) for _ in chain] for chain in chains],
+    )
+    write_json(path, races.to_json())
+    return races
+
+
+def _group(pair: Pair, config: TuneConfig, setting: Decoding) -> list[Decoding]:
+    """A setting at every window, stop and drafter that it goes together with. Raises InputError
+    where there is none."""
+    drafters = [spec for drafter in DRAFTERS.values() for spec in drafter.grid]
+    group, error = list[Decoding](), InputError(f"drafter: the pair can use none for {setting}")
+    for window, stop, drafter in product(config.windows, config.stops, drafters):
+        one = replace(setting, window=window, stop=stop, drafter=drafter)
+        try:
+            pair.check(one)
+        except InputError as refused:
+            error = refused
+        else:
+            group.append(one)
+    if not group:
+        raise error
+    return group
+
+
+def _prompts(
+    pair: Pair, task: Task, folder: Path, config: TuneConfig, groups: Sequence[Sequence[Decoding]]
+) -> tuple[list[Sample], Path]:
+    """The prompts to race on, noted as used, and where the races are kept."""
+    question, settings = config.question, [one for group in groups for one in group]
+    heads = {head.path: head for one in settings for head in heads_of(one.rule, one.stop)}
+    asked = [str(setting_without_paths(one)) for one in settings]
+    prints = [head.head.fingerprint for head in heads.values()]
+    key = digest([asked, prints, pair.fingerprints, config.prompts, question.split, task.known_as])
+    draw = Draw(
+        key,
+        config.prompts,
+        split=question.split,
+        seed=question.decoding.seed,
+        heads=tuple(heads.values()),
+    )
+    with locked(folder):
+        samples = fresh(pair.target, task, folder, draw)
+        if len(samples) < LEAST_PROMPTS:
+            raise InputError(
+                f"task {task.name!r}: {len(samples)} of the prompts of its split "
+                f"{question.split!r} are fresh, and a race needs {LEAST_PROMPTS}; name another "
+                "--split"
+            )
+        check_prompts(pair, task, samples, question.options.get("max_new_tokens"))
+        used = [(sample.id, sample.prompt) for sample in samples]
+        note_uses(folder, pair.target, used, use="tuning", key=key, task=task.known_as)
+    return samples, folder / "tuning" / key
+
+
+def race(
+    pair: Pair,
+    groups: Sequence[Sequence[Decoding]],
+    prompts: Sequence[str | Messages],
+    progress: Progress = silent,
+) -> list[Raced]:
+    """The fastest setting of each group, one prompt at a time on this machine.
+
+    In heats on a few prompts the slower ones of each group drop out; the rest decide on all other
+    prompts, whose seconds alone are told: what dropped out by luck would make those of a heat look
+    faster than they are. All take turns on each prompt, so that a machine's moods fall on all.
+    """
+    left, first = [list(group) for group in groups], 0
+    for group in left:
+        for one in group:
+            pair.generate(prompts[0], **vars(replace(one, max_new_tokens=WARM_UP)))
+    for heat, (n, share) in enumerate(HEATS, 1):
+        speeds = _speeds(pair, left, prompts[first : first + n], f"heat {heat}", progress)
+        left = [_best(group, speeds, math.ceil(share * len(group))) for group in left]
+        first += n
+    speeds = _speeds(pair, left, prompts[first:], "final", progress)
+    won = [_best(group, speeds, 1)[0] for group in left]
+    return [Raced(setting=str(one), tokens_per_second=speeds[one]) for one in won]
+
+
+def _best(group: Sequence[Decoding], speeds: dict[Decoding, float], n: int) -> list[Decoding]:
+    return sorted(group, key=lambda one: -speeds[one])[:n]
+
+
+def _speeds(
+    pair: Pair,
+    groups: Iterable[Iterable[Decoding]],
+    prompts: Sequence[str | Messages],
+    phase: str,
+    progress: Progress,
+) -> dict[Decoding, float]:
+    """Tokens per second of every setting."""
+    settings = [one for group in groups for one in group]
+    tokens, seconds = dict.fromkeys(settings, 0), dict.fromkeys(settings, 0.0)
+    total = len(prompts) * len(settings)
+    for turn, (prompt, one) in enumerate(product(prompts, settings)):
+        progress(f"racing, {phase}", turn, total)
+        out = pair.generate(prompt, **vars(one))
+        tokens[one] += len(out.tokens)
+        seconds[one] += out.seconds
+    progress(f"racing, {phase}", total, total)
+    return {one: tokens[one] / seconds[one] for one in settings}

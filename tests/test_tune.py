@@ -1,0 +1,183 @@
+"""Tuning: races against speeds that are known, and certificates of what won them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_certify import Echo
+
+from lenience import InputError
+from lenience.certification.question import CertifyConfig
+from lenience.certification.tune import HEATS, Raced, TuneConfig, _ever_faster, race, tune
+from lenience.decoding.certified import read_certificate
+from lenience.decoding.options import Decoding
+from lenience.decoding.pair import Pair
+from lenience.heads.head import Head, Inputs
+from lenience.runs.journal import Journal
+
+
+class Clock:
+    """Decodes in seconds that are known: each setting's speed, and on some prompts its luck."""
+
+    def __init__(self, speeds: dict[str, float], luck: dict[tuple[str, str], float]):
+        self.speeds, self.luck, self.asked = speeds, luck, list[tuple[str, str]]()
+
+    def generate(self, prompt: str, **options) -> SimpleNamespace:
+        setting = str(Decoding(**options).with_options({"max_new_tokens": 256}))
+        if options["max_new_tokens"] == 256:  # not a warm-up
+            self.asked.append((prompt, setting))
+        speed = self.speeds[setting] * self.luck.get((prompt, setting), 1)
+        return SimpleNamespace(tokens=[1] * 60, seconds=60 / speed)
+
+
+def test_a_race_finds_the_fastest_of_each_group_and_tells_its_speed_in_the_final() -> None:
+    groups = [
+        [Decoding(rule, window=window) for window in (2, 4, 8, 16)] for rule in ("exact", "topk:2")
+    ]
+    speeds = {str(one): 100.0 + 10 * i for group in groups for i, one in enumerate(group)}
+    prompts = [f"p{i}" for i in range(12)]
+    lucky = str(groups[1][3])  # five times as fast while others drop out, never in the final
+    heats = sum(n for n, _ in HEATS)
+    luck = {(prompt, lucky): 5.0 for prompt in prompts[:heats]}
+    clock = Clock(speeds, luck)
+    won = race(clock, groups, prompts)  # type: ignore[arg-type]
+    assert [one.setting for one in won] == [str(group[3]) for group in groups]
+    assert [one.tokens_per_second for one in won] == pytest.approx([130, 130])
+    finalists = {setting for prompt, setting in clock.asked if prompt == "p11"}
+    assert len(finalists) < len(speeds), "slow ones have dropped out"
+    turns = [prompt for prompt, _ in clock.asked]
+    assert turns == sorted(turns, key=prompts.index), "all take turns on each prompt"
+
+
+def test_what_is_not_faster_than_a_stricter_setting_is_left_out() -> None:
+    chain = [
+        Raced(setting=str(i), tokens_per_second=speed) for i, speed in enumerate([9, 12, 11, 15])
+    ]
+    lossless = Raced(setting="exact", tokens_per_second=10)
+    assert [one.setting for one in _ever_faster(lossless, chain)] == ["1", "3"]
+
+
+@pytest.fixture(scope="module")
+def task(llama: Pair) -> Echo:
+    return Echo(llama)
+
+
+@pytest.fixture
+def run(llama: Pair, tmp_path: Path) -> Path:
+    """A run folder with a judge and a stop of random weights."""
+    folder, generator = tmp_path / "run", torch.Generator().manual_seed(1)
+    width = 2 * (llama.target.hidden_size + llama.draft.hidden_size)
+    weight = torch.randn(width, generator=generator) / 4
+    Head(weight, 0.0, Inputs(), 0.5, llama.fingerprints).save(folder / "judge")
+    inputs = Inputs(("draft",), ("previous",))
+    stop = torch.randn(llama.draft.hidden_size, generator=generator) / 9
+    Head(stop, 0.0, inputs, 0.5, llama.fingerprints, role="stop").save(folder / "stop")
+    (folder / "uses.jsonl").touch()
+    return folder
+
+
+def config(run: Path, max_drop: float = 0.9) -> TuneConfig:
+    question = CertifyConfig(
+        (f"judge:{run / 'judge'}",), max_drop=max_drop, thresholds=(0.8, 0.4), limit=60
+    )
+    stops = ("fixed", f"head:{run / 'stop'}@0.5")
+    return TuneConfig(question, windows=(2, 4), stops=stops, prompts=8)
+
+
+def test_the_fastest_that_passes_is_certified_and_decoded_with(
+    llama: Pair, task: Echo, run: Path
+) -> None:
+    made = tune(llama, task, run, config(run))
+    certificate = made.certificate
+    assert certificate == read_certificate(run)
+    tried = [Decoding.parse(one.setting) for one in (made.races.alone, made.races.strict)]
+    assert [(one.rule, one.window == 0) for one in tried] == [("exact", True), ("exact", False)]
+    first, *later = certificate.tried
+    assert first.rule == "exact" and first.losses == 0, "the chain begins losslessly"
+    speeds = [row.tokens_per_second or 0 for row in certificate.tried]
+    assert speeds == sorted(speeds) and all(row.rule.startswith("judge") for row in later)
+    certified = certificate.certified
+    assert certified is not None and certified.passed
+    assert certified.tokens_per_second == max(
+        row.tokens_per_second or 0 for row in certificate.tried if row.passed
+    )
+    prompt = task.prompt(3)
+    whole = {"rule": certified.rule, "window": certified.window, "max_new_tokens": 12}
+    wanted = llama.generate(prompt, **whole, stop=certificate.binds["stop"])
+    assert llama.generate(prompt, rule=f"certified:{run}").tokens == wanted.tokens
+    uses = [line for line in Journal(run / "uses.jsonl")]
+    raced = {line["prompt"] for line in uses if line["use"] == "tuning"}
+    assert len(raced) == 8
+    assert not raced & {line["prompt"] for line in uses if line["use"] == "calibration"}
+    again = tune(llama, task, run, config(run))
+    assert again.races == made.races and list(Journal(run / "uses.jsonl")) == uses
+
+
+def test_where_leniency_loses_too_much_strict_decoding_is_certified(
+    llama: Pair, task: Echo, run: Path
+) -> None:
+    certificate = tune(llama, task, run, config(run, max_drop=0.06)).certificate
+    assert certificate.certified is not None
+    assert (certificate.certified.rule, certificate.certified.losses) == ("exact", 0)
+    prompt = task.prompt(5)
+    out = llama.generate(prompt, rule=f"certified:{run}")
+    assert out.tokens == llama.generate(prompt, rule="target", max_new_tokens=12).tokens
+
+
+def test_races_of_another_machine_are_run_again(llama: Pair, task: Echo, run: Path) -> None:
+    tune(llama, task, run, config(run))
+    (path,) = run.glob("tuning/*/races.json")
+    told = json.loads(path.read_text())
+    path.write_text(json.dumps({**told, "machine": "another"}))
+    assert tune(llama, task, run, config(run)).races.machine == told["machine"]
+
+
+def test_wrong_questions_are_told(llama: Pair, task: Echo, run: Path) -> None:
+    right = config(run)
+    for wrong, says in (
+        ({"window": 4}, "options: window is what is tuned"),
+        ({"stop": "fixed"}, "options: stop is what is tuned"),
+        ({"temperature": 1.0}, "temperature: what is tuned is greedy"),
+    ):
+        with pytest.raises(InputError, match=says):
+            replace(right, question=replace(right.question, options=wrong))
+    for changed, says in (
+        ({"prompts": 7}, "prompts 7: must be 8 or more"),
+        ({"windows": (0,)}, "window 0: must be 1 or more"),
+    ):
+        with pytest.raises(InputError, match=says):
+            replace(right, **changed)
+    with pytest.raises(InputError, match="/nowhere"):
+        tune(llama, task, run, replace(right, stops=("head:/nowhere@0.5",)))
+    with pytest.raises(InputError, match="rule: name those that are to be tuned"):
+        replace(right, question=CertifyConfig(settings=(("exact",),)))
+
+
+def test_chains_of_whole_decoders_are_certified_as_they_are_given(
+    llama: Pair, task: Echo, run: Path
+) -> None:
+    """A setting of a chain is decoded with its own window and stop, and bound so."""
+    from lenience.certification.certify import certify
+
+    stop = f"head:{run / 'stop'}@0.5"
+    chain = ("exact; window=2", f"topk:2; window=3; stop={stop}")
+    asked = CertifyConfig(settings=(chain,), max_drop=0.9, limit=40, options={"window": 5})
+    certificate = certify(llama, task, run, asked)
+    certified = certificate.certified
+    assert certified is not None
+    assert (certified.rule, certified.window, certified.options) == ("topk:2", 3, {"stop": stop})
+    assert (certificate.binds["window"], certificate.binds["stop"]) == (3, stop)
+    assert certified.heads == {str(run / "stop"): "stop"}
+    run.rename(run.with_name("moved"))
+    there = run.with_name("moved")
+    prompt = task.prompt(7)
+    options = {"rule": "topk:2", "window": 3, "max_new_tokens": 12}
+    wanted = llama.generate(prompt, **options, stop=f"head:{there / 'stop'}@0.5")
+    assert llama.generate(prompt, rule=f"certified:{there}").tokens == wanted.tokens
+    with pytest.raises(InputError, match="certified with stop"):
+        llama.generate(prompt, rule=f"certified:{there}", stop="fixed")
