@@ -31,8 +31,12 @@ from lenience.heads.head import Inputs
 from lenience.mining.fit import HeadPlan, fit_run
 from lenience.tasks import Sample, WordMath
 
-HEADS: tuple[Kind, ...] = ("logistic", "mlp")
-"""AutoJudge's own head, and one with a hidden layer."""
+HEADS: dict[str, tuple[Kind, Inputs]] = {
+    "logistic": ("logistic", Inputs()),
+    "mlp": ("mlp", Inputs()),
+    "ahead": ("mlp", Inputs(ahead=12)),
+}
+"""AutoJudge's own head, one with a hidden layer, and one that looks ahead too."""
 NUMERIC = r"[\d+*/=-]"
 THRESHOLDS = (0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9995, 0.9998)
 SURER = (2.5,)
@@ -52,12 +56,12 @@ class Picking(WordMath):
         yield from rows[15_000:19_000] if split == "test" else rows[19_000:]
 
 
-def fitted(pair: Pair, run: Path, kind: Kind) -> str:
+def fitted(pair: Pair, run: Path, name: str) -> str:
     """A judge's folder, fitted where it is not there yet."""
-    folder = run / kind
+    folder, (kind, inputs) = run / name, HEADS[name]
     if not (folder / "judge.json").exists():
         with progress_bars() as show:
-            fit_run(pair, run, HeadPlan(Inputs(), folder, FitConfig(kind)), show)
+            fit_run(pair, run, HeadPlan(inputs, folder, FitConfig(kind)), show)
     return str(folder)
 
 

@@ -104,7 +104,14 @@ def test_show_colours_without_losing_text() -> None:
         (["compare", "--rule", "exact", "--stop", "confidence:2"], "confidence's least chance 2.0"),
         (["mine", "--out", "{tmp}/r", "--task", "mathword"], "there is no task 'mathword'"),
         (["mine"], "--out"),
-        (["fit", "{tmp}/nothing"], "no such file"),
+        (["fit", "{tmp}/nothing"], "holds no mining run; lenience mine --out"),
+        (["fit", "{tmp}", "--ahead", "65"], "ahead 65: must be from 0 to 64"),
+        (["fit", "{tmp}", "--stop", "--ahead", "2"], "--ahead: is for judges"),
+        (["tune", "{tmp}"], "has no judge"),
+        (["tune", "{tmp}", "--rule", "topk", "--prompts", "3"], "prompts 3: must be 8 or more"),
+        (["tune", "{tmp}", "--rule", "topk", "--window", "0"], "window 0: must be 1 or more"),
+        (["tune", "{tmp}", "--rule", "topk", "--stop", "confidence:2"], "least chance 2.0"),
+        (["compare", "--setting", 'exact; stop="fixed'], "a double quote is not closed"),
         (["compare", "--rule", "judge:{tmp}@0.5", "--limit", "2"], "no judge.json"),
         (["compare", "--rule", "exact", "--limit", "0"], "--limit 0"),
         (["decode"], "decode"),
@@ -279,6 +286,24 @@ def test_the_whole_path_on_a_users_own_pair_and_task(checkpoints, tmp_path: Path
         )
     )
     assert other["mismatches"] == fitted["mismatches"]
+
+
+def test_tuning_ends_in_a_certificate_that_decodes(checkpoints, tmp_path: Path) -> None:
+    target, draft = checkpoints("llama")
+    rows = [{"prompt": f"w{1 + i % 40} w{2 + i % 7}", "reference": "w1"} for i in range(40)]
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    models = ["--target", target, "--draft", draft]
+    task = ["--task", tmp_path / "own.jsonl", "--answer", r"regex:(w\d+)", "--same", "text"]
+    asked = ["--rule", "topk:1", "--loss", "disagreement", "--max-drop", 0.8]
+    few = ["--prompts", 8, "--window", 2, "--window", 4, "--max-new-tokens", 12, "--json"]
+    done = run("tune", tmp_path / "run", *models, *task, *asked, *few)
+    told = last_json(done)
+    assert "races on" in done.stderr and "the target alone" in done.stderr
+    assert told["certified"]["losses"] == 0 and told["tried"][0]["rule"] == "exact"
+    speeds = [told["races"][name]["tokens_per_second"] for name in ("alone", "strict")]
+    assert told["certified"]["tokens_per_second"] >= max(speeds)
+    decoded = run("generate", "w1 w2", *models, "--rule", f"certified:{tmp_path}/run", "--json")
+    assert last_json(decoded)["window"] == told["certified"]["window"]
 
 
 def test_the_demo_tells_the_whole_story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
