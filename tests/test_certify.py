@@ -21,6 +21,7 @@ from scipy.stats import beta
 
 import lenience
 from lenience import InputError
+from lenience.certification import calibration as calibrating
 from lenience.certification import certify as certifying
 from lenience.certification.audit import Audit, AuditConfig, LivePrompt, State, audit, read_prompts
 from lenience.certification.certify import _reason, save
@@ -33,9 +34,9 @@ from lenience.decoding.options import Decoding, names
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
 from lenience.heads.fitting import FitConfig
-from lenience.heads.head import Head, Inputs
+from lenience.heads.head import Head, Inputs, load_head
 from lenience.mining.annotated import Annotated
-from lenience.mining.fit import HeadPlan, fit_annotated
+from lenience.mining.fit import HeadPlan, fit_annotated, fit_run
 from lenience.mining.search import MineConfig, mine
 from lenience.rules.registry import RULES
 from lenience.rules.settings import ladder
@@ -513,7 +514,7 @@ def test_a_changed_data_file_is_refused(llama: Pair, task: Echo, tmp_path: Path)
         return lenience.task(str(path), answer="regex:(w\\d+)", same="text")
 
     mine(llama, load(), tmp_path / "run", MineConfig(limit=10, max_new_tokens=12))
-    certify(llama, load(), tmp_path / "run", question(limit=20))
+    certify(llama, load(), tmp_path / "run", question(limit=20, allow_weak_target=True))
     path.write_text(path.read_text() + json.dumps(rows[0]) + "\n")
     with pytest.raises(InputError, match=r"has changed since .* was mined"):
         certify(llama, load(), tmp_path / "run", question(limit=20))
@@ -546,7 +547,8 @@ def test_another_generation_config_is_another_question(
 ) -> None:
     before = certify(llama, task, tmp_path, question(max_drop=0.9, limit=30))
     monkeypatch.setattr(llama.target.model.generation_config, "repetition_penalty", 1.3)
-    after = certify(llama, task, tmp_path, question(max_drop=0.9, limit=30))
+    asked = question(max_drop=0.9, limit=30, allow_weak_target=True)
+    after = certify(llama, task, tmp_path, asked)
     assert after["binds"]["generation_config"] != before["binds"]["generation_config"]
     assert after["binds"]["data"] != before["binds"]["data"], "on prompts of its own"
     llama.generate("w1 w2", rule=f"certified:{tmp_path}")
@@ -762,13 +764,13 @@ def test_a_loss_is_too_high_only_where_that_is_shown() -> None:
 def test_an_audit_asks_for_the_certificates_own_task_and_options(
     llama: Pair, task: Echo, tmp_path: Path
 ) -> None:
-    sampled = question(max_drop=0.95, temperature=0.7, stop="confidence:0.2", limit=30)
+    options = {"temperature": 0.7, "stop": "confidence:0.2"}
+    sampled = question(max_drop=0.95, limit=30, allow_weak_target=True, **options)
     made = certify(llama, task, tmp_path, sampled)
     assert made["certified"]
     prompts = [(task.prompt(i), task.right[task.prompt(i)]) for i in range(20)]
     said = audit_file(watching(tmp_path, llama, task, share=1.0), prompts)
     records = [record for record in Journal(tmp_path / "audit.jsonl") if record["loss"] is not None]
-    options = {"temperature": 0.7, "stop": "confidence:0.2"}
     assert [record["text"] for record in records] == answers(
         llama, task, made["certified"]["rule"], [p for p, _ in prompts], **options
     )
@@ -946,3 +948,117 @@ def test_a_prompt_is_known_by_its_content(llama: Pair) -> None:
         != prompt_digest([2, 1])
     )
     assert not RULES.keys() & {"certified"}, "resolving a certificate is the caller's business"
+
+
+# ---- what cannot be lost is not counted as kept
+
+
+def test_a_reference_that_is_not_the_same_as_itself_is_refused(llama: Pair, tmp_path: Path) -> None:
+    class Compared:
+        """Without a `correct` of its own."""
+
+        name, max_new_tokens = "compared", 12
+
+        def __init__(self, broken: int):
+            self.echo, self.broken = Echo(llama, size=80), broken
+
+        def samples(self, split: str):
+            for i, sample in enumerate(self.echo.samples(split)):
+                yield replace(sample, reference="N/A" if i % 10 < self.broken else sample.reference)
+
+        def answer(self, text: str):
+            return self.echo.answer(text)
+
+        def same(self, a, b):
+            return None if a is None or b is None or "N/A" in (a, b) else a == b
+
+    with pytest.raises(InputError, match=r"\d+ of 60 prompts have references .* such as 'N/A' of"):
+        certify(llama, Compared(3), tmp_path / "bad", question())
+    made = certify(llama, Compared(0), tmp_path / "good", question())
+    assert made["n"] <= 60
+    made = certify(llama, Compared(3), tmp_path / "differ", question(loss="disagreement"))
+    assert made["n"] <= 60, "which needs no references"
+
+
+class Weak(Echo):
+    """The target is right on the first tenth of the prompts only."""
+
+    name = "weak"
+
+    def correct(self, text: str, sample: Sample) -> bool:
+        return int(sample.id.split("-")[1]) % 10 == 0 and super().correct(text, sample)
+
+
+def test_a_target_that_is_hardly_ever_right_is_refused(llama: Pair, tmp_path: Path) -> None:
+    """At most 10 % can be lost: a limit of 5 % would say next to nothing."""
+    weak = Weak(llama)
+    asked = question(max_drop=0.05, rules=("topk:1",))
+    with pytest.raises(
+        InputError, match=r"the target answers \d+ of 60 prompts rightly, so at most"
+    ):
+        certify(llama, weak, tmp_path, asked)
+    made = certify(llama, weak, tmp_path, replace(asked, allow_weak_target=True))
+    assert made["certified"]["losses"] == 0 and made["certified"]["target_accuracy"] < 0.3
+
+
+@pytest.mark.parametrize("part", ["correct", "score"])
+def test_a_score_that_is_no_verdict_is_refused(part: str, llama: Pair, tmp_path: Path) -> None:
+    given = {
+        "correct": lambda self, text, sample: 85,
+        "score": lambda self, pairs: [Score(True, 1.5) for _ in pairs],
+    }
+    task = type("Percent", (Echo,), {part: given[part]})(llama)
+    with pytest.raises(InputError, match=r"give True or False|a loss is from 0 to 1"):
+        certify(llama, task, tmp_path, question())
+
+
+def test_a_question_that_was_killed_before_it_was_written_down_keeps_its_prompts(
+    llama: Pair, task: Echo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its prompts are its own before it is: another question cannot take them meanwhile."""
+    opened = calibrating.open_run
+
+    def killed(folder: Path, *given) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibrating, "open_run", killed)
+    with pytest.raises(KeyboardInterrupt):
+        certify(llama, task, tmp_path, question(limit=80))
+    monkeypatch.setattr(calibrating, "open_run", opened)
+    first = {use["id"] for use in Journal(tmp_path / "uses.jsonl")}
+    certify(llama, task, tmp_path, question(limit=80, seed=1))
+    assert len({use["id"] for use in Journal(tmp_path / "uses.jsonl")}) == 160
+    certify(llama, task, tmp_path, question(limit=80))
+    assert (
+        first == {use["id"] for use in Journal(tmp_path / "uses.jsonl") if use["id"] in first}
+        and len(first) == 80
+    )
+
+
+def test_a_head_takes_what_it_was_fitted_on_with_it(
+    llama: Pair, task: Echo, tmp_path: Path
+) -> None:
+    """Also where it is saved or copied into another run, which knows nothing of its prompts."""
+    width = 2 * (llama.target.hidden_size + llama.draft.hidden_size)
+    seen = [task.prompt(i) for i in range(100)]
+    digests = tuple(prompt_digest(llama.target.encode(prompt)) for prompt in seen)
+    folder = tmp_path / "other" / "judge"
+    head = Head(torch.ones(width) / 9, 0.0, Inputs(), 0.5, llama.fingerprints, prompts=digests)
+    head.save(folder)
+    (tmp_path / "other" / "uses.jsonl").touch()
+    for run in (tmp_path / "other", tmp_path / "third"):
+        rule = f"judge:{folder}@0.5"
+        made = certify(llama, task, run, question(rules=(rule,), max_drop=0.9, limit=40))
+        used = {use["id"] for use in Journal(run / "uses.jsonl")}
+        assert made["n"] <= 40 and not used & {f"train-{i}" for i in range(100)}
+
+
+def test_a_judge_that_is_fitted_says_on_which_prompts(llama: Pair, tmp_path: Path) -> None:
+    from test_mining import ParityTask
+
+    mine(llama, ParityTask(), tmp_path / "run", MineConfig(limit=60))
+    plan = HeadPlan(Inputs(), tmp_path / "elsewhere" / "judge", FitConfig())
+    head = fit_run(llama, tmp_path / "run", plan)
+    prompts = [line["prompt_ids"] for line in Journal(tmp_path / "run" / "journal.jsonl")]
+    assert head.prompts == tuple(map(prompt_digest, prompts))
+    assert load_head(tmp_path / "elsewhere" / "judge").prompts == head.prompts

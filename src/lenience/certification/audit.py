@@ -29,7 +29,7 @@ from lenience.decoding.generation import Generation
 from lenience.decoding.pair import Pair
 from lenience.models.lm import Prompt
 from lenience.runs.journal import Journal
-from lenience.tasks import Sample, Task, as_task
+from lenience.tasks import Sample, Task, as_task, ungradable
 from lenience.tasks.jsonl import metadata
 
 AUDITABLE = ("paired", "disagreement")
@@ -211,7 +211,7 @@ class Audit:
                 loss=self._loss(live, text, alone),
                 text=text,
                 target=alone.text,
-                reference=live.reference,
+                reference=self._gradable(live),
                 row=row.number if row else None,
                 content=row.content if row else None,
                 before=row.before if row else None,
@@ -220,8 +220,17 @@ class Audit:
             self._count(line)
             return self._state()
 
+    def _gradable(self, live: LivePrompt) -> str | None:
+        """A prompt's reference; None where no answer can be the same as it, and nothing lost."""
+        if live.reference is None:
+            return None
+        prompt: Any = live.prompt
+        reference = self.task.reference(live.reference)
+        sample = Sample("live", prompt, reference, live.metadata)
+        return None if ungradable(self.task, [sample]) else live.reference
+
     def _loss(self, live: LivePrompt, text: str, alone: Generation) -> float:
-        task, reference = self.task, live.reference
+        task, reference = self.task, self._gradable(live)
         prompt: Any = live.prompt  # token ids too, which no task's own samples have
         if reference is not None and self.certificate.loss == "paired":
             sample = Sample("live", prompt, task.reference(reference), live.metadata)

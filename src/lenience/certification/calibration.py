@@ -3,7 +3,7 @@ between them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,11 +32,13 @@ from lenience.runs.answers import Answer, Answers
 from lenience.runs.journal import open_run
 from lenience.runs.record import check_prompts, describe
 from lenience.runs.uses import Draw, fresh, locked, note_uses
-from lenience.tasks import Sample, Task
+from lenience.tasks import Sample, Task, ungradable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+ENOUGH = 50
+"""On how many prompts the target's accuracy is looked at."""
 TUNING = 8
 """How many prompts an automatic window is picked on."""
 
@@ -78,8 +80,8 @@ class Calibration:
     def losses(self, decoding: Decoding, n: int, phase: str = "") -> NDArray:
         """[n] in [0, 1], of the target alone against a setting."""
         alone, lenient = self.alone(n), self.answers(decoding, n, phase)
-        if self.config.loss in ("paired", "net") and not any(one.correct for one in alone):
-            self._check_target()
+        if self.config.loss in ("paired", "net"):
+            self._check_target(alone)
         rows = zip(self.samples, alone, lenient)
         return np.array([self._loss(sample, a, b) for sample, a, b in rows])
 
@@ -101,13 +103,23 @@ class Calibration:
             raise InputError(f"task {self.task.name!r}: {what}; it must be a number in [0, 1]")
         return float(value)
 
-    def _check_target(self) -> None:
+    def _check_target(self, alone: list[Answer]) -> None:
+        """Raise InputError where the target is right on none of the prompts, or on too few."""
         n = len(self.samples)
-        if not any(one.correct for one in self.alone(n)):
+        if not any(one.correct for one in alone) and not any(one.correct for one in self.alone(n)):
             raise InputError(
                 f"task {self.task.name!r}: the target answers none of {n} prompts rightly, so "
                 "nothing can be lost; look at how answers are found (--answer, --same), or bound "
                 "the disagreement (--loss disagreement)"
+            )
+
+        right, least = sum(one.correct for one in alone), self.config.least_accuracy
+        if len(alone) >= min(ENOUGH, n) and right < least * len(alone):
+            raise InputError(
+                f"task {self.task.name!r}: the target answers {right} of {len(alone)} prompts "
+                f"rightly, so at most that can be lost, and any decoder would do; {least:.0%} are "
+                "asked for: look at how answers are found and at --max-new-tokens, or give "
+                "--allow-weak-target"
             )
 
     def result(self, test: Test, decoding: Decoding, tried: SettingResult) -> TriedSetting:
@@ -194,10 +206,13 @@ def calibration(
         max_new_tokens = check_prompts(
             pair, task, [*samples, *tuning], config.options.get("max_new_tokens")
         )
-        open_run(place, {**asked, "data": data_hash(samples)}, "asked.json")
+        record = {**asked, "data": data_hash(samples)}
+        if (place / "asked.json").exists():
+            open_run(place, record, "asked.json")
         for part, what in ((samples, use), (tuning, "window")):
             prompts = [(sample.id, sample.prompt) for sample in part]
             note_uses(folder, pair.target, prompts, use=what, key=key, task=task.known_as)
+        open_run(place, record, "asked.json")  # after its prompts are its own, whatever ends it
     decoding = replace(config.decoding, max_new_tokens=max_new_tokens)
     with _alone(place):
         if tuned:
@@ -244,7 +259,20 @@ def _drawn(
     if unknown and config.loss in ("paired", "net"):
         mend = "--loss disagreement needs none"
         raise InputError(f"task {task.name!r}: has prompts without a reference; {mend}")
+    if config.loss in ("paired", "net"):
+        _refuse_ungradable(task, samples[:n])
     return samples[:n], samples[n:]
+
+
+def _refuse_ungradable(task: Task, samples: Sequence[Sample]) -> None:
+    """Raise InputError where some references cannot be right: nothing could be lost on them."""
+    if wrong := ungradable(task, samples):
+        first = wrong[0]
+        raise InputError(
+            f"task {task.name!r}: {len(wrong)} of {len(samples)} prompts have references to which "
+            f"no answer is the same, such as {first.reference!r} of {first.id}; leave them out "
+            "(--ids), or look at --answer and --same"
+        )
 
 
 def _picked_window(pair: Pair, decoding: Decoding, samples: list[Sample], path: Path) -> int:

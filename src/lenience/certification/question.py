@@ -56,6 +56,8 @@ class CertifyConfig:
     """How many prompts at most; None for as many as are needed for a good chance."""
     ids: tuple[str, ...] = ()
     split: str = "train"
+    allow_weak_target: bool = False
+    """Ask although the target is so seldom right that little can be lost by any decoder."""
     speeds: Mapping[str, float] = field(default_factory=dict)
     """Tokens per second of settings, where they were measured: of several chains' last settings
     that pass, the fastest is certified. No part of the question."""
@@ -110,6 +112,7 @@ class CertifyConfig:
         return {
             "rules": list(self.rules),
             **({"settings": list(map(list, self.settings))} if self.settings else {}),
+            **({"allow_weak_target": True} if self.allow_weak_target else {}),
             "max_drop": self.max_drop,
             "confidence": self.confidence,
             "loss": self.loss,
@@ -126,6 +129,12 @@ class CertifyConfig:
     def alpha(self) -> float:
         """The error that each rule or chain may make; several share it alike (Bonferroni)."""
         return (1 - self.confidence) / (len(self.rules) + len(self.settings))
+
+    @property
+    def least_accuracy(self) -> float:
+        """Of the target: what is lost is a part of what it gets right, so that a weak one would
+        certify anything."""
+        return 0.0 if self.allow_weak_target else min(10 * self.max_drop, 0.5)
 
     @property
     def bound(self) -> float:

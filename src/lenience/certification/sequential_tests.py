@@ -91,6 +91,8 @@ class Binomial(Test):
 
     def power(self, mean: float) -> float:
         """The chance that a setting of this mean loss passes."""
+        if max(self.most) < 0:
+            return 0.0
         return self._reaches(mean, len(self.looks) - 1, self.most[-1], self.most)
 
     def passes(self, look: int, losses: NDArray) -> bool:

@@ -287,6 +287,9 @@ class QuestionFlags:
     """A file with the ids of the prompts to use, one a line."""
     split: str = "train"
     """The task's split that prompts are drawn from."""
+    allow_weak_target: Flag = False
+    """Ask although the target is right on less than ten times --max-drop of the prompts, so that
+    little can be lost by any decoder."""
 
     def question(self, run: Path, options: Mapping[str, Any]) -> CertifyConfig:
         """The question. Raises InputError for what is wrong with it, before models are loaded."""
@@ -303,6 +306,7 @@ class QuestionFlags:
             limit=self.limit,
             ids=read_ids(self.ids),
             split=self.split,
+            allow_weak_target=self.allow_weak_target,
         )
         config.chains()
         return config

@@ -49,7 +49,7 @@ def print_certificate(run: Path, certificate: Certificate) -> None:
     loss, limit = certificate.loss, f"{certificate.max_drop:.2%}"
     title = f"loss ({loss}) at most {limit}, confidence {certificate.confidence:.0%}"
     table = Table("setting", title=title)
-    for column in ("window", "prompts", "losses", "bound", "tokens/pass", ""):
+    for column in ("window", "prompts", "losses", "bound, alone", "tokens/pass", ""):
         table.add_column(column, justify="right")
     for row in certificate.tried:
         verdict = "passes" if row.passed else "given up" if row.hopeless else "does not pass"

@@ -91,6 +91,9 @@ class Head:
     fingerprints: dict[str, str]
     """Of the target, the draft and their tokenizer, as the head was fitted to them."""
     metrics: dict[str, Any] = field(default_factory=dict)
+    prompts: tuple[str, ...] = ()
+    """Digests of the prompts that it was fitted on, wherever it is copied; none of an earlier
+    version's."""
     folder: str = ""
     role: Role = "judge"
     """What it is for: "judge", or "stop" or "gate" for a head that says when to stop drafting; its
@@ -193,6 +196,7 @@ class Head:
             "threshold": self.threshold,
             "fingerprints": self.fingerprints,
             "metrics": self.metrics,
+            "prompts": list(self.prompts),
         }
         write_json(folder / f"{self.role}.json", about)
 
@@ -225,6 +229,7 @@ def _load(path: Path, role: Role, changed: int) -> Head:
             threshold=about["threshold"],
             fingerprints=about["fingerprints"],
             metrics=about["metrics"],
+            prompts=tuple(about.get("prompts", ())),
             folder=str(path),
             role=role,
             layer=(tensors["layer.weight"], tensors["layer.bias"]) if has_layer else None,

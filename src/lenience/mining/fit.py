@@ -11,7 +11,9 @@ from lenience.heads.fitting import FitConfig, fit_head
 from lenience.heads.head import Head, Inputs
 from lenience.mining.annotated import Annotated, annotated_examples
 from lenience.mining.features import compute_features, load_features
-from lenience.runs.uses import note_uses
+from lenience.runs.journal import Journal
+from lenience.runs.record import mined_samples
+from lenience.runs.uses import note_uses, prompt_digest
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) 
         head = replace(head, metrics={**head.metrics, "tau": plan.tau})
     if plan.of is not None:
         head = replace(head, metrics={**head.metrics, "of": plan.of})
+    mined = mined_samples(Journal(run / "journal.jsonl"))
+    head = replace(head, prompts=tuple(prompt_digest(sample.prompt_ids) for sample in mined))
     head.save(plan.out)
     progress(f"fitting the {role}", 1, 1)
     return head
@@ -58,6 +62,8 @@ def fit_annotated(
     head = fit_head(examples, plan.inputs, fingerprints, config)
     prompts = [(row.line, row.question) for row in rows]
     note_uses(plan.out.parent, pair.target, prompts, use="fitting", key="annotated")
+    digests = (prompt_digest(pair.target.encode(row.question)) for row in rows)
+    head = replace(head, prompts=tuple(dict.fromkeys(digests)))
     head.save(plan.out)
     progress("fitting the judge", 1, 1)
     return head

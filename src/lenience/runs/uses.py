@@ -95,7 +95,8 @@ class Uses:
     are used with it. A prompt is known by its tokens or, as a chat template may tell the date, by
     its task and its id."""
 
-    def __init__(self, folder: Path, others: Iterable[Path] = ()):
+    def __init__(self, folder: Path, others: Iterable[Path] = (), fitted_on: Iterable[str] = ()):
+        """`fitted_on`: digests of prompts that heads say they were fitted on."""
         self._by_content: dict[str, Use] = {}
         self._by_id: dict[tuple[str, str], Use] = {}
         for run in (folder, *others):
@@ -107,6 +108,8 @@ class Uses:
             for number, record in journal.numbered():
                 use = Use.read(record, f"{journal.path}, line {number}")
                 self._add(use if run == folder else use.model_copy(update={"key": None}))
+        for content in fitted_on:
+            self._add(Use(id="", prompt=content, use="fitting", key=None))
 
     def _add(self, use: Use) -> None:
         self._by_content.setdefault(use.prompt, use)
@@ -130,7 +133,8 @@ def fresh(lm: LM, task: Task, folder: Path, draw: Draw) -> list[Sample]:
     """Prompts, drawn at random, that neither mining nor fitting nor an earlier certificate nor a
     choice of window has used, in the run or in those that its heads come from. Raises InputError
     where one of those that are named was used, or none are left."""
-    uses = Uses(folder, _runs_of(draw.heads, folder))
+    fitted_on = [content for head in draw.heads for content in head.head.prompts]
+    uses = Uses(folder, _runs_of(draw.heads, folder), fitted_on)
     samples = take(task, draw.split, None)
     where = f"task {task.name!r}"
     if unknown := set(draw.ids) - {sample.id for sample in samples}:
@@ -181,6 +185,8 @@ def _runs_of(heads: Iterable[Learned], folder: Path) -> set[Path]:
     for head in heads:
         run = fitted_in(head)
         if run is None:
+            if head.head.prompts:
+                continue
             raise InputError(
                 f"{head.path}: no run.json, journal.jsonl or uses.jsonl lies beside it to say "
                 "what it was fitted on, so no prompt is known to be fresh; use the head in the "

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from lenience.core.errors import InputError
-from lenience.tasks.base import Sample, Score, Task
+from lenience.tasks.base import Sample, Score, Task, ungradable
 from lenience.tasks.jsonl import JsonlTask
 from lenience.tasks.user import as_task, task_in_file
 from lenience.tasks.wordmath import WordMath
@@ -22,6 +22,7 @@ __all__ = [
     "as_task",
     "load_task",
     "take",
+    "ungradable",
 ]
 
 TASKS: dict[str, type[Task]] = {"wordmath": WordMath}

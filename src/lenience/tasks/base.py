@@ -73,6 +73,11 @@ class Task:
         return scores
 
     @property
+    def compares(self) -> bool:
+        """Whether a response is right where its answer is the same as the sample's reference."""
+        return type(self).correct is Task.correct and type(self).score is Task.score
+
+    @property
     def scores_batches(self) -> bool:
         """Whether it scores in its own way: then beside decoding, else at once."""
         return type(self).score is not Task.score
@@ -100,6 +105,19 @@ class Task:
     def reads(self) -> str:
         """How the task finds and compares answers, whatever its samples are."""
         return self.known_as
+
+
+def ungradable(task: Task, samples: Iterable[Sample]) -> list[Sample]:
+    """The samples to which no response can be right, as their reference is not even the same as
+    itself: "N/A" where numbers are compared."""
+    if not task.compares:
+        return []
+    return [
+        sample
+        for sample in samples
+        if sample.reference is not None
+        and task.same(sample.reference, sample.reference, sample) is not True
+    ]
 
 
 def number_after(text: str, marker: str, closed_by: str = "") -> str | None:

@@ -52,6 +52,10 @@ class _CheckedTask(Task):
         return self._loss is not None
 
     @property
+    def compares(self) -> bool:
+        return self._correct is None and self._score is None
+
+    @property
     def scores_batches(self) -> bool:
         return self._score is not None
 
@@ -81,7 +85,10 @@ class _CheckedTask(Task):
     def correct(self, text: str, sample: Sample) -> bool:
         if self._correct is None:
             return super().correct(text, sample)
-        return bool(self._call("correct", [sample], partial(self._correct, text, sample)))
+        right = self._call("correct", [sample], partial(self._correct, text, sample))
+        if right not in (True, False):
+            raise self._wrong("correct", right, sample, "give True or False")
+        return bool(right)
 
     def score(self, pairs: Sequence[tuple[str, Sample]]) -> list[Score]:
         if self._score is None:
@@ -93,8 +100,10 @@ class _CheckedTask(Task):
                 f"task {self.name!r}: score gave {len(scores)} scores for {len(pairs)} responses"
             )
         for score, sample in zip(scores, samples):
-            if not isinstance(score, Score):
+            if not isinstance(score, Score) or score.correct not in (True, False):
                 raise self._wrong("score", score, sample, "give a Score(correct, loss) for each")
+            if not 0 <= score.loss <= 1:
+                raise self._wrong("score", score, sample, "a loss is from 0 to 1")
         return scores
 
     def loss(self, text: str, target_text: str, sample: Sample) -> float:
