@@ -994,7 +994,7 @@ def test_a_target_that_is_hardly_ever_right_is_refused(llama: Pair, tmp_path: Pa
     weak = Weak(llama)
     asked = question(max_drop=0.05, rules=("topk:1",))
     with pytest.raises(
-        InputError, match=r"the target answers \d+ of 60 prompts rightly, so at most"
+        InputError, match=r"the target answers \d+ of 50 prompts rightly, so at most"
     ):
         certify(llama, weak, tmp_path, asked)
     made = certify(llama, weak, tmp_path, replace(asked, allow_weak_target=True))
@@ -1062,3 +1062,41 @@ def test_a_judge_that_is_fitted_says_on_which_prompts(llama: Pair, tmp_path: Pat
     prompts = [line["prompt_ids"] for line in Journal(tmp_path / "run" / "journal.jsonl")]
     assert head.prompts == tuple(map(prompt_digest, prompts))
     assert load_head(tmp_path / "elsewhere" / "judge").prompts == head.prompts
+
+
+@pytest.mark.parametrize("loss", ["paired", "net", "disagreement", "task"])
+@pytest.mark.parametrize("rule", ["topk:2", "fuzzy:js@0.3", "exact|random:0.1"])
+def test_the_target_is_asked_only_where_it_must_be_and_losses_are_the_same(
+    rule: str, loss: str, llama: Pair, tmp_path: Path
+) -> None:
+    half = type("Half", (Echo,), {"correct": _half_right})(llama)
+    asked = question(rules=(rule,), loss=loss, max_drop=0.5, limit=80)
+    (row,) = certify(llama, half, tmp_path, asked)["tried"][:1]
+    used = [use["id"] for use in Journal(tmp_path / "uses.jsonl")]
+    by_id = {sample.id: sample for sample in half.samples("train")}
+    losses, needed = [], 0
+    for sample in [by_id[id] for id in used][: row["n"]]:
+        own, lenient = (
+            llama.generate(sample.prompt, rule=one, window=4, max_new_tokens=12)
+            for one in ("target", rule)
+        )
+        right = [half.correct(out.text, sample) for out in (own, lenient)]
+        ends = [half.answer(out.text) for out in (own, lenient)]
+        losses.append(
+            {
+                "paired": float(right[0] and not right[1]),
+                "net": float(right[0]) - float(right[1]),
+                "disagreement": float(ends[0] != ends[1]),
+                "task": half.loss(lenient.text, own.text, sample),
+            }[loss]
+        )
+        needed += lenient.accepted_lenient > 0 and not (loss == "paired" and right[1])
+    assert row["losses"] == pytest.approx(sum(losses))
+    (journal,) = tmp_path.glob("calibration/*/answers.jsonl")
+    targets = {line["id"] for line in Journal(journal) if line["rule"] == "target"}
+    first = set(used[:50])  # on which the target's accuracy is looked at
+    assert len(targets - first) <= needed and (needed < 80 or loss != "paired")
+
+
+def _half_right(self: Echo, text: str, sample: Sample) -> bool:
+    return int(sample.id.split("-")[1]) % 2 == 0 and Echo.correct(self, text, sample)

@@ -73,17 +73,36 @@ class Calibration:
         """The first n prompts' answers; `phase` is shown while they are decoded."""
         return self._answers.get(decoding, self.samples[:n], self.progress, phase)
 
-    def alone(self, n: int) -> list[Answer]:
-        """The first n prompts' answers by the target alone."""
-        return self.answers(replace(self.decoding, rule="target"), n, "the target alone")
+    def alone(self, samples: Sequence[Sample]) -> list[Answer]:
+        """Answers by the target alone."""
+        decoding, phase = replace(self.decoding, rule="target"), "the target alone"
+        return self._answers.get(decoding, samples, self.progress, phase)
+
+    def beside(self, decoding: Decoding, lenient: Sequence[Answer]) -> list[Answer | None]:
+        """The target's own answers to the first prompts, which a setting has answered; None where
+        nothing can be lost whatever it is. The target is asked only where it must be: a greedy
+        answer in which nothing was kept by lenience is its own, and one that is right is no paired
+        loss."""
+        greedy, paired = decoding.temperature == 0, self.config.loss == "paired"
+        known: list[Answer | None] = []
+        asked = []
+        for sample, answer in zip(self.samples, lenient):
+            own = greedy and not answer.accepted_lenient
+            known.append(answer if own else None)
+            if not own and not (paired and answer.correct):
+                asked.append(sample)
+        by_id = {answer.id: answer for answer in self.alone(asked)}
+        return [answer or by_id.get(one.id) for answer, one in zip(known, lenient)]
 
     def losses(self, decoding: Decoding, n: int, phase: str = "") -> NDArray:
         """[n] in [0, 1], of the target alone against a setting."""
-        alone, lenient = self.alone(n), self.answers(decoding, n, phase)
+        lenient = self.answers(decoding, n, phase)
         if self.config.loss in ("paired", "net"):
-            self._check_target(alone)
-        rows = zip(self.samples, alone, lenient)
-        return np.array([self._loss(sample, a, b) for sample, a, b in rows])
+            self._check_target(n)
+        rows = zip(self.samples, self.beside(decoding, lenient), lenient)
+        return np.array(
+            [self._loss(sample, own, answer) if own else 0.0 for sample, own, answer in rows]
+        )
 
     def _loss(self, sample: Sample, alone: Answer, lenient: Answer) -> float:
         """What is lost on one prompt, in [0, 1]."""
@@ -103,18 +122,18 @@ class Calibration:
             raise InputError(f"task {self.task.name!r}: {what}; it must be a number in [0, 1]")
         return float(value)
 
-    def _check_target(self, alone: list[Answer]) -> None:
-        """Raise InputError where the target is right on none of the prompts, or on too few."""
-        n = len(self.samples)
-        if not any(one.correct for one in alone) and not any(one.correct for one in self.alone(n)):
-            raise InputError(
-                f"task {self.task.name!r}: the target answers none of {n} prompts rightly, so "
-                "nothing can be lost; look at how answers are found (--answer, --same), or bound "
-                "the disagreement (--loss disagreement)"
-            )
-
+    def _check_target(self, n: int) -> None:
+        """Raise InputError where the target is right on none of the prompts, or on too few of the
+        first n."""
+        alone = self.alone(self.samples[: min(n, ENOUGH)])
         right, least = sum(one.correct for one in alone), self.config.least_accuracy
-        if len(alone) >= min(ENOUGH, n) and right < least * len(alone):
+        if not right and not any(one.correct for one in self.alone(self.samples)):
+            raise InputError(
+                f"task {self.task.name!r}: the target answers none of {len(self.samples)} prompts "
+                "rightly, so nothing can be lost; look at how answers are found (--answer, "
+                "--same), or bound the disagreement (--loss disagreement)"
+            )
+        if len(alone) >= min(ENOUGH, len(self.samples)) and right < least * len(alone):
             raise InputError(
                 f"task {self.task.name!r}: the target answers {right} of {len(alone)} prompts "
                 f"rightly, so at most that can be lost, and any decoder would do; {least:.0%} are "
@@ -126,7 +145,8 @@ class Calibration:
         """How a setting's test ended; losses and bounds as they are asked for, also of the net
         drop."""
         losses, net = self.losses(decoding, tried.n), self.config.loss == "net"
-        lenient, alone = self.answers(decoding, tried.n), self.alone(tried.n)
+        lenient = self.answers(decoding, tried.n)
+        alone = self.alone(self.samples[: min(tried.n, ENOUGH)])
         bound = test.bound(tried.look, losses)
         lost = (2 * losses - 1).sum() if net else losses.sum()
         return TriedSetting(
@@ -161,8 +181,8 @@ class Calibration:
     def lost_samples(self, decoding: Decoding, n: int) -> list[LostSample]:
         """The prompts on which quality was lost, with both answers."""
         at_par = 0.5 if self.config.loss == "net" else 0.0
-        losses = self.losses(decoding, n).tolist()
-        rows = zip(self.samples, losses, self.alone(n), self.answers(decoding, n))
+        losses, lenient = self.losses(decoding, n).tolist(), self.answers(decoding, n)
+        rows = zip(self.samples, losses, self.beside(decoding, lenient), lenient)
         return [
             LostSample(
                 id=sample.id,
@@ -173,7 +193,7 @@ class Calibration:
                 lenient=LostAnswer(text=lenient.text, answer=lenient.answer),
             )
             for sample, loss, alone, lenient in rows
-            if loss > at_par
+            if loss > at_par and alone
         ]
 
 

@@ -27,6 +27,7 @@ from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.evaluation.pages import write_certificate
 from lenience.rules.registry import parse_spec
+from lenience.runs.answers import Answer
 from lenience.runs.uses import locked
 from lenience.tasks import Task, as_task
 
@@ -237,14 +238,15 @@ def _planned(
     on: Calibration, config: CertifyConfig, settings: list[Decoding]
 ) -> Iterator[PlannedSetting]:
     pilot = len(on.samples)
-    decoded = on.alone(pilot)
+    decoded = dict[tuple[str, str], Answer]()
     for setting in settings:
         rule = str(setting.rule)
         lenient, losses = on.answers(setting, pilot, rule), on.losses(setting, pilot)
-        decoded = [*decoded, *lenient]
+        needed = [*lenient, *filter(None, on.beside(setting, lenient))]
+        decoded |= {(answer.setting, answer.id): answer for answer in needed}
         n = config.sample_size(losses, config.max_drop / 4)
-        passes = sum(answer.target_passes for answer in decoded) / pilot
-        seconds = sum(answer.seconds or 0.0 for answer in decoded) / pilot
+        passes = sum(answer.target_passes for answer in decoded.values()) / pilot
+        seconds = sum(answer.seconds or 0.0 for answer in decoded.values()) / pilot
         lost = (2 * losses - 1).mean() if config.loss == "net" else losses.mean()
         yield PlannedSetting(
             rule=rule,

@@ -64,6 +64,7 @@ class TriedSetting(Record):
     tokens_per_pass: float
     accuracy: float
     target_accuracy: float
+    """On the first of them, at most 50: the target's answer to each is not needed."""
     tokens_per_second: float | None = None
     """One by one on the machine that it was tuned on; None where it was not."""
 
