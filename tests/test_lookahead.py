@@ -4,6 +4,7 @@ passes of transformers, and what they are fitted to against what decoding gives.
 from __future__ import annotations
 
 import re
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -167,28 +168,33 @@ def test_decoding_gives_a_judge_what_plain_passes_give(
 
 @pytest.mark.parametrize("models", [("target", "draft"), ("target",)])
 def test_a_judge_is_fitted_to_what_decoding_gives(models: tuple[str, ...], built_in: Pair) -> None:
-    sample = next(iter(mined_samples(Journal(EMBEDDED / "run" / "journal.jsonl"))))
-    labelled = [mismatch for mismatch in sample.mismatches if mismatch.important is not None]
     n, inputs = 4, Inputs(models, ahead=4)
     size = lookahead.numbers("draft" in models)
-    kept = values_drafted_on(built_in, sample, labelled, inputs)
-    assert kept.shape == (len(labelled), (1 + n) * size + 1)
-    for row, mismatch in zip(kept, labelled):
-        prefix = sample.prompt_ids + sample.final_ids[: mismatch.position]
-        start = [*prefix, mismatch.draft_token]
-        with torch.no_grad():
-            out = built_in.draft.model.generate(
-                torch.tensor([start]), max_new_tokens=n, do_sample=False
-            )
-        drafted = [mismatch.draft_token, *out[0, len(start) :].tolist()]
-        if mismatch.draft_token in built_in.target.eos_ids:
-            drafted = drafted[:1]
-        assert row[-1] == len(drafted) - 1
-        columns = slice(None) if "draft" in models else [*range(6), *range(12, 16)]
-        wanted = transformers_values(built_in, prefix, drafted)[0][:, columns]
-        found = row[:-1].view(1 + n, size)
-        np.testing.assert_allclose(found[: len(drafted)], wanted, atol=2e-3)
-        assert not found[len(drafted) :].any()
+    columns = slice(None) if "draft" in models else [*range(6), *range(12, 16)]
+    samples = list(islice(mined_samples(Journal(EMBEDDED / "run" / "journal.jsonl")), 3))
+    labelled = [
+        [one for one in sample.mismatches[:6] if one.important is not None] for sample in samples
+    ]
+    labelled[1] = labelled[1][:2]
+    for sample, mismatches, kept in zip(
+        samples, labelled, values_drafted_on(built_in, samples, labelled, inputs)
+    ):
+        assert kept.shape == (len(mismatches), (1 + n) * size + 1)
+        for row, mismatch in zip(kept, mismatches):
+            prefix = sample.prompt_ids + sample.final_ids[: mismatch.position]
+            start = [*prefix, mismatch.draft_token]
+            with torch.no_grad():
+                out = built_in.draft.model.generate(
+                    torch.tensor([start]), max_new_tokens=n, do_sample=False
+                )
+            drafted = [mismatch.draft_token, *out[0, len(start) :].tolist()]
+            if mismatch.draft_token in built_in.target.eos_ids:
+                drafted = drafted[:1]
+            assert row[-1] == len(drafted) - 1
+            wanted = transformers_values(built_in, prefix, drafted)[0][:, columns]
+            found = row[:-1].view(1 + n, size)
+            np.testing.assert_allclose(found[: len(drafted)], wanted, atol=2e-3)
+            assert not found[len(drafted) :].any()
 
 
 def test_learning_sees_windows_that_end_anywhere() -> None:

@@ -1,9 +1,9 @@
-"""What heads that look ahead read of mined mismatches: the draft is run on after each, as it would
-be in a window."""
+"""What heads that look ahead read of mined mismatches: after what stands before each, a window is
+drafted and read as decoding does it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -11,81 +11,103 @@ from torch import Tensor
 
 from lenience.core.context import Context, Row
 from lenience.core.noise import Noise
+from lenience.core.protocols import Rule
+from lenience.core.types import Draft, Reading, Verdict
+from lenience.decoding.loop import cycle
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.heads import lookahead
 from lenience.heads.head import Inputs
-from lenience.models.session import Session
 from lenience.runs.record import MinedSample, Mismatch
 
+TOGETHER = 16
+"""How many samples' mismatches are read together, one of each at a time."""
 SHARE_WHOLE = 0.4
 """Of the mismatches that are learned from with all tokens that can be looked ahead to; the others
 with fewer, as many as a window's end might leave: one head serves every place of a window."""
 
 
+class _Reader(Rule):
+    """Keeps nothing, and remembers what a head that looks ahead reads of each window."""
+
+    def __init__(self, with_draft: bool):
+        self.with_draft = with_draft
+        self.values, self.lengths = torch.empty(0), torch.empty(0)
+
+    def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:
+        logits = draft.logits if self.with_draft else None
+        values = lookahead.token_values(reading.logits[:, :-1], logits, draft.tokens, ctx.found_in)
+        self.values, self.lengths = values.cpu(), draft.lengths.cpu()
+        return []
+
+
 def values_drafted_on(
-    pair: Pair, sample: MinedSample, labelled: Sequence[Mismatch], inputs: Inputs
-) -> Tensor:
-    """[m, (1 + n) · S + 1]: of each of a sample's labelled mismatches the numbers of its drafted
-    token and of up to n tokens that the draft puts after it (`lookahead.token_values`), zeros where
-    an EOS ends them, and at last how many there are."""
-    assert inputs.ahead is not None
-    windows = _windows(pair, sample, labelled, inputs.ahead)
-    logits = {model: _logits(pair, sample, windows, model) for model in inputs.models}
-    if "target" not in logits:
-        logits["target"] = _logits(pair, sample, windows, "target")
-    vocabulary = pair.target.vocab_size
-    rows = []
-    for i, (_, tokens) in enumerate(windows):
-        of_draft = logits["draft"][i][:, :vocabulary] if "draft" in logits else None
-        values = lookahead.token_values(
-            logits["target"][i][:, :vocabulary], of_draft, torch.tensor(tokens), _finder(pair)
-        )
-        zeros = values.new_zeros(1 + inputs.ahead - len(tokens), values.shape[1])
-        count = values.new_tensor([len(tokens) - 1])
-        rows.append(torch.cat([values.flatten(), zeros.flatten(), count]))
-    return torch.stack(rows)
-
-
-def _finder(pair: Pair) -> lookahead.Find:
-    return lambda pattern, tokens: pair.target.token_mask(pattern)[tokens]
-
-
-def _windows(
-    pair: Pair, sample: MinedSample, labelled: Sequence[Mismatch], n: int
-) -> list[tuple[list[int], list[int]]]:
-    """Of each mismatch what stands before it, and its drafted token with up to n after it."""
-    starts = []
-    for mismatch in labelled:
-        before = sample.prompt_ids + sample.final_ids[: mismatch.position]
-        starts.append((before, [mismatch.draft_token]))
-    going = [
-        i
-        for i, mismatch in enumerate(labelled)
-        if n and mismatch.draft_token not in pair.target.eos_ids
-    ]
-    prompts = [[*starts[i][0], *starts[i][1]] for i in going]
-    decoding = Decoding(rule="draft", max_new_tokens=max(1, n))
-    outs = pair.generate_batch(prompts, batch_size=32, **vars(decoding)) if going else []
-    for i, out in zip(going, outs):
-        starts[i][1].extend(out.tokens)
-    return starts
-
-
-def _logits(
-    pair: Pair, sample: MinedSample, windows: Sequence[tuple[list[int], list[int]]], model: str
+    pair: Pair,
+    samples: Sequence[MinedSample],
+    labelled: Sequence[Sequence[Mismatch]],
+    inputs: Inputs,
 ) -> list[Tensor]:
-    """A model's logits [1 + n, V] from which it would take each token of the windows; read from
-    right to left, so that each read is a roll-back."""
-    session = Session(pair.models[model])
-    session.read([sample.prompt_ids + sample.final_ids])
-    processors, found = pair.target.processors(sampling=False) or None, list[Tensor]()
-    for before, tokens in reversed(windows):
-        reading = session.read([[*before, *tokens[:-1]]], len(tokens))
-        ctx = Context([Row(Noise.for_prompt(0, []), before)], processors=processors)
-        logits = ctx.process(reading.logits, torch.tensor([tokens[:-1]], dtype=torch.long))
-        found.append(logits[0].cpu())
-    return found[::-1]
+    """Of each sample's labelled mismatches [m, (1 + n) · S + 1]: the numbers of the drafted token
+    and of up to n tokens that the draft puts after it (`lookahead.token_values`), zeros where an
+    EOS ends them, and at last how many there are."""
+    found: list[list[Tensor]] = [[] for _ in samples]
+    asked = [i for i, of_sample in enumerate(labelled) if of_sample]
+    for begin in range(0, len(asked), TOGETHER):
+        part = asked[begin : begin + TOGETHER]
+        rows = _read_together(pair, [samples[i] for i in part], [labelled[i] for i in part], inputs)
+        for i, read in zip(part, rows):
+            found[i] = read
+    width = columns(inputs)
+    return [torch.stack(rows) if rows else torch.empty(0, width) for rows in found]
+
+
+def columns(inputs: Inputs) -> int:
+    """How many numbers are kept of a mismatch beside states."""
+    assert inputs.ahead is not None
+    return (1 + inputs.ahead) * lookahead.numbers("draft" in inputs.models) + 1
+
+
+def _read_together(
+    pair: Pair,
+    samples: Sequence[MinedSample],
+    labelled: Sequence[Sequence[Mismatch]],
+    inputs: Inputs,
+) -> list[list[Tensor]]:
+    assert inputs.ahead is not None
+    window, reader = 1 + inputs.ahead, _Reader("draft" in inputs.models)
+    setup = pair.setup(Decoding(rule=reader, window=window))
+    longest = max(len(one.prompt_ids) + len(one.final_ids) for one in samples) + 1 + window
+    session, drafter = pair.engine(setup, window, len(samples), longest)
+    ctx = Context(
+        window=window,
+        processors=pair.target.processors(sampling=False) or None,
+        token_mask=pair.target.token_mask,
+    )
+    found: list[list[Tensor]] = [[] for _ in samples]
+    for prefixes in _prefixes(samples, labelled):
+        ctx.rows = [Row(Noise.for_prompt(0, []), prefix) for prefix in prefixes]
+        cycle(session, drafter, reader, ctx, [window + 1] * len(prefixes))
+        for i, (values, length) in enumerate(zip(reader.values, reader.lengths.tolist())):
+            if len(found[i]) < len(labelled[i]):
+                found[i].append(_flat(values, length, window))
+    return found
+
+
+def _prefixes(
+    samples: Sequence[MinedSample], labelled: Sequence[Sequence[Mismatch]]
+) -> Iterator[list[list[int]]]:
+    """What stands before the samples' first mismatches, their second ones and so on; before the
+    last again where a sample has no more."""
+    for k in range(max(map(len, labelled))):
+        places = [of_sample[min(k, len(of_sample) - 1)].position for of_sample in labelled]
+        yield [one.prompt_ids + one.final_ids[:at] for one, at in zip(samples, places)]
+
+
+def _flat(values: Tensor, length: int, window: int) -> Tensor:
+    """[window · S + 1] of the numbers of a window's places [W, S], the first `length` proposed."""
+    kept = values.new_zeros(window, values.shape[1])
+    kept[:length] = values[:length]
+    return torch.cat([kept.flatten(), values.new_tensor([max(0, length - 1)])])
 
 
 def as_in_windows(x: np.ndarray, inputs: Inputs, seed: int) -> np.ndarray:
@@ -93,9 +115,8 @@ def as_in_windows(x: np.ndarray, inputs: Inputs, seed: int) -> np.ndarray:
     later tokens cut as the ends of windows would cut them."""
     assert inputs.ahead is not None
     n, rng = inputs.ahead, np.random.default_rng(seed)
-    size = lookahead.numbers("draft" in inputs.models)
-    states, raw, counts = np.split(x, [x.shape[1] - (1 + n) * size - 1, x.shape[1] - 1], axis=1)
-    values = torch.from_numpy(raw).view(-1, 1 + n, size)
+    states, raw, counts = np.split(x, [x.shape[1] - columns(inputs), x.shape[1] - 1], axis=1)
+    values = torch.from_numpy(raw).view(len(x), 1 + n, -1)
     limits = np.where(rng.random(len(x)) < SHARE_WHOLE, n, rng.integers(0, n + 1, len(x)))
     known = np.arange(n) < np.minimum(counts[:, 0], limits)[:, None]
     read = lookahead.with_later(values[:, 0], values[:, 1:], torch.from_numpy(known))

@@ -20,7 +20,6 @@ from lenience.core.progress import Progress, silent
 from lenience.decoding.certified import heads_of, without_paths
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
-from lenience.heads import lookahead
 from lenience.heads.fitting import Examples
 from lenience.heads.head import Inputs, Role
 from lenience.mining.drafted_on import as_in_windows, values_drafted_on
@@ -137,31 +136,36 @@ def _digest_of(path: Path) -> str | None:
         return None
 
 
+def _judge_inputs(pair: Pair, samples: Sequence[MinedSample], inputs: Inputs) -> list[Labelled]:
+    """Of each sample's labelled mismatches the states, with what a judge that looks ahead reads
+    beside them [m, F], and whether each is important [m]."""
+    labelled = [_mismatch_states(pair, sample, inputs) for sample in samples]
+    if inputs.ahead is None:
+        return labelled
+    ahead = values_drafted_on(pair, samples, [_known(sample) for sample in samples], inputs)
+    return [(torch.cat([x.float(), more], -1), y) for (x, y), more in zip(labelled, ahead)]
+
+
+def _known(sample: MinedSample) -> list[Mismatch]:
+    return [mismatch for mismatch in sample.mismatches if mismatch.important is not None]
+
+
 def _mismatch_states(pair: Pair, sample: MinedSample, inputs: Inputs) -> Labelled:
-    """One sample's labelled mismatches: their states [m, F] and whether each is important [m]."""
-    labelled = [mismatch for mismatch in sample.mismatches if mismatch.important is not None]
+    """One sample's labelled mismatches: their states [m, H] and whether each is important [m]."""
+    labelled = _known(sample)
     by_token = {}
     for model in inputs.models:
         states_by_token = _states_by_token(pair, sample, labelled, inputs, model)
         for token, states in states_by_token.items():
             by_token[token, model] = states
     if not labelled:
-        nothing = torch.empty(0, _columns(pair, inputs), dtype=pair.target.model.dtype)
+        sizes = {role: lm.hidden_size for role, lm in pair.models.items()}
+        width = replace(inputs, ahead=None).width(sizes)
+        nothing = torch.empty(0, width, dtype=pair.target.model.dtype)
         return nothing, torch.empty(0, dtype=torch.uint8)
     order = [by_token[token, model] for token in inputs.tokens for model in inputs.models]
-    if inputs.ahead is not None:
-        order.append(values_drafted_on(pair, sample, labelled, inputs))
     important = torch.tensor([mismatch.important for mismatch in labelled], dtype=torch.uint8)
     return torch.cat(order, -1).contiguous(), important
-
-
-def _columns(pair: Pair, inputs: Inputs) -> int:
-    """How many numbers are kept of a mismatch."""
-    sizes = {role: lm.hidden_size for role, lm in pair.models.items()}
-    states = replace(inputs, ahead=None).width(sizes)
-    if inputs.ahead is None:
-        return states
-    return states + (1 + inputs.ahead) * lookahead.numbers("draft" in inputs.models) + 1
 
 
 def _states_by_token(
@@ -293,9 +297,7 @@ def _drawn(
 
 
 SOURCES: dict[Role, Callable[[Pair, Sequence[MinedSample], Inputs], list[Labelled]]] = {
-    "judge": lambda pair, samples, inputs: [
-        _mismatch_states(pair, sample, inputs) for sample in samples
-    ],
+    "judge": _judge_inputs,
     "stop": lambda pair, samples, _: [_stop_states(pair, sample) for sample in samples],
     "gate": gate_states,
 }
