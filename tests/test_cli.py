@@ -3,6 +3,7 @@ whole path on tiny models."""
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import shutil
@@ -313,7 +314,8 @@ def test_the_demo_tells_the_whole_story(tmp_path: Path, monkeypatch: pytest.Monk
     shutil.copy(EMBEDDED / "run" / "run.json", few / "run")
     (few / "run" / "journal.jsonl").write_text("".join(lines[:80]))
     monkeypatch.setattr("lenience.cli.demo.EMBEDDED", few)
-    told = last_json(run("demo", "--out", tmp_path, "--fresh", 1, "--limit", 3, "--json"))
+    done = run("demo", "--out", tmp_path, "--fresh", 1, "--limit", 3, "--json")
+    told = last_json(done)
     assert set(told) >= {
         "target_accuracy",
         "draft_accuracy",
@@ -333,6 +335,8 @@ def test_the_demo_tells_the_whole_story(tmp_path: Path, monkeypatch: pytest.Monk
         assert (tmp_path / name).exists()
     exact = next(row for row in told["rows"] if row["rule"] == "exact")
     assert exact["paired_loss"] == 0 and exact["tokens_per_pass"] > 2
+    assert told["gain"] in done.stderr.replace("\n", " ").replace("  ", " ")
+    assert told["gain"] in html.unescape((tmp_path / "report.html").read_text())
     # what is left of the shipped run resumes it, and a judge fitted from it runs
     assert told["certificate"]["max_drop"] == 0.03 and told["certificate"]["n"] > 0
     assert "The certificate" in (tmp_path / "report.html").read_text()

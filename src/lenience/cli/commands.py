@@ -353,7 +353,7 @@ def compare(
 
 @app.command
 def demo(*, out: Path = Path("demo"), fresh: int = 8, limit: int = 100, json: Json = False) -> None:
-    """The whole story on the built-in pair: mine, fit, certify, compare, report.html.
+    """The whole story on the built-in pair: mine, fit, tune, certify, compare, report.html.
 
     Parameters
     ----------

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lenience.certification.question import CertifyConfig
+from lenience.certification.tune import TuneConfig, Tuned
 from lenience.cli.console import loading, say, screen
-from lenience.cli.steps import certify_run, compare_run, compile_pair, fit_run, mine_run
+from lenience.cli.steps import compare_run, compile_pair, fit_run, mine_run, tune_run
+from lenience.cli.tables import gained
 from lenience.core.errors import InputError
 from lenience.core.files import read_json
-from lenience.decoding.certified import Certificate
 from lenience.decoding.loading import EMBEDDED, load_pair
+from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, discard
 from lenience.evaluation.pages import Mining, write_report
@@ -23,13 +26,16 @@ from lenience.heads.head import Head, Inputs
 from lenience.mining.fit import HeadPlan
 from lenience.mining.search import MineConfig, MinedCounts
 from lenience.rules.judge import Judge
+from lenience.rules.registry import BASELINES
 from lenience.runs.journal import Journal
 from lenience.tasks import WordMath
 
 RECALLS = (0.998, 0.995, 0.98, 0.9)
 """Of important tokens: the thresholds that are tried, from one that hardly loses anything to the
 paper's."""
-WINDOWS = (4, 8, 32)
+WINDOWS, WIDEST, RACED = (4, 8, 16), 32, 12
+"""The windows that race, the one for what is gained where only the target's passes cost, and how
+many problems are raced on."""
 MAX_DROP = 0.03
 """What is certified, on at most three times as many problems as are compared."""
 TOLD = (
@@ -39,9 +45,9 @@ TOLD = (
 
 
 def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
-    """Mine `fresh` samples on top of those that come with the pair, fit a judge, certify a
-    threshold, compare on `limit` held-out problems and write OUT/report.html. Returns the
-    figures."""
+    """Mine `fresh` samples on top of those that come with the pair, fit a judge, find and certify
+    what is fastest here, compare on `limit` held-out problems and write OUT/report.html. Returns
+    the figures."""
     began = time.perf_counter()
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out}: is a file; name a folder")
@@ -51,11 +57,13 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
     folder = out / "run"
     counts = _mine(pair, folder, fresh)
     head = _fit(pair, folder)
-    certificate = _certify(pair, folder, head, limit)
-    frontier = _compare(pair, out, head, limit)
-    mining = _mining(counts, head)
-    write_report(out / "report.html", frontier, mining, certificate)
+    tuned = _tune(pair, folder, head, limit)
+    certificate = tuned.certificate
+    frontier = _compare(pair, out, tuned, limit)
+    mining, gain = _mining(counts, head), gained(tuned)
+    write_report(out / "report.html", frontier, mining, certificate, headline=gain)
     seconds = time.perf_counter() - began
+    screen.print(gain, style="bold", highlight=False, markup=False)
     say(f"report: {out / 'report.html'}   run folder: {folder}   {seconds:.0f} s")
     accuracy = {row.rule: row.accuracy for row in frontier.rows}
     told = certificate.to_json()
@@ -64,6 +72,8 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
         "draft_accuracy": accuracy["draft"],
         "important_share": mining.important_share,
         "judge_auc": mining.judge_auc,
+        "gain": gain,
+        "races": tuned.races.to_json(),
         "certificate": {key: told[key] for key in TOLD},
         "rows": [row.model_dump(mode="json") for row in frontier.rows],
         "machine": frontier.machine,
@@ -96,32 +106,38 @@ def _thresholds(head: Head) -> list[float]:
     return [by_recall[recall] for recall in RECALLS]
 
 
-def _certify(pair: Pair, folder: Path, head: Head, limit: int) -> Certificate:
-    screen.rule(f"3. certifying: a loss of at most {MAX_DROP:.0%}, with 95 % confidence")
-    config = CertifyConfig(
+def _tune(pair: Pair, folder: Path, head: Head, limit: int) -> Tuned:
+    screen.rule(f"3. what is fastest here at a loss of at most {MAX_DROP:.0%}, certified")
+    question = CertifyConfig(
         rules=(str(Judge(str(folder / "judge"))),),
         max_drop=MAX_DROP,
         thresholds=tuple(_thresholds(head)),
-        options={"window": max(WINDOWS)},
         limit=3 * limit,
     )
-    return certify_run(pair, WordMath(), folder, config)
+    config = TuneConfig(question, windows=WINDOWS, prompts=RACED)
+    return tune_run(pair, WordMath(), folder, config)
 
 
-def _compare(pair: Pair, out: Path, head: Head, limit: int) -> Frontier:
+def _compare(pair: Pair, out: Path, tuned: Tuned, limit: int) -> Frontier:
+    """Each threshold and strict decoding at its fastest window, as tuned, and at the widest."""
     screen.rule(f"4. comparing on {limit} held-out problems")
-    judge = str(out / "run" / "judge")
-    judges = [str(Judge(judge, threshold)) for threshold in _thresholds(head)]
-    rules = ("target", "draft", "exact", "topk:2", *judges)
-    config = CompareConfig(rules, windows=WINDOWS, limit=limit, tuning=4, timed=8, repeats=1)
+    raced = [tuned.races.strict, *(one for chain in tuned.races.lenient for one in chain)]
+    fastest = [Decoding.parse(one.setting) for one in raced]
+    widest = [replace(one, window=WIDEST) for one in fastest]
+    settings = [*fastest, *widest, replace(fastest[0], rule="topk:2")]
+    config = CompareConfig(
+        settings=tuple(dict.fromkeys(map(str, settings))), limit=limit, timed=8, repeats=1
+    )
     asked = out / "compare.json"
-    if asked.exists() and not _asks_for(read_json(asked), rules):
-        discard(out)  # of another judge, or of an earlier version
+    if asked.exists() and not _asks_for(read_json(asked), config):
+        discard(out)  # of another judge or race, or of an earlier version
     return compare_run(pair, WordMath(), config, out)
 
 
-def _asks_for(asked: dict[str, Any], rules: tuple[str, ...]) -> bool:
-    return asked.get("rules") == list(rules) and "settings" in asked
+def _asks_for(asked: dict[str, Any], config: CompareConfig) -> bool:
+    settings = [one for one in asked.get("settings", []) if one["rule"] not in BASELINES]
+    kept = [(one["rule"], one["window"]) for one in settings]
+    return kept == [(str(one.rule), one.window) for one in config.decodings()]
 
 
 def _mining(counts: MinedCounts, head: Head) -> Mining:

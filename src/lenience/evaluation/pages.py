@@ -118,9 +118,10 @@ def write_report(
     frontier: Frontier,
     mining: Mining | None = None,
     certificate: Certificate | None = None,
+    headline: str = "",
 ) -> None:
     """Write report.html and, beside it, frontier.svg; `mining` adds what was mined and fitted,
-    `certificate` marks what was certified, and says it."""
+    `certificate` marks what was certified, and says it, and the `headline` stands first."""
     drawn = as_svg(plot(frontier, certificate))
     path.with_name("frontier.svg").write_text(drawn, encoding="utf-8")
     page = _template("report.html").render(
@@ -133,6 +134,7 @@ def write_report(
         details=details(frontier),
         origins=ORIGINS,
         mining=mining,
+        headline=headline,
         n=frontier.rows[0].n,
     )
     path.write_text(page, encoding="utf-8")
