@@ -124,10 +124,9 @@ def _compare(pair: Pair, out: Path, tuned: Tuned, limit: int) -> Frontier:
     raced = [tuned.races.strict, *(one for chain in tuned.races.lenient for one in chain)]
     fastest = [Decoding.parse(one.setting) for one in raced]
     widest = [replace(one, window=WIDEST) for one in fastest]
-    settings = [*fastest, *widest, replace(fastest[0], rule="topk:2")]
-    config = CompareConfig(
-        settings=tuple(dict.fromkeys(map(str, settings))), limit=limit, timed=8, repeats=1
-    )
+    compared = [*fastest, *widest, replace(fastest[0], rule="topk:2")]
+    settings = [f"{one.rule}; window={one.window}" for one in compared]
+    config = CompareConfig(settings=tuple(dict.fromkeys(settings)), limit=limit, timed=8, repeats=1)
     asked = out / "compare.json"
     if asked.exists() and not _asks_for(read_json(asked), config):
         discard(out)  # of another judge or race, or of an earlier version
