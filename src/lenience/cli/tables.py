@@ -98,14 +98,14 @@ def gained(tuned: Tuned) -> str:
     certificate, races = tuned.certificate, tuned.races
     best = certificate.certified
     if best is None or best.tokens_per_second is None:
-        return "nothing is gained: nothing is certified"
+        return "Nothing is gained: nothing is certified"
     strict, alone = races.strict.tokens_per_second, races.alone.tokens_per_second
     speed, loss = best.tokens_per_second, f"at most {certificate.max_drop:.2%}"
     if best.window == 0:
-        return f"nothing is gained: the target alone is the fastest here ({speed:.0f} tokens/s)"
+        return f"Nothing is gained: the target alone is the fastest here ({speed:.0f} tokens/s)"
     if best.rule == Decoding().rule:
         gain = f"{speed / alone:.2f} times the target alone"
-        return f"strict decoding is the fastest at a loss of {loss}: {speed:.0f} tokens/s, {gain}"
+        return f"Strict decoding is the fastest at a loss of {loss}: {speed:.0f} tokens/s, {gain}"
     return (
         f"{speed:.0f} tokens/s: {speed / strict:.2f} times the fastest strict decoding and "
         f"{speed / alone:.2f} times the target alone, at a loss of {loss} with "
