@@ -1064,13 +1064,21 @@ def test_a_judge_that_is_fitted_says_on_which_prompts(llama: Pair, tmp_path: Pat
     assert load_head(tmp_path / "elsewhere" / "judge").prompts == head.prompts
 
 
-@pytest.mark.parametrize("loss", ["paired", "net", "disagreement", "task"])
-@pytest.mark.parametrize("rule", ["topk:2", "fuzzy:js@0.3", "exact|random:0.1"])
+@pytest.mark.parametrize(
+    ("rule", "loss"),
+    [
+        ("topk:2", "paired"),
+        ("topk:2", "net"),
+        ("fuzzy:js@0.3", "paired"),
+        ("exact|random:0.1", "disagreement"),
+        ("exact|random:0.1", "task"),
+    ],
+)
 def test_the_target_is_asked_only_where_it_must_be_and_losses_are_the_same(
     rule: str, loss: str, llama: Pair, tmp_path: Path
 ) -> None:
     half = type("Half", (Echo,), {"correct": _half_right})(llama)
-    asked = question(rules=(rule,), loss=loss, max_drop=0.5, limit=80)
+    asked = question(rules=(rule,), loss=loss, max_drop=0.5, limit=60)
     (row,) = certify(llama, half, tmp_path, asked)["tried"][:1]
     used = [use["id"] for use in Journal(tmp_path / "uses.jsonl")]
     by_id = {sample.id: sample for sample in half.samples("train")}
@@ -1095,7 +1103,7 @@ def test_the_target_is_asked_only_where_it_must_be_and_losses_are_the_same(
     (journal,) = tmp_path.glob("calibration/*/answers.jsonl")
     targets = {line["id"] for line in Journal(journal) if line["rule"] == "target"}
     first = set(used[:50])  # on which the target's accuracy is looked at
-    assert len(targets - first) <= needed and (needed < 80 or loss != "paired")
+    assert len(targets - first) <= needed and (needed < 60 or loss != "paired")
 
 
 def _half_right(self: Echo, text: str, sample: Sample) -> bool:

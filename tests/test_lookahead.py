@@ -215,12 +215,12 @@ def test_learning_sees_windows_that_end_anywhere() -> None:
 def test_a_judge_that_looks_ahead_is_fitted_and_asked(built_in: Pair, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    lines = (EMBEDDED / "run" / "journal.jsonl").read_text().splitlines(keepends=True)[:40]
+    lines = (EMBEDDED / "run" / "journal.jsonl").read_text().splitlines(keepends=True)[:30]
     (run / "journal.jsonl").write_text("".join(lines))
     (run / "run.json").write_text((EMBEDDED / "run" / "run.json").read_text())
-    config = FitConfig(kind="mlp")
-    head = fit_run(built_in, run, HeadPlan(Inputs(ahead=6), run / "judge", config))
-    assert head.metrics["auc_out_of_fold"] > 0.85
+    plan = HeadPlan(Inputs(ahead=6), run / "judge", FitConfig())
+    head = fit_run(built_in, run, plan)
+    assert head.metrics["auc_out_of_fold"] > 0.8
     prompt = next(iter(mined_samples(Journal(run / "journal.jsonl")))).prompt_ids
     rule = f"judge:{run / 'judge'}@0.5"
     out = built_in.generate(prompt, rule=rule, window=8, max_new_tokens=80)

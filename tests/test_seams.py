@@ -198,7 +198,7 @@ def test_tokens_proposed_for_certain_leave_the_targets_distribution(
 ) -> None:
     """A token with draft probability 1 is accepted with the target's probability, and what follows
     a rejection is drawn from the rest: two tokens are distributed as transformers' logits say."""
-    n, prompt = 1000, [7, 3]
+    n, prompt = 500, [7, 3]
 
     def next_probs(ids: list[int]) -> torch.Tensor:
         with torch.no_grad():
@@ -217,7 +217,7 @@ def test_tokens_proposed_for_certain_leave_the_targets_distribution(
     outs = [llama.generate(prompt, **options, max_new_tokens=2, seed=seed) for seed in range(n)]
     accepted = sum(out.accepted_exact + out.accepted_lenient for out in outs)
     assert n * float(first[prompt[-1]]) == pytest.approx(accepted, abs=5 * n**0.5)
-    assert accepted > 30 and accepted < n - 30, "both ways are taken"
+    assert accepted > 10 and accepted < n - 10, "both ways are taken"
     seen = Counter(tuple(out.tokens) for out in outs)
     likely_pairs = [pair for pair in expected if expected[pair] >= 5]
     ours = [seen[pair] for pair in likely_pairs]

@@ -306,7 +306,7 @@ def test_an_automatic_window_is_picked_once_and_said(llama: Pair) -> None:
     assert llama.generate([1], rule="target", window="auto").window == 0
     assert llama.generate([1], window=5).window == 5
     assert llama.pick_window([]) == 0
-    with pytest.raises(InputError, match="window some: must be 0"):
+    with pytest.raises(InputError, match=r"window .some.: must be a whole number"):
         llama.generate([1], window="some")
 
 

@@ -86,7 +86,7 @@ class _CheckedTask(Task):
         if self._correct is None:
             return super().correct(text, sample)
         right = self._call("correct", [sample], partial(self._correct, text, sample))
-        if right not in (True, False):
+        if right not in (True, False, None):
             raise self._wrong("correct", right, sample, "give True or False")
         return bool(right)
 
