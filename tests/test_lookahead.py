@@ -26,9 +26,9 @@ from lenience.runs.record import mined_samples
 VOCABULARY = ["a", "7", "b", "+", "9c"]
 
 
-def find(pattern: str, tokens: torch.Tensor) -> torch.Tensor:
-    found = [bool(re.search(pattern, VOCABULARY[i])) for i in tokens.flatten().tolist()]
-    return torch.tensor(found).view(tokens.shape)
+KINDS = lookahead.kinds_of(
+    lambda pattern: torch.tensor([bool(re.search(pattern, word)) for word in VOCABULARY])
+)
 
 
 def by_hand(target: np.ndarray, draft: np.ndarray, token: int) -> list[float]:
@@ -61,15 +61,15 @@ def test_a_tokens_numbers_follow_their_definitions() -> None:
     target, draft = 3 * rng.normal(size=(2, 6, 5))
     tokens = rng.integers(0, 5, 6)
     found = lookahead.token_values(
-        torch.tensor(target), torch.tensor(draft), torch.tensor(tokens), find
+        torch.tensor(target), torch.tensor(draft), torch.tensor(tokens), KINDS
     )
     wanted = [by_hand(*row) for row in zip(target, draft, tokens)]
     np.testing.assert_allclose(found.numpy(), np.array(wanted, dtype=float), atol=1e-5)
-    alone = lookahead.token_values(torch.tensor(target), None, torch.tensor(tokens), find)
+    alone = lookahead.token_values(torch.tensor(target), None, torch.tensor(tokens), KINDS)
     kept = [*range(6), *range(12, 16)]
     np.testing.assert_allclose(alone.numpy(), found.numpy()[:, kept], atol=1e-6)
     impossible = torch.tensor([[0.0, -torch.inf, 1.0, 2.0, 3.0]])
-    values = lookahead.token_values(impossible, impossible, torch.tensor([1]), find)
+    values = lookahead.token_values(impossible, impossible, torch.tensor([1]), KINDS)
     assert values[0, 0] == lookahead.FLOOR and values.isfinite().all()
 
 
@@ -86,13 +86,11 @@ def later_by_hand(values: np.ndarray, length: int, at: int, n: int) -> list[floa
     read.append(run / n)
     wordless = [row for row in after if not row[lookahead.HAS_LETTER]]
     sure = [row for row in after if row[lookahead.BEST] >= np.log(0.9)]
-    for among in (after, wordless, sure):
-        agrees = [row[lookahead.AGREES] for row in among]
-        own = [row[lookahead.OWN] for row in among]
-        lowest = min([*own, 0.0])
-        read += [len(among) / n]
-        read += [np.mean(agrees), np.mean(own), lowest] if among else [0.0, 0.0, 0.0]
-    return read
+    groups = (after, wordless, sure)
+    own = [[row[lookahead.OWN] for row in among] for among in groups]
+    read += [len(among) / n for among in groups]
+    read += [np.mean([row[lookahead.AGREES] for row in among] or [0.0]) for among in groups]
+    return [*read, *(np.mean(one or [0.0]) for one in own), *(min([*one, 0.0]) for one in own)]
 
 
 @pytest.mark.parametrize("n", [1, 3, 9])
@@ -102,7 +100,7 @@ def test_what_is_read_of_the_tokens_to_come_follows_its_definition(n: int) -> No
         torch.tensor(4 * rng.normal(size=(3, 6, 5))),
         torch.tensor(rng.normal(size=(3, 6, 5))),
         torch.tensor(rng.integers(0, 5, (3, 6))),
-        find,
+        KINDS,
     )
     lengths = [6, 2, 0]
     found = lookahead.of_windows(values, torch.tensor(lengths), n)
@@ -123,9 +121,8 @@ def transformers_values(pair: Pair, prefix: list[int], drafted: list[int]) -> to
     ids = torch.tensor([prefix + drafted])
     with torch.no_grad():
         logits = [lm.model(ids).logits[:, len(prefix) - 1 : -1] for lm in (pair.target, pair.draft)]
-    mask = pair.target.token_mask
-    tokens = torch.tensor([drafted])
-    return lookahead.token_values(*logits, tokens, lambda pattern, ids: mask(pattern)[ids])
+    kinds = lookahead.kinds_of(pair.target.token_mask)
+    return lookahead.token_values(*logits, torch.tensor([drafted]), kinds)
 
 
 @pytest.fixture

@@ -104,6 +104,9 @@ class Head:
         default_factory=dict, init=False, repr=False, compare=False
     )
     """The same as a product takes them, where they have been asked for."""
+    _kinds_on: dict[torch.device, Tensor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def kind(self) -> str:
@@ -122,10 +125,18 @@ class Head:
         if self.inputs.ahead is not None:
             logits = draft.logits if "draft" in self.inputs.models else None
             values = lookahead.token_values(
-                reading.logits[:, :-1], logits, draft.tokens, ctx.found_in
+                reading.logits[:, :-1], logits, draft.tokens, self._kinds(ctx, draft.tokens.device)
             )
             parts.append(lookahead.of_windows(values, draft.lengths, self.inputs.ahead))
         return self.logits(torch.cat(parts, -1))
+
+    def _kinds(self, ctx: Context, device: torch.device) -> Tensor:
+        """The kinds of the tokenizer's tokens, which are found out once."""
+        if device not in self._kinds_on:
+            if ctx.token_mask is None:
+                raise RuntimeError("a head that looks ahead reads tokens' texts")
+            self._kinds_on[device] = lookahead.kinds_of(ctx.token_mask).to(device)
+        return self._kinds_on[device]
 
     def logits(self, x: Tensor) -> Tensor:
         """[…] logits of the scores of states […, F]: a float32 score has no steps near 1, its logit

@@ -10,22 +10,24 @@ from functools import cache
 import torch
 from torch import Tensor
 
-Find = Callable[[str, Tensor], Tensor]
-"""[…] bool: in which tokens' […] texts a regular expression is found."""
-
 FLOOR = -30.0
 """No log-probability is taken to be lower."""
 SURE = math.log(0.9)
 """From this log-probability of its best token on the target is sure."""
-DIGIT, LETTER = r"\d", r"[^\W\d_]"
 OWN, BEST, AGREES, HAS_LETTER = 0, 1, 5, -3
 """Which of a token's numbers are: the target's log-probability of it and that of its best one,
 whether they are the same token, and whether a letter is in it."""
 
 
-def token_values(target: Tensor, draft: Tensor | None, tokens: Tensor, find: Find) -> Tensor:
+def kinds_of(token_mask: Callable[[str], Tensor]) -> Tensor:
+    """[V, 2]: 1 for tokens in whose text there is a digit, and a letter; `token_mask` tells in
+    which a regular expression is found."""
+    return torch.stack([token_mask(r"\d"), token_mask(r"[^\W\d_]")], -1).float()
+
+
+def token_values(target: Tensor, draft: Tensor | None, tokens: Tensor, kinds: Tensor) -> Tensor:
     """[…, S] numbers of drafted `tokens` […] by the logits […, V] of the target and perhaps of the
-    draft, where they were drafted.
+    draft, where they were drafted, and by the `kinds` [V, 2] of tokens.
 
     The target's log-probability of the token, of its best and of its second token, the logarithm of
     how many it finds as likely, its entropy, and whether its best token is the drafted one; the
@@ -33,44 +35,45 @@ def token_values(target: Tensor, draft: Tensor | None, tokens: Tensor, find: Fin
     from the other, and the draft's log-probability of the target's best; and whether there is a
     digit and a letter in the token, and in the target's best.
     """
-    log_p = target.float().log_softmax(-1).clamp(min=FLOOR)
-    p, own = log_p.exp(), log_p.gather(-1, tokens[..., None])
-    best, index = log_p.topk(2)
-    agrees = index[..., :1] == tokens[..., None]
-    rank = (log_p >= own).sum(-1, keepdim=True).log()
-    parts = [own, best, rank, -(p * log_p).sum(-1, keepdim=True), agrees]
+    models = [target.float()] if draft is None else [target.float(), draft.float()]
+    logs = torch.stack(models).log_softmax(-1).clamp_(min=FLOOR)  # [1 or 2, …, V]
+    probs = logs.exp()
+    entropy = -(probs * logs).sum(-1)
+    own = logs.gather(-1, tokens.expand(len(models), *tokens.shape)[..., None])[..., 0]
+    (best, second), (index, _) = (part.unbind(-1) for part in logs[0].topk(2))
+    rank = (logs[0] >= own[0, ..., None]).sum(-1).log()
+    parts = [own[0], best, second, rank, entropy[0], (index == tokens).float()]
     if draft is not None:
-        log_q = draft.float().log_softmax(-1).clamp(min=FLOOR)
-        q, difference = log_q.exp(), log_p - log_q
-        parts += [
-            log_q.gather(-1, tokens[..., None]),
-            log_q.amax(-1, keepdim=True),
-            -(q * log_q).sum(-1, keepdim=True),
-            (p * difference).sum(-1, keepdim=True),
-            -(q * difference).sum(-1, keepdim=True),
-            log_q.gather(-1, index[..., :1]),
-        ]
-    both = (tokens, index[..., 0])
-    parts += [find(pattern, ids)[..., None] for ids in both for pattern in (DIGIT, LETTER)]
-    return torch.cat([part.float() for part in parts], -1)
+        divergence = -(probs * logs.flip(0)).sum(-1) - entropy
+        of_best = logs[1].gather(-1, index[..., None])[..., 0]
+        parts += [own[1], logs[1].amax(-1), entropy[1], *divergence, of_best]
+    return torch.cat([torch.stack(parts, -1), kinds[tokens], kinds[index]], -1)
 
 
 def with_later(here: Tensor, later: Tensor, known: Tensor) -> Tensor:
-    """[m, F]: what a head reads of m tokens: their own numbers [m, S] and those of the n tokens
-    after each [m, n, S], as far as they are `known` [m, n]: each one's, and pooled over all, over
-    those without a letter, and over those of which the target is sure."""
-    later = later * known[..., None]
-    n = max(1, known.shape[-1])
-    agrees = later[..., AGREES]
-    parts = [here, known.float(), later.flatten(-2)]
-    if known.shape[-1]:
-        parts += [later.amin(-2), later.amax(-2), agrees.cumprod(-1).sum(-1, keepdim=True) / n]
-        wordless = known & (later[..., HAS_LETTER] == 0)
-        for among in (known, wordless, known & (later[..., BEST] >= SURE)):
-            count = among.sum(-1, keepdim=True)
-            own = later[..., OWN] * among
-            parts += [count / n, (agrees * among).sum(-1, keepdim=True) / count.clamp(min=1)]
-            parts += [own.sum(-1, keepdim=True) / count.clamp(min=1), own.amin(-1, keepdim=True)]
+    """[…, F]: what a head reads of tokens: their own numbers […, S] and those of the n tokens after
+    each […, n, S], as far as they are `known` […, n]: each one's, their extremes, how long the
+    target agrees, and over all of them, those without a letter and those of which the target is
+    sure how many there are, how many it agrees with, and the mean and the lowest of its
+    log-probabilities of them."""
+    n = known.shape[-1]
+    if not n:
+        return here
+    seen = known.float()
+    later = later * seen[..., None]
+    own, agrees = later[..., OWN], later[..., AGREES]
+    wordless = seen * (later[..., HAS_LETTER] == 0)
+    among = torch.stack([seen, wordless, seen * (later[..., BEST] >= SURE)], -2)  # […, 3, n]
+    counts = among.sum(-1)
+    most = counts.clamp(min=1)
+    pooled = [
+        counts / n,
+        (among * agrees[..., None, :]).sum(-1) / most,
+        (among * own[..., None, :]).sum(-1) / most,
+        (among * own[..., None, :]).amin(-1),
+    ]
+    run = agrees.cumprod(-1).sum(-1, keepdim=True) / n
+    parts = [here, seen, later.flatten(-2), later.amin(-2), later.amax(-2), run, *pooled]
     return torch.cat(parts, -1)
 
 
@@ -90,7 +93,7 @@ def numbers(with_draft: bool) -> int:
     """S, with what the draft's logits say or without."""
     logits, tokens = torch.zeros(1, 2), torch.zeros(1, dtype=torch.long)
     draft = logits if with_draft else None
-    return token_values(logits, draft, tokens, lambda _, ids: torch.zeros_like(ids)).shape[-1]
+    return token_values(logits, draft, tokens, torch.zeros(2, 2)).shape[-1]
 
 
 @cache

@@ -30,13 +30,13 @@ with fewer, as many as a window's end might leave: one head serves every place o
 class _Reader(Rule):
     """Keeps nothing, and remembers what a head that looks ahead reads of each window."""
 
-    def __init__(self, with_draft: bool):
-        self.with_draft = with_draft
+    def __init__(self, with_draft: bool, kinds: Tensor):
+        self.with_draft, self.kinds = with_draft, kinds
         self.values, self.lengths = torch.empty(0), torch.empty(0)
 
     def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:
         logits = draft.logits if self.with_draft else None
-        values = lookahead.token_values(reading.logits[:, :-1], logits, draft.tokens, ctx.found_in)
+        values = lookahead.token_values(reading.logits[:, :-1], logits, draft.tokens, self.kinds)
         self.values, self.lengths = values.cpu(), draft.lengths.cpu()
         return []
 
@@ -74,7 +74,8 @@ def _read_together(
     inputs: Inputs,
 ) -> list[list[Tensor]]:
     assert inputs.ahead is not None
-    window, reader = 1 + inputs.ahead, _Reader("draft" in inputs.models)
+    kinds = lookahead.kinds_of(pair.target.token_mask).to(pair.target.device)
+    window, reader = 1 + inputs.ahead, _Reader("draft" in inputs.models, kinds)
     setup = pair.setup(Decoding(rule=reader, window=window))
     longest = max(len(one.prompt_ids) + len(one.final_ids) for one in samples) + 1 + window
     session, drafter = pair.engine(setup, window, len(samples), longest)
