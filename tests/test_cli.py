@@ -312,8 +312,9 @@ def test_the_demo_tells_the_whole_story(tmp_path: Path, monkeypatch: pytest.Monk
     few, lines = tmp_path / "few", (EMBEDDED / "run" / "journal.jsonl").read_text().splitlines(True)
     (few / "run").mkdir(parents=True)
     shutil.copy(EMBEDDED / "run" / "run.json", few / "run")
-    (few / "run" / "journal.jsonl").write_text("".join(lines[:80]))
+    (few / "run" / "journal.jsonl").write_text("".join(lines[:45]))
     monkeypatch.setattr("lenience.cli.demo.EMBEDDED", few)
+    monkeypatch.setattr("lenience.cli.demo.RACED", 8)
     done = run("demo", "--out", tmp_path, "--fresh", 1, "--limit", 3, "--json")
     told = last_json(done)
     assert set(told) >= {

@@ -420,7 +420,7 @@ class CompareFlags:
             repeats=self.repeats,
             batch_size=self.batch_size,
         )
-        config.decodings()
+        config.check()
         return config
 
 

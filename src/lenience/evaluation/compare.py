@@ -117,6 +117,11 @@ class CompareConfig:
         asked = [head for one in decodings for head in heads_of(one.rule, one.stop)]
         return {head.path: head for head in asked}
 
+    def check(self) -> None:
+        """Raise InputError for what is wrong whatever the models are."""
+        for head in self.heads().values():
+            _ = head.head  # there, and whole
+
     def decodings(self) -> list[Decoding]:
         """What is named, as far as it is known before the windows are chosen. Raises InputError
         for a wrong entry."""
