@@ -1072,6 +1072,7 @@ def test_a_judge_that_is_fitted_says_on_which_prompts(llama: Pair, tmp_path: Pat
         ("fuzzy:js@0.3", "paired"),
         ("exact|random:0.1", "disagreement"),
         ("exact|random:0.1", "task"),
+        ("ensemble:0.3", "disagreement"),  # what follows its rejections is not the target's
     ],
 )
 def test_the_target_is_asked_only_where_it_must_be_and_losses_are_the_same(

@@ -28,6 +28,7 @@ from lenience.decoding.certified import (
 )
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
+from lenience.rules.registry import parse_rule
 from lenience.runs.answers import Answer, Answers
 from lenience.runs.journal import open_run
 from lenience.runs.record import check_prompts, describe
@@ -81,13 +82,14 @@ class Calibration:
     def beside(self, decoding: Decoding, lenient: Sequence[Answer]) -> list[Answer | None]:
         """The target's own answers to the first prompts, which a setting has answered; None where
         nothing can be lost whatever it is. The target is asked only where it must be: a greedy
-        answer in which nothing was kept by lenience is its own, and one that is right is no paired
-        loss."""
-        greedy, paired = decoding.temperature == 0, self.config.loss == "paired"
+        answer in which nothing was kept by lenience is its own, where the rule goes on as the
+        target does, and one that is right is no paired loss."""
+        as_target = decoding.temperature == 0 and parse_rule(decoding.rule).goes_on_as_target
+        paired = self.config.loss == "paired"
         known: list[Answer | None] = []
         asked = []
         for sample, answer in zip(self.samples, lenient):
-            own = greedy and not answer.accepted_lenient
+            own = as_target and not answer.accepted_lenient
             known.append(answer if own else None)
             if not own and not (paired and answer.correct):
                 asked.append(sample)

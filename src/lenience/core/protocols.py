@@ -62,6 +62,12 @@ class Rule(Protocol):
         """Whether it decides on a window as a whole, see `Context.fresh_noise_per_window`."""
         return False
 
+    @property
+    def goes_on_as_target(self) -> bool:
+        """Whether, when greedy, the token after those that are kept is the target's own: then an
+        answer in which nothing was kept by lenience is the target's."""
+        return False
+
     def check(
         self, fingerprints: Callable[[], Mapping[str, str]], sizes: Mapping[str, int]
     ) -> None:

@@ -49,6 +49,11 @@ class Term:
         target's most probable."""
         return reading.greedy_tokens
 
+    @property
+    def goes_on_as_target(self) -> bool:
+        """Whether those are the target's own."""
+        return type(self).greedy_next_tokens is Term.greedy_next_tokens
+
     def next_token(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         """[B]: when sampling, the token after `kept` [B] accepted ones: a correction, or the bonus
         where all are kept. Here: from the target's own distribution, by a draw that is independent

@@ -118,6 +118,10 @@ class AnyOf:
     def whole_window(self) -> bool:
         return any(term.whole_window for term in self.terms)
 
+    @property
+    def goes_on_as_target(self) -> bool:
+        return all(term.goes_on_as_target for term in self.terms)
+
     @cached_property
     def _named_strict(self) -> Term | None:
         return next((term for term in self.terms if term.is_strict), None)
