@@ -48,6 +48,14 @@ settings.register_profile(
 settings.load_profile("lenience")
 
 
+@pytest.fixture(autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A ledger of its own for each test."""
+    folder = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("LENIENCE_HOME", str(folder))
+    return folder
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ["LENIENCE_CACHE"], ignore_errors=True)

@@ -21,7 +21,6 @@ from scipy.stats import beta
 
 import lenience
 from lenience import InputError
-from lenience.certification import calibration as calibrating
 from lenience.certification import certify as certifying
 from lenience.certification.audit import Audit, AuditConfig, LivePrompt, State, audit, read_prompts
 from lenience.certification.certify import _reason, save
@@ -42,7 +41,8 @@ from lenience.rules.registry import RULES
 from lenience.rules.settings import ladder
 from lenience.runs.journal import Journal
 from lenience.runs.record import check_prompts
-from lenience.runs.uses import Draw, fresh, locked, note_uses, prompt_digest
+from lenience.runs.ledger import Ledger
+from lenience.runs.uses import Draw, locked, note_uses, prompt_digest
 from lenience.tasks import Sample, Score, as_task
 
 
@@ -71,7 +71,7 @@ class Echo:
             yield Sample(f"{split}-{i}", self.prompt(i), self.right.get(self.prompt(i)))
 
     def answer(self, text: str) -> str | None:
-        return text.split()[-1] if text.split() else None
+        return text.split()[-1] if text.split() else "nothing"
 
     def same(self, a: str | None, b: str | None) -> bool | None:
         return None if a is None or b is None else a == b
@@ -143,7 +143,7 @@ def test_a_certificate_says_what_can_be_counted_by_hand(
     made = certify(llama, task, tmp_path, question())
     assert made.keys() >= TOLD and made == read_certificate(tmp_path)
     used = [task.prompt(int(use["id"].split("-")[1])) for use in Journal(tmp_path / "uses.jsonl")]
-    assert len(used) == len(set(used)) == 60
+    assert 50 <= len(used) == len(set(used)) <= 60
     right = [task.right[prompt] for prompt in used]
     for row in made["tried"]:
         said = answers(llama, task, row["rule"], used[: row["n"]])
@@ -151,9 +151,8 @@ def test_a_certificate_says_what_can_be_counted_by_hand(
         assert row["losses"] == sum(wrong) and row["target_accuracy"] == 1
         assert row["accuracy"] == pytest.approx(1 - np.mean(wrong))
         assert not row["passed"] or row["upper_bound"] <= 0.3
-        if row["n"] == 60:  # one look: Clopper–Pearson
-            lost = sum(wrong)
-            assert row["upper_bound"] == pytest.approx(beta.ppf(0.9, lost + 1, 60 - lost))
+        alone = beta.ppf(1 - made["level"], sum(wrong) + 1, row["n"] - sum(wrong))
+        assert row["upper_bound"] >= alone - 1e-9, "one look, Clopper–Pearson's, would be less"
     settings = [row["rule"] for row in made["tried"]]
     assert settings == ["topk:2", "topk:3", "topk:4"][: len(settings)]
     assert made["tried"][-1]["losses"] > 0, "the test must be able to lose something"
@@ -194,36 +193,36 @@ def test_a_stopped_certification_comes_to_the_same(llama: Pair, task: Echo, tmp_
 
 def test_no_prompt_is_used_twice(llama: Pair, task: Echo, tmp_path: Path) -> None:
     mine(llama, task, tmp_path, MineConfig(limit=30, max_new_tokens=12))
-    certify(llama, task, tmp_path, question(limit=50))
-    certify(llama, task, tmp_path, question(limit=50, max_drop=0.2))
+    certify(llama, task, tmp_path, question(limit=40))
+    certify(llama, task, tmp_path, question(limit=40, max_drop=0.2))
     plan(llama, task, tmp_path, question(), pilot=10)
     certify(llama, task, tmp_path, question(limit=5, max_drop=0.25, window="auto"))
     uses = list(Journal(tmp_path / "uses.jsonl"))
     mined = {record["id"] for record in Journal(tmp_path / "journal.jsonl")}
     ids = [use["id"] for use in uses]
-    assert len(ids) == len(set(ids)) == 50 + 50 + 10 + 5 + 8 and not mined & set(ids)
+    assert len(ids) == len(set(ids)) == 40 + 40 + 10 + 5 + 8 and not mined & set(ids)
     assert [use["use"] for use in uses].count("window") == 8
     with pytest.raises(InputError, match=f"prompt {ids[0]}: has been used for calibration"):
         certify(llama, task, tmp_path, question(max_drop=0.1, ids=(ids[0],)))
-    with pytest.raises(InputError, match="prompt train-0: has been used for mining"):
-        certify(llama, task, tmp_path, question(max_drop=0.1, ids=("train-0",)))
+    first = min(mined)
+    with pytest.raises(InputError, match=f"prompt {first}: has been used for mining"):
+        certify(llama, task, tmp_path, question(max_drop=0.1, ids=(first,)))
     with pytest.raises(InputError, match="'train-9999': task 'echo' has no such one"):
         certify(llama, task, tmp_path, question(ids=("train-9999",)))
-    with pytest.raises(InputError, match=r"overlapping splits: test-\d+ of 'test' is train-"):
-        certify(llama, task, tmp_path, question(split="test"))
     certify(llama, task, tmp_path, question(limit=50, max_drop=0.15))  # what is left
     with pytest.raises(InputError, match="none of the 160 prompts"):
         certify(llama, task, tmp_path, question(max_drop=0.11))
 
 
+def drawn(pair: Pair, task: object, folder: Path, draw: Draw) -> list[str]:
+    rows = Ledger(folder, pair.fingerprints).rows(pair.target, as_task(task), draw)
+    return [sample.id for sample in rows]
+
+
 def test_fresh_prompts_are_a_random_draw(llama: Pair, task: Echo, tmp_path: Path) -> None:
-    one, two = (
-        fresh(llama.target, as_task(task), tmp_path, Draw("key", 40, seed=seed)) for seed in (0, 1)
-    )
-    assert [s.id for s in one] != [s.id for s in two] and [s.id for s in one] != [
-        s.id for s in list(task.samples("train"))[:40]
-    ]
-    assert one == fresh(llama.target, as_task(task), tmp_path, Draw("key", 40, seed=0))
+    one, two = (drawn(llama, task, tmp_path, Draw(key, 40, "calibration")) for key in "ab")
+    assert one != two and one != [sample.id for sample in list(task.samples("train"))[:40]]
+    assert one == drawn(llama, task, tmp_path, Draw("a", 40, "calibration"))
 
 
 def test_what_is_certified_is_decoded_and_nothing_else(
@@ -368,10 +367,12 @@ def test_prompts_that_others_chose_on_are_left_out(llama: Pair, task: Echo, tmp_
     inputs = Inputs(("target",), ("draft",))
     fit_annotated(llama, rows, HeadPlan(inputs, run / "judge", FitConfig(kind="adamw")))
     certify(llama, task, run, question(limit=160))
+    left = set(drawn(llama, task, run, Draw("a", 160, "calibration")))
     used = {use["id"] for use in Journal(run / "uses.jsonl") if use["use"] == "calibration"}
-    assert len(used) == 160 - 5 - 12 and not used & {
-        f"train-{i}" for i in (*range(12), *range(155, 160))
-    }
+    chosen_on = {f"train-{i}" for i in (*range(12), *range(155, 160))}
+    # two prompts of the test split are two of the others, under other names
+    assert used and not used & chosen_on and not left & (chosen_on | used)
+    assert len(left | used) == 160 - 5 - 12 - len({"train-0", "train-4"} - chosen_on)
 
 
 def test_nothing_certified_is_said_and_decodes_strictly(
@@ -379,7 +380,10 @@ def test_nothing_certified_is_said_and_decodes_strictly(
 ) -> None:
     too_few = certify(llama, task, tmp_path, question(max_drop=0.01, limit=20, rules=("topk:1",)))
     assert too_few["certified"] is None and too_few.keys() >= TOLD
-    assert "too few prompts" in too_few["reason"] and too_few["needed"] == 230  # 0.99^n ≤ 0.1
+    assert "too few prompts" in too_few["reason"]
+    needed = too_few["needed"]  # the first attempt's error, 0.09, is spent over 5,000 prompts
+    spent = [0.09 * (0.9 * (n / 3000) ** 0.5 + 0.1 * n / 5000) for n in (needed - 1, needed)]
+    assert 0.99 ** (needed - 1) > spent[0] and 0.99**needed <= spent[1]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         out = llama.generate("w1 w2 w3", rule=f"certified:{tmp_path}", max_new_tokens=12)
@@ -426,14 +430,13 @@ def test_of_several_rules_the_fastest_that_passes_at_its_share_is_taken(
         made["certified"]["rule"] == "topk:48"
         and by_rule["topk:48"]["tokens_per_pass"] > by_rule["topk:1"]["tokens_per_pass"]
     )
-    few = question(rules=("topk:1", "topk:48"), max_drop=0.05, limit=50)
-    assert few.test(50).alpha == pytest.approx(0.05), "Bonferroni: 0.1 shared by two"
-    # 0.95^50 = 0.077: enough for one rule, not for one of two
-    assert certify(llama, task, tmp_path / "two", few)["certified"] is None
-    assert (
-        certify(llama, task, tmp_path / "one", replace(few, rules=("topk:1",)))["certified"]["rule"]
-        == "topk:1"
-    )
+    few = question(rules=("topk:1", "topk:48"), max_drop=0.05, limit=52, horizon=52)
+    assert few.test(0.9).alpha == pytest.approx(0.045), "Bonferroni: 0.1 shared by two"
+    # 0.95^52 = 0.069: enough for one rule at 0.09, not for one of two
+    two = replace(few, home=tmp_path / "a")
+    assert certify(llama, task, tmp_path / "two", two)["certified"] is None
+    one = replace(few, rules=("topk:1",), home=tmp_path / "b")
+    assert certify(llama, task, tmp_path / "one", one)["certified"]["rule"] == "topk:1"
 
 
 def test_losses_of_other_kinds(llama: Pair, task: Echo, tmp_path: Path) -> None:
@@ -443,23 +446,22 @@ def test_losses_of_other_kinds(llama: Pair, task: Echo, tmp_path: Path) -> None:
             llama,
             task,
             tmp_path / loss,
-            question(loss=loss, rules=("topk:4",), limit=60, max_drop=0.95),
+            question(loss=loss, rules=("topk:4",), limit=60, max_drop=0.05, home=tmp_path / loss),
         )
         tried[loss] = made["tried"][0]
-        assert made["certified"] is None or made["certified"]["upper_bound"] <= 0.95, loss
-    n = {row["n"] for row in tried.values()}
-    assert n == {60}
+        assert made["certified"] is None or made["certified"]["upper_bound"] <= 0.05, loss
+    lost = {}
+    for loss, row in tried.items():
+        uses = list(Journal(tmp_path / loss / "uses.jsonl"))[: row["n"]]
+        used = [task.prompt(int(use["id"].split("-")[1])) for use in uses]
+        ours, theirs = (answers(llama, task, rule, used) for rule in ("topk:4", "target"))
+        pairs = list(zip(ours, theirs))
+        lost[loss] = sum(task.answer(a) != task.answer(b) for a, b in pairs)
+        if loss == "task":
+            lost[loss] = sum(task.loss(a, b, Sample("", "", None)) for a, b in pairs)
     # the target is always right here, so nothing is gained and every other answer is a loss
-    assert (
-        tried["net"]["losses"] == tried["paired"]["losses"] == tried["disagreement"]["losses"] > 0
-    )
-    used = [
-        task.prompt(int(use["id"].split("-")[1]))
-        for use in Journal(tmp_path / "task" / "uses.jsonl")
-    ]
-    ours, theirs = (answers(llama, task, rule, used) for rule in ("topk:4", "target"))
-    wanted = sum(task.loss(a, b, Sample("", "", None)) for a, b in zip(ours, theirs))
-    assert tried["task"]["losses"] == pytest.approx(wanted)
+    assert {loss: row["losses"] for loss, row in tried.items()} == pytest.approx(lost)
+    assert lost["paired"] > 0 and tried["net"]["paired"] == lost["net"]
 
 
 def test_wrong_questions_are_refused(llama: Pair, task: Echo, tmp_path: Path) -> None:
@@ -499,7 +501,7 @@ def test_wrong_questions_are_refused(llama: Pair, task: Echo, tmp_path: Path) ->
     with pytest.raises(
         InputError, match=r"its loss of train-\d+ is 1.5; it must be a number in \[0, 1\]"
     ):
-        certify(llama, wrong, tmp_path / "b", question(limit=60, loss="task"))
+        certify(llama, wrong, tmp_path / "b", question(limit=60, loss="task", home=tmp_path))
 
 
 def test_a_changed_data_file_is_refused(llama: Pair, task: Echo, tmp_path: Path) -> None:
@@ -523,11 +525,10 @@ def test_a_changed_data_file_is_refused(llama: Pair, task: Echo, tmp_path: Path)
 def test_a_plan_counts_what_a_pilot_costs(llama: Pair, task: Echo, tmp_path: Path) -> None:
     made = plan(llama, task, tmp_path, question(rules=("topk:1", "random:1")), pilot=20)
     strict, loose = made["plan"]
-    assert (strict["pilot_loss"], made["pilot"], made["least"]) == (
-        0,
-        20,
-        9,
-    )  # 0.7^9 ≤ 0.05: two rules share 0.1
+    assert (strict["pilot_loss"], made["pilot"]) == (0, 20)
+    least = made["least"]  # the first attempt's 0.09 is shared by two, and spent over 167 prompts
+    spent = [0.045 * (0.9 * (n / 100.2) ** 0.5 + 0.1 * n / 167) for n in (least - 1, least)]
+    assert 0.7 ** (least - 1) > spent[0] and 0.7**least <= spent[1]
     assert strict["prompts"] and strict["target_passes"] > strict["prompts"]
     assert loose["pilot_loss"] >= 0.3 and loose["prompts"] is None
 
@@ -558,7 +559,7 @@ def test_prompts_that_another_runs_head_was_fitted_on_are_left_out(
     llama: Pair, task: Echo, tmp_path: Path
 ) -> None:
     old, width = tmp_path / "old", 2 * (llama.target.hidden_size + llama.draft.hidden_size)
-    mine(llama, task, old, MineConfig(limit=40, max_new_tokens=12))
+    mine(llama, task, old, MineConfig(limit=40, max_new_tokens=12, first=True))
     Head(torch.ones(width) / 9, 0.0, Inputs(), 0.5, llama.fingerprints).save(old / "judge")
     certify(
         llama,
@@ -567,7 +568,7 @@ def test_prompts_that_another_runs_head_was_fitted_on_are_left_out(
         question(rules=("topk:2", f"judge:{old / 'judge'}@0.5"), limit=160),
     )
     used = {use["id"] for use in Journal(tmp_path / "new" / "uses.jsonl")}
-    assert used == {f"train-{i}" for i in range(40, 160)}
+    assert used and used <= {f"train-{i}" for i in range(40, 160)}
     shutil.copytree(old / "judge", tmp_path / "alone" / "judge")
     with pytest.raises(
         InputError, match=r"no run\.json, journal\.jsonl or uses\.jsonl lies beside it"
@@ -670,9 +671,9 @@ def test_a_template_that_tells_the_date_hides_no_use(
         template = day + "{% for message in messages %} {{ message.content }}{% endfor %}"
         monkeypatch.setattr(llama.target.tokenizer, "chat_template", template)
         if day == "w1":
-            mine(llama, task, tmp_path, MineConfig(limit=40, max_new_tokens=12))
-    drawn = fresh(llama.target, as_task(task), tmp_path, Draw("key", 160))
-    assert {sample.id for sample in drawn} == {f"train-{i}" for i in range(40, 160)}
+            mine(llama, task, tmp_path, MineConfig(limit=40, max_new_tokens=12, first=True))
+    left = drawn(llama, task, tmp_path, Draw("key", 160, "calibration"))
+    assert set(left) == {f"train-{i}" for i in range(40, 160)}
 
 
 def test_what_is_asked_again_is_what_the_run_has(llama: Pair, task: Echo, tmp_path: Path) -> None:
@@ -992,7 +993,7 @@ class Weak(Echo):
 def test_a_target_that_is_hardly_ever_right_is_refused(llama: Pair, tmp_path: Path) -> None:
     """At most 10 % can be lost: a limit of 5 % would say next to nothing."""
     weak = Weak(llama)
-    asked = question(max_drop=0.05, rules=("topk:1",))
+    asked = question(max_drop=0.05, rules=("topk:1",), limit=100)
     with pytest.raises(
         InputError, match=r"the target answers \d+ of 50 prompts rightly, so at most"
     ):
@@ -1012,27 +1013,24 @@ def test_a_score_that_is_no_verdict_is_refused(part: str, llama: Pair, tmp_path:
         certify(llama, task, tmp_path, question())
 
 
-def test_a_question_that_was_killed_before_it_was_written_down_keeps_its_prompts(
-    llama: Pair, task: Echo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_question_that_was_killed_keeps_its_prompts(
+    llama: Pair, task: Echo, tmp_path: Path
 ) -> None:
-    """Its prompts are its own before it is: another question cannot take them meanwhile."""
-    opened = calibrating.open_run
+    """Wherever it is killed: another question cannot take them meanwhile."""
 
-    def killed(folder: Path, *given) -> None:
+    def killed(*_) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(calibrating, "open_run", killed)
+    asked = question(limit=80, max_drop=0.1)
     with pytest.raises(KeyboardInterrupt):
-        certify(llama, task, tmp_path, question(limit=80))
-    monkeypatch.setattr(calibrating, "open_run", opened)
-    first = {use["id"] for use in Journal(tmp_path / "uses.jsonl")}
-    certify(llama, task, tmp_path, question(limit=80, seed=1))
-    assert len({use["id"] for use in Journal(tmp_path / "uses.jsonl")}) == 160
-    certify(llama, task, tmp_path, question(limit=80))
-    assert (
-        first == {use["id"] for use in Journal(tmp_path / "uses.jsonl") if use["id"] in first}
-        and len(first) == 80
-    )
+        certify(llama, task, tmp_path, asked, killed)
+    first = [use["id"] for use in Journal(tmp_path / "uses.jsonl")]
+    certify(llama, task, tmp_path, replace(asked, max_drop=0.2))
+    certify(llama, task, tmp_path, asked)
+    uses = list(Journal(tmp_path / "uses.jsonl"))
+    ids = [use["id"] for use in uses]
+    own = [use["id"] for use in uses if use["key"] == uses[0]["key"]]
+    assert first and own[: len(first)] == first and len(ids) == len(set(ids))
 
 
 def test_a_head_takes_what_it_was_fitted_on_with_it(
@@ -1079,7 +1077,7 @@ def test_the_target_is_asked_only_where_it_must_be_and_losses_are_the_same(
     rule: str, loss: str, llama: Pair, tmp_path: Path
 ) -> None:
     half = type("Half", (Echo,), {"correct": _half_right})(llama)
-    asked = question(rules=(rule,), loss=loss, max_drop=0.5, limit=60)
+    asked = question(rules=(rule,), loss=loss, max_drop=0.5, limit=60, allow_weak_target=True)
     (row,) = certify(llama, half, tmp_path, asked)["tried"][:1]
     used = [use["id"] for use in Journal(tmp_path / "uses.jsonl")]
     by_id = {sample.id: sample for sample in half.samples("train")}

@@ -83,7 +83,7 @@ def run(llama: Pair, tmp_path: Path) -> Path:
 
 def config(run: Path, max_drop: float = 0.9) -> TuneConfig:
     question = CertifyConfig(
-        (f"judge:{run / 'judge'}",), max_drop=max_drop, thresholds=(0.8, 0.4), limit=60
+        (f"judge:{run / 'judge'}",), max_drop=max_drop, thresholds=(0.8, 0.4), limit=60, horizon=60
     )
     stops = ("fixed", f"head:{run / 'stop'}@0.5")
     return TuneConfig(question, windows=(2, 4), stops=stops, prompts=8)

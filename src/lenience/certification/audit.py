@@ -279,10 +279,10 @@ class Audit:
 def _watchable(run: Path) -> Certificate:
     """A run's certificate. Raises InputError where it leaves nothing to watch."""
     certificate = read_certificate(run)
-    if certificate.certified is None:
+    if not certificate.holds:
+        why = "is withdrawn" if certificate.withdrawn else "certifies nothing"
         raise InputError(
-            f"{run}: its certificate certifies nothing, so there is nothing to watch; decoding is "
-            "strict"
+            f"{run}: its certificate {why}, so there is nothing to watch; decoding is strict"
         )
     if certificate.loss not in AUDITABLE:
         raise InputError(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from filelock import FileLock, Timeout
 
+from lenience.certification.labels import Labels
 from lenience.certification.question import CertifyConfig
 from lenience.certification.sequential_tests import SettingResult, Test
 from lenience.core.errors import InputError
@@ -31,22 +32,58 @@ from lenience.decoding.pair import Pair
 from lenience.rules.registry import parse_rule
 from lenience.runs.answers import Answer, Answers
 from lenience.runs.journal import open_run
+from lenience.runs.ledger import Attempt, Ledger
 from lenience.runs.record import check_prompts, describe
-from lenience.runs.uses import Draw, fresh, locked, note_uses
+from lenience.runs.uses import Draw, uses_in
 from lenience.tasks import Sample, Task, ungradable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from lenience.models.lm import LM
+
 ENOUGH = 50
 """On how many prompts the target's accuracy is looked at."""
+FEW = 500
+"""On how many one must be right where the target's accuracy is allowed to be low."""
 TUNING = 8
 """How many prompts an automatic window is picked on."""
 
 
+class Prompts:
+    """The rows of a question in the order in which they are used, each noted as used before it
+    is."""
+
+    def __init__(self, ledger: Ledger, lm: LM, task: Task, draw: Draw):
+        self.ledger, self.lm, self.task, self.draw = ledger, lm, task, draw
+        self._noted = 0
+        with ledger.held():
+            self._draw()
+
+    def _draw(self) -> None:
+        self.rows = self.ledger.rows(self.lm, self.task, self.draw)
+        self._taken_then = self._taken()
+
+    def _taken(self) -> set[tuple[str, str, str]]:
+        """The rows that others use."""
+        uses = uses_in(self.ledger.place)
+        return {one.row for one in uses if (one.key, one.use) != (self.draw.key, self.draw.use)}
+
+    def first(self, n: int) -> list[Sample]:
+        """The first n, or as many as there are."""
+        if n > self._noted:
+            with self.ledger.held():
+                if self._taken() != self._taken_then:
+                    self._draw()  # another question has taken some since
+                fresh, use = self.rows[self._noted : n], self.draw.use
+                self.ledger.note(self.lm, fresh, use=use, key=self.draw.key, task=self.task)
+            self._noted = min(n, len(self.rows))
+        return self.rows[:n]
+
+
 @dataclass
 class Calibration:
-    """The prompts of one question, and the answers to them; what its folder holds is not decoded
+    """One question, its prompts and the answers to them; what its folder holds is not decoded
     again."""
 
     pair: Pair
@@ -54,12 +91,28 @@ class Calibration:
     config: CertifyConfig
     decoding: Decoding
     """The options that all settings share, where one does not say otherwise."""
-    samples: list[Sample]
+    prompts: Prompts
+    attempt: Attempt
     folder: Path
     progress: Progress
 
     def __post_init__(self) -> None:
         self._answers = Answers(self.pair, self.task, self.folder / "answers.jsonl")
+        self.labels = Labels(self.task, self.config.labels)
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.prompts.ledger
+
+    @property
+    def most(self) -> int:
+        """How many prompts there are at most."""
+        return len(self.prompts.rows)
+
+    @property
+    def test(self) -> Test:
+        """How each setting is tested."""
+        return self.config.test(self.attempt.share)
 
     @property
     def decoded(self) -> int:
@@ -72,12 +125,20 @@ class Calibration:
 
     def answers(self, decoding: Decoding, n: int, phase: str = "") -> list[Answer]:
         """The first n prompts' answers; `phase` is shown while they are decoded."""
-        return self._answers.get(decoding, self.samples[:n], self.progress, phase)
+        return self._get(decoding, self.prompts.first(n), phase)
 
     def alone(self, samples: Sequence[Sample]) -> list[Answer]:
         """Answers by the target alone."""
-        decoding, phase = replace(self.decoding, rule="target"), "the target alone"
-        return self._answers.get(decoding, samples, self.progress, phase)
+        return self._get(replace(self.decoding, rule="target"), samples, "the target alone")
+
+    def _get(self, decoding: Decoding, samples: Sequence[Sample], phase: str) -> list[Answer]:
+        """Rows that are the same but for their ids are decoded once."""
+        firsts = dict[str, Sample]()
+        for sample in samples:
+            firsts.setdefault(_content(sample), sample)
+        answers = self._answers.get(decoding, list(firsts.values()), self.progress, phase)
+        by_content = dict(zip(firsts, answers))
+        return [by_content[_content(sample)] for sample in samples]
 
     def beside(self, decoding: Decoding, lenient: Sequence[Answer]) -> list[Answer | None]:
         """The target's own answers to the first prompts, which a setting has answered; None where
@@ -88,20 +149,20 @@ class Calibration:
         paired = self.config.loss == "paired"
         known: list[Answer | None] = []
         asked = []
-        for sample, answer in zip(self.samples, lenient):
+        for sample, answer in zip(self.prompts.rows, lenient):
             own = as_target and not answer.accepted_lenient
             known.append(answer if own else None)
             if not own and not (paired and answer.correct):
                 asked.append(sample)
-        by_id = {answer.id: answer for answer in self.alone(asked)}
-        return [answer or by_id.get(one.id) for answer, one in zip(known, lenient)]
+        by_id = dict(zip((one.id for one in asked), self.alone(asked)))
+        return [answer or by_id.get(one.id) for answer, one in zip(known, self.prompts.rows)]
 
     def losses(self, decoding: Decoding, n: int, phase: str = "") -> NDArray:
-        """[n] in [0, 1], of the target alone against a setting."""
+        """[n] in [0, 1], of the target alone against a setting; 0 where a label is asked for."""
         lenient = self.answers(decoding, n, phase)
-        if self.config.loss in ("paired", "net"):
-            self._check_target(n)
-        rows = zip(self.samples, self.beside(decoding, lenient), lenient)
+        if self.config.needs_references:
+            self._check_target()
+        rows = zip(self.prompts.rows, self.beside(decoding, lenient), lenient)
         return np.array(
             [self._loss(sample, own, answer) if own else 0.0 for sample, own, answer in rows]
         )
@@ -109,33 +170,51 @@ class Calibration:
     def _loss(self, sample: Sample, alone: Answer, lenient: Answer) -> float:
         """What is lost on one prompt, in [0, 1]."""
         loss = self.config.loss
-        if loss == "paired":
-            return float(alone.correct and not lenient.correct)
-        if loss == "net":
-            return (1 + float(alone.correct) - float(lenient.correct)) / 2
+        if self.config.needs_references:
+            right, kept = self._verdicts(sample, alone, lenient)
+            return float(right and not kept) if loss == "paired" else (1 + right - kept) / 2
         if loss == "disagreement":
-            if alone.text == lenient.text:
-                return 0.0
-            found: tuple[Any, Any] = alone.answer, lenient.answer
-            return float(self.task.same(*found, sample) is not True)
+            return float(not self._agree(sample, alone, lenient))
         value = self.task.loss(lenient.text, alone.text, sample)
         if not (isinstance(value, int | float) and 0 <= value <= 1):
             what = f"its loss of {sample.id} is {value!r}"
             raise InputError(f"task {self.task.name!r}: {what}; it must be a number in [0, 1]")
         return float(value)
 
-    def _check_target(self, n: int) -> None:
-        """Raise InputError where the target is right on none of the prompts, or on too few of the
-        first n."""
-        alone = self.alone(self.samples[: min(n, ENOUGH)])
+    def _verdicts(self, sample: Sample, alone: Answer, lenient: Answer) -> tuple[bool, bool]:
+        """Whether the target's answer is right, and the lenient one; without a reference, where
+        they agree, both are the same."""
+        if sample.reference is not None:
+            return alone.correct, lenient.correct
+        if self._agree(sample, alone, lenient) or alone.answer is None:
+            return False, False
+        labelled = self.labels.of(sample, alone, lenient)
+        if labelled is None:
+            return False, False
+        one, other = self.task.score([(alone.text, labelled), (lenient.text, labelled)])
+        return one.correct, other.correct
+
+    def _agree(self, sample: Sample, alone: Answer, lenient: Answer) -> bool:
+        """Whether two responses have the same final answer."""
+        if alone.text == lenient.text:
+            return True
+        found: tuple[Any, Any] = alone.answer, lenient.answer
+        return self.task.same(*found, sample) is True
+
+    def _check_target(self) -> None:
+        """Raise InputError where the target is right on none of the first prompts, or on too
+        few."""
+        alone = self._looked_at()
+        if self.config.labels:
+            return
         right, least = sum(one.correct for one in alone), self.config.least_accuracy
-        if not right and not any(one.correct for one in self.alone(self.samples)):
+        if not right and not any(one.correct for one in self.alone(self.prompts.first(FEW))):
             raise InputError(
-                f"task {self.task.name!r}: the target answers none of {len(self.samples)} prompts "
-                "rightly, so nothing can be lost; look at how answers are found (--answer, "
+                f"task {self.task.name!r}: the target answers none of {min(FEW, self.most)} "
+                "prompts rightly, so nothing can be lost; look at how answers are found (--answer, "
                 "--same), or bound the disagreement (--loss disagreement)"
             )
-        if len(alone) >= min(ENOUGH, len(self.samples)) and right < least * len(alone):
+        if right < least * len(alone):
             raise InputError(
                 f"task {self.task.name!r}: the target answers {right} of {len(alone)} prompts "
                 f"rightly, so at most that can be lost, and any decoder would do; {least:.0%} are "
@@ -143,13 +222,15 @@ class Calibration:
                 "--allow-weak-target"
             )
 
-    def result(self, test: Test, decoding: Decoding, tried: SettingResult) -> TriedSetting:
+    def _looked_at(self) -> list[Answer]:
+        """The target's answers that tell its accuracy."""
+        return self.alone(self.prompts.first(ENOUGH))
+
+    def result(self, decoding: Decoding, tried: SettingResult) -> TriedSetting:
         """How a setting's test ended; losses and bounds as they are asked for, also of the net
         drop."""
         losses, net = self.losses(decoding, tried.n), self.config.loss == "net"
-        lenient = self.answers(decoding, tried.n)
-        alone = self.alone(self.samples[: min(tried.n, ENOUGH)])
-        bound = test.bound(tried.look, losses)
+        lenient, bound = self.answers(decoding, tried.n), self.test.bound(losses)
         lost = (2 * losses - 1).sum() if net else losses.sum()
         return TriedSetting(
             rule=str(decoding.rule),
@@ -157,12 +238,13 @@ class Calibration:
             options=decoding.differing(self.decoding),
             n=tried.n,
             losses=round(float(lost), 9),
+            paired=int((losses == 1).sum()) if self.config.needs_references else None,
             upper_bound=2 * bound - 1 if net else bound,
             passed=tried.passed,
             hopeless=tried.futile,
             tokens_per_pass=tokens_per_pass(lenient),
             accuracy=float(np.mean([one.correct for one in lenient])),
-            target_accuracy=float(np.mean([one.correct for one in alone])),
+            target_accuracy=float(np.mean([one.correct for one in self._looked_at()])),
             tokens_per_second=self.config.speeds.get(str(decoding)),
         )
 
@@ -170,21 +252,21 @@ class Calibration:
         """The whole decoder that was tried."""
         return self.decoding.with_options({"rule": row.rule, "window": row.window, **row.options})
 
-    def binds(self, decoding: Decoding) -> dict[str, Any]:
-        """All that a certificate of a setting depends on."""
+    def binds(self, decoding: Decoding, n: int) -> dict[str, Any]:
+        """All that a certificate of a setting, on the first n prompts, depends on."""
         return {
             **self.pair.binding(decoding),
             **decoding.bound(),
             "task": self.task.name,
             "reads": self.task.reads,
-            "data": data_hash(self.samples),
+            "data": data_hash(self.prompts.first(n)),
         }
 
     def lost_samples(self, decoding: Decoding, n: int) -> list[LostSample]:
         """The prompts on which quality was lost, with both answers."""
         at_par = 0.5 if self.config.loss == "net" else 0.0
         losses, lenient = self.losses(decoding, n).tolist(), self.answers(decoding, n)
-        rows = zip(self.samples, losses, self.beside(decoding, lenient), lenient)
+        rows = zip(self.prompts.rows, losses, self.beside(decoding, lenient), lenient)
         return [
             LostSample(
                 id=sample.id,
@@ -210,40 +292,36 @@ def data_hash(samples: Iterable[Sample]) -> str:
     return digest([[sample.id, sample.prompt, sample.reference] for sample in samples])
 
 
+def _content(sample: Sample) -> str:
+    """What an answer and its score depend on."""
+    return digest([sample.prompt, sample.reference, repr(dict(getattr(sample, "metadata", {})))])
+
+
 @contextmanager
 def calibration(
     pair: Pair, task: Task, folder: Path, config: CertifyConfig, *, use: str, progress: Progress
 ) -> Iterator[Calibration]:
-    """Check what is asked, and pick and record the prompts: the same ones whenever the same is
+    """Check what is asked, count it, and draw the prompts: the same ones whenever the same is
     asked. Raises InputError where another process is at the same question."""
     check_question(pair, task, folder, config)
     asked = _asked(pair, task, config, use)
     key = digest(asked, 6, sort_keys=True)
     place = folder / use / key
-    tuned = TUNING if config.decoding.window == "auto" else 0
-    with locked(folder):  # two certificates that are made at the same time share no prompt
-        samples, tuning = _drawn(
-            pair, task, folder, config, Draw(key, config.num_prompts() + tuned)
-        )
-        max_new_tokens = check_prompts(
-            pair, task, [*samples, *tuning], config.options.get("max_new_tokens")
-        )
-        record = {**asked, "data": data_hash(samples)}
-        if (place / "asked.json").exists():
-            open_run(place, record, "asked.json")
-        for part, what in ((samples, use), (tuning, "window")):
-            prompts = [(sample.id, sample.prompt) for sample in part]
-            note_uses(folder, pair.target, prompts, use=what, key=key, task=task.known_as)
-        open_run(place, record, "asked.json")  # after its prompts are its own, whatever ends it
+    ledger = Ledger(folder, pair.fingerprints, config.home)
+    prompts = Prompts(ledger, pair.target, task, _draw(config, key, use))
+    length = config.options.get("max_new_tokens")
+    max_new_tokens = check_prompts(pair, task, prompts.rows, length)
+    _check_references(task, config, prompts.rows)
     decoding = replace(config.decoding, max_new_tokens=max_new_tokens)
+    open_run(place, asked, "asked.json")
     with _alone(place):
-        if tuned:
-            most_lenient = config.chains(decoding)[-1][-1]
-            window = _picked_window(pair, most_lenient, tuning, place / "window.json")
-            decoding = replace(decoding, window=window)
-        yield Calibration(
-            pair, task, config, decoding, samples=samples, folder=place, progress=progress
-        )
+        if config.decoding.window == "auto":
+            decoding = replace(
+                decoding,
+                window=_picked_window(pair, config, decoding, prompts, place / "window.json"),
+            )
+        attempt = ledger.attempt(key, task, config.split, counts=use == "calibration")
+        yield Calibration(pair, task, config, decoding, prompts, attempt, place, progress)
 
 
 def check_question(pair: Pair, task: Task, folder: Path, config: CertifyConfig) -> None:
@@ -257,37 +335,29 @@ def check_question(pair: Pair, task: Task, folder: Path, config: CertifyConfig) 
         raise InputError(f"task {task.name!r}: has no loss(text, target_text, sample); {mend}")
 
 
-def _drawn(
-    pair: Pair, task: Task, folder: Path, config: CertifyConfig, draw: Draw
-) -> tuple[list[Sample], list[Sample]]:
-    """The prompts to calibrate on, and those to pick a window on."""
+def _draw(config: CertifyConfig, key: str, use: str) -> Draw:
     settings = [decoding for chain in config.chains() for decoding in chain]
     heads = {head.path: head for one in settings for head in heads_of(one.rule, one.stop)}
-    draw = replace(
-        draw,
+    return Draw(
+        key,
+        config.num_prompts(),
+        use,
         split=config.split,
-        seed=config.decoding.seed,
         ids=config.ids,
         heads=tuple(heads.values()),
     )
-    samples = fresh(pair.target, task, folder, draw)
-    n = len(samples) - (TUNING if config.decoding.window == "auto" else 0)
-    if n < 1:
+
+
+def _check_references(task: Task, config: CertifyConfig, samples: Sequence[Sample]) -> None:
+    """Raise InputError where references are needed and lack, or cannot be right: nothing could be
+    lost on such prompts."""
+    if not config.needs_references:
+        return
+    if any(sample.reference is None for sample in samples) and not config.labels:
         raise InputError(
-            f"window auto: needs {TUNING} fresh prompts of its own, and there are {len(samples)}; "
-            "give a number"
+            f"task {task.name!r}: has prompts without a reference; --ask-labels asks for those "
+            "that are needed, --loss disagreement needs none"
         )
-    unknown = any(sample.reference is None for sample in samples[:n])
-    if unknown and config.loss in ("paired", "net"):
-        mend = "--loss disagreement needs none"
-        raise InputError(f"task {task.name!r}: has prompts without a reference; {mend}")
-    if config.loss in ("paired", "net"):
-        _refuse_ungradable(task, samples[:n])
-    return samples[:n], samples[n:]
-
-
-def _refuse_ungradable(task: Task, samples: Sequence[Sample]) -> None:
-    """Raise InputError where some references cannot be right: nothing could be lost on them."""
     if wrong := ungradable(task, samples):
         first = wrong[0]
         raise InputError(
@@ -297,10 +367,28 @@ def _refuse_ungradable(task: Task, samples: Sequence[Sample]) -> None:
         )
 
 
-def _picked_window(pair: Pair, decoding: Decoding, samples: list[Sample], path: Path) -> int:
-    """The window that was picked once for a question."""
+def _for_window(prompts: Prompts) -> Prompts:
+    """Prompts of its own on which a question's window is picked. Raises InputError where there are
+    too few."""
+    draw = replace(prompts.draw, n=TUNING, use="window")
+    own = Prompts(prompts.ledger, prompts.lm, prompts.task, draw)
+    own.first(TUNING)
+    try:
+        prompts.first(1)
+    except InputError:
+        few = f"needs {TUNING} fresh prompts of its own, and there are {len(own.rows)}"
+        raise InputError(f"window auto: {few}; give a number") from None
+    return own
+
+
+def _picked_window(
+    pair: Pair, config: CertifyConfig, decoding: Decoding, prompts: Prompts, path: Path
+) -> int:
+    """The window that was picked once for a question, for its most lenient setting."""
     if not path.exists():
-        options = {name: value for name, value in vars(decoding).items() if name != "window"}
+        samples = _for_window(prompts).rows
+        last = config.chains(decoding)[-1][-1]
+        options = {name: value for name, value in vars(last).items() if name != "window"}
         window = pair.pick_window([sample.prompt for sample in samples], **options)
         write_json(path, {"window": window})
     return int(read_json(path)["window"])

@@ -10,9 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lenience.certification.calibration import Calibration, calibration, tokens_per_pass
+import numpy as np
+
+from lenience.certification.calibration import (
+    ENOUGH,
+    Calibration,
+    calibration,
+    tokens_per_pass,
+)
 from lenience.certification.question import LOSSES, CertifyConfig
-from lenience.certification.sequential_tests import Test, fixed_sequence_test, sample_size
+from lenience.certification.sequential_tests import fixed_sequence_test
+from lenience.certification.withdrawal import account, as_it_stands, mark
 from lenience.core.files import read_json, write_json
 from lenience.core.progress import Progress, silent
 from lenience.core.records import Record
@@ -28,7 +36,8 @@ from lenience.decoding.pair import Pair
 from lenience.evaluation.pages import write_certificate
 from lenience.rules.registry import parse_spec
 from lenience.runs.answers import Answer
-from lenience.runs.uses import locked
+from lenience.runs.record import mined_first
+from lenience.runs.uses import group_of
 from lenience.tasks import Task, as_task
 
 if TYPE_CHECKING:
@@ -37,8 +46,6 @@ if TYPE_CHECKING:
 PILOT = 40
 """How many prompts a pilot has."""
 PROMISES_NOT = (
-    "more than its confidence where several certificates were asked for until one came out: "
-    "count all of them",
     "prompts of another kind than those it was calibrated on: it holds on average over prompts "
     "like them, not for each of them",
     "other models, heads, dtypes, templates, windows, temperatures or length limits than those "
@@ -78,21 +85,25 @@ def certify(
     Learn-then-Test (Angelopoulos 2021): each rule's settings are tested from strict to lenient
     until one does not pass, each on growing batches of prompts. Of several rules that pass, the one
     with the most tokens per pass is certified. The same question asked again goes on where it
-    stopped, or gets the answer that it got. Raises InputError, see `CertifyConfig` and `fresh`.
+    stopped, on more prompts if it is allowed more, or gets the answer that it got; another one is
+    tested at the level that the ledger leaves it. What it contradicts is withdrawn. Raises
+    InputError, see `CertifyConfig`, `draw_rows` and `Labels`.
     """
     with calibration(
         pair, as_task(task), folder, config, use="calibration", progress=progress
     ) as on:
         path = on.folder / FILE
-        if path.exists():
-            certificate = Certificate.read(read_json(path), str(path))
-        else:
-            certificate = _certificate(on, folder)
-            write_json(path, certificate.to_json())
-    with locked(folder):
-        saved = save(folder, certificate)
-        write_certificate(saved.with_suffix(".html"), certificate)
-    return certificate
+        made = Certificate.read(read_json(path), str(path)) if path.exists() else None
+        if made is None or not (made.certified or made.most == on.most):
+            made = _certificate(on, folder)
+            write_json(path, made.to_json())
+            account(on, folder, made)
+        with on.ledger.held():
+            made = as_it_stands(on.ledger, made)
+            saved = save(folder, made)
+            write_certificate(saved.with_suffix(".html"), made)
+            mark(on.ledger, folder)
+    return made
 
 
 def save(folder: Path, certificate: Certificate) -> Path:
@@ -139,8 +150,8 @@ class _Outcome:
 
 def _certificate(on: Calibration, folder: Path) -> Certificate:
     began = time.perf_counter()
-    config, test = on.config, on.config.test(len(on.samples))
-    outcome = _Outcome([_test_chain(on, test, chain) for chain in on.chains()])
+    config = on.config
+    outcome = _Outcome([_test_chain(on, chain) for chain in on.chains()])
     best, shown = outcome.best, outcome.shown
     setting = on.decoding_of(shown)
     return Certificate(
@@ -152,26 +163,54 @@ def _certificate(on: Calibration, folder: Path) -> Certificate:
         n=shown.n,
         losses=shown.losses,
         upper_bound=shown.upper_bound,
-        procedure=_procedure(config, test),
-        binds=on.binds(setting),
+        attempt=on.attempt.number,
+        level=(1 - config.confidence) * on.attempt.share,
+        key=on.attempt.key,
+        most=on.most,
+        drawn=_drawn(on, folder),
+        procedure=_procedure(on),
+        binds=on.binds(setting, shown.n),
         promises_not=PROMISES_NOT,
         tried=tuple(row for chain in outcome.tried for row in chain),
         lost=tuple(on.lost_samples(setting, shown.n)),
         reason=None if best else _reason(config, shown),
-        needed=None if best else config.sample_size(on.losses(setting, shown.n)),
+        needed=None if best else _needed(on, setting, shown),
         decoded=on.decoded,
         seconds=round(time.perf_counter() - began, 1),
     )
 
 
-def _test_chain(on: Calibration, test: Test, settings: list[Decoding]) -> list[TriedSetting]:
-    """Test settings from strict to lenient."""
+def _test_chain(on: Calibration, settings: list[Decoding]) -> list[TriedSetting]:
+    """Test settings from strict to lenient. Raises InputError where one passes only if prompts
+    whose references are asked for are not lost."""
 
     def losses(j: int, n: int) -> NDArray:
+        on.labels.wanted.clear()
         return on.losses(settings[j], n, f"setting {j + 1} of {len(settings)}")
 
-    results = fixed_sequence_test(test, len(settings), losses)
-    return [on.result(test, settings[result.setting], result) for result in results]
+    tried = []
+    for result in fixed_sequence_test(on.test, len(settings), losses, on.most):
+        if result.passed:
+            on.labels.ask()
+        tried.append(on.result(settings[result.setting], result))
+    return tried
+
+
+def _needed(on: Calibration, setting: Decoding, row: TriedSetting) -> int | None:
+    return on.config.sample_size(on.losses(setting, row.n), on.attempt.share)
+
+
+def _drawn(on: Calibration, folder: Path) -> str:
+    """How the prompts were chosen, and what is left out by that."""
+    config, said = on.config, "at random"
+    if config.ids:
+        said = f"from {len(config.ids)} that were named (--ids), not at random from all"
+    where = f"{said} from the rows of split {config.split!r}"
+    if any(group_of(sample) is not None for sample in on.prompts.first(ENOUGH)):
+        where += ", one of each group, so that each group counts once"
+    if mined_first(folder):
+        where += "; those that were mined before were the first of the data, not drawn"
+    return where
 
 
 def _certified(best: TriedSetting, on: Calibration, folder: Path) -> Certified:
@@ -189,15 +228,17 @@ def _threshold(rule: str) -> float | None:
     return next((vars(term)["threshold"] for term in terms), None)
 
 
-def _procedure(config: CertifyConfig, test: Test) -> str:
+def _procedure(on: Calibration) -> str:
+    config, test = on.config, on.test
     chains = len(config.rules) + len(config.settings)
-    several = f", the error shared by {chains} rules" if chains > 1 else ""
-    looks = ", ".join(map(str, test.looks))
+    several = f", shared by {chains} rules" if chains > 1 else ""
+    error, number = 1 - config.confidence, on.attempt.number
     return (
         "Learn-then-Test: settings tested from strict to lenient until one fails, each by "
-        f"{test.said} looked at after {looks} fresh prompts drawn at random, so that the last "
-        "setting to pass loses more than max_drop with a chance of at most "
-        f"{1 - config.confidence:.3g} in all{several}."
+        f"{test.said} after each batch of fresh prompts, so that the last setting to pass loses "
+        f"more than max_drop with a chance of at most {error * on.attempt.share:.3g}{several}. "
+        f"This is attempt {number}: all attempts on such prompts together are wrong with a chance "
+        f"of at most {error:.3g}."
     )
 
 
@@ -225,26 +266,27 @@ def plan(
     asked = replace(config, limit=pilot, ids=config.ids[:pilot])
     with calibration(pair, as_task(task), folder, asked, use="pilot", progress=progress) as on:
         rows = [row for chain in on.chains() for row in _planned(on, config, chain)]
+        share = on.attempt.share
     return Plan(
         plan=rows,
-        pilot=len(on.samples),
+        pilot=on.most,
         max_drop=config.max_drop,
         confidence=config.confidence,
-        least=sample_size(config.max_drop, config.alpha, 0.0),
+        least=config.sample_size(np.zeros(1), share),
     )
 
 
 def _planned(
     on: Calibration, config: CertifyConfig, settings: list[Decoding]
 ) -> Iterator[PlannedSetting]:
-    pilot = len(on.samples)
+    pilot = on.most
     decoded = dict[tuple[str, str], Answer]()
     for setting in settings:
         rule = str(setting.rule)
         lenient, losses = on.answers(setting, pilot, rule), on.losses(setting, pilot)
         needed = [*lenient, *filter(None, on.beside(setting, lenient))]
         decoded |= {(answer.setting, answer.id): answer for answer in needed}
-        n = config.sample_size(losses, config.max_drop / 4)
+        n = config.sample_size(losses, on.attempt.share, config.max_drop / 4)
         passes = sum(answer.target_passes for answer in decoded.values()) / pilot
         seconds = sum(answer.seconds or 0.0 for answer in decoded.values()) / pilot
         lost = (2 * losses - 1).mean() if config.loss == "net" else losses.mean()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lenience.certification.sequential_tests import (
+    COMMON,
     TESTS,
+    Binomial,
+    PairedBetting,
     Test,
-    look_schedule,
     sample_size,
     sample_size_by_trial,
 )
@@ -31,14 +35,17 @@ LOSSES: dict[str, str] = {
 }
 BINARY = ("paired", "disagreement")
 """The losses that are 0 or 1 for each prompt."""
-EVER_NAMED = ("window", "stop", "temperature", "seed")
+EVER_NAMED = ("window", "stop", "temperature")
 """The options that are part of every question's name; others only where they are not the
 defaults."""
+HORIZON = 50
+"""Over how many prompts the error is spent, times max_drop: 5,000 for 1 %."""
 
 
 @dataclass(frozen=True)
 class CertifyConfig:
-    """What a certificate is asked for; everything is part of the answer's name."""
+    """What a certificate is asked for. Everything is part of the question's name, so that another
+    value is another question, but for what says otherwise."""
 
     rules: tuple[str, ...] = ()
     """Each stands for its settings from strict to lenient."""
@@ -52,22 +59,34 @@ class CertifyConfig:
     thresholds: tuple[float, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     """The options of decoding that were given; the length limit is the task's where it was not."""
+    horizon: int | None = None
+    """Over how many prompts the error is spent: a question can go on so long; None for 50 /
+    max_drop."""
     limit: int | None = None
-    """How many prompts at most; None for as many as are needed for a good chance."""
+    """How many prompts at most now, no part of the question: asked again with more it goes on.
+    None for as many as give most settings a good chance, 30 / max_drop."""
     ids: tuple[str, ...] = ()
     split: str = "train"
     allow_weak_target: bool = False
-    """Ask although the target is so seldom right that little can be lost by any decoder."""
+    """Ask although the target is so seldom right that little can be lost by any decoder. No part
+    of the question."""
+    labels: Path | None = None
+    """A JSONL file that references are asked for in: where answers differ, and a prompt has none,
+    it is written there, and its reference read from there. No part of the question."""
     speeds: Mapping[str, float] = field(default_factory=dict)
     """Tokens per second of settings, where they were measured: of several chains' last settings
     that pass, the fastest is certified. No part of the question."""
+    home: Path | None = None
+    """Where the ledger is kept, by default the user's. No part of the question."""
 
     def __post_init__(self) -> None:
         for name, value in (("max_drop", self.max_drop), ("confidence", self.confidence)):
             if not 0 < value < 1:
                 raise InputError(f"{name} {value}: must be between 0 and 1, as a fraction")
-        if self.limit is not None and self.limit < 1:
-            raise InputError(f"limit {self.limit}: must be 1 or more")
+        for name in ("limit", "horizon"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name} {value}: must be 1 or more")
         if self.loss not in LOSSES:
             raise InputError(f"loss {self.loss!r}: name one of {', '.join(LOSSES)}")
         if self.procedure not in ("auto", *TESTS):
@@ -108,27 +127,28 @@ class CertifyConfig:
         decoding = self.decoding.to_json()
         named = {name: decoding[name] for name in EVER_NAMED}
         named["max_new_tokens"] = self.options.get("max_new_tokens")
+        if self.decoding.temperature:
+            named["seed"] = decoding["seed"]
         changed = self.decoding.changed()
         return {
             "rules": list(self.rules),
             **({"settings": list(map(list, self.settings))} if self.settings else {}),
-            **({"allow_weak_target": True} if self.allow_weak_target else {}),
             "max_drop": self.max_drop,
             "confidence": self.confidence,
             "loss": self.loss,
             "procedure": self.procedure,
             "thresholds": list(self.thresholds),
-            "limit": self.limit,
+            **({} if self.horizon is None else {"horizon": self.horizon}),
             "ids": list(self.ids),
             "split": self.split,
-            **{name: value for name, value in changed.items() if name != "rule"},
+            **{name: value for name, value in changed.items() if name not in ("rule", "seed")},
             **named,
         }
 
-    @property
-    def alpha(self) -> float:
-        """The error that each rule or chain may make; several share it alike (Bonferroni)."""
-        return (1 - self.confidence) / (len(self.rules) + len(self.settings))
+    def alpha(self, share: float) -> float:
+        """The error that each rule or chain may make, of the share that the question has; several
+        share it alike (Bonferroni)."""
+        return share * (1 - self.confidence) / (len(self.rules) + len(self.settings))
 
     @property
     def least_accuracy(self) -> float:
@@ -137,31 +157,39 @@ class CertifyConfig:
         return 0.0 if self.allow_weak_target else min(10 * self.max_drop, 0.5)
 
     @property
+    def needs_references(self) -> bool:
+        return self.loss in ("paired", "net")
+
+    @property
     def bound(self) -> float:
         """The limit of the loss as it is tested, in [0, 1]."""
         return (1 + self.max_drop) / 2 if self.loss == "net" else self.max_drop
 
-    def test(self, n: int) -> Test:
-        """How one setting is tested on up to n prompts."""
-        name = self.procedure
-        if name == "auto":
-            name = "binomial" if self.loss in BINARY else "betting"
-        return TESTS[name](self.bound, self.alpha, look_schedule(n))
+    @property
+    def spent_over(self) -> int:
+        """The horizon. Losses that are not 0 or 1 take more prompts."""
+        usual = math.ceil(HORIZON / self.max_drop)
+        return self.horizon or (usual if self.loss in BINARY else 4 * usual)
+
+    def test(self, share: float) -> Test:
+        """How one setting is tested, of the question's share of the error."""
+        given = self.bound, self.alpha(share), self.spent_over
+        if self.loss == "net" and self.procedure in ("auto", "betting"):
+            return PairedBetting(*given)
+        automatic = "binomial" if self.loss in BINARY else "betting"
+        return TESTS[automatic if self.procedure == "auto" else self.procedure](*given)
 
     def num_prompts(self) -> int:
-        """All that are named, or as many as let a setting pass, four times in five, that loses a
-        third of what is allowed; four times as many where losses are not 0 or 1, as little is known
-        of them. At most the limit."""
+        """All that are named, or as many as the error is for the most part spent by. At most the
+        limit, and the horizon."""
         if self.ids:
             return min(len(self.ids), self.limit or len(self.ids))
-        if self.limit:
-            return self.limit
-        enough = sample_size(self.max_drop, self.alpha, self.max_drop / 3) or 10_000
-        return enough if self.loss in BINARY else 4 * enough
+        return min(self.limit or math.ceil(COMMON * self.spent_over), self.spent_over)
 
-    def sample_size(self, losses: NDArray, least: float = 0.0) -> int | None:
+    def sample_size(self, losses: NDArray, share: float, least: float = 0.0) -> int | None:
         """How many prompts it would take to certify, four times in five, a setting that loses like
         these, and at least `least` on average where they are 0 or 1."""
-        if self.loss not in BINARY:
-            return sample_size_by_trial(self.test, losses)
-        return sample_size(self.max_drop, self.alpha, max(float(losses.mean()), least))
+        test = self.test(share)
+        if isinstance(test, Binomial):
+            return sample_size(test, max(float(losses.mean()), least))
+        return sample_size_by_trial(test, losses)

@@ -4,7 +4,7 @@ torch."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
@@ -19,119 +19,167 @@ if TYPE_CHECKING:
 FUTILITY = 0.05
 """A setting is given up where its loss is above the limit but for a chance of this. It cannot make
 a false certificate."""
+BATCH = 32
+"""How many losses come in at once."""
+COMMON = 0.6
+"""Of the horizon, by which most tests are to have ended."""
+EARLY = 0.9
+"""Of the error, which is spent by then."""
 
 
 @dataclass(frozen=True)
 class Test:
-    """A test of "the mean loss is above `limit`" of error at most `alpha` over all `looks`, numbers
-    of losses seen so far. By the time of each, alpha · (n / last look)² of it is spent."""
+    """A test of "the mean loss is above `limit`" which ever passes, up to `horizon` losses, with a
+    chance of at most `alpha` where it is."""
 
     __test__ = False  # no test for pytest
 
     limit: float
     alpha: float
-    looks: tuple[int, ...]
+    horizon: int
     name: ClassVar[str]
     said: ClassVar[str]
 
-    def passes(self, look: int, losses: NDArray) -> bool:
-        """Whether the first looks[look] losses [n], in the order fixed before, tell that the mean
-        is at most the limit."""
+    def passed_at(self, losses: NDArray) -> int | None:
+        """After how many of the losses [n], in the order fixed before, it first passes."""
         raise NotImplementedError
 
-    def bound(self, look: int, losses: NDArray) -> float:
-        """An upper bound of the mean with confidence 1 − alpha, where the test ended at this look:
-        at most the limit where it passes."""
+    def bound(self, losses: NDArray) -> float:
+        """An upper bound of the mean with confidence 1 − alpha, where the test ended after these:
+        at most the limit where it passes then."""
         raise NotImplementedError
 
-    def futile(self, look: int, losses: NDArray) -> bool:
-        """Whether going on is of no use."""
+    def futile(self, losses: NDArray, most: int) -> bool:
+        """Whether going on to `most` losses is of no use."""
         return hoeffding_bentkus(1 - losses, 1 - self.limit) <= FUTILITY
 
-    @cached_property
-    def alpha_spent(self) -> list[float]:
-        """The error allowed up to each look."""
-        return [self.alpha * (n / self.looks[-1]) ** 2 for n in self.looks]
+    def spent(self, n: float) -> float:
+        """The error allowed up to n losses, whenever one looks: half of it by a sixth of the
+        horizon, so that a clear case is settled soon."""
+        most = min(1.0, n / (COMMON * self.horizon)) ** 0.5
+        return self.alpha * (EARLY * most + (1 - EARLY) * min(1.0, n / self.horizon))
 
 
 @dataclass(frozen=True)
 class Binomial(Test):
-    """For losses of 0 or 1: an exact group-sequential binomial test; with one look it is
-    Clopper–Pearson's. The bound orders outcomes by look and then by losses (Jennison and Turnbull
-    2000, section 12.4)."""
+    """For losses of 0 or 1: an exact binomial test after each loss. The bound orders outcomes by
+    when they end and then by losses (Jennison and Turnbull 2000, section 12.4)."""
 
     name = "binomial"
     said = "an exact binomial test"
 
     @cached_property
-    def most(self) -> list[int]:
-        """How many losses pass at each look; −1 where none do."""
-        found: list[int] = []
-        for look in range(len(self.looks)):
-            allowed, fits = self.alpha_spent[look], -1
-            while self._reaches(self.limit, look, fits + 1, found) <= allowed:
-                fits += 1
-            found.append(fits)
+    def boundary(self) -> list[int]:
+        """[c]: from how many prompts on c losses pass. Losses only grow, so that nothing passes at
+        a number of prompts that is not in it."""
+        found = list[int]()
+        size = math.ceil(self.horizon * self.limit) + 1  # as many losses or more never pass
+        chances, passed, now = np.eye(1, size)[0], 0.0, 0  # of 0, 1, … losses, none having passed
+        for fits in range(size):
+            left = self._prompts_left(now, passed, float(chances[fits]))
+            if left is None:
+                break
+            chances, now = _after(chances, left, self.limit, size), now + left
+            passed += float(chances[fits])
+            chances[fits] = 0.0
+            found.append(now)
         return found
 
-    def _reaches(self, mean: float, look: int, losses: int, most: Sequence[int]) -> float:
-        """The chance to pass at an earlier look, or else to have at most `losses` at this one."""
-        size = max([losses, *most[:look]]) + 1
-        state, passed, before = (
-            np.eye(1, size)[0],
-            0.0,
-            0,
-        )  # the chances of 0, 1, … losses, not having passed
-        for n, fits in zip(self.looks[: look + 1], [*most[:look], losses]):
-            steps = binom.pmf(np.arange(size), n - before, mean)
-            state, before = np.convolve(state, steps)[:size], n
-            passed += float(state[: fits + 1].sum())
-            state[: fits + 1] = 0
-        return passed
+    def _prompts_left(self, now: int, passed: float, chance: float) -> int | None:
+        """How many prompts after `now` may let those pass of which none is a loss, which at the
+        limit comes with `chance` so far, `passed` being spent."""
 
-    def power(self, mean: float) -> float:
-        """The chance that a setting of this mean loss passes."""
-        if max(self.most) < 0:
-            return 0.0
-        return self._reaches(mean, len(self.looks) - 1, self.most[-1], self.most)
+        def affordable(more: int) -> bool:
+            return passed + chance * (1 - self.limit) ** more <= self.spent(now + more)
 
-    def passes(self, look: int, losses: NDArray) -> bool:
-        return int(losses.sum()) <= self.most[look]
+        return _first_true(affordable, self.horizon - now)
 
-    def bound(self, look: int, losses: NDArray) -> float:
-        count = int(losses.sum())
-        if count >= self.looks[look]:
+    def passed_at(self, losses: NDArray) -> int | None:
+        so_far = losses.cumsum()
+        for fits, n in enumerate(self.boundary):
+            if n > len(losses):
+                return None
+            if so_far[n - 1] <= fits:
+                return n
+        return None
+
+    def chance(self, mean: float, n: int, losses: int) -> float:
+        """The chance to pass before n losses, or else to have at most `losses` of 1 then."""
+        size = max(losses, len(self.boundary)) + 1
+        chances, passed, now = np.ones(1), 0.0, 0
+        for fits, at in enumerate(self.boundary):
+            if at >= n:
+                break
+            chances = _after(chances, at - now, mean, size)
+            passed, now = passed + float(chances[: fits + 1].sum()), at
+            chances[: fits + 1] = 0
+        return passed + float(_after(chances, n - now, mean, size)[: losses + 1].sum())
+
+    def power(self, mean: float, n: int) -> float:
+        """The chance that a setting of this mean loss passes within n prompts."""
+        reached = [at for at in self.boundary if at <= n]
+        return self.chance(mean, reached[-1], len(reached) - 1) if reached else 0.0
+
+    def bound(self, losses: NDArray) -> float:
+        n, count = len(losses), int(losses.sum())
+        if count >= n:
             return 1.0
         return float(
-            brentq(
-                lambda mean: self._reaches(mean, look, count, self.most) - self.alpha,
-                1e-12,
-                1 - 1e-12,
-            )
+            brentq(lambda mean: self.chance(mean, n, count) - self.alpha, 1e-12, 1 - 1e-12)
         )
 
-    def futile(self, look: int, losses: NDArray) -> bool:
-        return losses.sum() > max(self.most) or super().futile(look, losses)
+    def futile(self, losses: NDArray, most: int) -> bool:
+        reached = sum(at <= most for at in self.boundary)
+        return losses.sum() >= reached or super().futile(losses, most)
+
+
+def _after(chances: NDArray, more: int, mean: float, size: int) -> NDArray:
+    """The chances of 0, 1, … losses, `size` of them, after so many more prompts."""
+    steps = binom.pmf(np.arange(size), more, mean)
+    return np.pad(np.convolve(chances, steps), (0, size))[:size]
+
+
+def _first_true(holds: Callable[[int], bool], most: int) -> int | None:
+    """The least number from 1 to `most` from which on `holds`, which is monotone."""
+    if most < 1 or not holds(most):
+        return None
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
 
 
 @dataclass(frozen=True)
 class HoeffdingBentkus(Test):
     """For losses in [0, 1]: Hoeffding–Bentkus p-values (Bates 2021; Angelopoulos 2021, section
-    3.2), each look at the error that is spent there."""
+    3.2), at a few looks, each at the error that is spent there."""
 
     name = "hoeffding-bentkus"
-    said = "a Hoeffding–Bentkus bound"
+    said = "Hoeffding–Bentkus bounds"
 
-    def _level(self, look: int) -> float:
-        return self.alpha_spent[look] - (self.alpha_spent[look - 1] if look else 0.0)
+    @cached_property
+    def looks(self) -> list[tuple[int, float]]:
+        """When it looks, ever twice as late up to the horizon, and at which level."""
+        numbers = [self.horizon]
+        while numbers[0] * self.limit > 2:
+            numbers.insert(0, numbers[0] // 2)
+        levels = np.diff([0.0, *map(self.spent, numbers)])
+        return list(zip(numbers, levels.tolist()))
 
-    def passes(self, look: int, losses: NDArray) -> bool:
-        return hoeffding_bentkus(losses, self.limit) <= self._level(look)
-
-    def bound(self, look: int, losses: NDArray) -> float:
-        return _first(
-            lambda mean: hoeffding_bentkus(losses, mean) <= self._level(look), float(losses.mean())
+    def passed_at(self, losses: NDArray) -> int | None:
+        looks = ((n, level) for n, level in self.looks if n <= len(losses))
+        return next(
+            (n for n, level in looks if hoeffding_bentkus(losses[:n], self.limit) <= level), None
         )
+
+    def bound(self, losses: NDArray) -> float:
+        done = [look for look in self.looks if look[0] <= len(losses)]
+        if not done:
+            return 1.0
+        n, level = done[-1]
+        seen = losses[:n]
+        return _first(lambda mean: hoeffding_bentkus(seen, mean) <= level, float(seen.mean()))
 
 
 @dataclass(frozen=True)
@@ -143,11 +191,28 @@ class Betting(Test):
     name = "betting"
     said = "a betting confidence sequence"
 
-    def passes(self, look: int, losses: NDArray) -> bool:
-        return bool(wealth(losses, self.limit).max() >= 1 / self.alpha)
+    def wealth(self, losses: NDArray, mean: float) -> NDArray:
+        """What a capital of 1 has come to after each of the losses […, n], by betting that they are
+        below `mean`."""
+        return wealth(losses, mean)
 
-    def bound(self, look: int, losses: NDArray) -> float:
-        return _first(lambda mean: bool(wealth(losses, mean).max() >= 1 / self.alpha), 0.0)
+    def passed_at(self, losses: NDArray) -> int | None:
+        rich = self.wealth(losses, self.limit) >= 1 / self.alpha
+        return int(rich.argmax()) + 1 if rich.any() else None
+
+    def bound(self, losses: NDArray) -> float:
+        return _first(lambda mean: bool(self.wealth(losses, mean).max() >= 1 / self.alpha), 0.0)
+
+
+@dataclass(frozen=True)
+class PairedBetting(Betting):
+    """For the net loss of paired answers, 0 for a gain, 1/2 for a tie, 1 for a loss: bets whose
+    stakes follow how many answers differ, as Kelly's do where that is known."""
+
+    said = "a betting confidence sequence whose stakes follow the share of answers that differ"
+
+    def wealth(self, losses: NDArray, mean: float) -> NDArray:
+        return paired_wealth(losses, mean, self.limit)
 
 
 TESTS: dict[str, type[Test]] = {test.name: test for test in (Binomial, HoeffdingBentkus, Betting)}
@@ -181,6 +246,24 @@ def wealth(losses: NDArray, mean: float, stakes: NDArray = STAKES) -> NDArray:
         return sum(
             np.exp(np.minimum(np.log1p(stake * gains).cumsum(-1), 600)) for stake in stakes
         ) / len(stakes)
+
+
+PAIRED_STAKES = (0.4, 0.8)
+"""Shares of limit / (how many differ), the stake that would win most where nothing is lost."""
+PRIOR = 50
+"""How many answers, twice the limit of them differing, are taken as seen before the first."""
+
+
+def paired_wealth(losses: NDArray, mean: float, limit: float) -> NDArray:
+    """As `wealth`, for losses of 0, 1/2 and 1 […, n]: each stake is fixed by the share of those
+    before it that are not 1/2, and is at most 0.8 of the most that leaves no debt."""
+    net, above, allowed = 2 * np.asarray(losses, float) - 1, 2 * mean - 1, 2 * limit - 1
+    differ = np.abs(net)
+    before = differ.cumsum(-1) - differ
+    share = (before + PRIOR * 2 * allowed) / (np.arange(net.shape[-1]) + PRIOR)
+    stakes = (np.minimum(part * allowed / share, 0.8 / (1 - above)) for part in PAIRED_STAKES)
+    grown = [np.log1p(stake * (above - net)).cumsum(-1) for stake in stakes]
+    return np.exp(np.minimum(grown, 600)).mean(0)
 
 
 def _first(holds: Callable[[float], bool], low: float) -> float:
@@ -238,50 +321,22 @@ def sequence(losses: NDArray, alpha: float) -> tuple[float, float]:
     return 1 - below, above
 
 
-def look_schedule(n: int) -> tuple[int, ...]:
-    """When to look at up to `n` losses: ever twice as many, from about 50 or an eighth on."""
-    found = [n]
-    while found[0] // 2 >= 50 and len(found) < 4:
-        found.insert(0, found[0] // 2)
-    return tuple(found)
-
-
-def sample_size(
-    limit: float, alpha: float, mean: float, power: float = 0.8, most: int = 1_000_000
-) -> int | None:
-    """How many 0/1 losses it takes for a setting of this mean loss to pass `Binomial` with a chance
-    of `power`; None where it takes more than `most`, as it does from the limit on."""
-    if mean >= limit:
+def sample_size(test: Binomial, mean: float, power: float = 0.8) -> int | None:
+    """How many 0/1 losses it takes for a setting of this mean loss to pass with a chance of
+    `power`; None where it takes more than the horizon, as it does from the limit on."""
+    if mean >= test.limit:
         return None
-    n = math.ceil(math.log(alpha) / math.log1p(-limit))
-    while n <= most:
-        fits = int(binom.ppf(alpha, n, limit))
-        fits -= int(binom.cdf(fits, n, limit) > alpha)
-        if (
-            fits >= 0 and binom.cdf(fits, n, mean) >= power
-        ):  # at one look; several take a little more
-            if n * limit > 1000:  # where counting takes long
-                return math.ceil(1.05 * n)
-            if Binomial(limit, alpha, look_schedule(n)).power(mean) >= power:
-                return n
-        n = math.ceil(n * 1.02) + 1
-    return None
+    return next((n for n in test.boundary if test.power(mean, n) >= power), None)
 
 
-def sample_size_by_trial(
-    test: Callable[[int], Test], losses: NDArray, power: float = 0.8, most: int = 50_000
-) -> int | None:
-    """As `sample_size`, for losses of any kind, by trying: about how many it takes for `test` of so
-    many to pass with a chance of `power`, where losses are drawn from those seen; None where it
-    takes more than `most`."""
-    rng, n = np.random.default_rng(0), 100
-    while n <= most:
-        one = test(n)
-        passed = [one.passes(len(one.looks) - 1, rng.choice(losses, n)) for _ in range(40)]
-        if np.mean(passed) >= power:
-            return n
-        n = math.ceil(n * 1.3)
-    return None
+def sample_size_by_trial(test: Test, losses: NDArray, power: float = 0.8) -> int | None:
+    """As `sample_size`, for losses of any kind, by trying: about how many it takes where losses are
+    drawn from those seen."""
+    rng, trials = np.random.default_rng(0), 40
+    ends = [test.passed_at(rng.choice(losses, test.horizon)) for _ in range(trials)]
+    passed = sorted(n for n in ends if n is not None)
+    enough = math.ceil(power * trials)
+    return passed[enough - 1] if len(passed) >= enough else None
 
 
 @dataclass(frozen=True)
@@ -289,7 +344,6 @@ class SettingResult:
     """How the test of one setting ended."""
 
     setting: int
-    look: int
     n: int
     losses: float
     passed: bool
@@ -297,26 +351,22 @@ class SettingResult:
 
 
 def fixed_sequence_test(
-    test: Test, settings: int, losses: Callable[[int, int], NDArray]
-) -> list[SettingResult]:
+    test: Test, settings: int, losses: Callable[[int, int], NDArray], most: int
+) -> Iterator[SettingResult]:
     """Fixed-sequence testing (Bauer 1991; Angelopoulos 2021, section 3.1): settings from strict to
     lenient, each tested only once the one before has passed. `losses(j, n)` gives setting j's on
-    the first n prompts. The last setting that passed has a mean loss above the limit with a chance
-    of at most alpha, whatever the losses' curve: that takes the first setting above the limit to
-    pass its own test."""
-    tried: list[SettingResult] = []
+    the first n of at most `most` prompts. The last setting that passed has a mean loss above the
+    limit with a chance of at most alpha, whatever the losses' curve: that takes the first setting
+    above the limit to pass its own test."""
     for setting in range(settings):
-        for look, n in enumerate(test.looks):
+        for n in (*range(BATCH, most, BATCH), most):
             seen = losses(setting, n)
-            passed = bool(test.passes(look, seen))
-            over = passed or look == len(test.looks) - 1
-            futile = not passed and bool(test.futile(look, seen))
-            if over or futile:
+            passed_at = test.passed_at(seen)
+            seen = seen[:passed_at]
+            futile = passed_at is None and test.futile(seen, most)
+            if passed_at or futile:
                 break
-        result = SettingResult(
-            setting, look, n, losses=float(seen.sum()), passed=passed, futile=futile
-        )
-        tried.append(result)
+        passed = passed_at is not None
+        yield SettingResult(setting, len(seen), float(seen.sum()), passed=passed, futile=futile)
         if not passed:
             break
-    return tried

@@ -22,8 +22,9 @@ from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.drafting.registry import DRAFTERS
 from lenience.evaluation.table import machine
+from lenience.runs.ledger import Ledger
 from lenience.runs.record import check_prompts
-from lenience.runs.uses import Draw, fresh, locked, note_uses
+from lenience.runs.uses import Draw
 from lenience.tasks import Sample, Task, as_task
 from lenience.tasks.base import Messages
 
@@ -176,15 +177,10 @@ def _prompts(
     asked = [str(setting_without_paths(one)) for one in settings]
     prints = [head.head.fingerprint for head in heads.values()]
     key = digest([asked, prints, pair.fingerprints, config.prompts, question.split, task.known_as])
-    draw = Draw(
-        key,
-        config.prompts,
-        split=question.split,
-        seed=question.decoding.seed,
-        heads=tuple(heads.values()),
-    )
-    with locked(folder):
-        samples = fresh(pair.target, task, folder, draw)
+    draw = Draw(key, config.prompts, "tuning", split=question.split, heads=tuple(heads.values()))
+    ledger = Ledger(folder, pair.fingerprints, question.home)
+    with ledger.held():
+        samples = ledger.rows(pair.target, task, draw)
         if len(samples) < LEAST_PROMPTS:
             raise InputError(
                 f"task {task.name!r}: {len(samples)} of the prompts of its split "
@@ -192,8 +188,7 @@ def _prompts(
                 "--split"
             )
         check_prompts(pair, task, samples, question.options.get("max_new_tokens"))
-        used = [(sample.id, sample.prompt) for sample in samples]
-        note_uses(folder, pair.target, used, use="tuning", key=key, task=task.known_as)
+        ledger.note(pair.target, samples, use="tuning", key=key, task=task)
     return samples, folder / "tuning" / key
 
 

@@ -57,7 +57,7 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
     folder = out / "run"
     counts = _mine(pair, folder, fresh)
     head = _fit(pair, folder)
-    tuned = _tune(pair, folder, head, limit)
+    tuned = _tune(pair, out, head, limit)
     certificate = tuned.certificate
     frontier = _compare(pair, out, tuned, limit)
     mining, gain = _mining(counts, head), gained(tuned)
@@ -106,13 +106,16 @@ def _thresholds(head: Head) -> list[float]:
     return [by_recall[recall] for recall in RECALLS]
 
 
-def _tune(pair: Pair, folder: Path, head: Head, limit: int) -> Tuned:
+def _tune(pair: Pair, out: Path, head: Head, limit: int) -> Tuned:
+    folder = out / "run"
     screen.rule(f"3. what is fastest here at a loss of at most {MAX_DROP:.0%}, certified")
     question = CertifyConfig(
         rules=(str(Judge(str(folder / "judge"))),),
         max_drop=MAX_DROP,
         thresholds=tuple(_thresholds(head)),
         limit=3 * limit,
+        horizon=3 * limit,
+        home=out / "ledger",  # a demo is no question of its user's
     )
     config = TuneConfig(question, windows=WINDOWS, prompts=RACED)
     return tune_run(pair, WordMath(), folder, config)

@@ -134,6 +134,10 @@ class MineFlags:
     """The length limit of an answer; by default the task's own."""
     batch_size: int = 16
     """How many samples are decoded together."""
+    first: Flag = False
+    """Take the split's first samples, instead of random ones."""
+    seed: int = 0
+    """Of the choice of samples."""
 
 
 @Parameter(name="*")
@@ -281,8 +285,14 @@ class QuestionFlags:
     """How each setting is tested: binomial for paired and disagreement, betting for the others, or
     hoeffding-bentkus."""
     limit: int | None = None
-    """How many prompts at most; by default, as many as a setting needs that loses a third of what
-    is allowed."""
+    """How many prompts at most, by default 30 / --max-drop; asked again with more, the question
+    goes on."""
+    horizon: int | None = None
+    """Over how many prompts the error is spent, by default 50 / --max-drop: fewer settle it sooner
+    where there are no more."""
+    ask_labels: Path | None = None
+    """A JSONL file for prompts without a reference: those on which the answers differ are written
+    to it, to be filled in before asking again."""
     ids: Path | None = None
     """A file with the ids of the prompts to use, one a line."""
     split: str = "train"
@@ -304,6 +314,8 @@ class QuestionFlags:
             thresholds=self.threshold,
             options=options,
             limit=self.limit,
+            horizon=self.horizon,
+            labels=self.ask_labels,
             ids=read_ids(self.ids),
             split=self.split,
             allow_weak_target=self.allow_weak_target,
@@ -376,10 +388,9 @@ class AuditFlags:
 @dataclass
 class CompareFlags:
     rule: tuple[str, ...] = ()
-    """A rule; give one for each row. The target alone and, where there is
-    one, the draft alone are always compared. all stands
-    for a grid of every rule and, for a judge that is named beside it without a threshold, for
-    several."""
+    """A rule; give one for each row. The target alone and, where there is one, the draft alone are
+    always compared. all stands for a grid of every rule and, for a judge that is named beside it
+    without a threshold, for several."""
     setting: tuple[str, ...] = ()
     """A whole decoder, such as 'judge:run/judge@0.99; window=16; stop=confidence:0.4': a rule and
     any options of decoding; give one for each row."""

@@ -56,6 +56,11 @@ def print_certificate(run: Path, certificate: Certificate) -> None:
         cells = [str(row.window), str(row.n), f"{row.losses:g}", f"{row.upper_bound:.2%}"]
         table.add_row(escape(setting_name(row)), *cells, f"{row.tokens_per_pass:.2f}", verdict)
     wide(100).print(table)
+    level = certificate.level if certificate.level is not None else 1 - certificate.confidence
+    say(f"attempt {certificate.attempt} on such prompts, tested at level {level:.3g}")
+    if certificate.withdrawn:
+        say(f"the certificate is withdrawn: {certificate.withdrawn}")
+        return
     if certified := certificate.certified:
         use = f"use it as --rule certified:{run}"
         options = "".join(f", {name} {value}" for name, value in certified.options.items())
@@ -66,7 +71,9 @@ def print_certificate(run: Path, certificate: Certificate) -> None:
         more = f"; about {certificate.needed} prompts would be needed"
     say(f"nothing is certified: {certificate.reason}{more}")
     earlier = read_certificate(run)
-    if earlier.certified:
+    if earlier.withdrawn:
+        say(f"the run's earlier certificate is withdrawn: {earlier.withdrawn}")
+    elif earlier.certified:
         limit = f"{earlier.max_drop:.2%}"
         say(
             f"the run's earlier certificate, of a loss of at most {limit}, stays: certified:{run} "
@@ -129,7 +136,7 @@ def print_plan(plan: Plan) -> None:
         table.add_row(escape(short(row.rule)), *cells)
     wide(100).print(table)
     least = f"a setting that never loses anything takes {plan.least} prompts"
-    say(f"{least}; – is more than a million")
+    say(f"{least}; – is more than the error is spent over")
 
 
 def print_table(frontier: Frontier) -> None:

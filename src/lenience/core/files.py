@@ -14,6 +14,22 @@ from typing import Any
 from lenience.core.errors import InputError
 
 
+def data_folder() -> Path:
+    """What is kept for a user, whichever run it is about: $LENIENCE_HOME, else lenience in the
+    user's data folder."""
+    user_data = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+    return Path(os.environ.get("LENIENCE_HOME") or user_data / "lenience")
+
+
+def cache_folder() -> Path:
+    """What can be made again: $LENIENCE_CACHE, else cache in $LENIENCE_HOME, else lenience in the
+    user's cache folder."""
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    home = os.environ.get("LENIENCE_HOME")
+    ours = Path(home) / "cache" if home else user_cache / "lenience"
+    return Path(os.environ.get("LENIENCE_CACHE") or ours)
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give a path to write to, which takes the place of `path` when the block ends well: whatever

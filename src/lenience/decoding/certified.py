@@ -56,6 +56,9 @@ class TriedSetting(Record):
     """What else is not as the question has it."""
     n: int
     losses: float
+    paired: int | None = None
+    """On how many prompts the target was right and this is wrong; None where references are not
+    asked for."""
     upper_bound: float
     """Of this setting's mean loss, as if it alone had been tried."""
     passed: bool
@@ -111,6 +114,18 @@ class Certificate(Record):
     binds: dict[str, Any]
     loss: str = "paired"
     loss_is: str = ""
+    attempt: int = 1
+    """Which question on such prompts it answers, from 1."""
+    level: float | None = None
+    """The error that it was tested at, all rules together; None where it was the whole."""
+    key: str = ""
+    """The question."""
+    most: int | None = None
+    """How many prompts it might have taken."""
+    drawn: str = ""
+    """How the prompts were chosen."""
+    withdrawn: str | None = None
+    """Why it holds no longer: then it certifies nothing."""
     promises_not: tuple[str, ...] = ()
     tried: tuple[TriedSetting, ...] = ()
     lost: tuple[LostSample, ...] = ()
@@ -121,6 +136,11 @@ class Certificate(Record):
     """About how many prompts would have been needed."""
     decoded: int = 0
     seconds: float = 0.0
+
+    @property
+    def holds(self) -> bool:
+        """Whether it certifies something, still."""
+        return self.certified is not None and self.withdrawn is None
 
 
 def certificate_path(folder: Path) -> Path:
@@ -155,8 +175,10 @@ def resolve(rule: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     folder = Path(rule.removeprefix(PREFIX).strip('"'))
     certificate = read_certificate(folder)
     options = {name: value for name, value in given.items() if name != "rule"}
-    if not certificate.certified:
+    if not certificate.holds:
         why = f"nothing was certified ({certificate.reason})"
+        if certificate.withdrawn:
+            why = f"the certificate is withdrawn ({certificate.withdrawn})"
         warnings.warn(f"{rule}: {why}; decoding strictly", stacklevel=2)
         strict = "speculative" if options.get("temperature") else "exact"
         return {**options, "rule": strict}, {}

@@ -63,7 +63,7 @@ def plot(frontier: Frontier, certificate: Certificate | None = None) -> Any:
     rows = list(enumerate(named(frontier.rows)))
     fastest = [(i, row) for i, row in rows if not why(row)]
     colors = _colors(row.family for _, row in rows)
-    certified = certificate.certified if certificate else None
+    certified = certificate.certified if certificate and certificate.holds else None
     labels = []
     for number, (axis, (key, title)) in enumerate(zip(axes, AXES)):
         shown = fastest if number else rows

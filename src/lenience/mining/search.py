@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from lenience.runs.record import (
     Mismatch,
     check_prompts,
     describe,
+    mined_first,
     mined_samples,
 )
 from lenience.tasks import Sample, Task, as_task, take
@@ -49,6 +51,11 @@ class MineConfig:
     """The length limit of a response; None for the task's own."""
     batch_size: int = 16
     """How many samples are searched together."""
+    first: bool = False
+    """Take the first samples of the split, instead of random ones: what is left for certificates
+    is another kind of prompts where the data are sorted."""
+    seed: int = 0
+    """Of the choice of samples."""
 
 
 @dataclass(frozen=True)
@@ -275,9 +282,11 @@ def mine(
     if config.batch_size < 1:
         raise InputError(f"batch_size {config.batch_size}: must be 1 or more")
     pair.require_draft("mining")
-    samples = take(task, "train", config.limit)
+    drawn = "first" if config.first or mined_first(folder) else "random"
+    samples = take(task, "train", config.limit) if drawn == "first" else _random(task, config)
     max_new_tokens = check_prompts(pair, task, samples, config.max_new_tokens)
-    open_run(folder, describe(pair, task, split="train", max_new_tokens=max_new_tokens, seed=0))
+    asked = dict(max_new_tokens=max_new_tokens, seed=config.seed, drawn=drawn)
+    open_run(folder, describe(pair, task, split="train", **asked))
     journal = Journal(folder / "journal.jsonl")
     journal.resume()
     finished = {mined.id for mined in mined_samples(journal)}
@@ -290,6 +299,15 @@ def mine(
         progress("mining", done, len(samples))
     journal.sort([sample.id for sample in samples])
     return count(journal)
+
+
+def _random(task: Task, config: MineConfig) -> list[Sample]:
+    """Random samples; more of them begin with the fewer."""
+    if config.limit is not None and config.limit < 1:
+        raise InputError(f"limit {config.limit}: must be 1 or more")
+    samples = take(task, "train", None)
+    random.Random(f"mining {config.seed}").shuffle(samples)
+    return samples[: config.limit]
 
 
 def count(journal: Journal) -> MinedCounts:

@@ -7,7 +7,6 @@ time on small models is Python's; on a GPU passes are recorded and replayed.
 from __future__ import annotations
 
 import hashlib
-import os
 import warnings
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 import transformers
 
 from lenience.core.errors import first_line
+from lenience.core.files import cache_folder
 from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.kv_cache import Backend
 from lenience.models.lm import LM
@@ -107,10 +107,8 @@ def refuses(lm: LM) -> str | None:
 
 
 def graph_path(lm: LM, layer: int | None = None) -> Path:
-    """Where a model's graph is kept: $LENIENCE_CACHE, else the user's cache folder; its name is a
-    hash of all weights, the configuration, the role, the layer and what exports it."""
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(os.environ.get("LENIENCE_CACHE") or user_cache / "lenience")
+    """Where a model's graph is cached: its name is a hash of all weights, the configuration, the
+    role, the layer and what exports it."""
     versions = [FORMAT, torch.__version__, transformers.__version__]
     made_of = [*versions, lm.model.config.to_json_string(), lm.role]
     made_of += [] if layer is None else [layer]
@@ -118,4 +116,4 @@ def graph_path(lm: LM, layer: int | None = None) -> Path:
     for name, weight in sorted(lm.model.state_dict().items()):
         content = weight.detach().reshape(-1).contiguous().view(torch.uint8).numpy()
         digest.update(name.encode() + content.data)
-    return folder / f"{digest.hexdigest()}.onnx"
+    return cache_folder() / f"{digest.hexdigest()}.onnx"

@@ -91,6 +91,8 @@ def _line(record: dict[str, Any]) -> bytes:
 
 MAY_DIFFER = ("versions", "pair")
 """What a run that is gone on with may have otherwise than when it was begun."""
+EARLIER = {"drawn": "first"}
+"""What earlier versions did without saying so."""
 
 
 def open_run(folder: Path, asked: dict[str, Any], name: str = "run.json") -> None:
@@ -99,6 +101,7 @@ def open_run(folder: Path, asked: dict[str, Any], name: str = "run.json") -> Non
     path = folder / name
     if path.exists():
         before = read_json(path)
+        before = EARLIER | before
         wanted = {key for key, value in asked.items() if value is not None}
         if lacking := sorted(wanted - before.keys() - set(MAY_DIFFER)):
             raise InputError(

@@ -38,6 +38,8 @@ class RunRecord(Record):
     split: str
     max_new_tokens: int
     seed: int
+    drawn: str | None = None
+    """Which of the split's samples were mined: "random" ones by the seed, or its "first"."""
 
 
 class Mismatch(Record):
@@ -87,6 +89,12 @@ def read_run(folder: Path) -> RunRecord:
     """What a run was asked for. Raises InputError where run.json is missing or not one."""
     path = folder / "run.json"
     return RunRecord.read(read_json(path), str(path))
+
+
+def mined_first(folder: Path) -> bool:
+    """Whether the first samples of a split were mined, and not random ones."""
+    path = folder / "run.json"
+    return path.exists() and read_json(path).get("drawn", "first") == "first"
 
 
 def mined_samples(journal: Journal) -> Iterator[MinedSample]:

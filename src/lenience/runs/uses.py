@@ -4,7 +4,8 @@ torch."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,28 +28,36 @@ RUN_FILES = ("run.json", "journal.jsonl", "uses.jsonl")
 
 
 class Use(Record):
-    """A line of uses.jsonl: what a prompt was used for."""
+    """A line of uses.jsonl: what a row of a task was used for."""
 
     id: str
     task: str = ""
     """As `Task.known_as` puts it; "" where it is not known."""
     prompt: str
     """The digest of its tokens."""
+    source: str = ""
+    """The digest of it as the task gives it; "" where it is not known."""
     use: str
     key: str | None
     """Of what used it, which may use it again."""
 
+    @property
+    def row(self) -> tuple[str, str, str]:
+        """What it is known by."""
+        return self.task, self.id, self.prompt
+
 
 @dataclass(frozen=True)
 class Draw:
-    """Which prompts are drawn."""
+    """Which rows are drawn."""
 
     key: str
     """Of what draws them: what it has used before is its own, and comes in the same order."""
     n: int
     """How many at most."""
+    use: str
+    """What they are drawn for."""
     split: str = "train"
-    seed: int = 0
     ids: tuple[str, ...] = ()
     """None but these, where any are named."""
     heads: tuple[Learned, ...] = ()
@@ -75,50 +84,32 @@ def note_uses(
     use: str,
     key: str,
     task: str = "",
-) -> None:
+) -> list[Use]:
     """Record in RUN/uses.jsonl what prompts, each with its id in a task, are about to be used for.
-    `key` is of what uses them, which may use them again."""
+    `key` is of what uses them, which may use them again. Returns those that were not there."""
     journal = Journal(folder / "uses.jsonl")
     with locked(folder):
-        noted = {record["prompt"] for record in journal.resume()}
+        noted = {Use.read(record, str(journal.path)).row for record in journal.resume()}
         uses = []
         for id, prompt in prompts:
-            content = prompt_digest(lm.encode(prompt))
-            if content not in noted:
-                noted.add(content)
-                uses.append(Use(id=id, task=task, prompt=content, use=use, key=key))
+            content, source = prompt_digest(lm.encode(prompt)), digest(prompt)
+            one = Use(id=id, task=task, prompt=content, source=source, use=use, key=key)
+            if one.row not in noted:
+                noted.add(one.row)
+                uses.append(one)
         journal.append(*(one.to_json() for one in uses))
+    return uses
 
 
-class Uses:
-    """What prompts have been used for, by the records of a run folder and of `others` whose heads
-    are used with it. A prompt is known by its tokens or, as a chat template may tell the date, by
-    its task and its id."""
-
-    def __init__(self, folder: Path, others: Iterable[Path] = (), fitted_on: Iterable[str] = ()):
-        """`fitted_on`: digests of prompts that heads say they were fitted on."""
-        self._by_content: dict[str, Use] = {}
-        self._by_id: dict[tuple[str, str], Use] = {}
-        for run in (folder, *others):
-            task = _task_of(run)
-            for mined in mined_samples(Journal(run / "journal.jsonl")):
-                content = prompt_digest(mined.prompt_ids)
-                self._add(Use(id=mined.id, task=task, prompt=content, use="mining", key=None))
-            journal = Journal(run / "uses.jsonl")
-            for number, record in journal.numbered():
-                use = Use.read(record, f"{journal.path}, line {number}")
-                self._add(use if run == folder else use.model_copy(update={"key": None}))
-        for content in fitted_on:
-            self._add(Use(id="", prompt=content, use="fitting", key=None))
-
-    def _add(self, use: Use) -> None:
-        self._by_content.setdefault(use.prompt, use)
-        if use.task:
-            self._by_id.setdefault((use.task, use.id), use)
-
-    def of(self, task: str, id: str, content: str) -> Use | None:
-        """The first use of a prompt; None where it is fresh."""
-        return self._by_content.get(content) or self._by_id.get((task, id))
+def uses_in(run: Path) -> Iterator[Use]:
+    """What a run folder says was used: to mine, and otherwise."""
+    task = _task_of(run)
+    for mined in mined_samples(Journal(run / "journal.jsonl")):
+        content = prompt_digest(mined.prompt_ids)
+        yield Use(id=mined.id, task=task, prompt=content, use="mining", key=None)
+    journal = Journal(run / "uses.jsonl")
+    for number, record in journal.numbered():
+        yield Use.read(record, f"{journal.path}, line {number}")
 
 
 def _task_of(run: Path) -> str:
@@ -129,47 +120,106 @@ def _task_of(run: Path) -> str:
     return f"{mined['task']} {mined.get('task_version')}" if "task" in mined else ""
 
 
-def fresh(lm: LM, task: Task, folder: Path, draw: Draw) -> list[Sample]:
-    """Prompts, drawn at random, that neither mining nor fitting nor an earlier certificate nor a
-    choice of window has used, in the run or in those that its heads come from. Raises InputError
-    where one of those that are named was used, or none are left."""
-    fitted_on = [content for head in draw.heads for content in head.head.prompts]
-    uses = Uses(folder, _runs_of(draw.heads, folder), fitted_on)
+def uses_of(ledger: Path, folder: Path, draw: Draw) -> list[Use]:
+    """All uses that a draw must respect: of the ledger and the run, whose keys tell what is its
+    own, and of the heads, wherever they were fitted."""
+    uses = dict[tuple[str, str, str], Use]()
+    for one in (*uses_in(ledger), *uses_in(folder)):
+        uses.setdefault(one.row, one)
+    for run in _runs_of(draw.heads, folder):
+        for one in uses_in(run):
+            uses.setdefault(one.row, one.model_copy(update={"key": None}))
+    known = {one.prompt for one in uses.values()}
+    fitted_on = {content for head in draw.heads for content in head.head.prompts} - known
+    return [
+        *uses.values(),
+        *(Use(id="", prompt=content, use="fitting", key=None) for content in fitted_on),
+    ]
+
+
+def draw_rows(lm: LM, task: Task, draw: Draw, uses: Iterable[Use]) -> list[Sample]:
+    """Rows of a task: those that are the draw's own, as they were noted, and then fresh ones at
+    random, which neither mining nor fitting nor another certificate nor a choice of window has
+    used.
+
+    A row is known by its id and task. Of a prompt that was used under other names, as many rows
+    count as used; the rest are drawn as often as they come, so that a frequent prompt weighs as it
+    does in the data. Of a group one row is drawn, and none where any of its rows was used. Raises
+    InputError where one of those that are named was used, or none are left.
+    """
     samples = take(task, draw.split, None)
     where = f"task {task.name!r}"
     if unknown := set(draw.ids) - {sample.id for sample in samples}:
         first = sorted(unknown)[0]
         raise InputError(f"prompt {first!r}: {where} has no such one in its split {draw.split!r}")
-    random.Random(draw.seed).shuffle(samples)
-    drawn: dict[str, Sample] = {}
+    rows = _Rows(task, samples, uses)
+    drawn = rows.own(draw)
+    random.Random(draw.key).shuffle(samples)
     for sample in samples:
-        if len(drawn) == draw.n or (draw.ids and sample.id not in draw.ids):
+        if len(drawn) >= draw.n:
+            break
+        if sample.id in rows.by_id and rows.by_id[sample.id].key == draw.key:
+            continue  # its own already, for this or another use
+        if draw.ids and sample.id not in draw.ids:
             continue
-        content = prompt_digest(lm.encode(sample.prompt))
-        use = uses.of(task.known_as, sample.id, content)
-        _refuse_overlap(sample, use, draw.split)
-        if content not in drawn and (use is None or use.key == draw.key):
-            drawn[content] = sample
+        used_for = rows.take(sample, prompt_digest(lm.encode(sample.prompt)))
+        if used_for is None:
+            drawn.append(sample)
         elif draw.ids:
-            why = "this certificate already" if use is None or use.key == draw.key else use.use
             raise InputError(
-                f"prompt {sample.id}: has been used for {why}; a certificate needs fresh ones"
+                f"prompt {sample.id}: has been used for {used_for}; a certificate needs fresh ones"
             )
     if not drawn:
         raise InputError(
             f"{where}: none of the {len(samples)} prompts of its split {draw.split!r} is fresh; "
             "name a file of others (--task), or another --split"
         )
-    return list(drawn.values())
+    return drawn[: draw.n]
 
 
-def _refuse_overlap(sample: Sample, use: Use | None, split: str) -> None:
-    """Raise InputError where a sample of a test split was mined under another name."""
-    if use and use.use == "mining" and use.id != sample.id and split != "train":
-        raise InputError(
-            f"overlapping splits: {sample.id} of {split!r} is {use.id}, which was mined; separate "
-            "them"
-        )
+class _Rows:
+    """Which rows of a task are used."""
+
+    def __init__(self, task: Task, samples: Sequence[Sample], uses: Iterable[Use]):
+        self._samples = {sample.id: sample for sample in samples}
+        self.by_id = dict[str, Use]()
+        self._elsewhere: Counter[str] = Counter()
+        """How many rows of a prompt were used under other names."""
+        self._use_of = dict[str, str]()
+        for one in uses:
+            if one.task == task.known_as and one.id in self._samples:
+                self.by_id.setdefault(one.id, one)
+            else:
+                self._elsewhere[one.prompt] += 1
+                self._use_of.setdefault(one.prompt, one.use)
+        groups = (group_of(self._samples[id]) for id in self.by_id)
+        self._groups = {group for group in groups if group is not None}
+
+    def own(self, draw: Draw) -> list[Sample]:
+        """Those that were noted for the same."""
+        noted = (one for one in self.by_id.values() if (one.key, one.use) == (draw.key, draw.use))
+        return [self._samples[one.id] for one in noted]
+
+    def take(self, sample: Sample, content: str) -> str | None:
+        """What a row was used for; None where it is fresh, and is taken now."""
+        if sample.id in self.by_id:
+            return self.by_id[sample.id].use
+        group = group_of(sample)
+        if self._elsewhere[content] > 0:
+            self._elsewhere[content] -= 1
+            if group is not None:
+                self._groups.add(group)
+            return self._use_of[content]
+        if group is not None:
+            if group in self._groups:
+                return f"this or something else, in its group {group!r}"
+            self._groups.add(group)
+        return None
+
+
+def group_of(sample: Sample) -> str | None:
+    """A sample's group; None where it is by itself."""
+    return getattr(sample, "group", None)
 
 
 def fitted_in(head: Learned) -> Path | None:

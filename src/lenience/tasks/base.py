@@ -15,12 +15,15 @@ AnswerValue = str | int | float | bool | None
 @dataclass(frozen=True)
 class Sample:
     """One problem: `prompt` is a string or chat messages, `reference` the right answer or None
-    where none is known, `metadata` what else the task needs to find or compare an answer."""
+    where none is known, `metadata` what else the task needs to find or compare an answer. Samples
+    of one `group`, such as rewordings of a question or turns of a user, may be lost together; one
+    without is by itself."""
 
     id: str
     prompt: str | Messages
     reference: str | None
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    group: str | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,11 @@ class Task:
     def known_as(self) -> str:
         """The task with its version."""
         return f"{self.name} {self.version}"
+
+    @property
+    def label(self) -> str:
+        """The task whatever its data are now: a file's name without its digest."""
+        return self.name.split(" (")[0]
 
     @property
     def reads(self) -> str:

@@ -12,13 +12,13 @@ from lenience.core.errors import InputError
 from lenience.core.files import digest_bytes
 from lenience.tasks.base import Sample, Task
 
-FIELDS = ("id", "prompt", "messages", "reference", "split")
+FIELDS = ("id", "prompt", "messages", "reference", "split", "group")
 """What a row says of a sample that every task has."""
 
 
 class JsonlTask(Task):
     """One sample a line: `prompt` (text) or `messages` (chat), and `reference`; also, if you like,
-    `id` and `split`.
+    `id`, `split` and `group` (samples of one may be lost together).
 
     `answer` says how an answer is found in a response: "regex:PATTERN" (the last match; its first
     group, if it has one) or "after:MARKER" (what follows the last MARKER on its line). `same` says
@@ -58,7 +58,8 @@ class JsonlTask(Task):
             reference = row.get("reference")
             if reference is not None:
                 reference = self.reference(str(reference))
-            yield Sample(row["id"], prompt, reference, metadata(row))
+            group = None if row.get("group") is None else str(row["group"])
+            yield Sample(row["id"], prompt, reference, metadata(row), group)
 
     def reference(self, given: str) -> str:
         return self._find(given) or given

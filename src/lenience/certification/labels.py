@@ -1,0 +1,66 @@
+"""References that a user gives only where they matter: where two answers differ."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lenience.core.errors import InputError
+from lenience.core.files import read_lines, replacing
+from lenience.runs.answers import Answer
+from lenience.tasks import Sample, Task
+
+
+class Labels:
+    """The references in a JSONL file of id and reference, and those that are still to be given."""
+
+    def __init__(self, task: Task, path: Path | None):
+        """Raises InputError where the file is broken."""
+        self.task, self.path = task, path
+        self.rows = dict[str, dict[str, Any]]()
+        """What the file holds, by id."""
+        self.wanted = dict[str, dict[str, Any]]()
+        """The rows that are to be filled in, by id."""
+        if path is None or not path.exists():
+            return
+        for number, line in read_lines(path, "id and reference"):
+            try:
+                row = json.loads(line)
+                self.rows[str(row["id"])] = row
+                row["reference"]
+            except (ValueError, TypeError, KeyError) as error:
+                why = f"{type(error).__name__} {error}; a row has id and reference"
+                raise InputError(f"{path}, line {number}: {why}") from None
+
+    def of(self, sample: Sample, alone: Answer, lenient: Answer) -> Sample | None:
+        """The sample with its reference; None where that is to be given."""
+        given = self.rows.get(sample.id, {}).get("reference")
+        if given is None:
+            self.wanted[sample.id] = {
+                "id": sample.id,
+                "prompt": sample.prompt,
+                "target": alone.answer,
+                "lenient": lenient.answer,
+                "reference": None,
+            }
+            return None
+        return replace(sample, reference=self.task.reference(str(given)))
+
+    def ask(self) -> None:
+        """Write the rows that are wanted to the file, if there are any, and raise InputError that
+        says so."""
+        left = {id: row for id, row in self.wanted.items() if self._open(id)}
+        if not left or self.path is None:
+            return
+        with replacing(self.path) as new:
+            rows = {**self.rows, **left}.values()
+            new.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        raise InputError(
+            f"{self.path}: {len(left)} prompts, on which the answers differ, have no reference; "
+            "fill them in, and ask again"
+        )
+
+    def _open(self, id: str) -> bool:
+        return self.rows.get(id, {}).get("reference") is None

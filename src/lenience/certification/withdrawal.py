@@ -1,0 +1,77 @@
+"""What a later question tells of an earlier certificate: a setting that has failed since is
+certified no longer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lenience.certification.calibration import Calibration
+from lenience.core.files import digest, read_json, write_json
+from lenience.decoding.certified import FILE, Certificate, TriedSetting, setting_without_paths
+from lenience.evaluation.pages import write_certificate
+from lenience.runs.ledger import Ledger, Outcome
+
+
+def account(on: Calibration, folder: Path, certificate: Certificate) -> None:
+    """Put into the ledger what is certified, and withdraw what the tests contradict, wherever its
+    certificate lies."""
+    with on.ledger.held():
+        if certificate.certified:
+            on.ledger.keep(_outcome(on, folder, certificate, certificate.certified))
+        for row in certificate.tried:
+            if not row.passed:
+                _withdraw(on, row, _outcome(on, folder, certificate, row))
+
+
+def _withdraw(on: Calibration, row: TriedSetting, now: Outcome) -> None:
+    why = f"attempt {on.attempt.number} lost {row.losses:g} of {row.n} prompts with it"
+    for earlier in on.ledger.outcomes():
+        if not earlier.withdrawn and _contradicts(row, now, earlier):
+            on.ledger.keep(earlier.model_copy(update={"withdrawn": why}))
+            mark(on.ledger, Path(earlier.folder))
+
+
+def mark(ledger: Ledger, folder: Path) -> None:
+    """Say in a folder's certificates which of them are withdrawn."""
+    for path in (folder / FILE, *sorted(folder.glob("certificate-*.json"))):
+        if path.exists():
+            made = Certificate.read(read_json(path), str(path))
+            stands = as_it_stands(ledger, made)
+            if stands.withdrawn != made.withdrawn:
+                write_json(path, stands.to_json())
+                write_certificate(path.with_suffix(".html"), stands)
+
+
+def as_it_stands(ledger: Ledger, certificate: Certificate) -> Certificate:
+    """A certificate, marked where it is withdrawn."""
+    withdrawn = {one.key: one.withdrawn for one in ledger.outcomes() if one.withdrawn}
+    if certificate.certified is None or certificate.key not in withdrawn:
+        return certificate
+    return certificate.model_copy(update={"withdrawn": withdrawn[certificate.key]})
+
+
+def _outcome(on: Calibration, folder: Path, certificate: Certificate, row: TriedSetting) -> Outcome:
+    decoding = on.decoding_of(row)
+    binds = {**on.pair.binding(decoding), **decoding.bound(), "reads": on.task.reads}
+    binds |= {"loss": certificate.loss, "task": on.task.label, "stop": None}
+    return Outcome(
+        key=on.attempt.key,
+        pair=on.ledger.pair,
+        setting=str(setting_without_paths(decoding)),
+        binds=digest(binds, sort_keys=True),
+        max_drop=certificate.max_drop,
+        confidence=certificate.confidence,
+        n=row.n,
+        folder=str(folder.resolve()),
+    )
+
+
+def _contradicts(row: TriedSetting, now: Outcome, earlier: Outcome) -> bool:
+    """Whether a setting that did not pass now speaks against its earlier certificate: on more
+    prompts, where no more was asked for, or where it lost more than was certified."""
+    if (now.setting, now.binds) != (earlier.setting, earlier.binds):
+        return False
+    if now.key == earlier.key or now.n <= earlier.n:
+        return False
+    no_more = now.max_drop >= earlier.max_drop and now.confidence <= earlier.confidence
+    return no_more or row.losses / row.n > earlier.max_drop

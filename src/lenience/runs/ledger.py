@@ -1,0 +1,159 @@
+"""The account of all that was asked of a pair's certificates, on which prompts and with which
+error: one for all run folders of a user. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from filelock import FileLock
+
+from lenience.core.errors import InputError
+from lenience.core.files import data_folder, digest
+from lenience.core.records import Record
+from lenience.runs.journal import Journal
+from lenience.runs.uses import Draw, draw_rows, locked, note_uses, uses_in, uses_of
+from lenience.tasks import Sample, Task, take
+
+if TYPE_CHECKING:
+    from lenience.models.lm import LM
+
+FILES = ("uses.jsonl", "attempts.jsonl", "outcomes.jsonl")
+FIRST = 0.9
+"""The share of the error that the first question gets."""
+
+
+class Attempt(Record):
+    """A line of attempts.jsonl: a question that was asked."""
+
+    key: str
+    """The question."""
+    pair: str
+    """The models and the tokenizer."""
+    task: str
+    """As `Task.label` puts it."""
+    number: int
+    """Which of the questions on such prompts it is, from 1."""
+
+    @property
+    def share(self) -> float:
+        """Of the error, that it may spend: the shares of all attempts come to 1, so that any of
+        them is wrong with a chance of at most the whole (alpha-spending, Foster and Stine 2008;
+        for the familywise error Tian and Ramdas 2021, section 2)."""
+        if self.number == 1:
+            return FIRST
+        return (1 - FIRST) * 6 / (math.pi * (self.number - 1)) ** 2
+
+
+class Outcome(Record):
+    """A line of outcomes.jsonl: what became of a setting that was certified."""
+
+    key: str
+    pair: str
+    setting: str
+    """The whole decoder, without where its heads lie."""
+    binds: str
+    """The digest of what it binds, its data aside."""
+    max_drop: float
+    confidence: float
+    n: int
+    folder: str
+    """Where its certificate was written."""
+    withdrawn: str | None = None
+    """Why it holds no longer."""
+
+
+class Ledger:
+    """A pair's account in a user's data folder, which a run folder takes its part of along: what is
+    in either is counted."""
+
+    def __init__(self, folder: Path, fingerprints: Mapping[str, str], home: Path | None = None):
+        """`home` takes the place of the user's data folder."""
+        self.folder, self.pair = folder, digest(dict(fingerprints), sort_keys=True)
+        self.place = (home or data_folder()) / "ledger" / self.pair
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Nothing else is drawn or counted while this is held; may be taken again inside. Raises
+        InputError where the data folder cannot be written."""
+        try:
+            self.place.mkdir(parents=True, exist_ok=True)
+            (self.place / "lock").touch()
+        except OSError as error:
+            mend = "name a folder that can be written (LENIENCE_HOME)"
+            raise InputError(f"{self.place}: cannot be written ({error}); {mend}") from None
+        with FileLock(self.place / "lock", is_singleton=True), locked(self.folder):
+            self._merge()
+            yield
+
+    def _merge(self) -> None:
+        """Count what a run folder brings along."""
+        for name in FILES:
+            journal = Journal(self.place / name)
+            known = {digest(record, sort_keys=True) for record in journal.resume()}
+            brought = [
+                record
+                for record in Journal(self.folder / name).resume()
+                if record.get("pair", self.pair) == self.pair
+                and digest(record, sort_keys=True) not in known
+            ]
+            if brought:
+                journal.append(*brought)
+
+    def rows(self, lm: LM, task: Task, draw: Draw) -> list[Sample]:
+        """The rows of a draw, see `draw_rows`."""
+        return draw_rows(lm, task, draw, uses_of(self.place, self.folder, draw))
+
+    def note(self, lm: LM, samples: Sequence[Sample], *, use: str, key: str, task: Task) -> None:
+        """Record that rows are about to be used, before they are."""
+        prompts = [(sample.id, sample.prompt) for sample in samples]
+        for folder in (self.place, self.folder):
+            note_uses(folder, lm, prompts, use=use, key=key, task=task.known_as)
+
+    def attempt(self, key: str, task: Task, split: str, *, counts: bool = True) -> Attempt:
+        """Which attempt a question is, among those on a task of the same name, and on others of
+        whose prompts there are some in the split. It is one from now on, if it `counts`."""
+        with self.held():
+            found = self._attempt(key, task, split)
+            if counts:
+                for folder in (self.place, self.folder):
+                    journal = Journal(folder / "attempts.jsonl")
+                    if found.to_json() not in journal.resume():
+                        journal.append(found.to_json())
+        return found
+
+    def _attempt(self, key: str, task: Task, split: str) -> Attempt:
+        journal = Journal(self.place / "attempts.jsonl")
+        known = [Attempt.read(record, str(journal.path)) for record in journal.resume()]
+        found = next((one for one in known if one.key == key), None)
+        if found is None:
+            alike = self._alike(known, task, split)
+            number = max([len(alike), *(one.number for one in alike)]) + 1
+            found = Attempt(key=key, pair=self.pair, task=task.label, number=number)
+        return found
+
+    def _alike(self, known: Iterable[Attempt], task: Task, split: str) -> list[Attempt]:
+        sources = {digest(sample.prompt) for sample in take(task, split, None)}
+        on_these = {one.key for one in uses_in(self.place) if one.source in sources}
+        return [one for one in known if one.task == task.label or one.key in on_these]
+
+    def outcomes(self) -> list[Outcome]:
+        """The last of each question's setting."""
+        journal = Journal(self.place / "outcomes.jsonl")
+        found = dict[tuple[str, str], Outcome]()
+        for record in journal.resume():
+            one = Outcome.read(record, str(journal.path))
+            before = found.get((one.key, one.setting))
+            if before is None or one.withdrawn or not before.withdrawn:
+                found[one.key, one.setting] = one
+        return list(found.values())
+
+    def keep(self, outcome: Outcome) -> None:
+        """Record an outcome, or that it is withdrawn."""
+        for folder in (self.place, self.folder):
+            journal = Journal(folder / "outcomes.jsonl")
+            if outcome.to_json() not in journal.resume():
+                journal.append(outcome.to_json())
