@@ -40,8 +40,8 @@ from lenience.mining.search import MineConfig, mine
 from lenience.rules.registry import RULES
 from lenience.rules.settings import ladder
 from lenience.runs.journal import Journal
-from lenience.runs.record import check_prompts
 from lenience.runs.ledger import Ledger
+from lenience.runs.record import check_prompts
 from lenience.runs.uses import Draw, locked, note_uses, prompt_digest
 from lenience.tasks import Sample, Score, as_task
 
