@@ -220,18 +220,16 @@ def test_an_alarm_is_rare_while_all_is_well_and_comes_after_a_drift() -> None:
 
 
 def test_an_alarms_capital_is_one_on_average() -> None:
-    """Enumerated over all sequences that straddle a second start."""
+    """Enumerated over all sequences, some of which make it bet anew."""
 
-    class Often(Alarm):
-        EVERY = 3
-
-    total = 0.0
-    for path in itertools.product((0, 1), repeat=7):
-        alarm = Often(0.25, 0.05)
+    total, starts = 0.0, []
+    for path in itertools.product((0, 1), repeat=10):
+        alarm = Alarm(0.25, 0.05)
         for x in path:
             alarm.add(float(x))
         total += alarm.capital * math.prod(0.25 if x else 0.75 for x in path)
-    assert total == pytest.approx(1)
+        starts.append(len(alarm.logs))
+    assert total == pytest.approx(1) and max(starts) > 2
 
 
 def test_how_many_prompts_are_needed() -> None:

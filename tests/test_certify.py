@@ -842,6 +842,34 @@ def test_an_audit_sees_a_share_and_survives_a_restart(
     )
 
 
+def test_processes_that_watch_a_run_have_one_count_and_one_alarm(
+    llama: Pair, task: Echo, tmp_path: Path
+) -> None:
+    """And what they lose together raises it, though neither has lost enough by itself."""
+    certify(llama, task, tmp_path, question(rules=("topk:1",)))
+    watches = [watching(tmp_path, llama, task, share=1.0) for _ in range(2)]
+    right, states = task.right[task.prompt(3)], []
+    for i in range(14):
+        states.append(watches[i % 2].see(task.prompt(3), "w47", reference=right))
+    assert [state.audited for state in states] == list(range(1, 15))
+    assert [state.losses for state in states] == list(range(1, 15))
+    alone = watching(tmp_path, llama, task, share=1.0)
+    assert alone.state() == watches[0].state() == watches[1].state()
+    first = next(i for i, state in enumerate(states) if state.drifted)
+    assert first >= 2 and all(state.drifted for state in states[first:])
+
+
+def test_a_prompt_that_comes_to_ever_new_processes_is_audited_as_often_as_others(
+    llama: Pair, task: Echo, tmp_path: Path
+) -> None:
+    certify(llama, task, tmp_path, question(rules=("topk:1",)))
+    text = llama.generate(task.prompt(3), rule=f"certified:{tmp_path}").text
+    for _ in range(40):
+        watching(tmp_path, llama, task, share=0.5).see(task.prompt(3), text)
+    audited = watching(tmp_path, llama, task, share=0.5).state().audited
+    assert 6 <= audited <= 34, "of 40 by halves: out of this in one of 100,000"
+
+
 def test_an_audit_reads_a_reference_as_its_task_does(
     llama: Pair, task: Echo, tmp_path: Path
 ) -> None:

@@ -278,7 +278,8 @@ def test_a_killed_run_goes_on_to_the_same_journal(checkpoints, llama: Pair, tmp_
     for folder in ("killed", "whole"):
         mined(llama, ParityTask(), tmp_path / folder, limit=40)
     assert lines(tmp_path / "killed") == lines(tmp_path / "whole")
-    assert [record["id"] for record in lines(tmp_path / "whole")] == [
+    mined(llama, ParityTask(), tmp_path / "first", limit=40, first=True)
+    assert [record["id"] for record in lines(tmp_path / "first")] == [
         f"train-{i}" for i in range(40)
     ]
 

@@ -4,14 +4,17 @@ well."""
 from __future__ import annotations
 
 import json
+import random
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 
 from lenience.certification.sequential_tests import Alarm, sequence
 from lenience.core.errors import InputError
@@ -32,6 +35,8 @@ from lenience.runs.journal import Journal
 from lenience.tasks import Sample, Task, as_task, ungradable
 from lenience.tasks.jsonl import metadata
 
+_random = random.SystemRandom()
+"""Of live prompts: what is drawn anew in each process misses none that come often."""
 AUDITABLE = ("paired", "disagreement")
 """The losses that live prompts tell."""
 
@@ -44,7 +49,7 @@ class AuditConfig(Record):
     confidence: float = 0.95
     """A drift is told wrongly, ever, with a chance of at most one less this."""
     seed: int = 0
-    """Of the choice of prompts."""
+    """Of the choice of a file's rows."""
 
     def check(self) -> None:
         """Raise InputError for a value that is none."""
@@ -86,8 +91,9 @@ class State:
     interval: tuple[float, float]
     """A confidence sequence's for the mean loss: it holds at all times together."""
     drifted: bool
-    """Whether the loss is above what was certified: it says so wrongly, ever, with a chance of at
-    most 1 − confidence."""
+    """Whether the loss that is counted is above what was certified: it says so wrongly, ever, with
+    a chance of at most 1 − confidence. Where references lack, that is the disagreement, which may
+    be above it though the loss that was certified is not."""
     loss: str
     unreferenced: int
     """Of how many audited prompts only the disagreement of the answers is known, of which a paired
@@ -122,9 +128,10 @@ class Audit:
     """Watches the answers of "certified:RUN": a server calls `see` with each. Of the prompts a
     random share is also decoded by the target alone. With a reference the loss is the paired one,
     without one the disagreement of the answers, of which the paired loss is a part: then alarms do
-    not come late, but may come though nothing more is lost. RUN/audit.jsonl keeps everything, so
-    that a server may be started again; threads may share an audit. Raises InputError where there is
-    nothing to watch, or for a task that finds or compares answers otherwise than the certificate's.
+    not come late, but may come though nothing more is lost. RUN/audit.jsonl keeps everything:
+    threads may share an audit, processes that watch the same run have one count and one alarm, and
+    a server may be started again. Raises InputError where there is nothing to watch, or for a task
+    that finds or compares answers otherwise than the certificate's.
     """
 
     def __init__(
@@ -153,16 +160,38 @@ class Audit:
         """The rows of files that are done, by number and content: what was seen before their
         file."""
         self._lock = threading.Lock()
+        self._unsaid = 0
+        """How many prompts were answered here since the last line."""
+        self._read = 0
+        """How far the journal was read."""
         self.journal = Journal(run / "audit.jsonl")
         assert self.certificate.certified is not None
         self._about = {"certified": self.certificate.certified.rule, "data": binds["data"]}
-        for record in self.journal.resume():
-            if record.items() >= self._about.items():
-                self._count(AuditLine.read(record, str(self.journal.path)))
+        with self._alone():
+            pass
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other thread or process counts meanwhile; what others have counted is known."""
+        with self._lock, FileLock(self.journal.path.with_suffix(".lock")):
+            records, self._read = self.journal.after(self._read)
+            if self.journal.path.exists() and self.journal.path.stat().st_size > self._read:
+                self.journal.resume()  # cuts a torn last line off: who wrote it is gone
+            for record in records:
+                if record.items() >= self._about.items():
+                    self._count(AuditLine.read(record, str(self.journal.path)))
+            yield
+
+    def _write(self, line: AuditLine) -> None:
+        """Add a line while alone, and count it."""
+        self.journal.append(line.to_json())
+        records, self._read = self.journal.after(self._read)
+        assert len(records) == 1
+        self._count(line)
 
     def picks(self, prompt: Prompt, number: int) -> bool:
-        """Whether the prompt of this number is audited: drawn anew at each, by its number and its
-        content."""
+        """Whether a file's row of this number is audited: drawn anew at each, by its number and its
+        content, so that it is the same one whenever the file is audited."""
         ids = self.pair.target.encode(prompt)
         key = Noise.for_prompt(self.config.seed, ids).key(number, "audit")
         return float(uniform(torch.tensor([key]))[0]) < self.config.share
@@ -189,35 +218,35 @@ class Audit:
         """Take note of a lenient answer to a prompt; a State where it was audited. `metadata` is
         what a sample of the task would hold."""
         with self._lock:
-            self.seen += 1
-            if not self.picks(prompt, self.seen - 1):
-                return None
+            self._unsaid += 1
+        if _random.random() >= self.config.share:
+            return None
         return self._check(LivePrompt(prompt, reference, metadata or {}), text)
 
     def see_row(self, live: LivePrompt, text: str, row: int, before: int) -> State:
         """Audit a lenient answer to a row of a file in any case; `before` prompts were seen before
         the file."""
-        with self._lock:
-            self.seen = max(self.seen, before + row + 1)
         return self._check(live, text, _Row(row, live.content, before))
 
     def _check(self, live: LivePrompt, text: str, row: _Row | None = None) -> State:
         alone = self.pair.generate(live.prompt, **{**self.options, "rule": "target"})
-        with self._lock:
+        reference = self._gradable(live)
+        loss = self._loss(replace(live, reference=reference), text, alone)
+        with self._alone():
+            seen, self._unsaid = self.seen + self._unsaid, 0
             line = AuditLine(
                 **self._about,
-                seen=self.seen,
+                seen=max(seen, row.before + row.number + 1) if row else seen,
                 prompt=live.prompt,
-                loss=self._loss(live, text, alone),
+                loss=loss,
                 text=text,
                 target=alone.text,
-                reference=self._gradable(live),
+                reference=reference,
                 row=row.number if row else None,
                 content=row.content if row else None,
                 before=row.before if row else None,
             )
-            self.journal.append(line.to_json())
-            self._count(line)
+            self._write(line)
             return self._state()
 
     def _gradable(self, live: LivePrompt) -> str | None:
@@ -230,7 +259,8 @@ class Audit:
         return None if ungradable(self.task, [sample]) else live.reference
 
     def _loss(self, live: LivePrompt, text: str, alone: Generation) -> float:
-        task, reference = self.task, self._gradable(live)
+        """What is lost on a prompt whose reference, if it has one, can be right."""
+        task, reference = self.task, live.reference
         prompt: Any = live.prompt  # token ids too, which no task's own samples have
         if reference is not None and self.certificate.loss == "paired":
             sample = Sample("live", prompt, task.reference(reference), live.metadata)
@@ -244,9 +274,9 @@ class Audit:
 
     def reach(self, seen: int) -> None:
         """So many prompts have been answered, the last of them not audited."""
-        if seen > self.seen:
-            self.seen = seen
-            self.journal.append(AuditLine(**self._about, seen=seen).to_json())
+        with self._alone():
+            if seen > self.seen:
+                self._write(AuditLine(**self._about, seen=seen))
 
     def _count(self, line: AuditLine) -> None:
         self.seen = max(self.seen, line.seen)
@@ -260,13 +290,13 @@ class Audit:
 
     def state(self) -> State:
         """What the audit has come to."""
-        with self._lock:
+        with self._alone():
             return self._state()
 
     def _state(self) -> State:
         interval = sequence(np.array(self.losses), self.alpha)
         return State(
-            seen=self.seen,
+            seen=self.seen + self._unsaid,
             audited=len(self.losses),
             losses=sum(self.losses),
             interval=interval,

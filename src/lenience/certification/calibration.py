@@ -321,7 +321,16 @@ def calibration(
                 window=_picked_window(pair, config, decoding, prompts, place / "window.json"),
             )
         attempt = ledger.attempt(key, task, config.split, counts=use == "calibration")
-        yield Calibration(pair, task, config, decoding, prompts, attempt, place, progress)
+        yield Calibration(
+            pair,
+            task,
+            config,
+            decoding,
+            prompts=prompts,
+            attempt=attempt,
+            folder=place,
+            progress=progress,
+        )
 
 
 def check_question(pair: Pair, task: Task, folder: Path, config: CertifyConfig) -> None:

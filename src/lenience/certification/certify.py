@@ -204,7 +204,7 @@ def _drawn(on: Calibration, folder: Path) -> str:
     """How the prompts were chosen, and what is left out by that."""
     config, said = on.config, "at random"
     if config.ids:
-        said = f"from {len(config.ids)} that were named (--ids), not at random from all"
+        said = f"at random from {len(config.ids)} that were named (--ids), not at random"
     where = f"{said} from the rows of split {config.split!r}"
     if any(group_of(sample) is not None for sample in on.prompts.first(ENOUGH)):
         where += ", one of each group, so that each group counts once"

@@ -279,35 +279,48 @@ def _first(holds: Callable[[float], bool], low: float) -> float:
 @dataclass
 class Alarm:
     """Watches losses in [0, 1] for ever: the chance that it ever goes off while their mean is at
-    most `limit` is at most `alpha`. It starts to bet anew every EVERY losses, with shares 1 / (k (k
-    + 1)) of its capital, so that a long good time does not hide a bad one that follows."""
+    most `limit` is at most `alpha`. Where losses crowd, it bets anew with shares 1 / (k (k + 1)) of
+    its capital, so that a long good time does not hide a bad one that follows: whether it does is
+    told by what came before, so that what it has in all stays a supermartingale."""
 
     limit: float
     alpha: float
     logs: NDArray | None = None
     """[starts, stakes]"""
-    seen: int = 0
+    since: float = math.inf
+    """How many losses of 0 have come since one that is not."""
+    anew: bool = False
+    """Whether it bets anew with the next loss."""
 
-    EVERY: ClassVar[int] = 200
+    @cached_property
+    def stakes(self) -> NDArray:
+        """As suit means of two to seventeen times the limit."""
+        return np.minimum(self.limit * 2.0 ** np.arange(5), 0.9)
 
     def add(self, loss: float) -> bool:
         """Whether it goes off with this loss."""
-        if self.seen % self.EVERY == 0:
-            fresh = np.zeros((1, len(SMALL)))
+        if self.logs is None or self.anew:
+            fresh = np.zeros((1, len(self.stakes)))
             self.logs = fresh if self.logs is None else np.concatenate([self.logs, fresh])
-        assert self.logs is not None
-        self.seen += 1
-        with np.errstate(divide="ignore"):
-            self.logs += np.log1p(SMALL * (loss - self.limit) / max(self.limit, 1e-9))
+        self.logs += np.log1p(self.stakes * (loss - self.limit) / max(self.limit, 1e-9))
+        crowded, self.since = loss > 0 and self.since < 1 / self.limit, self.since + 1
+        if loss > 0:
+            self.since = 0
+        self.anew = crowded and self._of_each[-1] < 1
         return self.capital >= 1 / self.alpha
+
+    @property
+    def _of_each(self) -> NDArray:
+        """[starts]: what each start's capital of 1 has come to."""
+        assert self.logs is not None
+        return np.exp(np.minimum(self.logs, 600)).mean(1)
 
     @property
     def capital(self) -> float:
         if self.logs is None:
             return 1.0
         k = np.arange(1, len(self.logs) + 1)
-        begun = np.exp(np.minimum(self.logs, 600)).mean(1) / (k * (k + 1))
-        return float(begun.sum() + 1 / (len(k) + 1))  # what is kept for later starts
+        return float((self._of_each / (k * (k + 1))).sum() + 1 / (len(k) + 1))  # the rest is kept
 
 
 def sequence(losses: NDArray, alpha: float) -> tuple[float, float]:

@@ -43,7 +43,6 @@ PARTS = {
 
 def print_certificate(run: Path, certificate: Certificate) -> None:
     """What was tried, and what is certified."""
-    from lenience.decoding.certified import read_certificate
     from lenience.evaluation.names import setting_name
 
     loss, limit = certificate.loss, f"{certificate.max_drop:.2%}"
@@ -66,6 +65,13 @@ def print_certificate(run: Path, certificate: Certificate) -> None:
         options = "".join(f", {name} {value}" for name, value in certified.options.items())
         say(f"certified: {certified.rule}, window {certified.window}{options}; {use}")
         return
+    _say_why_not(run, certificate)
+
+
+def _say_why_not(run: Path, certificate: Certificate) -> None:
+    """Why nothing is certified, and what the run has nevertheless."""
+    from lenience.decoding.certified import read_certificate
+
     more = ""
     if certificate.needed:
         more = f"; about {certificate.needed} prompts would be needed"

@@ -62,6 +62,17 @@ class Journal:
                 os.truncate(self.path, whole)
         return records
 
+    def after(self, offset: int) -> tuple[list[dict[str, Any]], int]:
+        """The records that lie whole after so many bytes, and where the last of them ends."""
+        if not self.path.exists():
+            return [], offset
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            lines = file.read().rpartition(b"\n")[0]
+        if not lines:
+            return [], offset
+        return [json.loads(line) for line in lines.split(b"\n")], offset + len(lines) + 1
+
     def append(self, *records: dict[str, Any]) -> None:
         """Add finished records, on the disk when this returns."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
