@@ -1,5 +1,6 @@
-"""Whether certificates keep their word: simulated calibrations with known loss curves, repeated
-calibrations on a pool of the built-in pair's answers, and the audit's false alarms and delays.
+"""Whether certificates keep their word: simulated calibrations with known loss curves, attacks by
+asking again and by unlike prompts, repeated calibrations on a pool of the built-in pair's answers,
+what the net loss costs, and the audit's false alarms and delays.
 
     python benchmarks/certificates.py [--pool benchmarks/results/certificate_pool.json] [--out FILE]
     python benchmarks/certificates.py --collect COMPARE [--pool FILE]
@@ -17,7 +18,9 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -27,22 +30,32 @@ from rich.progress import track
 from rich.table import Table
 from scipy.stats import binomtest
 
+from lenience.certification.question import CertifyConfig
 from lenience.certification.sequential_tests import (
+    COMMON,
     TESTS,
     Alarm,
+    Binomial,
+    SettingResult,
     Test,
     fixed_sequence_test,
-    look_schedule,
+    paired_wealth,
     wealth,
 )
+from lenience.runs.ledger import FIRST, Ledger
+from lenience.runs.uses import Draw, draw_rows
+from lenience.tasks import JsonlTask, Sample, Task, ungradable
 
 ALPHA, REPEATS = 0.05, 2000
-POOLED = ((0.005, 2000), (0.01, 1000), (0.01, 2000), (0.015, 2000))
+POOLED = ((0.005, 3000), (0.01, 1000), (0.01, 2000), (0.01, 3000), (0.015, 3000))
 """Limits and prompts of the calibrations on the pool, two of them just under what a setting really
 loses."""
+ENOUGH, TOKENS = 50, 102
+"""On how many prompts the target's accuracy is looked at, and how many tokens an answer has."""
 STREAMS = (
     (0.01, 0.01, 3000, 3000),
-    (0.005, 0.03, 500, 4500),
+    (0.003, 0.03, 500, 4500),
+    (0.003, 0.03, 5000, 4500),
     (0.005, 0.1, 500, 2500),
     (0.0, 0.1, 2000, 4000),
 )
@@ -116,20 +129,15 @@ def _net(means: list[float]) -> Callable[[np.random.Generator, int], NDArray]:
 def simulate(name: str, procedure: str) -> dict[str, Any]:
     means, kind, limit, n, _ = CURVES[name]
     draw, rng = kind(means), np.random.default_rng(0)
-    test = TESTS[procedure](limit, ALPHA, look_schedule(n))
+    test = TESTS[procedure](limit, ALPHA, round(n / COMMON))
     best = next(
         (i for i, mean in enumerate(means) if mean > limit), len(means)
     )  # settings before the first that loses more
     false, ranks, seen = 0, [], 0
     for _ in range(REPEATS // 100):
         drawn = np.stack([draw(rng, n) for _ in range(100)])  # [100, settings, n]
-        verdicts = _verdicts(test, drawn) if procedure == "betting" else None
-        for one, losses in enumerate(drawn):
-            tried = fixed_sequence_test(
-                _Table(test, verdicts[one]) if verdicts is not None else test,
-                len(means),
-                _oracle(losses),
-            )
+        for losses in drawn:
+            tried = climb(test, losses)
             passed = [row.setting for row in tried if row.passed]
             false += any(means[setting] > limit for setting in passed)
             ranks.append(min(len(passed), best))
@@ -146,38 +154,36 @@ def simulate(name: str, procedure: str) -> dict[str, Any]:
     }
 
 
-def _oracle(losses: NDArray) -> Callable[[int, int], NDArray]:
+def climb(test: Test, losses: NDArray) -> list[SettingResult]:
+    """The fixed-sequence test of settings with losses [settings, n]."""
+    ends = [test.passed_at(row) for row in losses]
+
     def of(setting: int, n: int) -> NDArray:
         seen = losses[setting, :n].view(Seen)
-        seen.setting = setting
+        seen.passed_at = ends[setting]
         return seen
 
-    return of
+    return list(fixed_sequence_test(_Told(test), len(losses), of, losses.shape[1]))
 
 
 class Seen(np.ndarray):
-    """Losses that know which setting's they are."""
+    """Losses that know when they pass."""
 
-    setting = 0
-
-
-class _Table:
-    """A betting test with its verdicts [settings, looks] worked out for many calibrations at once,
-    by the same wealth."""
-
-    def __init__(self, test: Test, verdicts: NDArray):
-        self.test, self.verdicts, self.looks = test, verdicts, test.looks
-
-    def passes(self, look: int, losses: NDArray) -> bool:
-        return bool(self.verdicts[losses.setting, look])
-
-    def futile(self, look: int, losses: NDArray) -> bool:
-        return self.test.futile(look, losses)
+    passed_at: int | None = None
 
 
-def _verdicts(test: Test, drawn: NDArray) -> NDArray:
-    highest = np.maximum.accumulate(wealth(drawn, test.limit), -1)  # [100, settings, n]
-    return highest[..., np.array(test.looks) - 1] >= 1 / test.alpha
+class _Told(Test):
+    """A test that is told when losses pass, and does not work it out anew with each batch."""
+
+    def __init__(self, test: Test):
+        self.__dict__.update(test=test, limit=test.limit)
+
+    def passed_at(self, losses: NDArray) -> int | None:
+        at = losses.passed_at
+        return at if at and at <= len(losses) else None
+
+    def futile(self, losses: NDArray, most: int) -> bool:
+        return self.test.futile(losses, most)
 
 
 def collect(folder: Path, path: Path) -> None:
@@ -207,12 +213,22 @@ def collect(folder: Path, path: Path) -> None:
     path.write_text(json.dumps({"prompts": len(ids), "target_right": right, "settings": settings}))
 
 
+@dataclass(frozen=True)
+class Recalibrated:
+    outside: NDArray
+    """What each setting that passed loses on the prompts that were not used."""
+    speed: float
+    prompts: int
+    passes: float
+
+
 class Pool:
     """What each setting loses on every prompt of a pool, strict first, and its speed."""
 
     def __init__(self, path: Path):
         pool = json.loads(path.read_text())
         self.prompts = int(pool["prompts"])
+        self.target_right = int(pool["target_right"])
         self.lost = np.zeros((len(pool["settings"]), self.prompts))
         for row, setting in zip(self.lost, pool["settings"]):
             row[setting["lost"]] = 1
@@ -226,17 +242,24 @@ class Pool:
         allowed = [i for i in range(len(means)) if (means[: i + 1] <= limit).all()]
         return float(self.speed[allowed[-1] + 1]) if allowed else None
 
-    def recalibrate(
-        self, test: Test, n: int, rng: np.random.Generator
-    ) -> tuple[NDArray, float] | None:
-        """Calibrate on n prompts: the mean losses of the settings that passed on all the other
-        prompts, and the speed of the last of them."""
+    def recalibrate(self, test: Test, n: int, rng: np.random.Generator) -> Recalibrated:
+        """Calibrate on at most n prompts: the mean losses of the settings that passed on all the
+        other prompts, the speed of the last of them, and what it took."""
         order = rng.permutation(self.prompts)
-        tried = fixed_sequence_test(test, len(self.lost), _oracle(self.lost[:, order[:n]]))
+        tried = climb(test, self.lost[:, order[:n]])
         passed = [row.setting for row in tried if row.passed]
-        if not passed:
-            return None
-        return self.lost[passed][:, order[n:]].mean(1), float(self.speed[passed[-1] + 1])
+        outside = self.lost[passed][:, order[n:]].mean(1)
+        speed = float(self.speed[passed[-1] + 1]) if passed else 1.0
+        return Recalibrated(outside, speed, max(row.n for row in tried), self._passes(tried))
+
+    def _passes(self, tried: list[SettingResult]) -> float:
+        """Of the target, at most: those of each setting that was tried, and those of the target
+        alone where the setting's answer is wrong, as often as the target's is or one is lost, and
+        for its accuracy. Untouched answers, which spare some of these, the pool does not tell."""
+        lenient = sum(row.n / self.speed[row.setting + 1] for row in tried)
+        wrong = 1 - self.target_right / self.prompts
+        alone = ENOUGH + max(row.n * (wrong + self.lost[row.setting].mean()) for row in tried)
+        return TOKENS * (lenient + alone)
 
 
 def on_pool(pool: Pool, limit: float, n: int, repeats: int = 200) -> list[dict[str, Any]]:
@@ -244,27 +267,182 @@ def on_pool(pool: Pool, limit: float, n: int, repeats: int = 200) -> list[dict[s
     against all the other prompts."""
     told = []
     for procedure in TESTS:
-        test, rng = TESTS[procedure](limit, ALPHA, look_schedule(n)), np.random.default_rng(1)
+        test, rng = TESTS[procedure](limit, FIRST * ALPHA, round(50 / limit)), _seeded(1)
         made = [pool.recalibrate(test, n, rng) for _ in range(repeats)]
-        passed = [one for one in made if one is not None]
-        false = sum(bool((outside > limit).any()) for outside, _ in passed)
+        false = sum(bool((one.outside > limit).any()) for one in made)
         told.append(
             {
                 "limit": limit,
                 "n": n,
                 "procedure": procedure,
-                "share": false / repeats,
-                "none": 1 - len(passed) / repeats,
-                "tokens_per_pass": _mean([speed for _, speed in passed]),
+                "false": false / repeats,
+                "none": sum(not len(one.outside) for one in made) / repeats,
+                "tokens_per_pass": float(np.mean([one.speed for one in made])),
                 "best": pool.best(limit),
-                "loss_on_the_rest": _mean([float(outside[-1]) for outside, _ in passed]),
+                "prompts": float(np.mean([one.prompts for one in made])),
+                "target_passes": float(np.mean([one.passes for one in made])),
             }
         )
     return told
 
 
-def _mean(values: list[float]) -> float | None:
-    return float(np.mean(values)) if values else None
+def _seeded(number: int) -> np.random.Generator:
+    return np.random.default_rng(number)
+
+
+def share_of(false: int, repeats: int = REPEATS) -> dict[str, Any]:
+    """How many of all, with an exact 95 % interval."""
+    interval = binomtest(false, repeats).proportion_ci(0.95)
+    return {"false": false / repeats, "interval": [interval.low, interval.high]}
+
+
+def first_passed(
+    test: Binomial, mean: float, most: int, rng: np.random.Generator, repeats: int = REPEATS
+) -> NDArray:
+    """[repeats]: whether losses of this mean pass within `most` prompts."""
+    losses, passed, before = np.zeros(repeats, int), np.zeros(repeats, bool), 0
+    for fits, n in enumerate(n for n in test.boundary if n <= most):
+        losses += rng.binomial(n - before, mean, repeats)
+        passed, before = passed | (losses <= fits), n
+    return passed
+
+
+def asked_again(mean: float, folders: int, questions: int) -> dict[str, Any]:
+    """Questions from so many folders, which share a ledger, until one passes."""
+    rng, any_passed = _seeded(3), np.zeros(REPEATS, bool)
+    with TemporaryDirectory() as place:
+        for number in range(questions):
+            folder = Path(place) / f"run {number % folders}"
+            ledger = Ledger(folder, {"target": "any"}, Path(place) / "home")
+            attempt = ledger.attempt(f"question {number}", Rows([Sample("", "", "")]), "train")
+            test = CertifyConfig(("topk:2",)).test(attempt.share)
+            assert isinstance(test, Binomial)
+            any_passed |= first_passed(test, mean, 3000, rng)
+    said = f"{questions} questions from {folders} folders"
+    return {"attack": said, "true": mean, "limit": 0.01, **share_of(int(any_passed.sum()))}
+
+
+def grown(mean: float) -> dict[str, Any]:
+    """The same question, allowed ever more prompts until it passes."""
+    test = Binomial(0.01, FIRST * ALPHA, 5000)
+    passed = first_passed(test, mean, 4316, _seeded(4))
+    said = "299, 1,079, 2,158, 4,316 prompts"
+    return {"attack": said, "true": mean, "limit": 0.01, **share_of(int(passed.sum()))}
+
+
+class Rows(Task):
+    """A task of given rows."""
+
+    name = "rows"
+
+    def __init__(self, rows: list[Sample]):
+        self.rows = rows
+
+    def samples(self, split: str) -> list[Sample]:
+        return self.rows
+
+
+class Encoder:
+    """As much of a model as a draw needs."""
+
+    def encode(self, prompt: str) -> list[str]:
+        return [prompt]
+
+
+def drawn(said: str, mean: float, rows: Callable[[np.random.Generator], Any]) -> dict[str, Any]:
+    """Calibrations on rows, drawn as the library draws them, with their losses by prompt; the limit
+    is 5 %."""
+    test, rng, false = Binomial(0.05, FIRST * ALPHA, 1000), _seeded(5), 0
+    encoder: Any = Encoder()
+    for number in range(REPEATS):
+        samples, lost = rows(rng)
+        used = draw_rows(encoder, Rows(samples), Draw(str(number), 600, "calibration"), ())
+        losses = np.array([lost[one.prompt] for one in used], float)
+        false += test.passed_at(losses) is not None
+    return {"attack": said, "true": mean, "limit": 0.05, **share_of(false)}
+
+
+def clusters(size: int, mean: float = 0.050005) -> dict[str, Any]:
+    """300 groups of so many prompts that are lost together."""
+
+    def rows(rng: np.random.Generator) -> tuple[list[Sample], dict[str, bool]]:
+        lost = rng.random(300) < mean
+        names = [(f"{group} {i}", str(group)) for group in range(300) for i in range(size)]
+        samples = [Sample(name, name, None, group=group) for name, group in names]
+        return samples, {name: bool(lost[int(group)]) for name, group in names}
+
+    return drawn(f"groups of {size}", mean, rows)
+
+
+def popular(share: float) -> dict[str, Any]:
+    """600 rows, of which one prompt, which is lost, makes up so many on average."""
+
+    def rows(rng: np.random.Generator) -> tuple[list[Sample], dict[str, bool]]:
+        names = ["often" if one < share else str(i) for i, one in enumerate(rng.random(600))]
+        samples = [Sample(str(i), name, None) for i, name in enumerate(names)]
+        return samples, {name: name == "often" for name in names}
+
+    return drawn(f"one prompt is {share:.1%} of all, and lost", share, rows)
+
+
+def half_ungradable() -> dict[str, Any]:
+    """A file in which every second reference is none."""
+    with TemporaryDirectory() as place:
+        path = Path(place) / "rows.jsonl"
+        rows = [{"prompt": str(i), "reference": "N/A" if i % 2 else "7"} for i in range(1000)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        task = JsonlTask(path, "regex:([0-9]+)", "number")
+        samples = list(task.samples("train"))
+        refused = len(ungradable(task, samples))
+    return {"attack": f"half ungradable: {refused} of {len(samples)} named, refused"}
+
+
+def four_audits() -> dict[str, Any]:
+    """Four processes that audit 2,000 prompts each, at exactly the limit."""
+    rng, false = _seeded(6), 0
+    for _ in track(range(REPEATS), "four audits"):
+        alarm = Alarm(0.01, ALPHA)
+        false += any(alarm.add(loss) for loss in (rng.random(8000) < 0.01).astype(float))
+    return {"attack": "four audits of 2,000", "true": 0.01, "limit": 0.01, **share_of(false)}
+
+
+def attacks() -> list[dict[str, Any]]:
+    told = [asked_again(mean, folders, 20) for mean in (0.010001, 0.012) for folders in (1, 10)]
+    told += [grown(0.010001), grown(0.012)]
+    told += [clusters(size) for size in track((2, 5, 10, 20), "groups")]
+    told += [popular(share) for share in track((0.050005, 0.1, 0.3), "popular prompts")]
+    return [*told, half_ungradable(), four_audits()]
+
+
+def exact() -> list[dict[str, Any]]:
+    """The chance of a false certificate by recursion, at the limit, and when nothing is lost."""
+    told = []
+    for limit in (0.001, 0.01, 0.05):
+        for number, share in ((1, FIRST), (2, (1 - FIRST) * 6 / np.pi**2)):
+            test = Binomial(limit, share * ALPHA, round(50 / limit))
+            row = {"limit": limit, "attempt": number, "level": share * ALPHA}
+            row |= {"false": test.power(limit, test.horizon), "lost_nothing": test.boundary[0]}
+            told.append(row)
+    return told
+
+
+def net(lost: float, gained: float, drop: float = 0.01, streams: int = 1000) -> dict[str, Any]:
+    """How many prompts the net loss takes four times in five, beside the best stake in
+    hindsight."""
+    u, limit = _seeded(7).random((streams, 12_000)), (1 + drop) / 2
+    losses = np.where(u < lost, 1.0, np.where(u < lost + gained, 0.0, 0.5))
+    ours = _four_in_five(paired_wealth(losses, limit, limit))
+    stakes = np.geomspace(1 / 64, 0.99, 14)
+    best = min(_four_in_five(wealth(losses, limit, np.array([one]))) for one in stakes)
+    spread = _four_in_five(wealth(losses, limit))
+    told = {"lost": lost, "gained": gained, "prompts": ours, "best_stake": best}
+    return told | {"ratio": ours / best, "even_stakes": spread}
+
+
+def _four_in_five(rich: NDArray) -> float:
+    reached = rich >= 1 / ALPHA
+    ends = np.where(reached.any(1), reached.argmax(1) + 1, np.inf)
+    return float(np.quantile(ends, 0.8, method="higher"))
 
 
 def audits(
@@ -321,6 +499,9 @@ def main() -> None:
         if CURVES[name][4] or procedure != "binomial"
     ]
     told["simulated"] = [simulate(*one) for one in track(wanted, "simulated calibrations")]
+    told["exact"] = exact()
+    told["attacks"] = attacks()
+    told["net"] = [net(0.003, 0.001), net(0.02, 0.018)]
     if given.pool.exists():
         pool = Pool(given.pool)
         told["pool"] = [row for limit, n in POOLED for row in on_pool(pool, limit, n)]

@@ -271,7 +271,7 @@ def test_stakes_on_paired_answers_follow_those_before() -> None:
     rng = np.random.default_rng(6)
     losses = rng.choice([0.0, 0.5, 1.0], 40, p=[0.1, 0.8, 0.1])
     wanted = []
-    for part in (0.4, 0.8):
+    for part in (0.35, 0.7):
         capital, differ = [1.0], 0
         for n, loss in enumerate(losses):
             stake = min(part * 0.1 / ((differ + 50 * 0.2) / (n + 50)), 0.8 / 0.9)

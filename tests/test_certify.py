@@ -1133,5 +1133,29 @@ def test_the_target_is_asked_only_where_it_must_be_and_losses_are_the_same(
     assert len(targets - first) <= needed and (needed < 60 or loss != "paired")
 
 
+@pytest.mark.parametrize("joined", ["", "&topk:9", "|topk:2"])
+def test_an_answer_that_no_score_lies_between_is_taken_over(
+    joined: str, llama: Pair, task: Echo, tmp_path: Path
+) -> None:
+    """And only such a one: what is taken over is what would have been decoded."""
+    width = 2 * (llama.target.hidden_size + llama.draft.hidden_size)
+    weight = torch.randn(width, generator=torch.Generator().manual_seed(1)) / 16
+    Head(weight, 0.0, Inputs(), 0.5, llama.fingerprints).save(tmp_path / "judge")
+    (tmp_path / "uses.jsonl").touch()
+    rules = [f"judge:{tmp_path / 'judge'}@{threshold}{joined}" for threshold in (0.7, 0.6, 0.5)]
+    asked = question(settings=(tuple(rules),), rules=(), max_drop=0.95, limit=100)
+    made = certify(llama, task, tmp_path, asked)
+    tried = [row["rule"] for row in made["tried"]]
+    assert tried == rules, "all must be tried, to have anything to take over"
+    (journal,) = tmp_path.glob("calibration/*/answers.jsonl")
+    lines = [line for line in Journal(journal) if line["rule"] in rules[1:]]
+    taken = [line for line in lines if line["seconds"] == 0]
+    assert taken and len(taken) < len(lines)
+    by_id = {sample.id: sample.prompt for sample in task.samples("train")}
+    for line in taken:
+        out = llama.generate(by_id[line["id"]], rule=line["rule"], window=4, max_new_tokens=12)
+        assert (out.text, out.target_passes) == (line["text"], line["target_passes"])
+
+
 def _half_right(self: Echo, text: str, sample: Sample) -> bool:
     return int(sample.id.split("-")[1]) % 2 == 0 and Echo.correct(self, text, sample)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from lenience.certification.labels import Labels
+from lenience.certification.nested import is_same
 from lenience.certification.question import CertifyConfig
 from lenience.certification.sequential_tests import SettingResult, Test
 from lenience.core.errors import InputError
@@ -99,6 +101,8 @@ class Calibration:
     def __post_init__(self) -> None:
         self._answers = Answers(self.pair, self.task, self.folder / "answers.jsonl")
         self.labels = Labels(self.task, self.config.labels)
+        self._stricter = {now: before for one in self.chains() for before, now in pairwise(one)}
+        """The setting whose answers may be those of each."""
 
     @property
     def ledger(self) -> Ledger:
@@ -125,7 +129,12 @@ class Calibration:
 
     def answers(self, decoding: Decoding, n: int, phase: str = "") -> list[Answer]:
         """The first n prompts' answers; `phase` is shown while they are decoded."""
-        return self._get(decoding, self.prompts.first(n), phase)
+        samples = self.prompts.first(n)
+        if before := self._stricter.get(decoding):
+            known = self._answers.known(before, samples).values()
+            same = [one for one in known if is_same(one, before, decoding)]
+            self._answers.adopt(decoding, same)
+        return self._get(decoding, samples, phase)
 
     def alone(self, samples: Sequence[Sample]) -> list[Answer]:
         """Answers by the target alone."""

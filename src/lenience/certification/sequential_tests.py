@@ -248,7 +248,7 @@ def wealth(losses: NDArray, mean: float, stakes: NDArray = STAKES) -> NDArray:
         ) / len(stakes)
 
 
-PAIRED_STAKES = (0.4, 0.8)
+PAIRED_STAKES = (0.35, 0.7)
 """Shares of limit / (how many differ), the stake that would win most where nothing is lost."""
 PRIOR = 50
 """How many answers, twice the limit of them differing, are taken as seen before the first."""

@@ -40,6 +40,9 @@ class Answer(Record):
     draft_passes: int = 0
     accepted_exact: int = 0
     accepted_lenient: int = 0
+    closest: float | None = None
+    """The highest of a judge's scores of the tokens that were rejected, 0 without any: above it the
+    answer is the same at any lower threshold. None where a rejected token has no score."""
     seconds: float | None = None
     """How long it took, many being decoded together: what this one added."""
     trace: list[tuple[str, str, float | None]] | None = None
@@ -148,11 +151,29 @@ class Answers:
             draft_passes=out.draft_passes,
             accepted_exact=out.accepted_exact,
             accepted_lenient=out.accepted_lenient,
+            closest=_closest(out),
             seconds=round(decoded.seconds, 4),
             trace=trace,
         )
+        self._add(answer)
+
+    def adopt(self, decoding: Decoding, answers: Iterable[Answer]) -> None:
+        """Take answers of another decoder for this one's, as they are known to be the same."""
+        setting, rule = str(decoding), str(decoding.rule)
+        for answer in answers:
+            if (setting, answer.id) not in self._known:
+                same = {"setting": setting, "rule": rule, "seconds": 0.0, "trace": None}
+                self._add(answer.model_copy(update=same))
+
+    def _add(self, answer: Answer) -> None:
         self.journal.append(answer.to_json())
         self._keep(answer)
+
+
+def _closest(out: Generation) -> float | None:
+    scores = [entry.score for entry in out.trace if entry.origin == "correction"]
+    known = [score for score in scores if score is not None]
+    return max(known, default=0.0) if len(known) == len(scores) else None
 
 
 Scored = tuple[list[tuple[_Decoded, Score]], Exception | None]

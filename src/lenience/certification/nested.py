@@ -1,0 +1,50 @@
+"""Which answers of a stricter setting are also those of a more lenient one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from lenience.decoding.options import Decoding
+from lenience.rules.base import Term
+from lenience.rules.combine import AnyOf
+from lenience.rules.judge import Judge
+from lenience.rules.registry import parse_rule
+from lenience.runs.answers import Answer
+
+MARGIN = 1e-5
+"""Of logits, which are compared in float32."""
+
+
+def is_same(answer: Answer, strict: Decoding, lenient: Decoding) -> bool:
+    """Whether a stricter setting's answer is the lenient one's too: where they differ in the
+    threshold of one judge, and no token that it rejected has a score that the lower threshold
+    reaches, every verdict is the same, and so is all that follows."""
+    threshold = _lower_threshold(strict, lenient)
+    if threshold is None or answer.closest is None:
+        return False
+    return _logit(answer.closest) < _logit(threshold) - MARGIN
+
+
+def _lower_threshold(strict: Decoding, lenient: Decoding) -> float | None:
+    """The threshold of the lenient one's judge, where that is all that differs."""
+    if replace(strict, rule="exact") != replace(lenient, rule="exact"):
+        return None
+    one, other = parse_rule(strict.rule), parse_rule(lenient.rule)
+    if not (isinstance(one, AnyOf) and isinstance(other, AnyOf)):
+        return None
+    judges = [term for rule in (one, other) for term in rule.terms if isinstance(term, Judge)]
+    if len(judges) != 2 or one.with_terms(_open) != other.with_terms(_open):
+        return None
+    above, below = (judge.bound for judge in judges)
+    return below if below < above else None
+
+
+def _open(term: Term) -> Term:
+    return replace(term, threshold=None) if isinstance(term, Judge) else term
+
+
+def _logit(score: float) -> float:
+    if not 0 < score < 1:
+        return math.copysign(math.inf, score - 0.5)
+    return math.log(score / (1 - score))
