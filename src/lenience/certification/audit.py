@@ -31,7 +31,7 @@ from lenience.decoding.certified import (
 from lenience.decoding.generation import Generation
 from lenience.decoding.pair import Pair
 from lenience.models.lm import Prompt
-from lenience.runs.journal import Journal
+from lenience.runs.journal import Journal, Tail
 from lenience.tasks import Sample, Task, as_task, ungradable
 from lenience.tasks.jsonl import metadata
 
@@ -162,9 +162,8 @@ class Audit:
         self._lock = threading.Lock()
         self._unsaid = 0
         """How many prompts were answered here since the last line."""
-        self._read = 0
-        """How far the journal was read."""
         self.journal = Journal(run / "audit.jsonl")
+        self._tail = Tail(self.journal.path)
         assert self.certificate.certified is not None
         self._about = {"certified": self.certificate.certified.rule, "data": binds["data"]}
         with self._alone():
@@ -174,10 +173,7 @@ class Audit:
     def _alone(self) -> Iterator[None]:
         """No other thread or process counts meanwhile; what others have counted is known."""
         with self._lock, FileLock(self.journal.path.with_suffix(".lock")):
-            records, self._read = self.journal.after(self._read)
-            if self.journal.path.exists() and self.journal.path.stat().st_size > self._read:
-                self.journal.resume()  # cuts a torn last line off: who wrote it is gone
-            for record in records:
+            for record in self._tail.new():
                 if record.items() >= self._about.items():
                     self._count(AuditLine.read(record, str(self.journal.path)))
             yield
@@ -185,8 +181,7 @@ class Audit:
     def _write(self, line: AuditLine) -> None:
         """Add a line while alone, and count it."""
         self.journal.append(line.to_json())
-        records, self._read = self.journal.after(self._read)
-        assert len(records) == 1
+        assert len(self._tail.new()) == 1
         self._count(line)
 
     def picks(self, prompt: Prompt, number: int) -> bool:
@@ -233,6 +228,8 @@ class Audit:
         reference = self._gradable(live)
         loss = self._loss(replace(live, reference=reference), text, alone)
         with self._alone():
+            if row and (row.number, row.content) in self.rows:
+                return self._state()  # another process was at the same file
             seen, self._unsaid = self.seen + self._unsaid, 0
             line = AuditLine(
                 **self._about,

@@ -36,7 +36,7 @@ from lenience.runs.answers import Answer, Answers
 from lenience.runs.journal import open_run
 from lenience.runs.ledger import Attempt, Ledger
 from lenience.runs.record import check_prompts, describe
-from lenience.runs.uses import Draw, uses_in
+from lenience.runs.uses import Draw
 from lenience.tasks import Sample, Task, ungradable
 
 if TYPE_CHECKING:
@@ -64,18 +64,13 @@ class Prompts:
 
     def _draw(self) -> None:
         self.rows = self.ledger.rows(self.lm, self.task, self.draw)
-        self._taken_then = self._taken()
-
-    def _taken(self) -> set[tuple[str, str, str]]:
-        """The rows that others use."""
-        uses = uses_in(self.ledger.place)
-        return {one.row for one in uses if (one.key, one.use) != (self.draw.key, self.draw.use)}
+        self._taken = self.ledger.taken(self.draw)
 
     def first(self, n: int) -> list[Sample]:
         """The first n, or as many as there are."""
-        if n > self._noted:
+        if self._noted < min(n, len(self.rows)):
             with self.ledger.held():
-                if self._taken() != self._taken_then:
+                if self.ledger.taken(self.draw) != self._taken:
                     self._draw()  # another question has taken some since
                 fresh, use = self.rows[self._noted : n], self.draw.use
                 self.ledger.note(self.lm, fresh, use=use, key=self.draw.key, task=self.task)
@@ -152,14 +147,14 @@ class Calibration:
     def beside(self, decoding: Decoding, lenient: Sequence[Answer]) -> list[Answer | None]:
         """The target's own answers to the first prompts, which a setting has answered; None where
         nothing can be lost whatever it is. The target is asked only where it must be: a greedy
-        answer in which nothing was kept by lenience is its own, where the rule goes on as the
+        answer in which no token was kept by lenience is its own, where the rule goes on as the
         target does, and one that is right is no paired loss."""
         as_target = decoding.temperature == 0 and parse_rule(decoding.rule).goes_on_as_target
         paired = self.config.loss == "paired"
         known: list[Answer | None] = []
         asked = []
         for sample, answer in zip(self.prompts.rows, lenient):
-            own = as_target and not answer.accepted_lenient
+            own = as_target and answer.kept_by_lenience == 0
             known.append(answer if own else None)
             if not own and not (paired and answer.correct):
                 asked.append(sample)
@@ -213,13 +208,14 @@ class Calibration:
     def _check_target(self) -> None:
         """Raise InputError where the target is right on none of the first prompts, or on too
         few."""
-        alone = self._looked_at()
-        if self.config.labels:
+        samples, alone = self.prompts.first(ENOUGH), self._looked_at()
+        if any(sample.reference is None for sample in samples):
             return
         right, least = sum(one.correct for one in alone), self.config.least_accuracy
-        if not right and not any(one.correct for one in self.alone(self.prompts.first(FEW))):
+        more = self.prompts.first(FEW if not least else ENOUGH)
+        if not right and not any(one.correct for one in self.alone(more)):
             raise InputError(
-                f"task {self.task.name!r}: the target answers none of {min(FEW, self.most)} "
+                f"task {self.task.name!r}: the target answers none of {len(more)} "
                 "prompts rightly, so nothing can be lost; look at how answers are found (--answer, "
                 "--same), or bound the disagreement (--loss disagreement)"
             )

@@ -30,14 +30,16 @@ from lenience.decoding.certified import (
     Certified,
     TriedSetting,
     head_paths,
+    heads_of,
 )
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.evaluation.pages import write_certificate
+from lenience.heads.head import Learned
 from lenience.rules.registry import parse_spec
 from lenience.runs.answers import Answer
 from lenience.runs.record import mined_first
-from lenience.runs.uses import group_of
+from lenience.runs.uses import fitted_in, group_of
 from lenience.tasks import Task, as_task
 
 if TYPE_CHECKING:
@@ -96,8 +98,8 @@ def certify(
         made = Certificate.read(read_json(path), str(path)) if path.exists() else None
         if made is None or not (made.certified or made.most == on.most):
             made = _certificate(on, folder)
-            write_json(path, made.to_json())
             account(on, folder, made)
+            write_json(path, made.to_json())
         with on.ledger.held():
             made = as_it_stands(on.ledger, made)
             saved = save(folder, made)
@@ -127,7 +129,7 @@ def save(folder: Path, certificate: Certificate) -> Path:
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class _Chains:
     """How the tests of all settings ended."""
 
     tried: list[list[TriedSetting]]
@@ -151,7 +153,7 @@ class _Outcome:
 def _certificate(on: Calibration, folder: Path) -> Certificate:
     began = time.perf_counter()
     config = on.config
-    outcome = _Outcome([_test_chain(on, chain) for chain in on.chains()])
+    outcome = _Chains([_test_chain(on, chain) for chain in on.chains()])
     best, shown = outcome.best, outcome.shown
     setting = on.decoding_of(shown)
     return Certificate(
@@ -196,6 +198,10 @@ def _test_chain(on: Calibration, settings: list[Decoding]) -> list[TriedSetting]
     return tried
 
 
+def _heads(decoding: Decoding) -> list[Learned]:
+    return heads_of(decoding.rule, decoding.stop)
+
+
 def _needed(on: Calibration, setting: Decoding, row: TriedSetting) -> int | None:
     return on.config.sample_size(on.losses(setting, row.n), on.attempt.share)
 
@@ -208,7 +214,8 @@ def _drawn(on: Calibration, folder: Path) -> str:
     where = f"{said} from the rows of split {config.split!r}"
     if any(group_of(sample) is not None for sample in on.prompts.first(ENOUGH)):
         where += ", one of each group, so that each group counts once"
-    if mined_first(folder):
+    runs = {fitted_in(head) for chain in on.chains() for one in chain for head in _heads(one)}
+    if any(mined_first(run) for run in (folder, *filter(None, runs))):
         where += "; those that were mined before were the first of the data, not drawn"
     return where
 
@@ -235,7 +242,7 @@ def _procedure(on: Calibration) -> str:
     error, number = 1 - config.confidence, on.attempt.number
     return (
         "Learn-then-Test: settings tested from strict to lenient until one fails, each by "
-        f"{test.said} after each batch of fresh prompts, so that the last setting to pass loses "
+        f"{test.said} on growing numbers of fresh prompts, so that the last setting to pass loses "
         f"more than max_drop with a chance of at most {error * on.attempt.share:.3g}{several}. "
         f"This is attempt {number}: all attempts on such prompts together are wrong with a chance "
         f"of at most {error:.3g}."

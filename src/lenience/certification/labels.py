@@ -10,7 +10,7 @@ from typing import Any
 from lenience.core.errors import InputError
 from lenience.core.files import read_lines, replacing
 from lenience.runs.answers import Answer
-from lenience.tasks import Sample, Task
+from lenience.tasks import Sample, Task, ungradable
 
 
 class Labels:
@@ -41,12 +41,17 @@ class Labels:
             self.wanted[sample.id] = {
                 "id": sample.id,
                 "prompt": sample.prompt,
-                "target": alone.answer,
-                "lenient": lenient.answer,
+                "answers": sorted({str(alone.answer), str(lenient.answer)}),
                 "reference": None,
             }
             return None
-        return replace(sample, reference=self.task.reference(str(given)))
+        labelled = replace(sample, reference=self.task.reference(str(given)))
+        if ungradable(self.task, [labelled]):
+            raise InputError(
+                f"{self.path}: the reference {given!r} of {sample.id} is one to which no answer is "
+                "the same; look at --answer and --same"
+            )
+        return labelled
 
     def ask(self) -> None:
         """Write the rows that are wanted to the file, if there are any, and raise InputError that

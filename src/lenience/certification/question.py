@@ -61,10 +61,10 @@ class CertifyConfig:
     """The options of decoding that were given; the length limit is the task's where it was not."""
     horizon: int | None = None
     """Over how many prompts the error is spent: a question can go on so long; None for 50 /
-    max_drop."""
+    max_drop, and four times as many where losses are not 0 or 1."""
     limit: int | None = None
     """How many prompts at most now, no part of the question: asked again with more it goes on.
-    None for as many as give most settings a good chance, 30 / max_drop."""
+    None for as many as give most settings a good chance: three fifths of the horizon."""
     ids: tuple[str, ...] = ()
     split: str = "train"
     allow_weak_target: bool = False
@@ -183,7 +183,7 @@ class CertifyConfig:
         """All that are named, or as many as the error is for the most part spent by. At most the
         limit, and the horizon."""
         if self.ids:
-            return min(len(self.ids), self.limit or len(self.ids))
+            return min(len(self.ids), self.limit or len(self.ids), self.spent_over)
         return min(self.limit or math.ceil(COMMON * self.spent_over), self.spent_over)
 
     def sample_size(self, losses: NDArray, share: float, least: float = 0.0) -> int | None:

@@ -161,7 +161,7 @@ class HoeffdingBentkus(Test):
     @cached_property
     def looks(self) -> list[tuple[int, float]]:
         """When it looks, ever twice as late up to the horizon, and at which level."""
-        numbers = [self.horizon]
+        numbers = [round(COMMON * self.horizon), self.horizon]
         while numbers[0] * self.limit > 2:
             numbers.insert(0, numbers[0] // 2)
         levels = np.diff([0.0, *map(self.spent, numbers)])
@@ -288,7 +288,7 @@ class Alarm:
     logs: NDArray | None = None
     """[starts, stakes]"""
     since: float = math.inf
-    """How many losses of 0 have come since one that is not."""
+    """How many losses have come since one above the limit."""
     anew: bool = False
     """Whether it bets anew with the next loss."""
 
@@ -302,11 +302,13 @@ class Alarm:
         if self.logs is None or self.anew:
             fresh = np.zeros((1, len(self.stakes)))
             self.logs = fresh if self.logs is None else np.concatenate([self.logs, fresh])
-        self.logs += np.log1p(self.stakes * (loss - self.limit) / max(self.limit, 1e-9))
-        crowded, self.since = loss > 0 and self.since < 1 / self.limit, self.since + 1
-        if loss > 0:
-            self.since = 0
-        self.anew = crowded and self._of_each[-1] < 1
+        self.logs += np.log1p(self.stakes * (loss - self.limit) / self.limit)
+        crowded, self.anew = self.since < 1 / self.limit, False
+        self.since += 1
+        if loss <= self.limit:  # it is poorer
+            return False
+        self.since = 0
+        self.anew = crowded and float(self._of_each[-1]) < 1
         return self.capital >= 1 / self.alpha
 
     @property

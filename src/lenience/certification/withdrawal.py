@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from scipy.stats import binom
+
 from lenience.certification.calibration import Calibration
 from lenience.core.files import digest, read_json, write_json
 from lenience.decoding.certified import FILE, Certificate, TriedSetting, setting_without_paths
@@ -38,8 +40,8 @@ def mark(ledger: Ledger, folder: Path) -> None:
             made = Certificate.read(read_json(path), str(path))
             stands = as_it_stands(ledger, made)
             if stands.withdrawn != made.withdrawn:
-                write_json(path, stands.to_json())
                 write_certificate(path.with_suffix(".html"), stands)
+                write_json(path, stands.to_json())
 
 
 def as_it_stands(ledger: Ledger, certificate: Certificate) -> Certificate:
@@ -68,10 +70,9 @@ def _outcome(on: Calibration, folder: Path, certificate: Certificate, row: Tried
 
 def _contradicts(row: TriedSetting, now: Outcome, earlier: Outcome) -> bool:
     """Whether a setting that did not pass now speaks against its earlier certificate: on more
-    prompts, where no more was asked for, or where it lost more than was certified."""
+    prompts it has lost too much for what that says, were it asked by these alone."""
     if (now.setting, now.binds) != (earlier.setting, earlier.binds):
         return False
     if now.key == earlier.key or now.n <= earlier.n:
         return False
-    no_more = now.max_drop >= earlier.max_drop and now.confidence <= earlier.confidence
-    return no_more or row.losses / row.n > earlier.max_drop
+    return bool(binom.cdf(row.losses, row.n, earlier.max_drop) > 1 - earlier.confidence)

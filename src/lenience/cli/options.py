@@ -285,11 +285,11 @@ class QuestionFlags:
     """How each setting is tested: binomial for paired and disagreement, betting for the others, or
     hoeffding-bentkus."""
     limit: int | None = None
-    """How many prompts at most, by default 30 / --max-drop; asked again with more, the question
-    goes on."""
+    """How many prompts at most, by default three fifths of --horizon; asked again with more, the
+    question goes on."""
     horizon: int | None = None
-    """Over how many prompts the error is spent, by default 50 / --max-drop: fewer settle it sooner
-    where there are no more."""
+    """Over how many prompts the error is spent, by default 50 / --max-drop, four times as many for
+    --loss net and task: fewer settle it sooner where there are no more."""
     ask_labels: Path | None = None
     """A JSONL file for prompts without a reference: those on which the answers differ are written
     to it, to be filled in before asking again."""

@@ -34,8 +34,8 @@ from lenience.rules.registry import BASELINES, parse_spec
 from lenience.rules.settings import expand
 from lenience.runs.answers import Answer, Answers
 from lenience.runs.journal import Journal, open_run
+from lenience.runs.ledger import Ledger
 from lenience.runs.record import check_prompts, describe
-from lenience.runs.uses import fitted_in, note_uses
 from lenience.tasks import Sample, Task, as_task, take
 
 DEFAULT_WINDOWS = (2, 4, 8, 16, 32)
@@ -282,15 +282,14 @@ class Comparison:
         return middle - began, (time.perf_counter() - middle) / len(batch)
 
     def _note_uses(self) -> None:
-        """In the run folders of the heads that are compared: a certificate must not use prompts
-        that a choice was made on."""
+        """In the ledger, and in the run folders of the heads that are compared: a certificate must
+        not use prompts that a choice was made on."""
         used = {"window": self.tuning_samples, "comparison": self.samples}
-        runs = {fitted_in(head) for head in self.config.heads().values()}
-        for run in filter(None, runs):
+        lm, task = self.pair.target, self.task
+        for run in {Path(head.path).parent for head in self.config.heads().values()}:
+            ledger = Ledger(run, self.pair.fingerprints)
             for use, samples in used.items():
-                prompts = [(sample.id, sample.prompt) for sample in samples]
-                known_as = self.task.known_as
-                note_uses(run, self.pair.target, prompts, use=use, key="compare", task=known_as)
+                ledger.note(lm, samples, use=use, key="compare", task=task)
 
     def _chooses_window(self, decoder: Decoder) -> bool:
         return len(self.config.windows) > 1 and not decoder.names_window

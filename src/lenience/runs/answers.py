@@ -19,6 +19,8 @@ from lenience.runs.journal import Journal
 from lenience.tasks import Sample, Score, Task
 from lenience.tasks.base import AnswerValue
 
+BY_LENIENCE = ("draft-lenient", "draft-trusted")
+"""Where tokens came from that the target might not have said."""
 MOST_SCORED = 64
 """How many answers are scored together: what is scored at once is lost at once."""
 
@@ -40,6 +42,8 @@ class Answer(Record):
     draft_passes: int = 0
     accepted_exact: int = 0
     accepted_lenient: int = 0
+    kept_by_lenience: int | None = None
+    """How many of its tokens the strict rule would not have kept; None in older journals."""
     closest: float | None = None
     """The highest of a judge's scores of the tokens that were rejected, 0 without any: above it the
     answer is the same at any lower threshold. None where a rejected token has no score."""
@@ -151,6 +155,7 @@ class Answers:
             draft_passes=out.draft_passes,
             accepted_exact=out.accepted_exact,
             accepted_lenient=out.accepted_lenient,
+            kept_by_lenience=sum(one.origin in BY_LENIENCE for one in out.trace),
             closest=_closest(out),
             seconds=round(decoded.seconds, 4),
             trace=trace,

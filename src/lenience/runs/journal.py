@@ -62,17 +62,6 @@ class Journal:
                 os.truncate(self.path, whole)
         return records
 
-    def after(self, offset: int) -> tuple[list[dict[str, Any]], int]:
-        """The records that lie whole after so many bytes, and where the last of them ends."""
-        if not self.path.exists():
-            return [], offset
-        with self.path.open("rb") as file:
-            file.seek(offset)
-            lines = file.read().rpartition(b"\n")[0]
-        if not lines:
-            return [], offset
-        return [json.loads(line) for line in lines.split(b"\n")], offset + len(lines) + 1
-
     def append(self, *records: dict[str, Any]) -> None:
         """Add finished records, on the disk when this returns."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,6 +87,31 @@ class Journal:
 
 def _line(record: dict[str, Any]) -> bytes:
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+
+
+class Tail:
+    """A journal that other processes append to as well, read as it grows, while its lock is
+    held."""
+
+    def __init__(self, path: Path):
+        self.journal = Journal(path)
+        self._end = 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """The records that have come since; a torn last line, whose writer is gone, is cut off."""
+        if not self.journal.path.exists():
+            return []
+        with self.journal.path.open("rb") as file:
+            file.seek(self._end)
+            whole, newline, torn = file.read().rpartition(b"\n")
+        self._end += len(whole) + len(newline)
+        if torn:
+            self.journal.resume()
+        try:
+            return [json.loads(line) for line in whole.split(b"\n")] if whole else []
+        except ValueError:
+            list(self.journal)  # which says where it is broken
+            raise
 
 
 MAY_DIFFER = ("versions", "pair")

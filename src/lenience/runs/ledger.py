@@ -14,14 +14,13 @@ from filelock import FileLock
 from lenience.core.errors import InputError
 from lenience.core.files import data_folder, digest
 from lenience.core.records import Record
-from lenience.runs.journal import Journal
-from lenience.runs.uses import Draw, draw_rows, locked, note_uses, uses_in, uses_of
+from lenience.runs.journal import Journal, Tail
+from lenience.runs.uses import Draw, Use, draw_rows, locked, use_of, uses_in, uses_of
 from lenience.tasks import Sample, Task, take
 
 if TYPE_CHECKING:
     from lenience.models.lm import LM
 
-FILES = ("uses.jsonl", "attempts.jsonl", "outcomes.jsonl")
 FIRST = 0.9
 """The share of the error that the first question gets."""
 
@@ -73,7 +72,10 @@ class Ledger:
     def __init__(self, folder: Path, fingerprints: Mapping[str, str], home: Path | None = None):
         """`home` takes the place of the user's data folder."""
         self.folder, self.pair = folder, digest(dict(fingerprints), sort_keys=True)
-        self.place = (home or data_folder()) / "ledger" / self.pair
+        target = {part: value for part, value in fingerprints.items() if part != "draft"}
+        # a prompt that was used with another draft is used
+        self.place = (home or data_folder()) / "ledger" / digest(target, sort_keys=True)
+        self._uses = {place: _Uses(place) for place in (self.place, folder)}
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -91,27 +93,33 @@ class Ledger:
 
     def _merge(self) -> None:
         """Count what a run folder brings along."""
-        for name in FILES:
-            journal = Journal(self.place / name)
-            known = {digest(record, sort_keys=True) for record in journal.resume()}
-            brought = [
-                record
-                for record in Journal(self.folder / name).resume()
-                if record.get("pair", self.pair) == self.pair
-                and digest(record, sort_keys=True) not in known
-            ]
-            if brought:
-                journal.append(*brought)
+        ours, brought = self._uses[self.place], self._uses[self.folder]
+        ours.read()
+        ours.add(one for one in brought.read() if one.row not in ours.rows)
+        for name in ("attempts.jsonl", "outcomes.jsonl"):
+            known = Journal(self.place / name).resume()
+            for record in Journal(self.folder / name).resume():
+                if record not in known:
+                    Journal(self.place / name).append(record)
 
     def rows(self, lm: LM, task: Task, draw: Draw) -> list[Sample]:
         """The rows of a draw, see `draw_rows`."""
-        return draw_rows(lm, task, draw, uses_of(self.place, self.folder, draw))
+        with self.held():
+            return draw_rows(lm, task, draw, uses_of(self.place, self.folder, draw))
+
+    def taken(self, draw: Draw) -> int:
+        """How many rows have been used otherwise than for a draw."""
+        with self.held():
+            uses = self._uses[self.place].rows.values()
+            return sum((one.key, one.use) != (draw.key, draw.use) for one in uses)
 
     def note(self, lm: LM, samples: Sequence[Sample], *, use: str, key: str, task: Task) -> None:
         """Record that rows are about to be used, before they are."""
         prompts = [(sample.id, sample.prompt) for sample in samples]
-        for folder in (self.place, self.folder):
-            note_uses(folder, lm, prompts, use=use, key=key, task=task.known_as)
+        with self.held():
+            noted = [use_of(lm, *one, use=use, key=key, task=task.known_as) for one in prompts]
+            for uses in self._uses.values():
+                uses.add(one for one in noted if one.row not in uses.rows)
 
     def attempt(self, key: str, task: Task, split: str, *, counts: bool = True) -> Attempt:
         """Which attempt a question is, among those on a task of the same name, and on others of
@@ -138,7 +146,8 @@ class Ledger:
     def _alike(self, known: Iterable[Attempt], task: Task, split: str) -> list[Attempt]:
         sources = {digest(sample.prompt) for sample in take(task, split, None)}
         on_these = {one.key for one in uses_in(self.place) if one.source in sources}
-        return [one for one in known if one.task == task.label or one.key in on_these]
+        ours = (one for one in known if one.pair == self.pair)
+        return [one for one in ours if one.task == task.label or one.key in on_these]
 
     def outcomes(self) -> list[Outcome]:
         """The last of each question's setting."""
@@ -157,3 +166,24 @@ class Ledger:
             journal = Journal(folder / "outcomes.jsonl")
             if outcome.to_json() not in journal.resume():
                 journal.append(outcome.to_json())
+
+
+class _Uses:
+    """The uses that a folder's uses.jsonl names, read as it grows."""
+
+    def __init__(self, folder: Path):
+        self._tail = Tail(folder / "uses.jsonl")
+        self.rows = dict[tuple[str, str, str], Use]()
+
+    def read(self) -> list[Use]:
+        """Those that have come since."""
+        where = str(self._tail.journal.path)
+        new = [Use.read(record, where) for record in self._tail.new()]
+        for one in new:
+            self.rows.setdefault(one.row, one)
+        return new
+
+    def add(self, uses: Iterable[Use]) -> None:
+        if lines := [one.to_json() for one in uses]:
+            self._tail.journal.append(*lines)
+            self.read()

@@ -76,6 +76,12 @@ def locked(folder: Path) -> FileLock:
     return FileLock(folder / "run.lock", is_singleton=True)
 
 
+def use_of(lm: LM, id: str, prompt: Prompt, *, use: str, key: str, task: str) -> Use:
+    """What a prompt is used for."""
+    content = prompt_digest(lm.encode(prompt))
+    return Use(id=id, task=task, prompt=content, source=digest(prompt), use=use, key=key)
+
+
 def note_uses(
     folder: Path,
     lm: LM,
@@ -84,21 +90,20 @@ def note_uses(
     use: str,
     key: str,
     task: str = "",
-) -> list[Use]:
+) -> None:
     """Record in RUN/uses.jsonl what prompts, each with its id in a task, are about to be used for.
-    `key` is of what uses them, which may use them again. Returns those that were not there."""
+
+    `key` is of what uses them, which may use them again."""
     journal = Journal(folder / "uses.jsonl")
     with locked(folder):
         noted = {Use.read(record, str(journal.path)).row for record in journal.resume()}
         uses = []
         for id, prompt in prompts:
-            content, source = prompt_digest(lm.encode(prompt)), digest(prompt)
-            one = Use(id=id, task=task, prompt=content, source=source, use=use, key=key)
+            one = use_of(lm, id, prompt, use=use, key=key, task=task)
             if one.row not in noted:
                 noted.add(one.row)
                 uses.append(one)
         journal.append(*(one.to_json() for one in uses))
-    return uses
 
 
 def uses_in(run: Path) -> Iterator[Use]:
@@ -144,7 +149,8 @@ def draw_rows(lm: LM, task: Task, draw: Draw, uses: Iterable[Use]) -> list[Sampl
 
     A row is known by its id and task. Of a prompt that was used under other names, as many rows
     count as used; the rest are drawn as often as they come, so that a frequent prompt weighs as it
-    does in the data. Of a group one row is drawn, and none where any of its rows was used. Raises
+    does in the data. Groups are drawn as often as single rows, a row of each, and none of which any
+    row was used. Raises
     InputError where one of those that are named was used, or none are left.
     """
     samples = take(task, draw.split, None)
@@ -154,14 +160,13 @@ def draw_rows(lm: LM, task: Task, draw: Draw, uses: Iterable[Use]) -> list[Sampl
         raise InputError(f"prompt {first!r}: {where} has no such one in its split {draw.split!r}")
     rows = _Rows(task, samples, uses)
     drawn = rows.own(draw)
-    random.Random(draw.key).shuffle(samples)
-    for sample in samples:
+    rows.spend_groups(lm)
+    named = [sample for sample in samples if sample.id in draw.ids] if draw.ids else samples
+    for sample in _units(named, draw.key):
         if len(drawn) >= draw.n:
             break
         if sample.id in rows.by_id and rows.by_id[sample.id].key == draw.key:
             continue  # its own already, for this or another use
-        if draw.ids and sample.id not in draw.ids:
-            continue
         used_for = rows.take(sample, prompt_digest(lm.encode(sample.prompt)))
         if used_for is None:
             drawn.append(sample)
@@ -175,6 +180,15 @@ def draw_rows(lm: LM, task: Task, draw: Draw, uses: Iterable[Use]) -> list[Sampl
             "name a file of others (--task), or another --split"
         )
     return drawn[: draw.n]
+
+
+def _units(samples: Sequence[Sample], key: str) -> list[Sample]:
+    """Rows in random order, of each group a random one."""
+    rng, units = random.Random(key), dict[str, Sample]()
+    for number, sample in enumerate(rng.sample(samples, len(samples))):
+        group = group_of(sample)
+        units.setdefault(f"row {number}" if group is None else f"group {group}", sample)
+    return rng.sample(list(units.values()), len(units))  # large groups had come first
 
 
 class _Rows:
@@ -192,8 +206,15 @@ class _Rows:
             else:
                 self._elsewhere[one.prompt] += 1
                 self._use_of.setdefault(one.prompt, one.use)
-        groups = (group_of(self._samples[id]) for id in self.by_id)
-        self._groups = {group for group in groups if group is not None}
+        self._groups = {group_of(self._samples[id]) for id in self.by_id}
+
+    def spend_groups(self, lm: LM) -> None:
+        """Of prompts that were used under other names, the groups are used too."""
+        if self._elsewhere:
+            grouped = [one for one in self._samples.values() if group_of(one) is not None]
+            for sample in grouped:
+                if self._elsewhere[prompt_digest(lm.encode(sample.prompt))]:
+                    self._groups.add(group_of(sample))
 
     def own(self, draw: Draw) -> list[Sample]:
         """Those that were noted for the same."""
@@ -207,13 +228,9 @@ class _Rows:
         group = group_of(sample)
         if self._elsewhere[content] > 0:
             self._elsewhere[content] -= 1
-            if group is not None:
-                self._groups.add(group)
             return self._use_of[content]
-        if group is not None:
-            if group in self._groups:
-                return f"this or something else, in its group {group!r}"
-            self._groups.add(group)
+        if group is not None and group in self._groups:
+            return f"something else, in its group {group!r}"
         return None
 
 
