@@ -55,7 +55,7 @@ ENOUGH, TOKENS = 50, 102
 STREAMS = (
     (0.01, 0.01, 3000, 3000),
     (0.003, 0.03, 500, 4500),
-    (0.003, 0.03, 5000, 4500),
+    (0.003, 0.03, 5000, 9500),
     (0.005, 0.1, 500, 2500),
     (0.0, 0.1, 2000, 4000),
 )
@@ -363,6 +363,19 @@ def drawn(said: str, mean: float, rows: Callable[[np.random.Generator], Any]) ->
 
 
 def clusters(size: int, mean: float = 0.050005) -> dict[str, Any]:
+    """150 groups of so many prompts that are never lost, and 150 single ones that are."""
+
+    def rows(rng: np.random.Generator) -> tuple[list[Sample], dict[str, bool]]:
+        lost = (rng.random(300) < 2 * mean) & (np.arange(300) < 150)
+        sizes = [1 if group < 150 else size for group in range(300)]
+        names = [(f"{group} {i}", str(group)) for group in range(300) for i in range(sizes[group])]
+        samples = [Sample(name, name, None, group=group) for name, group in names]
+        return samples, {name: bool(lost[int(group)]) for name, group in names}
+
+    return drawn(f"groups of {size}, single ones are lost", mean, rows)
+
+
+def together(size: int, mean: float = 0.050005) -> dict[str, Any]:
     """300 groups of so many prompts that are lost together."""
 
     def rows(rng: np.random.Generator) -> tuple[list[Sample], dict[str, bool]]:
@@ -371,7 +384,7 @@ def clusters(size: int, mean: float = 0.050005) -> dict[str, Any]:
         samples = [Sample(name, name, None, group=group) for name, group in names]
         return samples, {name: bool(lost[int(group)]) for name, group in names}
 
-    return drawn(f"groups of {size}", mean, rows)
+    return drawn(f"groups of {size}, lost together", mean, rows)
 
 
 def popular(share: float) -> dict[str, Any]:
@@ -409,7 +422,8 @@ def four_audits() -> dict[str, Any]:
 def attacks() -> list[dict[str, Any]]:
     told = [asked_again(mean, folders, 20) for mean in (0.010001, 0.012) for folders in (1, 10)]
     told += [grown(0.010001), grown(0.012)]
-    told += [clusters(size) for size in track((2, 5, 10, 20), "groups")]
+    told += [together(size) for size in track((2, 5, 10, 20), "groups")]
+    told += [clusters(size) for size in track((5, 20), "unlike groups")]
     told += [popular(share) for share in track((0.050005, 0.1, 0.3), "popular prompts")]
     return [*told, half_ungradable(), four_audits()]
 
