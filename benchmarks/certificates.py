@@ -52,6 +52,9 @@ POOLED = ((0.005, 3000), (0.01, 1000), (0.01, 2000), (0.01, 3000), (0.015, 3000)
 loses."""
 ENOUGH, TOKENS = 50, 102
 """On how many prompts the target's accuracy is looked at, and how many tokens an answer has."""
+ANEW = (1, 0.42, 0.82, 0.95, 0.95, 0.95)
+"""Of each of the pool's settings, the share of answers that the one before does not give: measured
+on 100 other problems, by its judge's scores."""
 STREAMS = (
     (0.01, 0.01, 3000, 3000),
     (0.003, 0.03, 500, 4500),
@@ -253,16 +256,17 @@ class Pool:
         return Recalibrated(outside, speed, max(row.n for row in tried), self._passes(tried))
 
     def _passes(self, tried: list[SettingResult]) -> float:
-        """Of the target, at most: those of each setting that was tried, and those of the target
-        alone where the setting's answer is wrong, as often as the target's is or one is lost, and
-        for its accuracy. Untouched answers, which spare some of these, the pool does not tell."""
-        lenient = sum(row.n / self.speed[row.setting + 1] for row in tried)
+        """Of the target, at most: those of each setting that was tried, where the one before does
+        not give them, and those of the target alone where the setting's answer is wrong, as often
+        as the target's is or one is lost, and for its accuracy. Untouched answers, which spare some
+        of these, the pool does not tell."""
+        lenient = sum(ANEW[row.setting] * row.n / self.speed[row.setting + 1] for row in tried)
         wrong = 1 - self.target_right / self.prompts
         alone = ENOUGH + max(row.n * (wrong + self.lost[row.setting].mean()) for row in tried)
         return TOKENS * (lenient + alone)
 
 
-def on_pool(pool: Pool, limit: float, n: int, repeats: int = 200) -> list[dict[str, Any]]:
+def on_pool(pool: Pool, limit: float, n: int, repeats: int = 1000) -> list[dict[str, Any]]:
     """Calibrations on n prompts of the pool, drawn anew each time; what is certified is held
     against all the other prompts."""
     told = []
