@@ -375,6 +375,22 @@ def test_prompts_that_others_chose_on_are_left_out(llama: Pair, task: Echo, tmp_
     assert len(left | used) == 160 - 5 - 12 - len({"train-0", "train-4"} - chosen_on)
 
 
+def test_what_a_head_without_a_run_was_compared_on_is_used(
+    llama: Pair, task: Echo, tmp_path: Path
+) -> None:
+    """And nothing is put beside it, which would pass for the run that it was fitted in."""
+    width = 2 * (llama.target.hidden_size + llama.draft.hidden_size)
+    head = Head(torch.ones(width) / 9, 0.0, Inputs(), 0.5, llama.fingerprints, prompts=("any",))
+    head.save(tmp_path / "alone" / "judge")
+    rule = f"judge:{tmp_path / 'alone' / 'judge'}@0.5"
+    compare(
+        llama, task, CompareConfig((rule,), windows=(2,), limit=4, tuning=2, timed=1, repeats=1)
+    )
+    assert [path.name for path in (tmp_path / "alone").iterdir()] == ["judge"]
+    left = drawn(llama, task, tmp_path / "run", Draw("a", 160, "calibration", split="test"))
+    assert left and not {"test-0", "test-4", "test-8", "test-12"} & set(left)
+
+
 def test_nothing_certified_is_said_and_decodes_strictly(
     llama: Pair, task: Echo, tmp_path: Path
 ) -> None:

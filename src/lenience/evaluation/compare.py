@@ -36,6 +36,7 @@ from lenience.runs.answers import Answer, Answers
 from lenience.runs.journal import Journal, open_run
 from lenience.runs.ledger import Ledger
 from lenience.runs.record import check_prompts, describe
+from lenience.runs.uses import fitted_in
 from lenience.tasks import Sample, Task, as_task, take
 
 DEFAULT_WINDOWS = (2, 4, 8, 16, 32)
@@ -286,7 +287,7 @@ class Comparison:
         not use prompts that a choice was made on."""
         used = {"window": self.tuning_samples, "comparison": self.samples}
         lm, task = self.pair.target, self.task
-        for run in {Path(head.path).parent for head in self.config.heads().values()}:
+        for run in {fitted_in(head) for head in self.config.heads().values()}:
             ledger = Ledger(run, self.pair.fingerprints)
             for use, samples in used.items():
                 ledger.note(lm, samples, use=use, key="compare", task=task)

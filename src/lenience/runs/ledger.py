@@ -69,13 +69,16 @@ class Ledger:
     """A pair's account in a user's data folder, which a run folder takes its part of along: what is
     in either is counted."""
 
-    def __init__(self, folder: Path, fingerprints: Mapping[str, str], home: Path | None = None):
-        """`home` takes the place of the user's data folder."""
-        self.folder, self.pair = folder, digest(dict(fingerprints), sort_keys=True)
+    def __init__(
+        self, folder: Path | None, fingerprints: Mapping[str, str], home: Path | None = None
+    ):
+        """`folder` is a run's, None for none; `home` takes the place of the user's data folder."""
+        self.pair = digest(dict(fingerprints), sort_keys=True)
         target = {part: value for part, value in fingerprints.items() if part != "draft"}
         # a prompt that was used with another draft is used
         self.place = (home or data_folder()) / "ledger" / digest(target, sort_keys=True)
-        self._uses = {place: _Uses(place) for place in (self.place, folder)}
+        self.folder = folder or self.place
+        self._uses = {place: _Uses(place) for place in (self.place, self.folder)}
 
     @contextmanager
     def held(self) -> Iterator[None]:
