@@ -46,7 +46,8 @@ from lenience.runs.ledger import FIRST, Ledger
 from lenience.runs.uses import Draw, draw_rows
 from lenience.tasks import JsonlTask, Sample, Task, ungradable
 
-ALPHA, REPEATS = 0.05, 2000
+ALPHA, REPEATS, MANY = 0.05, 2000, 50_000
+"""The error that is allowed, how many simulations there are, and how many where they are cheap."""
 POOLED = ((0.005, 3000), (0.01, 1000), (0.01, 2000), (0.01, 3000), (0.015, 3000))
 """Limits and prompts of the calibrations on the pool, two of them just under what a setting really
 loses."""
@@ -301,7 +302,7 @@ def share_of(false: int, repeats: int = REPEATS) -> dict[str, Any]:
 
 
 def first_passed(
-    test: Binomial, mean: float, most: int, rng: np.random.Generator, repeats: int = REPEATS
+    test: Binomial, mean: float, most: int, rng: np.random.Generator, repeats: int = MANY
 ) -> NDArray:
     """[repeats]: whether losses of this mean pass within `most` prompts."""
     losses, passed, before = np.zeros(repeats, int), np.zeros(repeats, bool), 0
@@ -313,7 +314,7 @@ def first_passed(
 
 def asked_again(mean: float, folders: int, questions: int) -> dict[str, Any]:
     """Questions from so many folders, which share a ledger, until one passes."""
-    rng, any_passed = _seeded(3), np.zeros(REPEATS, bool)
+    rng, any_passed = _seeded(3), np.zeros(MANY, bool)
     with TemporaryDirectory() as place:
         for number in range(questions):
             folder = Path(place) / f"run {number % folders}"
@@ -323,7 +324,7 @@ def asked_again(mean: float, folders: int, questions: int) -> dict[str, Any]:
             assert isinstance(test, Binomial)
             any_passed |= first_passed(test, mean, 3000, rng)
     said = f"{questions} questions from {folders} folders"
-    return {"attack": said, "true": mean, "limit": 0.01, **share_of(int(any_passed.sum()))}
+    return {"attack": said, "true": mean, "limit": 0.01, **share_of(int(any_passed.sum()), MANY)}
 
 
 def grown(mean: float) -> dict[str, Any]:
@@ -331,7 +332,7 @@ def grown(mean: float) -> dict[str, Any]:
     test = Binomial(0.01, FIRST * ALPHA, 5000)
     passed = first_passed(test, mean, 4316, _seeded(4))
     said = "299, 1,079, 2,158, 4,316 prompts"
-    return {"attack": said, "true": mean, "limit": 0.01, **share_of(int(passed.sum()))}
+    return {"attack": said, "true": mean, "limit": 0.01, **share_of(int(passed.sum()), MANY)}
 
 
 class Rows(Task):
