@@ -129,6 +129,16 @@ def test_the_same_question_goes_on_with_the_prompts_that_it_has(
     assert certify(pair, Rows(3000), tmp_path, replace(asked, limit=3000)) == more
 
 
+def test_what_is_only_out_of_reach_is_not_said_to_lose_too_much(
+    llama: Pair, tmp_path: Path
+) -> None:
+    """One of 32 is more than 1 %, and may be nothing; with so few prompts it cannot pass."""
+    pair = Stub(llama, after(5, 20))
+    made = certify(pair, Rows(3000), tmp_path, question(max_drop=0.01, limit=420))
+    assert (made.n, made.losses) == (32, 1) and "too few prompts" in str(made.reason)
+    assert "more than is allowed, but on too few to be sure" in str(made.reason)
+
+
 def test_a_later_failure_withdraws_an_earlier_certificate(llama: Pair, tmp_path: Path) -> None:
     """Also one that lies in another run folder, and its copy elsewhere."""
     lucky = certify(Stub(llama), Rows(3000), tmp_path / "a", question())

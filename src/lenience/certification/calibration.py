@@ -129,18 +129,25 @@ class Calibration:
             known = self._answers.known(before, samples).values()
             same = [one for one in known if is_same(one, before, decoding)]
             self._answers.adopt(decoding, same)
-        return self._get(decoding, samples, phase)
+
+        def shown(phase: str, done: int, total: int) -> None:
+            self.progress(phase, done, self.most)
+
+        return self._get(decoding, samples, phase, shown)
 
     def alone(self, samples: Sequence[Sample]) -> list[Answer]:
         """Answers by the target alone."""
-        return self._get(replace(self.decoding, rule="target"), samples, "the target alone")
+        decoding = replace(self.decoding, rule="target")
+        return self._get(decoding, samples, "the target alone", self.progress)
 
-    def _get(self, decoding: Decoding, samples: Sequence[Sample], phase: str) -> list[Answer]:
+    def _get(
+        self, decoding: Decoding, samples: Sequence[Sample], phase: str, progress: Progress
+    ) -> list[Answer]:
         """Rows that are the same but for their ids are decoded once."""
         firsts = dict[str, Sample]()
         for sample in samples:
             firsts.setdefault(_content(sample), sample)
-        answers = self._answers.get(decoding, list(firsts.values()), self.progress, phase)
+        answers = self._answers.get(decoding, list(firsts.values()), progress, phase)
         by_content = dict(zip(firsts, answers))
         return [by_content[_content(sample)] for sample in samples]
 

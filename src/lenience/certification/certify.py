@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from scipy.stats import binom
 
 from lenience.certification.calibration import (
     ENOUGH,
@@ -18,8 +19,8 @@ from lenience.certification.calibration import (
     calibration,
     tokens_per_pass,
 )
-from lenience.certification.question import LOSSES, CertifyConfig
-from lenience.certification.sequential_tests import fixed_sequence_test
+from lenience.certification.question import BINARY, LOSSES, CertifyConfig
+from lenience.certification.sequential_tests import FUTILITY, fixed_sequence_test
 from lenience.certification.withdrawal import account, as_it_stands, mark
 from lenience.core.files import read_json, write_json
 from lenience.core.progress import Progress, silent
@@ -166,7 +167,7 @@ def _certificate(on: Calibration, folder: Path) -> Certificate:
         losses=shown.losses,
         upper_bound=shown.upper_bound,
         attempt=on.attempt.number,
-        level=(1 - config.confidence) * on.attempt.share,
+        level=round((1 - config.confidence) * on.attempt.share, 12),
         key=on.attempt.key,
         most=on.most,
         drawn=_drawn(on, folder),
@@ -252,10 +253,18 @@ def _procedure(on: Calibration) -> str:
 def _reason(config: CertifyConfig, row: TriedSetting) -> str:
     """Why nothing is certified."""
     rate, strictest = row.losses / row.n, f"the strictest setting, {row.rule}"
-    if row.hopeless and rate >= config.max_drop:
+    if row.hopeless and _too_high(config, row):
         return f"the loss is too high: already {strictest}, lost {rate:.2%} of {row.n} prompts"
     more = ", more than is allowed, but on too few to be sure" if rate >= config.max_drop else ""
     return f"too few prompts: {strictest}, lost {row.losses:g} of {row.n}{more}"
+
+
+def _too_high(config: CertifyConfig, row: TriedSetting) -> bool:
+    """Whether a setting that was given up loses too much, but for a chance of FUTILITY, and is not
+    only out of reach with the prompts that there are."""
+    if config.loss not in BINARY:
+        return row.losses / row.n >= config.max_drop
+    return bool(binom.sf(row.losses - 1, row.n, config.max_drop) <= FUTILITY)
 
 
 def plan(
