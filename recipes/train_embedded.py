@@ -68,8 +68,6 @@ SHAPES = {
 }
 CONTEXT = 1024
 EOS = "</s>"
-NUMERIC = 3.0
-"""Weight of digits and operators in the loss, whose signal would else drown in that of wording."""
 WRITTEN = 0.25
 """How large new weights are, as a share of random ones, that write into the residual."""
 IGNORED = -100  # label of positions that the loss leaves out: the prompt and the padding
@@ -120,6 +118,8 @@ class Training:
     """Tokens in a batch."""
     compare: int
     """How often the hardest family comes for once of each other."""
+    numeric: float
+    """Weight of digits and operators in the loss, whose signal would drown in that of wording."""
     work: Path
     """Where the state is kept."""
     out: Path
@@ -240,7 +240,8 @@ def new_model(training: Training, tokenizer: PreTrainedTokenizerFast) -> LlamaFo
         pad_token_id=tokenizer.eos_token_id,
         **SHAPES[training.role],
     )
-    model = LlamaForCausalLM(config)
+    # on a CPU the backward pass of bfloat16 attention is slower fused than plain
+    model = LlamaForCausalLM._from_config(config, attn_implementation="eager")
     if training.widen:
         begin_with(model, LlamaForCausalLM.from_pretrained(training.widen, dtype="float32"))
     return model.to(training.device)
@@ -278,11 +279,11 @@ def optimizers_of(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Opti
     ]
 
 
-def token_weights(tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
+def token_weights(tokenizer: PreTrainedTokenizerFast, of_numeric: float) -> torch.Tensor:
     """[V]: of each token in the loss."""
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     numeric = [bool(re.fullmatch(r"▁?[\d+*/=-]", token)) for token in tokens]
-    return torch.where(torch.tensor(numeric), NUMERIC, 1.0)
+    return torch.where(torch.tensor(numeric), of_numeric, 1.0)
 
 
 class Trainer:
@@ -294,8 +295,9 @@ class Trainer:
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         self.model = new_model(training, self.tokenizer)
         self.optimizers = optimizers_of(self.model, training.rate)
-        self.weights = token_weights(self.tokenizer).to(training.device)
+        self.weights = token_weights(self.tokenizer, training.numeric).to(training.device)
         self.state = training.work / f"{training.role}.safetensors"
+        self.forward = torch.compile(self.model, dynamic=True)
         self.seen, self.pool, self.step = 0, training.pool, 0
         if self.state.exists():
             progress = load_state(self.state, self.model, self.optimizers)
@@ -334,7 +336,7 @@ class Trainer:
                 done = self.seen / training.tokens
                 group["lr"] = training.rate * schedule(done, training.decay)
         with torch.autocast(training.device, dtype=torch.bfloat16):
-            logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]  # [B, T-1, V]
+            logits = self.forward(input_ids=ids, use_cache=False).logits[:, :-1]  # [B, T-1, V]
         loss = weighted_loss(logits.float(), labels[:, 1:].to(ids.device), self.weights)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -360,6 +362,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8192, help="tokens in a batch")
     compare_help = "how often the family `compare` comes for once of each other"
     parser.add_argument("--compare", type=int, default=2, help=compare_help)
+    numeric_help = "weight of digits and operators in the loss"
+    parser.add_argument("--numeric", type=float, default=3, help=numeric_help)
     work_help = "where the state of the training is kept"
     parser.add_argument("--work", type=Path, default=Path("training"), help=work_help)
     parser.add_argument("--out", type=Path, default=EMBEDDED, help="where the finished models go")

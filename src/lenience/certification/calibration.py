@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 
 from lenience.certification.labels import Labels
 from lenience.certification.nested import is_same
+from lenience.certification.prompts import Prompts, check_references, draw_of
 from lenience.certification.question import CertifyConfig
 from lenience.certification.sequential_tests import SettingResult, Test
 from lenience.core.errors import InputError
@@ -24,7 +25,6 @@ from lenience.decoding.certified import (
     LostAnswer,
     LostSample,
     TriedSetting,
-    heads_of,
     setting_without_paths,
     stop_without_paths,
     without_paths,
@@ -36,46 +36,16 @@ from lenience.runs.answers import Answer, Answers
 from lenience.runs.journal import open_run
 from lenience.runs.ledger import Attempt, Ledger
 from lenience.runs.record import check_prompts, describe
-from lenience.runs.uses import Draw
-from lenience.tasks import Sample, Task, ungradable
+from lenience.tasks import Sample, Task
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lenience.models.lm import LM
 
 ENOUGH = 50
 """On how many prompts the target's accuracy is looked at."""
 FEW = 500
 """On how many one must be right where the target's accuracy is allowed to be low."""
-TUNING = 8
-"""How many prompts an automatic window is picked on."""
-
-
-class Prompts:
-    """The rows of a question in the order in which they are used, each noted as used before it
-    is."""
-
-    def __init__(self, ledger: Ledger, lm: LM, task: Task, draw: Draw):
-        self.ledger, self.lm, self.task, self.draw = ledger, lm, task, draw
-        self._noted = 0
-        with ledger.held():
-            self._draw()
-
-    def _draw(self) -> None:
-        self.rows = self.ledger.rows(self.lm, self.task, self.draw)
-        self._taken = self.ledger.taken(self.draw)
-
-    def first(self, n: int) -> list[Sample]:
-        """The first n, or as many as there are."""
-        if self._noted < min(n, len(self.rows)):
-            with self.ledger.held():
-                if self.ledger.taken(self.draw) != self._taken:
-                    self._draw()  # another question has taken some since
-                fresh, use = self.rows[self._noted : n], self.draw.use
-                self.ledger.note(self.lm, fresh, use=use, key=self.draw.key, task=self.task)
-            self._noted = min(n, len(self.rows))
-        return self.rows[:n]
 
 
 @dataclass
@@ -320,10 +290,10 @@ def calibration(
     key = digest(asked, 6, sort_keys=True)
     place = folder / use / key
     ledger = Ledger(folder, pair.fingerprints, config.home)
-    prompts = Prompts(ledger, pair.target, task, _draw(config, key, use))
+    prompts = Prompts(ledger, pair.target, task, draw_of(config, key, use))
     length = config.options.get("max_new_tokens")
     max_new_tokens = check_prompts(pair, task, prompts.rows, length)
-    _check_references(task, config, prompts.rows)
+    check_references(task, config, prompts.rows)
     decoding = replace(config.decoding, max_new_tokens=max_new_tokens)
     open_run(place, asked, "asked.json")
     with _alone(place):
@@ -356,58 +326,12 @@ def check_question(pair: Pair, task: Task, folder: Path, config: CertifyConfig) 
         raise InputError(f"task {task.name!r}: has no loss(text, target_text, sample); {mend}")
 
 
-def _draw(config: CertifyConfig, key: str, use: str) -> Draw:
-    settings = [decoding for chain in config.chains() for decoding in chain]
-    heads = {head.path: head for one in settings for head in heads_of(one.rule, one.stop)}
-    return Draw(
-        key,
-        config.num_prompts(),
-        use,
-        split=config.split,
-        ids=config.ids,
-        heads=tuple(heads.values()),
-    )
-
-
-def _check_references(task: Task, config: CertifyConfig, samples: Sequence[Sample]) -> None:
-    """Raise InputError where references are needed and lack, or cannot be right: nothing could be
-    lost on such prompts."""
-    if not config.needs_references:
-        return
-    if any(sample.reference is None for sample in samples) and not config.labels:
-        raise InputError(
-            f"task {task.name!r}: has prompts without a reference; --ask-labels asks for those "
-            "that are needed, --loss disagreement needs none"
-        )
-    if wrong := ungradable(task, samples):
-        first = wrong[0]
-        raise InputError(
-            f"task {task.name!r}: {len(wrong)} of {len(samples)} prompts have references to which "
-            f"no answer is the same, such as {first.reference!r} of {first.id}; leave them out "
-            "(--ids), or look at --answer and --same"
-        )
-
-
-def _for_window(prompts: Prompts) -> Prompts:
-    """Prompts of its own on which a question's window is picked. Raises InputError where there are
-    too few."""
-    draw = replace(prompts.draw, n=TUNING, use="window")
-    own = Prompts(prompts.ledger, prompts.lm, prompts.task, draw)
-    own.first(TUNING)
-    try:
-        prompts.first(1)
-    except InputError:
-        few = f"needs {TUNING} fresh prompts of its own, and there are {len(own.rows)}"
-        raise InputError(f"window auto: {few}; give a number") from None
-    return own
-
-
 def _picked_window(
     pair: Pair, config: CertifyConfig, decoding: Decoding, prompts: Prompts, path: Path
 ) -> int:
     """The window that was picked once for a question, for its most lenient setting."""
     if not path.exists():
-        samples = _for_window(prompts).rows
+        samples = prompts.for_window()
         last = config.chains(decoding)[-1][-1]
         options = {name: value for name, value in vars(last).items() if name != "window"}
         window = pair.pick_window([sample.prompt for sample in samples], **options)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from lenience.decoding.options import Decoding
 from lenience.rules.base import Term
 from lenience.rules.combine import AnyOf
-from lenience.rules.judge import Judge
+from lenience.rules.judge import Judge, logit
 from lenience.rules.registry import parse_rule
 from lenience.runs.answers import Answer
 
@@ -23,7 +22,7 @@ def is_same(answer: Answer, strict: Decoding, lenient: Decoding) -> bool:
     threshold = _lower_threshold(strict, lenient)
     if threshold is None or answer.closest is None:
         return False
-    return _logit(answer.closest) < _logit(threshold) - MARGIN
+    return logit(answer.closest) < logit(threshold) - MARGIN
 
 
 def _lower_threshold(strict: Decoding, lenient: Decoding) -> float | None:
@@ -42,9 +41,3 @@ def _lower_threshold(strict: Decoding, lenient: Decoding) -> float | None:
 
 def _open(term: Term) -> Term:
     return replace(term, threshold=None) if isinstance(term, Judge) else term
-
-
-def _logit(score: float) -> float:
-    if not 0 < score < 1:
-        return math.copysign(math.inf, score - 0.5)
-    return math.log(score / (1 - score))

@@ -15,6 +15,7 @@ import cyclopts
 from cyclopts import App
 
 from lenience.cli.console import loading, say, screen
+from lenience.cli.named import Models, TaskChoice, mined_with, models_of, task_of
 from lenience.cli.options import (
     AuditFlags,
     CertifyDecoding,
@@ -26,13 +27,8 @@ from lenience.cli.options import (
     GenerateFlags,
     Json,
     MineFlags,
-    Models,
-    TaskChoice,
     TuneFlags,
     given,
-    mined_with,
-    models_of,
-    task_of,
 )
 from lenience.cli.steps import (
     answer,

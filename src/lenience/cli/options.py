@@ -1,5 +1,4 @@
-"""What the command line's options stand for: models, a task, what a head reads, and what a run
-folder says of itself."""
+"""The commands' options, and what is asked with them."""
 
 from __future__ import annotations
 
@@ -11,20 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 from docstring_parser import parse_from_object
 
-from lenience.cli.console import loading
-from lenience.cli.steps import compile_pair
 from lenience.core.errors import InputError
-from lenience.core.files import read_json
 from lenience.decoding.options import Decoding, option_types
 
 if TYPE_CHECKING:
     from lenience.certification.question import CertifyConfig
     from lenience.certification.tune import TuneConfig
-    from lenience.decoding.pair import Pair
     from lenience.evaluation.compare import CompareConfig
     from lenience.heads.head import Inputs, Role
     from lenience.mining.fit import HeadPlan
-    from lenience.tasks import Task
 
 STOP_THRESHOLDS = (0.3, 0.5, 0.7)
 """At which a run's stop head is tried."""
@@ -78,51 +72,6 @@ def given(flags: object | None) -> dict[str, Any]:
     """The options of decoding that were given."""
     values = {} if flags is None else vars(flags)
     return {name: value for name, value in values.items() if value is not None}
-
-
-@Parameter(name="*")
-@dataclass
-class Models:
-    target: str | None = None
-    """Hub name or folder of the target; without it the built-in pair is used."""
-    draft: str | None = None
-    """Hub name or folder of the draft."""
-    dtype: str | None = None
-    """float32, bfloat16, …; by default the checkpoint's own."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
-    compile: bool | None = None
-    """Export the models for ONNX Runtime, kept for the next time; by default where the work is long
-    and they are small."""
-
-    def load(self, long: bool = False, needs_draft: bool = True) -> Pair:
-        """`long`: there is so much to decode that exporting the models pays. Raises InputError
-        where a draft is needed and none is named."""
-        if self.target is not None and self.draft is None and needs_draft:
-            raise InputError("--draft: name the draft too, or a --drafter that needs none")
-        with loading():
-            from lenience.decoding.loading import load_pair
-
-            options = {"dtype": self.dtype, "device": self.device, "compile": False}
-            pair = load_pair(self.target, self.draft, **options)
-        compile_pair(pair, self.compile, long)
-        return pair
-
-
-@Parameter(name="*")
-@dataclass
-class TaskChoice:
-    task: str | None = None
-    """A built-in task's name, wordmath by default, a FILE.jsonl, or file.py:Name."""
-    answer: str | None = None
-    """How a JSONL task's answer is found: regex:PATTERN or after:MARKER."""
-    same: str | None = None
-    """How a JSONL task's answers are compared: number, text or choice."""
-
-    def load(self, default: str = "wordmath") -> Task:
-        from lenience.tasks import load_task
-
-        return load_task(self.task or default, answer=self.answer, same=self.same)
 
 
 @Parameter(name="*")
@@ -435,22 +384,6 @@ class CompareFlags:
         return config
 
 
-def mined_with(run: Path, target: str | None, draft: str | None, device: str) -> Models:
-    """The models that a run was mined with, where they are now."""
-    from lenience.runs.record import read_run
-
-    if not (run / "run.json").is_file():
-        raise InputError(f"{run}: holds no mining run; lenience mine --out {run} makes one")
-    record = read_run(run)
-    if lacking := {"target", "draft"} - record.models.keys():
-        raise InputError(f"{run / 'run.json'}: its models lack {lacking.pop()}; mine anew")
-    if record.pair != "built-in":
-        target = target or record.models["target"].name
-        draft = draft or record.models["draft"].name
-    dtypes = {model.dtype for model in record.models.values()}
-    return Models(target, draft, dtypes.pop() if len(dtypes) == 1 else "auto", device)
-
-
 def judge_of(run: Path) -> str:
     """A run's own judge, as a rule."""
     if not run.exists():
@@ -470,23 +403,3 @@ def read_ids(path: Path | None) -> tuple[str, ...]:
         return tuple(dict.fromkeys(path.read_text(encoding="utf-8").split()))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--ids {path}: cannot be read ({error})") from None
-
-
-def task_of(run: Path, choice: TaskChoice) -> Task:
-    """The task that was named, or else the built-in one that the run was mined on."""
-    from lenience.tasks import TASKS
-
-    mined = "wordmath"
-    if (run / "run.json").exists():
-        mined = str(read_json(run / "run.json").get("task"))
-    if choice.task is None and mined not in TASKS:
-        raise InputError(f"--task: {run} was mined on {mined!r}; name that task's file")
-    return choice.load(mined)
-
-
-def models_of(run: Path, models: Models | None) -> Models:
-    """The models that were named, or else those that the run was mined with."""
-    named = models or Models()
-    if named.target or named.draft or not (run / "run.json").exists():
-        return named
-    return mined_with(run, None, None, named.device)

@@ -33,6 +33,7 @@ from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.registry import NoDrafter, parse_drafter
 from lenience.drafting.stops import Fixed, Stop, parse_stop
 from lenience.models.compile import compile_model
+from lenience.models.generation_config import processors_of
 from lenience.models.lm import LM, Prompt
 from lenience.models.memory import check_memory
 from lenience.models.session import Session
@@ -249,7 +250,7 @@ class Pair:
             temperature=decoding.temperature,
             top_k=getattr(config, "top_k", None) if top_k is None else top_k,
             top_p=getattr(config, "top_p", None) if top_p is None else top_p,
-            processors=reader.processors(sampling=decoding.temperature > 0) or None,
+            processors=processors_of(reader, sampling=decoding.temperature > 0) or None,
             decode=partial(reader.decode, special=True),
             token_mask=reader.token_mask,
             fresh_noise_per_window=setup.rule.whole_window,

@@ -18,6 +18,7 @@ from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.heads import lookahead
 from lenience.heads.head import Inputs
+from lenience.models.generation_config import processors_of
 from lenience.runs.record import MinedSample, Mismatch
 
 TOGETHER = 16
@@ -81,7 +82,7 @@ def _read_together(
     session, drafter = pair.engine(setup, window, len(samples), longest)
     ctx = Context(
         window=window,
-        processors=pair.target.processors(sampling=False) or None,
+        processors=processors_of(pair.target, sampling=False) or None,
         token_mask=pair.target.token_mask,
     )
     found: list[list[Tensor]] = [[] for _ in samples]

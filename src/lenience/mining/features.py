@@ -23,6 +23,7 @@ from lenience.decoding.pair import Pair
 from lenience.heads.fitting import Examples
 from lenience.heads.head import Inputs, Role
 from lenience.mining.drafted_on import as_in_windows, values_drafted_on
+from lenience.models.generation_config import processors_of
 from lenience.models.session import Session
 from lenience.rules.registry import parse_rule
 from lenience.runs.journal import Journal
@@ -203,7 +204,7 @@ def _stop_states(pair: Pair, sample: MinedSample) -> Labelled:
     session = Session(pair.require_draft("a stop head"))
     reading = session.read([sample.prompt_ids + response], len(response) + 1)
     rows = torch.arange(0, len(response), max(1, -(-len(response) // STOP_TOKENS)))
-    processors = pair.target.processors(sampling=False)
+    processors = processors_of(pair.target, sampling=False)
     ctx = Context([Row(Noise.for_prompt(0, []), sample.prompt_ids)], processors=processors)
     logits = ctx.process(reading.logits, torch.tensor([response]))
     drafted = logits[0, :, : pair.target.vocab_size].argmax(-1).cpu()
@@ -283,7 +284,7 @@ def _drawn(
     """The tokens [m] that the draft draws at temperature 1 after prefixes of `ids`, and draft(x) /
     target(x) [m] of them, by the draft's and the target's logits [1, T, V]."""
     noise = Noise.for_prompt(0, ids)
-    processors = pair.target.processors(sampling=True) or None
+    processors = processors_of(pair.target, sampling=True) or None
     ctx = Context([Row(noise, ids[:1])], temperature=1.0, processors=processors)
     vocabulary = min(len(logits[0][0, 0]), len(logits[1][0, 0]))
     after = torch.tensor([ids[1:]])

@@ -20,6 +20,7 @@ from lenience.decoding.loop import Request, decode
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.decoding.response import Response
+from lenience.models.generation_config import processors_of
 from lenience.models.lm import LM
 from lenience.models.session import Session, common
 from lenience.runs.journal import Journal, open_run
@@ -160,7 +161,7 @@ class _Search:
         most = min(max_new_tokens, shorter - len(self.prompt))
         self.draft = Session(draft, capacity=len(self.prompt) + most)
         self.noise = Noise(0, b"")
-        processors = pair.target.processors(sampling=False) or None
+        processors = processors_of(pair.target, sampling=False) or None
         self.ctx = Context([Row(self.noise, self.prompt)], processors=processors)
         self.target_passes = self.target_tokens = self.draft_tokens = 0
         self.miner = Miner(task, sample, self._predict, pair.target, most)
@@ -256,7 +257,7 @@ def search(
     each_search_has = [pair.require_draft("mining")]
     capacity = longest + max_new_tokens + WINDOW
     session, drafter = pair.engine(setup, WINDOW, size, capacity, beside=each_search_has)
-    processors = pair.target.processors(sampling=False) or None
+    processors = processors_of(pair.target, sampling=False) or None
     ctx = Context(window=WINDOW, processors=processors)
     for request, step in decode(session, drafter, setup.rule, ctx, next_request, size=size):
         active[request.number].add(step)

@@ -20,14 +20,8 @@ from transformers import (
     AutoTokenizer,
     Cache,
     DynamicCache,
-    LogitsProcessorList,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensLogitsProcessor,
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -38,29 +32,6 @@ if TYPE_CHECKING:
     from lenience.models.kv_cache import Backend
 
 Prompt = str | Sequence[int] | list[dict[str, str]]
-
-REFUSED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        ("forced_bos_token_id", "forced_eos_token_id", "watermarking_config", "constraints"),
-        (None,),
-    ),
-    **dict.fromkeys(("begin_suppress_tokens", "force_words_ids", "dola_layers"), (None, [])),
-    **dict.fromkeys(
-        ("encoder_repetition_penalty", "exponential_decay_length_penalty"), (None, 1.0)
-    ),
-    **dict.fromkeys(("guidance_scale", "num_beams"), (None, 1)),
-    **dict.fromkeys(
-        ("encoder_no_repeat_ngram_size", "min_length", "min_new_tokens", "penalty_alpha"), (None, 0)
-    ),
-    **dict.fromkeys(("remove_invalid_values", "token_healing"), (None, False)),
-}
-"""Settings of a generation_config that change the output and are not supported, each with the
-values that do nothing."""
-REFUSED_WHEN_SAMPLING: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "top_h"), (None, 0.0)),
-    "typical_p": (None, 1.0),
-}
-
 
 T = TypeVar("T")
 
@@ -399,39 +370,6 @@ class LM:
             return torch.tensor([bool(re.search(pattern, text)) for text in texts])
 
         return self.once(("tokens", pattern), lambda: search().to(self.device))
-
-    def processors(self, sampling: bool) -> LogitsProcessorList:
-        """What the model's generation_config does to logits besides temperature, top-k and top-p.
-
-        Raises InputError that names a setting which is not supported.
-        """
-        config = self.model.generation_config
-        chain = LogitsProcessorList()
-        if config is None:
-            return chain
-        for key, neutral in (REFUSED | (REFUSED_WHEN_SAMPLING if sampling else {})).items():
-            value = getattr(config, key, None)
-            if value not in neutral:
-                mend = f"set pair.{self.role}.model.generation_config.{key} = {neutral[-1]}"
-                raise InputError(
-                    f"{self.role} {self.name!r}: {key}={value!r} of its generation_config is not "
-                    f"supported; {mend}"
-                )
-        device = str(self.device)
-        # in the order in which transformers applies them
-        if config.sequence_bias:
-            chain.append(SequenceBiasLogitsProcessor(config.sequence_bias))
-        if config.repetition_penalty not in (None, 1.0):
-            chain.append(RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
-        if config.no_repeat_ngram_size:
-            chain.append(NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
-        if config.bad_words_ids:
-            chain.append(
-                NoBadWordsLogitsProcessor(config.bad_words_ids, sorted(self.eos_ids) or None)
-            )
-        if config.suppress_tokens:
-            chain.append(SuppressTokensLogitsProcessor(config.suppress_tokens, device=device))
-        return chain
 
 
 def _refuse_unless_rollable(model: PreTrainedModel, what: str) -> None:

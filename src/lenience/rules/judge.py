@@ -91,7 +91,7 @@ class Judge(Learned, Lenient):
         self, draft: Draft, reading: Reading, ctx: Context, exact: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         logits = self.head.window_logits(draft, reading, ctx)
-        least: Tensor | float = _logit(self.bound)
+        least: Tensor | float = logit(self.bound)
         if self.strict:
             drafted = ctx.found_in(self.strict, draft.tokens)
             own = ctx.found_in(self.strict, reading.greedy_tokens[:, :-1])
@@ -99,7 +99,7 @@ class Judge(Learned, Lenient):
         return logits >= least, logits
 
 
-def _logit(threshold: float) -> float:
+def logit(threshold: float) -> float:
     if not 0 < threshold < 1:
         return math.copysign(math.inf, threshold - 0.5)
     return math.log(threshold / (1 - threshold))

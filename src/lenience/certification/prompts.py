@@ -1,0 +1,91 @@
+"""The prompts of a question: which rows they are, noted as used before they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lenience.certification.question import CertifyConfig
+from lenience.core.errors import InputError
+from lenience.decoding.certified import heads_of
+from lenience.runs.ledger import Ledger
+from lenience.runs.uses import Draw
+from lenience.tasks import Sample, Task, ungradable
+
+if TYPE_CHECKING:
+    from lenience.models.lm import LM
+
+TUNING = 8
+"""How many prompts an automatic window is picked on."""
+
+
+class Prompts:
+    """The rows of a question in the order in which they are used, each noted as used before it
+    is."""
+
+    def __init__(self, ledger: Ledger, lm: LM, task: Task, draw: Draw):
+        self.ledger, self.lm, self.task, self.draw = ledger, lm, task, draw
+        self._noted = 0
+        with ledger.held():
+            self._draw()
+
+    def _draw(self) -> None:
+        self.rows = self.ledger.rows(self.lm, self.task, self.draw)
+        self._taken = self.ledger.taken(self.draw)
+
+    def first(self, n: int) -> list[Sample]:
+        """The first n, or as many as there are."""
+        if self._noted < min(n, len(self.rows)):
+            with self.ledger.held():
+                if self.ledger.taken(self.draw) != self._taken:
+                    self._draw()  # another question has taken some since
+                fresh, use = self.rows[self._noted : n], self.draw.use
+                self.ledger.note(self.lm, fresh, use=use, key=self.draw.key, task=self.task)
+            self._noted = min(n, len(self.rows))
+        return self.rows[:n]
+
+    def for_window(self) -> list[Sample]:
+        """Prompts of their own on which an automatic window is picked. Raises InputError where
+        there are too few."""
+        draw = replace(self.draw, n=TUNING, use="window")
+        own = Prompts(self.ledger, self.lm, self.task, draw).first(TUNING)
+        try:
+            self.first(1)
+        except InputError:
+            few = f"needs {TUNING} fresh prompts of its own, and there are {len(own)}"
+            raise InputError(f"window auto: {few}; give a number") from None
+        return own
+
+
+def draw_of(config: CertifyConfig, key: str, use: str) -> Draw:
+    """Which prompts a question draws: none that a head it asks about has learned from."""
+    settings = [decoding for chain in config.chains() for decoding in chain]
+    heads = {head.path: head for one in settings for head in heads_of(one.rule, one.stop)}
+    return Draw(
+        key,
+        config.num_prompts(),
+        use,
+        split=config.split,
+        ids=config.ids,
+        heads=tuple(heads.values()),
+    )
+
+
+def check_references(task: Task, config: CertifyConfig, samples: Sequence[Sample]) -> None:
+    """Raise InputError where references are needed and lack, or cannot be right: nothing could be
+    lost on such prompts."""
+    if not config.needs_references:
+        return
+    if any(sample.reference is None for sample in samples) and not config.labels:
+        raise InputError(
+            f"task {task.name!r}: has prompts without a reference; --ask-labels asks for those "
+            "that are needed, --loss disagreement needs none"
+        )
+    if wrong := ungradable(task, samples):
+        first = wrong[0]
+        raise InputError(
+            f"task {task.name!r}: {len(wrong)} of {len(samples)} prompts have references to which "
+            f"no answer is the same, such as {first.reference!r} of {first.id}; leave them out "
+            "(--ids), or look at --answer and --same"
+        )
