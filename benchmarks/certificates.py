@@ -19,6 +19,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -53,9 +54,6 @@ POOLED = ((0.005, 3000), (0.01, 1000), (0.01, 2000), (0.01, 3000), (0.015, 3000)
 loses."""
 ENOUGH, TOKENS = 50, 102
 """On how many prompts the target's accuracy is looked at, and how many tokens an answer has."""
-ANEW = (1, 0.42, 0.82, 0.95, 0.95, 0.95)
-"""Of each of the pool's settings, the share of answers that the one before does not give: measured
-on 100 other problems, by its judge's scores."""
 STREAMS = (
     (0.01, 0.01, 3000, 3000),
     (0.003, 0.03, 500, 4500),
@@ -192,7 +190,8 @@ class _Told(Test):
 
 def collect(folder: Path, path: Path) -> None:
     """The pool: for each setting from strict to lenient which prompts it lost, its tokens per pass,
-    and how many prompts there are."""
+    and the share of its answers that the one before does not give; and how many prompts there
+    are."""
     by_rule: dict[str, dict[str, dict[str, Any]]] = {}
     for line in (folder / "compare.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -200,21 +199,30 @@ def collect(folder: Path, path: Path) -> None:
     alone = by_rule.pop("target")
     by_rule.pop("draft")
     ids, settings = sorted(alone, key=lambda id: int(id.split("-")[1])), []
-    for rule, found in by_rule.items():
-        lost = [i for i, id in enumerate(ids) if alone[id]["correct"] and not found[id]["correct"]]
-        passes = sum(record["tokens"] for record in found.values()) / sum(
-            r["target_passes"] for r in found.values()
-        )
+    strict_to_lenient = sorted(by_rule, key=_threshold, reverse=True)
+    for before, rule in pairwise(["", *strict_to_lenient]):
+        found, stricter = by_rule[rule], by_rule.get(before, {}).values()
+        tokens = sum(record["tokens"] for record in found.values())
+        passes = sum(record["target_passes"] for record in found.values())
+        anew = [one["closest"] is None or one["closest"] >= _threshold(rule) for one in stricter]
         settings.append(
             {
-                "threshold": float(rule.split("@")[1]),
-                "tokens_per_pass": round(passes, 4),
-                "lost": lost,
+                "threshold": _threshold(rule),
+                "tokens_per_pass": round(tokens / passes, 4),
+                "anew": round(float(np.mean(anew)), 4) if before else 1.0,
+                "lost": [
+                    i
+                    for i, id in enumerate(ids)
+                    if alone[id]["correct"] and not found[id]["correct"]
+                ],
             }
         )
-    settings.sort(key=lambda setting: -setting["threshold"])
     right = sum(record["correct"] for record in alone.values())
     path.write_text(json.dumps({"prompts": len(ids), "target_right": right, "settings": settings}))
+
+
+def _threshold(rule: str) -> float:
+    return float(rule.split("@")[1])
 
 
 @dataclass(frozen=True)
@@ -236,6 +244,7 @@ class Pool:
         self.lost = np.zeros((len(pool["settings"]), self.prompts))
         for row, setting in zip(self.lost, pool["settings"]):
             row[setting["lost"]] = 1
+        self.anew = [setting["anew"] for setting in pool["settings"]]
         speeds = [setting["tokens_per_pass"] for setting in pool["settings"]]
         self.speed = np.array([1.0, *speeds])
         """In tokens per pass; the first is that of nothing certified."""
@@ -261,7 +270,7 @@ class Pool:
         not give them, and those of the target alone where the setting's answer is wrong, as often
         as the target's is or one is lost, and for its accuracy. Untouched answers, which spare some
         of these, the pool does not tell."""
-        lenient = sum(ANEW[row.setting] * row.n / self.speed[row.setting + 1] for row in tried)
+        lenient = sum(self.anew[row.setting] * row.n / self.speed[row.setting + 1] for row in tried)
         wrong = 1 - self.target_right / self.prompts
         alone = ENOUGH + max(row.n * (wrong + self.lost[row.setting].mean()) for row in tried)
         return TOKENS * (lenient + alone)
@@ -434,14 +443,16 @@ def attacks() -> list[dict[str, Any]]:
 
 
 def exact() -> list[dict[str, Any]]:
-    """The chance of a false certificate by recursion, at the limit, and when nothing is lost."""
+    """The chance of a false certificate by recursion, at the limit, and when nothing is lost; by
+    default, and with `--horizon 500`."""
+    shares = {1: FIRST, 2: (1 - FIRST) * 6 / np.pi**2}
+    asked = [(limit, round(50 / limit), n) for limit in (0.001, 0.01, 0.05) for n in shares]
     told = []
-    for limit in (0.001, 0.01, 0.05):
-        for number, share in ((1, FIRST), (2, (1 - FIRST) * 6 / np.pi**2)):
-            test = Binomial(limit, share * ALPHA, round(50 / limit))
-            row = {"limit": limit, "attempt": number, "level": share * ALPHA}
-            row |= {"false": test.power(limit, test.horizon), "lost_nothing": test.boundary[0]}
-            told.append(row)
+    for limit, horizon, number in [*asked, (0.01, 500, 1)]:
+        level = shares[number] * ALPHA
+        test = Binomial(limit, level, horizon)
+        row = {"limit": limit, "horizon": horizon, "attempt": number, "level": level}
+        told.append(row | {"false": test.power(limit, horizon), "lost_nothing": test.boundary[0]})
     return told
 
 
