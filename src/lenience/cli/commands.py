@@ -167,9 +167,7 @@ def mine(
     out
         The run folder.
     """
-    from lenience.mining.search import MineConfig
-
-    config = MineConfig(**vars(flags or MineFlags()))
+    config = (flags or MineFlags()).config()
     _check_limit(config.limit)
     task = (choice or TaskChoice()).load()
     pair = (models or Models()).load(long=True)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lenience.evaluation.compare import CompareConfig
     from lenience.heads.head import Inputs, Role
     from lenience.mining.fit import HeadPlan
+    from lenience.mining.search import MineConfig
 
 STOP_THRESHOLDS = (0.3, 0.5, 0.7)
 """At which a run's stop head is tried."""
@@ -87,6 +88,27 @@ class MineFlags:
     """Take the split's first samples, instead of random ones."""
     seed: int = 0
     """Of the choice of samples."""
+    resamples: int = 0
+    """Continue each swap that changed the answer so many times more, by chance: fit --soft learns
+    from how many of these change it too."""
+    policy: str | None = None
+    """Mine the answers of a decoder, such as 'judge:RUN/judge@0.99; window=16', and not the
+    target's: which of the tokens that it kept by lenience changed the answer. Into a run folder of
+    its own, which fit --also takes."""
+
+    def config(self) -> MineConfig:
+        """What is mined. Raises InputError for what is wrong with it, before models are loaded."""
+        from lenience.mining.on_policy import check_policy
+        from lenience.mining.search import MineConfig
+
+        if self.resamples < 0:
+            raise InputError(f"--resamples {self.resamples}: must be 0 or more")
+        if self.policy is not None and self.resamples:
+            raise InputError("--resamples: is of swaps that were mined without --policy")
+        policy = None if self.policy is None else Decoding.parse(self.policy)
+        if policy is not None:
+            check_policy(policy)
+        return MineConfig(**{**vars(self), "policy": policy})
 
 
 @Parameter(name="*")
@@ -124,6 +146,11 @@ class FitFlags:
     tau: float | None = None
     """A token is acceptable to the gate where draft / target of its probabilities is at most this,
     1 by default."""
+    also: tuple[Path, ...] = ()
+    """Another run of the same pair to learn from; may be given again."""
+    soft: Flag = False
+    """Let a judge learn from how often resampled continuations changed the answer (mine
+    --resamples), and not only from whether the greedy one did."""
     out: Path | None = None
     """Save the head in another folder."""
     seed: int = 0
@@ -158,7 +185,15 @@ class FitFlags:
         if file := next((one for one in (folder, *folder.parents) if one.is_file()), None):
             raise InputError(f"--out {folder}: {file} is a file; name another folder")
         config = FitConfig(kind=kind, role=role, recall=self.recall, seed=self.seed)
-        return HeadPlan(self._inputs(), folder, config, self.tau or 1.0, self.of)
+        return HeadPlan(
+            self._inputs(),
+            folder,
+            config,
+            tau=self.tau or 1.0,
+            also=self.also,
+            soft=self.soft,
+            of=self.of,
+        )
 
     def _check(self) -> None:
         if not 0 < self.recall <= 1:
@@ -167,6 +202,10 @@ class FitFlags:
             raise InputError(f"--seed {self.seed}: must be from 0 to 2**32 - 1")
         if self.stop and self.gate:
             raise InputError("--gate: is another head than --stop's; fit them one after the other")
+        if self.soft and (self.annotated or self.role != "judge"):
+            raise InputError("--soft: is for judges of mined mismatches; leave it out")
+        if self.also and self.annotated:
+            raise InputError("--also: is for runs that were mined; leave it out")
         if self.of is not None:
             self._check_of(self.of)
         if self.tau is not None and not (self.gate and self.tau > 0):

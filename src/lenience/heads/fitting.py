@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -16,6 +16,7 @@ from lenience.heads.head import Head, Inputs, Role
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from sklearn.linear_model import LogisticRegression
 
 Kind = Literal["logistic", "mlp", "adam", "adamw"]
 MINE_MORE = "mine more samples (lenience mine --limit)"
@@ -63,9 +64,18 @@ class Examples:
     """[m] bool: not important, not rejected, or acceptable."""
     samples: NDArray
     """[m]: which sample each came from."""
+    shares: NDArray | None = None
+    """[m] float32: how sure it is that each is harmless, where that is what a head learns; None
+    for what `harmless` says."""
 
     def rows(self, which: NDArray) -> Examples:
-        return Examples(self.x[which], self.harmless[which], self.samples[which])
+        shares = None if self.shares is None else self.shares[which]
+        return Examples(self.x[which], self.harmless[which], self.samples[which], shares)
+
+    @property
+    def labels(self) -> NDArray:
+        """[m] float32: what a head learns."""
+        return self.harmless.astype(np.float32) if self.shares is None else self.shares
 
     def __len__(self) -> int:
         return len(self.x)
@@ -107,7 +117,7 @@ def fit_head(
     _check_enough(examples, config)
     mean, scale = examples.x.mean(0), examples.x.std(0) + 1e-6
     standardised = ((examples.x - mean) / scale).astype(np.float32)
-    examples = Examples(standardised, examples.harmless, examples.samples)
+    examples = replace(examples, x=standardised)
     train, valid = _split(examples, config)
     auc_by_c = _validation_aucs(examples.rows(train), examples.rows(valid), config)
     c = max(auc_by_c, key=auc_by_c.__getitem__)
@@ -189,7 +199,7 @@ def _validation_aucs(train: Examples, valid: Examples, config: FitConfig) -> dic
         return {0.0: float(roc_auc_score(valid.harmless, logits))}
     model, aucs = LogisticRegression(max_iter=500, warm_start=True), {}
     for c in L2_GRID:
-        model.set_params(C=c).fit(train.x, train.harmless)
+        _fit_logistic(model.set_params(C=c), train)
         aucs[c] = float(roc_auc_score(valid.harmless, model.decision_function(valid.x)))
     return aucs
 
@@ -212,10 +222,22 @@ def _fit(examples: Examples, c: float, config: FitConfig) -> Fitted:
     if config.kind in ("adam", "adamw"):
         return fit_stopped(examples, config)
     if config.kind == "mlp":
-        labels = torch.from_numpy(examples.harmless.astype(np.float32))
-        return fit_mlp(torch.from_numpy(examples.x), labels, config.seed)
-    model = LogisticRegression(max_iter=1000, C=c).fit(examples.x, examples.harmless)
+        inputs, labels = torch.from_numpy(examples.x), torch.from_numpy(examples.labels)
+        return fit_mlp(inputs, labels, config.seed)
+    model = LogisticRegression(max_iter=1000, C=c)
+    _fit_logistic(model, examples)
     return Fitted(model.coef_[0], float(model.intercept_[0]))
+
+
+def _fit_logistic(model: LogisticRegression, examples: Examples) -> None:
+    if examples.shares is None:
+        model.fit(examples.x, examples.harmless)
+        return
+    # each row once with each label, as sure as it is
+    weights = np.concatenate([examples.shares, 1 - examples.shares])
+    rows = np.flatnonzero(weights)
+    labels = rows < len(examples)
+    model.fit(examples.x[rows % len(examples)], labels, weights[rows])
 
 
 def fit_mlp(x: Tensor, harmless: Tensor, seed: int) -> Fitted:
@@ -248,11 +270,11 @@ def fit_stopped(examples: Examples, config: FitConfig) -> Fitted:
     samples was least."""
     train, valid = _split(examples, config)
     inputs = torch.from_numpy(examples.x)
-    labels = torch.from_numpy(examples.harmless.astype(np.float32))
+    labels = torch.from_numpy(examples.labels)
     weights = torch.ones_like(labels)
     if config.kind == "adamw":
         share = labels[train].mean()
-        weights = torch.where(labels > 0, 0.5 / share, 0.5 / (1 - share))
+        weights = 0.5 * (labels / share + (1 - labels) / (1 - share))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = torch.nn.Linear(inputs.shape[1], 1)

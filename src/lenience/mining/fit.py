@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from lenience.core.progress import Progress, silent
 from lenience.decoding.pair import Pair
-from lenience.heads.fitting import FitConfig, fit_head
+from lenience.heads.fitting import Examples, FitConfig, fit_head
 from lenience.heads.head import Head, Inputs
 from lenience.mining.annotated import Annotated, annotated_examples
 from lenience.mining.features import compute_features, load_features
+from lenience.mining.resampling import shares_harmless
 from lenience.runs.journal import Journal
 from lenience.runs.record import mined_samples
 from lenience.runs.uses import note_uses, prompt_digest
@@ -27,6 +30,10 @@ class HeadPlan:
     tau: float = 1.0
     """Of a gate: a token is acceptable where draft / target of its probabilities is at most
     this."""
+    also: tuple[Path, ...] = ()
+    """Further runs of the same pair that it learns from."""
+    soft: bool = False
+    """Learn from the share of resampled continuations that leave the answer as it is."""
     of: str | None = None
     """Of a stop: the rule whose rejections it learns; None for what the strict rule would reject of
     the target's own answers."""
@@ -35,19 +42,54 @@ class HeadPlan:
 def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) -> Head:
     """Compute the hidden states that a head is fitted to, fit it and save it."""
     role = plan.config.role
-    compute_features(pair, run, plan.inputs, role, progress, of=plan.of)
+    runs = (run, *plan.also)
+    for one in runs:
+        compute_features(pair, one, plan.inputs, role, progress, of=plan.of)
     progress(f"fitting the {role}", 0, 1)
-    examples = load_features(run, plan.inputs, role, plan.tau, of=plan.of)
+    examples = _joined([_examples(one, plan) for one in runs])
     head = fit_head(examples, plan.inputs, pair.fingerprints, plan.config)
     if role == "gate":
         head = replace(head, metrics={**head.metrics, "tau": plan.tau})
     if plan.of is not None:
         head = replace(head, metrics={**head.metrics, "of": plan.of})
-    mined = mined_samples(Journal(run / "journal.jsonl"))
-    head = replace(head, prompts=tuple(prompt_digest(sample.prompt_ids) for sample in mined))
+    if plan.also or plan.soft:
+        told = {"runs": len(runs), "soft": plan.soft}
+        head = replace(head, metrics={**head.metrics, **told})
+    prompts = [content for one in runs for content in _prompts(one)]
+    head = replace(head, prompts=tuple(dict.fromkeys(prompts)))
     head.save(plan.out)
     progress(f"fitting the {role}", 1, 1)
     return head
+
+
+def _prompts(run: Path) -> list[str]:
+    """The digests of a run's prompts, in the journal's order."""
+    mined = mined_samples(Journal(run / "journal.jsonl"))
+    return [prompt_digest(sample.prompt_ids) for sample in mined]
+
+
+def _examples(run: Path, plan: HeadPlan) -> tuple[Examples, list[str]]:
+    """What a run gives a head to learn from, and its prompts by their samples' numbers."""
+    examples = load_features(run, plan.inputs, plan.config.role, plan.tau, of=plan.of)
+    if plan.soft:
+        examples = replace(examples, shares=np.array(shares_harmless(run), dtype=np.float32))
+    return examples, _prompts(run)
+
+
+def _joined(parts: list[tuple[Examples, list[str]]]) -> Examples:
+    """Examples of several runs; what two of them say of one prompt counts as one sample's."""
+    numbers: dict[str, int] = {}
+    samples = []
+    for examples, prompts in parts:
+        of_run = [numbers.setdefault(content, len(numbers)) for content in prompts]
+        samples.append(np.array(of_run, dtype=int)[examples.samples])
+    shares = [examples.shares for examples, _ in parts if examples.shares is not None]
+    return Examples(
+        np.concatenate([examples.x for examples, _ in parts]),
+        np.concatenate([examples.harmless for examples, _ in parts]),
+        np.concatenate(samples),
+        np.concatenate(shares) if shares else None,
+    )
 
 
 def fit_annotated(

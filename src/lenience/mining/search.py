@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,10 +17,13 @@ from lenience.core.errors import InputError
 from lenience.core.noise import Noise
 from lenience.core.progress import Progress, silent
 from lenience.core.types import Step
+from lenience.decoding.certified import heads_of, setting_without_paths
 from lenience.decoding.loop import Request, decode
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.decoding.response import Response
+from lenience.mining.on_policy import check_policy, search_on_policy
+from lenience.mining.resampling import resample
 from lenience.models.generation_config import processors_of
 from lenience.models.lm import LM
 from lenience.models.session import Session, common
@@ -34,6 +38,7 @@ from lenience.runs.record import (
     mined_first,
     mined_samples,
 )
+from lenience.runs.uses import prompt_digest
 from lenience.tasks import Sample, Task, as_task, take
 
 T = TypeVar("T")
@@ -57,6 +62,10 @@ class MineConfig:
     is another kind of prompts where the data are sorted."""
     seed: int = 0
     """Of the choice of samples."""
+    resamples: int = 0
+    """How often each swap that changed the answer is continued once more, by chance."""
+    policy: Decoding | None = None
+    """Whose answers are mined, and not the target's: the tokens that it kept by lenience."""
 
 
 @dataclass(frozen=True)
@@ -282,33 +291,75 @@ def mine(
     task = as_task(task)
     if config.batch_size < 1:
         raise InputError(f"batch_size {config.batch_size}: must be 1 or more")
+    if config.policy:
+        check_policy(config.policy)
     pair.require_draft("mining")
     drawn = "first" if config.first or mined_first(folder) else "random"
-    samples = take(task, "train", config.limit) if drawn == "first" else _random(task, config)
+    samples = _choose(pair, task, config, drawn)
     max_new_tokens = check_prompts(pair, task, samples, config.max_new_tokens)
     asked = dict(max_new_tokens=max_new_tokens, seed=config.seed, drawn=drawn)
-    open_run(folder, describe(pair, task, split="train", **asked))
+    policy, told = _policy(pair, config.policy, max_new_tokens)
+    open_run(folder, describe(pair, task, split="train", policy=told, **asked))
     journal = Journal(folder / "journal.jsonl")
     journal.resume()
     finished = {mined.id for mined in mined_samples(journal)}
     left = [sample for sample in samples if sample.id not in finished]
     done = len(samples) - len(left)
     progress("mining", done, len(samples))
-    for mined in search(pair, task, left, max_new_tokens, config.batch_size):
+    found = (
+        search(pair, task, left, max_new_tokens, config.batch_size)
+        if policy is None
+        else search_on_policy(pair, task, left, policy, config.batch_size)
+    )
+    for mined in found:
         journal.append(mined.to_json())
         done += 1
         progress("mining", done, len(samples))
     journal.sort([sample.id for sample in samples])
+    if config.resamples:
+        strict = Decoding(window=WINDOW, max_new_tokens=max_new_tokens)
+        resample(
+            pair,
+            task,
+            folder,
+            samples,
+            strict,
+            times=config.resamples,
+            batch_size=config.batch_size,
+            progress=progress,
+        )
     return count(journal)
 
 
-def _random(task: Task, config: MineConfig) -> list[Sample]:
-    """Random samples; more of them begin with the fewer."""
+def _choose(pair: Pair, task: Task, config: MineConfig, drawn: str) -> list[Sample]:
+    """The samples that are mined: of random ones, more begin with the fewer; and none that a head
+    whose answers are mined has learned from, as it is surer of those."""
     if config.limit is not None and config.limit < 1:
         raise InputError(f"limit {config.limit}: must be 1 or more")
-    samples = take(task, "train", None)
-    random.Random(f"mining {config.seed}").shuffle(samples)
-    return samples[: config.limit]
+    heads = heads_of(config.policy.rule, config.policy.stop) if config.policy else []
+    known = {content for head in heads for content in head.head.prompts}
+    samples = take(task, "train", None if known or drawn == "random" else config.limit)
+    if drawn == "random":
+        random.Random(f"mining {config.seed}").shuffle(samples)
+    if not known:
+        return samples[: config.limit]
+    fresh = (one for one in samples if prompt_digest(pair.target.encode(one.prompt)) not in known)
+    chosen = list(islice(fresh, config.limit))
+    if not chosen:
+        raise InputError(f"--policy {config.policy}: its head has learned from every sample")
+    return chosen
+
+
+def _policy(
+    pair: Pair, policy: Decoding | None, max_new_tokens: int
+) -> tuple[Decoding | None, dict[str, Any] | None]:
+    """Whose answers are mined, and what the run says of it."""
+    if policy is None:
+        return None, None
+    policy = replace(policy, max_new_tokens=max_new_tokens)
+    pair.check(policy)
+    heads = [head.head.fingerprint for head in heads_of(policy.rule, policy.stop)]
+    return policy, {"setting": str(setting_without_paths(policy)), "heads": heads}
 
 
 def count(journal: Journal) -> MinedCounts:

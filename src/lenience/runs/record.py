@@ -40,6 +40,8 @@ class RunRecord(Record):
     seed: int
     drawn: str | None = None
     """Which of the split's samples were mined: "random" ones by the seed, or its "first"."""
+    policy: dict[str, Any] | None = None
+    """Of mining on a rule's own answers: its setting, and the fingerprints of its heads."""
 
 
 class Mismatch(Record):
@@ -83,6 +85,17 @@ class MinedSample(Record):
     """In order."""
     answers: MinedAnswers
     cost: MiningCost
+
+
+class Resample(Record):
+    """A line of resamples.jsonl: a continuation after a swap, drawn by chance."""
+
+    id: str
+    position: int
+    number: int
+    """The seed of the draw, from 1 on."""
+    same: bool | None
+    """Whether the answer is the target's own; None where it could not be parsed."""
 
 
 def read_run(folder: Path) -> RunRecord:

@@ -1,0 +1,161 @@
+"""Mining on a rule's own answers: which of the tokens kept by lenience changed the answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from lenience.core.context import Context, Row
+from lenience.core.errors import InputError
+from lenience.core.noise import Noise
+from lenience.decoding.certified import refuse_certified
+from lenience.decoding.generation import Generation
+from lenience.decoding.options import Decoding
+from lenience.decoding.pair import Pair
+from lenience.models.generation_config import processors_of
+from lenience.models.session import Session
+from lenience.rules.registry import BASELINES, parse_rule
+from lenience.runs.answers import BY_LENIENCE
+from lenience.runs.record import MinedAnswers, MinedSample, MiningCost, Mismatch
+from lenience.tasks import Sample, Task
+
+
+def check_policy(policy: Decoding) -> None:
+    """Raise InputError for a decoder whose answers cannot be mined: only where it goes on as the
+    target does can a token that it kept be held to blame."""
+    rule = str(policy.rule)
+    refuse_certified([rule])
+    if rule in BASELINES or not parse_rule(rule).goes_on_as_target or policy.temperature > 0:
+        what = "goes on as the target does, greedily, where it rejects a token"
+        raise InputError(f"--policy {policy}: name a rule that {what}, such as judge:RUN/judge@T")
+
+
+@dataclass
+class _Answered:
+    """A rule's answer to a sample beside the target's own."""
+
+    sample: Sample
+    lenient: Generation
+    own: Generation
+    kept: list[Mismatch]
+    """The tokens that it kept and the target would not have said, unlabelled."""
+    answer: str | None
+    """The target's own."""
+    same: bool | None
+    """Whether the lenient answer is the same."""
+    continued: list[Generation]
+    """Of an answer that is lost: how the target goes on after each of these tokens."""
+
+    @property
+    def lost(self) -> bool:
+        return self.same is False
+
+
+def search_on_policy(
+    pair: Pair, task: Task, samples: Sequence[Sample], policy: Decoding, batch_size: int
+) -> Iterator[MinedSample]:
+    """What is found on `samples`, `batch_size` of them at a time. Where the answer is as the
+    target's all kept tokens are harmless. Where it is not, the target goes on after each of them:
+    the first after which its answer is another one is important, those before it are harmless, and
+    nothing is said of those after it."""
+    strict = replace(policy, rule="exact", stop="fixed")
+    for start in range(0, len(samples), batch_size):
+        began = time.perf_counter()
+        part = samples[start : start + batch_size]
+        answered = _answer(pair, task, part, policy, strict)
+        lost = [one for one in answered if one.lost]
+        asked = [
+            one.lenient.prompt_tokens + one.lenient.tokens[: mismatch.position + 1]
+            for one in lost
+            for mismatch in one.kept
+        ]
+        outs = iter(pair.generate_batch(asked, batch_size=batch_size, **vars(strict)))
+        for one in lost:
+            one.continued = [next(outs) for _ in one.kept]
+        seconds = (time.perf_counter() - began) / len(part)
+        yield from (_record(pair, task, one, policy, seconds) for one in answered)
+
+
+def _answer(
+    pair: Pair, task: Task, samples: Sequence[Sample], policy: Decoding, strict: Decoding
+) -> list[_Answered]:
+    """Both answers to each of the samples; the target is asked where something was kept by
+    lenience, and else has said the same."""
+    size = max(1, len(samples))
+    outs = pair.generate_batch([one.prompt for one in samples], batch_size=size, **vars(policy))
+    kept = [_kept(pair, out) for out in outs]
+    asked = [out.prompt_tokens for out, some in zip(outs, kept) if some]
+    alone = iter(pair.generate_batch(asked, batch_size=size, **vars(strict)))
+    answered = []
+    for sample, out, some in zip(samples, outs, kept):
+        own = next(alone) if some else out
+        answer = task.answer(own.text, sample)
+        same = task.same(task.answer(out.text, sample), answer, sample)
+        answered.append(_Answered(sample, out, own, some, answer, same, []))
+    return answered
+
+
+def _kept(pair: Pair, out: Generation) -> list[Mismatch]:
+    """The tokens that were kept by lenience, beside what the target would have said."""
+    at = [i for i, entry in enumerate(out.trace) if entry.origin in BY_LENIENCE]
+    if not at:
+        return []
+    response = out.tokens
+    session = Session(pair.target)
+    reading = session.read([out.prompt_tokens + response[:-1]], len(response))
+    processors = processors_of(pair.target, sampling=False) or None
+    ctx = Context([Row(Noise(0, b""), out.prompt_tokens)], processors=processors)
+    logits = ctx.process(reading.logits, torch.tensor([response[:-1]]))
+    greedy = logits[0, :, : pair.target.vocab_size].argmax(-1).tolist()
+    return [
+        Mismatch(position=i, target_token=greedy[i], draft_token=response[i], important=None)
+        for i in at
+        if greedy[i] != response[i]
+    ]
+
+
+def _record(
+    pair: Pair, task: Task, one: _Answered, policy: Decoding, seconds: float
+) -> MinedSample:
+    """The journal's record of an answer."""
+    most = policy.max_new_tokens
+    final, labels = one.lenient.tokens, [None if one.same is None else False] * len(one.kept)
+    if one.lost:
+        final, labels = one.own.tokens, []
+        for mismatch, out in zip(one.kept, one.continued):
+            settled = one.lenient.tokens[: mismatch.position + 1]
+            if final[: mismatch.position] != settled[:-1]:
+                break  # a tie of the target's, read in other company
+            response = (settled + out.tokens)[:most]
+            found = task.answer(pair.target.decode(response), one.sample)
+            same = task.same(found, one.answer, one.sample)
+            labels.append(None if same is None else not same)
+            if not same:
+                break
+            final = response
+    mismatches = [
+        mismatch.model_copy(update={"important": important})
+        for mismatch, important in zip(one.kept, labels)
+    ]
+    outs = [one.lenient, *one.continued, *([] if one.own is one.lenient else [one.own])]
+    return MinedSample(
+        id=one.sample.id,
+        prompt_ids=one.lenient.prompt_tokens,
+        response_ids=one.own.tokens,
+        final_ids=final,
+        mismatches=mismatches,
+        answers=MinedAnswers(
+            target=one.answer,
+            final=task.answer(pair.target.decode(final), one.sample),
+            reference=one.sample.reference,
+        ),
+        cost=MiningCost(
+            target_passes=sum(out.target_passes for out in outs),
+            target_tokens=sum(out.target_tokens for out in outs),
+            draft_tokens=sum(out.draft_tokens for out in outs),
+            seconds=round(seconds, 3),
+        ),
+    )

@@ -1,0 +1,108 @@
+"""How often a swap changes the answer where the target goes on by chance: soft labels."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from lenience.core.errors import InputError
+from lenience.core.progress import Progress, silent
+from lenience.decoding.options import Decoding
+from lenience.decoding.pair import Pair
+from lenience.runs.journal import Journal
+from lenience.runs.record import MinedSample, Mismatch, Resample, mined_samples
+from lenience.tasks import Sample, Task
+
+TEMPERATURE = 0.6
+"""At which the continuations are drawn."""
+Swap = tuple[MinedSample, Mismatch]
+
+
+def resample(
+    pair: Pair,
+    task: Task,
+    folder: Path,
+    samples: Sequence[Sample],
+    decoding: Decoding,
+    *,
+    times: int,
+    batch_size: int,
+    progress: Progress = silent,
+) -> None:
+    """Continue each swap of a run that changed the answer of one of `samples` so many times more,
+    drawn at TEMPERATURE, and note in RUN/resamples.jsonl whether the answer is the same; what it
+    holds is not done again. A label that rests on one greedy continuation is unsure, and on the
+    strict end of a judge the unsure ones decide."""
+    journal = Journal(folder / "resamples.jsonl")
+    journal.resume()
+    done = {(one.id, one.position, one.number) for one in resamples(folder)}
+    by_id = {sample.id: sample for sample in samples}
+    swaps = [swap for swap in _important(folder, pair) if swap[0].id in by_id]
+    left = [
+        (number, swap)
+        for number in range(1, times + 1)
+        for swap in swaps
+        if (swap[0].id, swap[1].position, number) not in done
+    ]
+    total = times * len(swaps)
+    ready = total - len(left)
+    progress("resampling", ready, total)
+    for number, group in groupby(left, key=lambda one: one[0]):
+        drawn = decoding.with_options({"temperature": TEMPERATURE, "seed": number})
+        of_number = [swap for _, swap in group]
+        prompts = [mined.prompt_ids + _swapped(mined, mismatch) for mined, mismatch in of_number]
+        outs = pair.as_completed(prompts, batch_size=batch_size, **vars(drawn))
+        for i, out in outs:
+            mined, mismatch = of_number[i]
+            sample = by_id[mined.id]
+            text = pair.target.decode(_swapped(mined, mismatch) + out.tokens)
+            own: Any = mined.answers.target
+            same = task.same(task.answer(text, sample), own, sample)
+            line = Resample(id=mined.id, position=mismatch.position, number=number, same=same)
+            journal.append(line.to_json())
+            ready += 1
+            progress("resampling", ready, total)
+
+
+def _important(folder: Path, pair: Pair) -> Iterator[Swap]:
+    """The swaps that changed the answer and that the target can go on from."""
+    for mined in mined_samples(Journal(folder / "journal.jsonl")):
+        for mismatch in mined.mismatches:
+            if mismatch.important and mismatch.draft_token not in pair.target.eos_ids:
+                yield mined, mismatch
+
+
+def _swapped(mined: MinedSample, mismatch: Mismatch) -> list[int]:
+    """The response up to a mismatch, with the draft's token there."""
+    return [*mined.final_ids[: mismatch.position], mismatch.draft_token]
+
+
+def resamples(folder: Path) -> Iterator[Resample]:
+    """The lines of RUN/resamples.jsonl."""
+    journal = Journal(folder / "resamples.jsonl")
+    for number, record in journal.numbered():
+        yield Resample.read(record, f"{journal.path}, line {number}")
+
+
+def shares_harmless(folder: Path) -> list[float]:
+    """Of each labelled mismatch, in the journal's order, the share of its continuations that leave
+    the answer as it is, the greedy one among them; 1 for those that were harmless at once. Raises
+    InputError where nothing was resampled."""
+    verdicts: dict[tuple[str, int], list[bool]] = defaultdict(list)
+    for one in resamples(folder):
+        if one.same is not None:
+            verdicts[one.id, one.position].append(one.same)
+    if not verdicts:
+        mend = f"lenience mine --out {folder} --resamples 4 does"
+        raise InputError(f"{folder}: nothing was resampled; {mend}")
+    shares = []
+    for mined in mined_samples(Journal(folder / "journal.jsonl")):
+        for mismatch in mined.mismatches:
+            if mismatch.important is not None:
+                drawn = verdicts[mined.id, mismatch.position] if mismatch.important else []
+                all_of_them = [not mismatch.important, *drawn]
+                shares.append(sum(all_of_them) / len(all_of_them))
+    return shares
