@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -46,7 +46,7 @@ class _Answered:
     """The target's own."""
     same: bool | None
     """Whether the lenient answer is the same."""
-    continued: list[Generation]
+    continued: list[Generation] = field(default_factory=list)
     """Of an answer that is lost: how the target goes on after each of these tokens."""
 
     @property
@@ -76,7 +76,7 @@ def search_on_policy(
         for one in lost:
             one.continued = [next(outs) for _ in one.kept]
         seconds = (time.perf_counter() - began) / len(part)
-        yield from (_record(pair, task, one, policy, seconds) for one in answered)
+        yield from (_record(pair, task, one, policy.max_new_tokens, seconds) for one in answered)
 
 
 def _answer(
@@ -94,7 +94,7 @@ def _answer(
         own = next(alone) if some else out
         answer = task.answer(own.text, sample)
         same = task.same(task.answer(out.text, sample), answer, sample)
-        answered.append(_Answered(sample, out, own, some, answer, same, []))
+        answered.append(_Answered(sample, out, own, some, answer=answer, same=same))
     return answered
 
 
@@ -117,29 +117,9 @@ def _kept(pair: Pair, out: Generation) -> list[Mismatch]:
     ]
 
 
-def _record(
-    pair: Pair, task: Task, one: _Answered, policy: Decoding, seconds: float
-) -> MinedSample:
+def _record(pair: Pair, task: Task, one: _Answered, most: int, seconds: float) -> MinedSample:
     """The journal's record of an answer."""
-    most = policy.max_new_tokens
-    final, labels = one.lenient.tokens, [None if one.same is None else False] * len(one.kept)
-    if one.lost:
-        final, labels = one.own.tokens, []
-        for mismatch, out in zip(one.kept, one.continued):
-            settled = one.lenient.tokens[: mismatch.position + 1]
-            if final[: mismatch.position] != settled[:-1]:
-                break  # a tie of the target's, read in other company
-            response = (settled + out.tokens)[:most]
-            found = task.answer(pair.target.decode(response), one.sample)
-            same = task.same(found, one.answer, one.sample)
-            labels.append(None if same is None else not same)
-            if not same:
-                break
-            final = response
-    mismatches = [
-        mismatch.model_copy(update={"important": important})
-        for mismatch, important in zip(one.kept, labels)
-    ]
+    final, mismatches = _labelled(pair, task, one, most)
     outs = [one.lenient, *one.continued, *([] if one.own is one.lenient else [one.own])]
     return MinedSample(
         id=one.sample.id,
@@ -159,3 +139,27 @@ def _record(
             seconds=round(seconds, 3),
         ),
     )
+
+
+def _labelled(
+    pair: Pair, task: Task, one: _Answered, most: int
+) -> tuple[list[int], list[Mismatch]]:
+    """The response with the harmless tokens that were kept, and what is known of each; a response
+    has at most `most` tokens."""
+    if not one.lost:
+        label = {"important": None if one.same is None else False}
+        return one.lenient.tokens, [mismatch.model_copy(update=label) for mismatch in one.kept]
+    final, labelled = one.own.tokens, []
+    for mismatch, out in zip(one.kept, one.continued):
+        settled = one.lenient.tokens[: mismatch.position + 1]
+        if final[: mismatch.position] != settled[:-1]:
+            break  # a tie of the target's, read in other company
+        response = (settled + out.tokens)[:most]
+        found = task.answer(pair.target.decode(response), one.sample)
+        same = task.same(found, one.answer, one.sample)
+        important = None if same is None else not same
+        labelled.append(mismatch.model_copy(update={"important": important}))
+        if not same:
+            break
+        final = response
+    return final, labelled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,21 +22,28 @@ TEMPERATURE = 0.6
 Swap = tuple[MinedSample, Mismatch]
 
 
+@dataclass(frozen=True)
+class Resampling:
+    """How swaps are continued by chance."""
+
+    times: int
+    """How often each."""
+    decoding: Decoding
+    batch_size: int
+
+
 def resample(
     pair: Pair,
     task: Task,
     folder: Path,
     samples: Sequence[Sample],
-    decoding: Decoding,
-    *,
-    times: int,
-    batch_size: int,
+    resampling: Resampling,
     progress: Progress = silent,
 ) -> None:
-    """Continue each swap of a run that changed the answer of one of `samples` so many times more,
-    drawn at TEMPERATURE, and note in RUN/resamples.jsonl whether the answer is the same; what it
-    holds is not done again. A label that rests on one greedy continuation is unsure, and on the
-    strict end of a judge the unsure ones decide."""
+    """Continue each swap of a run that changed the answer of one of `samples` by chance, and note
+    in RUN/resamples.jsonl whether the answer is the same; what it holds is not done again. A label
+    that rests on one greedy continuation is unsure, and at the strict end of a judge the unsure
+    ones decide."""
     journal = Journal(folder / "resamples.jsonl")
     journal.resume()
     done = {(one.id, one.position, one.number) for one in resamples(folder)}
@@ -43,28 +51,31 @@ def resample(
     swaps = [swap for swap in _important(folder, pair) if swap[0].id in by_id]
     left = [
         (number, swap)
-        for number in range(1, times + 1)
+        for number in range(1, resampling.times + 1)
         for swap in swaps
         if (swap[0].id, swap[1].position, number) not in done
     ]
-    total = times * len(swaps)
+    total = resampling.times * len(swaps)
     ready = total - len(left)
     progress("resampling", ready, total)
     for number, group in groupby(left, key=lambda one: one[0]):
-        drawn = decoding.with_options({"temperature": TEMPERATURE, "seed": number})
+        drawn = replace(resampling.decoding, temperature=TEMPERATURE, seed=number)
         of_number = [swap for _, swap in group]
-        prompts = [mined.prompt_ids + _swapped(mined, mismatch) for mined, mismatch in of_number]
-        outs = pair.as_completed(prompts, batch_size=batch_size, **vars(drawn))
+        prompts = [swap[0].prompt_ids + _swapped(*swap) for swap in of_number]
+        outs = pair.as_completed(prompts, batch_size=resampling.batch_size, **vars(drawn))
         for i, out in outs:
-            mined, mismatch = of_number[i]
-            sample = by_id[mined.id]
-            text = pair.target.decode(_swapped(mined, mismatch) + out.tokens)
-            own: Any = mined.answers.target
-            same = task.same(task.answer(text, sample), own, sample)
+            mined, mismatch = swap = of_number[i]
+            text = pair.target.decode(_swapped(*swap) + out.tokens)
+            same = _same(task, text, mined, by_id[mined.id])
             line = Resample(id=mined.id, position=mismatch.position, number=number, same=same)
             journal.append(line.to_json())
             ready += 1
             progress("resampling", ready, total)
+
+
+def _same(task: Task, text: str, mined: MinedSample, sample: Sample) -> bool | None:
+    own: Any = mined.answers.target
+    return task.same(task.answer(text, sample), own, sample)
 
 
 def _important(folder: Path, pair: Pair) -> Iterator[Swap]:

@@ -23,7 +23,7 @@ from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.decoding.response import Response
 from lenience.mining.on_policy import check_policy, search_on_policy
-from lenience.mining.resampling import resample
+from lenience.mining.resampling import Resampling, resample
 from lenience.models.generation_config import processors_of
 from lenience.models.lm import LM
 from lenience.models.session import Session, common
@@ -318,16 +318,8 @@ def mine(
     journal.sort([sample.id for sample in samples])
     if config.resamples:
         strict = Decoding(window=WINDOW, max_new_tokens=max_new_tokens)
-        resample(
-            pair,
-            task,
-            folder,
-            samples,
-            strict,
-            times=config.resamples,
-            batch_size=config.batch_size,
-            progress=progress,
-        )
+        resampling = Resampling(config.resamples, strict, config.batch_size)
+        resample(pair, task, folder, samples, resampling, progress)
     return count(journal)
 
 
