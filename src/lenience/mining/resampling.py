@@ -46,15 +46,9 @@ def resample(
     ones decide."""
     journal = Journal(folder / "resamples.jsonl")
     journal.resume()
-    done = {(one.id, one.position, one.number) for one in resamples(folder)}
     by_id = {sample.id: sample for sample in samples}
     swaps = [swap for swap in _important(folder, pair) if swap[0].id in by_id]
-    left = [
-        (number, swap)
-        for number in range(1, resampling.times + 1)
-        for swap in swaps
-        if (swap[0].id, swap[1].position, number) not in done
-    ]
+    left = _left(folder, swaps, resampling.times)
     total = resampling.times * len(swaps)
     ready = total - len(left)
     progress("resampling", ready, total)
@@ -71,6 +65,17 @@ def resample(
             journal.append(line.to_json())
             ready += 1
             progress("resampling", ready, total)
+
+
+def _left(folder: Path, swaps: Sequence[Swap], times: int) -> list[tuple[int, Swap]]:
+    """The draws that are still to be made, by their numbers."""
+    done = {(one.id, one.position, one.number) for one in resamples(folder)}
+    return [
+        (number, swap)
+        for number in range(1, times + 1)
+        for swap in swaps
+        if (swap[0].id, swap[1].position, number) not in done
+    ]
 
 
 def _same(task: Task, text: str, mined: MinedSample, sample: Sample) -> bool | None:

@@ -319,7 +319,7 @@ def mine(
     if config.resamples:
         strict = Decoding(window=WINDOW, max_new_tokens=max_new_tokens)
         resampling = Resampling(config.resamples, strict, config.batch_size)
-        resample(pair, task, folder, samples, resampling, progress)
+        resample(pair, task, folder, samples, resampling, progress=progress)
     return count(journal)
 
 
