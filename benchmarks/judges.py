@@ -2,8 +2,9 @@
 
     python benchmarks/judges.py --out judges
 
-Judges are fitted to the mining run that comes with the pair. What is compared is picked on problems
-of its own, and then measured on held-out ones that nothing was chosen on:
+Judges are fitted to the mining run that comes with the pair, some of them also to resampled labels
+or to what a judge lost on answers of its own. What is compared is picked on problems that none has
+learned from, and then measured on held-out ones that nothing was chosen on:
 
 - tokens per pass at a wide window, of each judge with one threshold, and with a second one for
   digits and operators, where at most a point of accuracy may be lost;
@@ -18,25 +19,46 @@ import argparse
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lenience.cli.console import progress_bars
 from lenience.decoding.loading import EMBEDDED, load_pair
+from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
 from lenience.evaluation.table import Frontier, FrontierRow
 from lenience.heads.fitting import FitConfig, Kind
 from lenience.heads.head import Inputs
 from lenience.mining.fit import HeadPlan, fit_run
+from lenience.mining.search import MineConfig, mine
+from lenience.runs.journal import Journal
+from lenience.runs.record import mined_first
 from lenience.tasks import Sample, WordMath
 
-HEADS: dict[str, tuple[Kind, Inputs]] = {
-    "logistic": ("logistic", Inputs()),
-    "mlp": ("mlp", Inputs()),
-    "ahead": ("mlp", Inputs(ahead=12)),
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a judge is made."""
+
+    kind: Kind = "mlp"
+    inputs: Inputs = field(default_factory=lambda: Inputs(ahead=12))
+    soft: bool = False
+    own: bool = False
+    """Whether it also learns from the answers of the judge "ahead"."""
+
+
+HEADS = {
+    "logistic": Recipe("logistic", Inputs()),
+    "mlp": Recipe("mlp", Inputs()),
+    "ahead": Recipe(),
+    "ahead, soft": Recipe(soft=True),
+    "ahead, own answers": Recipe(own=True),
+    "ahead, soft, own answers": Recipe(soft=True, own=True),
 }
-"""AutoJudge's own head, one with a hidden layer, and one that looks ahead too."""
+"""AutoJudge's own head, one with a hidden layer, and ones that look ahead too."""
+RESAMPLES, POLICY_THRESHOLD, POLICY_SAMPLES = 4, 0.98, 3000
 NUMERIC = r"[\d+*/=-]"
 THRESHOLDS = (0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9995, 0.9998)
 SURER = (2.5,)
@@ -51,18 +73,37 @@ class Picking(WordMath):
 
     name = "wordmath-picking"
 
+    def __init__(self, runs: Sequence[Path]):
+        self.mined = {record["id"] for run in runs for record in Journal(run / "journal.jsonl")}
+
     def samples(self, split: str) -> Iterator[Sample]:
-        rows = list(super().samples("train"))
-        yield from rows[15_000:19_000] if split == "test" else rows[19_000:]
+        rows = [sample for sample in super().samples("train") if sample.id not in self.mined]
+        yield from rows[:4000] if split == "test" else rows[4000:]
 
 
 def fitted(pair: Pair, run: Path, name: str) -> str:
     """A judge's folder, fitted where it is not there yet."""
-    folder, (kind, inputs) = run / name, HEADS[name]
+    folder, recipe = run / name.replace(", ", "-").replace(" ", "-"), HEADS[name]
     if not (folder / "judge.json").exists():
+        also = (_own_answers(pair, run),) if recipe.own else ()
+        plan = HeadPlan(recipe.inputs, folder, FitConfig(recipe.kind), also=also, soft=recipe.soft)
         with progress_bars() as show:
-            fit_run(pair, run, HeadPlan(inputs, folder, FitConfig(kind)), show)
+            if recipe.soft:
+                mined = sum(1 for _ in Journal(run / "journal.jsonl"))
+                config = MineConfig(limit=mined, resamples=RESAMPLES, first=mined_first(run))
+                mine(pair, WordMath(), run, config, show)
+            fit_run(pair, run, plan, show)
     return str(folder)
+
+
+def _own_answers(pair: Pair, run: Path) -> Path:
+    """A run of what the judge that looks ahead kept, on samples that it has not learned from."""
+    own = run.parent / "own"
+    policy = Decoding(rule=f"judge:{fitted(pair, run, 'ahead')}@{POLICY_THRESHOLD}", window=WIDE)
+    config = MineConfig(limit=POLICY_SAMPLES, batch_size=32, policy=policy)
+    with progress_bars() as show:
+        mine(pair, WordMath(), own, config, show)
+    return own
 
 
 def stop_of(pair: Pair, run: Path, name: str, rule: str | None) -> str:
@@ -113,7 +154,8 @@ def wide(pair: Pair, out: Path, picking: int, problems: int, limit: float) -> li
                 kinds[two] = f"{kind}, two thresholds"
                 settings.append(two)
     named = [f"{setting}; window={WIDE}" for setting in ("exact", *settings)]
-    rows = measured(pair, Picking(), named, out / "picking", limit=picking, timed=1).rows
+    picking_task = Picking([out / "run", out / "own"])
+    rows = measured(pair, picking_task, named, out / "picking", limit=picking, timed=1).rows
     picked = {}
     for name in dict.fromkeys(kinds.values()):
         best = most_lenient([row for row in rows if kinds.get(row.rule) == name], limit)
