@@ -95,7 +95,7 @@ def decoders_of(
 ) -> tuple[dict[str, Decoder], int]:
     """What is compared, by name; and the window that was picked."""
     few = prompts[:8]
-    picked = fast.pick_window(few, max_new_tokens=NEW, rule="exact")
+    picked = fast.settle(few, max_new_tokens=NEW, rule="exact", window="auto").window
 
     def one_by_one(pair: Pair, rule: str, window: int = window) -> Decoder:
         options = {"rule": rule, "window": window}

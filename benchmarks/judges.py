@@ -163,6 +163,12 @@ def wide(pair: Pair, out: Path, picking: int, problems: int, limit: float) -> li
             picked[name] = best.rule
     held_out = [f"{rule}; window={WIDE}" for rule in ("exact", *picked.values())]
     rows = measured(pair, WordMath(), held_out, out / "held-out", limit=problems, timed=1).rows
+    return _times_strict(rows, {rule: name for name, rule in picked.items()})
+
+
+def _times_strict(rows: Sequence[FrontierRow], names: dict[str, str]) -> list[dict[str, Any]]:
+    """The rows of the rules that have `names`, with their tokens per pass over the strict rule's at
+    the wide window."""
     by_rule = {row.rule: row for row in rows if row.window == WIDE}
     strict = by_rule["exact"].tokens_per_pass or 1.0
     return [
@@ -171,7 +177,7 @@ def wide(pair: Pair, out: Path, picking: int, problems: int, limit: float) -> li
             "times_strict": (by_rule[rule].tokens_per_pass or 0.0) / strict,
             **by_rule[rule].to_json(),
         }
-        for name, rule in picked.items()
+        for rule, name in names.items()
     ]
 
 

@@ -145,7 +145,8 @@ def test_decoding_gives_a_judge_what_plain_passes_give(
     scored = 0
     for out in llama.generate_batch(prompts, batch_size=batch_size, **options):
         done = 0
-        for kept in out.kept:  # how many drafted tokens each cycle kept
+        origins = "".join("d" if one.origin.startswith("draft") else " " for one in out.trace)
+        for kept in map(len, origins.removesuffix(" ").split(" ")):  # by each cycle
             prefix = out.prompt_tokens + out.tokens[:done]
             room = min(5, 30 - done - 1)
             drafted = (

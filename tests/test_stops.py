@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +22,19 @@ from lenience.core.context import Context, Row
 from lenience.core.noise import Noise
 from lenience.core.profile import Profile
 from lenience.core.types import Step, Trace
-from lenience.decoding.auto_window import CANDIDATES
+from lenience.decoding.auto_window import (
+    CANDIDATES,
+    PILOT_TOKENS,
+    Cycle,
+    Drafting,
+    fastest_window,
+    learned_stops,
+    stopped,
+)
 from lenience.decoding.loading import load_pair
+from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
-from lenience.drafting.stops import STOPS, Heuristic, parse_stop
+from lenience.drafting.stops import STOPS, Fixed, Heuristic, Likely, parse_stop
 from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Head, Inputs, load_head
 from lenience.mining.features import (
@@ -34,6 +45,7 @@ from lenience.mining.features import (
 )
 from lenience.mining.fit import HeadPlan, fit_run
 from lenience.mining.search import MineConfig, mine
+from lenience.rules.registry import parse_rule
 
 prompts = prompt_lists(5)
 SHORT = {**CONFIGS["gpt2"].to_dict(), "n_positions": 16}
@@ -299,13 +311,15 @@ def test_an_automatic_window_is_picked_once_and_said(llama: Pair) -> None:
     outs = llama.generate_batch(asked, batch_size=2, window="auto", max_new_tokens=20)
     picked = outs[0].window
     assert picked in CANDIDATES and {out.window for out in outs} == {picked}
-    assert llama.pick_window(asked, batch_size=2) == picked
+    settled = llama.settle(asked, batch_size=2, window="auto", max_new_tokens=20)
+    assert settled == Decoding(window=picked, max_new_tokens=20)
     assert_same(
         outs, [llama.generate(prompt, window=picked, max_new_tokens=20) for prompt in asked]
     )
     assert llama.generate([1], rule="target", window="auto").window == 0
     assert llama.generate([1], window=5).window == 5
-    assert llama.pick_window([]) == 0
+    assert llama.settle([], window="auto").window == 0
+    assert llama.settle([[3]], window=5, seed=4) == Decoding(window=5, seed=4)
     with pytest.raises(InputError, match=r"window .some.: must be a whole number"):
         llama.generate([1], window="some")
 
@@ -320,7 +334,62 @@ def test_the_window_with_most_tokens_a_second_is_picked(
     seconds = {w: 1 + cost * (w if w < 2 or cost < 0.1 else 4 * w) for w in CANDIDATES}
     seconds[0] = 1.0 if cost < 1 else 0.4
     monkeypatch.setattr("lenience.decoding.pair.cycle_seconds", lambda *_: seconds)
-    assert pair.pick_window([[3, 4, 5]], max_new_tokens=40) == picked
+    assert pair.settle([[3, 4, 5]], window="auto", max_new_tokens=40).window == picked
+
+
+@pytest.mark.parametrize(
+    ("asking", "window", "speed"),
+    # by hand: of cycles that drafted 32 and kept 32, 2 and 2 of them, the window 2 makes 3 + 6
+    # tokens in 3 (1 + 2 / 4) s; ended at 32, 3 and 2 they make 3 + 36 in 3 + 37 / 4 s
+    [(0.0, 32, 39 / (3 + 37 / 4)), (0.5, 2, 9 / 4.5)],
+)
+def test_a_stop_is_worth_what_it_spares(asking: float, window: int, speed: float) -> None:
+    seconds = {w: 1 + w / 4 for w in (0, 2, 32)}
+    fixed = fastest_window([(32, 32), (32, 2), (32, 2)], seconds, Fixed())
+    assert (fixed.window, fixed.tokens_per_second) == (2, 9 / 4.5)
+    slower = {w: taken + asking * w for w, taken in seconds.items()}
+    by_stop = stopped([(32, 32), (3, 2), (2, 2)], slower, Likely("stop", 0.5))
+    best = max(fixed, by_stop, key=lambda one: one.tokens_per_second)
+    assert best.window == window and best.tokens_per_second == pytest.approx(speed)
+
+
+def test_an_automatic_window_takes_the_stop_of_its_own_judge_alone(
+    llama: Pair, judge: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(judge[len("judge:") : -len("@0.5")], tmp_path / "judge")
+    rule = f"judge:{tmp_path / 'judge'}@0.5"
+    mine(llama, ParityTask(), tmp_path, MineConfig(limit=20, max_new_tokens=20))
+    plan = HeadPlan(Inputs(("draft",), ("previous",)), tmp_path / "stop", FitConfig(role="stop"))
+    curve = {w: 1.0 + w for w in CANDIDATES}
+    monkeypatch.setattr("lenience.decoding.pair.cycle_seconds", lambda *_: curve)
+    asked: dict = {"rule": rule, "window": "auto", "max_new_tokens": 40}
+    fit_run(llama, tmp_path, plan)  # of what the strict rule rejects
+    assert learned_stops(parse_rule(rule)) == []
+    fit_run(llama, tmp_path, replace(plan, of=rule))
+    found = learned_stops(parse_rule(rule))
+    assert {stop.path for stop in found} == {str(tmp_path / "stop")} and len(found) == 3
+    tried: list[tuple[Likely, list[Cycle]]] = []
+    fastest = found[-1]
+
+    def best(cycles: list[Cycle], seconds: dict[int, float], stop: Likely) -> Drafting:
+        tried.append((stop, cycles))
+        return Drafting(32, stop, 99.0 if stop == fastest else 0.0)
+
+    monkeypatch.setattr("lenience.decoding.pair.stopped", best)
+    out = Pair(llama.target, llama.draft, "anew").generate([3, 4, 5], **asked)
+    assert (out.window, out.stop) == (32, str(fastest))
+    assert [stop for stop, _ in tried] == found
+    again = llama.generate([3, 4, 5], rule=rule, window=32, stop=str(fastest), max_new_tokens=40)
+    assert out.tokens == again.tokens
+    for stop, cycles in tried:
+        pilot = llama.generate(
+            [3, 4, 5], rule=rule, window=32, stop=str(stop), max_new_tokens=PILOT_TOKENS
+        )
+        assert sum(1 + kept for _, kept in cycles) >= len(pilot.tokens)
+        assert sum(drafted for drafted, _ in cycles) == pilot.drafted
+    # a condition that is named stays
+    named = Pair(llama.target, llama.draft, "anew").settle([[3]], **asked, stop="confidence:0.2")
+    assert named.stop == "confidence:0.2"
 
 
 def test_a_profile_accounts_for_all_of_the_time(llama: Pair) -> None:

@@ -298,10 +298,8 @@ def calibration(
     open_run(place, asked, "asked.json")
     with _alone(place):
         if config.decoding.window == "auto":
-            decoding = replace(
-                decoding,
-                window=_picked_window(pair, config, decoding, prompts, place / "window.json"),
-            )
+            picked = _picked(pair, config, decoding, prompts, place / "window.json")
+            decoding = replace(decoding, **picked)
         attempt = ledger.attempt(key, task, config.split, counts=use == "calibration")
         yield Calibration(
             pair,
@@ -326,17 +324,17 @@ def check_question(pair: Pair, task: Task, folder: Path, config: CertifyConfig) 
         raise InputError(f"task {task.name!r}: has no loss(text, target_text, sample); {mend}")
 
 
-def _picked_window(
+def _picked(
     pair: Pair, config: CertifyConfig, decoding: Decoding, prompts: Prompts, path: Path
-) -> int:
-    """The window that was picked once for a question, for its most lenient setting."""
+) -> dict[str, Any]:
+    """The window, and how drafting ends, that were picked once for a question, for its most lenient
+    setting."""
     if not path.exists():
         samples = prompts.for_window()
         last = config.chains(decoding)[-1][-1]
-        options = {name: value for name, value in vars(last).items() if name != "window"}
-        window = pair.pick_window([sample.prompt for sample in samples], **options)
-        write_json(path, {"window": window})
-    return int(read_json(path)["window"])
+        settled = pair.settle([sample.prompt for sample in samples], **vars(last))
+        write_json(path, {"window": settled.window, "stop": str(settled.stop)})
+    return dict(read_json(path))
 
 
 @contextmanager

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from lenience.mining.fit import HeadPlan
     from lenience.mining.search import MineConfig
 
-STOP_THRESHOLDS = (0.3, 0.5, 0.7)
-"""At which a run's stop head is tried."""
 Flag = Annotated[bool, Parameter(negative="")]
 Json = Annotated[
     bool, Parameter(name="--json", negative="", help="Print one JSON object as the last line.")
@@ -343,6 +341,7 @@ class TuneFlags(QuestionFlags):
     def config(self, run: Path) -> TuneConfig:
         """What is tuned. Raises InputError for what is wrong with it, before models are loaded."""
         from lenience.certification.tune import WINDOWS, TuneConfig
+        from lenience.decoding.auto_window import STOP_THRESHOLDS
         from lenience.drafting.stops import Likely, parse_stop
 
         stops = self.stop

@@ -146,7 +146,7 @@ def answer(
     """One answer; where the time goes is measured the second time."""
     if options.get("window") == "auto":
         with screen.status("picking the window"):
-            pair.pick_window([prompt], **options)
+            pair.settle([prompt], **options)
     if not profiled:
         return pair.generate(prompt, **options), None
     from lenience.core.profile import Profile

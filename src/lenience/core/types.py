@@ -145,3 +145,8 @@ class Step:
     @property
     def tokens(self) -> list[int]:
         return [entry.token for entry in self.trace]
+
+    @property
+    def kept(self) -> int:
+        """How many drafted tokens."""
+        return sum(entry.origin.startswith("draft") for entry in self.trace)

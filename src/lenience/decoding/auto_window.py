@@ -1,17 +1,25 @@
-"""Picking the draft window at which prompts are answered fastest."""
+"""Picking how drafting ends where prompts are answered fastest: a window or, where a stop condition
+has learned what the rule rejects, that."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
 
 from lenience.core.context import Context, Row
 from lenience.core.protocols import Drafter, Rule
 from lenience.decoding.loop import cycle
+from lenience.drafting.stops import Likely, Stop
+from lenience.heads.head import load_head
 from lenience.models.session import Session
 
+STOP_THRESHOLDS = (0.3, 0.5, 0.7)
+"""At which a stop head is tried."""
 CANDIDATES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """The windows that one is picked from."""
 PILOT_PROMPTS, PILOT_TOKENS = 8, 64
@@ -21,15 +29,53 @@ MOST_SECONDS, LEAST_ROUNDS, MOST_ROUNDS = 1.0, 2, 21
 warm-up."""
 
 
-def fastest_window(kept: Sequence[int], seconds: Mapping[int, float]) -> int:
-    """The window with the most tokens per second, from how many tokens cycles with a wide window
-    `kept`, and how many `seconds` a cycle takes at each window."""
+Cycle = tuple[int, int]
+"""How many tokens a cycle drafted, and how many of them it kept."""
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How drafting ends."""
+
+    window: int
+    stop: Stop
+    tokens_per_second: float = 0.0
+    """Estimated."""
+
+
+def fastest_window(cycles: Sequence[Cycle], seconds: Mapping[int, float], stop: Stop) -> Drafting:
+    """The window with the most tokens per second, by `cycles` with a wide window, and by how many
+    `seconds` one takes at each window."""
 
     def tokens_per_second(window: int) -> float:
-        tokens = 1 + sum(min(n, window) for n in kept) / len(kept)
+        tokens = 1 + sum(min(kept, window) for _, kept in cycles) / len(cycles)
         return tokens / seconds[window]
 
-    return max(seconds, key=tokens_per_second)
+    return max(
+        (Drafting(window, stop, tokens_per_second(window)) for window in seconds),
+        key=lambda one: one.tokens_per_second,
+    )
+
+
+def stopped(cycles: Sequence[Cycle], seconds: Mapping[int, float], stop: Stop) -> Drafting:
+    """The widest window with a stop condition that ended these `cycles`; `seconds` are of cycles
+    that it was asked in, and did not end."""
+    windows = sorted(seconds)
+    took = np.interp([drafted for drafted, _ in cycles], windows, [seconds[w] for w in windows])
+    tokens = sum(1 + kept for _, kept in cycles)
+    return Drafting(max(windows), stop, tokens / float(took.sum()))
+
+
+def learned_stops(rule: Rule) -> list[Likely]:
+    """The stop head beside a judge of the rule that has learned what this judge rejects, at the
+    thresholds that are tried."""
+    for judge in rule.heads:
+        folder = Path(judge.path).parent / "stop"
+        if (folder / "stop.json").is_file():
+            learned_of = load_head(folder, "stop").metrics.get("of_heads", ())
+            if judge.head.fingerprint in learned_of:
+                return [Likely(str(folder), threshold) for threshold in STOP_THRESHOLDS]
+    return []
 
 
 def cycle_seconds(

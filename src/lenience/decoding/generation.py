@@ -14,6 +14,8 @@ class Generation:
     prompt_tokens: list[int]
     window: int = 0
     """The draft window, as it was given or picked."""
+    stop: str = "fixed"
+    """What ended drafting earlier, as it was given or picked."""
     tokens: list[int] = field(default_factory=list)
     """The new tokens, EOS included if it was reached."""
     text: str = ""
@@ -45,12 +47,6 @@ class Generation:
     @property
     def tokens_per_second(self) -> float:
         return len(self.tokens) / self.seconds if self.seconds else 0.0
-
-    @property
-    def kept(self) -> list[int]:
-        """How many drafted tokens each cycle kept."""
-        origins = "".join("d" if entry.origin.startswith("draft") else " " for entry in self.trace)
-        return [len(run) for run in origins.removesuffix(" ").split(" ")]
 
     def add(self, step: Step) -> None:
         self.trace += step.trace

@@ -21,8 +21,12 @@ from lenience.decoding.auto_window import (
     CANDIDATES,
     PILOT_PROMPTS,
     PILOT_TOKENS,
+    Cycle,
+    Drafting,
     cycle_seconds,
     fastest_window,
+    learned_stops,
+    stopped,
 )
 from lenience.decoding.certified import check_binding, heads_of, is_certified, resolve
 from lenience.decoding.generation import Generation
@@ -60,7 +64,7 @@ class Pair:
 
     def __init__(self, target: LM, draft: LM | None, name: str):
         self.target, self.draft, self.name = target, draft, name
-        self._picked_windows: dict[Hashable, int] = {}
+        self._picked: dict[Hashable, Drafting] = {}
         if draft is not None:
             _refuse_different_vocabularies(target, draft)
 
@@ -219,10 +223,10 @@ class Pair:
         wrong is told before the first."""
         if batch_size < 1:
             raise InputError(f"batch_size {batch_size}: must be 1 or more")
-        decoding, reader = setup.decoding, setup.reader
-        ids = [reader.encode(prompt) for prompt in prompts]
+        ids = [setup.reader.encode(prompt) for prompt in prompts]
         size = min(batch_size, len(ids))
-        window = self._window(ids, size, setup)
+        window, setup = self._settled(ids, size, setup)
+        decoding, reader = setup.decoding, setup.reader
         ctx = self._context(setup, window)
         if profile:
             profile.wait_by(_waiting({lm.device for lm in self.models.values()}))
@@ -236,7 +240,7 @@ class Pair:
             return Request(row, response, number)
 
         requests = (request(i, prompt) for i, prompt in enumerate(ids))
-        outs = [Generation(prompt, window) for prompt in ids]
+        outs = [Generation(prompt, window, str(setup.stop)) for prompt in ids]
         steps = decode(session, drafter, setup.rule, ctx, lambda _: next(requests, None), size=size)
         return outs, steps
 
@@ -315,44 +319,71 @@ class Pair:
         }
 
     @takes_options
-    def pick_window(self, prompts: Sequence[Prompt], *, batch_size: int = 1, **options: Any) -> int:
-        """The window of CANDIDATES at which these prompts should be answered fastest: how many
-        tokens the rule keeps of a wide window is counted on a few of them, and what a cycle takes
-        at each window is measured. It is picked once for a rule, a drafter, a stop condition, the
-        sampling and a batch size, and then stays."""
-        setup = self.setup(options | {"window": "auto"})
+    def settle(self, prompts: Sequence[Prompt], *, batch_size: int = 1, **options: Any) -> Decoding:
+        """The options with what the window "auto" comes to for these prompts: the window of
+        CANDIDATES at which they should be answered fastest or, where no stop condition is named and
+        beside a judge lies one that has learned what it rejects, the widest with that, if this
+        should be faster. How many tokens the rule keeps is counted on a few prompts, and what a
+        cycle takes at each window is measured. It is picked once for a rule, a drafter, a stop
+        condition, the sampling and a batch size, and then stays."""
+        setup = self.setup(options)
         ids = [setup.reader.encode(prompt) for prompt in prompts]
-        return self._window(ids, min(batch_size, len(ids)), setup)
+        window, setup = self._settled(ids, min(batch_size, len(ids)), setup)
+        return replace(setup.decoding, window=window)
 
-    def _window(self, ids: list[list[int]], size: int, setup: Setup) -> int:
-        """The window that was given or, for "auto", is the fastest."""
+    def _settled(self, ids: list[list[int]], size: int, setup: Setup) -> tuple[int, Setup]:
+        """The window that was given or, for "auto", is the fastest, and how drafting ends."""
         window = setup.decoding.window
         if setup.drafter is None or not ids:
-            return 0
+            return 0, setup
         if window != "auto":
-            return window
+            return window, setup
         free = {"window": "auto", "seed": 0, "stop_strings": (), "max_new_tokens": PILOT_TOKENS}
         key = (str(setup.decoding.with_options(free)), size, self.compiled)
-        if key not in self._picked_windows:
-            self._picked_windows[key] = self._pick(ids, size, setup)
-        return self._picked_windows[key]
+        if key not in self._picked:
+            self._picked[key] = self._pick(ids, size, setup)
+        picked = self._picked[key]
+        return picked.window, _ending(setup, picked.stop)
 
-    def _pick(self, ids: list[list[int]], size: int, setup: Setup) -> int:
+    def _pick(self, ids: list[list[int]], size: int, setup: Setup) -> Drafting:
+        seconds = self._cycle_seconds(ids, size, setup)
+        tried = [fastest_window(self._pilot(ids, size, setup), seconds, setup.stop)]
+        stops = learned_stops(setup.rule) if isinstance(setup.stop, Fixed) else []
+        if stops:
+            asked = _ending(setup, replace(stops[0], threshold=1.0))  # which never ends a window
+            seconds = self._cycle_seconds(ids, size, asked)
+            tried += [
+                stopped(self._pilot(ids, size, _ending(setup, stop)), seconds, stop)
+                for stop in stops
+            ]
+        return max(tried, key=lambda one: one.tokens_per_second)
+
+    def _pilot(self, ids: list[list[int]], size: int, setup: Setup) -> list[Cycle]:
+        """What cycles with the widest window do on some prompts."""
+        widest = replace(setup.decoding, window=max(CANDIDATES), max_new_tokens=PILOT_TOKENS)
+        decoding = replace(widest, stop_strings=())
+        some = ids[:PILOT_PROMPTS]
+        _, steps = self._decode(some, replace(setup, decoding=decoding), size, None)
+        return [(step.drafted, step.kept) for _, step in steps]
+
+    def _cycle_seconds(self, ids: list[list[int]], size: int, setup: Setup) -> dict[int, float]:
+        """What a cycle takes at each window."""
+        if not setup.stop.per_token:
+            # a schedule that counts what was kept would narrow the windows that are to be timed
+            setup = _ending(setup, Fixed())
         widest = max(CANDIDATES)
-        pilot = replace(setup.decoding, window=widest, max_new_tokens=PILOT_TOKENS, stop_strings=())
-        pilots = replace(setup, decoding=pilot)
-        outs, steps = self._decode(ids[:PILOT_PROMPTS], pilots, size, None)
-        kept = [n for _, out in self._finished(outs, steps, pilot) for n in out.kept]
-        # a schedule that counts what was kept would narrow the windows that are to be timed
-        stop = setup.stop if setup.stop.per_token else Fixed()
-        timed = replace(pilots, stop=stop)
         prompts = [ids[i % len(ids)] for i in range(size)]
         capacity = max(map(len, prompts)) + widest
-        session, drafter = self.engine(timed, widest, size, capacity)
-        rows = [Row(Noise.for_prompt(pilot.seed, prompt), list(prompt)) for prompt in prompts]
-        ctx = self._context(timed, widest)
-        seconds = cycle_seconds(session, drafter, setup.rule, ctx, rows)
-        return fastest_window(kept, seconds)
+        session, drafter = self.engine(setup, widest, size, capacity)
+        seed = setup.decoding.seed
+        rows = [Row(Noise.for_prompt(seed, prompt), list(prompt)) for prompt in prompts]
+        ctx = self._context(setup, widest)
+        return cycle_seconds(session, drafter, setup.rule, ctx, rows)
+
+
+def _ending(setup: Setup, stop: Stop) -> Setup:
+    """The same with another stop condition."""
+    return replace(setup, stop=stop, decoding=replace(setup.decoding, stop=str(stop)))
 
 
 def _waiting(devices: set[torch.device]) -> Callable[[], None] | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from lenience.core.progress import Progress, silent
+from lenience.decoding.certified import heads_of
 from lenience.decoding.pair import Pair
 from lenience.heads.fitting import Examples, FitConfig, fit_head
 from lenience.heads.head import Head, Inputs
@@ -51,7 +52,8 @@ def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) 
     if role == "gate":
         head = replace(head, metrics={**head.metrics, "tau": plan.tau})
     if plan.of is not None:
-        head = replace(head, metrics={**head.metrics, "of": plan.of})
+        rejecting = [asked.head.fingerprint for asked in heads_of(plan.of)]
+        head = replace(head, metrics={**head.metrics, "of": plan.of, "of_heads": rejecting})
     if plan.also or plan.soft:
         told = {"runs": len(runs), "soft": plan.soft}
         head = replace(head, metrics={**head.metrics, **told})
