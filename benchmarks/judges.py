@@ -30,7 +30,7 @@ from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
 from lenience.evaluation.table import Frontier, FrontierRow
 from lenience.heads.fitting import FitConfig, Kind
-from lenience.heads.head import Inputs
+from lenience.heads.head import Inputs, load_head
 from lenience.mining.fit import HeadPlan, fit_run
 from lenience.mining.search import MineConfig, mine
 from lenience.runs.journal import Journal
@@ -60,9 +60,11 @@ HEADS = {
 """AutoJudge's own head, one with a hidden layer, and ones that look ahead too."""
 RESAMPLES, POLICY_THRESHOLD, POLICY_SAMPLES = 4, 0.98, 3000
 NUMERIC = r"[\d+*/=-]"
-THRESHOLDS = (0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9995, 0.9998)
-SURER = (2.5,)
-"""By how much, as a logit, a judge must be surer of digits and operators."""
+THRESHOLDS = (0.97, 0.985, 0.993, 0.997, 0.9985, 0.9993, 0.9997)
+TWO_THRESHOLDS, SURER = "ahead", (2.5,)
+"""Which judge is also tried with a second threshold for digits and operators, and by how much, as a
+logit, it must be surer of these."""
+RECALLS = ("0.9", "0.98", "0.995", "0.998")
 WIDE = 32
 STOPS = (0.3, 0.5, 0.7)
 WINDOWS = (2, 4, 8, 16)
@@ -149,7 +151,7 @@ def wide(pair: Pair, out: Path, picking: int, problems: int, limit: float) -> li
             one = f"{judge}@{threshold}"
             kinds[one] = f"{kind}, one threshold"
             settings.append(one)
-            for by in SURER:
+            for by in SURER if kind == TWO_THRESHOLDS else ():
                 two = f'{judge},strict="{NUMERIC}",by={by}@{threshold}'
                 kinds[two] = f"{kind}, two thresholds"
                 settings.append(two)
@@ -164,6 +166,21 @@ def wide(pair: Pair, out: Path, picking: int, problems: int, limit: float) -> li
     held_out = [f"{rule}; window={WIDE}" for rule in ("exact", *picked.values())]
     rows = measured(pair, WordMath(), held_out, out / "held-out", limit=problems, timed=1).rows
     return _times_strict(rows, {rule: name for name, rule in picked.items()})
+
+
+def out_of_fold(pair: Pair, run: Path) -> dict[str, Any]:
+    """What share of the harmless mismatches each judge accepts at recalls of important ones."""
+    told = {}
+    for name in HEADS:
+        metrics = load_head(fitted(pair, run, name)).metrics
+        accepted = {f"{row['recall']:g}": row["accepted"] for row in metrics["thresholds"]}
+        told[name] = {
+            "auc": metrics["auc_out_of_fold"],
+            "mismatches": metrics["mismatches"],
+            "important": metrics["important"],
+            "accepted": {recall: accepted[recall] for recall in RECALLS},
+        }
+    return told
 
 
 def _times_strict(rows: Sequence[FrontierRow], names: dict[str, str]) -> list[dict[str, Any]]:
@@ -214,7 +231,8 @@ def main() -> None:
     lenient = wide(pair, given.out, given.picking, given.problems, given.limit)
     best = max(lenient, key=lambda row: row["times_strict"])
     speeds = fast(pair, given.out, best["rule"], given.problems, given.timed)
-    print(json.dumps({"wide": lenient, "fast": speeds}, indent=1))
+    heads = out_of_fold(pair, run)
+    print(json.dumps({"heads": heads, "wide": lenient, "fast": speeds}, indent=1))
 
 
 if __name__ == "__main__":

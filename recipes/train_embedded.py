@@ -56,10 +56,10 @@ from lenience.tasks import wordmath, wordmath_problems
 
 EMBEDDED = Path(__file__).parents[1] / "src/lenience/embedded"
 SHAPES = {
-    "target": dict(
+    "narrow": dict(
         hidden_size=128, intermediate_size=384, num_hidden_layers=8, num_attention_heads=2
     ),
-    "wide": dict(
+    "target": dict(
         hidden_size=320, intermediate_size=960, num_hidden_layers=8, num_attention_heads=5
     ),
     "draft": dict(
@@ -229,7 +229,7 @@ def load_state(path: Path, model: torch.nn.Module, optimizers: list) -> tuple[in
 
 def new_model(training: Training, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """Random weights, the same ones each time."""
-    torch.manual_seed({"target": 1, "draft": 2, "wide": 3}[training.role])
+    torch.manual_seed({"narrow": 1, "draft": 2, "target": 3}[training.role])
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         head_dim=64,
@@ -326,7 +326,7 @@ class Trainer:
                 )
             if self.step % 50 == 0 or last:
                 save_state(self.state, self.model, self.optimizers, (self.seen, pool, self.step))
-        self.model.save_pretrained(training.out / training.role)
+        self.model.to(torch.bfloat16).save_pretrained(training.out / training.role)
 
     def update(self, ids: torch.Tensor, labels: torch.Tensor) -> float:
         """Learn from a batch; returns its loss."""

@@ -18,6 +18,7 @@ from lenience.core.files import read_json
 from lenience.decoding.loading import EMBEDDED, load_pair
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
+from lenience.drafting.stops import Likely
 from lenience.evaluation.compare import CompareConfig, discard
 from lenience.evaluation.pages import Mining, write_report
 from lenience.evaluation.table import Frontier
@@ -33,9 +34,13 @@ from lenience.tasks import WordMath
 RECALLS = (0.998, 0.995, 0.98, 0.9)
 """Of important tokens: the thresholds that are tried, from one that hardly loses anything to the
 paper's."""
+STOP_OF = RECALLS.index(0.98)
+"""Of which of these settings the stop learns what is rejected."""
 WINDOWS, WIDEST, RACED = (4, 8, 16), 32, 12
 """The windows that race, the one for what is gained where only the target's passes cost, and how
 many problems are raced on."""
+STOPPED_AT = 0.5
+"""At which threshold the stop races."""
 MAX_DROP = 0.03
 """What is certified, on at most three times as many problems as are compared."""
 TOLD = (
@@ -95,9 +100,14 @@ def _important_share(counts: MinedCounts) -> float:
 
 
 def _fit(pair: Pair, folder: Path) -> Head:
-    screen.rule("2. fitting the judge")
-    head = fit_run(pair, folder, HeadPlan(Inputs(), folder / "judge", FitConfig(kind="mlp")))
+    """The judge, and a stop that has learned what it rejects."""
+    screen.rule("2. fitting the judge, and a stop that knows it")
+    plan = HeadPlan(Inputs(), folder / "judge", FitConfig(kind="mlp"))
+    head = fit_run(pair, folder, plan)
     say(f"AUC {head.metrics['auc_out_of_fold']:.3f} on samples it was not fitted to")
+    inputs, config = Inputs(("draft",), ("previous",)), FitConfig(role="stop")
+    rule = str(Judge(str(folder / "judge"), _thresholds(head)[STOP_OF]))
+    fit_run(pair, folder, HeadPlan(inputs, folder / "stop", config, of=rule))
     return head
 
 
@@ -117,7 +127,8 @@ def _tune(pair: Pair, out: Path, head: Head, limit: int) -> Tuned:
         horizon=3 * limit,
         home=out / "ledger",  # a demo is no question of its user's
     )
-    config = TuneConfig(question, windows=WINDOWS, prompts=RACED)
+    stops = ("fixed", str(Likely(str(folder / "stop"), STOPPED_AT)))
+    config = TuneConfig(question, windows=WINDOWS, stops=stops, prompts=RACED)
     return tune_run(pair, WordMath(), folder, config)
 
 
@@ -128,7 +139,7 @@ def _compare(pair: Pair, out: Path, tuned: Tuned, limit: int) -> Frontier:
     fastest = [Decoding.parse(one.setting) for one in raced]
     widest = [replace(one, window=WIDEST) for one in fastest]
     compared = [*fastest, *widest, replace(fastest[0], rule="topk:2")]
-    settings = [f"{one.rule}; window={one.window}" for one in compared]
+    settings = [f"{one.rule}; window={one.window}; stop={one.stop}" for one in compared]
     config = CompareConfig(settings=tuple(dict.fromkeys(settings)), limit=limit, timed=8, repeats=1)
     asked = out / "compare.json"
     if asked.exists() and not _asks_for(read_json(asked), config):
@@ -138,8 +149,8 @@ def _compare(pair: Pair, out: Path, tuned: Tuned, limit: int) -> Frontier:
 
 def _asks_for(asked: dict[str, Any], config: CompareConfig) -> bool:
     settings = [one for one in asked.get("settings", []) if one["rule"] not in BASELINES]
-    kept = [(one["rule"], one["window"]) for one in settings]
-    return kept == [(str(one.rule), one.window) for one in config.decodings()]
+    kept = [(one["rule"], one["window"], one["stop"]) for one in settings]
+    return kept == [(str(one.rule), one.window, str(one.stop)) for one in config.decodings()]
 
 
 def _mining(counts: MinedCounts, head: Head) -> Mining:
