@@ -2,8 +2,9 @@
 
     python recipes/check_embedded.py --run demo/run
 
-Accuracy of both models on held-out problems, the cost of a draft pass against a target's read of 9
-tokens, the share of important mismatches in a mined run, and how well the kind of token alone tells
+Accuracy of both models on held-out problems, and the target's where it goes on from the first half
+of the draft's answer; the cost of a draft pass against a target's read of 9 tokens, and that of
+cycles of each window against a plain one; the share of important mismatches in a mined run, and how well the kind of token alone tells
 them: whether the target's or the draft's token at a mismatch is a digit or an operator.
 """
 
@@ -13,7 +14,7 @@ import argparse
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,10 @@ from rich.progress import track
 from sklearn.metrics import roc_auc_score
 
 from lenience.core.files import read_json
+from lenience.core.profile import Profile
 from lenience.decoding.loading import EMBEDDED, load_pair
 from lenience.decoding.pair import Pair
-from lenience.models.lm import LM
+from lenience.models.lm import LM, Prompt
 from lenience.models.session import Session
 from lenience.runs.journal import Journal
 from lenience.runs.record import mined_samples
@@ -43,14 +45,47 @@ def pass_seconds(lm: LM, prompt: list[int], new: int, repeats: int = 200) -> flo
     return float(np.median(times))
 
 
-def accuracy(pair: Pair, task: Task, samples: Sequence[Sample], rule: str) -> float:
-    """The share of samples that a decoder answers rightly."""
-    prompts = [sample.prompt for sample in samples]
-    answers = pair.as_completed(
-        prompts, batch_size=32, rule=rule, max_new_tokens=task.max_new_tokens
-    )
-    shown = track(answers, rule, total=len(samples), console=Console(stderr=True))
-    return sum(task.correct(out.text, samples[i]) for i, out in shown) / len(samples)
+def answers(
+    pair: Pair, task: Task, prompts: Sequence[Prompt], rule: str
+) -> Iterator[tuple[int, list[int]]]:
+    """The tokens of each answer, as it is finished."""
+    outs = pair.as_completed(prompts, batch_size=32, rule=rule, max_new_tokens=task.max_new_tokens)
+    for i, out in track(outs, rule, total=len(prompts), console=Console(stderr=True)):
+        yield i, out.tokens
+
+
+def accuracies(pair: Pair, task: Task, samples: Sequence[Sample]) -> dict[str, float]:
+    """The share of samples that each model answers rightly, and the target where it goes on from
+    the first half of the draft's answer."""
+    prompts = [pair.target.encode(sample.prompt) for sample in samples]
+    by_target = dict(answers(pair, task, prompts, "target"))
+    by_draft = dict(answers(pair, task, prompts, "draft"))
+    halves = [by_draft[i][: len(by_draft[i]) // 2] for i in range(len(samples))]
+    begun = [prompt + half for prompt, half in zip(prompts, halves)]
+    rest = dict(answers(pair, task, begun, "target"))
+    finished = {i: halves[i] + tokens for i, tokens in rest.items()}
+    named = {"target": by_target, "draft": by_draft, "target_from_drafts_halves": finished}
+    return {
+        f"{name}_accuracy": float(
+            np.mean(
+                [task.correct(pair.target.decode(found[i]), one) for i, one in enumerate(samples)]
+            )
+        )
+        for name, found in named.items()
+    }
+
+
+def cycles(pair: Pair, prompts: Sequence[Prompt]) -> dict[str, float]:
+    """How many plain cycles one of strict decoding takes at each window."""
+    taken = {}
+    for window in (0, 4, 8, 16, 32):
+        seconds = []
+        for prompt in prompts:
+            profile = Profile()
+            pair.generate(prompt, window=window, profile=profile)
+            seconds.append(sum(profile.seconds.values()) / profile.cycles)
+        taken[window] = float(np.median(seconds))
+    return {f"cycle_at_{window}": taken[window] / taken[0] for window in taken if window}
 
 
 def costs(pair: Pair, prompt: list[int]) -> dict[str, float]:
@@ -94,12 +129,12 @@ def main() -> None:
     pair, task = load_pair(compile=False), WordMath()
     samples = take(task, "test", given.limit)
     figures: dict[str, object] = {"n": len(samples)}
-    for rule in ("target", "draft"):
-        figures[f"{rule}_accuracy"] = accuracy(pair, task, samples, rule)
+    figures |= accuracies(pair, task, samples)
     prompt = pair.target.encode(samples[0].prompt)
     figures["plain"] = costs(pair, prompt)
     pair.compile()
-    figures["compiled"] = costs(pair, prompt)
+    some = [sample.prompt for sample in samples[:20]]
+    figures["compiled"] = costs(pair, prompt) | cycles(pair, some)
     figures |= mismatches(pair, given.run)
     sizes = [path.stat().st_size for path in EMBEDDED.rglob("*") if path.is_file()]
     figures["megabytes"] = sum(sizes) / 1e6

@@ -72,7 +72,7 @@ def with_later(here: Tensor, later: Tensor, known: Tensor) -> Tensor:
         (among * own[..., None, :]).sum(-1) / most,
         (among * own[..., None, :]).amin(-1),
     ]
-    run = agrees.cumprod(-1).sum(-1, keepdim=True) / n
+    run = ((1 - agrees).cumsum(-1) == 0).sum(-1, keepdim=True) / n
     parts = [here, seen, later.flatten(-2), later.amin(-2), later.amax(-2), run, *pooled]
     return torch.cat(parts, -1)
 
@@ -81,11 +81,10 @@ def of_windows(values: Tensor, lengths: Tensor, n: int) -> Tensor:
     """[B, W, F]: what a head reads of every token of windows of `lengths` [B] tokens that looks up
     to `n` tokens ahead, by the tokens' numbers [B, W, S]."""
     width = values.shape[1]
-    padded = torch.nn.functional.pad(values, (0, 0, 0, n))
-    later = padded[:, 1:].unfold(1, n, 1).transpose(2, 3) if n else padded[:, :, None][:, :, :0]
-    places = torch.arange(width + n + 1, device=values.device)
-    after = places[1 : width + 1, None] + places[:n]  # [W, n]
-    return with_later(values, later[:, :width], after < lengths[:, None, None])
+    places = torch.arange(width + n, device=values.device)
+    after = 1 + places[:width, None] + places[:n]  # [W, n]
+    later = torch.nn.functional.pad(values, (0, 0, 0, n + 1))[:, after]
+    return with_later(values, later, after < lengths[:, None, None])
 
 
 @cache
