@@ -4,8 +4,9 @@
 
 Accuracy of both models on held-out problems, and the target's where it goes on from the first half
 of the draft's answer; the cost of a draft pass against a target's read of 9 tokens, and that of
-cycles of each window against a plain one; the share of important mismatches in a mined run, and how well the kind of token alone tells
-them: whether the target's or the draft's token at a mismatch is a digit or an operator.
+cycles of each window against a plain one; the share of important mismatches in a mined run, and how
+well the kind of token alone tells them: whether the target's or the draft's token at a mismatch is
+a digit or an operator.
 """
 
 from __future__ import annotations
@@ -65,14 +66,12 @@ def accuracies(pair: Pair, task: Task, samples: Sequence[Sample]) -> dict[str, f
     rest = dict(answers(pair, task, begun, "target"))
     finished = {i: halves[i] + tokens for i, tokens in rest.items()}
     named = {"target": by_target, "draft": by_draft, "target_from_drafts_halves": finished}
-    return {
-        f"{name}_accuracy": float(
-            np.mean(
-                [task.correct(pair.target.decode(found[i]), one) for i, one in enumerate(samples)]
-            )
-        )
-        for name, found in named.items()
-    }
+    figures = {}
+    for name, found in named.items():
+        texts = [pair.target.decode(found[i]) for i in range(len(samples))]
+        right = [task.correct(text, sample) for text, sample in zip(texts, samples)]
+        figures[f"{name}_accuracy"] = float(np.mean(right))
+    return figures
 
 
 def cycles(pair: Pair, prompts: Sequence[Prompt]) -> dict[str, float]:
