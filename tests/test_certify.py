@@ -671,7 +671,7 @@ def test_a_question_that_is_being_answered_is_not_answered_twice(
     llama: Pair, task: Echo, tmp_path: Path
 ) -> None:
     def again(*_) -> None:
-        with pytest.raises(InputError, match="another process is at the same question"):
+        with pytest.raises(InputError, match="is at its question; wait until it has ended"):
             certify(llama, task, tmp_path, question(limit=30))
         refused.append(True)
 

@@ -284,6 +284,35 @@ def test_a_killed_run_goes_on_to_the_same_journal(checkpoints, llama: Pair, tmp_
     ]
 
 
+def test_a_second_process_is_refused_and_told_which_is_the_first(
+    checkpoints, llama: Pair, tmp_path: Path
+) -> None:
+    target, draft = checkpoints("llama")
+    out = tmp_path / "run"
+    script = SCRIPT.format(
+        tests=str(Path(__file__).parent), target=target, draft=draft, out=str(out)
+    )
+    run = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    run.stdout.readline()
+    os.kill(run.pid, signal.SIGSTOP)
+    with pytest.raises(InputError, match=f"process {run.pid} is at its mining"):
+        mined(llama, ParityTask(), out, limit=40)
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait()
+    assert mined(llama, ParityTask(), out, limit=40)[-1] == 40
+
+
+def test_a_sample_that_stands_twice_is_refused(llama: Pair, tmp_path: Path) -> None:
+    mined(llama, ParityTask(), tmp_path, limit=3)
+    journal = tmp_path / "journal.jsonl"
+    first, *others = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join([first, *others, first]))
+    id = json.loads(first)["id"]
+    with pytest.raises(InputError, match=f"sample {id} stands in lines 1 and 4"):
+        compute_features(llama, tmp_path, Inputs())
+
+
 def test_finished_samples_are_not_done_again_and_a_torn_line_is_told(
     llama: Pair, tmp_path: Path, capsys
 ) -> None:

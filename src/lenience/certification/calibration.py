@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 from lenience.certification.labels import Labels
 from lenience.certification.nested import is_same
@@ -19,7 +18,7 @@ from lenience.certification.prompts import Prompts, check_references, draw_of
 from lenience.certification.question import CertifyConfig
 from lenience.certification.sequential_tests import SettingResult, Test
 from lenience.core.errors import InputError
-from lenience.core.files import digest, read_json, write_json
+from lenience.core.files import alone, digest, read_json, write_json
 from lenience.core.progress import Progress
 from lenience.decoding.certified import (
     LostAnswer,
@@ -296,7 +295,7 @@ def calibration(
     check_references(task, config, prompts.rows)
     decoding = replace(config.decoding, max_new_tokens=max_new_tokens)
     open_run(place, asked, "asked.json")
-    with _alone(place):
+    with alone(place, "question"):
         if config.decoding.window == "auto":
             picked = _picked(pair, config, decoding, prompts, place / "window.json")
             decoding = replace(decoding, **picked)
@@ -335,17 +334,6 @@ def _picked(
         settled = pair.settle([sample.prompt for sample in samples], **vars(last))
         write_json(path, {"window": settled.window, "stop": str(settled.stop)})
     return dict(read_json(path))
-
-
-@contextmanager
-def _alone(place: Path) -> Iterator[None]:
-    try:
-        held = FileLock(place / "lock").acquire(timeout=0)
-    except Timeout:
-        mend = "another process is at the same question; ask again when it has ended"
-        raise InputError(f"{place}: {mend}") from None
-    with held:
-        yield
 
 
 def _asked(pair: Pair, task: Task, config: CertifyConfig, use: str) -> dict[str, Any]:

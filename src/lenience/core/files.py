@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from lenience.core.errors import InputError
 
 
@@ -43,6 +45,27 @@ def replacing(path: Path) -> Iterator[Path]:
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
+
+
+@contextmanager
+def alone(folder: Path, work: str) -> Iterator[None]:
+    """Do a `work` in a folder in this process alone; held again by one that is killed, it is free.
+    Raises InputError that names the process that is at it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{work}.lock"
+    by = path.with_suffix(".pid")
+    try:
+        held = FileLock(path).acquire(timeout=0)
+    except Timeout:
+        who = by.read_text() if by.exists() else "another"
+        mend = "wait until it has ended, or name another folder"
+        raise InputError(f"{folder}: process {who} is at its {work}; {mend}") from None
+    with held:
+        by.write_text(str(os.getpid()))
+        try:
+            yield
+        finally:
+            by.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lenience.core.errors import InputError
-from lenience.core.files import read_json, write_json
+from lenience.core.files import alone, read_json, write_json
 from lenience.core.progress import Progress, silent
 from lenience.decoding.certified import heads_of, refuse_certified
 from lenience.decoding.generation import Generation
@@ -217,7 +217,8 @@ class Comparison:
             **shared,
         )
         open_run(out, asked, "compare.json")
-        yield out
+        with alone(out, "comparison"):
+            yield out
 
     def carry_out(self, folder: Path, progress: Progress) -> Frontier:
         """Choose windows, decode and time; the frontier is written into the folder."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,6 +60,7 @@ def compute_features(
     if not records:
         mend = f"mine some samples first (lenience mine --out {folder})"
         raise InputError(f"{folder}: its journal is empty; {mend}")
+    _refuse_twice(folder, records)
     shards = _shards(folder, inputs, role, of)
     for begin in range(0, len(records), SHARD):
         part = records[begin : begin + SHARD]
@@ -84,6 +86,16 @@ def compute_features(
         progress("hidden states", begin + len(part), len(records))
     for path in sorted(shards.glob("*.safetensors"))[-(-len(records) // SHARD) :]:
         path.unlink()  # of a longer journal
+
+
+def _refuse_twice(folder: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Raise InputError for a sample that stands in a journal twice."""
+    lines: dict[str, int] = {}
+    for line, record in enumerate(records, 1):
+        first = lines.setdefault(str(record.get("id")), line)
+        if first != line:
+            what = f"sample {record['id']} stands in lines {first} and {line}"
+            raise InputError(f"{folder / 'journal.jsonl'}: {what}; delete one of them")
 
 
 def _check_models(pair: Pair, folder: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
+from lenience.core.files import alone
 from lenience.core.noise import Noise
 from lenience.core.progress import Progress, silent
 from lenience.core.types import Step
@@ -300,27 +301,28 @@ def mine(
     asked = dict(max_new_tokens=max_new_tokens, seed=config.seed, drawn=drawn)
     policy, told = _policy(pair, config.policy, max_new_tokens)
     open_run(folder, describe(pair, task, split="train", policy=told, **asked))
-    journal = Journal(folder / "journal.jsonl")
-    journal.resume()
-    finished = {mined.id for mined in mined_samples(journal)}
-    left = [sample for sample in samples if sample.id not in finished]
-    done = len(samples) - len(left)
-    progress("mining", done, len(samples))
-    found = (
-        search(pair, task, left, max_new_tokens, config.batch_size)
-        if policy is None
-        else search_on_policy(pair, task, left, policy, config.batch_size)
-    )
-    for mined in found:
-        journal.append(mined.to_json())
-        done += 1
+    with alone(folder, "mining"):
+        journal = Journal(folder / "journal.jsonl")
+        journal.resume()
+        finished = {mined.id for mined in mined_samples(journal)}
+        left = [sample for sample in samples if sample.id not in finished]
+        done = len(samples) - len(left)
         progress("mining", done, len(samples))
-    journal.sort([sample.id for sample in samples])
-    if config.resamples:
-        strict = Decoding(window=WINDOW, max_new_tokens=max_new_tokens)
-        resampling = Resampling(config.resamples, strict, config.batch_size)
-        resample(pair, task, folder, samples, resampling, progress=progress)
-    return count(journal)
+        found = (
+            search(pair, task, left, max_new_tokens, config.batch_size)
+            if policy is None
+            else search_on_policy(pair, task, left, policy, config.batch_size)
+        )
+        for mined in found:
+            journal.append(mined.to_json())
+            done += 1
+            progress("mining", done, len(samples))
+        journal.sort([sample.id for sample in samples])
+        if config.resamples:
+            strict = Decoding(window=WINDOW, max_new_tokens=max_new_tokens)
+            resampling = Resampling(config.resamples, strict, config.batch_size)
+            resample(pair, task, folder, samples, resampling, progress=progress)
+        return count(journal)
 
 
 def _choose(pair: Pair, task: Task, config: MineConfig, drawn: str) -> list[Sample]:
