@@ -13,6 +13,7 @@ from lenience.certification.audit import Audit, AuditConfig
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
 from lenience.decoding.certified import read_certificate
+from lenience.decoding.loading import EMBEDDED, load_pair
 from lenience.decoding.pair import Pair
 from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Inputs, load_head
@@ -22,12 +23,19 @@ from lenience.runs.journal import Journal
 from lenience.runs.record import mined_samples, read_run
 from lenience.tasks import WordMath, take
 
-FIXTURE = Path(__file__).parent / "fixtures" / "run-0.1"
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+@pytest.fixture(scope="module")
+def pair_0_1() -> Pair:
+    """The built-in pair of 0.1: a narrower target, the same draft."""
+    target = FIXTURES / "pair-0.1" / "target"
+    return load_pair(str(target), str(EMBEDDED / "draft"), compile=False)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    shutil.copytree(FIXTURE, tmp_path / "run")
+    shutil.copytree(FIXTURES / "run-0.1", tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -46,40 +54,40 @@ def test_its_records_read(run: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["certified", "judge@0.99"])
-def test_it_decodes_as_it_did(name: str, run: Path, built_in: Pair) -> None:
+def test_it_decodes_as_it_did(name: str, run: Path, pair_0_1: Pair) -> None:
     answers = json.loads((run / "answers.json").read_text())[name]
     options: dict = {"rule": f"certified:{run}"}
     if name != "certified":
         options = {"rule": f"judge:{run}/{name}", "max_new_tokens": 320, "window": 4}
     for sample, tokens in zip(take(WordMath(), "test", 2), answers, strict=True):
-        assert built_in.generate(sample.prompt, **options).tokens == tokens
+        assert pair_0_1.generate(sample.prompt, **options).tokens == tokens
 
 
-def test_its_mining_goes_on(run: Path, built_in: Pair) -> None:
+def test_its_mining_goes_on(run: Path, pair_0_1: Pair) -> None:
     before = (run / "journal.jsonl").read_bytes()
-    assert mine(built_in, WordMath(), run, MineConfig(limit=3)).samples == 3
+    assert mine(pair_0_1, WordMath(), run, MineConfig(limit=3)).samples == 3
     assert (run / "journal.jsonl").read_bytes() == before, "what is there is not done again"
-    assert mine(built_in, WordMath(), run, MineConfig(limit=4)).samples == 4
+    assert mine(pair_0_1, WordMath(), run, MineConfig(limit=4)).samples == 4
     assert (run / "journal.jsonl").read_bytes().startswith(before)
 
 
-def test_a_head_is_fitted_to_it_and_certified_on_other_prompts(run: Path, built_in: Pair) -> None:
-    mine(built_in, WordMath(), run, MineConfig(limit=12))
+def test_a_head_is_fitted_to_it_and_certified_on_other_prompts(run: Path, pair_0_1: Pair) -> None:
+    mine(pair_0_1, WordMath(), run, MineConfig(limit=12))
     inputs, config = Inputs(("draft",), ("previous",)), FitConfig(role="stop")
-    head = fit_run(built_in, run, HeadPlan(inputs, run / "stop", config))
+    head = fit_run(pair_0_1, run, HeadPlan(inputs, run / "stop", config))
     assert load_head(run / "stop", "stop").fingerprint == head.fingerprint
     used = {json.loads(line)["id"] for line in (run / "uses.jsonl").read_text().splitlines()}
     rule = f"judge:{run}/judge@0.99999"
     question = CertifyConfig(rules=(rule,), max_drop=0.6, confidence=0.6, limit=4)
-    certificate = certify(built_in, WordMath(), run, question)
+    certificate = certify(pair_0_1, WordMath(), run, question)
     assert certificate.n <= 4
     lines = [json.loads(line) for line in (run / "uses.jsonl").read_text().splitlines()]
     drawn = [line["id"] for line in lines[len(used) :] if line["use"] == "calibration"]
     assert drawn and not used & set(drawn), "no prompt is used twice"
 
 
-def test_its_certificate_is_audited(run: Path, built_in: Pair) -> None:
-    watch = Audit(run, built_in, WordMath(), AuditConfig(share=1.0))
+def test_its_certificate_is_audited(run: Path, pair_0_1: Pair) -> None:
+    watch = Audit(run, pair_0_1, WordMath(), AuditConfig(share=1.0))
     (sample,) = take(WordMath(), "test", 1)
     state = watch.see(sample.prompt, "no answer at all", sample.reference)
     assert state is not None and (state.audited, state.losses) == (1, 1)
