@@ -28,6 +28,7 @@ from lenience.decoding.loading import EMBEDDED, load_pair
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
+from lenience.evaluation.pages import write_report
 from lenience.evaluation.table import Frontier, FrontierRow
 from lenience.heads.fitting import FitConfig, Kind
 from lenience.heads.head import Inputs, load_head
@@ -67,7 +68,7 @@ logit, it must be surer of these."""
 RECALLS = ("0.9", "0.98", "0.995", "0.998")
 WIDE = 32
 STOPS = (0.3, 0.5, 0.7)
-WINDOWS = (2, 4, 8, 16)
+WINDOWS = (4, 8, 16)
 
 
 class Picking(WordMath):
@@ -142,30 +143,36 @@ def most_lenient(rows: Sequence[FrontierRow], limit: float) -> FrontierRow | Non
     return max(usable, key=lambda row: row.tokens_per_pass or 0.0, default=None)
 
 
-def wide(pair: Pair, out: Path, picking: int, problems: int, limit: float) -> list[dict[str, Any]]:
-    """Tokens per pass at the wide window, of each judge's best setting of either kind."""
-    settings, kinds = [], {}
-    for kind in HEADS:
-        judge = f"judge:{fitted(pair, out / 'run', kind)}"
+def picked_settings(pair: Pair, out: Path, problems: int, limit: float) -> dict[str, FrontierRow]:
+    """Each judge's setting of the most tokens per pass at the wide window that loses at most
+    `limit`, with one threshold and with two, by its name."""
+    kinds = {}
+    for name in HEADS:
+        judge = f"judge:{fitted(pair, out / 'run', name)}"
         for threshold in THRESHOLDS:
-            one = f"{judge}@{threshold}"
-            kinds[one] = f"{kind}, one threshold"
-            settings.append(one)
-            for by in SURER if kind == TWO_THRESHOLDS else ():
+            kinds[f"{judge}@{threshold}"] = name
+            for by in SURER if name == TWO_THRESHOLDS else ():
                 two = f'{judge},strict="{NUMERIC}",by={by}@{threshold}'
-                kinds[two] = f"{kind}, two thresholds"
-                settings.append(two)
-    named = [f"{setting}; window={WIDE}" for setting in ("exact", *settings)]
-    picking_task = Picking([out / "run", out / "own"])
-    rows = measured(pair, picking_task, named, out / "picking", limit=picking, timed=1).rows
-    picked = {}
+                kinds[two] = f"{name}, two thresholds"
+    named = [f"{setting}; window={WIDE}" for setting in ("exact", *kinds)]
+    task = Picking([out / "run", out / "own"])
+    rows = measured(pair, task, named, out / "picking", limit=problems, timed=1).rows
+    best = {}
     for name in dict.fromkeys(kinds.values()):
-        best = most_lenient([row for row in rows if kinds.get(row.rule) == name], limit)
-        if best is not None:
-            picked[name] = best.rule
-    held_out = [f"{rule}; window={WIDE}" for rule in ("exact", *picked.values())]
+        if row := most_lenient([row for row in rows if kinds.get(row.rule) == name], limit):
+            best[name] = row
+    return best
+
+
+def wide(
+    pair: Pair, out: Path, picked: dict[str, FrontierRow], problems: int
+) -> list[dict[str, Any]]:
+    """What was picked on held-out problems at the wide window."""
+    held_out = [
+        f"{rule}; window={WIDE}" for rule in ("exact", *(one.rule for one in picked.values()))
+    ]
     rows = measured(pair, WordMath(), held_out, out / "held-out", limit=problems, timed=1).rows
-    return _times_strict(rows, {rule: name for name, rule in picked.items()})
+    return _times_strict(rows, {row.rule: name for name, row in picked.items()})
 
 
 def out_of_fold(pair: Pair, run: Path) -> dict[str, Any]:
@@ -198,16 +205,21 @@ def _times_strict(rows: Sequence[FrontierRow], names: dict[str, str]) -> list[di
     ]
 
 
-def fast(pair: Pair, out: Path, rule: str, problems: int, timed: int) -> list[dict[str, Any]]:
-    """Tokens per second of a judge by how its drafting ends, beside strict decoding."""
-    run = out / "run"
-    stops = {"its own": stop_of(pair, run, "stop-judge", rule)}
-    stops["strict"] = stop_of(pair, run, "stop-strict", None)
-    settings = [f"{rule}; window={window}" for window in WINDOWS]
-    for folder in stops.values():
-        settings += [f"{rule}; window=16; stop=head:{folder}@{least}" for least in STOPS]
-        settings += [f"exact; window=16; stop=head:{folder}@{least}" for least in STOPS]
+def fast(
+    pair: Pair, out: Path, rules: Sequence[str], problems: int, timed: int
+) -> list[dict[str, Any]]:
+    """Tokens per second of judges at some windows, of the first also by a stop that learned what it
+    rejects, and by one that learned what the strict rule rejects; of strict decoding likewise, and
+    of top-K."""
+    run, best = out / "run", rules[0]
+    settings = [f"{rule}; window={window}" for rule in rules for window in WINDOWS]
+    by_its_own = f"window=16; stop=head:{stop_of(pair, run, 'stop-judge', best)}"
+    by_strict = f"window=16; stop=head:{stop_of(pair, run, 'stop-strict', None)}"
+    settings += [f"{best}; {by_its_own}@{least}" for least in STOPS]
+    settings += [f"{rule}; {by_strict}@{least}" for rule in (best, "exact") for least in STOPS]
+    settings += [f"topk:{k}; window=4" for k in (2, 4)]
     frontier = measured(pair, WordMath(), settings, out / "fast", limit=problems, timed=timed)
+    write_report(out / "fast" / "report.html", frontier)
     return [row.to_json() for row in frontier.rows]
 
 
@@ -228,11 +240,13 @@ def main() -> None:
     for name in ("run.json", "journal.jsonl"):
         shutil.copy(EMBEDDED / "run" / name, run)
     pair = load_pair(compile=True)
-    lenient = wide(pair, given.out, given.picking, given.problems, given.limit)
-    best = max(lenient, key=lambda row: row["times_strict"])
-    speeds = fast(pair, given.out, best["rule"], given.problems, given.timed)
+    picked = picked_settings(pair, given.out, given.picking, given.limit)
+    held_out = wide(pair, given.out, picked, given.problems)
+    best = max(picked.values(), key=lambda row: row.tokens_per_pass or 0.0).rule
+    rules = dict.fromkeys([best, picked["logistic"].rule])
+    speeds = fast(pair, given.out, list(rules), given.problems, given.timed)
     heads = out_of_fold(pair, run)
-    print(json.dumps({"heads": heads, "wide": lenient, "fast": speeds}, indent=1))
+    print(json.dumps({"heads": heads, "wide": held_out, "fast": speeds}, indent=1))
 
 
 if __name__ == "__main__":

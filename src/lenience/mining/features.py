@@ -56,11 +56,7 @@ def compute_features(
     fitted to, into RUN/features; shards of the same records are kept. `of` is the rule whose
     rejections a stop learns. Raises InputError where the run is of other models."""
     _check_models(pair, folder)
-    records = Journal(folder / "journal.jsonl").resume()
-    if not records:
-        mend = f"mine some samples first (lenience mine --out {folder})"
-        raise InputError(f"{folder}: its journal is empty; {mend}")
-    _refuse_twice(folder, records)
+    records = _records(folder)
     shards = _shards(folder, inputs, role, of)
     for begin in range(0, len(records), SHARD):
         part = records[begin : begin + SHARD]
@@ -88,14 +84,19 @@ def compute_features(
         path.unlink()  # of a longer journal
 
 
-def _refuse_twice(folder: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Raise InputError for a sample that stands in a journal twice."""
+def _records(folder: Path) -> list[dict[str, Any]]:
+    """A run's journal. Raises InputError where it is empty, or a sample stands in it twice."""
+    records = Journal(folder / "journal.jsonl").resume()
+    if not records:
+        mend = f"mine some samples first (lenience mine --out {folder})"
+        raise InputError(f"{folder}: its journal is empty; {mend}")
     lines: dict[str, int] = {}
     for line, record in enumerate(records, 1):
         first = lines.setdefault(str(record.get("id")), line)
         if first != line:
             what = f"sample {record['id']} stands in lines {first} and {line}"
             raise InputError(f"{folder / 'journal.jsonl'}: {what}; delete one of them")
+    return records
 
 
 def _check_models(pair: Pair, folder: Path) -> None:
