@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ class Resampling:
 
     times: int
     """How often each."""
-    decoding: Decoding
+    max_new_tokens: int
     batch_size: int
 
 
@@ -53,7 +53,9 @@ def resample(
     ready = total - len(left)
     progress("resampling", ready, total)
     for number, group in groupby(left, key=lambda one: one[0]):
-        drawn = replace(resampling.decoding, temperature=TEMPERATURE, seed=number)
+        drawn = Decoding(
+            temperature=TEMPERATURE, seed=number, max_new_tokens=resampling.max_new_tokens
+        )
         of_number = [swap for _, swap in group]
         prompts = [swap[0].prompt_ids + _swapped(*swap) for swap in of_number]
         outs = pair.as_completed(prompts, batch_size=resampling.batch_size, **vars(drawn))

@@ -319,8 +319,7 @@ def mine(
             progress("mining", done, len(samples))
         journal.sort([sample.id for sample in samples])
         if config.resamples:
-            strict = Decoding(window=WINDOW, max_new_tokens=max_new_tokens)
-            resampling = Resampling(config.resamples, strict, config.batch_size)
+            resampling = Resampling(config.resamples, max_new_tokens, config.batch_size)
             resample(pair, task, folder, samples, resampling, progress=progress)
         return count(journal)
 
