@@ -197,8 +197,8 @@ def print_counts(out: Generation, picked: bool = False) -> None:
         f"{out.accepted_lenient} gained by lenience",
         f"ended by {out.finish}",
     ]
-    stop = "" if out.stop == "fixed" else f" with stop {out.stop}"
-    more = f"; window {out.window}{stop} was picked as the fastest here" if picked else ""
+    stop = "" if out.stop == "fixed" else f", with stop {out.stop}"
+    more = f"; window {out.window} was picked as the fastest here{stop}" if picked else ""
     screen.print(f"[dim]{', '.join(counts)}{more}[/]")
 
 
