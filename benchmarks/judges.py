@@ -59,9 +59,9 @@ HEADS = {
     "ahead, soft, own answers": Recipe(soft=True, own=True),
 }
 """AutoJudge's own head, one with a hidden layer, and ones that look ahead too."""
-RESAMPLES, POLICY_THRESHOLD, POLICY_SAMPLES = 4, 0.98, 3000
+RESAMPLES, POLICY_THRESHOLD, POLICY_SAMPLES = 2, 0.98, 1000
 NUMERIC = r"[\d+*/=-]"
-THRESHOLDS = (0.97, 0.985, 0.993, 0.997, 0.9985, 0.9993, 0.9997)
+THRESHOLDS = (0.98, 0.99, 0.995, 0.998, 0.9993)
 TWO_THRESHOLDS, SURER = "ahead", (2.5,)
 """Which judge is also tried with a second threshold for digits and operators, and by how much, as a
 logit, it must be surer of these."""
@@ -232,7 +232,8 @@ def main() -> None:
     )
     parser.add_argument("--picking", type=int, default=300, help="problems to pick settings on")
     parser.add_argument("--problems", type=int, default=500, help="held-out problems")
-    parser.add_argument("--timed", type=int, default=40, help="of them, how many are timed")
+    parser.add_argument("--raced", type=int, default=200, help="of them, those for the speeds")
+    parser.add_argument("--timed", type=int, default=40, help="of these, how many are timed")
     parser.add_argument("--limit", type=float, default=0.01, help="what may be lost")
     given = parser.parse_args()
     run = given.out / "run"
@@ -244,7 +245,7 @@ def main() -> None:
     held_out = wide(pair, given.out, picked, given.problems)
     best = max(picked.values(), key=lambda row: row.tokens_per_pass or 0.0).rule
     rules = dict.fromkeys([best, picked["logistic"].rule])
-    speeds = fast(pair, given.out, list(rules), given.problems, given.timed)
+    speeds = fast(pair, given.out, list(rules), given.raced, given.timed)
     heads = out_of_fold(pair, run)
     print(json.dumps({"heads": heads, "wide": held_out, "fast": speeds}, indent=1))
 
