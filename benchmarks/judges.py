@@ -56,10 +56,9 @@ HEADS = {
     "ahead": Recipe(),
     "ahead, soft": Recipe(soft=True),
     "ahead, own answers": Recipe(own=True),
-    "ahead, soft, own answers": Recipe(soft=True, own=True),
 }
 """AutoJudge's own head, one with a hidden layer, and ones that look ahead too."""
-RESAMPLES, POLICY_THRESHOLD, POLICY_SAMPLES = 2, 0.98, 1000
+RESAMPLES, POLICY_THRESHOLD, POLICY_SAMPLES = 2, 0.98, 500
 NUMERIC = r"[\d+*/=-]"
 THRESHOLDS = (0.98, 0.99, 0.995, 0.998, 0.9993)
 TWO_THRESHOLDS, SURER = "ahead", (2.5,)

@@ -235,3 +235,8 @@ def test_a_head_learns_from_several_runs(llama: Pair, judge: str, tmp_path: Path
     assert set(both.prompts) == {prompt_digest(list(ids)) for ids in prompts}
     soft = fit_run(llama, tmp_path / "run", replace(plan, out=tmp_path / "soft", soft=True))
     assert soft.metrics["soft"] and not torch.equal(soft.weight, one.weight)
+    # a rule's own answers are labelled as they are
+    plan = replace(plan, out=tmp_path / "all", also=(tmp_path / "own",), soft=True)
+    assert fit_run(llama, tmp_path / "run", plan).metrics["mismatches"] == sum(counted.values())
+    with pytest.raises(InputError, match="own: nothing was resampled"):
+        fit_run(llama, tmp_path / "own", replace(plan, also=()))

@@ -47,7 +47,7 @@ def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) 
     for one in runs:
         compute_features(pair, one, plan.inputs, role, progress, of=plan.of)
     progress(f"fitting the {role}", 0, 1)
-    examples = _joined([_examples(one, plan) for one in runs])
+    examples = _joined([_examples(one, plan, asked=one == run) for one in runs])
     head = fit_head(examples, plan.inputs, pair.fingerprints, plan.config)
     if role == "gate":
         head = replace(head, metrics={**head.metrics, "tau": plan.tau})
@@ -70,10 +70,11 @@ def _prompts(run: Path) -> list[str]:
     return [prompt_digest(sample.prompt_ids) for sample in mined]
 
 
-def _examples(run: Path, plan: HeadPlan) -> tuple[Examples, list[str]]:
-    """What a run gives a head to learn from, and its prompts by their samples' numbers."""
+def _examples(run: Path, plan: HeadPlan, asked: bool) -> tuple[Examples, list[str]]:
+    """What a run gives a head to learn from, and its prompts by their samples' numbers. Raises
+    InputError where soft labels are asked of it and it has none."""
     examples = load_features(run, plan.inputs, plan.config.role, plan.tau, of=plan.of)
-    if plan.soft:
+    if plan.soft and (asked or (run / "resamples.jsonl").exists()):
         examples = replace(examples, shares=np.array(shares_harmless(run), dtype=np.float32))
     return examples, _prompts(run)
 
@@ -85,12 +86,12 @@ def _joined(parts: list[tuple[Examples, list[str]]]) -> Examples:
     for examples, prompts in parts:
         of_run = [numbers.setdefault(content, len(numbers)) for content in prompts]
         samples.append(np.array(of_run, dtype=int)[examples.samples])
-    shares = [examples.shares for examples, _ in parts if examples.shares is not None]
+    soft = any(examples.shares is not None for examples, _ in parts)
     return Examples(
         np.concatenate([examples.x for examples, _ in parts]),
         np.concatenate([examples.harmless for examples, _ in parts]),
         np.concatenate(samples),
-        np.concatenate(shares) if shares else None,
+        np.concatenate([examples.labels for examples, _ in parts]) if soft else None,
     )
 
 
