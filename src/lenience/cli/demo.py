@@ -36,7 +36,7 @@ RECALLS = (0.998, 0.995, 0.98, 0.9)
 paper's."""
 STOP_OF = RECALLS.index(0.98)
 """Of which of these settings the stop learns what is rejected."""
-WINDOWS, WIDEST, RACED = (4, 8, 16), 32, 12
+WINDOWS, WIDEST, RACED = (4, 8, 16), 16, 8
 """The windows that race, the one for what is gained where only the target's passes cost, and how
 many problems are raced on."""
 STOPPED_AT = 0.5

@@ -37,6 +37,9 @@ STOP_TOKENS = 64
 STOP_WINDOW = 32
 """Of the decoding that a stop learns from: wide, as nothing is drafted for the token after a window
 that is kept whole."""
+STOP_SAMPLES = 200
+"""How many samples are decoded to see what a rule rejects: some ten thousand tokens, enough for one
+state's weights."""
 GATE_PREFIXES = 12
 """How many prefixes of each kind a sample gives to a gate."""
 
@@ -56,7 +59,7 @@ def compute_features(
     fitted to, into RUN/features; shards of the same records are kept. `of` is the rule whose
     rejections a stop learns. Raises InputError where the run is of other models."""
     _check_models(pair, folder)
-    records = _records(folder)
+    records = _records(folder)[: None if of is None else STOP_SAMPLES]
     shards = _shards(folder, inputs, role, of)
     for begin in range(0, len(records), SHARD):
         part = records[begin : begin + SHARD]
