@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
+from test_decode import plain_greedy
 from test_mining import ParityTask, lines, mined
 
 from lenience import InputError
@@ -21,18 +22,6 @@ from lenience.mining.fit import HeadPlan, fit_run
 from lenience.mining.resampling import TEMPERATURE, resamples, shares_harmless
 from lenience.runs.journal import Journal
 from lenience.runs.uses import prompt_digest
-
-
-def greedy(pair: Pair, ids: list[int], most: int) -> list[int]:
-    """How transformers goes on with the target."""
-    out = pair.target.model.generate(
-        torch.tensor([ids]),
-        max_new_tokens=most,
-        do_sample=False,
-        attention_mask=torch.ones(1, len(ids)),
-    )
-    return out[0, len(ids) :].tolist()
-
 
 # ---- resampling
 
@@ -152,19 +141,19 @@ def test_the_first_token_that_changes_the_answer_is_important(
     for record in lines(tmp_path):
         prompt = record["prompt_ids"]
         out = llama.generate(prompt, rule=policy.rule, window=6, max_new_tokens=24)
-        own = greedy(llama, prompt, 24)
+        own = plain_greedy(llama, prompt, 24)
         answer = task.answer(llama.target.decode(own))
         assert record["response_ids"] == own
         kept = [i for i, entry in enumerate(out.trace) if entry.origin == "draft-lenient"]
         found, final = [], out.tokens
         same = task.same(task.answer(out.text), answer)
         for at in kept:
-            token = greedy(llama, prompt + out.tokens[:at], 1)[0]
+            token = plain_greedy(llama, prompt + out.tokens[:at], 1)[0]
             important = None if same is None else False
             if same is False:
                 settled = out.tokens[: at + 1]
                 goes_on = settled[-1] != 0 and len(settled) < 24
-                more = greedy(llama, prompt + settled, 24 - len(settled)) if goes_on else []
+                more = plain_greedy(llama, prompt + settled, 24 - len(settled)) if goes_on else []
                 now = task.same(task.answer(llama.target.decode(settled + more)), answer)
                 important = None if now is None else not now
             found.append((at, token, out.tokens[at], important))

@@ -49,7 +49,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def alone(folder: Path, work: str) -> Iterator[None]:
-    """Do a `work` in a folder in this process alone; held again by one that is killed, it is free.
+    """Do a `work` in a folder in this process alone; a process that is killed leaves it free.
     Raises InputError that names the process that is at it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{work}.lock"
