@@ -21,7 +21,7 @@ ORDER = [
     ["models", "heads", "tasks"],
     ["rules"],
     ["drafting"],
-    ["decoding"],
+    ["decoding", "integrations"],
     ["runs"],
     ["mining", "evaluation"],
     ["certification"],
@@ -29,6 +29,7 @@ ORDER = [
 ]
 """Packages, lowest first: each imports only from those in rows before its own."""
 NEVER = [("rules", "models"), ("heads", "models")]
+NEVER += [("integrations", other) for other in ("models", "drafting", "decoding", "tasks")]
 """Packages that stay apart, whatever their order."""
 TORCH_FREE = [
     "lenience",

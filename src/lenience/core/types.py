@@ -31,6 +31,9 @@ class Draft:
     logits: Tensor | None = None
     """[B, W, V]: what each token was picked from, after the logits processors; None where the
     tokens are proposed for certain, with probability 1."""
+    probs: Tensor | None = None
+    """[B, W, V]: what each token was drawn from, where that is not what the request's temperature
+    and truncation make of `logits`."""
     hidden: Tensor | None = None
     """[B, W + 1, H]: the draft's states, see the module; None unless a rule asked for them."""
     parents: Tensor | None = None

@@ -42,7 +42,7 @@ from lenience.models.lm import LM, Prompt
 from lenience.models.memory import check_memory
 from lenience.models.session import Session
 from lenience.rules.combine import as_rule
-from lenience.rules.registry import BASELINES, parse_rule
+from lenience.rules.registry import BASELINES, parse_rule, refuse_forbidden
 from lenience.rules.strict import Exact
 
 
@@ -185,6 +185,9 @@ class Pair:
         else:
             setup = Setup(decoding, parse_rule(decoding.rule), stop, drafter, self.target)
             self._check_together(setup, drafter)
+        refuse_forbidden(setup.rule if setup.drafter else str(decoding.rule))
+        if stop.skips_verification:
+            refuse_forbidden(str(stop))
         sizes = {role: lm.hidden_size for role, lm in self.models.items()}
         for part in (setup.rule, stop):
             part.check(lambda: self.fingerprints, sizes)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
-import re
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
@@ -26,7 +23,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lenience.core.errors import InputError, first_line
-from lenience.core.files import digest_bytes
+from lenience.core.identity import tokenizer_fingerprint, tokens_with, weights_fingerprint
 
 if TYPE_CHECKING:
     from lenience.models.kv_cache import Backend
@@ -249,25 +246,12 @@ class LM:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identifies the weights, whatever dtype they are loaded in: a hash of every parameter's
-        name, shape and some of its numbers, rounded to bfloat16."""
-        digest = hashlib.blake2b(digest_size=8)
-        for name, value in sorted(self.model.state_dict().items()):
-            flat = value.detach().flatten()
-            some = (
-                flat[:: max(1, flat.numel() // 64)]
-                .to(torch.float32)
-                .to(torch.bfloat16)
-                .view(torch.int16)
-            )
-            digest.update(f"{name}{tuple(value.shape)}".encode() + some.cpu().numpy().tobytes())
-        return digest.hexdigest()
+        """Identifies the weights, whatever dtype they are loaded in."""
+        return weights_fingerprint(self.model.state_dict())
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
-        vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()))
-        template = getattr(self.tokenizer, "chat_template", None) or ""
-        return digest_bytes((vocabulary + str(template)).encode())
+        return tokenizer_fingerprint(self.tokenizer)
 
     @cached_property
     def reads_rows_apart(self) -> bool:
@@ -364,12 +348,10 @@ class LM:
 
     def token_mask(self, pattern: str) -> Tensor:
         """[V] bool: in which tokens' texts a regular expression is found; found out once."""
-
-        def search() -> Tensor:
-            texts = self.tokenizer.batch_decode([[id] for id in range(self.vocab_size)])
-            return torch.tensor([bool(re.search(pattern, text)) for text in texts])
-
-        return self.once(("tokens", pattern), lambda: search().to(self.device))
+        return self.once(
+            ("tokens", pattern),
+            lambda: tokens_with(self.tokenizer, pattern, self.vocab_size).to(self.device),
+        )
 
 
 def _refuse_unless_rollable(model: PreTrainedModel, what: str) -> None:

@@ -176,15 +176,15 @@ def drafted_probs(draft: Draft, ctx: Context) -> Tensor:
     for certain."""
     if draft.logits is None:
         return torch.ones_like(draft.tokens, dtype=torch.float32)
-    return gather_tokens(ctx.probs(draft.logits), draft.tokens)
+    probs = ctx.probs(draft.logits) if draft.probs is None else draft.probs
+    return gather_tokens(probs, draft.tokens)
 
 
 def draft_distributions(draft: Draft, ctx: Context, vocabulary: int) -> Tensor:
-    """[B, W, V]: what the draft's tokens were drawn from, at the temperature and the truncation of
-    the request."""
+    """[B, W, V]: what the draft's tokens were drawn from."""
     if draft.logits is None:
         return torch.nn.functional.one_hot(draft.tokens, vocabulary).float()
-    return ctx.probs(draft.logits)
+    return ctx.probs(draft.logits) if draft.probs is None else draft.probs
 
 
 def draft_distribution(draft: Draft, ctx: Context, position: Tensor, vocabulary: int) -> Tensor:
@@ -193,6 +193,8 @@ def draft_distribution(draft: Draft, ctx: Context, position: Tensor, vocabulary:
     if draft.logits is None:
         tokens = select_position(draft.tokens, position)
         return torch.nn.functional.one_hot(tokens, vocabulary).float()
+    if draft.probs is not None:
+        return select_position(draft.probs, position)
     return ctx.probs(select_position(draft.logits, position))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from lenience.core import spec
 from lenience.core.errors import InputError
 from lenience.core.protocols import Rule
@@ -40,6 +42,7 @@ RULES: dict[str, type[Term]] = {
     )
 }
 """A rule is added here, and is then known to specs, comparisons and the property tests."""
+FORBID = "LENIENCE_FORBID"
 BASELINES = ("target", "draft")
 """Stand in place of a rule for decoding with that model alone."""
 
@@ -70,6 +73,23 @@ def parse_spec(text: str) -> AnyOf:
 def _part(text: str) -> AllOf:
     terms = [spec.parse_term(term, "rule", RULES) for term in spec.split(text, "&")]
     return AllOf(tuple(terms))
+
+
+def is_lossless(rule: Rule) -> bool:
+    """Whether a rule keeps the target's own output, or its distribution."""
+    return isinstance(rule, AnyOf) and all(term.is_strict for term in rule.terms)
+
+
+def refuse_forbidden(rule: Rule | str) -> None:
+    """Raise InputError for a rule that is not lossless, or the draft alone, where the environment's
+    LENIENCE_FORBID=1 forbids it: a guard for machines whose text becomes training data."""
+    forbids = os.environ.get(FORBID, "0") not in ("", "0")
+    lossless = rule == "target" if isinstance(rule, str) else is_lossless(rule)
+    if forbids and not lossless:
+        raise InputError(
+            f"rule {rule}: is not lossless, and {FORBID}=1 forbids that here; decode by exact or "
+            "unset it"
+        )
 
 
 def terms(rule: str) -> tuple[Term, ...]:

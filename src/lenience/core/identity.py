@@ -1,0 +1,95 @@
+"""What models and tokenizers are known by, and what can be asked of a tokenizer alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lenience.core.errors import InputError, first_line
+from lenience.core.files import digest_bytes, read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def weights_fingerprint(weights: Mapping[str, Tensor]) -> str:
+    """Identifies weights, whatever dtype they are loaded in: a hash of every parameter's name,
+    shape and some of its numbers, rounded to bfloat16."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name in sorted(weights):
+        value = weights[name]
+        flat = value.detach().flatten()
+        some = (
+            flat[:: max(1, flat.numel() // 64)]
+            .to(torch.float32)
+            .to(torch.bfloat16)
+            .view(torch.int16)
+        )
+        digest.update(f"{name}{tuple(value.shape)}".encode() + some.cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def checkpoint_fingerprint(folder: Path) -> str:
+    """`weights_fingerprint` of a model as `transformers` loads it from a folder with safetensors
+    files, read without loading it. Raises InputError where there are none or one is broken.
+
+    Of architectures whose parameters are named otherwise in files than in memory it differs.
+    """
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise InputError(f"{folder}: there is no safetensors file in it, which tells the model")
+    try:
+        with ExitStack() as stack:
+            files = [stack.enter_context(safe_open(path, "pt")) for path in paths]
+            named = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+            return weights_fingerprint(_Lazy(named, _tied(folder, named)))
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{folder}: its weights cannot be read ({first_line(error)})") from None
+
+
+def _tied(folder: Path, named: Mapping[str, Any]) -> dict[str, str]:
+    """The parameters that files leave out, as they are others' twins, by name."""
+    config = read_json(folder / "config.json")
+    tied = config.get("tie_word_embeddings", True) and "lm_head.weight" not in named
+    embeddings = [name for name in named if name.endswith(("embed_tokens.weight", "wte.weight"))]
+    return {"lm_head.weight": embeddings[0]} if tied and embeddings else {}
+
+
+class _Lazy(Mapping[str, Tensor]):
+    """The parameters of open safetensors files, each read when it is asked for."""
+
+    def __init__(self, files: Mapping[str, Any], twins: Mapping[str, str]):
+        self.files, self.twins = files, twins
+
+    def __getitem__(self, name: str) -> Tensor:
+        stored = self.twins.get(name, name)
+        tensor: Tensor = self.files[stored].get_tensor(stored)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self.files, *self.twins))
+
+    def __len__(self) -> int:
+        return len(self.files) + len(self.twins)
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Identifies a tokenizer by its vocabulary and chat template."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return digest_bytes((vocabulary + str(template)).encode())
+
+
+def tokens_with(tokenizer: PreTrainedTokenizerBase, pattern: str, size: int) -> Tensor:
+    """[size] bool: in the texts of which of the first tokens a regular expression is found."""
+    texts = tokenizer.batch_decode([[id] for id in range(size)])
+    return torch.tensor([bool(re.search(pattern, text)) for text in texts])

@@ -1,0 +1,74 @@
+"""What was kept, of each request and in all: from the workers, where it is decided, over the
+scheduler to the answers and to Prometheus."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lenience.integrations.vllm.asked import KEY
+
+
+@dataclass
+class Counts:
+    """Of one request."""
+
+    passes: int = 0
+    """Passes of the target over a drafted window."""
+    kept_strictly: int = 0
+    """Drafted tokens that the strict rule keeps at their own place."""
+    kept_leniently: int = 0
+    unjudged: int = 0
+    """Windows that were decided strictly because the rule could not be asked."""
+
+
+def put(output: Any, counts: dict[str, Counts]) -> None:
+    """Send a step's counts of its requests along with a runner's output."""
+    setattr(output, KEY, {id: asdict(one) for id, one in counts.items()})
+
+
+def attach(result: Any, _scheduler: Any, _scheduled: Any, output: Any) -> None:
+    """Hand the counts on with each request's outputs, in the one field of vLLM's that takes what
+    others have to say."""
+    counts = getattr(output, KEY, None)
+    if not counts:
+        return
+    for outputs in result.values():
+        for one in outputs.outputs:
+            if one.kv_transfer_params is None and one.request_id in counts:
+                one.kv_transfer_params = {KEY: counts[one.request_id]}
+
+
+def observe(processor: Any, outputs: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Add what is new in the requests' counts to Prometheus's."""
+    seen: dict[str, dict[str, int]] = processor.__dict__.setdefault(KEY, {})
+    for output in outputs:
+        counts = (output.kv_transfer_params or {}).get(KEY)
+        if counts:
+            before = seen.get(output.request_id, {})
+            for name, value in counts.items():
+                _counter(name).inc(value - before.get(name, 0))
+            seen[output.request_id] = counts
+        if output.finish_reason is not None:
+            seen.pop(output.request_id, None)
+    for id in [id for id in seen if id not in processor.request_states]:
+        del seen[id]  # ended by a stop string, or aborted
+    return
+
+
+_COUNTERS: dict[str, Any] = {}
+
+
+def _counter(name: str) -> Any:
+    """Prometheus's counter for one of the counts; vLLM's /metrics shows all that are registered."""
+    import prometheus_client
+
+    if name not in _COUNTERS:
+        what = {
+            "passes": "Passes of the target over drafted windows",
+            "kept_strictly": "Drafted tokens that the strict rule keeps",
+            "kept_leniently": "Drafted tokens that are kept by lenience alone",
+            "unjudged": "Windows decided strictly because the rule could not be asked",
+        }[name]
+        _COUNTERS[name] = prometheus_client.Counter(f"{KEY}:{name}", what)
+    return _COUNTERS[name]

@@ -1,0 +1,100 @@
+"""Where the plugin meets vLLM: its configuration, its requests, its workers and its outputs. Every
+place is wrapped, none replaced, and what wraps does nothing where no rule is asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from lenience.core.errors import InputError
+from lenience.integrations.vllm import asked, counts
+from lenience.integrations.vllm.checks import check, check_request, check_seams
+
+logger = logging.getLogger("vllm.lenience")
+
+
+def install() -> None:
+    """Wrap vLLM's places, once in a process. vLLM's own checks come first everywhere."""
+    wrap(VllmConfig, "__post_init__", after=_configured)
+    wrap(InputProcessor, "_validate_params", after=_requested)
+    wrap(WorkerWrapperBase, "init_device", after=_started)
+    wrap(Scheduler, "update_from_output", after=counts.attach)
+    wrap(OutputProcessor, "process_outputs", before=counts.observe)
+
+
+def wrap(
+    owner: Any,
+    name: str,
+    *,
+    before: Callable[..., None] | None = None,
+    after: Callable[..., None] | None = None,
+) -> None:
+    """Have a method call `before` with its arguments, and `after` with its result and them; once
+    in a process."""
+    original = getattr(owner, name)
+    if hasattr(original, "lenience"):
+        return
+
+    @wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if before:
+            before(*args, **kwargs)
+        result = original(*args, **kwargs)
+        if after:
+            after(result, *args, **kwargs)
+        return result
+
+    wrapped.lenience = True  # type: ignore[attr-defined]
+    setattr(owner, name, wrapped)
+
+
+def _configured(_result: None, config: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Check what is asked for as soon as a server's configuration is known."""
+    server = asked.read(config.additional_config)
+    if server is not None and config.model_config is not None:
+        check_seams(SEAMS)
+        check(server, config)
+
+
+def _requested(_result: Any, processor: Any, params: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Refuse a request whose dial, or whose parameters, do not go with the server's rule."""
+    dial = asked.dial_of(getattr(params, "extra_args", None))
+    server = asked.read(processor.vllm_config.additional_config)
+    if server is not None:
+        check_request(server.rule_for(dial), params)
+    elif dial is not None:
+        raise InputError(
+            f"{asked.KEY} {dial!r}: this server has no rule; docs/vllm.md says how one is given"
+        )
+
+
+def _started(_result: None, wrapper: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Have a worker's runner decide by the rule, and say so."""
+    config = wrapper.vllm_config
+    server = asked.read(config.additional_config)
+    if server is None:
+        return
+    if config.speculative_config is not None:
+        from lenience.integrations.vllm import v1
+
+        check_seams(v1.SEAMS)
+        v1.install(wrapper.worker.model_runner, server)
+    if wrapper.global_rank == 0:
+        logger.info("lenience: %s", check(server, config))
+
+
+SEAMS: Sequence[tuple[Any, str, Sequence[str]]] = (
+    (InputProcessor, "_validate_params", ("self", "params")),
+    (WorkerWrapperBase, "init_device", ("self",)),
+    (Scheduler, "update_from_output", ("self", "scheduler_output", "model_runner_output")),
+    (OutputProcessor, "process_outputs", ("self", "engine_core_outputs")),
+)
+"""The methods that are wrapped here, with their first parameters."""
