@@ -31,9 +31,6 @@ class Draft:
     logits: Tensor | None = None
     """[B, W, V]: what each token was picked from, after the logits processors; None where the
     tokens are proposed for certain, with probability 1."""
-    probs: Tensor | None = None
-    """[B, W, V]: what each token was drawn from, where that is not what the request's temperature
-    and truncation make of `logits`."""
     hidden: Tensor | None = None
     """[B, W + 1, H]: the draft's states, see the module; None unless a rule asked for them."""
     parents: Tensor | None = None
@@ -46,6 +43,9 @@ class Draft:
     trusted: Tensor | None = None
     """[B]: how many of the first tokens are kept without asking the target, which does not read a
     window that is trusted whole."""
+    probs: Tensor | None = None
+    """[B, W, V]: what each token was drawn from, where that is not what the request's temperature
+    and truncation make of `logits`."""
 
     @property
     def width(self) -> int:
