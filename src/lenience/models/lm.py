@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     Cache,
@@ -157,13 +158,15 @@ class LM:
             raise InputError(
                 f"device {device!r}: cannot be used ({first_line(error)}); name cpu, cuda or auto"
             ) from None
-        shared = {
+        shared: dict[str, Any] = {
             key: kwargs[key]
             for key in ("revision", "trust_remote_code", "token", "cache_dir")
             if key in kwargs
         }
         try:
             tokenizer = AutoTokenizer.from_pretrained(source, **shared)
+            if _caps_attention(source, shared):
+                kwargs.setdefault("attn_implementation", "eager")
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **kwargs)
         except SafetensorError as error:
             why = f"its safetensors file is corrupt ({first_line(error)}); fetch it again"
@@ -352,6 +355,13 @@ class LM:
             ("tokens", pattern),
             lambda: tokens_with(self.tokenizer, pattern, self.vocab_size).to(self.device),
         )
+
+
+def _caps_attention(source: str, options: Mapping[str, Any]) -> bool:
+    """Whether a model caps its attention scores, which some versions of transformers leave out
+    where they are not computed plainly."""
+    config = AutoConfig.from_pretrained(source, **options).get_text_config()
+    return getattr(config, "attn_logit_softcapping", None) is not None
 
 
 def _refuse_unless_rollable(model: PreTrainedModel, what: str) -> None:

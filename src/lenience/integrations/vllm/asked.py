@@ -77,7 +77,10 @@ def read(additional: object) -> Asked | None:
     if options is not None and named:
         raise InputError(f"{VARIABLE} {named}: --additional-config names a rule too; give one")
     given = {"rule": named} if options is None else options
-    return _read(json.dumps(given, sort_keys=True))
+    server = _read(json.dumps(given, sort_keys=True))
+    for rule in (server.rule, *server.allow):
+        refuse_forbidden(rule)
+    return server
 
 
 @lru_cache
@@ -87,9 +90,8 @@ def _read(options: str) -> Asked:
     if not isinstance(content, dict):
         raise InputError(f'{where}: must be an object, such as {{"rule": "topk:3"}}')
     known = Options.read(content, where, "docs/vllm.md lists what it takes")
-    rule = parse_spec(known.rule)
-    refuse_forbidden(rule)
-    return Asked(rule, tuple(map(parse_spec, known.allow)), known.max_unjudged)
+    rule, *allow = map(parse_spec, (known.rule, *known.allow))
+    return Asked(rule, tuple(allow), known.max_unjudged)
 
 
 def dial_of(extra_args: object) -> object:

@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
@@ -65,15 +66,19 @@ def _configured(_result: None, config: Any, *_args: Any, **_kwargs: Any) -> None
 
 
 def _requested(_result: Any, processor: Any, params: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Refuse a request whose dial, or whose parameters, do not go with the server's rule."""
+    """Refuse a request whose dial, or whose parameters, do not go with the server's rule; vLLM
+    answers such errors with status 400."""
     dial = asked.dial_of(getattr(params, "extra_args", None))
-    server = asked.read(processor.vllm_config.additional_config)
-    if server is not None:
-        check_request(server.rule_for(dial), params)
-    elif dial is not None:
-        raise InputError(
-            f"{asked.KEY} {dial!r}: this server has no rule; docs/vllm.md says how one is given"
-        )
+    try:
+        server = asked.read(processor.vllm_config.additional_config)
+        if server is not None:
+            check_request(server.rule_for(dial), params)
+        elif dial is not None:
+            raise InputError(
+                f"{asked.KEY} {dial!r}: this server has no rule; docs/vllm.md says how one is given"
+            )
+    except InputError as error:
+        raise VLLMValidationError(str(error)) from None
 
 
 def _started(_result: None, wrapper: Any, *_args: Any, **_kwargs: Any) -> None:

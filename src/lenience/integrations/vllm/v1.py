@@ -163,7 +163,7 @@ class Sampling:
             starts, _ = windows.places(which)
             for b, start, verdict in zip(which, starts[:, 0].tolist(), verdicts):
                 self._count(self.runner.input_batch.req_ids[b], verdict)
-                forced.update(_forced(setting, start, verdict))
+                forced.update(self._forced(setting, start, verdict))
         if not forced:
             return target_logits
         rows = torch.tensor(list(forced), device=target_logits.device)
@@ -172,6 +172,18 @@ class Sampling:
         copy[rows] = -torch.inf
         copy[rows, tokens] = 0
         return copy
+
+    def _forced(self, setting: Setting, start: int, verdict: Verdict) -> Iterator[tuple[int, int]]:
+        """(row, token) for each place of a window that begins at row `start` where vLLM's kernel
+        must be told what to take. The token after a window that is kept whole is vLLM's own; so is
+        what the target itself picks in a step that is greedy throughout."""
+        greedy, kept = self.logits is None, verdict.num_accepted
+        for i in verdict.path:
+            if not (greedy and verdict.exact[i]):
+                yield start + i, verdict.drafted[i]
+        if kept < len(verdict.drafted) and not (greedy and setting.rule.goes_on_as_target):
+            assert verdict.next_token is not None
+            yield start + kept, verdict.next_token
 
     def _settings(self, lengths: Sequence[int]) -> dict[Setting, list[int]]:
         """The requests that have a window and a rule that vLLM does not have itself, by what they
@@ -261,18 +273,6 @@ class Sampling:
         for known in (self.rows, self.counts):
             for id in [id for id in known if id not in self.runner.requests]:
                 del known[id]
-
-
-def _forced(setting: Setting, start: int, verdict: Verdict) -> Iterator[tuple[int, int]]:
-    """(row, token) for each place of a window that begins at row `start` where vLLM's kernel must
-    be told what to take; the token after a window that is kept whole is vLLM's own."""
-    greedy, kept = setting.temperature == 0, verdict.num_accepted
-    for i in verdict.path:
-        if not (greedy and verdict.exact[i]):
-            yield start + i, verdict.drafted[i]
-    if kept < len(verdict.drafted) and not (greedy and setting.rule.goes_on_as_target):
-        assert verdict.next_token is not None
-        yield start + kept, verdict.next_token
 
 
 _deciding: list[Sampling] = []

@@ -1,0 +1,411 @@
+"""Rules in vLLM: one engine of the built-in pair, asked in many ways; it is held against
+`transformers` and against our own loop. Runs where vLLM is installed: see docs/vllm.md."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+reason = "needs vLLM, which is installed in an environment of its own: docs/vllm.md"
+vllm = pytest.importorskip("vllm", reason=reason)
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+
+from lenience.decoding.loading import EMBEDDED, load_pair
+from lenience.decoding.pair import Pair
+from lenience.heads.head import Head, Inputs
+from lenience.integrations.vllm import hooks, v1
+from lenience.integrations.vllm.checks import check_seams, vllm_version
+from lenience.tasks import Sample, load_task, take
+
+os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+ROOT = Path(__file__).parents[1]
+WINDOW = 4
+SPAN = 'topk:3,ratio=0.01,begin="Answer:",end="The final"'
+ENGINE = dict(
+    model=str(EMBEDDED / "target"),
+    dtype="float32",
+    max_model_len=512,
+    max_num_seqs=8,
+    enforce_eager=True,
+    logprobs_mode="raw_logprobs",
+)
+DRAFT = dict(
+    method="draft_model",
+    model=str(EMBEDDED / "draft"),
+    num_speculative_tokens=WINDOW,
+    draft_sample_method="probabilistic",
+)
+
+
+def save_judge(folder: Path, pair: Pair, inputs: Inputs) -> str:
+    """The path of a judge that accepts about half of what is rejected."""
+    width = inputs.width({"target": pair.target.hidden_size})
+    weight = torch.randn(width, generator=torch.Generator().manual_seed(1)) / 8
+    Head(weight, 0.0, inputs, 0.5, pair.fingerprints).save(folder)
+    return f"judge:{folder}"
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return load_pair(compile=False, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory, pair: Pair) -> str:
+    return save_judge(tmp_path_factory.mktemp("judge"), pair, Inputs(("target",)))
+
+
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory: pytest.TempPathFactory, pair: Pair) -> str:
+    inputs = Inputs(("target",), ahead=3)
+    return save_judge(tmp_path_factory.mktemp("ahead"), pair, inputs) + "@0.5"
+
+
+@pytest.fixture(scope="module")
+def allowed(ahead: str) -> list[str]:
+    """What requests may ask for besides what is stricter than the server's rule."""
+    return [
+        ahead,
+        SPAN,
+        "typical:0.3,0.6",
+        "topk:2",
+        "fly:0.3,2",
+        "fuzzy:js@0.3",
+        "topk:4,budget=2",
+    ]
+
+
+@pytest.fixture(scope="module")
+def engine(judge: str, allowed: list[str]) -> Iterator[Any]:
+    asked = {"lenience": {"rule": f"{judge}@0.5", "allow": allowed}}
+    yield vllm.LLM(**ENGINE, speculative_config=DRAFT, additional_config=asked)
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    return list(take(load_task("wordmath"), "test", 8))
+
+
+def params(dial: object = None, **options: Any) -> SamplingParams:
+    extra = None if dial is None else {"lenience": dial}
+    return SamplingParams(**{"temperature": 0, "max_tokens": 160, "extra_args": extra, **options})
+
+
+def answers(engine: Any, samples: list[Sample], *asked: SamplingParams) -> list[list[Any]]:
+    """Each prompt's outputs for each of the parameters, all in one batch."""
+    prompts = [sample.prompt for sample in samples for _ in asked]
+    outs = engine.generate(prompts, [*asked] * len(samples), use_tqdm=False)
+    return [outs[i : i + len(asked)] for i in range(0, len(outs), len(asked))]
+
+
+def tokens(out: Any) -> list[int]:
+    """Without the EOS, which our own answers hold too."""
+    ids = list(out.outputs[0].token_ids)
+    return ids[:-1] if ids and ids[-1] == 0 else ids
+
+
+def counts(out: Any) -> dict[str, int]:
+    counted: dict[str, int] = out.kv_transfer_params["lenience"]
+    return counted
+
+
+@torch.inference_mode()
+def greedy(pair: Pair, prompt: str, most: int) -> list[int]:
+    """transformers' own."""
+    ids = pair.target.tokenizer(prompt, return_tensors="pt")["input_ids"]
+    whole = pair.target.model.generate(ids, max_new_tokens=most, do_sample=False)
+    new = whole[0, ids.shape[1] :].tolist()
+    return new[: new.index(0)] if 0 in new else new
+
+
+def test_requests_of_different_dials_share_a_batch(
+    engine: Any, pair: Pair, judge: str, allowed: list[str], samples: list[Sample]
+) -> None:
+    """The strict ones are transformers' own answers; the lenient ones what our loop comes to that
+    begins, as vLLM does, with a token of the target's own."""
+    rules = [f"{judge}@0.5", f"{judge}@0.8", *(rule for rule in allowed if "fuzzy" not in rule)]
+    asked = [params("exact"), params(), params(0.8), *map(params, rules[2:])]
+    differing = dict.fromkeys(rules, 0)
+    for sample, (strict, *lenient) in zip(samples, answers(engine, samples, *asked)):
+        assert tokens(strict) == greedy(pair, sample.prompt, 160)
+        prompt = pair.target.encode(sample.prompt)
+        for rule, out in zip(rules, lenient):
+            first = list(out.outputs[0].token_ids)[:1]
+            own = pair.generate(prompt + first, rule=rule, window=WINDOW, max_new_tokens=159)
+            assert tokens(out) == first + [token for token in own.tokens if token]
+            differing[rule] += tokens(out) != tokens(strict)
+            counted = counts(out)
+            assert counted["passes"] == own.target_passes and counted["unjudged"] == 0
+            kept = counted["kept_strictly"] + counted["kept_leniently"]
+            assert kept == sum(entry.origin.startswith("draft") for entry in own.trace)
+            if "budget" in rule:
+                assert counted["kept_leniently"] <= 2
+    assert all(differing.values()), differing
+
+
+def test_more_lenient_dials_are_refused(engine: Any, judge: str, samples: list[Sample]) -> None:
+    for dial in ("topk:5", f"{judge}@0.4", 0.3):
+        with pytest.raises(VLLMValidationError, match="may be more lenient than the server's rule"):
+            answers(engine, samples[:1], params(dial))
+    with pytest.raises(VLLMValidationError, match="keeps for sampled requests alone"):
+        answers(engine, samples[:1], params("fuzzy:js@0.3"))
+    assert tokens(answers(engine, samples[:1], params())[0][0])
+
+
+def test_log_probabilities_stay_the_targets(engine: Any, pair: Pair, samples: list[Sample]) -> None:
+    (out,) = answers(engine, samples[:1], params("topk:2", logprobs=1))[0]
+    prompt, new = list(out.prompt_token_ids), list(out.outputs[0].token_ids)
+    with torch.inference_mode():
+        logits = pair.target.model(torch.tensor([prompt + new])).logits[0, len(prompt) - 1 : -1]
+    expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(new)[:, None])[:, 0]
+    given = [place[token].logprob for place, token in zip(out.outputs[0].logprobs, new)]
+    torch.testing.assert_close(torch.tensor(given), expected, atol=2e-3, rtol=2e-3)
+    assert counts(out)["kept_leniently"] and float(expected.min()) < math.log(0.4)
+
+
+def test_a_judge_that_accepts_nothing_keeps_the_sampled_distribution(
+    engine: Any, pair: Pair, samples: list[Sample]
+) -> None:
+    """Goodness of fit: the third token given the first two, which come from the target's prefill
+    and from a drafted window."""
+    n, prompt = 1500, samples[0].prompt
+    drawn = [params(1.0, temperature=1.0, seed=seed, max_tokens=3) for seed in range(n)]
+    outs = engine.generate([prompt] * n, drawn, use_tqdm=False)
+    seen: dict[tuple[int, ...], int] = {}
+    for out in outs:
+        key = tuple(out.outputs[0].token_ids)
+        seen[key] = seen.get(key, 0) + 1
+        assert counts(out)["kept_leniently"] == 0
+    ids, expected = pair.target.encode(prompt), []
+    for key in seen:
+        with torch.inference_mode():
+            logits = pair.target.model(torch.tensor([[*ids, *key]])).logits[0]
+        probs = torch.softmax(logits[len(ids) - 1 : -1], -1)
+        expected.append(math.prod(float(p[token]) for p, token in zip(probs, key)))
+    common = [(count, n * p) for count, p in zip(seen.values(), expected) if n * p >= 5]
+    rest = n - sum(count for count, _ in common), n - sum(p for _, p in common)
+    chi2 = sum((count - p) ** 2 / p for count, p in [*common, rest])
+    freedom = len(common)
+    assert len(common) > 10 and chi2 < freedom + 4 * math.sqrt(2 * freedom)
+
+
+def test_sampled_requests_are_judged(engine: Any, samples: list[Sample]) -> None:
+    rules = (None, "typical:0.3,0.6", "fuzzy:js@0.3", "topk:2")
+    asked = [params(rule, temperature=1.0, top_k=20) for rule in rules]
+    for outs in zip(*answers(engine, samples[:6], *asked)):
+        assert sum(counts(out)["kept_leniently"] for out in outs) > 0
+        assert sum(counts(out)["unjudged"] for out in outs) == 0
+
+
+def test_a_greedy_request_is_the_same_among_sampled_ones(
+    engine: Any, samples: list[Sample]
+) -> None:
+    alone = answers(engine, samples[:4], params("topk:2"))
+    among = answers(engine, samples[:4], params("topk:2"), params("topk:2", temperature=0.9))
+    assert [tokens(outs[0]) for outs in alone] == [tokens(outs[0]) for outs in among]
+
+
+def test_what_vllm_offers_besides_goes_with_a_lenient_rule(
+    engine: Any, samples: list[Sample]
+) -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    digits = StructuredOutputsParams(regex=r"( ?[0-9]){3}")
+    asked = [
+        params("topk:2", structured_outputs=digits, max_tokens=12),
+        params("topk:2", repetition_penalty=1.3, presence_penalty=0.5),
+        params("topk:2", stop=["."]),
+        params("topk:2", bad_words=["the"]),
+        params("topk:2", min_tokens=30, max_tokens=31),
+        params("topk:2", n=2, temperature=0.8, seed=1),
+    ]
+    for constrained, penalised, stopped, without, least, twice in answers(
+        engine, samples[:3], *asked
+    ):
+        assert constrained.outputs[0].text.replace(" ", "").isdigit()
+        assert penalised.outputs[0].token_ids and counts(penalised)["passes"]
+        assert "." not in stopped.outputs[0].text
+        assert " the " not in f" {without.outputs[0].text} "
+        assert 30 <= len(least.outputs[0].token_ids) <= 31
+        assert len(twice.outputs) == 2
+        kept = counts(stopped)
+        assert (
+            kept["passes"] and kept["kept_strictly"] + kept["kept_leniently"] <= 4 * kept["passes"]
+        )
+    with pytest.raises(VLLMValidationError, match="maximum context length"):
+        engine.generate([{"prompt_token_ids": [5] * 600}], params("topk:2"), use_tqdm=False)
+
+
+def test_an_aborted_request_leaves_others_as_they_are(engine: Any, samples: list[Sample]) -> None:
+    (whole,) = answers(engine, samples[:1], params())[0]
+    inner = engine.llm_engine
+    for i in range(3):
+        inner.add_request(f"abort-{i}", samples[i].prompt, params())
+    for _ in range(4):
+        inner.step()
+    inner.abort_request([f"abort-{i}" for i in range(3)])
+    while inner.has_unfinished_requests():
+        inner.step()
+    (again,) = answers(engine, samples[:1], params())[0]
+    assert tokens(again) == tokens(whole) and counts(again) == counts(whole)
+
+
+# ---- configurations
+
+
+def configured(**changes: Any) -> Any:
+    """The configuration that vLLM makes of an engine's arguments, without starting it."""
+    arguments = {**ENGINE, "speculative_config": DRAFT, **changes}
+    return EngineArgs(**arguments).create_engine_config()
+
+
+def asks(rule: str, **options: Any) -> dict[str, Any]:
+    return {"additional_config": {"lenience": {"rule": rule, **options}}}
+
+
+def test_every_place_is_as_this_version_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_seams([*hooks.SEAMS, *v1.SEAMS])
+    assert vllm_version() == vllm.__version__.split("+")[0]
+
+    def changed(self: Any, output: Any) -> None: ...
+
+    monkeypatch.setattr(hooks.Scheduler, "update_from_output", changed)
+    with pytest.raises(ValueError, match=r"Scheduler\.update_from_output takes self, output, not"):
+        configured(**asks("topk:3"))
+
+
+def test_what_cannot_be_done_as_asked_is_refused_before_the_start(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = tmp_path / "both"
+    weight = torch.zeros(Inputs().width({"target": 320, "draft": 128}))
+    Head(weight, 0.0, Inputs(), 0.5, pair.fingerprints).save(both)
+    other = tmp_path / "other"
+    wrong = {**pair.fingerprints, "target": "another"}
+    Head(torch.zeros(640), 0.0, Inputs(("target",)), 0.5, wrong).save(other)
+    synthetic = {**DRAFT, "rejection_sample_method": "synthetic"}
+    synthetic["synthetic_acceptance_rates"] = [0.5] * WINDOW
+    for changes, message in (
+        (asks("topk"), "topk needs k"),
+        (asks("topk:3", windw=4), "has windw, which is unknown"),
+        (asks(f"judge:{both}@0.5"), "fit a judge with --models target"),
+        (asks(f"judge:{other}@0.5"), "was fitted to another target"),
+        ({**asks("topk:3"), "speculative_config": None}, "drafts nothing"),
+        ({**asks("topk:3"), "speculative_config": synthetic}, "is a rule of its own"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            configured(**changes)
+    monkeypatch.setenv("LENIENCE_RULE", "tpk:3")
+    with pytest.raises(ValueError, match="there is no rule 'tpk'"):
+        configured()
+    monkeypatch.setenv("LENIENCE_RULE", "topk:3")
+    monkeypatch.setenv("LENIENCE_FORBID", "1")
+    with pytest.raises(ValueError, match="LENIENCE_FORBID=1 forbids"):
+        configured()
+    monkeypatch.delenv("LENIENCE_RULE")
+    assert configured().additional_config == {}
+
+
+# ---- a server
+
+
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        got: dict[str, Any] = json.load(answer)
+        return got
+
+
+def documented(folder: Path, port: int) -> tuple[str, str]:
+    """What docs/vllm.md has a user of the built-in pair type after installing: what makes a judge,
+    and what starts a server."""
+    page = (ROOT / "docs/vllm.md").read_text()
+    block = next(code for code in re.findall(r"```sh\n(.*?)```", page, re.S) if "MODELS=" in code)
+    block = block.replace(".venv-vllm/bin/", f"{Path(sys.executable).parent}/")
+    block = block.replace("MODELS=src/lenience/embedded", f"MODELS={EMBEDDED}")
+    lines = [line for line in block.splitlines() if " -m venv " not in line and "pip " not in line]
+    begin = next(i for i, line in enumerate(lines) if line.startswith("MODELS="))
+    server = "\n".join(["set -e", f"cd {folder}", *lines[begin:]]).replace(
+        "VLLM_CPU", "exec env VLLM_CPU"
+    )
+    return "\n".join(["set -e", f"cd {folder}", *lines[:begin]]), f"{server} --port {port}"
+
+
+def test_the_documented_server_takes_dials_and_counts_for_prometheus(
+    samples: list[Sample], tmp_path: Path
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    judging, serving = documented(tmp_path, port)
+    subprocess.run(["bash", "-c", judging], check=True)
+    server = subprocess.Popen(["bash", "-c", serving])
+    url = f"http://127.0.0.1:{port}"
+    body = {"model": "wordmath", "temperature": 0, "max_tokens": 120}
+    total = dict.fromkeys(("passes", "kept_strictly", "kept_leniently", "unjudged"), 0)
+    try:
+        wait_for(f"{url}/health", server)
+        for sample in samples:
+            asked = {**body, "prompt": sample.prompt}
+            lenient = post(f"{url}/v1/completions", asked)["kv_transfer_params"]["lenience"]
+            total = {name: value + lenient[name] for name, value in total.items()}
+            strict = post(f"{url}/v1/completions", {**asked, "vllm_xargs": {"lenience": "exact"}})
+            assert strict["kv_transfer_params"] is None
+        assert total["kept_leniently"] > 0
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            post(f"{url}/v1/completions", {**asked, "vllm_xargs": {"lenience": "topk:9"}})
+        assert refused.value.code == 400
+        assert "may be more lenient" in refused.value.read().decode()
+        metrics = urllib.request.urlopen(f"{url}/metrics", timeout=30).read().decode()
+        for name, value in total.items():
+            assert f"lenience:{name}_total {float(value)}" in metrics
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
+    """Until it answers."""
+    for _ in range(240):
+        try:
+            urllib.request.urlopen(url, timeout=5)
+            return
+        except (urllib.error.URLError, ConnectionError):
+            assert server.poll() is None, "the server has ended"
+            time.sleep(1)
+    raise TimeoutError(url)
+
+
+def test_a_killed_worker_ends_requests_with_an_error(engine: Any, samples: list[Sample]) -> None:
+    """The last test: the engine is gone after it."""
+    import psutil
+
+    workers = [p for p in psutil.Process().children(recursive=True) if "Worker" in p.name()]
+    if not workers:
+        workers = psutil.Process().children(recursive=True)[-1:]
+    began = time.monotonic()
+    engine.llm_engine.add_request("killed", samples[0].prompt, params())
+    for worker in workers:
+        worker.kill()
+    with pytest.raises(Exception, match=r"(?i)dead|engine|worker"):
+        while engine.llm_engine.has_unfinished_requests():
+            engine.llm_engine.step()
+            assert time.monotonic() - began < 120

@@ -1,0 +1,260 @@
+"""What a server and a request may ask of the vLLM plugin, without vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lenience.core.errors import InputError
+from lenience.core.identity import checkpoint_fingerprint, tokenizer_fingerprint
+from lenience.decoding.loading import EMBEDDED
+from lenience.decoding.pair import Pair
+from lenience.heads.head import Head, Inputs
+from lenience.integrations.vllm import asked, checks
+from lenience.integrations.vllm.counts import Counts, attach, put
+
+
+def options(**given: Any) -> dict[str, Any]:
+    return {"lenience": given}
+
+
+def test_nothing_is_asked_for_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(asked.VARIABLE, raising=False)
+    assert asked.read({}) is None and asked.read({"other": 1}) is None
+    monkeypatch.setenv(asked.VARIABLE, "topk:3")
+    server = asked.read({})
+    assert server is not None and str(server.rule) == "topk:3"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "lacks rule"),
+        ({"rule": "topk:3", "rul": 1}, "has rul, which is unknown"),
+        ({"rule": "topk"}, "topk needs k"),
+        ({"rule": "exact", "allow": ["tpk:3"]}, "there is no rule 'tpk'"),
+        ({"rule": "exact", "max_unjudged": 2}, "max_unjudged"),
+        ("topk:3", "must be an object"),
+    ],
+)
+def test_wrong_options_are_one_line(given: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        asked.read({"lenience": given})
+    assert "\n" not in str(error.value)
+
+
+def test_a_rule_is_named_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(asked.VARIABLE, "topk:3")
+    with pytest.raises(InputError, match="give one"):
+        asked.read(options(rule="exact"))
+
+
+@pytest.mark.parametrize(
+    ("rule", "dial", "taken"),
+    [
+        ("fuzzy:js@0.4", None, "fuzzy:js@0.4"),
+        ("fuzzy:js@0.4", "exact", "exact"),
+        ("fuzzy:js@0.4", "speculative", "speculative"),
+        ("fuzzy:js@0.4", "fuzzy:js@0.3", "fuzzy:js@0.3"),
+        ("fuzzy:js@0.4", 0.1, "fuzzy:js@0.1"),
+        ("fuzzy:js@0.4", "0.1", "fuzzy:js@0.1"),
+        ("judge:r/judge@0.9", "judge:r/judge@0.95", "judge:r/judge@0.95"),
+        ("judge:r/judge@0.9", 0.99, "judge:r/judge@0.99"),
+        ("judge:r/judge@0.9&topk:4", 0.99, "judge:r/judge@0.99&topk:4"),
+        ("judge:r/judge@0.9", "topk:2", "topk:2"),
+    ],
+)
+def test_a_request_may_be_stricter(rule: str, dial: object, taken: str) -> None:
+    server = asked.read(options(rule=rule, allow=["topk:2"]))
+    assert server is not None and str(server.rule_for(dial)) == taken
+
+
+@pytest.mark.parametrize(
+    ("rule", "dial"),
+    [
+        ("fuzzy:js@0.4", "fuzzy:js@0.5"),
+        ("fuzzy:js@0.4", 0.5),
+        ("fuzzy:js@0.4", "fuzzy:kl@0.1"),
+        ("judge:r/judge@0.9", "judge:r/judge@0.85"),
+        ("judge:r/judge@0.9", "judge:other/judge@0.95"),
+        ("judge:r/judge@0.9", 0.5),
+        ("judge:r/judge@0.9&topk:4", "judge:r/judge@0.9"),
+        ("exact", "topk:3"),
+        ("topk:4", "topk:3"),
+    ],
+)
+def test_a_request_may_not_be_more_lenient(rule: str, dial: object) -> None:
+    server = asked.read(options(rule=rule, allow=["topk:2"]))
+    assert server is not None
+    with pytest.raises(InputError, match=r"may be more lenient than the server's rule.*topk:2"):
+        server.rule_for(dial)
+
+
+def test_a_threshold_needs_a_rule_that_has_one() -> None:
+    server = asked.read(options(rule="topk:4"))
+    assert server is not None
+    with pytest.raises(InputError, match="name a whole rule"):
+        server.rule_for(0.5)
+    with pytest.raises(InputError, match="there is no rule 'strict'"):
+        server.rule_for("strict")
+
+
+def test_lenient_rules_can_be_forbidden(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
+    monkeypatch.setenv("LENIENCE_FORBID", "1")
+    with pytest.raises(InputError, match="LENIENCE_FORBID=1 forbids"):
+        asked.read(options(rule="typical:0.3,0.6", allow=["exact"]))
+    with pytest.raises(InputError, match="LENIENCE_FORBID=1 forbids"):
+        asked.read(options(rule="exact", allow=["typical:0.31,0.6"]))
+    assert asked.read(options(rule="speculative")) is not None
+    for lenient in ({"rule": "topk:2"}, {"rule": "draft"}, {"rule": "exact|random:0.1"}):
+        with pytest.raises(InputError, match="LENIENCE_FORBID=1 forbids"):
+            llama.generate([3, 4], **lenient)
+    strict = llama.generate([3, 4], rule="exact", max_new_tokens=4).tokens
+    assert strict == llama.generate([3, 4], rule="target", max_new_tokens=4).tokens
+
+
+# ---- a server's configuration
+
+
+def config(**changes: Any) -> Any:
+    """The parts of a VllmConfig that are looked at, of the built-in pair."""
+    model = SimpleNamespace(
+        model=str(EMBEDDED / "target"),
+        tokenizer=str(EMBEDDED / "target"),
+        tokenizer_revision=None,
+        trust_remote_code=False,
+        revision=None,
+        get_hidden_size=lambda: 320,
+    )
+    speculative = SimpleNamespace(
+        method="draft_model",
+        target_model_config=model,
+        draft_model_config=SimpleNamespace(model=str(EMBEDDED / "draft"), revision=None),
+        rejection_sample_method="standard",
+        draft_sample_method="greedy",
+    )
+    for name in [name for name in changes if hasattr(speculative, name)]:
+        setattr(speculative, name, changes.pop(name))
+    parts = dict(
+        model_config=model,
+        speculative_config=speculative,
+        use_v2_model_runner=False,
+        scheduler_config=SimpleNamespace(async_scheduling=changes.pop("async_scheduling", False)),
+        lora_config=None,
+        load_config=SimpleNamespace(download_dir=None),
+    )
+    return SimpleNamespace(**{**parts, **changes})
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "version", lambda name: "0.32.7")
+
+
+def judge_of(folder: Path, inputs: Inputs, fingerprints: dict[str, str]) -> str:
+    weight = torch.zeros(inputs.width({"target": 320, "draft": 128}))
+    Head(weight, 0.0, inputs, 0.5, fingerprints).save(folder)
+    return f"judge:{folder}@0.5"
+
+
+def test_a_start_up_line_names_rule_head_and_versions(
+    known: None, tmp_path: Path, built_in: Pair
+) -> None:
+    rule = judge_of(tmp_path, Inputs(("target",)), built_in.fingerprints)
+    server = asked.read(options(rule=rule))
+    assert server is not None
+    said = checks.check(server, config())
+    assert rule in said and "vLLM 0.32.7" in said and "of these models" in said
+    assert server.rule.heads[0].head.fingerprint in said and "no certificate" in said
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes", "message"),
+    [
+        ("topk:3", {"speculative_config": None}, "drafts nothing"),
+        ("topk:3", {"rejection_sample_method": "synthetic"}, "'synthetic' is a rule of its own"),
+        ("topk:3", {"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ("topk:3", {"async_scheduling": True}, "--no-async-scheduling"),
+        ("fuzzy:js@0.3", {}, '"draft_sample_method": "probabilistic"'),
+    ],
+)
+def test_what_a_rule_cannot_be_held_to_in_is_refused(
+    known: None, rule: str, changes: dict[str, Any], message: str
+) -> None:
+    server = asked.read(options(rule=rule))
+    assert server is not None
+    with pytest.raises(InputError, match=message):
+        checks.check(server, config(**changes))
+
+
+def test_heads_that_do_not_fit_are_refused(known: None, tmp_path: Path, built_in: Pair) -> None:
+    def refused(inputs: Inputs, fingerprints: dict[str, str], message: str, **changes: Any) -> None:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        server = asked.read(options(rule=judge_of(folder, inputs, fingerprints)))
+        assert server is not None
+        with pytest.raises(InputError, match=message):
+            checks.check(server, config(**changes))
+
+    own, target = built_in.fingerprints, Inputs(("target",))
+    refused(Inputs(), own, "fit a judge with --models target")
+    refused(Inputs(("target",), layer=-1), own, "fit a judge without --layer")
+    refused(target, {**own, "target": "another"}, "was fitted to another target")
+    refused(target, {**own, "draft": "another"}, "was fitted to another draft")
+    refused(target, {**own, "tokenizer": "another"}, "was fitted to another tokenizer")
+    refused(target, own, "LoRA", lora_config=object())
+    assert own["target"] == checkpoint_fingerprint(EMBEDDED / "target")
+    assert own["tokenizer"] == tokenizer_fingerprint(built_in.target.tokenizer)
+
+
+def test_an_unknown_vllm_or_a_changed_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "version", lambda name: "0.40.1")
+    with pytest.raises(InputError, match=r"vLLM 0\.40\.1: is not known"):
+        checks.vllm_version()
+    monkeypatch.setattr(checks, "version", lambda name: "0.33.0")
+    assert checks.vllm_version() == "0.33.0"
+
+    class Place:
+        def method(self, a: int, b: int, c: int = 0) -> None: ...
+
+    checks.check_seams([(Place, "method", ("self", "a", "b"))])
+    for name, parameters in (("method", ("self", "b")), ("gone", ("self",))):
+        with pytest.raises(InputError, match=rf"Place\.{name} takes"):
+            checks.check_seams([(Place, name, parameters)])
+
+
+@pytest.mark.parametrize(
+    ("rule", "temperature", "message"),
+    [
+        ("fuzzy:js@0.3", 0, "keeps for sampled requests alone"),
+        ("mentored:0.3", 0, "has no greedy form"),
+        ("fuzzy:js@0.3", 1, None),
+        ("topk:2", 0, None),
+    ],
+)
+def test_requests_that_a_rule_has_no_meaning_for_are_refused(
+    rule: str, temperature: float, message: str | None
+) -> None:
+    server, params = asked.read(options(rule=rule)), SimpleNamespace(temperature=temperature)
+    assert server is not None
+    if message is None:
+        checks.check_request(server.rule, params)
+    else:
+        with pytest.raises(InputError, match=message):
+            checks.check_request(server.rule, params)
+
+
+def test_counts_reach_a_requests_outputs_and_no_other_field_is_touched() -> None:
+    output = SimpleNamespace()
+    put(output, {"a": Counts(3, 5, 2), "b": Counts(1)})
+    outputs = [
+        SimpleNamespace(request_id=id, kv_transfer_params=given)
+        for id, given in (("a", None), ("b", {"remote": 1}), ("c", None))
+    ]
+    attach({0: SimpleNamespace(outputs=outputs)}, None, None, output)
+    counted = {"passes": 3, "kept_strictly": 5, "kept_leniently": 2, "unjudged": 0}
+    given = [one.kv_transfer_params for one in outputs]
+    assert given == [{"lenience": counted}, {"remote": 1}, None]
