@@ -27,11 +27,15 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 
+from lenience.certification.certify import certify
+from lenience.certification.question import CertifyConfig
+from lenience.core.errors import InputError
 from lenience.decoding.loading import EMBEDDED, load_pair
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs
-from lenience.integrations.vllm import hooks, v1
-from lenience.integrations.vllm.checks import check_seams, vllm_version
+from lenience.integrations.vllm import asked, hooks, v1
+from lenience.integrations.vllm.checks import check, check_certified, check_seams, vllm_version
+from lenience.integrations.vllm.engine import VllmPair
 from lenience.tasks import Sample, load_task, take
 
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
@@ -94,8 +98,8 @@ def allowed(ahead: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def engine(judge: str, allowed: list[str]) -> Iterator[Any]:
-    asked = {"lenience": {"rule": f"{judge}@0.5", "allow": allowed}}
-    yield vllm.LLM(**ENGINE, speculative_config=DRAFT, additional_config=asked)
+    options = {"lenience": {"rule": f"{judge}@0.5", "allow": allowed}}
+    yield vllm.LLM(**ENGINE, speculative_config=DRAFT, additional_config=options)
 
 
 @pytest.fixture(scope="module")
@@ -273,6 +277,86 @@ def test_an_aborted_request_leaves_others_as_they_are(engine: Any, samples: list
         inner.step()
     (again,) = answers(engine, samples[:1], params())[0]
     assert tokens(again) == tokens(whole) and counts(again) == counts(whole)
+
+
+# ---- our engine
+
+
+@pytest.fixture(scope="module")
+def in_vllm() -> VllmPair:
+    return VllmPair(load_pair(compile=False, dtype="float32"), {"enforce_eager": True})
+
+
+def test_a_pair_in_vllm_answers_as_our_own_loop(
+    in_vllm: VllmPair, pair: Pair, judge: str, samples: list[Sample]
+) -> None:
+    """Each in the order of its own; what is kept of a window, where it came from and what it
+    scored, from the target's first token on."""
+    options = dict(window=WINDOW, max_new_tokens=160)
+    prompts = [sample.prompt for sample in samples[:4]]
+    for rule in ("target", "draft", "exact", f"{judge}@0.5"):
+        alone = rule in ("target", "draft")
+        outs = in_vllm.generate_batch(prompts, batch_size=3, rule=rule, **options)
+        for prompt, out in zip(prompts, outs):
+            first = [] if alone else out.tokens[:1]
+            begun = pair.target.encode(prompt) + first
+            own = pair.generate(begun, rule=rule, **options | {"max_new_tokens": 160 - len(first)})
+            assert out.tokens == first + own.tokens and out.finish == own.finish
+            assert out.text == pair.target.decode(first + own.tokens)
+            assert out.target_passes == own.target_passes + len(first)
+            assert out.draft_passes == pytest.approx(own.draft_passes, abs=WINDOW)
+            if rule.startswith("judge"):
+                kept = out.trace[1:]
+                assert [entry.origin for entry in kept] == [entry.origin for entry in own.trace]
+                scores = [[entry.score or 0 for entry in trace] for trace in (kept, own.trace)]
+                assert scores[0] == pytest.approx(scores[1], abs=1e-5) and any(scores[0])
+                assert out.accepted_lenient == own.accepted_lenient > 0
+
+
+def test_what_vllm_does_not_do_for_us_is_refused_by_name(in_vllm: VllmPair, judge: str) -> None:
+    for options, message in (
+        ({"stop": "confidence:0.4"}, "vLLM drafts whole windows"),
+        ({"window": "auto"}, "name one"),
+        ({"rule": "fuzzy:js@0.3"}, "give a temperature above 0"),
+    ):
+        with pytest.raises(InputError, match=message):
+            in_vllm.generate("1", **options)
+    with pytest.raises(InputError, match="engine argument model: is the pair's"):
+        VllmPair(in_vllm, {"model": "other"})
+
+
+def test_a_certificate_made_with_vllm_is_served_and_binds_it(
+    in_vllm: VllmPair, pair: Pair, tmp_path: Path
+) -> None:
+    options = {"window": WINDOW, "max_new_tokens": 200}
+    question = CertifyConfig(("topk:1",), max_drop=0.1, limit=200, options=options)
+    made = certify(in_vllm, load_task("wordmath"), tmp_path, question)
+    assert made.certified and made.binds["engine"] == f"vllm {vllm_version()}"
+    with pytest.raises(InputError, match=r"certified with engine 'vllm .*', not 'lenience'"):
+        pair.generate("1", rule=f"certified:{tmp_path}")
+    greedy = {**DRAFT, "draft_sample_method": "greedy"}
+    served = asks(f"certified:{tmp_path}")
+    config = configured(**served, speculative_config=greedy)
+    server = asked.read(config.additional_config)
+    assert server and str(server.rule) == "topk:1"
+    assert "at most 10.00% lost with 95% confidence" in check(server, config)
+    for changes, message in (
+        ({"speculative_config": {**greedy, "num_speculative_tokens": 3}}, "window 4, not 3"),
+        ({"speculative_config": DRAFT}, "a draft_sample_method 'greedy'"),
+        ({"speculative_config": greedy, "dtype": "bfloat16"}, "dtype 'float32', not 'bfloat16'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            configured(**{**served, **changes})
+    assert server.certificate
+    check_certified(server.certificate, params(max_tokens=200))
+    for given, name in (
+        ({}, "max_tokens 160"),
+        ({"max_tokens": 200, "temperature": 0.5}, "temperature"),
+        ({"max_tokens": 200, "repetition_penalty": 1.2}, "repetition_penalty"),
+        ({"max_tokens": 200, "stop": ["."]}, "stop"),
+    ):
+        with pytest.raises(InputError, match=f"{name}.*were certified with"):
+            check_certified(server.certificate, params(**given))
 
 
 # ---- configurations

@@ -249,7 +249,7 @@ def test_requests_that_a_rule_has_no_meaning_for_are_refused(
 
 def test_counts_reach_a_requests_outputs_and_no_other_field_is_touched() -> None:
     output = SimpleNamespace()
-    put(output, {"a": Counts(3, 5, 2), "b": Counts(1)})
+    put(output, {"a": Counts(3, 5, 2), "b": Counts(1)}, {"b": {"kept": 0}})
     outputs = [
         SimpleNamespace(request_id=id, kv_transfer_params=given)
         for id, given in (("a", None), ("b", {"remote": 1}), ("c", None))

@@ -170,7 +170,9 @@ def mine(
     config = (flags or MineFlags()).config()
     _check_limit(config.limit)
     task = (choice or TaskChoice()).load()
-    pair = (models or Models()).load(long=True)
+    models = models or Models()
+    models.refuse_vllm("mine")
+    pair = models.load(long=True)
     counts = mine_run(pair, task, out, config)
     parts = [
         f"{counts.samples} samples",
@@ -274,7 +276,9 @@ def tune(
     _check_limit(flags.limit)
     config = flags.config(run)
     task = task_of(run, choice or TaskChoice())
-    pair = models_of(run, models).load(long=True)
+    models = models_of(run, models)
+    models.refuse_vllm("tune")
+    pair = models.load(long=True)
     tuned = tune_run(pair, task, run, config)
     if json:
         races, certificate = tuned.races.to_json(), tuned.certificate.to_json()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -32,19 +33,55 @@ class Models:
     compile: bool | None = None
     """Export the models for ONNX Runtime, kept for the next time; by default where the work is long
     and they are small."""
+    engine: Literal["lenience", "vllm"] = "lenience"
+    """What runs the models: our own loop, or vLLM with the rules inside it (docs/vllm.md)."""
+    engine_arg: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    """An argument of vLLM's own, NAME=VALUE, such as tensor_parallel_size=2; may be given
+    again."""
 
     def load(self, long: bool = False, needs_draft: bool = True) -> Pair:
         """`long`: there is so much to decode that exporting the models pays. Raises InputError
-        where a draft is needed and none is named."""
+        where a draft is needed and none is named, or vLLM is not installed."""
         if self.target is not None and self.draft is None and needs_draft:
             raise InputError("--draft: name the draft too, or a --drafter that needs none")
         with loading():
             from lenience.decoding.loading import load_pair
 
             options = {"dtype": self.dtype, "device": self.device, "compile": False}
+            if self.engine == "vllm":
+                return self._in_vllm(load_pair(self.target, self.draft, **options))
             pair = load_pair(self.target, self.draft, **options)
+        if self.engine_arg:
+            raise InputError(f"--engine-arg {self.engine_arg[0]}: is for --engine vllm")
         compile_pair(pair, self.compile, long)
         return pair
+
+    def refuse_vllm(self, command: str) -> None:
+        """Raise InputError where vLLM is asked to do what it does not do for us."""
+        if self.engine == "vllm":
+            raise InputError(
+                f"--engine vllm: {command} runs in our own loop; generate, compare, certify and "
+                "audit run in vLLM"
+            )
+
+    def _in_vllm(self, pair: Pair) -> Pair:
+        try:
+            from lenience.integrations.vllm.engine import VllmPair
+        except ImportError as error:
+            raise InputError(f"--engine vllm: {error}; docs/vllm.md says how it comes") from None
+
+        return VllmPair(pair, dict(map(_argument, self.engine_arg)))
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    """The name and the value of NAME=VALUE, which is JSON where it can be read as such."""
+    name, found, value = text.partition("=")
+    if not (name and found):
+        raise InputError(f"--engine-arg {text!r}: write NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 @Parameter(name="*")
@@ -96,4 +133,5 @@ def models_of(run: Path, models: Models | None) -> Models:
     named = models or Models()
     if named.target or named.draft or not (run / "run.json").exists():
         return named
-    return mined_with(run, None, None, named.device)
+    mined = mined_with(run, None, None, named.device)
+    return replace(mined, engine=named.engine, engine_arg=named.engine_arg)

@@ -16,7 +16,7 @@ from lenience.core.errors import InputError
 from lenience.core.files import read_json
 from lenience.core.protocols import Rule
 from lenience.core.records import Record
-from lenience.decoding.options import Decoding, bound_names
+from lenience.decoding.options import OWN, Decoding, bound_names
 from lenience.drafting.stops import Stop, parse_stop
 from lenience.heads.head import Learned
 from lenience.rules.registry import BASELINES, parse_rule, parse_spec
@@ -172,7 +172,7 @@ def resolve(rule: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     Raises InputError, by name, for an option that differs: every lenient answer depends on it. A
     certificate that certifies nothing stands for the strict rule, with a warning.
     """
-    folder = Path(rule.removeprefix(PREFIX).strip('"'))
+    folder = run_of(rule)
     certificate = read_certificate(folder)
     options = {name: value for name, value in given.items() if name != "rule"}
     if not certificate.holds:
@@ -194,8 +194,7 @@ def resolve(rule: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
                 f"{rule}: was certified with {name} {binds[name]!r}, not {value!r}; give the "
                 "same, or certify again"
             )
-    run = folder.parent if folder.suffix == ".json" else folder
-    return {**certified_options(certificate, run), **options}, binds
+    return {**certified_options(certificate, folder), **options}, binds
 
 
 def _comparable(name: str, value: Any) -> Any:
@@ -205,9 +204,21 @@ def _comparable(name: str, value: Any) -> Any:
     return str(value) if name == "drafter" else value
 
 
-def certified_options(certificate: Certificate, run: Path) -> dict[str, Any]:
-    """The rule and the options that a certificate certifies, with its heads where the run is
+def run_of(rule: str) -> Path:
+    """The run folder, or the certificate's file, of "certified:RUN"."""
+    return Path(rule.removeprefix(PREFIX).strip('"'))
+
+
+def certified_rule(rule: str, certificate: Certificate) -> str:
+    """The rule that the certificate of "certified:RUN" certifies, with its heads where the run is
     now."""
+    return str(certified_options(certificate, run_of(rule))["rule"])
+
+
+def certified_options(certificate: Certificate, folder: Path) -> dict[str, Any]:
+    """The rule and the options that a certificate certifies, with its heads where its run folder is
+    now."""
+    run = folder.parent if folder.suffix == ".json" else folder
     assert certificate.certified is not None
     heads, binds = certificate.certified.heads, certificate.binds
 
@@ -261,9 +272,10 @@ def _relocated(rule: str, path: Callable[[str], str]) -> str:
 def check_binding(rule: str, binds: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise InputError, by name, for the first of the models, heads and templates that is not what
     was certified."""
-    for name, value in now.items():
-        if binds[name] != value:
-            what = f"{name} {_difference(binds[name], value)}"
+    bound = {"engine": OWN, **binds}
+    for name, value in {"engine": OWN, **now}.items():
+        if bound[name] != value:
+            what = f"{name} {_difference(bound[name], value)}"
             raise InputError(f"{rule}: was certified with {what}; certify again")
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from lenience.drafting.base import DrafterSpec
     from lenience.drafting.stops import Stop
 
+OWN = "lenience"
+"""The engine that is meant where none is named: our own loop."""
 F = TypeVar("F", bound=Callable[..., Any])
 SPECS = ("Rule", "DrafterSpec", "Stop")
 """The types that are given as specs where only text can be."""

@@ -31,7 +31,7 @@ from lenience.decoding.auto_window import (
 from lenience.decoding.certified import check_binding, heads_of, is_certified, resolve
 from lenience.decoding.generation import Generation
 from lenience.decoding.loop import Request, decode
-from lenience.decoding.options import Decoding, takes_options
+from lenience.decoding.options import OWN, Decoding, takes_options
 from lenience.decoding.response import Response
 from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.registry import NoDrafter, parse_drafter
@@ -61,6 +61,9 @@ class Setup:
 class Pair:
     """A target, and a draft of the same vocabulary where there is one. Raises InputError where
     their vocabularies differ."""
+
+    engine_name = OWN
+    """What runs the models: our own loop, or another engine with its version."""
 
     def __init__(self, target: LM, draft: LM | None, name: str):
         self.target, self.draft, self.name = target, draft, name

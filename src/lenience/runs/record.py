@@ -10,6 +10,7 @@ from lenience.core.errors import InputError
 from lenience.core.files import read_json
 from lenience.core.records import Record
 from lenience.core.version import VERSION
+from lenience.decoding.options import OWN
 from lenience.runs.journal import Journal
 from lenience.tasks import Sample, Task
 from lenience.tasks.base import AnswerValue
@@ -131,7 +132,9 @@ def describe(pair: Pair, task: Task, **options: Any) -> dict[str, Any]:
         role: {"name": lm.name, "fingerprint": lm.fingerprint, "dtype": lm.dtype}
         for role, lm in pair.models.items()
     }
+    engine = {} if pair.engine_name == OWN else {"engine": pair.engine_name}
     return {
+        **engine,
         "versions": versions,
         "pair": pair.name,
         "models": models,

@@ -14,6 +14,13 @@ from pydantic import Field
 
 from lenience.core.errors import InputError
 from lenience.core.records import Record
+from lenience.decoding.certified import (
+    Certificate,
+    certified_rule,
+    is_certified,
+    read_certificate,
+    run_of,
+)
 from lenience.rules.base import Term
 from lenience.rules.combine import AnyOf
 from lenience.rules.registry import is_lossless, parse_spec, refuse_forbidden
@@ -21,6 +28,8 @@ from lenience.rules.registry import is_lossless, parse_spec, refuse_forbidden
 KEY = "lenience"
 """Of additional_config, and of a request's vllm_xargs."""
 VARIABLE = "LENIENCE_RULE"
+ANY = "*"
+"""Among the rules that are allowed: any rule."""
 
 
 class Options(Record):
@@ -28,10 +37,12 @@ class Options(Record):
 
     rule: str
     allow: tuple[str, ...] = ()
-    """Rules that a request may ask for although they are more lenient."""
+    """Rules that a request may ask for although they are more lenient; "*" for any."""
     max_unjudged: float = Field(default=0.05, ge=0, le=1)
     """The largest share of windows that may be left to strict decoding because the rule could not
     be asked."""
+    steps: bool = False
+    """Whether answers carry what the rule said of each window."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,11 @@ class Asked:
 
     rule: AnyOf
     allow: tuple[AnyOf, ...]
+    allow_any: bool
     max_unjudged: float
+    steps: bool
+    certificate: Certificate | None = None
+    """What the rule is certified by, which binds the server and its requests."""
 
     def rule_for(self, dial: object) -> AnyOf:
         """The rule of a request whose dial is "exact", a spec, or a threshold for the server's own
@@ -48,8 +63,11 @@ class Asked:
         server allows."""
         if dial is None:
             return self.rule
-        rule = self._with_threshold(dial) if _is_number(dial) else parse_spec(str(dial))
+        rule = self._with_threshold(dial) if _is_number(dial) else _parsed(str(dial))
+        refuse_forbidden(rule)
         if is_lossless(rule) or rule in (self.rule, *self.allow) or _stricter(rule, self.rule):
+            return rule
+        if self.allow_any:
             return rule
         others = "".join(f", {other}" for other in self.allow)
         raise InputError(
@@ -90,8 +108,34 @@ def _read(options: str) -> Asked:
     if not isinstance(content, dict):
         raise InputError(f'{where}: must be an object, such as {{"rule": "topk:3"}}')
     known = Options.read(content, where, "docs/vllm.md lists what it takes")
-    rule, *allow = map(parse_spec, (known.rule, *known.allow))
-    return Asked(rule, tuple(allow), known.max_unjudged)
+    allowed = [spec for spec in known.allow if spec != ANY]
+    certificate = _certificate(known.rule) if is_certified(known.rule) else None
+    rule = certified_rule(known.rule, certificate) if certificate else known.rule
+    return Asked(
+        rule=parse_spec(rule),
+        allow=tuple(map(parse_spec, allowed)),
+        allow_any=ANY in known.allow,
+        max_unjudged=known.max_unjudged,
+        steps=known.steps,
+        certificate=certificate,
+    )
+
+
+def _certificate(rule: str) -> Certificate:
+    """The certificate of "certified:RUN". Raises InputError where it certifies nothing."""
+    certificate = read_certificate(run_of(rule))
+    if not certificate.holds:
+        raise InputError(
+            f"rule {rule}: nothing is certified there "
+            f"({certificate.withdrawn or certificate.reason}); name exact to decode strictly"
+        )
+    return certificate
+
+
+@lru_cache(maxsize=256)
+def _parsed(spec: str) -> AnyOf:
+    """The rule of a request, whose heads are loaded once."""
+    return parse_spec(spec)
 
 
 def dial_of(extra_args: object) -> object:

@@ -10,7 +10,9 @@ from typing import Any
 
 from lenience.core.errors import InputError
 from lenience.core.identity import checkpoint_fingerprint, tokenizer_fingerprint
+from lenience.core.protocols import Rule
 from lenience.core.version import VERSION
+from lenience.decoding.certified import Certificate, check_binding
 from lenience.integrations.vllm.asked import Asked
 from lenience.rules.combine import AnyOf
 from lenience.rules.registry import is_lossless
@@ -31,7 +33,7 @@ def vllm_version() -> str:
                 f"vLLM {found}: is not known; lenience {VERSION} knows {' and '.join(KNOWN)}"
             )
         return found
-    raise InputError("vLLM: is not installed as a package, so its version cannot be told")
+    raise InputError("vLLM: is not installed here; docs/vllm.md says how it comes")
 
 
 def check_seams(seams: Iterable[tuple[Any, str, Sequence[str]]]) -> None:
@@ -54,7 +56,7 @@ def check(server: Asked, config: Any) -> str:
     found = vllm_version()
     speculative = config.speculative_config
     rule = server.rule
-    if is_lossless(rule) and not server.allow:
+    if is_lossless(rule) and not (server.allow or server.allow_any):
         return f"rule {rule}, vLLM {found}"
     if speculative is None:
         raise InputError(
@@ -64,12 +66,17 @@ def check(server: Asked, config: Any) -> str:
         )
     _check_engine(rule, config)
     for one in (rule, *server.allow):
-        _check_rule(one, config)
+        check_rule(one, config)
     heads = ", ".join(
         f"head {head.head.fingerprint} ({'unchecked' if head.unchecked else 'of these models'})"
         for head in rule.heads
     )
-    parts = [f"rule {rule}", heads, f"lenience {VERSION}", f"vLLM {found}", "no certificate"]
+    certificate = "no certificate"
+    if server.certificate:
+        _check_certificate(server.certificate, config)
+        bound, confidence = server.certificate.max_drop, server.certificate.confidence
+        certificate = f"certified: at most {bound:.2%} lost with {confidence:.0%} confidence"
+    parts = [f"rule {rule}", heads, f"lenience {VERSION}", f"vLLM {found}", certificate]
     return ", ".join(part for part in parts if part)
 
 
@@ -92,9 +99,8 @@ def _check_engine(rule: AnyOf, config: Any) -> None:
             raise InputError(f"rule {rule}: {why}")
 
 
-def _check_rule(rule: AnyOf, config: Any) -> None:
-    """Raise InputError where vLLM lacks what a rule reads, or a head is of other models."""
-    speculative = config.speculative_config
+def check_reads(rule: Rule) -> None:
+    """Raise InputError where a rule reads what vLLM does not keep."""
     if rule.reads_draft:
         raise InputError(
             f"rule {rule}: reads the draft's states, which vLLM does not keep; fit a judge with "
@@ -105,6 +111,12 @@ def _check_rule(rule: AnyOf, config: Any) -> None:
             f"rule {rule}: reads the states after layer {rule.layer}, and vLLM keeps those after "
             "the final norm; fit a judge without --layer"
         )
+
+
+def check_rule(rule: AnyOf, config: Any) -> None:
+    """Raise InputError where vLLM lacks what a rule reads, or a head is of other models."""
+    speculative = config.speculative_config
+    check_reads(rule)
     if rule.needs_draft_probs and speculative.draft_sample_method != "probabilistic":
         raise InputError(
             f"rule {rule}: compares the draft's distribution with the target's; set "
@@ -153,6 +165,69 @@ def _folder(model: Any, load: Any) -> Path:
             allow_patterns=["*.safetensors", "config.json"],
         )
     )
+
+
+def _check_certificate(certificate: Certificate, config: Any) -> None:
+    """Raise InputError, by name, for what a server does not have as it was certified."""
+    binds, speculative = certificate.binds, config.speculative_config
+    target = speculative.target_model_config or config.model_config
+    known = _fingerprints(target, speculative, config.load_config)
+    models = {"target": target, "draft": speculative.draft_model_config}
+    now = {
+        "engine": f"vllm {vllm_version()}",
+        "window": speculative.num_speculative_tokens,
+        "drafter": "model" if speculative.method == "draft_model" else speculative.method,
+        "stop": "fixed",
+        "tokenizer": known["tokenizer"],
+        "models": {
+            role: {
+                "fingerprint": known[role],
+                "dtype": str(models[role].dtype).removeprefix("torch."),
+            }
+            for role in models
+            if role in known
+        },
+    }
+    check_binding("certified", {name: binds.get(name) for name in now}, now)
+    sampled = "probabilistic" if binds["temperature"] else "greedy"
+    if speculative.draft_sample_method != sampled:
+        raise InputError(
+            f"certified: was certified with a draft_sample_method {sampled!r}; set it in "
+            "--speculative-config"
+        )
+
+
+PLAIN = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "stop",
+    "bad_words",
+    "structured_outputs",
+    "allowed_token_ids",
+    "ignore_eos",
+)
+"""The sampling parameters without which answers are certified."""
+
+
+def check_certified(certificate: Certificate, params: Any) -> None:
+    """Raise InputError, by name, for what a request does not have as it was certified."""
+    binds, plain = certificate.binds, type(params)()
+    config = binds["generation_config"]
+    asked = {name: (getattr(params, name), getattr(plain, name)) for name in PLAIN}
+    asked["max_tokens"] = params.max_tokens, binds["max_new_tokens"]
+    asked["temperature"] = params.temperature, binds["temperature"]
+    if params.temperature:
+        for name, off in (("top_k", 0), ("top_p", 1.0)):
+            bound = config.get(name) if binds[name] is None else binds[name]
+            asked[name] = max(getattr(params, name), 0), bound or off
+    for name, (given, bound) in asked.items():
+        if (given or 0) != (bound or 0):
+            raise InputError(
+                f"{name} {given!r}: answers were certified with {bound!r}; ask so, or for "
+                '"lenience": "exact" in vllm_xargs'
+            )
 
 
 def check_request(rule: AnyOf, params: Any) -> None:

@@ -3,6 +3,7 @@ scheduler to the answers and to Prometheus."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,9 +23,13 @@ class Counts:
     """Windows that were decided strictly because the rule could not be asked."""
 
 
-def put(output: Any, counts: dict[str, Counts]) -> None:
-    """Send a step's counts of its requests along with a runner's output."""
-    setattr(output, KEY, {id: asdict(one) for id, one in counts.items()})
+def put(output: Any, counts: Mapping[str, Counts], steps: Mapping[str, dict[str, Any]]) -> None:
+    """Send the counts of requests, and perhaps what was said of their windows in this step, along
+    with a runner's output."""
+    told: dict[str, dict[str, Any]] = {id: asdict(one) for id, one in counts.items()}
+    for id, step in steps.items():
+        told[id]["step"] = step
+    setattr(output, KEY, told)
 
 
 def attach(result: Any, _scheduler: Any, _scheduled: Any, output: Any) -> None:
@@ -41,21 +46,26 @@ def attach(result: Any, _scheduler: Any, _scheduled: Any, output: Any) -> None:
 
 def observe(processor: Any, outputs: Any, *_args: Any, **_kwargs: Any) -> None:
     """Add what is new in the requests' counts to Prometheus's."""
-    seen: dict[str, dict[str, int]] = processor.__dict__.setdefault(KEY, {})
+    seen: dict[str, dict[str, Any]] = processor.__dict__.setdefault(KEY, {})
     for output in outputs:
         counts = (output.kv_transfer_params or {}).get(KEY)
         if counts:
             before = seen.get(output.request_id, {})
-            for name, value in counts.items():
-                _counter(name).inc(value - before.get(name, 0))
+            for name in COUNTED:
+                _counter(name).inc(counts[name] - before.get(name, 0))
             seen[output.request_id] = counts
         if output.finish_reason is not None:
             seen.pop(output.request_id, None)
     for id in [id for id in seen if id not in processor.request_states]:
         del seen[id]  # ended by a stop string, or aborted
-    return
 
 
+COUNTED = {
+    "passes": "Passes of the target over drafted windows",
+    "kept_strictly": "Drafted tokens that the strict rule keeps",
+    "kept_leniently": "Drafted tokens that are kept by lenience alone",
+    "unjudged": "Windows decided strictly because the rule could not be asked",
+}
 _COUNTERS: dict[str, Any] = {}
 
 
@@ -64,11 +74,5 @@ def _counter(name: str) -> Any:
     import prometheus_client
 
     if name not in _COUNTERS:
-        what = {
-            "passes": "Passes of the target over drafted windows",
-            "kept_strictly": "Drafted tokens that the strict rule keeps",
-            "kept_leniently": "Drafted tokens that are kept by lenience alone",
-            "unjudged": "Windows decided strictly because the rule could not be asked",
-        }[name]
-        _COUNTERS[name] = prometheus_client.Counter(f"{KEY}:{name}", what)
+        _COUNTERS[name] = prometheus_client.Counter(f"{KEY}:{name}", COUNTED[name])
     return _COUNTERS[name]

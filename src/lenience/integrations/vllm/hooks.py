@@ -17,7 +17,14 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from lenience.core.errors import InputError
 from lenience.integrations.vllm import asked, counts
-from lenience.integrations.vllm.checks import check, check_request, check_seams
+from lenience.integrations.vllm.checks import (
+    check,
+    check_certified,
+    check_request,
+    check_rule,
+    check_seams,
+)
+from lenience.rules.registry import is_lossless
 
 logger = logging.getLogger("vllm.lenience")
 
@@ -72,7 +79,12 @@ def _requested(_result: Any, processor: Any, params: Any, *_args: Any, **_kwargs
     try:
         server = asked.read(processor.vllm_config.additional_config)
         if server is not None:
-            check_request(server.rule_for(dial), params)
+            rule = server.rule_for(dial)
+            if server.allow_any and not is_lossless(rule):
+                check_rule(rule, processor.vllm_config)
+            check_request(rule, params)
+            if server.certificate and not is_lossless(rule):
+                check_certified(server.certificate, params)
         elif dial is not None:
             raise InputError(
                 f"{asked.KEY} {dial!r}: this server has no rule; docs/vllm.md says how one is given"

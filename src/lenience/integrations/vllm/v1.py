@@ -116,6 +116,8 @@ class Sampling:
     """Before truncation, where a request of the step samples."""
     rows: dict[str, Row] = field(default_factory=dict)
     counts: dict[str, Counts] = field(default_factory=dict)
+    steps: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What was said of requests' windows in this step, where the server asks for it."""
     masks: dict[str, Tensor] = field(default_factory=dict)
     """Which tokens' texts hold which expression, of those that were asked for."""
     judged: int = 0
@@ -150,7 +152,8 @@ class Sampling:
         finally:
             self.hidden = self.logits = None
         if self.counts:
-            put(output, self.counts)
+            put(output, self.counts, self.steps)
+            self.steps = {}
         return output
 
     def rewritten(self, windows: Windows, target_logits: Tensor) -> Tensor:
@@ -244,6 +247,9 @@ class Sampling:
         room = (params.max_tokens or 2**31) - self.rows[id].position
         ends = set() if params.ignore_eos else params.all_stop_token_ids
         counts.passes += 1
+        if self.server.steps:
+            exact, scores = verdict.exact, verdict.scores
+            self.steps[id] = {"exact": exact, "scores": scores, "kept": verdict.num_accepted}
         for i in verdict.path[:room]:
             if verdict.exact[i]:
                 counts.kept_strictly += 1

@@ -1,0 +1,254 @@
+"""vLLM as the engine of a pair: what is compared and certified is then answered by vLLM, with the
+rules deciding inside it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+from lenience.core.errors import InputError, first_line
+from lenience.core.profile import Profile
+from lenience.core.types import Finish, Origin, Step, Trace
+from lenience.decoding.generation import Generation
+from lenience.decoding.options import Decoding, takes_options
+from lenience.decoding.pair import Pair, Setup
+from lenience.integrations.vllm.asked import ANY, KEY
+from lenience.integrations.vllm.checks import check_reads, vllm_version
+from lenience.models.generation_config import processors_of
+from lenience.models.lm import LM, Prompt
+
+OF_PAIR = ("model", "tokenizer", "dtype", "speculative_config", "additional_config")
+"""The arguments of vLLM's that are the pair's."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What one vLLM is started for."""
+
+    role: str
+    """Which model answers."""
+    window: int
+    """How many tokens are drafted; 0 without a draft."""
+    sampled: bool
+    """Whether the draft samples as the target does."""
+
+
+class VllmPair(Pair):
+    """A pair that vLLM decodes with: a vLLM for each window, started when it is first asked, and
+    for a model alone; they end with the process. `arguments` are vLLM's own.
+
+    Raises InputError, by name, for what vLLM cannot do as asked.
+    """
+
+    def __init__(self, pair: Pair, arguments: Mapping[str, Any]):
+        super().__init__(pair.target, pair.draft, pair.name)
+        if taken := sorted(set(arguments) & set(OF_PAIR)):
+            raise InputError(f"engine argument {taken[0]}: is the pair's; leave it out")
+        self.arguments = dict(arguments)
+        self.engine_name = f"vllm {vllm_version()}"
+        self._running: dict[Kind, Any] = {}
+        self._numbers = count()
+
+    def setup(self, options: Mapping[str, Any] | Decoding) -> Setup:
+        setup = super().setup(options)
+        decoding, rule = setup.decoding, setup.rule
+        lacks_probs = rule.needs_draft_probs and not decoding.temperature
+        refused = {
+            f"stop {decoding.stop}: vLLM drafts whole windows; leave it out": (
+                setup.drafter is not None and str(decoding.stop) != "fixed"
+            ),
+            f"drafter {decoding.drafter}: vLLM drafts with the pair's model here": (
+                setup.drafter is not None and str(decoding.drafter) != "model"
+            ),
+            "window auto: each window is a vLLM of its own; name one": decoding.window == "auto",
+            f"rule {rule}: compares the draft's distribution, which vLLM keeps for sampled answers "
+            "alone; give a temperature above 0": lacks_probs,
+        }
+        for why, is_so in refused.items():
+            if is_so:
+                raise InputError(why)
+        check_reads(rule)
+        processors_of(setup.reader, sampling=decoding.temperature > 0)
+        return setup
+
+    @takes_options
+    def as_completed(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        batch_size: int = 16,
+        profile: Profile | None = None,
+        **options: Any,
+    ) -> Iterator[tuple[int, Generation]]:
+        """As `Pair.as_completed`; a profile is told nothing."""
+        setup = self.setup(options)
+        if batch_size < 1:
+            raise InputError(f"batch_size {batch_size}: must be 1 or more")
+        ids = [setup.reader.encode(prompt) for prompt in prompts]
+        return self._answers(setup, ids, batch_size)
+
+    def _answers(
+        self, setup: Setup, prompts: list[list[int]], batch_size: int
+    ) -> Iterator[tuple[int, Generation]]:
+        """Answer prompts, so many of them together."""
+        decoding = setup.decoding
+        alone = setup.drafter is None
+        window = 0 if alone else int(decoding.window)
+        role = "draft" if decoding.rule == "draft" else "target"
+        kind = Kind(role, window, bool(window and decoding.temperature))
+        engine = self._engine(kind)
+        params = self._params(setup, window)
+        waiting = iter(enumerate(prompts))
+        active: dict[str, _Answer] = {}
+        try:
+            while True:
+                while len(active) < batch_size and (next_one := next(waiting, None)):
+                    number, prompt = next_one
+                    name = f"{KEY}-{next(self._numbers)}"
+                    out = Generation(list(prompt), window, str(setup.stop))
+                    active[name] = _Answer(number, out, setup.reader, decoding)
+                    engine.add_request(name, {"prompt_token_ids": prompt}, params)
+                if not active:
+                    return
+                for given in engine.step():
+                    answer = active[given.request_id]
+                    answer.add(given)
+                    if given.finished:
+                        del active[given.request_id]
+                        yield answer.number, answer.out
+        finally:
+            if active:
+                engine.abort_request(list(active))
+
+    def _params(self, setup: Setup, window: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        decoding, config = setup.decoding, setup.reader.model.generation_config
+        top_k, top_p = (
+            getattr(config, name, None) if given is None else given
+            for name, given in (("top_k", decoding.top_k), ("top_p", decoding.top_p))
+        )
+        dial = {KEY: str(setup.rule)} if window else None
+        return SamplingParams(
+            temperature=decoding.temperature,
+            top_k=top_k or 0,
+            top_p=1.0 if top_p is None else top_p,
+            seed=decoding.seed if decoding.temperature else None,
+            max_tokens=decoding.max_new_tokens,
+            stop=list(decoding.stop_strings),
+            extra_args=dial,
+            output_kind=RequestOutputKind.DELTA,
+            skip_special_tokens=True,
+        )
+
+    def _engine(self, kind: Kind) -> Any:
+        """The vLLM of a kind, started where it does not run. Raises InputError where vLLM does not
+        take the models or the arguments."""
+        if kind not in self._running:
+            os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+            from vllm import LLM
+
+            lm = self.models[kind.role]
+            options: dict[str, Any] = {"dtype": lm.dtype, "generation_config": "vllm"}
+            if lm.context_length:
+                options["max_model_len"] = lm.context_length
+            if kind.window:
+                options |= self._drafting(kind)
+            source = str(lm.model.name_or_path)
+            try:
+                llm = LLM(model=source, tokenizer=source, **{**options, **self.arguments})
+            except (ValueError, TypeError) as error:
+                raise InputError(f"vLLM: cannot be started ({first_line(error)})") from error
+            self._running[kind] = llm.llm_engine
+        return self._running[kind]
+
+    def _drafting(self, kind: Kind) -> dict[str, Any]:
+        """vLLM's arguments for windows of the pair's draft, decided by any rule that is asked."""
+        draft = self.require_draft("vLLM's drafting")
+        return {
+            "speculative_config": {
+                "method": "draft_model",
+                "model": str(draft.model.name_or_path),
+                "num_speculative_tokens": kind.window,
+                "draft_sample_method": "probabilistic" if kind.sampled else "greedy",
+            },
+            "additional_config": {KEY: {"rule": "exact", "allow": [ANY], "steps": True}},
+            "async_scheduling": False,
+        }
+
+    def binding(self, decoding: Decoding) -> dict[str, Any]:
+        """As `Pair.binding`, and vLLM's version."""
+        return {**super().binding(decoding), "engine": self.engine_name}
+
+    @takes_options
+    def settle(self, prompts: Sequence[Prompt], *, batch_size: int = 1, **options: Any) -> Decoding:
+        """The options as they are: no window is picked."""
+        return self.setup(options).decoding
+
+
+class _Answer:
+    """An answer while vLLM gives it step by step."""
+
+    def __init__(self, number: int, out: Generation, reader: LM, decoding: Decoding):
+        self.number, self.out, self.reader, self.decoding = number, out, reader, decoding
+        self.began = time.perf_counter()
+        self.parts: list[str] = []
+
+    def add(self, given: Any) -> None:
+        """Take what one step of vLLM's gave of it."""
+        (part,) = given.outputs
+        tokens = list(part.token_ids)
+        self.parts.append(part.text)
+        told = (given.kv_transfer_params or {}).get(KEY, {}).get("step")
+        finish = _finish(part, tokens, self.reader) if given.finished else None
+        first = not self.out.tokens
+        if tokens or finish:
+            read = len(self.out.prompt_tokens) if first else 1
+            step = _step(tokens, told, 0 if first else self.out.window, read)
+            self.out.add(replace(step, finish=finish))
+        if given.finished:
+            text = "".join(self.parts)
+            if not self.decoding.stop_strings:
+                text = self.reader.decode(self.out.tokens)
+            seconds = time.perf_counter() - self.began
+            self.out.end(seconds, text, by_draft=self.decoding.rule == "draft")
+
+
+def _finish(part: Any, tokens: Sequence[int], reader: LM) -> Finish:
+    if part.finish_reason == "stop":
+        return "eos" if tokens and tokens[-1] in reader.eos_ids else "stop"
+    return "length"
+
+
+def _step(tokens: list[int], told: Mapping[str, Any] | None, window: int, read: int) -> Step:
+    """What a step kept: `tokens` after a window of which the rule says what is `told`, or of which
+    vLLM itself kept all but the last; `read` tokens were read beside the window."""
+    if told is None:  # decided by vLLM
+        kept = max(0, len(tokens) - 1)
+        exact, scores, drafted = [True] * kept, [None] * (kept + 1), window
+    else:
+        exact, scores, kept = told["exact"], [*told["scores"], None], told["kept"]
+        drafted = len(exact)
+    trace = []
+    for i, token in enumerate(tokens):
+        origin: Origin = "bonus" if kept == drafted else "correction"
+        if i < kept:
+            origin = "draft" if exact[i] else "draft-lenient"
+        trace.append(Trace(token, origin, scores[i]))
+    strictly = next((i for i, one in enumerate(exact) if not one), len(exact))
+    by_draft = sum(entry.origin.startswith("draft") for entry in trace)
+    return Step(
+        trace=trace,
+        drafted=drafted,
+        accepted_exact=strictly,
+        accepted_lenient=by_draft - strictly,
+        text="",
+        target_tokens=read + drafted,
+        draft_passes=drafted,
+        draft_tokens=drafted,
+    )
