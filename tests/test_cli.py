@@ -141,9 +141,21 @@ def test_a_marker_that_finds_no_answer_is_told(checkpoints, tmp_path: Path) -> N
     task = ["--task", tmp_path / "own.jsonl", "--answer", "after:####", "--max-new-tokens", 12]
     models = ["--target", target, "--draft", draft, "--no-compile"]
     done = run("mine", *models, *task, "--out", tmp_path / "r")
-    assert done.returncode == 0 and "no answer was found in any, look at --answer" in " ".join(
-        done.stderr.split()
-    )
+    told = " ".join(done.stderr.split())
+    assert done.returncode == 0 and "in 1 of 1 samples no answer is found" in told
+    assert "1 of these responses end at the length limit: raise --max-new-tokens" in told
+    assert "next: lenience fit" not in told
+
+
+def test_that_no_answer_is_right_is_told(checkpoints, tmp_path: Path) -> None:
+    target, draft = checkpoints("llama")
+    rows = ['{"prompt": "w1 w2", "reference": "99", "split": "test"}'] * 2
+    (tmp_path / "own.jsonl").write_text("\n".join(rows))
+    task = ["--task", tmp_path / "own.jsonl", "--answer", "last-number", "--max-new-tokens", 8]
+    models = ["--target", target, "--draft", draft, "--no-compile"]
+    done = run("compare", *models, *task, "--rule", "exact", "--timed", 1, "--window", 2)
+    assert done.returncode == 0
+    assert "no answer is right, so no loss can be seen" in " ".join(done.stderr.split())
 
 
 def test_wrong_input_ends_a_process_with_2() -> None:

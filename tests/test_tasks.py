@@ -217,7 +217,8 @@ def test_a_jsonl_task_with_splits_messages_and_choices(tmp_path: Path) -> None:
     exported = write(
         tmp_path / "e.jsonl", [{"prompt": None, "messages": messages, "split": "test"}]
     )
-    assert take(lenience.task(str(exported)), "test", None)[0].prompt == messages
+    chat = lenience.task(str(exported), answer="choice")
+    assert take(chat, "test", None)[0].prompt == messages
     text = lenience.task(str(tmp_path / "t.jsonl"), answer="regex:is (.+)", same="text")
     assert text.same("Two  Words", "two words") is True and text.same("", "x") is None
 
@@ -234,13 +235,103 @@ def test_a_jsonl_task_with_splits_messages_and_choices(tmp_path: Path) -> None:
         ({"messages": [1, 2]}, {}, "line 2: needs"),
         ({"prompt": None}, {}, "line 2: needs"),
         ({"prompt": "x"}, {"answer": "regex:("}, "not a regular expression"),
-        ({"prompt": "x"}, {"same": "vibes"}, "number, text, choice"),
+        ({"prompt": "x"}, {"answer": "choice", "same": "vibes"}, "number, text, choice"),
+        ({"prompt": "x"}, {"answer": "number-after"}, "number-after:MARKER, last-number, boxed"),
+        ({"prompt": "x"}, {"answer": "choice:A"}, "number-after:MARKER, last-number, boxed"),
     ],
 )
 def test_wrong_jsonl_tasks_are_told(row, options: dict, says: str, tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", [{"prompt": "fine"}, row])
     with pytest.raises(InputError, match=says):
         lenience.task(str(path), **options)
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("so\n#### 18 apples", 18),
+        ("**#### 18**", 18),
+        ("#### \\boxed{18}", 18),
+        ("####\n18", 18),
+        ("####\n\n**18**", 18),
+        ("#### −5", -5),
+        ("#### -5.", -5),
+        ("#### 1/2", 0.5),
+        ("#### 18</s>", 18),
+        ("#### $1,800.50 a year", 1800.5),
+        ("#### 50 %", 50),
+        ("#### 3,5 kg", 3.5),
+        ("#### 1.234,5", 1234.5),
+        ("#### 1,234", 1234),
+        ("#### 12,345,678", 12345678),
+        ("#### 7\n#### 8 and 9", 8),
+        ("#### none", None),
+        ("18", None),
+        ("#### ", None),
+        ("####\n\nno\n5", None),
+    ],
+)
+def test_the_number_after_a_marker(text: str, found: float | None, tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", [{"prompt": "x"}])
+    task = lenience.task(str(path), answer="number-after:####")
+    answer = task.answer(text)
+    assert (answer is None) == (found is None)
+    if found is not None:
+        assert task.same(answer, str(found)) is True and task.same(answer, str(found + 1)) is False
+
+
+@pytest.mark.parametrize(
+    "text, letter",
+    [
+        ("I think C", "C"),
+        ("Answer: A cat is B", "B"),
+        ("Answer: B", "B"),
+        ("The answer is (C).", "C"),
+        ("the answer is **D**", "D"),
+        ("A is wrong, since B follows. So the answer is A.", "A"),
+        ("(b)", "B"),
+        ("b", "B"),
+        ("Option A: no. Option B: yes. I choose (B)", "B"),
+        ("I don't know", None),
+        ("a cat", None),
+        ("", None),
+    ],
+)
+def test_the_letter_that_is_chosen(text: str, letter: str | None, tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", [{"prompt": "x"}])
+    assert lenience.task(str(path), answer="choice").answer(text) == letter
+
+
+def test_what_is_boxed_and_the_last_number(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "t.jsonl", [{"prompt": "x"}]))
+    boxed = lenience.task(path, answer="boxed")
+    assert boxed.answer(r"\boxed{1} so \boxed{\frac{1}{2}} and \boxed{3") == r"\frac{1}{2}"
+    assert boxed.answer(r"\boxed{}") is None and boxed.answer("18") is None
+    assert boxed.same("X  y", "x y") is True
+    last = lenience.task(path, answer="last-number")
+    assert last.answer("3 and then 4, or 5.") == "5" and last.answer("none") is None
+    assert last.same("0,5", "1/2") is True and last.same("1/0", "1/0") is None
+
+
+@pytest.mark.parametrize(
+    "references, says",
+    [
+        (["a #### 5", "b #### 6"], "try --answer number-after:####"),
+        ([r"\boxed{5}"], "try --answer boxed"),
+        (["A", "(C)"], "try --answer choice"),
+        (["1,000", "3.5"], "try --answer last-number"),
+        (["def f(): ..."], "name a task of your own, file.py:Name"),
+        ([None], "name a task of your own, file.py:Name"),
+    ],
+)
+def test_how_answers_are_found_must_be_said(
+    references: list[str | None], says: str, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "x", "reference": reference} for reference in references]
+    path = write(tmp_path / "t.jsonl", rows)
+    with pytest.raises(InputError, match=r"say how answers are found \(--answer\)") as error:
+        lenience.task(str(path))
+    assert says in str(error.value)
 
 
 def test_a_task_from_a_file(tmp_path: Path) -> None:
@@ -283,7 +374,7 @@ def test_a_wrapped_task_keeps_what_it_says_of_references(tmp_path: Path) -> None
     path = write(tmp_path / "t.jsonl", [{"prompt": "x", "reference": "so #### 5"}])
     task = as_task(OldJsonl(path, "after:####", "number"))
     assert task.scores_by_reference and task.reference("so #### 5") == "5"
-    assert task.reads == "answer=after:#### same=number"
+    assert task.reads == "answer=after:#### same=number version=2"
     assert not task.has_loss and not task.scores_batches
 
 
@@ -333,6 +424,7 @@ def test_a_task_with_a_loss_has_one() -> None:
 
 
 def test_an_empty_split_is_told(tmp_path: Path) -> None:
-    task = lenience.task(str(write(tmp_path / "t.jsonl", [{"prompt": "x"}])))
+    path = str(write(tmp_path / "t.jsonl", [{"prompt": "x"}]))
+    task = lenience.task(path, answer="last-number")
     with pytest.raises(InputError, match="no samples in its split 'test'"):
         take(task, "test", 5)

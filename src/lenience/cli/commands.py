@@ -41,7 +41,13 @@ from lenience.cli.steps import (
     plan_run,
     tune_run,
 )
-from lenience.cli.tables import print_answer, print_counts, print_profile, print_thresholds
+from lenience.cli.tables import (
+    print_answer,
+    print_counts,
+    print_profile,
+    print_thresholds,
+    unanswered,
+)
 from lenience.core.errors import InputError, first_line
 from lenience.core.version import VERSION
 
@@ -180,13 +186,11 @@ def mine(
         f"{counts.important} important",
         f"{counts.abstained} without a parseable answer",
     ]
-    found_none = counts.abstained == counts.mismatches > 0
-    after = (
-        "no answer was found in any, look at --answer"
-        if found_none
-        else f"next: lenience fit {out}"
-    )
-    say(f"{', '.join(parts)}; {after}")
+    say(", ".join(parts))
+    if counts.unanswered:
+        say(unanswered(counts.unanswered, counts.samples, counts.cut_off))
+    if counts.abstained < counts.mismatches:
+        say(f"next: lenience fit {out}")
     if json:
         _print_json({"run": str(out), **asdict(counts)})
 

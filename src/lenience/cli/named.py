@@ -90,9 +90,11 @@ class TaskChoice:
     task: str | None = None
     """A built-in task's name, wordmath by default, a FILE.jsonl, or file.py:Name."""
     answer: str | None = None
-    """How a JSONL task's answer is found: regex:PATTERN or after:MARKER."""
+    """How a JSONL task's answer is found: number-after:MARKER, last-number, boxed, choice,
+    after:MARKER or regex:PATTERN."""
     same: str | None = None
-    """How a JSONL task's answers are compared: number, text or choice."""
+    """How a JSONL task's answers are compared: number, text or choice; by default as fits
+    --answer."""
 
     def load(self, default: str = "wordmath") -> Task:
         from lenience.tasks import load_task

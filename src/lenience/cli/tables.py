@@ -145,6 +145,16 @@ def print_plan(plan: Plan) -> None:
     say(f"{least}; – is more than the error is spent over")
 
 
+def unanswered(samples: int, of: int, cut_off: int) -> str:
+    """That in so many samples the target's own response holds no answer, and what to change."""
+    text = f"in {samples} of {of} samples no answer is found in the target's own response"
+    if not cut_off:
+        return f"{text}: look at how answers are found (--answer)"
+    ends = f"{text}; {cut_off} of these responses end at the length limit"
+    further = "" if cut_off == samples else ", and look at how answers are found (--answer)"
+    return f"{ends}: raise --max-new-tokens{further}"
+
+
 def print_table(frontier: Frontier) -> None:
     """The figures of a comparison."""
     from lenience.evaluation.names import named, why
@@ -166,6 +176,11 @@ def print_table(frontier: Frontier) -> None:
         name = f"{escape(row.name)} [dim]{why(row)}[/]"
         table.add_row(name, str(row.window or "–"), accuracy, loss, *speeds)
     wide(120).print(table)
+    if not any(row.accuracy for row in frontier.rows):
+        say(
+            "no answer is right, so no loss can be seen: look at how answers are found (--answer, "
+            "--same), and at whether they are cut off (--max-new-tokens)"
+        )
 
 
 def _with_interval(share: float, interval: tuple[float, float]) -> str:

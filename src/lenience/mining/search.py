@@ -78,6 +78,10 @@ class MinedCounts:
     important: int
     abstained: int
     """Of how many mismatches no answer was found that could be compared."""
+    unanswered: int = 0
+    """In how many samples none was found in the target's own response."""
+    cut_off: int = 0
+    """How many of these responses ended at the length limit."""
 
 
 @dataclass(frozen=True)
@@ -321,7 +325,7 @@ def mine(
         if config.resamples:
             resampling = Resampling(config.resamples, max_new_tokens, config.batch_size)
             resample(pair, task, folder, samples, resampling, progress=progress)
-        return count(journal)
+        return _counts(journal, max_new_tokens)
 
 
 def _choose(pair: Pair, task: Task, config: MineConfig, drawn: str) -> list[Sample]:
@@ -355,8 +359,16 @@ def _policy(
     return policy, {"setting": str(setting_without_paths(policy)), "heads": heads}
 
 
-def count(journal: Journal) -> MinedCounts:
+def _counts(journal: Journal, max_new_tokens: int) -> MinedCounts:
     """What a mining journal holds."""
     mined = list(mined_samples(journal))
     labels = [mismatch.important for sample in mined for mismatch in sample.mismatches]
-    return MinedCounts(len(mined), len(labels), labels.count(True), labels.count(None))
+    unanswered = [sample for sample in mined if sample.answers.target is None]
+    return MinedCounts(
+        samples=len(mined),
+        mismatches=len(labels),
+        important=labels.count(True),
+        abstained=labels.count(None),
+        unanswered=len(unanswered),
+        cut_off=sum(len(sample.response_ids) >= max_new_tokens for sample in unanswered),
+    )

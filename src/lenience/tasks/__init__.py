@@ -37,7 +37,7 @@ def load_task(spec: str, *, answer: str | None = None, same: str | None = None) 
     InputError.
     """
     if spec.endswith((".jsonl", ".json")):
-        return JsonlTask(Path(spec), answer or "regex:(-?[0-9.,]*[0-9])", same or "number")
+        return JsonlTask(Path(spec), answer, same)
     if answer or same:
         raise InputError(f"task {spec!r}: answer and same are for tasks from a JSONL file")
     if spec in TASKS:

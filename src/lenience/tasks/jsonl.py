@@ -3,47 +3,44 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lenience.core.errors import InputError
 from lenience.core.files import digest_bytes
 from lenience.tasks.base import Sample, Task
+from lenience.tasks.finding import answers, proposed
 
 FIELDS = ("id", "prompt", "messages", "reference", "split", "group")
 """What a row says of a sample that every task has."""
 
 
 class JsonlTask(Task):
-    """One sample a line: `prompt` (text) or `messages` (chat), and `reference`; also, if you like,
+    r"""One sample a line: `prompt` (text) or `messages` (chat), and `reference`; also, if you like,
     `id`, `split` and `group` (samples of one may be lost together).
 
-    `answer` says how an answer is found in a response: "regex:PATTERN" (the last match; its first
-    group, if it has one) or "after:MARKER" (what follows the last MARKER on its line). `same` says
-    how answers are compared: as "number", "text" (case and spaces aside) or "choice" (the first
-    letter A–Z that stands alone). A reference is searched for its answer in the same way and taken
-    whole where nothing is found. Without a `split`, every fifth line is "test". Raises InputError
-    that names the line.
+    `answer` says how an answer is found in a response: "number-after:MARKER" (the number that
+    follows the last MARKER), "last-number", "boxed" (the last \boxed{…}), "choice" (the letter that
+    is chosen), "after:MARKER" (the rest of the line after the last MARKER) or "regex:PATTERN" (the
+    last match; its first group, if it has one). `same` says how answers are compared: as "number",
+    "text" (case and spaces aside) or "choice"; by default as fits what is found, see
+    `lenience.tasks.finding`. A reference is searched for its answer in the same way and taken whole
+    where nothing is found. Without a `split`, every fifth line is "test". Raises InputError that
+    names the line, and what the references look like where `answer` is not given.
     """
 
+    version = 2
     scores_by_reference = True
 
-    def __init__(self, path: Path, answer: str, same: str):
-        how, _, what = answer.partition(":")
-        if how not in ("regex", "after") or not what:
-            raise InputError(f"answer {answer!r}: write regex:PATTERN or after:MARKER")
-        if same not in COMPARISONS:
-            raise InputError(f"same {same!r}: name one of {', '.join(COMPARISONS)}")
-        pattern = what if how == "regex" else re.escape(what) + r"[ \t]*([^\n]*[^\s])"
-        try:
-            self._pattern = re.compile(pattern)
-        except re.error as error:
-            raise InputError(f"answer {answer!r}: not a regular expression ({error})") from None
-        self._normal = COMPARISONS[same]
+    def __init__(self, path: Path, answer: str | None, same: str | None = None):
         self._rows = list(_rows(path))
-        self._reads = f"answer={answer} same={same}"
+        if answer is None:
+            references = [row.get("reference") for row in self._rows[:20]]
+            told = proposed([str(one) for one in references if one is not None])
+            raise InputError(f"task file {path}: say how answers are found (--answer){told}")
+        self._how = answers(answer, same)
+        self._reads = f"{self._how.spec} version={self.version}"
         self.name = f"{path.name} ({digest_bytes(path.read_bytes(), 6)}) {self._reads}"
 
     @property
@@ -68,14 +65,11 @@ class JsonlTask(Task):
         return self._find(text)
 
     def _find(self, text: str) -> str | None:
-        *_, last = [None, *self._pattern.finditer(text)]
-        if last is None:
-            return None
-        return last[1] if last.re.groups else last[0]
+        return self._how.find(text)
 
     def same(self, a: str | None, b: str | None, sample: Sample | None = None) -> bool | None:
-        left = None if a is None else self._normal(a)
-        right = None if b is None else self._normal(b)
+        left = None if a is None else self._how.normal(a)
+        right = None if b is None else self._how.normal(b)
         return None if left is None or right is None else left == right
 
 
@@ -117,24 +111,3 @@ def _is_chat(row: dict) -> bool:
     if row.get("prompt") is not None or not isinstance(messages, list) or not messages:
         return False
     return all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in messages)
-
-
-def _number(text: str) -> float | None:
-    """The value of a number written with or without thousands separators, currency and percent
-    signs."""
-    try:
-        return float(re.sub(r"[,$€£%\s]", "", text).rstrip("."))
-    except ValueError:
-        return None
-
-
-def _choice(text: str) -> str | None:
-    found = re.search(r"\b([A-Z])\b", text) or re.search(r"\b([a-z])\b", text)
-    return found[1].upper() if found else None
-
-
-COMPARISONS: dict[str, Callable[[str], object]] = {
-    "number": _number,
-    "text": lambda text: " ".join(text.casefold().split()) or None,
-    "choice": _choice,
-}
