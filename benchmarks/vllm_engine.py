@@ -90,6 +90,7 @@ def _answers(engine: Engine, prompts: Sequence[str], repeats: int) -> Answers:
         began = time.perf_counter()
         outs = llm.generate(prompts, params, use_tqdm=False)
         seconds.append(time.perf_counter() - began)
+    llm.llm_engine.engine_core.shutdown()  # a process that has others under it would wait for them
     counted = [(out.kv_transfer_params or {}).get("lenience") for out in outs]
     passes = sum(counts["passes"] for counts in counted) if all(counted) else None
     return Answers([list(out.outputs[0].token_ids) for out in outs], seconds, passes)

@@ -101,6 +101,8 @@ def test_a_threshold_needs_a_rule_that_has_one() -> None:
         server.rule_for(0.5)
     with pytest.raises(InputError, match="there is no rule 'strict'"):
         server.rule_for("strict")
+    with pytest.raises(InputError, match="longer than 1000 characters"):
+        server.rule_for("topk:4&" * 500)
 
 
 def test_lenient_rules_can_be_forbidden(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:

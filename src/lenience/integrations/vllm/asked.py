@@ -28,6 +28,8 @@ from lenience.rules.registry import is_lossless, parse_spec, refuse_forbidden
 KEY = "lenience"
 """Of additional_config, and of a request's vllm_xargs."""
 VARIABLE = "LENIENCE_RULE"
+LONGEST = 1000
+"""How many characters a request's dial may have."""
 ANY = "*"
 """Among the rules that are allowed: any rule."""
 
@@ -63,6 +65,8 @@ class Asked:
         server allows."""
         if dial is None:
             return self.rule
+        if len(str(dial)) > LONGEST:
+            raise InputError(f"{KEY} {str(dial)[:40]!r}…: is longer than {LONGEST} characters")
         rule = self._with_threshold(dial) if _is_number(dial) else _parsed(str(dial))
         refuse_forbidden(rule)
         if is_lossless(rule) or rule in (self.rule, *self.allow) or _stricter(rule, self.rule):

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial, wraps
+from functools import cached_property, lru_cache, partial, wraps
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -134,6 +134,11 @@ class Sampling:
             trust_remote_code=config.trust_remote_code,
         )
 
+    @cached_property
+    def _rule_for(self) -> Callable[[object], AnyOf]:
+        """The rule of a dial, which requests have at every step."""
+        return lru_cache(maxsize=256)(self.server.rule_for)
+
     def token_mask(self, vocabulary: int, pattern: str) -> Tensor:
         if pattern not in self.masks:
             self.masks[pattern] = tokens_with(self.tokenizer, pattern, vocabulary)
@@ -196,7 +201,7 @@ class Sampling:
         found: dict[Setting, list[int]] = defaultdict(list)
         for b, (id, n) in enumerate(zip(self.runner.input_batch.req_ids, lengths)):
             params = self.runner.requests[id].sampling_params
-            rule = self.server.rule_for(dial_of(params.extra_args))
+            rule = self._rule_for(dial_of(params.extra_args))
             if n and not all(isinstance(term, Exact | Speculative) for term in rule.terms):
                 top_k = params.top_k if params.top_k > 0 else None
                 found[Setting(rule, params.temperature, top_k, params.top_p)].append(b)
