@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +36,7 @@ from lenience.decoding.loading import EMBEDDED, load_pair
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs
 from lenience.integrations.vllm import asked, hooks, v1
-from lenience.integrations.vllm.checks import check, check_certified, check_seams, vllm_version
+from lenience.integrations.vllm.checks import check, check_seams, vllm_version
 from lenience.integrations.vllm.engine import VllmPair
 from lenience.tasks import Sample, load_task, take
 
@@ -93,6 +95,7 @@ def allowed(ahead: str) -> list[str]:
         "fly:0.3,2",
         "fuzzy:js@0.3",
         "topk:4,budget=2",
+        "topk:2,floor=0.7",
     ]
 
 
@@ -161,7 +164,7 @@ def test_requests_of_different_dials_share_a_batch(
             assert kept == sum(entry.origin.startswith("draft") for entry in own.trace)
             if "budget" in rule:
                 assert counted["kept_leniently"] <= 2
-    assert all(differing.values()), differing
+    assert all(n for rule, n in differing.items() if "floor" not in rule), differing
 
 
 def test_more_lenient_dials_are_refused(engine: Any, judge: str, samples: list[Sample]) -> None:
@@ -226,6 +229,36 @@ def test_a_greedy_request_is_the_same_among_sampled_ones(
     alone = answers(engine, samples[:4], params(dial))
     among = answers(engine, samples[:4], params(dial), params(dial, temperature=0.9, top_p=0.9))
     assert [tokens(outs[0]) for outs in alone] == [tokens(outs[0]) for outs in among]
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_token_that_is_rejected_and_drawn_again_ends_its_window(
+    engine: Any, pair: Pair, samples: list[Sample], temperature: float
+) -> None:
+    """As in our own loop, where a floor rejects the target's own choice."""
+    rule = "topk:2,floor=0.7"
+    outs = [row[0] for row in answers(engine, samples, params(rule, temperature=temperature))]
+    own = [
+        pair.generate(
+            list(out.prompt_token_ids) + list(out.outputs[0].token_ids)[:1],
+            rule=rule,
+            window=WINDOW,
+            max_new_tokens=159,
+            temperature=temperature,
+        )
+        for out in outs
+    ]
+    if not temperature:
+        for out, ours in zip(outs, own):
+            assert tokens(out)[1:] == [token for token in ours.tokens if token]
+            assert counts(out)["passes"] == ours.target_passes
+    given = sum(len(tokens(out)) - 1 for out in outs) / sum(counts(out)["passes"] for out in outs)
+    ours_given = sum(len(out.tokens) for out in own) / sum(out.target_passes for out in own)
+    assert given == pytest.approx(ours_given, rel=0.12)
+    for out in outs:
+        counted = counts(out)
+        kept = counted["kept_strictly"] + counted["kept_leniently"]
+        assert kept + counted["passes"] >= len(tokens(out)) - 1
 
 
 def test_numbers_of_requests_are_laid_out_over_their_tokens() -> None:
@@ -328,35 +361,47 @@ def test_what_vllm_does_not_do_for_us_is_refused_by_name(in_vllm: VllmPair, judg
 def test_a_certificate_made_with_vllm_is_served_and_binds_it(
     in_vllm: VllmPair, pair: Pair, tmp_path: Path
 ) -> None:
+    run = Path(shutil.copytree(EMBEDDED / "run", tmp_path / "run"))
+    judge = save_judge(run / "judge", pair, Inputs(("target",)))
     options = {"window": WINDOW, "max_new_tokens": 200}
-    question = CertifyConfig(("topk:1",), max_drop=0.1, limit=200, options=options)
-    made = certify(in_vllm, load_task("wordmath"), tmp_path, question)
+    question = CertifyConfig((f"{judge}@1",), max_drop=0.1, limit=200, options=options)
+    made = certify(in_vllm, load_task("wordmath"), run, question)
     assert made.certified and made.binds["engine"] == f"vllm {vllm_version()}"
     with pytest.raises(InputError, match=r"certified with engine 'vllm .*', not 'lenience'"):
-        pair.generate("1", rule=f"certified:{tmp_path}")
+        pair.generate("1", rule=f"certified:{run}")
     greedy = {**DRAFT, "draft_sample_method": "greedy"}
-    served = asks(f"certified:{tmp_path}")
+    served = asks(f"certified:{run}")
     config = configured(**served, speculative_config=greedy)
     server = asked.read(config.additional_config)
-    assert server and str(server.rule) == "topk:1"
+    assert server and str(server.rule) == f"{judge}@1.0"
     assert "at most 10.00% lost with 95% confidence" in check(server, config)
     for changes, message in (
         ({"speculative_config": {**greedy, "num_speculative_tokens": 3}}, "window 4, not 3"),
         ({"speculative_config": DRAFT}, "a draft_sample_method 'greedy'"),
         ({"speculative_config": greedy, "dtype": "bfloat16"}, "dtype 'float32', not 'bfloat16'"),
+        ({"speculative_config": greedy, "hf_overrides": {"rope_theta": 5.0}}, "hf_overrides"),
     ):
         with pytest.raises(ValueError, match=message):
             configured(**{**served, **changes})
-    assert server.certificate
-    check_certified(server.certificate, params(max_tokens=200))
-    for given, name in (
-        ({}, "max_tokens 160"),
-        ({"max_tokens": 200, "temperature": 0.5}, "temperature"),
-        ({"max_tokens": 200, "repetition_penalty": 1.2}, "repetition_penalty"),
-        ({"max_tokens": 200, "stop": ["."]}, "stop"),
+    processor = SimpleNamespace(vllm_config=config)
+    taken = params(max_tokens=200)
+    hooks._requested(None, processor, taken)
+    hooks._requested(None, processor, params("exact", max_tokens=9, temperature=1))
+    for given, message in (
+        (params(), "max_tokens 160.*were certified with"),
+        (params(max_tokens=200, temperature=0.5), "temperature.*were certified with"),
+        (params(max_tokens=200, repetition_penalty=1.2), "repetition_penalty.*were certified"),
+        (params(max_tokens=200, stop=["."]), "stop.*were certified with"),
+        (params(max_tokens=200, stop_token_ids=[13]), "stop_token_ids.*were certified with"),
+        (params(1.5, max_tokens=200), "certified at one setting"),
     ):
-        with pytest.raises(InputError, match=f"{name}.*were certified with"):
-            check_certified(server.certificate, params(**given))
+        with pytest.raises(VLLMValidationError, match=message):
+            hooks._requested(None, processor, given)
+    again = pair.fingerprints | {"tokenizer": pair.fingerprints["tokenizer"]}
+    Head(torch.ones(640), 0.0, Inputs(("target",)), 0.5, again).save(run / "judge")
+    asked._read.cache_clear()
+    with pytest.raises(ValueError, match="was certified with heads"):
+        configured(**served, speculative_config=greedy)
 
 
 # ---- configurations

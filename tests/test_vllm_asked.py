@@ -147,6 +147,7 @@ def config(**changes: Any) -> Any:
         use_v2_model_runner=False,
         scheduler_config=SimpleNamespace(async_scheduling=changes.pop("async_scheduling", False)),
         lora_config=None,
+        parallel_config=SimpleNamespace(distributed_executor_backend=None),
         load_config=SimpleNamespace(download_dir=None),
     )
     return SimpleNamespace(**{**parts, **changes})
@@ -182,6 +183,7 @@ def test_a_start_up_line_names_rule_head_and_versions(
         ("topk:3", {"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
         ("topk:3", {"async_scheduling": True}, "--no-async-scheduling"),
         ("fuzzy:js@0.3", {}, '"draft_sample_method": "probabilistic"'),
+        ("ensemble:0.5", {}, '"draft_sample_method": "probabilistic"'),
     ],
 )
 def test_what_a_rule_cannot_be_held_to_in_is_refused(
@@ -208,8 +210,34 @@ def test_heads_that_do_not_fit_are_refused(known: None, tmp_path: Path, built_in
     refused(target, {**own, "draft": "another"}, "was fitted to another draft")
     refused(target, {**own, "tokenizer": "another"}, "was fitted to another tokenizer")
     refused(target, own, "LoRA", lora_config=object())
+    allowed = judge_of(tmp_path / "allowed", target, own)
+    server = asked.read(options(rule="exact", allow=[allowed]))
+    assert server is not None
+    with pytest.raises(InputError, match="LoRA"):
+        checks.check(server, config(lora_config=object()))
     assert own["target"] == checkpoint_fingerprint(EMBEDDED / "target")
     assert own["tokenizer"] == tokenizer_fingerprint(built_in.target.tokenizer)
+
+
+def test_a_variable_does_not_reach_rays_workers(
+    known: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(asked.VARIABLE, "topk:3")
+    server = asked.read({})
+    assert server is not None and checks.check(server, config())
+    ray = SimpleNamespace(distributed_executor_backend="ray")
+    with pytest.raises(InputError, match="name the rule in --additional-config"):
+        checks.check(server, config(parallel_config=ray))
+
+
+def test_a_requests_rule_has_the_head_that_was_checked(tmp_path: Path, built_in: Pair) -> None:
+    rule = judge_of(tmp_path, Inputs(("target",)), built_in.fingerprints)
+    server = asked.read(options(rule=rule))
+    assert server is not None
+    head = server.rule.heads[0].head
+    (tmp_path / "judge.safetensors").write_bytes(b"another fit")
+    for dial in (0.9, rule.replace("@0.5", "@0.7"), rule):
+        assert server.rule_for(dial).heads[0].head is head
 
 
 def test_an_unknown_vllm_or_a_changed_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +277,7 @@ def test_requests_that_a_rule_has_no_meaning_for_are_refused(
             checks.check_request(server.rule, params)
 
 
-def test_counts_reach_a_requests_outputs_and_no_other_field_is_touched() -> None:
+def test_counts_reach_a_requests_outputs_beside_what_others_say() -> None:
     output = SimpleNamespace()
     put(output, {"a": Counts(3, 5, 2), "b": Counts(1)}, {"b": {"kept": 0}})
     outputs = [
@@ -259,4 +287,6 @@ def test_counts_reach_a_requests_outputs_and_no_other_field_is_touched() -> None
     attach({0: SimpleNamespace(outputs=outputs)}, None, None, output)
     counted = {"passes": 3, "kept_strictly": 5, "kept_leniently": 2, "unjudged": 0}
     given = [one.kv_transfer_params for one in outputs]
-    assert given == [{"lenience": counted}, {"remote": 1}, None]
+    told = {"passes": 1, "kept_strictly": 0, "kept_leniently": 0, "unjudged": 0}
+    told["step"] = {"kept": 0}
+    assert given == [{"lenience": counted}, {"remote": 1, "lenience": told}, None]

@@ -49,7 +49,7 @@ class Judge(Learned, Lenient):
             raise InputError(f"{self.name}'s strict: write \\x22 for a double quote")
         try:
             re.compile(self.strict)
-        except re.error as error:
+        except (re.error, RecursionError, OverflowError) as error:
             raise InputError(
                 f"{self.name}'s strict {self.strict!r}: is no regular expression ({error})"
             ) from None

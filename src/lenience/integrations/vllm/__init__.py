@@ -7,25 +7,36 @@ decoding instead.
 
 from __future__ import annotations
 
-import logging
 import os
+from collections.abc import Mapping
+from typing import Any
 
-from lenience.integrations.vllm.asked import VARIABLE
-
-logger = logging.getLogger("vllm.lenience")
+from lenience.core.errors import InputError
+from lenience.integrations.vllm.asked import KEY, VARIABLE
 
 
 def register() -> None:
     """Let vLLM ask for our rules. Raises InputError for a vLLM that is not known, where
-    LENIENCE_RULE asks for one."""
+    LENIENCE_RULE asks for one; where --additional-config does, as soon as that is read."""
     try:
         from lenience.integrations.vllm import hooks
     except ImportError as error:
-        problem = f"this vLLM is not known ({error}); docs/vllm.md names the versions that are"
-        if os.environ.get(VARIABLE):
-            from lenience.core.errors import InputError
-
-            raise InputError(f"{VARIABLE}: {problem}") from None
-        logger.warning("lenience: %s; rules in --additional-config are not seen", problem)
+        _refuse(f"this vLLM is not known ({error}); docs/vllm.md names the versions that are")
         return
     hooks.install()
+
+
+def _refuse(problem: str) -> None:
+    """Raise InputError where a rule is asked for that nothing can be done about."""
+    if os.environ.get(VARIABLE):
+        raise InputError(f"{VARIABLE}: {problem}")
+    from vllm.config import VllmConfig
+
+    configured = VllmConfig.__post_init__
+
+    def refused(config: Any) -> None:
+        configured(config)
+        if isinstance(config.additional_config, Mapping) and KEY in config.additional_config:
+            raise InputError(f'--additional-config "{KEY}": {problem}')
+
+    VllmConfig.__post_init__ = refused

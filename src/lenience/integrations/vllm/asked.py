@@ -20,10 +20,12 @@ from lenience.decoding.certified import (
     is_certified,
     read_certificate,
     run_of,
+    without_paths,
 )
 from lenience.rules.base import Term
 from lenience.rules.combine import AnyOf
 from lenience.rules.registry import is_lossless, parse_spec, refuse_forbidden
+from lenience.rules.strict import Exact, Speculative
 
 KEY = "lenience"
 """Of additional_config, and of a request's vllm_xargs."""
@@ -69,15 +71,35 @@ class Asked:
             raise InputError(f"{KEY} {str(dial)[:40]!r}…: is longer than {LONGEST} characters")
         rule = self._with_threshold(dial) if _is_number(dial) else _parsed(str(dial))
         refuse_forbidden(rule)
-        if is_lossless(rule) or rule in (self.rule, *self.allow) or _stricter(rule, self.rule):
+        if is_lossless(rule):
             return rule
+        for known in (self.rule, *(() if self.certificate else self.allow)):
+            if rule == known:  # with its heads as they were checked
+                return known
+        if self.certificate:
+            raise InputError(
+                f"{KEY} {dial!r}: this server's rule is certified at one setting; ask for none, or "
+                "for exact"
+            )
+        if _stricter(rule, self.rule):
+            return _with_heads(rule, self.rule)
         if self.allow_any:
             return rule
-        others = "".join(f", {other}" for other in self.allow)
+        others = "".join(f", {without_paths(str(other))}" for other in self.allow)
         raise InputError(
-            f"{KEY} {dial!r}: may be more lenient than the server's rule {self.rule}; it takes "
-            f"exact, a stricter threshold of that rule{others}"
+            f"{KEY} {dial!r}: may be more lenient than the server's rule "
+            f"{without_paths(str(self.rule))}; it takes exact, a stricter threshold of that "
+            f"rule{others}"
         )
+
+    @property
+    def judges(self) -> bool:
+        """Whether any request may have a rule that vLLM does not have itself."""
+        return self.allow_any or not all(map(is_vllms, (self.rule, *self.allow)))
+
+    @property
+    def rules(self) -> tuple[AnyOf, ...]:
+        return self.rule, *self.allow
 
     def _with_threshold(self, dial: Any) -> AnyOf:
         """The server's rule at another threshold."""
@@ -100,7 +122,7 @@ def read(additional: object) -> Asked | None:
         raise InputError(f"{VARIABLE} {named}: --additional-config names a rule too; give one")
     given = {"rule": named} if options is None else options
     server = _read(json.dumps(given, sort_keys=True))
-    for rule in (server.rule, *server.allow):
+    for rule in server.rules:
         refuse_forbidden(rule)
     return server
 
@@ -142,6 +164,11 @@ def _parsed(spec: str) -> AnyOf:
     return parse_spec(spec)
 
 
+def is_vllms(rule: AnyOf) -> bool:
+    """Whether a rule is one that vLLM has itself."""
+    return all(isinstance(term, Exact | Speculative) for term in rule.terms)
+
+
 def dial_of(extra_args: object) -> object:
     """What a request's vllm_xargs ask for; None where they ask for nothing."""
     return extra_args.get(KEY) if isinstance(extra_args, Mapping) else None
@@ -161,6 +188,8 @@ def _at(term: Term, threshold: float) -> Term:
         return term
     again: Any = replace
     changed: Term = again(term, threshold=threshold)
+    if "head" in vars(term):
+        vars(changed)["head"] = vars(term)["head"]
     return changed
 
 
@@ -170,6 +199,14 @@ def _stricter(rule: AnyOf, than: AnyOf) -> bool:
         return False
     pairs = [(a, b) for a, b in zip(rule.terms, than.terms) if a.has_threshold]
     return all(_strictest(a, b) == _bound(a) for a, b in pairs)
+
+
+def _with_heads(rule: AnyOf, like: AnyOf) -> AnyOf:
+    """A rule with the heads that another of its form has loaded."""
+    for term, other in zip(rule.terms, like.terms):
+        if "head" in vars(other):
+            vars(term)["head"] = vars(other)["head"]
+    return rule
 
 
 def _open(term: Term) -> Term:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from lenience.core.identity import checkpoint_fingerprint, tokenizer_fingerprint
 from lenience.core.protocols import Rule
 from lenience.core.version import VERSION
 from lenience.decoding.certified import Certificate, check_binding
-from lenience.integrations.vllm.asked import Asked
+from lenience.integrations.vllm.asked import VARIABLE, Asked
 from lenience.rules.combine import AnyOf
+from lenience.rules.lenient import Ensemble
 from lenience.rules.registry import is_lossless
 
 KNOWN = ("0.32", "0.33")
@@ -56,7 +59,7 @@ def check(server: Asked, config: Any) -> str:
     found = vllm_version()
     speculative = config.speculative_config
     rule = server.rule
-    if is_lossless(rule) and not (server.allow or server.allow_any):
+    if not server.judges:
         return f"rule {rule}, vLLM {found}"
     if speculative is None:
         raise InputError(
@@ -64,8 +67,8 @@ def check(server: Asked, config: Any) -> str:
             '--speculative-config, such as {"method": "draft_model", "model": "DRAFT", '
             '"num_speculative_tokens": 4}'
         )
-    _check_engine(rule, config)
-    for one in (rule, *server.allow):
+    _check_engine(server, config)
+    for one in server.rules:
         check_rule(one, config)
     heads = ", ".join(
         f"head {head.head.fingerprint} ({'unchecked' if head.unchecked else 'of these models'})"
@@ -73,16 +76,19 @@ def check(server: Asked, config: Any) -> str:
     )
     certificate = "no certificate"
     if server.certificate:
-        _check_certificate(server.certificate, config)
+        _check_certificate(server, server.certificate, config)
         bound, confidence = server.certificate.max_drop, server.certificate.confidence
         certificate = f"certified: at most {bound:.2%} lost with {confidence:.0%} confidence"
     parts = [f"rule {rule}", heads, f"lenience {VERSION}", f"vLLM {found}", certificate]
     return ", ".join(part for part in parts if part)
 
 
-def _check_engine(rule: AnyOf, config: Any) -> None:
-    """Raise InputError for a way of running in which rows are not where rules look for them."""
+def _check_engine(server: Asked, config: Any) -> None:
+    """Raise InputError for a way of running in which rows are not where rules look for them, or
+    models are not those that heads were fitted to."""
     speculative = config.speculative_config
+    has_heads = server.allow_any or any(rule.heads for rule in server.rules)
+    spread = config.parallel_config.distributed_executor_backend == "ray"
     refused = {
         f"rejection_sample_method {speculative.rejection_sample_method!r} is a rule of its own; "
         "leave it out": speculative.rejection_sample_method != "standard",
@@ -91,12 +97,22 @@ def _check_engine(rule: AnyOf, config: Any) -> None:
             config.scheduler_config.async_scheduling
         ),
         "LoRA makes other models of the target, and a head was fitted to one; leave it out": (
-            config.lora_config is not None and bool(rule.heads)
+            config.lora_config is not None and has_heads
+        ),
+        f"{VARIABLE} does not reach the workers of Ray; name the rule in --additional-config": (
+            spread and bool(os.environ.get(VARIABLE))
         ),
     }
     for why, is_so in refused.items():
         if is_so:
-            raise InputError(f"rule {rule}: {why}")
+            raise InputError(f"rule {server.rule}: {why}")
+
+
+def needs_draft_probs(rule: Rule) -> bool:
+    """Whether a rule's meaning depends on the draft's distribution; ensemble's is another one where
+    tokens are proposed for certain."""
+    terms = rule.terms if isinstance(rule, AnyOf) else ()
+    return rule.needs_draft_probs or any(isinstance(term, Ensemble) for term in terms)
 
 
 def check_reads(rule: Rule) -> None:
@@ -117,7 +133,7 @@ def check_rule(rule: AnyOf, config: Any) -> None:
     """Raise InputError where vLLM lacks what a rule reads, or a head is of other models."""
     speculative = config.speculative_config
     check_reads(rule)
-    if rule.needs_draft_probs and speculative.draft_sample_method != "probabilistic":
+    if needs_draft_probs(rule) and speculative.draft_sample_method != "probabilistic":
         raise InputError(
             f"rule {rule}: compares the draft's distribution with the target's; set "
             '"draft_sample_method": "probabilistic" in --speculative-config'
@@ -135,20 +151,25 @@ def check_rule(rule: AnyOf, config: Any) -> None:
 
 def _fingerprints(target: Any, speculative: Any, load: Any) -> dict[str, str]:
     """Of the checkpoints that vLLM loads; of a draft only where it is a model by itself."""
+    named = target.tokenizer, target.tokenizer_revision, target.trust_remote_code
+    found = {"target": _weights(_folder(target, load)), "tokenizer": _vocabulary(*named)}
+    if speculative.method == "draft_model":
+        found["draft"] = _weights(_folder(speculative.draft_model_config, load))
+    return found
+
+
+_weights = lru_cache(checkpoint_fingerprint)
+"""Read once in a process."""
+
+
+@lru_cache
+def _vocabulary(name: str, revision: str | None, trust_remote_code: bool) -> str:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(
-        target.tokenizer,
-        revision=target.tokenizer_revision,
-        trust_remote_code=target.trust_remote_code,
+        name, revision=revision, trust_remote_code=trust_remote_code
     )
-    found = {
-        "target": checkpoint_fingerprint(_folder(target, load)),
-        "tokenizer": tokenizer_fingerprint(tokenizer),
-    }
-    if speculative.method == "draft_model":
-        found["draft"] = checkpoint_fingerprint(_folder(speculative.draft_model_config, load))
-    return found
+    return tokenizer_fingerprint(tokenizer)
 
 
 def _folder(model: Any, load: Any) -> Path:
@@ -167,9 +188,21 @@ def _folder(model: Any, load: Any) -> Path:
     )
 
 
-def _check_certificate(certificate: Certificate, config: Any) -> None:
+def _check_certificate(server: Asked, certificate: Certificate, config: Any) -> None:
     """Raise InputError, by name, for what a server does not have as it was certified."""
     binds, speculative = certificate.binds, config.speculative_config
+    others = {
+        "quantization": config.model_config.quantization is not None,
+        "kv_cache_dtype": config.cache_config.cache_dtype != "auto",
+        "hf_overrides": bool(config.model_config.hf_overrides),
+        "LoRA": config.lora_config is not None,
+        "num_speculative_tokens_per_batch_size": bool(
+            getattr(speculative, "num_speculative_tokens_per_batch_size", None)
+        ),
+    }
+    for what, is_so in others.items():
+        if is_so:
+            raise InputError(f"certified: was certified without {what}; leave it out")
     target = speculative.target_model_config or config.model_config
     known = _fingerprints(target, speculative, config.load_config)
     models = {"target": target, "draft": speculative.draft_model_config}
@@ -179,6 +212,7 @@ def _check_certificate(certificate: Certificate, config: Any) -> None:
         "drafter": "model" if speculative.method == "draft_model" else speculative.method,
         "stop": "fixed",
         "tokenizer": known["tokenizer"],
+        "heads": [head.head.fingerprint for head in server.rule.heads],
         "models": {
             role: {
                 "fingerprint": known[role],
@@ -207,6 +241,9 @@ PLAIN = (
     "structured_outputs",
     "allowed_token_ids",
     "ignore_eos",
+    "repetition_detection",
+    "thinking_token_budget",
+    "trace_decode_token_ids",
 )
 """The sampling parameters without which answers are certified."""
 
@@ -215,7 +252,14 @@ def check_certified(certificate: Certificate, params: Any) -> None:
     """Raise InputError, by name, for what a request does not have as it was certified."""
     binds, plain = certificate.binds, type(params)()
     config = binds["generation_config"]
-    asked = {name: (getattr(params, name), getattr(plain, name)) for name in PLAIN}
+    asked = {
+        name: (getattr(params, name), getattr(plain, name))
+        for name in PLAIN
+        if hasattr(params, name)
+    }
+    ends = config.get("eos_token_id")
+    known = set(ends if isinstance(ends, list) else [ends])
+    asked["stop_token_ids"] = sorted(set(params.stop_token_ids or ()) - known), []
     asked["max_tokens"] = params.max_tokens, binds["max_new_tokens"]
     asked["temperature"] = params.temperature, binds["temperature"]
     if params.temperature:
@@ -237,7 +281,7 @@ def check_request(rule: AnyOf, params: Any) -> None:
     greedy = params.temperature == 0
     if greedy and rule.needs_sampling:
         raise InputError(f"rule {rule}: has no greedy form; give a temperature above 0")
-    if greedy and rule.needs_draft_probs:
+    if greedy and needs_draft_probs(rule):
         raise InputError(
             f"rule {rule}: compares the draft's distribution, which vLLM keeps for sampled "
             'requests alone; give a temperature above 0, or "lenience": "exact" in vllm_xargs'

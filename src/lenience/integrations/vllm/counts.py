@@ -40,8 +40,9 @@ def attach(result: Any, _scheduler: Any, _scheduled: Any, output: Any) -> None:
         return
     for outputs in result.values():
         for one in outputs.outputs:
-            if one.kv_transfer_params is None and one.request_id in counts:
-                one.kv_transfer_params = {KEY: counts[one.request_id]}
+            if one.request_id in counts:
+                others = one.kv_transfer_params or {}
+                one.kv_transfer_params = {**others, KEY: counts[one.request_id]}
 
 
 def observe(processor: Any, outputs: Any, *_args: Any, **_kwargs: Any) -> None:

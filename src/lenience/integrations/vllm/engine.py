@@ -17,12 +17,22 @@ from lenience.decoding.generation import Generation
 from lenience.decoding.options import Decoding, takes_options
 from lenience.decoding.pair import Pair, Setup
 from lenience.integrations.vllm.asked import ANY, KEY
-from lenience.integrations.vllm.checks import check_reads, vllm_version
+from lenience.integrations.vllm.checks import check_reads, needs_draft_probs, vllm_version
 from lenience.models.generation_config import processors_of
 from lenience.models.lm import LM, Prompt
 
-OF_PAIR = ("model", "tokenizer", "dtype", "speculative_config", "additional_config")
-"""The arguments of vLLM's that are the pair's."""
+OF_PAIR = (
+    "model",
+    "tokenizer",
+    "dtype",
+    "speculative_config",
+    "additional_config",
+    "quantization",
+    "kv_cache_dtype",
+    "hf_overrides",
+    "enable_lora",
+)
+"""The arguments of vLLM's that are the pair's, or would make other models of it."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ class VllmPair(Pair):
     def setup(self, options: Mapping[str, Any] | Decoding) -> Setup:
         setup = super().setup(options)
         decoding, rule = setup.decoding, setup.rule
-        lacks_probs = rule.needs_draft_probs and not decoding.temperature
+        lacks_probs = needs_draft_probs(rule) and not decoding.temperature
         refused = {
             f"stop {decoding.stop}: vLLM drafts whole windows; leave it out": (
                 setup.drafter is not None and str(decoding.stop) != "fixed"
@@ -72,8 +82,17 @@ class VllmPair(Pair):
             if is_so:
                 raise InputError(why)
         check_reads(rule)
-        processors_of(setup.reader, sampling=decoding.temperature > 0)
+        if processors := processors_of(setup.reader, sampling=decoding.temperature > 0):
+            names = ", ".join(type(one).__name__ for one in processors)
+            raise InputError(
+                f"{setup.reader.role} {setup.reader.name!r}: its generation_config asks for {names}"
+                ", which is not handed to vLLM"
+            )
         return setup
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Step]:
+        """Refused: vLLM gives whole answers here."""
+        raise InputError("stream: runs in our own loop; ask vLLM for whole answers (generate)")
 
     @takes_options
     def as_completed(

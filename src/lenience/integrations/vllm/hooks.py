@@ -99,7 +99,7 @@ def _started(_result: None, wrapper: Any, *_args: Any, **_kwargs: Any) -> None:
     server = asked.read(config.additional_config)
     if server is None:
         return
-    if config.speculative_config is not None:
+    if server.judges:
         from lenience.integrations.vllm import v1
 
         check_seams(v1.SEAMS)

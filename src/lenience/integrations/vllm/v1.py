@@ -23,13 +23,14 @@ from lenience.core.context import Context, Row
 from lenience.core.identity import tokens_with
 from lenience.core.noise import Noise
 from lenience.core.types import Draft, Reading, Verdict
-from lenience.integrations.vllm.asked import Asked, dial_of
+from lenience.integrations.vllm.asked import Asked, dial_of, is_vllms
+from lenience.integrations.vllm.checks import needs_draft_probs
 from lenience.integrations.vllm.counts import Counts, put
 from lenience.rules.combine import AnyOf
-from lenience.rules.strict import Exact, Speculative
 
 SEAMS: Sequence[tuple[Any, str, Sequence[str]]] = (
     (GPUModelRunner, "sample_tokens", ("self", "grammar_output")),
+    (GPUModelRunner, "_input_fits_in_drafter", ("self", "common_attn_metadata")),
     (ExecuteModelState, "__new__", ("_cls", "scheduler_output", "logits", "spec_decode_metadata")),
     (
         sampling.RejectionSampler,
@@ -104,6 +105,16 @@ class Windows:
 
 
 @dataclass
+class Orders:
+    """What vLLM's kernel must be told to come to the rules' verdicts."""
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    """By rows of a step's windows, the tokens to take there."""
+    redrawn: list[int] = field(default_factory=list)
+    """Rows whose token is the drafted one, but drawn anew: the window ends there."""
+
+
+@dataclass
 class Sampling:
     """What decides on one runner's windows."""
 
@@ -114,6 +125,9 @@ class Sampling:
     requests."""
     logits: Tensor | None = None
     """Before truncation, where a request of the step samples."""
+    drafted: bool = True
+    """Whether the windows that come next are the draft's; vLLM fills them with zeros where a
+    request has outgrown the draft's context."""
     rows: dict[str, Row] = field(default_factory=dict)
     counts: dict[str, Counts] = field(default_factory=dict)
     steps: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -161,39 +175,66 @@ class Sampling:
             self.steps = {}
         return output
 
-    def rewritten(self, windows: Windows, target_logits: Tensor) -> Tensor:
-        """The logits [N, V] from which vLLM's kernel comes to the rules' verdicts."""
+    def decide(self, given: dict[str, Any], hidden: Tensor) -> None:
+        """Change, in copies, what vLLM's kernel is given, so that it comes to the rules'
+        verdicts."""
+        windows = Windows(
+            tokens=given["draft_token_ids"],
+            lengths=given["num_draft_tokens"],
+            logits=given["target_logits"] if self.logits is None else self.logits,
+            hidden=hidden,
+            probs=given["draft_probs"],
+        )
+        orders = self._orders(windows)
+        if not orders.tokens:
+            return
+        device, vocabulary = windows.tokens.device, windows.logits.shape[1]
+        rows = torch.tensor(list(orders.tokens), device=device)
+        logits = given["target_logits"].clone()
+        logits[rows] = -torch.inf
+        logits[rows, torch.tensor(list(orders.tokens.values()), device=device)] = 0
+        given["target_logits"] = logits
+        if orders.redrawn:
+            again = torch.tensor(orders.redrawn, device=device)
+            others = windows.tokens.clone()
+            others[again] = (others[again] + 1) % vocabulary
+            given["draft_token_ids"] = others
+            if windows.probs is not None:
+                probs = windows.probs.clone()
+                probs[again] = 0
+                given["draft_probs"] = probs
+
+    def _orders(self, windows: Windows) -> Orders:
+        """What vLLM's kernel must be told."""
         self._forget_finished()
-        forced: dict[int, int] = {}
+        orders = Orders()
         for setting, which in self._settings(windows.lengths).items():
-            if setting.rule.needs_draft_probs and windows.probs is None:
+            if needs_draft_probs(setting.rule) and windows.probs is None:
                 self._leave_unjudged(setting, which)
                 continue
             verdicts = self._verdicts(setting, which, windows)
             starts, _ = windows.places(which)
             for b, start, verdict in zip(which, starts[:, 0].tolist(), verdicts):
                 self._count(self.runner.input_batch.req_ids[b], verdict)
-                forced.update(self._forced(setting, start, verdict))
-        if not forced:
-            return target_logits
-        rows = torch.tensor(list(forced), device=target_logits.device)
-        tokens = torch.tensor(list(forced.values()), device=target_logits.device)
-        copy = target_logits.clone()
-        copy[rows] = -torch.inf
-        copy[rows, tokens] = 0
-        return copy
+                self._order(orders, setting, start, verdict)
+        return orders
 
-    def _forced(self, setting: Setting, start: int, verdict: Verdict) -> Iterator[tuple[int, int]]:
-        """(row, token) for each place of a window that begins at row `start` where vLLM's kernel
-        must be told what to take. The token after a window that is kept whole is vLLM's own; so is
-        what the target itself picks in a step that is greedy throughout."""
+    def _order(self, orders: Orders, setting: Setting, start: int, verdict: Verdict) -> None:
+        """Add what a window that begins at row `start` needs. The token after a window that is kept
+        whole is vLLM's own; so is what the target itself picks in a step that is greedy
+        throughout."""
         greedy, kept = self.logits is None, verdict.num_accepted
         for i in verdict.path:
             if not (greedy and verdict.exact[i]):
-                yield start + i, verdict.drafted[i]
-        if kept < len(verdict.drafted) and not (greedy and setting.rule.goes_on_as_target):
-            assert verdict.next_token is not None
-            yield start + kept, verdict.next_token
+                orders.tokens[start + i] = verdict.drafted[i]
+        if kept == len(verdict.drafted):
+            return
+        assert verdict.next_token is not None
+        redrawn = verdict.next_token == verdict.drafted[kept]
+        if redrawn:
+            orders.redrawn.append(start + kept)
+        if redrawn or not (greedy and setting.rule.goes_on_as_target):
+            orders.tokens[start + kept] = verdict.next_token
 
     def _settings(self, lengths: Sequence[int]) -> dict[Setting, list[int]]:
         """The requests that have a window and a rule that vLLM does not have itself, by what they
@@ -202,7 +243,7 @@ class Sampling:
         for b, (id, n) in enumerate(zip(self.runner.input_batch.req_ids, lengths)):
             params = self.runner.requests[id].sampling_params
             rule = self._rule_for(dial_of(params.extra_args))
-            if n and not all(isinstance(term, Exact | Speculative) for term in rule.terms):
+            if n and not is_vllms(rule):
                 top_k = params.top_k if params.top_k > 0 else None
                 found[Setting(rule, params.temperature, top_k, params.top_p)].append(b)
         return found
@@ -228,13 +269,15 @@ class Sampling:
             fresh_noise_per_window=setting.rule.whole_window,
             window=draft.width,
         )
-        self.judged += len(which)
+        if needs_draft_probs(setting.rule):
+            self.judged += len(which)
         return setting.rule(draft, reading, ctx)
 
     def _row(self, id: str) -> Row:
         """A request as rules know it, with its history up to now."""
         request = self.runner.requests[id]
-        if id not in self.rows:
+        known = self.rows.get(id)
+        if known is None or len(request.output_token_ids) < known.position:
             seed = request.sampling_params.seed
             # without a seed by its name, which all workers know
             name = blake2b(id.encode(), digest_size=16).digest()
@@ -303,23 +346,33 @@ def _decides(what: Sampling) -> Iterator[None]:
 
 def install(runner: Any, server: Asked) -> None:
     """Have a runner's windows decided by what the server asks for."""
+    if not hasattr(runner, "rejection_sampler"):
+        return  # a rank of a pipeline that samples nothing
+    for head in (head for rule in server.rules for head in rule.heads):
+        _ = head.head  # read now, as it was checked
     _wrap_kernels()
+    if runner.device.type == "cpu":
+        _mend_expansion()
     what = Sampling(runner, server)
     runner.sample_tokens = partial(what.sample_tokens, runner.sample_tokens)
-    forward = runner.rejection_sampler.forward
+    forward, fits = runner.rejection_sampler.forward, runner._input_fits_in_drafter
 
     def decided(*args: Any, **kwargs: Any) -> Any:
         with _decides(what):
             return forward(*args, **kwargs)
 
+    def fitting(*args: Any, **kwargs: Any) -> bool:
+        what.drafted = bool(fits(*args, **kwargs))
+        return what.drafted
+
     runner.rejection_sampler.forward = decided
+    runner._input_fits_in_drafter = fitting
 
 
 def _wrap_kernels() -> None:
     """Wrap the two functions that vLLM's sampler calls by name, once in a process."""
     if hasattr(sampling.rejection_sample, "lenience"):
         return
-    _mend_expansion()
     truncate, decide = sampling.apply_sampling_constraints, sampling.rejection_sample
     named = inspect.signature(decide)
 
@@ -336,15 +389,8 @@ def _wrap_kernels() -> None:
     def decided(*args: Any, **kwargs: Any) -> Tensor:
         given = named.bind(*args, **kwargs).arguments
         what = _deciding[-1] if _deciding else None
-        if what is not None and what.hidden is not None:
-            windows = Windows(
-                tokens=given["draft_token_ids"],
-                lengths=given["num_draft_tokens"],
-                logits=given["target_logits"] if what.logits is None else what.logits,
-                hidden=what.hidden,
-                probs=given["draft_probs"],
-            )
-            given["target_logits"] = what.rewritten(windows, given["target_logits"])
+        if what is not None and what.hidden is not None and what.drafted:
+            what.decide(given, what.hidden)
         result: Tensor = decide(**given)
         return result
 
