@@ -318,7 +318,7 @@ def test_what_cannot_be_compared_is_told_before_any_work(llama: Pair, tmp_path: 
         {"id": "c", "prompt": "w1 " * 300, "split": "train"},
     ]
     (tmp_path / "t.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    task = load_task(str(tmp_path / "t.jsonl"))
+    task = load_task(str(tmp_path / "t.jsonl"), answer="last-number")
     with pytest.raises(InputError, match="sample b has no reference"):
         compare(llama, task, ["exact"], windows=(4,))
     with pytest.raises(InputError, match="sample c: the prompt has 300 tokens"):

@@ -320,7 +320,7 @@ def test_a_file_may_name_groups(tmp_path: Path) -> None:
     path.write_text(
         '{"prompt": "a", "split": "train", "group": 7}\n{"prompt": "b", "split": "train"}\n'
     )
-    one, two = lenience.task(str(path)).samples("train")
+    one, two = lenience.task(str(path), answer="choice").samples("train")
     assert (one.group, two.group) == ("7", None) and "group" not in one.metadata
 
 
