@@ -141,7 +141,12 @@ class Pair:
     ) -> Iterator[tuple[int, Generation]]:
         """As `generate_batch`, but gives each answer, with its prompt's number, as soon as it is
         finished."""
-        setup = self.setup(options)
+        return self._completed(prompts, self.setup(options), batch_size, profile)
+
+    def _completed(
+        self, prompts: Sequence[Prompt], setup: Setup, batch_size: int, profile: Profile | None
+    ) -> Iterator[tuple[int, Generation]]:
+        """Answer prompts; everything that can be wrong is told before the first."""
         outs, steps = self._decode(prompts, setup, batch_size, profile)
         return self._finished(outs, steps, setup.decoding)
 

@@ -94,19 +94,13 @@ class VllmPair(Pair):
         """Refused: vLLM gives whole answers here."""
         raise InputError("stream: runs in our own loop; ask vLLM for whole answers (generate)")
 
-    @takes_options
-    def as_completed(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        batch_size: int = 16,
-        profile: Profile | None = None,
-        **options: Any,
+    def _completed(
+        self, prompts: Sequence[Prompt], setup: Setup, batch_size: int, profile: Profile | None
     ) -> Iterator[tuple[int, Generation]]:
-        """As `Pair.as_completed`; a profile is told nothing."""
-        setup = self.setup(options)
         if batch_size < 1:
             raise InputError(f"batch_size {batch_size}: must be 1 or more")
+        if profile is not None:
+            raise InputError("profile: tells of our own loop; vLLM has profilers of its own")
         ids = [setup.reader.encode(prompt) for prompt in prompts]
         return self._answers(setup, ids, batch_size)
 
