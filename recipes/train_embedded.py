@@ -119,6 +119,8 @@ class Training:
     """Tokens in a batch."""
     compare: int
     """How often the hardest family comes for once of each other."""
+    gifts: int
+    """How often a problem of it comes in which something changes hands."""
     numeric: float
     """Weight of digits and operators in the loss, whose signal would drown in that of wording."""
     work: Path
@@ -132,14 +134,24 @@ class Training:
         return "draft" if self.role == "draft" else "target"
 
 
+def with_gift(rng: random.Random) -> wordmath_problems.Problem:
+    """A problem of the family `compare` in which something changes hands."""
+    while True:
+        made_up = wordmath_problems.FAMILIES[0](rng)
+        if " Then " in made_up.text:
+            return made_up
+
+
 def pool_of(
-    author: str, tokenizer: PreTrainedTokenizerFast, number: int, rng: random.Random, compare: int
+    training: Training, tokenizer: PreTrainedTokenizerFast, number: int, rng: random.Random
 ) -> list[Text]:
     """2,048 problems with their solutions, the shortest first."""
     hardest, *others = wordmath_problems.FAMILIES
+    families = [hardest] * training.compare + others + [with_gift] * training.gifts
+    author = training.author
     questions, wholes = [], []
     for i in range(number * 2048, (number + 1) * 2048):
-        made_up = wordmath.problem(f"pretrain-{author}", i, [hardest] * compare + others)
+        made_up = wordmath.problem(f"pretrain-{author}", i, families)
         questions.append(wordmath.prompt(made_up))
         wholes.append(f"{questions[-1]} {wordmath.solution(made_up, author, rng)}")
     pairs = zip(tokenizer(questions)["input_ids"], tokenizer(wholes)["input_ids"])
@@ -175,7 +187,7 @@ def batches(
     number, author = start, training.author
     while True:
         rng = random.Random(f"pool|{author}|{number}")
-        texts = pool_of(author, tokenizer, number, rng, training.compare)
+        texts = pool_of(training, tokenizer, number, rng)
         chunks = chunks_of(texts, training.batch)
         rng.shuffle(chunks)
         number += 1
@@ -363,6 +375,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8192, help="tokens in a batch")
     compare_help = "how often the family `compare` comes for once of each other"
     parser.add_argument("--compare", type=int, default=2, help=compare_help)
+    gifts_help = "how often a problem of it comes in which something changes hands"
+    parser.add_argument("--gifts", type=int, default=0, help=gifts_help)
     numeric_help = "weight of digits and operators in the loss"
     parser.add_argument("--numeric", type=float, default=3, help=numeric_help)
     work_help = "where the state of the training is kept"

@@ -17,11 +17,12 @@ import torch
 
 import lenience
 from lenience import InputError
+from lenience.decoding.dialogue import WINDOW, Continue, Predict
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Inputs
 from lenience.mining.features import compute_features, load_features
-from lenience.mining.search import WINDOW, Found, MineConfig, Miner, mine, search
+from lenience.mining.search import Found, MineConfig, Miner, mine, search
 from lenience.runs.journal import Journal
 from lenience.runs.record import Mismatch
 from lenience.tasks import Sample, Task
@@ -65,17 +66,21 @@ def scripted(
     what the draft puts after a prefix, where it differs from what stands there; and the prefixes
     that the target was asked to go on from."""
 
-    def predict(prompt: list[int], response: list[int], start: int) -> list[int]:
-        return [guesses.get(tuple(response[:i]), response[i]) for i in range(start, len(response))]
+    asked: list[tuple[int, ...]] = []
+
+    def reply(question: Continue | Predict) -> list[int]:
+        ids = question.ids[1:]
+        if isinstance(question, Continue):
+            asked.append(tuple(ids))
+            return target[tuple(ids)][: question.limit]
+        return [guesses.get(tuple(ids[:i]), ids[i]) for i in range(question.start - 1, len(ids))]
 
     sample = Sample("scripted", "", None)
-    steps = Miner(LastAfterNine(), sample, predict, ScriptedTarget(), limit).search([100])
-    asked: list[tuple[int, ...]] = []
-    ids, most = next(steps)
+    search = Miner(LastAfterNine(), sample, ScriptedTarget(), limit).search([100])
+    question = next(search)
     while True:
-        asked.append(tuple(ids[1:]))
         try:
-            ids, most = steps.send(target[asked[-1]][:most])
+            question = search.send(reply(question))
         except StopIteration as end:
             return end.value, asked
 
@@ -89,7 +94,7 @@ def test_labels_known_by_hand() -> None:
         guesses={(): 2, (2, 4): 6},
     )
     mismatches = [mismatch(0, 1, 2, False), mismatch(2, 5, 6, True)]
-    assert found == Found([1, 5, 9, 7, 0], [2, 4, 5, 9, 7, 0], mismatches, "7")
+    assert found == Found([100], [1, 5, 9, 7, 0], [2, 4, 5, 9, 7, 0], mismatches, "7")
     assert asked == [(), (2,), (2, 4, 6)]
 
 

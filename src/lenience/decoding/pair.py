@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ from lenience.decoding.auto_window import (
     stopped,
 )
 from lenience.decoding.certified import check_binding, heads_of, is_certified, resolve
+from lenience.decoding.dialogue import Dialogue, Ended, converse
 from lenience.decoding.generation import Generation
 from lenience.decoding.loop import Request, decode
 from lenience.decoding.options import OWN, Decoding, takes_options
@@ -44,6 +45,8 @@ from lenience.models.session import Session
 from lenience.rules.combine import as_rule
 from lenience.rules.registry import BASELINES, parse_rule, refuse_forbidden
 from lenience.rules.strict import Exact
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -300,6 +303,14 @@ class Pair:
         check_memory(zip(cached, lengths), rows)
         session = Session(reader, rows, lengths[0], profile=profile, layer=setup.rule.layer)
         return session, spec.build(needs) if spec else NoDrafter(reader.device)
+
+    def converse(
+        self, dialogues: Iterable[Dialogue[T]], *, size: int, capacity: int
+    ) -> Iterator[Ended[T]]:
+        """Hold dialogues, `size` of them together, and give each as it ends; no question has more
+        than `capacity` tokens with its answer. Raises InputError where memory has no room for the
+        caches."""
+        return converse(self, dialogues, size, capacity)
 
     def certified(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """What options with the rule "certified:RUN" come to: the rule, the window and the length

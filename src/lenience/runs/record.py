@@ -30,6 +30,8 @@ class ModelRecord(Record):
 class RunRecord(Record):
     """run.json: what a mining run was asked for."""
 
+    engine: str | None = None
+    """What ran the models, with its version, where it was not our own loop."""
     versions: dict[str, str]
     pair: str
     models: dict[str, ModelRecord]

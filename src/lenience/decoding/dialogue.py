@@ -1,0 +1,182 @@
+"""Dialogues with a pair: searches that ask the target how it goes on, and the draft what it would
+say instead, again and again; many are held together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import torch
+
+from lenience.core.context import Context, Row
+from lenience.core.noise import Noise
+from lenience.core.types import Step
+from lenience.decoding.loop import Request, decode
+from lenience.decoding.options import Decoding
+from lenience.decoding.response import Response
+from lenience.models.generation_config import processors_of
+from lenience.models.session import Session, common
+
+if TYPE_CHECKING:
+    from lenience.decoding.pair import Pair
+
+T = TypeVar("T")
+WINDOW = 4
+"""Tokens drafted in a cycle of a continuation; it is exact, so the window changes its speed
+alone."""
+
+
+@dataclass(frozen=True)
+class Continue:
+    """How does the target go on after `ids`, greedily, until EOS, which is included, or for `limit`
+    new tokens?"""
+
+    ids: list[int]
+    limit: int
+
+
+@dataclass(frozen=True)
+class Predict:
+    """Which token would the draft put at the place of each of `ids` from `start` on?"""
+
+    ids: list[int]
+    start: int
+
+
+Question = Continue | Predict
+Dialogue = Generator[Question, list[int], T]
+"""Yields questions, wants sent the tokens that answer them, and returns what it was held for."""
+
+
+@dataclass
+class Cost:
+    """What a dialogue took, as if it were held alone; `seconds` are shared among those held
+    together."""
+
+    target_passes: int = 0
+    target_tokens: int = 0
+    draft_tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Ended(Generic[T]):
+    """What came of a dialogue, the `number`-th that was given."""
+
+    number: int
+    result: T
+    cost: Cost
+
+
+class Talk(Generic[T]):
+    """A dialogue while it is held, one of `together`."""
+
+    def __init__(self, number: int, dialogue: Dialogue[T], together: int):
+        self.number, self.cost = number, Cost()
+        self.ended: Ended[T] | None = None
+        self._dialogue, self._together = dialogue, together
+        self._began = time.perf_counter()
+
+    def ask(self, answer: list[int] | None) -> Question | None:
+        """The next question, after the `answer` to the one before it; None where it has ended."""
+        try:
+            return next(self._dialogue) if answer is None else self._dialogue.send(answer)
+        except StopIteration as end:
+            seconds = (time.perf_counter() - self._began) / self._together
+            self.cost.seconds = round(seconds, 3)
+            self.ended = Ended(self.number, end.value, self.cost)
+            return None
+
+
+def converse(
+    pair: Pair, dialogues: Iterable[Dialogue[T]], size: int, capacity: int
+) -> Iterator[Ended[T]]:
+    """Hold dialogues in our own loop, `size` of them together, each as it ends; no question has
+    more than `capacity` tokens with its answer. A dialogue keeps its row of the caches from one
+    continuation to the next, so that only what changed is read."""
+    waiting, held = iter(enumerate(dialogues)), dict[int, _InLoop[T]]()
+    ended = list[Ended[T]]()
+
+    def next_request(over: Request | None) -> Request | None:
+        if over:
+            if request := held[over.number].next_request():
+                return request
+            ended.append(held.pop(over.number).result)
+        for number, dialogue in waiting:
+            held[number] = _InLoop(pair, Talk(number, dialogue, size), capacity)
+            if request := held[number].next_request():
+                return request
+            ended.append(held.pop(number).result)
+        return None
+
+    setup = pair.setup(Decoding(window=WINDOW))
+    each_has = [pair.require_draft("mining")]
+    session, drafter = pair.engine(setup, WINDOW, size, capacity + WINDOW, beside=each_has)
+    processors = processors_of(pair.target, sampling=False) or None
+    ctx = Context(window=WINDOW, processors=processors)
+    for request, step in decode(session, drafter, setup.rule, ctx, next_request, size=size):
+        held[request.number].add(step)
+        yield from ended
+        ended.clear()
+    yield from ended
+
+
+class _InLoop(Generic[T]):
+    """A dialogue between one continuation and the next. Its cost is counted as if it were held
+    alone, so that it does not depend on the company."""
+
+    def __init__(self, pair: Pair, talk: Talk[T], capacity: int):
+        self.talk, self.target = talk, pair.target
+        draft = pair.require_draft("mining")
+        self._draft = Session(draft, capacity=min(capacity, draft.context_length or capacity))
+        self._noise = Noise(0, b"")
+        processors = processors_of(pair.target, sampling=False) or None
+        self._ctx = Context([Row(self._noise)], processors=processors)
+        self._ids, self._tokens = list[int](), list[int]()
+        """The continuation that is being decoded."""
+        self._target_unread = self._draft_unread = 0
+        """How many tokens of it a model has not read."""
+
+    @property
+    def result(self) -> Ended[T]:
+        assert self.talk.ended is not None
+        return self.talk.ended
+
+    def next_request(self) -> Request | None:
+        """The next continuation to decode; None where the dialogue has ended."""
+        question = self.talk.ask(self._tokens if self._ids else None)
+        while isinstance(question, Predict):
+            question = self.talk.ask(self._predict(question))
+        if question is None:
+            return None
+        ids = list(question.ids)
+        known = common([*self._ids, *self._tokens[:-1]], ids)
+        self._target_unread = self._draft_unread = len(ids) - min(known, len(ids) - 1)
+        self._ids, self._tokens = ids, []
+        response = Response(self.target, question.limit, len(ids))
+        return Request(Row(self._noise, list(ids)), response, self.talk.number)
+
+    def add(self, step: Step) -> None:
+        """Take note of what a cycle kept."""
+        self._tokens += step.tokens
+        cost = self.talk.cost
+        cost.target_passes += 1
+        cost.target_tokens += self._target_unread + step.drafted
+        self._target_unread = 1
+        if step.drafted:
+            cost.draft_tokens += self._draft_unread + step.drafted - 1
+            whole = step.accepted_exact + step.accepted_lenient == step.drafted
+            self._draft_unread = 2 if whole else 1  # of a whole window the last token too
+        else:
+            self._draft_unread += len(step.tokens)
+
+    def _predict(self, question: Predict) -> list[int]:
+        """The draft reads the tokens in one parallel pass."""
+        before: Sequence[int] = question.ids[:-1]
+        reading = self._draft.read([list(before)], len(question.ids) - question.start)
+        self.talk.cost.draft_tokens += reading.tokens_read[0]
+        # [1, len(ids) - start, V]
+        logits = self._ctx.process(reading.logits, torch.tensor([before]))
+        return logits[0, :, : self.target.vocab_size].argmax(-1).tolist()
