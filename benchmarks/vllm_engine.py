@@ -7,6 +7,7 @@ Run it where vLLM is installed (docs/vllm.md), on a machine with nothing else to
 - vLLM with the plugin and `exact` against vLLM without it: the answers, and the seconds of a step;
 - a judge of the target's states inside vLLM against our own loop, which begins, as vLLM does, with
   a token of the target's own: the answers, their accuracy, and tokens per pass;
+- mining through vLLM against mining in our own loop: the labels, and the target's passes;
 - tokens per second, one by one, of the judge, of strict decoding and of the target alone, each at
   its fastest window.
 """
@@ -148,6 +149,36 @@ def fidelity(judge: str, samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
+def mining(work: Path, limit: int) -> dict[str, Any]:
+    """The labels of so many samples, mined anew by both engines."""
+    found = {}
+    for engine in ("vllm", "lenience"):
+        folder = work / f"mined-by-{engine}"
+        command = ["lenience", "mine", "--limit", str(limit), "--dtype", "float32"]
+        environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
+        command += ["--engine", engine, "--out", str(folder)]
+        subprocess.run(command, check=True, env=environment)
+        lines = (folder / "journal.jsonl").read_text().splitlines()
+        found[engine] = {record["id"]: record for record in map(json.loads, lines)}
+
+    def labels(engine: str) -> dict[tuple[Any, ...], bool | None]:
+        return {
+            (id, mismatch["position"], mismatch["draft_token"]): mismatch["important"]
+            for id, record in found[engine].items()
+            for mismatch in record["mismatches"]
+        }
+
+    there, here = labels("vllm"), labels("lenience")
+    every = there.keys() | here.keys()
+    nothing = object()
+    same = sum(there.get(one, nothing) == here.get(one, nothing) for one in every)
+    passes = {
+        engine: sum(record["cost"]["target_passes"] for record in records.values())
+        for engine, records in found.items()
+    }
+    return {"samples": limit, "mismatches": len(every), "same": same, "target_passes": passes}
+
+
 def speeds(judge: str, samples: Sequence[Sample], windows: Sequence[int]) -> dict[str, Any]:
     """Tokens per second, one by one."""
     prompts, found = [sample.prompt for sample in samples], {}
@@ -186,6 +217,7 @@ def main() -> None:
     parser.add_argument("--same", type=int, default=100, help="prompts for the plugin's own cost")
     parser.add_argument("--processes", type=int, default=3, help="pairs of processes for it")
     parser.add_argument("--problems", type=int, default=200, help="for the judge against our loop")
+    parser.add_argument("--mined", type=int, default=60, help="samples mined by both engines")
     parser.add_argument("--timed", type=int, default=40, help="problems for tokens per second")
     parser.add_argument("--windows", type=int, nargs="+", default=[2, 4, 8])
     given = parser.parse_args()
@@ -195,6 +227,7 @@ def main() -> None:
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
         "plugin": plugin(samples[: given.same], given.processes, 3),
         "fidelity": fidelity(judge, samples[: given.problems]),
+        "mining": mining(given.work, given.mined),
         "speeds": speeds(judge, samples[: given.timed], given.windows),
     }
     print(json.dumps(figures, indent=1))

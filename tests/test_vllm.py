@@ -32,17 +32,25 @@ from vllm.exceptions import VLLMValidationError
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
 from lenience.core.errors import InputError
+from lenience.core.progress import silent
 from lenience.decoding.loading import EMBEDDED, load_pair
 from lenience.decoding.pair import Pair
+from lenience.evaluation.compare import CompareConfig, Comparison
 from lenience.heads.head import Head, Inputs
 from lenience.integrations.vllm import asked, hooks, v1
 from lenience.integrations.vllm.checks import check, check_seams, vllm_version
 from lenience.integrations.vllm.engine import VllmPair
+from lenience.mining.features import compute_features
+from lenience.mining.search import MineConfig, mine
+from lenience.runs.journal import Journal
+from lenience.runs.record import mined_samples, read_run
 from lenience.tasks import Sample, load_task, take
 
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
 ROOT = Path(__file__).parents[1]
 WINDOW = 4
+BLOCKS = 16
+"""Of 32 tokens, in the crowded engine's cache: too few for eight answers."""
 SPAN = 'topk:3,ratio=0.01,begin="Answer:",end="The final"'
 ENGINE = dict(
     model=str(EMBEDDED / "target"),
@@ -134,7 +142,7 @@ def counts(out: Any) -> dict[str, int]:
 
 
 @torch.inference_mode()
-def greedy(pair: Pair, prompt: str, most: int) -> list[int]:
+def greedily(pair: Pair, prompt: str, most: int) -> list[int]:
     """transformers' own."""
     ids = pair.target.tokenizer(prompt, return_tensors="pt")["input_ids"]
     whole = pair.target.model.generate(ids, max_new_tokens=most, do_sample=False)
@@ -151,7 +159,7 @@ def test_requests_of_different_dials_share_a_batch(
     asked = [params("exact"), params(), params(0.8), *map(params, rules[2:])]
     differing = dict.fromkeys(rules, 0)
     for sample, (strict, *lenient) in zip(samples, answers(engine, samples, *asked)):
-        assert tokens(strict) == greedy(pair, sample.prompt, 160)
+        assert tokens(strict) == greedily(pair, sample.prompt, 160)
         prompt = pair.target.encode(sample.prompt)
         for rule, out in zip(rules, lenient):
             first = list(out.outputs[0].token_ids)[:1]
@@ -298,6 +306,30 @@ def test_what_vllm_offers_besides_goes_with_a_lenient_rule(
         engine.generate([{"prompt_token_ids": [5] * 600}], params("topk:2"), use_tqdm=False)
 
 
+def test_preempted_requests_go_on_as_they_would_have(
+    engine: Any, judge: str, samples: list[Sample]
+) -> None:
+    """With too little room for all, some are stopped, forgotten and read again."""
+    options = {"lenience": {"rule": f"{judge}@0.5"}}
+    crowded = vllm.LLM(
+        **{**ENGINE, "max_model_len": 256},
+        speculative_config=DRAFT,
+        additional_config=options,
+        block_size=32,
+        num_gpu_blocks_override=BLOCKS,
+        disable_log_stats=False,
+    )
+    asked = params(max_tokens=160)
+    alone = [answers(engine, [sample], asked)[0][0] for sample in samples]
+    together = [outs[0] for outs in answers(crowded, samples, asked)]
+    preempted = next(m for m in crowded.get_metrics() if m.name == "vllm:num_preemptions")
+    assert preempted.value > 0
+    for one, out in zip(alone, together):
+        assert tokens(one) == tokens(out)
+        assert counts(one)["kept_leniently"] == counts(out)["kept_leniently"]
+    crowded.llm_engine.engine_core.shutdown()
+
+
 def test_an_aborted_request_leaves_others_as_they_are(engine: Any, samples: list[Sample]) -> None:
     (whole,) = answers(engine, samples[:1], params())[0]
     inner = engine.llm_engine
@@ -346,6 +378,63 @@ def test_a_pair_in_vllm_answers_as_our_own_loop(
                 assert out.accepted_lenient == own.accepted_lenient > 0
 
 
+def test_mining_in_vllm_finds_the_labels_of_our_own_loop(
+    in_vllm: VllmPair, pair: Pair, tmp_path: Path
+) -> None:
+    task, found = load_task("wordmath"), {}
+    for one in (in_vllm, pair):
+        folder = tmp_path / one.engine_name
+        mine(one, task, folder, MineConfig(limit=3, batch_size=2))
+        found[one] = list(mined_samples(Journal(folder / "journal.jsonl")))
+    for there, here in zip(found[in_vllm], found[pair], strict=True):
+        of_theirs, of_ours = vars(there), vars(here)
+        costs = [record.pop("cost") for record in (of_theirs, of_ours)]
+        assert of_theirs == of_ours and len(there.mismatches) > 5
+        # the first token of a continuation is a pass of its own in vLLM
+        assert 1 <= costs[0].target_passes / costs[1].target_passes < 1.3
+        # its prefix cache holds whole blocks alone
+        assert 1 <= costs[0].target_tokens / costs[1].target_tokens < 3
+    run = tmp_path / in_vllm.engine_name
+    assert read_run(run).engine == f"vllm {vllm_version()}"
+    with pytest.raises(InputError, match="engine"):
+        mine(pair, task, run, MineConfig(limit=4))
+    compute_features(pair, run, Inputs(("target",)))
+
+
+def test_a_comparison_runs_in_vllm(in_vllm: VllmPair, judge: str, tmp_path: Path) -> None:
+    config = CompareConfig(
+        rules=("exact", f"{judge}@0.5"),
+        windows=(WINDOW,),
+        options={"max_new_tokens": 200},
+        limit=6,
+        tuning=2,
+        timed=2,
+        repeats=1,
+    )
+    comparison = Comparison(in_vllm, load_task("wordmath"), config)
+    with comparison.folder(tmp_path) as folder:
+        frontier = comparison.carry_out(folder, silent)
+    rows = {row.rule: row for row in frontier.rows}
+    assert rows[f"{judge}@0.5"].tokens_per_pass > rows["exact"].tokens_per_pass
+    assert rows["exact"].paired_loss == rows["exact"].paired_gain == 0
+    assert f"vllm {vllm_version()}" in frontier.machine
+
+
+def test_windows_that_the_draft_has_no_room_for_are_not_judged(
+    in_vllm: VllmPair, pair: Pair, judge: str, samples: list[Sample]
+) -> None:
+    """Where one request has outgrown the draft's context vLLM fills all windows of the step with
+    zeros, which a judge that accepts all would keep: EOS, here."""
+    outgrown = (pair.target.encode("Ann has 5 apples.") * 300)[: 1024 - 2 * WINDOW]
+    prompts = [outgrown, *(sample.prompt for sample in samples[:4])]
+    options = dict(rule=f"{judge}@0", window=WINDOW, max_new_tokens=200)
+    first, *others = in_vllm.generate_batch(prompts, batch_size=5, **options)
+    assert len(outgrown) + len(first.tokens) == 1024 and first.finish == "length"
+    for out in others:
+        assert any(entry.origin == "draft-lenient" for entry in out.trace)
+        assert len(out.tokens) > 20
+
+
 def test_what_vllm_does_not_do_for_us_is_refused_by_name(in_vllm: VllmPair, judge: str) -> None:
     for options, message in (
         ({"stop": "confidence:0.4"}, "vLLM drafts whole windows"),
@@ -383,6 +472,13 @@ def test_a_certificate_made_with_vllm_is_served_and_binds_it(
     ):
         with pytest.raises(ValueError, match=message):
             configured(**{**served, **changes})
+    serving = vllm.LLM(**ENGINE, speculative_config=greedy, **served)
+    sample = next(load_task("wordmath").samples("test"))
+    (out,) = serving.generate([sample.prompt], params(max_tokens=200), use_tqdm=False)
+    assert tokens(out) == greedily(pair, sample.prompt, 200) and counts(out)["passes"] > 5
+    with pytest.raises(VLLMValidationError, match=r"max_tokens 160.*were certified with"):
+        serving.generate([sample.prompt], params(), use_tqdm=False)
+    serving.llm_engine.engine_core.shutdown()
     processor = SimpleNamespace(vllm_config=config)
     taken = params(max_tokens=200)
     hooks._requested(None, processor, taken)

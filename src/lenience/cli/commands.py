@@ -176,9 +176,7 @@ def mine(
     config = (flags or MineFlags()).config()
     _check_limit(config.limit)
     task = (choice or TaskChoice()).load()
-    models = models or Models()
-    models.refuse_vllm("mine")
-    pair = models.load(long=True)
+    pair = (models or Models()).load(long=True)
     counts = mine_run(pair, task, out, config)
     parts = [
         f"{counts.samples} samples",

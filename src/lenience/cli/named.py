@@ -60,8 +60,8 @@ class Models:
         """Raise InputError where vLLM is asked to do what it does not do for us."""
         if self.engine == "vllm":
             raise InputError(
-                f"--engine vllm: {command} runs in our own loop; generate, compare, certify and "
-                "audit run in vLLM"
+                f"--engine vllm: {command} runs in our own loop; generate, mine, compare, "
+                "certify and audit run in vLLM"
             )
 
     def _in_vllm(self, pair: Pair) -> Pair:

@@ -13,7 +13,7 @@ import torch
 from scipy.stats import binomtest
 
 from lenience.core.records import Record
-from lenience.decoding.options import Decoding
+from lenience.decoding.options import OWN, Decoding
 from lenience.decoding.pair import Pair
 from lenience.rules.registry import BASELINES
 from lenience.runs.answers import Answer
@@ -215,15 +215,21 @@ def _ratio(name: str, above: NDArray, below: NDArray, draws: NDArray) -> dict[st
 
 def machine(pair: Pair) -> str:
     """What the figures were measured on."""
+    own = pair.engine_name == OWN
     if pair.target.device.type == "cuda":
         name = torch.cuda.get_device_name(pair.target.device)
-        return f"{name}, recorded passes" if pair.compiled else name
-    name = platform.processor() or platform.machine()
+        engine = "recorded passes" if pair.compiled else ""
+    else:
+        name = f"{_processor()}, {os.cpu_count()} cores, {platform.system()}"
+        engine = "ONNX Runtime" if pair.compiled else f"torch, {torch.get_num_threads()} threads"
+    engine = engine if own else pair.engine_name
+    return f"{name}, {engine}" if engine else name
+
+
+def _processor() -> str:
     try:
         with open("/proc/cpuinfo") as file:
             models = (line for line in file if line.startswith("model name"))
-            name = next(models).split(":")[1].strip()
+            return next(models).split(":")[1].strip()
     except (OSError, StopIteration):
-        pass
-    engine = "ONNX Runtime" if pair.compiled else f"torch, {torch.get_num_threads()} threads"
-    return f"{name}, {os.cpu_count()} cores, {platform.system()}, {engine}"
+        return platform.processor() or platform.machine()

@@ -134,9 +134,8 @@ def describe(pair: Pair, task: Task, **options: Any) -> dict[str, Any]:
         role: {"name": lm.name, "fingerprint": lm.fingerprint, "dtype": lm.dtype}
         for role, lm in pair.models.items()
     }
-    engine = {} if pair.engine_name == OWN else {"engine": pair.engine_name}
     return {
-        **engine,
+        "engine": None if pair.engine_name == OWN else pair.engine_name,
         "versions": versions,
         "pair": pair.name,
         "models": models,

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from lenience.core.errors import InputError, first_line
 from lenience.core.profile import Profile
 from lenience.core.types import Finish, Origin, Step, Trace
+from lenience.decoding.dialogue import WINDOW, Dialogue, Ended, Predict, Question, Talk
 from lenience.decoding.generation import Generation
 from lenience.decoding.options import Decoding, takes_options
 from lenience.decoding.pair import Pair, Setup
@@ -21,6 +22,7 @@ from lenience.integrations.vllm.checks import check_reads, needs_draft_probs, vl
 from lenience.models.generation_config import processors_of
 from lenience.models.lm import LM, Prompt
 
+T = TypeVar("T")
 OF_PAIR = (
     "model",
     "tokenizer",
@@ -45,6 +47,13 @@ class Kind:
     """How many tokens are drafted; 0 without a draft."""
     sampled: bool
     """Whether the draft samples as the target does."""
+
+
+PREDICTS, CONTINUES = Kind("draft", 0, sampled=False), Kind("target", WINDOW, sampled=False)
+SHARES = {PREDICTS: 0.25, CONTINUES: 0.75}
+"""Of the two that hold dialogues, the share of memory that each may take of what one may."""
+MEMORY, ALL_MEMORY = "gpu_memory_utilization", 0.9
+"""The argument that says what one may take, and how much that is by default."""
 
 
 class VllmPair(Pair):
@@ -159,10 +168,12 @@ class VllmPair(Pair):
             skip_special_tokens=True,
         )
 
-    def _engine(self, kind: Kind) -> Any:
-        """The vLLM of a kind, started where it does not run. Raises InputError where vLLM does not
-        take the models or the arguments."""
+    def _engine(self, kind: Kind, beside: Collection[Kind] = ()) -> Any:
+        """The vLLM of a kind, started where it does not run; on a GPU others end first, but for
+        those it runs `beside`. Raises InputError where vLLM does not take the models or the
+        arguments."""
         if kind not in self._running:
+            self._make_room(beside)
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
             from vllm import LLM
 
@@ -172,13 +183,25 @@ class VllmPair(Pair):
                 options["max_model_len"] = lm.context_length
             if kind.window:
                 options |= self._drafting(kind)
+            options |= self.arguments
+            if beside:
+                options[MEMORY] = SHARES[kind] * self.arguments.get(MEMORY, ALL_MEMORY)
             source = str(lm.model.name_or_path)
             try:
-                llm = LLM(model=source, tokenizer=source, **{**options, **self.arguments})
-            except (ValueError, TypeError) as error:
+                llm = LLM(model=source, tokenizer=source, **options)
+            except (ValueError, TypeError, RuntimeError) as error:
                 raise InputError(f"vLLM: cannot be started ({first_line(error)})") from error
             self._running[kind] = llm.llm_engine
         return self._running[kind]
+
+    def _make_room(self, beside: Collection[Kind]) -> None:
+        """End what is not needed now where each vLLM takes nearly all memory: on a GPU."""
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            return
+        for kind in set(self._running) - set(beside):
+            self._running.pop(kind).engine_core.shutdown()
 
     def _drafting(self, kind: Kind) -> dict[str, Any]:
         """vLLM's arguments for windows of the pair's draft, decided by any rule that is asked."""
@@ -198,10 +221,109 @@ class VllmPair(Pair):
         """As `Pair.binding`, and vLLM's version."""
         return {**super().binding(decoding), "engine": self.engine_name}
 
+    def converse(
+        self, dialogues: Iterable[Dialogue[T]], *, size: int, capacity: int
+    ) -> Iterator[Ended[T]]:
+        """As `Pair.converse`: the target goes on in one vLLM, whose prefix cache holds what was
+        read before, and the draft's tokens are another one's log-probabilities of a prompt."""
+        setup = self.setup(Decoding(window=WINDOW))
+        self.require_draft("mining")
+        # the smaller first: each looks for its share in what is free
+        engines = [self._engine(kind, beside=set(SHARES)) for kind in SHARES]
+        waiting = enumerate(dialogues)
+        held: dict[str, _Asked[T]] = {}
+        try:
+            while True:
+                ended = list[Ended[T]]()
+                while len(held) < size and (next_one := next(waiting, None)):
+                    number, dialogue = next_one
+                    ended += self._ask(Talk(number, dialogue, size), None, setup, held)
+                given = [out for engine in engines for out in _stepped(engine)]
+                for out in given:
+                    asked = held[out.request_id]
+                    asked.add(out, self.target.vocab_size)
+                    if out.finished:
+                        del held[out.request_id]
+                        ended += self._ask(asked.talk, asked.tokens, setup, held)
+                yield from ended
+                if not held:
+                    return
+        finally:
+            for engine in engines:
+                engine.abort_request(list(held))
+
+    def _ask(
+        self, talk: Talk[T], answer: list[int] | None, setup: Setup, held: dict[str, _Asked[T]]
+    ) -> list[Ended[T]]:
+        """Hand vLLM a dialogue's next question, and note it in `held`; gives what came of the
+        dialogue where there is none."""
+        question = talk.ask(answer)
+        if question is None:
+            return [talk.ended] if talk.ended else []
+        name = f"{KEY}-{next(self._numbers)}"
+        held[name] = _Asked(talk, question)
+        if isinstance(question, Predict):
+            kind, params, ids = PREDICTS, _predicting(), question.ids[:-1]
+        else:
+            decoding = replace(setup.decoding, max_new_tokens=question.limit)
+            params = self._params(replace(setup, decoding=decoding), WINDOW)
+            kind, ids = CONTINUES, question.ids
+        self._running[kind].add_request(name, {"prompt_token_ids": list(ids)}, params)
+        return []
+
     @takes_options
     def settle(self, prompts: Sequence[Prompt], *, batch_size: int = 1, **options: Any) -> Decoding:
         """The options as they are: no window is picked."""
         return self.setup(options).decoding
+
+
+@dataclass
+class _Asked(Generic[T]):
+    """A question that a dialogue has put to vLLM."""
+
+    talk: Talk[T]
+    question: Question
+    tokens: list[int] = field(default_factory=list)
+    """Of the answer, so far."""
+
+    def add(self, given: Any, vocab_size: int) -> None:
+        """Take what one step of vLLM's gave of the answer, and what it cost."""
+        (part,) = given.outputs
+        cost, ids = self.talk.cost, self.question.ids
+        if isinstance(self.question, Predict):
+            likeliest = [
+                max((id for id in some if id < vocab_size), key=lambda id: some[id].logprob)
+                for some in given.prompt_logprobs[self.question.start :]
+            ]
+            self.tokens = [*likeliest, *part.token_ids]
+            cost.draft_tokens += len(ids) - 1
+        elif part.token_ids:
+            unread = 1 if self.tokens else len(ids) - (given.num_cached_tokens or 0)
+            drafted = WINDOW if self.tokens else 0
+            cost.target_passes += 1
+            cost.target_tokens += unread + drafted
+            cost.draft_tokens += unread + max(0, drafted - 1)
+            self.tokens += part.token_ids
+
+
+def _predicting() -> Any:
+    """What is asked of the draft: the log-probabilities of the likeliest tokens along a prompt, two
+    of them as one may be of no text, and one token more."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=0,
+        max_tokens=1,
+        prompt_logprobs=2,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _stepped(engine: Any) -> list[Any]:
+    """What the next step of a vLLM gives, where it has anything to do."""
+    return engine.step() if engine.has_unfinished_requests() else []
 
 
 class _Answer:

@@ -65,9 +65,10 @@ def wrap(
 
 
 def _configured(_result: None, config: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Check what is asked for as soon as a server's configuration is known."""
-    server = asked.read(config.additional_config)
-    if server is not None and config.model_config is not None:
+    """Check what is asked for as soon as a server's configuration is known. vLLM makes another one
+    of it for the draft."""
+    server, model = asked.read(config.additional_config), config.model_config
+    if server is not None and model is not None and model.runner_type != "draft":
         check_seams(SEAMS)
         check(server, config)
 
