@@ -20,5 +20,6 @@ vllm:   ## the plugin's tests, in an environment that holds vLLM for CPUs
 	.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	.venv-vllm/bin/pip install -q -e ".[test,vllm]"
 	.venv-vllm/bin/pytest tests/test_vllm.py
+	TRITON_INTERPRET=1 .venv-vllm/bin/pytest tests/test_vllm_v2.py
 
 .PHONY: check lint types test vllm

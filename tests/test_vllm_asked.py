@@ -144,10 +144,12 @@ def config(**changes: Any) -> Any:
     parts = dict(
         model_config=model,
         speculative_config=speculative,
-        use_v2_model_runner=False,
         scheduler_config=SimpleNamespace(async_scheduling=changes.pop("async_scheduling", False)),
         lora_config=None,
-        parallel_config=SimpleNamespace(distributed_executor_backend=None),
+        parallel_config=SimpleNamespace(
+            distributed_executor_backend=None,
+            prefill_context_parallel_size=changes.pop("prefill_context_parallel_size", 1),
+        ),
         load_config=SimpleNamespace(download_dir=None),
     )
     return SimpleNamespace(**{**parts, **changes})
@@ -180,7 +182,7 @@ def test_a_start_up_line_names_rule_head_and_versions(
     [
         ("topk:3", {"speculative_config": None}, "drafts nothing"),
         ("topk:3", {"rejection_sample_method": "synthetic"}, "'synthetic' is a rule of its own"),
-        ("topk:3", {"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ("topk:3", {"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ("topk:3", {"async_scheduling": True}, "--no-async-scheduling"),
         ("fuzzy:js@0.3", {}, '"draft_sample_method": "probabilistic"'),
         ("ensemble:0.5", {}, '"draft_sample_method": "probabilistic"'),
@@ -268,7 +270,10 @@ def test_an_unknown_vllm_or_a_changed_place_is_refused(monkeypatch: pytest.Monke
 def test_requests_that_a_rule_has_no_meaning_for_are_refused(
     rule: str, temperature: float, message: str | None
 ) -> None:
-    server, params = asked.read(options(rule=rule)), SimpleNamespace(temperature=temperature)
+    server, params = (
+        asked.read(options(rule=rule)),
+        SimpleNamespace(temperature=temperature, min_p=0),
+    )
     assert server is not None
     if message is None:
         checks.check_request(server.rule, params)

@@ -21,7 +21,7 @@ from lenience.rules.lenient import Ensemble
 from lenience.rules.registry import is_lossless
 
 KNOWN = ("0.32", "0.33")
-"""The versions of vLLM whose sources were read; whose runner V1 is, tests run on 0.32."""
+"""The versions of vLLM whose sources were read; tests run on 0.32."""
 
 
 def vllm_version() -> str:
@@ -92,7 +92,9 @@ def _check_engine(server: Asked, config: Any) -> None:
     refused = {
         f"rejection_sample_method {speculative.rejection_sample_method!r} is a rule of its own; "
         "leave it out": speculative.rejection_sample_method != "standard",
-        "runner V2 is not supported; set VLLM_USE_V2_MODEL_RUNNER=0": config.use_v2_model_runner,
+        "prefill context parallelism deals rows out anew; leave it out": (
+            getattr(config.parallel_config, "prefill_context_parallel_size", 1) > 1
+        ),
         "tokens are scheduled before they are decided on; add --no-async-scheduling": (
             config.scheduler_config.async_scheduling
         ),
@@ -278,6 +280,8 @@ def check_request(rule: AnyOf, params: Any) -> None:
     """Raise InputError where a rule has no meaning for a request's sampling parameters."""
     if is_lossless(rule) or not hasattr(params, "temperature"):
         return
+    if params.min_p:
+        raise InputError(f"min_p {params.min_p}: cannot go with rule {rule}; leave it out")
     greedy = params.temperature == 0
     if greedy and rule.needs_sampling:
         raise InputError(f"rule {rule}: has no greedy form; give a temperature above 0")

@@ -101,10 +101,12 @@ def _started(_result: None, wrapper: Any, *_args: Any, **_kwargs: Any) -> None:
     if server is None:
         return
     if server.judges:
-        from lenience.integrations.vllm import v1
-
-        check_seams(v1.SEAMS)
-        v1.install(wrapper.worker.model_runner, server)
+        if config.use_v2_model_runner:
+            from lenience.integrations.vllm import v2 as runner
+        else:
+            from lenience.integrations.vllm import v1 as runner  # type: ignore[no-redef]
+        check_seams(runner.SEAMS)
+        runner.install(wrapper.worker.model_runner, server)
     if wrapper.global_rank == 0:
         logger.info("lenience: %s", check(server, config))
 

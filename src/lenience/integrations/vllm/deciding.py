@@ -1,0 +1,290 @@
+"""What the rules say of the windows of one of vLLM's steps, and what its kernel must then be told,
+whichever of vLLM's runners it is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial
+from hashlib import blake2b
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lenience.core.context import Context, Row
+from lenience.core.identity import tokens_with
+from lenience.core.noise import Noise
+from lenience.core.types import Draft, Reading, Verdict
+from lenience.integrations.vllm.asked import Asked, dial_of, is_vllms
+from lenience.integrations.vllm.checks import needs_draft_probs
+from lenience.integrations.vllm.counts import Counts, put
+from lenience.rules.combine import AnyOf
+
+ENOUGH = 200
+"""Of so many windows on, the share of those that could not be judged is held against its limit."""
+
+
+class Setting(NamedTuple):
+    """What requests that are judged together have in common."""
+
+    rule: AnyOf
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What the target said of a step's windows, those of all requests after one another: N drafted
+    tokens in all."""
+
+    ids: Sequence[str]
+    """[requests]"""
+    tokens: Tensor
+    """[N]"""
+    lengths: Sequence[int]
+    """[requests]: how many tokens were drafted for each, perhaps none."""
+    logits: Tensor
+    """[N, V]: of the target after penalties and masks, before temperature and truncation."""
+    hidden: Tensor
+    """[N + requests, H]: the target's states, one more a request than it has drafted tokens."""
+    probs: Tensor | None
+    """[N, V]: what the draft drew the tokens from."""
+
+    def places(self, which: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """[B, W + 1] each: where some requests' tokens and states stand, the last one again where a
+        window is shorter than the widest."""
+        width = max(self.lengths[b] for b in which)
+        starts = [0]
+        for n in self.lengths:
+            starts.append(starts[-1] + n)
+        ends = [max(self.lengths[b] - 1, 0) for b in which]
+        tokens = [[starts[b] + min(i, e) for i in range(width + 1)] for b, e in zip(which, ends)]
+        states = [
+            [starts[b] + b + min(i, self.lengths[b]) for i in range(width + 1)] for b in which
+        ]
+        device = self.logits.device
+        return torch.tensor(tokens, device=device), torch.tensor(states, device=device)
+
+
+@dataclass
+class Orders:
+    """What vLLM's kernel must be told to come to the rules' verdicts."""
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    """By rows of a step's windows, the tokens to take there."""
+    ends: list[int] = field(default_factory=list)
+    """The rows among them at which a window ends: the token is drawn anew, and may be the drafted
+    one."""
+
+    def add(self, start: int, verdict: Verdict, greedy: bool, as_target: bool) -> None:
+        """Add what a window that begins at row `start` needs, where vLLM picks the target's token
+        in a `greedy` step, and the rule's next token may be `as_target` picks it. The token after a
+        window that is kept whole is vLLM's own."""
+        kept = verdict.num_accepted
+        for i in verdict.path:
+            if not (greedy and verdict.exact[i]):
+                self.tokens[start + i] = verdict.drafted[i]
+        if kept == len(verdict.drafted):
+            return
+        assert verdict.next_token is not None
+        if not as_target or verdict.next_token == verdict.drafted[kept]:
+            self.tokens[start + kept] = verdict.next_token
+            self.ends.append(start + kept)
+
+
+def forced(logits: Tensor, orders: Orders, rows: Tensor) -> Tensor:
+    """A copy of `logits` in which nothing but the ordered tokens can be taken; `rows` [N] says
+    where the windows' rows stand in it."""
+    logits = logits.clone()
+    at = rows[torch.tensor(list(orders.tokens), device=rows.device)]
+    tokens = torch.tensor(list(orders.tokens.values()), device=logits.device)
+    logits[at] = -torch.inf
+    logits[at, tokens] = 0
+    return logits
+
+
+class Requests(Protocol):
+    """The requests that a runner knows, by their names."""
+
+    def __contains__(self, id: str) -> bool: ...
+
+    def params(self, id: str) -> Any:
+        """vLLM's SamplingParams."""
+
+    def prompt(self, id: str) -> list[int]: ...
+
+    def length(self, id: str) -> int:
+        """How many tokens it has been given."""
+
+    def tokens(self, id: str, start: int) -> list[int]:
+        """Those from `start` on."""
+
+
+@dataclass
+class Deciding:
+    """What decides on one runner's windows."""
+
+    requests: Requests
+    server: Asked
+    model_config: Any
+    rows: dict[str, Row] = field(default_factory=dict)
+    counts: dict[str, Counts] = field(default_factory=dict)
+    steps: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What was said of requests' windows in this step, where the server asks for it."""
+    masks: dict[str, Tensor] = field(default_factory=dict)
+    """Which tokens' texts hold which expression, of those that were asked for."""
+    judged: int = 0
+    unjudged: int = 0
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        config = self.model_config
+        return AutoTokenizer.from_pretrained(
+            config.tokenizer,
+            revision=config.tokenizer_revision,
+            trust_remote_code=config.trust_remote_code,
+        )
+
+    @cached_property
+    def _rule_for(self) -> Callable[[object], AnyOf]:
+        """The rule of a dial, which requests have at every step."""
+        return lru_cache(maxsize=256)(self.server.rule_for)
+
+    @property
+    def may_need_probs(self) -> bool:
+        """Whether any request may have a rule that compares distributions."""
+        return self.server.allow_any or any(map(needs_draft_probs, self.server.rules))
+
+    def token_mask(self, vocabulary: int, pattern: str) -> Tensor:
+        if pattern not in self.masks:
+            self.masks[pattern] = tokens_with(self.tokenizer, pattern, vocabulary)
+        return self.masks[pattern]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(list(ids))
+        return text
+
+    def send_counts(self, output: Any) -> None:
+        """Send the counts along with a runner's output."""
+        if self.counts:
+            put(output, self.counts, self.steps)
+            self.steps = {}
+
+    def orders(self, windows: Windows, greedy: bool) -> Orders:
+        """What vLLM's kernel must be told to come to the rules' verdicts; `greedy` where the whole
+        step is, in which the kernel picks what the target would by itself."""
+        self.forget_finished()
+        orders = Orders()
+        for setting, which in self._settings(windows).items():
+            ids = [windows.ids[b] for b in which]
+            if needs_draft_probs(setting.rule) and windows.probs is None:
+                self._leave_unjudged(setting, ids)
+                continue
+            verdicts = self._verdicts(setting, which, windows)
+            starts, _ = windows.places(which)
+            as_target = greedy and setting.rule.goes_on_as_target
+            for id, start, verdict in zip(ids, starts[:, 0].tolist(), verdicts):
+                self._count(id, verdict)
+                orders.add(start, verdict, greedy, as_target)
+        return orders
+
+    def _settings(self, windows: Windows) -> dict[Setting, list[int]]:
+        """The requests that have a window and a rule that vLLM does not have itself, by what they
+        have in common."""
+        found: dict[Setting, list[int]] = defaultdict(list)
+        for b, (id, n) in enumerate(zip(windows.ids, windows.lengths)):
+            if not n:
+                continue
+            params = self.requests.params(id)
+            rule = self._rule_for(dial_of(params.extra_args))
+            if not is_vllms(rule):
+                top_k = params.top_k if params.top_k > 0 else None
+                found[Setting(rule, params.temperature, top_k, params.top_p)].append(b)
+        return found
+
+    def _verdicts(self, setting: Setting, which: Sequence[int], windows: Windows) -> list[Verdict]:
+        """What the rule says of some requests' windows."""
+        places, states = windows.places(which)
+        tokens = windows.tokens[places].long()[:, :-1]
+        lengths = torch.tensor([windows.lengths[b] for b in which], device=tokens.device)
+        logits = probs = None
+        if windows.probs is not None:
+            probs = windows.probs[places[:, :-1]]
+            logits = probs.log() * (setting.temperature or 1)
+        draft = Draft(tokens, lengths, logits=logits, probs=probs)
+        reading = Reading(windows.logits[places], windows.hidden[states])
+        ctx = Context(
+            rows=[self._row(windows.ids[b]) for b in which],
+            temperature=setting.temperature,
+            top_k=setting.top_k,
+            top_p=setting.top_p,
+            decode=self.decode,
+            token_mask=partial(self.token_mask, windows.logits.shape[-1]),
+            fresh_noise_per_window=setting.rule.whole_window,
+            window=draft.width,
+        )
+        if needs_draft_probs(setting.rule):
+            self.judged += len(which)
+        return setting.rule(draft, reading, ctx)
+
+    def _row(self, id: str) -> Row:
+        """A request as rules know it, with its history up to now."""
+        length, known = self.requests.length(id), self.rows.get(id)
+        if known is None or length < known.position:
+            seed = self.requests.params(id).seed
+            # without a seed by its name, which all workers know
+            name = blake2b(id.encode(), digest_size=16).digest()
+            prompt = self.requests.prompt(id)
+            noise = Noise(0, name) if seed is None else Noise.for_prompt(seed, prompt)
+            self.rows[id] = Row(noise, prompt)
+        row = self.rows[id]
+        row.prefix += self.requests.tokens(id, row.position)
+        row.position = length
+        return row
+
+    def _count(self, id: str, verdict: Verdict) -> None:
+        """Count what is kept of a window, up to where the request ends."""
+        params, counts = self.requests.params(id), self._counts(id)
+        room = (params.max_tokens or 2**31) - self.rows[id].position
+        ends = set() if params.ignore_eos else params.all_stop_token_ids
+        counts.passes += 1
+        if self.server.steps:
+            exact, scores = verdict.exact, verdict.scores
+            self.steps[id] = {"exact": exact, "scores": scores, "kept": verdict.num_accepted}
+        for i in verdict.path[:room]:
+            if verdict.exact[i]:
+                counts.kept_strictly += 1
+            else:
+                counts.kept_leniently += 1
+                self.rows[id].lenient += 1
+            if verdict.drafted[i] in ends:
+                return
+
+    def _counts(self, id: str) -> Counts:
+        return self.counts.setdefault(id, Counts())
+
+    def _leave_unjudged(self, setting: Setting, ids: Sequence[str]) -> None:
+        """Count windows that the rule cannot be asked about. Raises RuntimeError where they are
+        more than the server allows."""
+        self.unjudged += len(ids)
+        for id in ids:
+            self._counts(id).unjudged += 1
+        windows = self.judged + self.unjudged
+        share = self.unjudged / windows
+        if windows >= ENOUGH and share > self.server.max_unjudged:
+            raise RuntimeError(
+                f"rule {setting.rule}: {share:.0%} of {windows} windows could not be judged, as "
+                f"vLLM gave no draft distribution for them; max_unjudged is "
+                f"{self.server.max_unjudged:.0%}"
+            )
+
+    def forget_finished(self) -> None:
+        """Drop what is known of requests that have ended."""
+        for known in (self.rows, self.counts):
+            for id in [id for id in known if id not in self.requests]:
+                del known[id]

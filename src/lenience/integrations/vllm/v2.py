@@ -1,0 +1,270 @@
+"""The rules in vLLM's V2 runner, which keeps requests in slots on the device. As in V1, what vLLM's
+kernel is given is rewritten in copies; a row of logits stands for the token after it here, the last
+of a request's for none that was drafted, and a token that must go is marked -1."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler as sampling
+
+from lenience.core.errors import InputError
+from lenience.integrations.vllm.asked import Asked
+from lenience.integrations.vllm.deciding import Deciding, Windows, forced
+
+SEAMS: Sequence[tuple[Any, str, Sequence[str]]] = (
+    (GPUModelRunner, "load_model", ("self", "load_dummy_weights")),
+    (GPUModelRunner, "finish_requests", ("self", "scheduler_output")),
+    (GPUModelRunner, "sample", ("self", "hidden_states", "input_batch", "grammar_output")),
+    (GPUModelRunner, "sample_tokens", ("self", "grammar_output")),
+    (Sampler, "add_request", ("self", "req_idx", "sampling_params")),
+    (
+        SamplingStates,
+        "apply_temperature",
+        ("self", "logits", "expanded_idx_mapping", "idx_mapping_np"),
+    ),
+    (
+        sampling,
+        "rejection_sample",
+        (
+            "target_logits",
+            "draft_logits",
+            "draft_sampled",
+            "cu_num_logits",
+            "pos",
+            "idx_mapping",
+            "expanded_idx_mapping",
+            "expanded_local_pos",
+            "temperature",
+        ),
+    ),
+)
+"""What is wrapped here, with its first parameters."""
+
+
+@dataclass
+class Slots:
+    """The requests as V2 keeps them: their tokens on the device, by slot."""
+
+    states: Any
+    of: dict[str, Any] = field(default_factory=dict)
+    """Requests' sampling parameters."""
+    totals: dict[str, int] = field(default_factory=dict)
+    """How many tokens each has in this step, its prompt's included."""
+
+    def __contains__(self, id: str) -> bool:
+        return id in self.of
+
+    def params(self, id: str) -> Any:
+        return self.of[id]
+
+    def prompt(self, id: str) -> list[int]:
+        return self._between(id, 0, self._prompt_length(id))
+
+    def length(self, id: str) -> int:
+        return self.totals[id] - self._prompt_length(id)
+
+    def tokens(self, id: str, start: int) -> list[int]:
+        return self._between(id, self._prompt_length(id) + start, self.totals[id])
+
+    def request(self, slot: int) -> str:
+        """The request in a slot; "" where there is none."""
+        id: str = self.states.index_to_req_id.get(slot, "")
+        return id if id in self else ""
+
+    def add(self, slot: int, params: Any) -> None:
+        """Take note of a request, new or read again."""
+        self.of[self.states.index_to_req_id[slot]] = params
+
+    def forget(self, ids: Sequence[str]) -> None:
+        for id in ids:
+            self.of.pop(id, None)
+            self.totals.pop(id, None)
+
+    def _prompt_length(self, id: str) -> int:
+        return int(self.states.prompt_len.np[self.states.req_id_to_index[id]])
+
+    def _between(self, id: str, start: int, end: int) -> list[int]:
+        slot = self.states.req_id_to_index[id]
+        tokens: list[int] = self.states.all_token_ids.gpu[slot, start:end].tolist()
+        return tokens
+
+
+@dataclass
+class Sampling:
+    """One runner's sampling, in which rules decide."""
+
+    slots: Slots
+    deciding: Deciding
+    hidden: Tensor | None = None
+    """[rows of logits, H]: of the step that is being sampled."""
+    read: int = 0
+    """How many of its rows were decided on: large steps come in parts."""
+    logits: Tensor | None = None
+    """Before temperature and truncation, where a request of the part has any."""
+
+    def sample(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The runner's method: keep the step's states for the rule."""
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        self.hidden, self.read = given["hidden_states"][given["input_batch"].logits_indices], 0
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.hidden = self.logits = None
+
+    def sample_tokens(self, original: Callable[..., Any], grammar_output: Any) -> Any:
+        """The runner's method: send the counts along."""
+        output = original(grammar_output)
+        if output is not None:
+            self.deciding.send_counts(getattr(output, "model_runner_output", output))
+        return output
+
+    def decide(self, given: dict[str, Any], hidden: Tensor) -> None:
+        """Change, in copies, what vLLM's kernel is given for a part of a step, so that it comes to
+        the rules' verdicts."""
+        target, drafted = given["target_logits"], given["draft_sampled"]
+        states = hidden[self.read : self.read + len(target)]
+        self.read += len(target)
+        logits, self.logits = target if self.logits is None else self.logits, None
+        windows, rows = self._windows(given, logits, states)
+        greedy = all(self.slots.params(id).temperature == 0 for id in windows.ids if id)
+        orders = self.deciding.orders(windows, greedy)
+        if not orders.tokens:
+            return
+        given["target_logits"] = forced(target, orders, rows)
+        if orders.ends:
+            drafted = drafted.clone()
+            drafted[rows[torch.tensor(orders.ends, device=rows.device)] + 1] = -1
+            given["draft_sampled"] = drafted
+
+    def _windows(
+        self, given: dict[str, Any], logits: Tensor, states: Tensor
+    ) -> tuple[Windows, Tensor]:
+        """A part's windows, and where their rows [N] stand among its rows of logits. A slot without
+        a request, as in trial runs, has no window; a window ends before a token marked -1."""
+        drafted, ends = given["draft_sampled"].tolist(), given["cu_num_logits"].tolist()
+        slots, positions = given["idx_mapping"].tolist(), given["pos"].tolist()
+        ids, lengths, rows, with_bonus = list[str](), list[int](), list[int](), list[int]()
+        for slot, (start, end) in zip(slots, pairwise(ends)):
+            id = self.slots.request(slot)
+            n = _valid(drafted[start + 1 : end]) if id else 0
+            if id:
+                self.slots.totals[id] = positions[start] + 1
+            ids.append(id)
+            lengths.append(n)
+            rows += range(start, start + n)
+            with_bonus += range(start, start + n + 1)
+        at = torch.tensor(rows, dtype=torch.long, device=logits.device)
+        probs = None
+        if given["draft_logits"] is not None and self.deciding.may_need_probs:
+            probs = self._probs(given, at, logits.shape[1])
+        windows = Windows(
+            ids=ids,
+            tokens=given["draft_sampled"][at + 1],
+            lengths=lengths,
+            logits=logits[at],
+            hidden=states[torch.tensor(with_bonus, dtype=torch.long, device=logits.device)],
+            probs=probs,
+        )
+        return windows, at
+
+    def _probs(self, given: dict[str, Any], at: Tensor, vocabulary: int) -> Tensor:
+        """[N, V]: what the draft drew the tokens of rows `at` from; it keeps logits."""
+        slots, steps = given["expanded_idx_mapping"][at], given["expanded_local_pos"][at]
+        logits = given["draft_logits"][slots, steps].float()
+        temperature = given["temperature"][slots].float()
+        probs = torch.softmax(logits / torch.where(temperature > 0, temperature, 1)[:, None], -1)
+        beyond = max(0, vocabulary - probs.shape[1])
+        return torch.nn.functional.pad(probs, (0, beyond))[:, :vocabulary]
+
+
+def _valid(drafted: list[int]) -> int:
+    """How many tokens stand before one that is marked -1."""
+    return drafted.index(-1) if -1 in drafted else len(drafted)
+
+
+_runners: list[Sampling] = []
+"""Those of this process; one samples at a time."""
+
+
+def install(runner: Any, server: Asked) -> None:
+    """Have a runner's windows decided by what the server asks for, as soon as it has loaded its
+    model. Raises InputError then where rows do not stand where rules look for them."""
+    for head in (head for rule in server.rules for head in rule.heads):
+        _ = head.head  # read now, as it was checked
+    load = runner.load_model
+
+    def loaded(*args: Any, **kwargs: Any) -> None:
+        load(*args, **kwargs)
+        if getattr(runner, "rejection_sampler", None) is not None:
+            _attach(runner, server)
+
+    runner.load_model = loaded
+
+
+def _attach(runner: Any, server: Asked) -> None:
+    decider = runner.rejection_sampler
+    plain = type(decider) is sampling.RejectionSampler
+    for why, is_so in (
+        ("samples in its own way", not plain),
+        ("samples parts of a batch on each GPU", runner.batch_sharder is not None),
+        ("puts watermarks in", plain and decider.watermark_key is not None),
+        ("adapts its windows", plain and decider.enable_adaptive_verification),
+    ):
+        if is_so:
+            raise InputError(f"rule {server.rule}: this runner {why}; switch that off")
+    slots = Slots(runner.req_states)
+    what = Sampling(slots, Deciding(slots, server, runner.model_config))
+    _wrap_kernel()
+    _runners.append(what)
+    sampler, states = runner.sampler, runner.sampler.sampling_states
+    add, finish, apply = sampler.add_request, runner.finish_requests, states.apply_temperature
+
+    def added(req_idx: int, sampling_params: Any) -> None:
+        slots.add(req_idx, sampling_params)
+        add(req_idx, sampling_params)
+
+    def finished(scheduler_output: Any) -> None:
+        finish(scheduler_output)
+        slots.forget(scheduler_output.finished_req_ids)
+        what.deciding.forget_finished()
+
+    def tempered(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if what.hidden is not None:
+            what.logits = logits.clone()  # it is changed in place
+        return apply(logits, *args, **kwargs)
+
+    sampler.add_request, runner.finish_requests = added, finished
+    states.apply_temperature = tempered
+    runner.sample = partial(what.sample, runner.sample)
+    runner.sample_tokens = partial(what.sample_tokens, runner.sample_tokens)
+
+
+def _wrap_kernel() -> None:
+    """Wrap the function that vLLM's sampler calls by name, once in a process."""
+    if hasattr(sampling.rejection_sample, "lenience"):
+        return
+    decide = sampling.rejection_sample
+    named = inspect.signature(decide)
+
+    @wraps(decide)
+    def decided(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        given = named.bind(*args, **kwargs).arguments
+        for one in _runners:
+            if one.hidden is not None:
+                one.decide(given, one.hidden)
+        result: tuple[Tensor, Tensor] = decide(**given)
+        return result
+
+    decided.lenience = True  # type: ignore[attr-defined]
+    sampling.rejection_sample = decided
