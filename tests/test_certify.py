@@ -990,8 +990,9 @@ def test_an_audit_refuses_what_it_cannot_watch(llama: Pair, task: Echo, tmp_path
     bad = tmp_path / "prompts.jsonl"
     for text, says in (
         ("", "has no prompts"),
-        ("{}\n", "line 1: KeyError"),
-        ("[1]\n", "line 1"),
+        ("{}\n", "line 1: needs"),
+        ("[1]\n", "row 1: is no object"),
+        ("5\n", "line 1: is no object"),
         ('{"prompt": 5}\n', "line 1: "),
     ):
         bad.write_text(text)

@@ -301,6 +301,50 @@ def test_the_whole_path_on_a_users_own_pair_and_task(checkpoints, tmp_path: Path
     assert other["mismatches"] == fitted["mismatches"]
 
 
+def test_a_run_remembers_its_models_and_its_task(
+    checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = checkpoints("llama")
+    rows = [
+        {"q": f"w{1 + i % 40} w{1 + 3 * i % 41} w{2 + i % 7}", "reference": f"w{i % 47}"}
+        for i in range(60)
+    ]
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.chdir(tmp_path)
+    named = ["--target", target, "--draft", draft, "--task", "own.jsonl", "--prompt-field", "q"]
+    named += ["--answer", r"regex:(w\d+)", "--same", "text"]
+    assert run("init", "run", *named).returncode == 0
+    assert run("init", "run", *named).returncode == 2, "what is there is not written over"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    folder, short = "../run", ["--max-new-tokens", 16, "--json"]
+    mined = last_json(run("mine", "--out", folder, "--limit", 6, *short))
+    assert mined["samples"] == 6
+    asked = ["--rule", "topk:1", "--loss", "disagreement", "--max-drop", 0.8]
+    certified = last_json(run("certify", folder, *asked, *short))
+    assert certified["certified"]["rule"] == "topk:1"
+    (elsewhere / "live.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:4]))
+    assert last_json(run("audit", folder, "live.jsonl", "--json"))["seen"] == 4
+    told = last_json(run("generate", "w1 w2", "--rule", f"certified:{folder}", "--json"))
+    same = last_json(run("generate", "w1 w2", "--run", folder, *short))
+    assert told["tokens"] == same["tokens"]
+    fast = ["--window", 2, "--limit", 3, "--tuning", 1, "--timed", 1, "--repeats", 1]
+    compared = last_json(run("compare", "--run", folder, "--rule", "exact", *fast, *short))
+    assert compared["task"].startswith("own.jsonl") and len(compared["rows"]) == 3
+    settings = tmp_path / "run/lenience.toml"
+    for text, says in (
+        ("[task]\ntask = 5\n", "task must be a text"),
+        ("[task]\nfoo = 'x'\n", "has foo, which is unknown"),
+        ("[models]\nengine = 'vllm'\n", "has engine, which is unknown"),
+        ("task", "cannot be read"),
+    ):
+        settings.write_text(text)
+        done = run("certify", folder, *asked, *short)
+        assert done.returncode == 2 and says in done.stderr
+    assert run("compare", "--run", "nowhere").returncode == 2
+
+
 def test_tuning_ends_in_a_certificate_that_decodes(checkpoints, tmp_path: Path) -> None:
     target, draft = checkpoints("llama")
     rows = [{"prompt": f"w{1 + i % 40} w{2 + i % 7}", "reference": "w1"} for i in range(40)]

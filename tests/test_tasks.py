@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import re
@@ -221,6 +222,47 @@ def test_a_jsonl_task_with_splits_messages_and_choices(tmp_path: Path) -> None:
     assert take(chat, "test", None)[0].prompt == messages
     text = lenience.task(str(tmp_path / "t.jsonl"), answer="regex:is (.+)", same="text")
     assert text.same("Two  Words", "two words") is True and text.same("", "x") is None
+
+
+def test_rows_as_they_are_published(tmp_path: Path) -> None:
+    """Compressed, in several files that are the splits, under other names; JSON lists as well."""
+    rows = [{"question": f"q{i}", "answer": f"because\n#### {i}", "hard": True} for i in range(7)]
+    with gzip.open(tmp_path / "train.jsonl.gz", "wt") as file:
+        file.write("\n".join(map(json.dumps, rows[:5])))
+    (tmp_path / "test.json").write_text(json.dumps(rows[5:], indent=1))
+    files = f"{tmp_path / 'train.jsonl.gz'},{tmp_path / 'test.json'}"
+    named = {"reference_field": "answer", "answer": "number-after:####"}
+    task = lenience.task(files, prompt_field="question", **named)
+    train, test = take(task, "train", None), take(task, "test", None)
+    assert [one.prompt for one in train] == [f"q{i}" for i in range(5)]
+    assert [(one.id, one.reference) for one in test] == [("test-1", "5"), ("test-2", "6")]
+    assert isinstance(task, JsonlTask) and task.unread == ["hard"]
+    assert dict(test[0].metadata) == {"hard": True}
+    filled = lenience.task(files, prompt_template="{hard}? {question}\n{{A}}:", **named)
+    assert take(filled, "test", 1)[0].prompt == "True? q5\n{A}:"
+    assert isinstance(filled, JsonlTask) and filled.unread == []
+    assert len({task.name, filled.name, task.reads, filled.reads}) == 4
+
+
+def test_rows_that_have_other_names_are_told_how_to_be_read(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "t.jsonl", [{"question": "x", "answer": "#### 1"}]))
+    for options, says in (
+        ({}, "it has question, answer: --prompt-field question"),
+        ({"prompt_field": "text"}, 'needs a "text"'),
+        ({"prompt_field": "question"}, r"reads its answer \(--reference-field answer\?\)"),
+        ({"prompt_template": "{x}"}, "lacks 'x'.*it has question, answer"),
+        ({"prompt_template": "{"}, "braces twice"),
+        ({"prompt_template": "{}"}, "braces twice"),
+        ({"prompt_template": "x", "prompt_field": "x"}, "both say the prompt"),
+        ({"prompt_field": "question", "reference_field": "answer"}, "try --answer number-after"),
+    ):
+        with pytest.raises(InputError, match=says):
+            lenience.task(path, **options)
+    with pytest.raises(InputError, match="prompt_field is for tasks from JSON files"):
+        lenience.task("wordmath", prompt_field="question")
+    (tmp_path / "t.jsonl.gz").write_bytes(b"not compressed")
+    with pytest.raises(InputError, match="cannot be read"):
+        lenience.task(f"{path}.gz", answer="choice")
 
 
 @pytest.mark.parametrize(

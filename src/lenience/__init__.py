@@ -48,9 +48,12 @@ def rule(spec: str) -> Rule:
     return parse_rule(spec)
 
 
-def task(spec: str, *, answer: str | None = None, same: str | None = None) -> Task:
-    """Load a task by name ("wordmath"), as a JSONL file or as "file.py:Name"; see
-    `lenience.tasks.load_task`."""
+def task(spec: str, **options: str | None) -> Task:
+    """Load a task by name ("wordmath"), from JSON files or as "file.py:Name".
+
+    Options: answer, same, prompt_field, reference_field and prompt_template; see
+    `lenience.tasks.load_task`. Raises InputError.
+    """
     from lenience.tasks import load_task
 
-    return load_task(spec, answer=answer, same=same)
+    return load_task(spec, **options)

@@ -3,7 +3,6 @@ well."""
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from filelock import FileLock
 
 from lenience.certification.sequential_tests import Alarm, sequence
 from lenience.core.errors import InputError
-from lenience.core.files import digest, read_lines
+from lenience.core.files import digest
 from lenience.core.noise import Noise, uniform
 from lenience.core.progress import Progress, silent
 from lenience.core.records import Record
@@ -34,6 +33,7 @@ from lenience.models.lm import Prompt
 from lenience.runs.journal import Journal, Tail
 from lenience.tasks import Sample, Task, as_task, ungradable
 from lenience.tasks.jsonl import metadata
+from lenience.tasks.rows import USUAL_FIELDS, Fields, read_rows
 
 _random = random.SystemRandom()
 """Of live prompts: what is drawn anew in each process misses none that come often."""
@@ -319,22 +319,17 @@ def _watchable(run: Path) -> Certificate:
     return certificate
 
 
-def read_prompts(path: Path) -> list[LivePrompt]:
-    """Read the prompts of a JSONL file, each with prompt or messages and perhaps reference. Raises
-    InputError, by line."""
+def read_prompts(path: Path, fields: Fields = USUAL_FIELDS) -> list[LivePrompt]:
+    """Read the prompts of a JSONL file, each with prompt or messages and perhaps reference, or with
+    what `fields` name. Raises InputError, by line."""
     prompts = []
-    for number, line in read_lines(path, "prompts"):
+    for where, row in read_rows(path):
         try:
-            row = json.loads(line)
-            prompt = row["messages"] if row.get("prompt") is None else row["prompt"]
-            if not isinstance(prompt, str | list):
-                raise TypeError(f"{prompt!r:.40} is no text")
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            why = f"{type(error).__name__} {error}; a row has prompt or messages"
-            raise InputError(f"{path}, line {number}: {why}") from None
-        reference = row.get("reference")
-        reference = None if reference is None else str(reference)
-        prompts.append(LivePrompt(prompt, reference, metadata(row)))
+            prompt = fields.prompt_of(row)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
+        reference = fields.reference_of(row)
+        prompts.append(LivePrompt(prompt, reference, metadata(row, fields)))
     if not prompts:
         raise InputError(f"{path}: has no prompts")
     return prompts

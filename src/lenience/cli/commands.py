@@ -7,7 +7,7 @@ import json as jsonlib
 import os
 import sys
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,15 @@ import cyclopts
 from cyclopts import App
 
 from lenience.cli.console import loading, say, screen
-from lenience.cli.named import Models, TaskChoice, mined_with, models_of, task_of
+from lenience.cli.named import (
+    SETTINGS,
+    Models,
+    TaskChoice,
+    choice_of,
+    mined_with,
+    models_of,
+    remember,
+)
 from lenience.cli.options import (
     AuditFlags,
     CertifyDecoding,
@@ -23,10 +31,10 @@ from lenience.cli.options import (
     CompareDecoding,
     CompareFlags,
     FitFlags,
-    Flag,
     GenerateFlags,
     Json,
     MineFlags,
+    ShownFlags,
     TuneFlags,
     given,
 )
@@ -68,9 +76,9 @@ def generate(
     prompt: str | None = None,
     /,
     *,
+    run: Path | None = None,
     flags: GenerateFlags | None = None,
-    show: Flag = False,
-    profile: Flag = False,
+    shown: ShownFlags | None = None,
     models: Models | None = None,
     json: Json = False,
 ) -> None:
@@ -81,19 +89,26 @@ def generate(
     prompt
         The prompt; without it, standard input or, for the built-in pair at a terminal, one of its
         task's problems.
-    show
-        Colour every token by where it came from.
-    profile
-        Say where the time goes; the prompt is answered once before, which is not counted.
+    run
+        A run folder whose models are taken where no flag names others; that of a rule certified:RUN
+        is taken anyway.
     """
+    from lenience.decoding.certified import is_certified, run_of
+
     options = given(flags)
     drafts = _check_specs(options)
-    pair = (models or Models()).load(needs_draft=_needs_draft(options))
+    models = models or Models()
+    if run is not None:
+        models = models_of(_mined(run), models)
+    elif is_certified(options.get("rule")) and _is_run(run_of(options["rule"])):
+        models = models_of(run_of(options["rule"]), models)
+    pair = models.load(needs_draft=_needs_draft(options))
     if prompt is None:
         prompt = _prompt(pair)
-    out, measured = answer(pair, prompt, options, profile)
-    if show or not json:
-        print_answer(pair, out, show)
+    shown = shown or ShownFlags()
+    out, measured = answer(pair, prompt, options, shown.profile)
+    if shown.show or not json:
+        print_answer(pair, out, shown.show)
     print_counts(out, picked=options.get("window") == "auto" and drafts)
     if measured:
         print_profile(measured)
@@ -103,6 +118,18 @@ def generate(
         if measured:
             whole["profile"] = {"cycles": measured.cycles, "seconds": measured.seconds}
         _print_json(whole | {"trace": trace})
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a folder says what its models are."""
+    return (folder / SETTINGS).is_file() or (folder / "run.json").is_file()
+
+
+def _mined(run: Path) -> Path:
+    """A run folder that says what its models are. Raises InputError for another."""
+    if not _is_run(run):
+        raise InputError(f"{run}: holds no run; lenience mine --out {run} makes one")
+    return run
 
 
 def _check_specs(options: Mapping[str, Any]) -> bool:
@@ -157,6 +184,24 @@ def _prompt(pair: Pair) -> str:
 
 
 @app.command
+def init(run: Path, /, *, choice: TaskChoice | None = None, models: Models | None = None) -> None:
+    """Note a run's models and task in RUN/lenience.toml, so that no other command on it need be
+    told; mine does so too.
+
+    Parameters
+    ----------
+    run
+        The run folder.
+    """
+    if (run / SETTINGS).exists():
+        raise InputError(f"{run / SETTINGS}: is there already; edit it, or name another folder")
+    choice = choice or TaskChoice()
+    choice.load()
+    remember(run, models or Models(), replace(choice, task=choice.task or "wordmath"))
+    say(f"{run / SETTINGS} is written; next: lenience mine --out {run}")
+
+
+@app.command
 def mine(
     *,
     out: Path,
@@ -175,9 +220,14 @@ def mine(
     """
     config = (flags or MineFlags()).config()
     _check_limit(config.limit)
-    task = (choice or TaskChoice()).load()
-    pair = (models or Models()).load(long=True)
+    choice = choice_of(out, choice or TaskChoice())
+    models = models_of(out, models)
+    task = choice.load()
+    pair = models.load(long=True)
+    if not (out / SETTINGS).exists():
+        remember(out, models, choice)
     counts = mine_run(pair, task, out, config)
+    remember(out, models, choice)
     parts = [
         f"{counts.samples} samples",
         f"{counts.mismatches} mismatches",
@@ -244,7 +294,7 @@ def certify(
     flags = flags or CertifyFlags()
     _check_limit(flags.limit)
     config = flags.config(run, given(decoding))
-    task = task_of(run, choice or TaskChoice())
+    task = choice_of(run, choice or TaskChoice()).load()
     needs_draft = _needs_draft(given(decoding))
     pair = models_of(run, models).load(long=True, needs_draft=needs_draft)
     if flags.plan:
@@ -277,7 +327,7 @@ def tune(
     flags = flags or TuneFlags()
     _check_limit(flags.limit)
     config = flags.config(run)
-    task = task_of(run, choice or TaskChoice())
+    task = choice_of(run, choice or TaskChoice()).load()
     models = models_of(run, models)
     models.refuse_vllm("tune")
     pair = models.load(long=True)
@@ -310,13 +360,16 @@ def audit(
     """
     from lenience.certification.audit import AuditConfig, read_prompts
     from lenience.decoding.certified import read_certificate
+    from lenience.tasks import JsonlTask
+    from lenience.tasks.rows import USUAL_FIELDS
 
     flags = flags or AuditFlags()
-    rows = read_prompts(prompts)  # what is wrong is told before the models are loaded
+    # what is wrong is told before the models are loaded
+    task = choice_of(run, choice or TaskChoice()).load()
+    rows = read_prompts(prompts, task.fields if isinstance(task, JsonlTask) else USUAL_FIELDS)
     read_certificate(run)
     config = AuditConfig(share=flags.share, confidence=flags.confidence, seed=flags.seed)
     config.check()
-    task = task_of(run, choice or TaskChoice())
     pair = models_of(run, models).load(long=len(rows) > 100)
     state = audit_run(pair, task, run, rows, config, batch_size=flags.batch_size)
     if json:
@@ -326,6 +379,7 @@ def audit(
 @app.command
 def compare(
     *,
+    run: Path | None = None,
     flags: CompareFlags | None = None,
     decoding: CompareDecoding | None = None,
     choice: TaskChoice | None = None,
@@ -333,12 +387,21 @@ def compare(
     json: Json = False,
 ) -> None:
     """Compare acceptance rules, or whole decoders, on a task's test samples: quality and speed,
-    each with its interval."""
+    each with its interval.
+
+    Parameters
+    ----------
+    run
+        A run folder whose models and task are taken where no flag names others.
+    """
     flags = flags or CompareFlags()
     config = flags.config(given(decoding))
-    task = (choice or TaskChoice()).load()
+    choice, models = choice or TaskChoice(), models or Models()
+    if run is not None:
+        choice, models = choice_of(_mined(run), choice), models_of(run, models)
+    task = choice.load()
     needs_draft = any(_needs_draft(vars(one)) for one in config.decodings())
-    pair = (models or Models()).load(long=True, needs_draft=needs_draft)
+    pair = models.load(long=True, needs_draft=needs_draft)
     frontier = compare_run(pair, task, config, flags.out)
     if flags.out is not None:
         from lenience.evaluation.pages import write_report

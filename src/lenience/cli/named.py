@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter
 
-from lenience.cli.console import loading
+from lenience.cli.console import loading, say
 from lenience.cli.steps import compile_pair
 from lenience.core.errors import InputError
 from lenience.core.files import read_json
@@ -17,6 +19,10 @@ from lenience.core.files import read_json
 if TYPE_CHECKING:
     from lenience.decoding.pair import Pair
     from lenience.tasks import Task
+
+SETTINGS = "lenience.toml"
+"""In a run folder: its models and its task."""
+KEPT = ("target", "draft", "dtype", "device")
 
 
 @Parameter(name="*")
@@ -88,18 +94,31 @@ def _argument(text: str) -> tuple[str, Any]:
 @dataclass
 class TaskChoice:
     task: str | None = None
-    """A built-in task's name, wordmath by default, a FILE.jsonl, or file.py:Name."""
+    """A built-in task's name, wordmath by default, JSON files (rows.jsonl, or
+    train.jsonl,test.jsonl.gz), or file.py:Name."""
     answer: str | None = None
-    """How a JSONL task's answer is found: number-after:MARKER, last-number, boxed, choice,
+    """How an answer to JSON rows is found: number-after:MARKER, last-number, boxed, choice,
     after:MARKER or regex:PATTERN."""
     same: str | None = None
-    """How a JSONL task's answers are compared: number, text or choice; by default as fits
-    --answer."""
+    """How answers are compared: number, text or choice; by default as fits --answer."""
+    prompt_field: str | None = None
+    """Where a row says its prompt, by default in "prompt" (text) or "messages" (chat)."""
+    reference_field: str | None = None
+    """Where a row says its reference, by default in "reference"."""
+    prompt_template: str | None = None
+    """A prompt made of a row's fields, such as 'Q: {question}\\nA:', in which \\n is a new line."""
 
-    def load(self, default: str = "wordmath") -> Task:
-        from lenience.tasks import load_task
+    def load(self) -> Task:
+        from lenience.tasks import JsonlTask, load_task
+        from lenience.tasks.rows import told_unread
 
-        return load_task(self.task or default, answer=self.answer, same=self.same)
+        options = {name: value for name, value in vars(self).items() if name != "task"}
+        if self.prompt_template is not None:
+            options["prompt_template"] = self.prompt_template.replace("\\n", "\n")
+        task = load_task(self.task or "wordmath", **options)
+        if isinstance(task, JsonlTask) and task.unread:
+            say(f"task {task.label}: {told_unread(task.unread)}")
+        return task
 
 
 def mined_with(run: Path, target: str | None, draft: str | None, device: str) -> Models:
@@ -118,22 +137,89 @@ def mined_with(run: Path, target: str | None, draft: str | None, device: str) ->
     return Models(target, draft, dtypes.pop() if len(dtypes) == 1 else "auto", device)
 
 
-def task_of(run: Path, choice: TaskChoice) -> Task:
-    """The task that was named, or else the built-in one that the run was mined on."""
+def choice_of(run: Path, choice: TaskChoice) -> TaskChoice:
+    """The task that was named, or else the one that the run remembers, or was mined on."""
     from lenience.tasks import TASKS
 
-    mined = "wordmath"
-    if (run / "run.json").exists():
-        mined = str(read_json(run / "run.json").get("task"))
-    if choice.task is None and mined not in TASKS:
-        raise InputError(f"--task: {run} was mined on {mined!r}; name that task's file")
-    return choice.load(mined)
+    if choice.task is not None:
+        return choice
+    kept = _kept(run, "task", TaskChoice)
+    if kept.task is None:
+        mined = "wordmath"
+        if (run / "run.json").exists():
+            mined = str(read_json(run / "run.json").get("task"))
+        if mined not in TASKS:
+            raise InputError(f"--task: {run} was mined on {mined!r}; name that task's file")
+        kept = TaskChoice(mined)
+    others = {name: value for name, value in vars(choice).items() if value is not None}
+    return replace(kept, **others)
 
 
 def models_of(run: Path, models: Models | None) -> Models:
-    """The models that were named, or else those that the run was mined with."""
+    """The models that were named, or else those that the run remembers or was mined with."""
     named = models or Models()
-    if named.target or named.draft or not (run / "run.json").exists():
+    if named.target or named.draft:
         return named
-    mined = mined_with(run, None, None, named.device)
-    return replace(mined, engine=named.engine, engine_arg=named.engine_arg)
+    kept = _kept(run, "models", Models)
+    if kept == Models() and (run / "run.json").exists():
+        kept = mined_with(run, None, None, named.device)
+    return replace(kept, **_others_than_usual(named, vars(named)))
+
+
+def remember(run: Path, models: Models, choice: TaskChoice) -> None:
+    """Write what a run's commands need not be told again into RUN/lenience.toml; local files by
+    where they are."""
+    lines = ["# What the commands on this run take where no flag says otherwise."]
+    for name, given in (("models", _others_than_usual(models, KEPT)), ("task", vars(choice))):
+        said = {key: _located(value) for key, value in given.items() if value is not None}
+        lines += ["", f"[{name}]", *(f"{key} = {json.dumps(said[key])}" for key in said)]
+    text = "\n".join(lines) + "\n"
+    path = run / SETTINGS
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error})") from None
+
+
+def _others_than_usual(models: Models, names: Iterable[str]) -> dict[str, Any]:
+    """What of some fields is not their default."""
+    given = {one.name: getattr(models, one.name) for one in fields(Models) if one.name in names}
+    return {name: value for name, value in given.items() if value != getattr(Models(), name)}
+
+
+def _located(value: str) -> str:
+    """A local file or folder by its absolute path, so that a command finds it from elsewhere."""
+    if (file := value.rpartition(":")[0]).endswith(".py") and Path(file).is_file():
+        return f"{Path(file).resolve()}:{value.rpartition(':')[2]}"
+    files = value.split(",")
+    return ",".join(str(Path(one).resolve()) for one in files) if _exist(files) else value
+
+
+def _exist(files: list[str]) -> bool:
+    return all(one and Path(one).exists() for one in files)
+
+
+Section = TypeVar("Section", Models, TaskChoice)
+
+
+def _kept(run: Path, section: str, kind: type[Section]) -> Section:
+    """What RUN/lenience.toml says; the defaults where there is none. Raises InputError that names
+    what in it is wrong."""
+    path = run / SETTINGS
+    if not path.is_file():
+        return kind()
+    try:
+        content: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({error}); mend it, or delete it") from None
+    known = {"models": set(KEPT), "task": {one.name for one in fields(TaskChoice)}}
+    for name, values in content.items():
+        others = values.keys() - known[name] if name in known else {name}
+        if others:
+            raise InputError(f"{path}: has {min(others)}, which is unknown here; take it out")
+        for key, value in values.items():
+            if not isinstance(value, str):
+                raise InputError(f"{path}: {key} must be a text, in quotes")
+    return kind(**content.get(section, {}))

@@ -75,6 +75,15 @@ def given(flags: object | None) -> dict[str, Any]:
 
 @Parameter(name="*")
 @dataclass
+class ShownFlags:
+    show: Flag = False
+    """Colour every token by where it came from."""
+    profile: Flag = False
+    """Say where the time goes; the prompt is answered once before, which is not counted."""
+
+
+@Parameter(name="*")
+@dataclass
 class MineFlags:
     limit: int | None = None
     """How many samples; all of the training split if left out."""

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from lenience.core.errors import InputError
 from lenience.tasks.base import Sample, Score, Task, ungradable
-from lenience.tasks.jsonl import JsonlTask
+from lenience.tasks.jsonl import SUFFIXES, JsonlTask
+from lenience.tasks.rows import Fields
 from lenience.tasks.user import as_task, task_in_file
 from lenience.tasks.wordmath import WordMath
 
@@ -29,17 +30,34 @@ TASKS: dict[str, type[Task]] = {"wordmath": WordMath}
 """A built-in task is added here, and is then known by its name and to the tests of all tasks."""
 
 
-def load_task(spec: str, *, answer: str | None = None, same: str | None = None) -> Task:
-    """Load a task by its built-in name, from a JSONL file, or from a class or object in a file:
-    "file.py:Name".
+def load_task(
+    spec: str,
+    *,
+    answer: str | None = None,
+    same: str | None = None,
+    prompt_field: str | None = None,
+    reference_field: str | None = None,
+    prompt_template: str | None = None,
+) -> Task:
+    """Load a task by its built-in name, from JSON files ("rows.jsonl", "train.jsonl.gz,test.json"),
+    or from a class or object in a file: "file.py:Name".
 
-    `answer` and `same` say how a JSONL file's answers are found and compared, see JsonlTask. Raises
-    InputError.
+    The others are for JSON files. `answer` and `same` say how answers are found and compared, see
+    JsonlTask; `prompt_field` and `reference_field` where a row says its prompt and its reference,
+    by default "prompt" and "reference"; `prompt_template` makes a prompt of several fields: "Q:
+    {question}\\nA:". Raises InputError.
     """
-    if spec.endswith((".jsonl", ".json")):
-        return JsonlTask(Path(spec), answer, same)
-    if answer or same:
-        raise InputError(f"task {spec!r}: answer and same are for tasks from a JSONL file")
+    files = spec.split(",")
+    if all(file.endswith(SUFFIXES) for file in files):
+        named = {"prompt": prompt_field, "reference": reference_field, "template": prompt_template}
+        if prompt_field is not None and prompt_template is not None:
+            raise InputError("prompt_field and prompt_template: both say the prompt; give one")
+        fields = Fields(**{name: value for name, value in named.items() if value is not None})
+        return JsonlTask([Path(file) for file in files], answer, same, fields)
+    options = dict(answer=answer, same=same, prompt_field=prompt_field)
+    options |= dict(reference_field=reference_field, prompt_template=prompt_template)
+    if given := [name for name, value in options.items() if value is not None]:
+        raise InputError(f"task {spec!r}: {given[0]} is for tasks from JSON files")
     if spec in TASKS:
         return TASKS[spec]()
     file, _, name = spec.rpartition(":")

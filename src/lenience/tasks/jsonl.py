@@ -1,24 +1,24 @@
-"""A user's own task from a JSONL file."""
+"""A user's own task from JSON files."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from lenience.core.errors import InputError
 from lenience.core.files import digest_bytes
 from lenience.tasks.base import Sample, Task
 from lenience.tasks.finding import answers, proposed
+from lenience.tasks.rows import USUAL_FIELDS, Fields, Row, read_rows, told_unread
 
-FIELDS = ("id", "prompt", "messages", "reference", "split", "group")
-"""What a row says of a sample that every task has."""
+SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
 
 class JsonlTask(Task):
     r"""One sample a line: `prompt` (text) or `messages` (chat), and `reference`; also, if you like,
-    `id`, `split` and `group` (samples of one may be lost together).
+    `id`, `split` and `group` (samples of one may be lost together). `fields` says where a row says
+    these, where not under these names.
 
     `answer` says how an answer is found in a response: "number-after:MARKER" (the number that
     follows the last MARKER), "last-number", "boxed" (the last \boxed{…}), "choice" (the letter that
@@ -26,37 +26,59 @@ class JsonlTask(Task):
     last match; its first group, if it has one). `same` says how answers are compared: as "number",
     "text" (case and spaces aside) or "choice"; by default as fits what is found, see
     `lenience.tasks.finding`. A reference is searched for its answer in the same way and taken whole
-    where nothing is found. Without a `split`, every fifth line is "test". Raises InputError that
-    names the line, and what the references look like where `answer` is not given.
+    where nothing is found.
+
+    Without a `split`, every fifth row is "test"; of several files, those named train… and test…
+    hold these splits. Raises InputError that names the line, and what the references look like
+    where `answer` is not given.
     """
 
     version = 2
     scores_by_reference = True
 
-    def __init__(self, path: Path, answer: str | None, same: str | None = None):
-        self._rows = list(_rows(path))
+    def __init__(
+        self,
+        path: Path | Sequence[Path],
+        answer: str | None,
+        same: str | None = None,
+        fields: Fields = USUAL_FIELDS,
+    ):
+        paths = [path] if isinstance(path, Path) else list(path)
+        self.fields = fields
+        self._rows = list(_rows(paths, self.fields))
         if answer is None:
-            references = [row.get("reference") for row in self._rows[:20]]
-            told = proposed([str(one) for one in references if one is not None])
-            raise InputError(f"task file {path}: say how answers are found (--answer){told}")
+            references = [self.fields.reference_of(row) for row in self._rows[:20]]
+            told = proposed([one for one in references if one is not None])
+            if self.unread and not any(references):
+                told = f"; {told_unread(self.unread)}"
+            files = ", ".join(map(str, paths))
+            raise InputError(f"task file {files}: say how answers are found (--answer){told}")
         self._how = answers(answer, same)
-        self._reads = f"{self._how.spec} version={self.version}"
-        self.name = f"{path.name} ({digest_bytes(path.read_bytes(), 6)}) {self._reads}"
+        spec = f" {self.fields.spec}" if self.fields.spec else ""
+        self._reads = f"{self._how.spec} version={self.version}{spec}"
+        content = b"".join(one.read_bytes() for one in paths)
+        files = "+".join(one.name for one in paths)
+        self.name = f"{files} ({digest_bytes(content, 6)}) {self._reads}"
 
     @property
     def reads(self) -> str:
         return self._reads
 
+    @property
+    def unread(self) -> list[str]:
+        """The keys of its rows that it does not read."""
+        return self.fields.unread(self._rows)
+
     def samples(self, split: str) -> Iterator[Sample]:
         for number, row in enumerate(self._rows):
             if row.get("split", "test" if number % 5 == 4 else "train") != split:
                 continue
-            prompt = row["messages"] if row.get("prompt") is None else row["prompt"]
-            reference = row.get("reference")
+            reference = self.fields.reference_of(row)
             if reference is not None:
-                reference = self.reference(str(reference))
+                reference = self.reference(reference)
             group = None if row.get("group") is None else str(row["group"])
-            yield Sample(row["id"], prompt, reference, metadata(row), group)
+            prompt = self.fields.prompt_of(row)
+            yield Sample(row["id"], prompt, reference, metadata(row, self.fields), group)
 
     def reference(self, given: str) -> str:
         return self._find(given) or given
@@ -73,41 +95,29 @@ class JsonlTask(Task):
         return None if left is None or right is None else left == right
 
 
-def metadata(row: dict[str, Any]) -> dict[str, Any]:
+def metadata(row: Row, fields: Fields) -> Row:
     """What a row says besides, for its task."""
-    return {key: value for key, value in row.items() if key not in FIELDS}
+    known = (fields.prompt, fields.reference, "id", "messages", "split", "group")
+    return {key: value for key, value in row.items() if key not in known}
 
 
-def _rows(path: Path) -> Iterator[dict]:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"task file {path}: cannot be read ({error})") from None
-    ids = set()
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise InputError(f"task file {path}, line {number}: not JSON ({error})") from None
-        if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or _is_chat(row)):
-            raise InputError(
-                f'task file {path}, line {number}: needs a "prompt" (text) or "messages" '
-                '(a list of {"role", "content"})'
-            )
-        row["id"] = str(row.get("id", number))
-        if row["id"] in ids:
-            raise InputError(
-                f"task file {path}, line {number}: the id {row['id']!r} has come before; make "
-                "each one once"
-            )
-        ids.add(row["id"])
-        yield row
-
-
-def _is_chat(row: dict) -> bool:
-    messages = row.get("messages")
-    if row.get("prompt") is not None or not isinstance(messages, list) or not messages:
-        return False
-    return all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in messages)
+def _rows(paths: Sequence[Path], fields: Fields) -> Iterator[Row]:
+    """The rows of files, each with an id, and with a split where its file is one."""
+    ids = set[str]()
+    for path in paths:
+        named = re.match(r"train|test", path.name) if len(paths) > 1 else None
+        prefix = f"{path.name.split('.')[0]}-" if len(paths) > 1 else ""
+        for number, (where, row) in enumerate(read_rows(path), 1):
+            try:
+                fields.prompt_of(row)
+            except InputError as error:
+                raise InputError(f"task file {where}: {error}") from None
+            row["id"] = str(row.get("id", f"{prefix}{number}"))
+            if row["id"] in ids:
+                raise InputError(
+                    f"task file {where}: the id {row['id']!r} has come before; make each one once"
+                )
+            if named:
+                row.setdefault("split", named[0])
+            ids.add(row["id"])
+            yield row

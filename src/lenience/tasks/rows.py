@@ -1,0 +1,137 @@
+"""The rows of users' files, JSON lines or a JSON list, perhaps compressed, and what they say."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lenience.core.errors import InputError
+from lenience.tasks.base import Messages
+
+OTHERS = ("id", "messages", "split", "group")
+"""What a row may say besides its prompt and its reference."""
+USUAL = {
+    "prompt": ("question", "instruction", "problem", "input", "query", "text"),
+    "reference": ("answer", "solution", "output", "label", "target"),
+}
+"""How fields are called elsewhere."""
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Where a row says its prompt and its reference."""
+
+    prompt: str = "prompt"
+    reference: str = "reference"
+    template: str | None = None
+    """A prompt that is made of fields, such as "Q: {question}\\nA:"."""
+
+    @property
+    def spec(self) -> str:
+        """As runs and certificates name it; nothing where all is as usual."""
+        named = {f"{name}_field": getattr(self, name) for name in ("prompt", "reference")}
+        usual = {f"{name}_field": name for name in ("prompt", "reference")}
+        parts = [f"{key}={value}" for key, value in named.items() if value != usual[key]]
+        if self.template is not None:
+            parts.append(f"prompt_template={json.dumps(self.template, ensure_ascii=False)}")
+        return " ".join(parts)
+
+    def prompt_of(self, row: Mapping[str, Any]) -> str | Messages:
+        """A row's prompt. Raises InputError that says what it lacks."""
+        if self.template is not None:
+            return self._filled(row)
+        prompt = row.get(self.prompt)
+        if prompt is None and _is_chat(row.get("messages")):
+            messages: Messages = row["messages"]
+            return messages
+        if not isinstance(prompt, str):
+            raise InputError(
+                f'needs a "{self.prompt}" (text) or "messages" (a list of '
+                f'{{"role", "content"}}){_instead(row, "prompt")}'
+            )
+        return prompt
+
+    def reference_of(self, row: Mapping[str, Any]) -> str | None:
+        reference = row.get(self.reference)
+        return None if reference is None else str(reference)
+
+    def unread(self, rows: list[Row]) -> list[str]:
+        """The keys of rows that nothing reads."""
+        template = self.template or ""
+        known = {self.prompt, self.reference, *OTHERS}
+        keys = {key: None for row in rows for key in row}
+        return [key for key in keys if key not in known and f"{{{key}}}" not in template]
+
+    def _filled(self, row: Mapping[str, Any]) -> str:
+        assert self.template is not None
+        try:
+            return self.template.format_map(dict(row))
+        except KeyError as error:
+            had = ", ".join(row)
+            what = f"lacks {error}, which the prompt template names; it has {had}"
+            raise InputError(what) from None
+        except (ValueError, IndexError, AttributeError) as error:
+            mend = "write fields as {question}, and braces twice"
+            raise InputError(f"prompt template {self.template!r:.60}: {error}; {mend}") from None
+
+
+USUAL_FIELDS = Fields()
+
+
+def _instead(row: Mapping[str, Any], what: str) -> str:
+    """What a row has in place of a field, as a phrase for an error."""
+    if not row:
+        return ""
+    usual = next((key for key in USUAL[what] if key in row), None)
+    mend = f": --{what}-field {usual}" if usual else f"; name one with --{what}-field"
+    return f"; it has {', '.join(row)}{mend}"
+
+
+def _is_chat(messages: object) -> bool:
+    if not isinstance(messages, list) or not messages:
+        return False
+    return all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in messages)
+
+
+def told_unread(keys: list[str]) -> str:
+    """The keys that nothing reads, as a phrase, with what they may be meant as."""
+    meant = next((key for key in USUAL["reference"] if key in keys), None)
+    mend = f" (--reference-field {meant}?)" if meant else ""
+    return f"nothing reads its {', '.join(keys)}{mend}"
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    """The objects in a file, each with where it stands. Raises InputError that names the line."""
+    try:
+        content = path.read_bytes()
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
+        text = content.decode("utf-8")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read ({error})") from None
+    for where, value in _values(path, text):
+        if not isinstance(value, dict):
+            raise InputError(f"{where}: is no object with a prompt")
+        yield where, value
+
+
+def _values(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    if text.lstrip().startswith("["):
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise InputError(f"{path}: not JSON ({error})") from None
+        yield from ((f"{path}, row {number}", value) for number, value in enumerate(values, 1))
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            try:
+                yield where, json.loads(line)
+            except ValueError as error:
+                raise InputError(f"{where}: not JSON ({error})") from None
