@@ -6,6 +6,7 @@ from __future__ import annotations
 import html
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -198,7 +199,18 @@ def test_the_whole_path_on_a_users_own_pair_and_task(checkpoints, tmp_path: Path
     assert mined["samples"] == 40 and 0 < mined["important"] < mined["mismatches"]
     again = run("mine", *models, *task, "--out", folder, "--limit", 40, "--dtype", "bfloat16")
     assert again.returncode == 2 and "dtype 'float32', not 'bfloat16'" in again.stderr
-    fitted = last_json(run("fit", folder, "--json", "--recall", 0.8))
+    fit = run("fit", folder, "--json", "--recall", 0.8)
+    fitted = last_json(fit)
+    low, high = fitted["auc_interval"]
+    assert low <= fitted["auc_out_of_fold"] <= high
+    assert f"{fitted['auc_out_of_fold']:.3f} ({low:.3f}–{high:.3f})" in " ".join(fit.stderr.split())
+    few = fitted["important"] < 100
+    assert few == ("so mine about" in fit.stderr)
+    shown = {row["threshold"] for row in fitted["thresholds"]}
+    listed = [
+        line for line in fit.stderr.splitlines() if re.match(r" +[\d.]+(–[\d.]+)? +0\.", line)
+    ]
+    assert len(listed) == len(shown)
     assert {row["recall"] for row in fitted["thresholds"]} >= {0.9, 1.0}
     assert fitted["threshold"] == next(
         row["threshold"] for row in fitted["thresholds"] if row["recall"] == 0.8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,19 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.special import expit
 from scipy.stats import norm
+from sklearn.metrics import roc_auc_score
 
 from lenience import InputError
 from lenience.core.context import Context
 from lenience.core.types import Draft, Reading
-from lenience.heads.fitting import Examples, FitConfig, fit_head, threshold_at, thresholds
+from lenience.heads.fitting import (
+    Examples,
+    FitConfig,
+    auc_interval,
+    fit_head,
+    threshold_at,
+    thresholds,
+)
 from lenience.heads.head import Head, Inputs, load_head
 
 DRAFTED = Inputs(tokens=("draft",))
@@ -205,3 +214,28 @@ def test_heads_that_cannot_decode_here_are_refused() -> None:
         Head(torch.zeros(2), 0.0, DRAFTED, 0.5, PRINTS).check(PRINTS, {"target": 2, "draft": 1})
     with pytest.raises(InputError, match="name one or more of target, draft"):
         Inputs(("both",))
+
+
+def test_the_interval_of_an_auc_is_over_samples() -> None:
+    """Against scikit-learn's AUC of the same draws; rows of one sample come and go together."""
+    rng = np.random.default_rng(4)
+    samples = np.repeat(np.arange(30), 5)
+    harmless = rng.random(150) < 0.8
+    scores = np.round(rng.random(150) + 0.3 * harmless, 1)  # with ties
+    examples = Examples(np.zeros((150, 1), np.float32), harmless, samples)
+    aucs, draws = [], np.random.default_rng(7)
+    for _ in range(200):
+        times = np.bincount(draws.integers(0, 30, 30), minlength=30)[samples]
+        aucs.append(roc_auc_score(harmless, scores, sample_weight=times))
+    wanted = np.quantile(aucs, [0.025, 0.975])
+    assert auc_interval(scores, examples, seed=7) == pytest.approx(tuple(wanted))
+    alone = replace(examples, samples=np.arange(150))
+    low, high = auc_interval(scores, alone)
+    assert low < roc_auc_score(harmless, scores) < high
+
+
+def test_a_recall_has_an_interval() -> None:
+    """Of 20 important ones none may be missed, and 14 % of others still may: 1 - 0.025^(1/20)."""
+    scores, important = np.arange(40) / 100, np.arange(40) < 20
+    last = thresholds(scores, important)[-1]
+    assert last["recall_interval"] == pytest.approx((0.025 ** (1 / 20), 1.0))

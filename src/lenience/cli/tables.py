@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -264,14 +266,30 @@ def print_thresholds(head: Head, folder: Path) -> None:
 
 def _print_judge(head: Head, folder: Path) -> None:
     from lenience.evaluation.names import probability
+    from lenience.heads.fitting import TELLING
     from lenience.rules.judge import Judge
 
-    table = Table("recall of important", "threshold", "unimportant accepted", box=None)
-    for row in head.metrics["thresholds"]:
-        threshold = probability(row["threshold"])
-        table.add_row(f"{row['recall']:g}", threshold, f"{row['accepted']:.3f}")
+    columns = ("recall of important", "its interval", "threshold", "unimportant accepted")
+    table = Table(*columns, box=None)
+    for alike in _alike(head.metrics["thresholds"]):
+        first, last = alike[0], alike[-1]
+        recalls = dict.fromkeys(f"{row['recall']:g}" for row in (first, last))
+        low, high = last["recall_interval"]
+        cells = probability(last["threshold"]), f"{last['accepted']:.3f}"
+        table.add_row("–".join(recalls), f"{low:.3f}–{high:.3f}", *cells)
     screen.print(table)
     say(f"{_auc(head)}; use it as {Judge(str(folder), head.threshold)}")
+    if (important := head.metrics["important"]) < TELLING:
+        samples = -(-head.metrics["samples"] * TELLING // important)
+        say(
+            f"{important} important mismatches say little of the strict end: {TELLING} tell a "
+            f"recall of 0.99 from 1, so mine about {samples} samples"
+        )
+
+
+def _alike(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Rows that follow one another at the same threshold, together."""
+    return [list(some) for _, some in groupby(rows, key=lambda row: row["threshold"])]
 
 
 def _print_stop(head: Head, folder: Path) -> None:
@@ -300,4 +318,6 @@ def _print_gate(head: Head, folder: Path) -> None:
 
 
 def _auc(head: Head) -> str:
-    return f"AUC {head.metrics['auc_out_of_fold']:.3f} on folds it was not fitted to"
+    low, high = head.metrics["auc_interval"]
+    auc = head.metrics["auc_out_of_fold"]
+    return f"AUC {auc:.3f} ({low:.3f}–{high:.3f}) on folds it was not fitted to"
