@@ -412,6 +412,46 @@ class OldJsonl(JsonlTask):
         return super().answer(text)
 
 
+def test_a_checker_that_raises_ends_the_run_or_counts_as_wrong() -> None:
+    class Raises:
+        name = "raises"
+
+        def samples(self, split: str) -> list[Sample]:
+            return [Sample("a", "x", "1"), Sample("b", "y", "2")]
+
+        def answer(self, text: str, sample: Sample) -> str | None:
+            return str(int(text))
+
+        def same(self, a: str, b: str) -> bool:
+            return int(a) == int(b)
+
+        def score(self, pairs: list[tuple[str, Sample]]) -> list[Score]:
+            return [Score(float(text) == float(one.reference), 0.0) for text, one in pairs]
+
+        def loss(self, text: str, target_text: str, sample: Sample) -> float:
+            return float(int(text) != int(target_text))
+
+    task, (a, b) = as_task(Raises()), Raises().samples("test")
+    for call in (
+        lambda: task.answer("one", a),
+        lambda: task.same("1", "one", a),
+        lambda: task.score([("one", a)]),
+        lambda: task.loss("one", "1", a),
+    ):
+        with pytest.raises(RuntimeError, match=r"'raises', sample a: .* failed with ValueErr"):
+            call()
+
+    class Wrong(Raises):
+        failures_are_wrong = True
+
+    task = as_task(Wrong())
+    with pytest.warns(UserWarning, match="sample a: answer failed with ValueError.*as others will"):
+        assert task.answer("one", a) is None
+    assert task.answer("1", a) == "1" and task.same("1", "one", a) is False
+    assert task.score([("one", a), ("2", b)]) == [Score(False, 1.0), Score(True, 0.0)]
+    assert task.loss("one", "1", a) == 1.0 and task.loss("1", "1", a) == 0.0
+
+
 def test_a_wrapped_task_keeps_what_it_says_of_references(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", [{"prompt": "x", "reference": "so #### 5"}])
     task = as_task(OldJsonl(path, "after:####", "number"))

@@ -47,6 +47,9 @@ class Task:
     version: int | str | None = None
     """Raised when the same responses would be answered or scored otherwise: a run is not gone on
     with then."""
+    failures_are_wrong: bool = False
+    """Whether a response at which `answer`, `same`, `correct`, `score` or `loss` raises has no
+    answer, agrees with none and is wrong; else that ends the run, naming the sample."""
     scores_by_reference: bool = False
     """Whether a response can be right only where the sample has a reference."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,8 @@ class _CheckedTask(Task):
         self.version = getattr(task, "version", None) if version is None else version
         self._task = task
         self.scores_by_reference = getattr(task, "scores_by_reference", False)
+        self.failures_are_wrong = getattr(task, "failures_are_wrong", False)
+        self._told = False
         self._same, self._correct, self._score, self._loss, self._reads, self._reference = (
             _own(task, part) for part in ("same", "correct", "score", "loss", "reads", "reference")
         )
@@ -71,7 +74,7 @@ class _CheckedTask(Task):
         return self._reference(given) if self._reference else super().reference(given)
 
     def answer(self, text: str, sample: Sample | None = None) -> str | None:
-        found = self._call("answer", [sample], partial(self._answer, text, sample))
+        found = self._call("answer", [sample], partial(self._answer, text, sample), wrong=None)
         if not isinstance(found, get_args(AnswerValue)):
             raise self._wrong("answer", found, sample, "give text, a number or None")
         return found
@@ -79,13 +82,13 @@ class _CheckedTask(Task):
     def same(self, a: str | None, b: str | None, sample: Sample | None = None) -> bool | None:
         if self._same is None:
             return super().same(a, b, sample)
-        agree = self._call("same", [sample], partial(self._same, a, b, sample))
+        agree = self._call("same", [sample], partial(self._same, a, b, sample), wrong=False)
         return None if agree is None else bool(agree)
 
     def correct(self, text: str, sample: Sample) -> bool:
         if self._correct is None:
             return super().correct(text, sample)
-        right = self._call("correct", [sample], partial(self._correct, text, sample))
+        right = self._call("correct", [sample], partial(self._correct, text, sample), wrong=False)
         if right not in (True, False, None):
             raise self._wrong("correct", right, sample, "give True or False")
         return bool(right)
@@ -94,7 +97,10 @@ class _CheckedTask(Task):
         if self._score is None:
             return super().score(pairs)
         samples = [sample for _, sample in pairs]
-        scores = list(self._call("score", samples, partial(self._score, pairs)))
+        given = partial(self._score, pairs)
+        if self.failures_are_wrong and len(pairs) > 1:
+            given = partial(self._scores_or_wrong, pairs)
+        scores = list(self._call("score", samples, given, wrong=[Score(False, 1.0)]))
         if len(scores) != len(pairs):
             raise RuntimeError(
                 f"task {self.name!r}: score gave {len(scores)} scores for {len(pairs)} responses"
@@ -106,23 +112,43 @@ class _CheckedTask(Task):
                 raise self._wrong("score", score, sample, "a loss is from 0 to 1")
         return scores
 
+    def _scores_or_wrong(self, pairs: Sequence[tuple[str, Sample]]) -> list[Score]:
+        """All at once or, where that raises, one by one, so that none takes others along."""
+        try:
+            return list(self._score(pairs))
+        except Exception:
+            return [score for pair in pairs for score in self.score([pair])]
+
     def loss(self, text: str, target_text: str, sample: Sample) -> float:
         loss = self._loss or super().loss
-        return self._call("loss", [sample], partial(loss, text, target_text, sample))
+        return self._call("loss", [sample], partial(loss, text, target_text, sample), wrong=1.0)
 
     @property
     def reads(self) -> str:
         return self._reads or self.known_as
 
-    def _call(self, part: str, samples: Sequence[Sample | None], method: Callable[[], Any]) -> Any:
-        """What a method gives. Raises RuntimeError that names the samples where it raises."""
+    def _call(
+        self,
+        part: str,
+        samples: Sequence[Sample | None],
+        method: Callable[[], Any],
+        wrong: Any,
+    ) -> Any:
+        """What a method gives. Where it raises, `wrong` if the task says that failures are, the
+        first of them told; else raises RuntimeError that names the samples."""
         try:
             return method()
         except InputError:
             raise
         except Exception as error:
             why = f"{type(error).__name__}: {first_line(error)}"
-            raise RuntimeError(f"{self._at(samples)}: {part} failed with {why}") from error
+            failed = f"{self._at(samples)}: {part} failed with {why}"
+            if not self.failures_are_wrong:
+                raise RuntimeError(failed) from error
+            if not self._told:
+                warnings.warn(f"{failed}; counted as wrong, as others will be", stacklevel=2)
+                self._told = True
+            return wrong
 
     def _wrong(self, part: str, given: object, sample: Sample | None, mend: str) -> InputError:
         return InputError(f"{self._at([sample])}: {part} gave {given!r:.60}; {mend}")
