@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from test_batch import assert_same
 
 import lenience
+from lenience.decoding import loop
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.models.compile import compile_model, graph_path
@@ -30,6 +32,7 @@ from lenience.models.memory import token_bytes
 from lenience.models.onnx_export import export_graph
 from lenience.models.onnx_graph import GraphCache
 from lenience.models.session import Session
+from lenience.models.threads import torch_threads
 
 EXPORTED = ["llama", "qwen2", "qwen3", "gemma2", "mistral", "gpt2"]
 rows = prompt_lists(5)
@@ -112,6 +115,8 @@ def test_without_an_export_of_a_layer_it_is_read_through_the_models_own_pass(
     lm = load_pair(*checkpoints("llama"), dtype="float32", compile=None).target
     assert isinstance(Session(lm).cache, GraphCache)
     assert not isinstance(Session(lm, layer=1).cache, GraphCache), "nothing is exported unasked"
+    assert compile_model(lm)
+    assert isinstance(Session(lm, layer=1).cache, GraphCache), "it is when it is asked for"
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
@@ -311,3 +316,35 @@ def test_a_passing_failure_keeps_the_export(
         patch.setattr("lenience.models.onnx_graph.Graph", fail)
         assert not compile_model(lm, export=False)
     assert graph_path(lm).exists() and compile_model(lm, export=False)
+
+
+def test_torch_has_one_thread_beside_graphs_and_gets_back_what_it_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also between steps, and where several decode at once."""
+    built_in = load_pair(compile=True)
+    assert built_in.compiled
+    seen, judge = list[int](), loop._judge
+
+    def judged(*args: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return judge(*args)
+
+    monkeypatch.setattr(loop, "_judge", judged)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        setup = built_in.setup({"window": 4, "max_new_tokens": 20})
+        ids = [built_in.target.encode(prompt) for prompt in ("Ann has 5 apples.", "Bob has 6.")]
+        _, steps = built_in._decode(ids, setup, 2, None)
+        for _ in steps:
+            assert torch.get_num_threads() == 3
+        assert set(seen) == {1}
+        with ThreadPoolExecutor(4) as workers:
+            list(workers.map(lambda _: built_in.generate(ids[0], max_new_tokens=20), range(8)))
+        assert torch.get_num_threads() == 3
+        with pytest.raises(ZeroDivisionError), torch_threads(1):
+            _ = 1 / 0
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -22,6 +22,7 @@ from scipy.stats import chisquare
 from test_contributing import copy_of_the_source
 from test_mining import ParityTask
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertLMHeadModel
+from transformers.utils import logging
 
 import lenience
 from lenience import InputError
@@ -173,6 +174,13 @@ def test_loaded_models_do_with_their_tokenizer(checkpoints, llama: Pair) -> None
         lenience.load_pair(target, draft)
     with pytest.raises(InputError, match="dtype"):
         lenience.load_pair(target, draft, tokenizer=tokenizer, dtype="bfloat16")
+
+
+def test_loading_draws_no_bars_and_leaves_others_theirs(checkpoints, capfd) -> None:
+    assert logging.is_progress_bar_enabled()
+    lenience.load_pair(*checkpoints("llama"), compile=False)
+    lenience.load_pair(compile=False)
+    assert "%|" not in capfd.readouterr().err and logging.is_progress_bar_enabled()
 
 
 @pytest.mark.parametrize("rule", ["kl:0.4", "fuzzy:js@0.4"])

@@ -26,11 +26,10 @@ def wide(width: int) -> Console:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """While models load: says so, and keeps transformers from drawing bars of its own."""
+    """While models load: says so, and keeps transformers from saying what is no error."""
     with screen.status("loading the models"):
         from transformers.utils import logging
 
-        logging.disable_progress_bar()
         logging.set_verbosity_error()
         yield
 

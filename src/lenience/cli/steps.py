@@ -46,10 +46,6 @@ def compile_pair(pair: Pair, wanted: bool | None, long: bool) -> None:
             pair.compile()
     elif wanted is None:
         pair.compile(export=False)
-    if pair.compiled:
-        import torch
-
-        torch.set_num_threads(1)  # leaves the cores to the graphs
 
 
 def mine_run(pair: Pair, task: Task, out: Path, config: MineConfig) -> MinedCounts:

@@ -18,6 +18,7 @@ from lenience.decoding.options import Decoding
 from lenience.decoding.response import Response
 from lenience.models.generation_config import processors_of
 from lenience.models.session import Session, common
+from lenience.models.threads import torch_threads
 
 if TYPE_CHECKING:
     from lenience.decoding.pair import Pair
@@ -131,6 +132,7 @@ class _InLoop(Generic[T]):
         self.talk, self.target = talk, pair.target
         draft = pair.require_draft("mining")
         self._draft = Session(draft, capacity=min(capacity, draft.context_length or capacity))
+        self._threads = pair.torch_threads
         self._noise = Noise(0, b"")
         processors = processors_of(pair.target, sampling=False) or None
         self._ctx = Context([Row(self._noise)], processors=processors)
@@ -175,8 +177,10 @@ class _InLoop(Generic[T]):
     def _predict(self, question: Predict) -> list[int]:
         """The draft reads the tokens in one parallel pass."""
         before: Sequence[int] = question.ids[:-1]
-        reading = self._draft.read([list(before)], len(question.ids) - question.start)
+        with torch_threads(self._threads):
+            reading = self._draft.read([list(before)], len(question.ids) - question.start)
+            # [1, len(ids) - start, V]
+            logits = self._ctx.process(reading.logits, torch.tensor([before]))
+            predicted = logits[0, :, : self.target.vocab_size].argmax(-1).tolist()
         self.talk.cost.draft_tokens += reading.tokens_read[0]
-        # [1, len(ids) - start, V]
-        logits = self._ctx.process(reading.logits, torch.tensor([before]))
-        return logits[0, :, : self.target.vocab_size].argmax(-1).tolist()
+        return predicted

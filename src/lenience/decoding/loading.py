@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from lenience.core.errors import InputError
 from lenience.decoding.options import Loading, takes_loading
@@ -38,16 +40,29 @@ def load_pair(
     if loading.tokenizer is not None and named:
         what = "the built-in pair" if target is None else target
         raise InputError(f"tokenizer: {what} comes with its own; leave it out")
-    if target is None:
-        pair = _built_in(loading)
-    else:
-        target_lm = _load(target, "target", loading)
-        draft_lm = None if draft is None else _load(draft, "draft", loading)
-        name = target_lm.name if draft_lm is None else f"{target_lm.name} + {draft_lm.name}"
-        pair = Pair(target_lm, draft_lm, name)
+    with _without_bars():
+        if target is None:
+            pair = _built_in(loading)
+        else:
+            target_lm = _load(target, "target", loading)
+            draft_lm = None if draft is None else _load(draft, "draft", loading)
+            name = target_lm.name if draft_lm is None else f"{target_lm.name} + {draft_lm.name}"
+            pair = Pair(target_lm, draft_lm, name)
     if loading.compile is not False:
         pair.compile(export=bool(loading.compile))
     return pair
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keep transformers from drawing a bar for each file of weights; downloads have their own."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _built_in(loading: Loading) -> Pair:

@@ -13,6 +13,7 @@ from lenience.core.protocols import Drafter, Rule
 from lenience.core.types import Draft, Step, Verdict
 from lenience.decoding.response import Response
 from lenience.models.session import Session
+from lenience.models.threads import torch_threads
 
 
 @dataclass
@@ -91,6 +92,13 @@ def cycle(
 ) -> tuple[Draft, Sequence[int], list[Verdict]]:
     """Propose windows for the rows of `ctx`, which may have `room` new tokens more, read them, and
     judge them: the windows, how many tokens the target read for each row, and the verdicts."""
+    with torch_threads(session.torch_threads):
+        return _cycle(session, drafter, rule, ctx, room)
+
+
+def _cycle(
+    session: Session, drafter: Drafter, rule: Rule, ctx: Context, room: Sequence[int]
+) -> tuple[Draft, Sequence[int], list[Verdict]]:
     draft = drafter.propose(ctx, room)
     session.profile.count_cycle()
     if draft.trusted is None:

@@ -94,9 +94,15 @@ class Pair:
 
     def compile(self, *, export: bool = True) -> bool:
         """Read the models through exported graphs on a CPU, in float32, or recorded passes on a
-        GPU, see `lenience.models.compile.compile_model`; says whether all are. With graphs little
-        is left to torch: torch.set_num_threads(1) leaves the cores to them."""
+        GPU, see `lenience.models.compile.compile_model`; says whether all are."""
         return all([compile_model(lm, export=export) for lm in self.models.values()])
+
+    @property
+    def torch_threads(self) -> int | None:
+        """How many threads torch has beside the models: one where graphs, which wait by spinning,
+        have the cores; None for its own."""
+        on_cpu = all(lm.device.type == "cpu" for lm in self.models.values())
+        return 1 if self.compiled and on_cpu else None
 
     @property
     def compiled(self) -> bool:
@@ -302,6 +308,7 @@ class Pair:
         lengths = [min(capacity, lm.context_length or capacity) for lm in cached]
         check_memory(zip(cached, lengths), rows)
         session = Session(reader, rows, lengths[0], profile=profile, layer=setup.rule.layer)
+        session.torch_threads = self.torch_threads
         return session, spec.build(needs) if spec else NoDrafter(reader.device)
 
     def converse(

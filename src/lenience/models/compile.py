@@ -36,7 +36,9 @@ def compile_model(lm: LM, *, export: bool = True) -> bool:
     broken or differs, a warning says why, and the model's own is used on.
     """
     with lm.lock:
-        return lm.backend is not None or _compile(lm, export)
+        if lm.backend is not None and (lm.backend.makes_layers or not export):
+            return True
+        return _compile(lm, export)
 
 
 def _compile(lm: LM, export: bool) -> bool:
@@ -65,7 +67,7 @@ def _backend(lm: LM, path: Path | None, export: bool) -> Backend:
         return CudaGraphs()
     if not path.exists():
         export_graph(lm, path)
-    return load(path, partial(_at_layer, export))
+    return load(path, partial(_at_layer, export), export)
 
 
 def _at_layer(export: bool, lm: LM, layer: int) -> Graph | None:

@@ -30,6 +30,8 @@ BLOCK, KEPT = 256, 64
 class CudaGraphs:
     """The backend of recorded passes."""
 
+    makes_layers = True
+
     def __init__(self, layer: int | None = None) -> None:
         """`layer`: after which of the layers the hidden states are, where not after the final
         norm."""

@@ -97,6 +97,9 @@ class Backend(Protocol):
     """A way to read a model other than through its own forward, see `lenience.models.compile`; it
     gives the states after the final norm, or those after one of the layers."""
 
+    makes_layers: bool
+    """Whether it makes what gives the states after a layer, where there is nothing yet."""
+
     def cache(self, lm: LM, rows: int, capacity: int) -> RowCache:
         """Make a cache, or take over one that no session uses any more."""
         ...

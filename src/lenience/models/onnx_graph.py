@@ -24,7 +24,10 @@ LARGEST_SCORES = 1 << 24
 """How many attention scores a layer may take at once; longer reads are made in parts."""
 
 
-def load(path: Path, at_layer: Callable[[LM, int], Graph | None] | None = None) -> Graph:
+AtLayer = Callable[["LM", int], "Graph | None"]
+
+
+def load(path: Path, at_layer: AtLayer | None = None, makes_layers: bool = False) -> Graph:
     """The graph in a file, which is deleted if ONNX Runtime cannot read it; raises whatever that
     raises."""
     import onnxruntime
@@ -32,7 +35,7 @@ def load(path: Path, at_layer: Callable[[LM, int], Graph | None] | None = None) 
     errors = onnxruntime.capi.onnxruntime_pybind11_state
     _share_threads()
     try:
-        return Graph(path, at_layer)
+        return Graph(path, at_layer, makes_layers)
     except (errors.InvalidProtobuf, errors.InvalidGraph):
         path.unlink(missing_ok=True)
         raise
@@ -41,8 +44,8 @@ def load(path: Path, at_layer: Callable[[LM, int], Graph | None] | None = None) 
 class Graph:
     """An exported forward pass, loaded: the backend of exported graphs."""
 
-    def __init__(self, path: Path, at_layer: Callable[[LM, int], Graph | None] | None = None):
-        """`at_layer` makes the graph that gives the states after a layer."""
+    def __init__(self, path: Path, at_layer: AtLayer | None, makes_layers: bool):
+        """`at_layer` finds the graph that gives the states after a layer, and perhaps makes it."""
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -56,7 +59,7 @@ class Graph:
         self.vocab_size, self.hidden_size = logits.shape[-1], hidden.shape[-1]
         self.can_loop = any(item.name == "steps" for item in inputs)
 
-        self._at_layer = at_layer
+        self._at_layer, self.makes_layers = at_layer, makes_layers
 
     def at_layer(self, lm: LM, layer: int) -> Graph | None:
         return self._at_layer(lm, layer) if self._at_layer else None

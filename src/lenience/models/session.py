@@ -87,6 +87,8 @@ class Session:
         """`layer`: after which of the model's layers the hidden states are, where not after the
         final norm."""
         self.lm, self.profile = lm, profile or Profile()
+        self.torch_threads: int | None = None
+        """How many threads torch has for what is done with its readings; None for its own."""
         self._tokens: list[list[int]] = [[] for _ in range(rows)]
         self._pending: list[_Pending] = []
         if cache is None and (backend := lm.backend_at(layer)):

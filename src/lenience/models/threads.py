@@ -1,0 +1,31 @@
+"""How many threads torch itself has, while others have the cores."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_lock = threading.Lock()
+_found: list[int] = []
+"""What the process had, once for each that has asked for another number since."""
+
+
+@contextmanager
+def torch_threads(number: int | None) -> Iterator[None]:
+    """Give torch so many threads, in the thread that asks; None for as many as it has. Afterwards
+    it has as many as were found, also where others have asked meanwhile: the number is kept by
+    thread, and new threads take the last that was set."""
+    if number is None:
+        yield
+        return
+    with _lock:
+        _found.append(_found[0] if _found else torch.get_num_threads())
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        with _lock:
+            torch.set_num_threads(_found.pop())
