@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,7 @@ from lenience.core.context import Context
 from lenience.core.protocols import Rule
 from lenience.core.records import Record
 from lenience.core.types import Draft, Reading, Verdict
-from lenience.decoding.options import Decoding, bound_names, names
+from lenience.decoding.options import ELSEWHERE, Decoding, bound_names, names
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
 from lenience.evaluation.pages import write_report
@@ -174,6 +174,49 @@ def test_loaded_models_do_with_their_tokenizer(checkpoints, llama: Pair) -> None
         lenience.load_pair(target, draft)
     with pytest.raises(InputError, match="dtype"):
         lenience.load_pair(target, draft, tokenizer=tokenizer, dtype="bfloat16")
+
+
+def test_prompts_come_as_users_of_transformers_have_them(llama: Pair) -> None:
+    tokenizer = llama.target.tokenizer
+    ids = tokenizer("w3 w4")["input_ids"]
+    told = llama.generate(ids, max_new_tokens=8)
+    batch = tokenizer(["w3 w4"], return_tensors="pt")
+    padded = {"input_ids": [[*ids, 0, 0]], "attention_mask": [[1] * len(ids) + [0, 0]]}
+    for prompt in (torch.tensor(ids), torch.tensor([ids]), np.array(ids), batch, padded):
+        assert llama.generate(prompt, max_new_tokens=8).tokens == told.tokens
+        assert llama.generate_batch([prompt], max_new_tokens=8)[0].tokens == told.tokens
+    for prompt in (["w3", "w4"], tokenizer(["w3", "w4"]), torch.tensor([ids, ids])):
+        with pytest.raises(InputError, match="generate_batch takes several"):
+            llama.generate(prompt)
+    with pytest.raises(InputError, match=r"not tensor|not \[0\.5"):
+        llama.generate(torch.tensor([0.5]))
+
+
+def test_options_of_other_libraries_are_told_where_they_are(llama: Pair) -> None:
+    for name, says in (
+        ("do_sample", "a temperature above 0 samples"),
+        ("generation_config", "temperature, top_k and top_p overrule it"),
+        ("stopping_criteria", "stop_strings"),
+        ("num_return_sequences", "generate_batch"),
+        ("temprature", "there are rule, drafter"),
+    ):
+        for value in (1, None):
+            with pytest.raises(InputError, match=f"{name}: there is no such .*{says}"):
+                llama.generate("w3", **{name: value})
+    assert not set(ELSEWHERE) & {item.name for item in fields(Decoding)}
+    nothing = {item.name: None for item in fields(Decoding)}
+    assert Decoding.of(nothing) == Decoding()
+
+
+def test_what_a_user_prints_is_short(llama: Pair) -> None:
+    out = llama.generate("w3 w4", max_new_tokens=40)
+    assert repr(out).startswith("<Generation 'w") and len(repr(out)) < 150
+    assert f"{len(out.tokens)} tokens" in repr(out) and f"ended by {out.finish}" in repr(out)
+    assert repr(llama).startswith("<Pair ") and "target 0.0 M float32 on cpu" in repr(llama)
+    assert isinstance(llama, lenience.Pair) and isinstance(out, lenience.Generation)
+    assert all(isinstance(step, lenience.Step) for step in llama.stream("w3", max_new_tokens=4))
+    with pytest.raises(AttributeError, match="no attribute 'Paar'"):
+        _ = lenience.Paar
 
 
 def test_loading_draws_no_bars_and_leaves_others_theirs(checkpoints, capfd) -> None:

@@ -1,11 +1,13 @@
 """lenience: speculative decoding that learns which draft tokens do not matter for your task.
 
-`load_pair` gives a pair of models to generate with, `rule` an acceptance rule from its spec, `task`
-a task by its name. The heavy imports happen when these are first used.
+`load_pair` gives a `Pair` of models to generate with, whose answers are `Generation`s and come in
+`Step`s; `rule` an acceptance rule from its spec, `task` a task by its name. The heavy imports
+happen when these are first used.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lenience.core.errors import InputError
@@ -16,11 +18,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from lenience.core.protocols import Rule
+    from lenience.core.types import Step
+    from lenience.decoding.generation import Generation
     from lenience.decoding.pair import Pair
     from lenience.tasks import Task
 
 __version__ = VERSION
-__all__ = ["InputError", "load_pair", "rule", "task"]
+__all__ = ["Generation", "InputError", "Pair", "Step", "load_pair", "rule", "task"]
+_LATER = {
+    "Generation": "lenience.decoding.generation",
+    "Pair": "lenience.decoding.pair",
+    "Step": "lenience.core.types",
+}
+"""What is imported when it is first asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LATER[name]), name)
 
 
 @takes_loading

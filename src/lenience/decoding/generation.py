@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 
 from lenience.core.types import Step, Trace
 
+SHOWN = 60
+"""Characters of the text in a repr."""
 
-@dataclass
+
+@dataclass(repr=False)
 class Generation:
     """One answer and what it took."""
 
@@ -37,6 +40,11 @@ class Generation:
     """Why it ended: "eos", "stop" (a stop string), "length" (max_new_tokens) or "context" (the
     model's context is full)."""
     seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= SHOWN else f"{self.text[: SHOWN - 1]}…"
+        counts = f"{len(self.tokens)} tokens, {self.tokens_per_pass:.2f} per pass"
+        return f"<Generation {text!r}: {counts}, ended by {self.finish or 'nothing yet'}>"
 
     @property
     def tokens_per_pass(self) -> float:

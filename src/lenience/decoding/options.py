@@ -95,16 +95,17 @@ class Decoding:
     def with_options(self, options: Mapping[str, Any]) -> Decoding:
         """The same with some options changed. Raises InputError for a name that is none."""
         if unknown := sorted(options.keys() - names()):
-            known = ", ".join(names())
-            raise InputError(
-                f"{unknown[0]}: there is no such option of decoding; there are {known}"
-            )
+            known = f"there are {', '.join(names())}"
+            mend = ELSEWHERE.get(unknown[0], known)
+            raise InputError(f"{unknown[0]}: there is no such option of decoding; {mend}")
         return replace(self, **options)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Decoding:
-        """From the options that were given, the others being the defaults."""
-        return cls().with_options(options)
+        """From the options that were given, the others, and those that are None, being the
+        defaults."""
+        given = {name: value for name, value in options.items() if value is not None}
+        return cls().with_options(given if options.keys() <= set(names()) else options)
 
     @classmethod
     def parse(cls, text: str) -> Decoding:
@@ -178,6 +179,24 @@ class Loading:
         return cls(**options)
 
 
+ELSEWHERE = {
+    "assistant_model": "the draft is the pair's: load_pair(target, draft)",
+    "attention_mask": "prompts of a batch may have any lengths: give each without padding",
+    "do_sample": "a temperature above 0 samples",
+    "eos_token_id": "it is the target's generation_config's; stop_strings end an answer too",
+    "generation_config": "the target's own is taken; temperature, top_k and top_p overrule it",
+    "input_ids": "give the prompt first: generate(prompt)",
+    "logits_processor": "those that the target's generation_config asks for are applied",
+    "max_length": "max_new_tokens counts the answer alone",
+    "num_beams": "one answer is decoded; give a temperature, and prompts as often as you like",
+    "num_return_sequences": "give generate_batch the prompt as often, with a seed for each call",
+    "output_scores": "trace holds where each token came from, and the rule's score",
+    "return_dict_in_generate": "a Generation holds tokens, text and counts",
+    "stop_token_ids": "stop_strings end an answer, and the target's generation_config names EOS",
+    "stopping_criteria": "stop_strings and max_new_tokens end an answer",
+    "streamer": "pair.stream(prompt) gives each step",
+}
+"""What people who know `transformers` or vLLM ask for, and where it is here."""
 NUMBERS: Mapping[object, str] = {
     int: "a whole number",
     int | None: "a whole number, or None",

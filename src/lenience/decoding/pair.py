@@ -74,6 +74,13 @@ class Pair:
         if draft is not None:
             _refuse_different_vocabularies(target, draft)
 
+    def __repr__(self) -> str:
+        models = ", ".join(
+            f"{role} {lm.model.num_parameters() / 1e6:,.1f} M {lm.dtype} on {lm.device}"
+            for role, lm in self.models.items()
+        )
+        return f"<Pair {self.name}: {models}>"
+
     def require_draft(self, what: str) -> LM:
         """The draft model. Raises InputError, naming what needs it, where the pair has none."""
         if self.draft is None:

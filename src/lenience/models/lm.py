@@ -288,17 +288,20 @@ class LM:
         return {"full_attention": full if kinds else sliding}
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt: ids as they are; text and messages through the chat template,
-        where there is one.
+        """Token ids of a prompt: ids as they are, also as a tensor, an array or what a tokenizer
+        gives for one text; text and messages through the chat template, where there is one.
 
         Raises InputError for an empty prompt, ids out of range, messages without a template, words
         that the vocabulary lacks and a prompt that leaves no room in the context.
         """
+        prompt = _plain(prompt)
         if _is_list(prompt, int):
             ids = cast(list[int], list(prompt))
         elif not (isinstance(prompt, str) or _is_list(prompt, dict)):
+            several = isinstance(prompt, list) and len(prompt) and isinstance(prompt[0], str | list)
+            mend = "; generate_batch takes several" if several else ""
             raise InputError(
-                f"a prompt is text, chat messages or a list of token ids, not {prompt!r:.60}"
+                f"a prompt is text, chat messages or a list of token ids, not {prompt!r:.60}{mend}"
             )
         elif getattr(self.tokenizer, "chat_template", None):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -379,6 +382,22 @@ def _refuse_unless_rollable(model: PreTrainedModel, what: str) -> None:
             f"{what}: {kind} keeps a state that cannot be rolled back to an earlier token, which "
             "speculative decoding needs; use a decoder-only attention model"
         )
+
+
+def _plain(prompt: Any) -> Any:
+    """Token ids as a list where they come as a tensor or an array, alone or as a batch of one, or
+    as what a tokenizer gives, whose padding is left out; anything else as it is."""
+    if isinstance(prompt, Mapping) and "input_ids" in prompt:
+        ids, mask = (_row(prompt.get(name)) for name in ("input_ids", "attention_mask"))
+        return ids if mask is None else [token for token, seen in zip(ids, mask) if seen]
+    return _row(prompt)
+
+
+def _row(ids: Any) -> Any:
+    if hasattr(ids, "tolist"):
+        ids = ids.tolist()
+    is_batch_of_one = isinstance(ids, list) and len(ids) == 1 and isinstance(ids[0], list)
+    return ids[0] if is_batch_of_one else ids
 
 
 def _is_list(prompt: object, of: type) -> bool:
