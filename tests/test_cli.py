@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
@@ -205,7 +206,7 @@ def test_the_whole_path_on_a_users_own_pair_and_task(checkpoints, tmp_path: Path
     assert low <= fitted["auc_out_of_fold"] <= high
     assert f"{fitted['auc_out_of_fold']:.3f} ({low:.3f}–{high:.3f})" in " ".join(fit.stderr.split())
     few = fitted["important"] < 100
-    assert few == ("so mine about" in fit.stderr)
+    assert few == ("so learn from about" in " ".join(fit.stderr.split()))
     shown = {row["threshold"] for row in fitted["thresholds"]}
     listed = [
         line for line in fit.stderr.splitlines() if re.match(r" +[\d.]+(–[\d.]+)? +0\.", line)
@@ -345,11 +346,25 @@ def test_a_run_remembers_its_models_and_its_task(
     compared = last_json(run("compare", "--run", folder, "--rule", "exact", *fast, *short))
     assert compared["task"].startswith("own.jsonl") and len(compared["rows"]) == 3
     settings = tmp_path / "run/lenience.toml"
+    before = settings.read_text()
+    refused = run("mine", "--out", folder, "--task", "wordmath", "--limit", 6, *short)
+    assert refused.returncode == 2 and settings.read_text() == before, "what failed is not kept"
+    other = run("compare", "--run", folder, "--rule", "exact", "--draft", "nowhere", *short)
+    assert other.returncode == 2 and "draft 'nowhere'" in other.stderr, "the rest is remembered"
+    templated = ["--prompt-template", "{q} w1", "--rule", "exact", *fast, *short]
+    assert "prompt_template" in last_json(run("compare", "--run", folder, *templated))["task"]
+    (elsewhere / "text").mkdir()
+    smiling = ["--prompt-template", "🙂 {q}", "--same", "text", "--answer", "boxed"]
+    assert run("init", "two", "--task", "../own.jsonl", *smiling).returncode == 0
+    kept = tomllib.loads(Path("two/lenience.toml").read_text())["task"]
+    assert kept["same"] == "text" and kept["prompt_template"] == "🙂 {q}"
+    assert kept["task"] == str(tmp_path / "own.jsonl")
     for text, says in (
         ("[task]\ntask = 5\n", "task must be a text"),
         ("[task]\nfoo = 'x'\n", "has foo, which is unknown"),
         ("[models]\nengine = 'vllm'\n", "has engine, which is unknown"),
         ("task", "cannot be read"),
+        ("models = 'x'", "has models, which is unknown"),
     ):
         settings.write_text(text)
         done = run("certify", folder, *asked, *short)

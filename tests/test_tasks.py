@@ -244,6 +244,25 @@ def test_rows_as_they_are_published(tmp_path: Path) -> None:
     assert len({task.name, filled.name, task.reads, filled.reads}) == 4
 
 
+def test_files_that_are_splits(tmp_path: Path) -> None:
+    """By their names, with ids that begin anew in each."""
+    rows = [{"id": i, "prompt": f"p{i}"} for i in range(5)]
+    named = {}
+    for name in ("gsm_train", "gsm-test", "testimonials", "trainee"):
+        named[name] = str(write(tmp_path / f"{name}.jsonl", rows))
+    both = lenience.task(f"{named['gsm_train']},{named['gsm-test']}", answer="choice")
+    assert [one.id for one in take(both, "test", 2)] == ["gsm-test-0", "gsm-test-1"]
+    assert len(take(both, "train", None)) == len(take(both, "test", None)) == 5
+    mixed = f"{named['gsm_train']},{named['testimonials']}"
+    with pytest.raises(InputError, match=r"testimonials.jsonl, line 1: says no split, as others"):
+        lenience.task(mixed, answer="choice")
+    neither = lenience.task(f"{named['testimonials']},{named['trainee']}", answer="choice")
+    assert len(take(neither, "train", None)) == 8, "every fifth row is test"
+    (tmp_path / "b").mkdir()
+    again = write(tmp_path / "b/gsm_train.jsonl", rows)
+    assert len(take(lenience.task(f"{named['gsm_train']},{again}", answer="choice"), "train", 99))
+
+
 def test_rows_that_have_other_names_are_told_how_to_be_read(tmp_path: Path) -> None:
     path = str(write(tmp_path / "t.jsonl", [{"question": "x", "answer": "#### 1"}]))
     for options, says in (
@@ -253,6 +272,7 @@ def test_rows_that_have_other_names_are_told_how_to_be_read(tmp_path: Path) -> N
         ({"prompt_template": "{x}"}, "lacks 'x'.*it has question, answer"),
         ({"prompt_template": "{"}, "braces twice"),
         ({"prompt_template": "{}"}, "braces twice"),
+        ({"prompt_template": "{question[a]}"}, "braces twice"),
         ({"prompt_template": "x", "prompt_field": "x"}, "both say the prompt"),
         ({"prompt_field": "question", "reference_field": "answer"}, "try --answer number-after"),
     ):
@@ -260,6 +280,15 @@ def test_rows_that_have_other_names_are_told_how_to_be_read(tmp_path: Path) -> N
             lenience.task(path, **options)
     with pytest.raises(InputError, match="prompt_field is for tasks from JSON files"):
         lenience.task("wordmath", prompt_field="question")
+    whole = json.dumps({"question": "x", "prompt": "y", "answer": "#### 1"})
+    (tmp_path / "bom.json").write_bytes(b"\xef\xbb\xbf" + whole.encode())
+    template = {"prompt_template": "{question!r:>5}", "answer": "choice"}
+    task = lenience.task(str(tmp_path / "bom.json"), **template)
+    assert isinstance(task, JsonlTask) and task.unread == ["prompt", "answer"]
+    compressed = gzip.compress(whole.encode())
+    (tmp_path / "cut.jsonl.gz").write_bytes(compressed[:12] + b"xxxx" + compressed[16:])
+    with pytest.raises(InputError, match=r"cut.jsonl.gz: cannot be read"):
+        lenience.task(str(tmp_path / "cut.jsonl.gz"), answer="choice")
     (tmp_path / "t.jsonl.gz").write_bytes(b"not compressed")
     with pytest.raises(InputError, match="cannot be read"):
         lenience.task(f"{path}.gz", answer="choice")

@@ -320,12 +320,13 @@ def _watchable(run: Path) -> Certificate:
 
 
 def read_prompts(path: Path, fields: Fields = USUAL_FIELDS) -> list[LivePrompt]:
-    """Read the prompts of a JSONL file, each with prompt or messages and perhaps reference, or with
-    what `fields` name. Raises InputError, by line."""
+    """Read the prompts of a JSONL file, each with prompt or messages, or what `fields` name for
+    these, and perhaps a reference. Raises InputError, by line."""
     prompts = []
     for where, row in read_rows(path):
+        whole = row.get("prompt") is not None or "messages" in row
         try:
-            prompt = fields.prompt_of(row)
+            prompt = (USUAL_FIELDS if whole else fields).prompt_of(row)
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
         reference = fields.reference_of(row)

@@ -224,7 +224,7 @@ def mine(
     models = models_of(out, models)
     task = choice.load()
     pair = models.load(long=True)
-    if not (out / SETTINGS).exists():
+    if not _is_run(out):
         remember(out, models, choice)
     counts = mine_run(pair, task, out, config)
     remember(out, models, choice)
@@ -264,7 +264,9 @@ def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> N
         pair = Models(flags.target, flags.draft, None, flags.device).load()
         fitted = fit_annotated(pair, rows, plan)
     else:
-        pair = mined_with(run, flags.target, flags.draft, flags.device).load(long=flags.gate)
+        mined_with(run)  # raises where nothing is mined
+        models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
+        pair = models.load(long=flags.gate)
         fitted = fit_run(pair, run, plan)
     print_thresholds(fitted, plan.out)
     if json:

@@ -55,6 +55,8 @@ class Models:
 
             options = {"dtype": self.dtype, "device": self.device, "compile": False}
             if self.engine == "vllm":
+                if self.device == "auto":  # the memory of a GPU is vLLM's
+                    options["device"] = "cpu"
                 return self._in_vllm(load_pair(self.target, self.draft, **options))
             pair = load_pair(self.target, self.draft, **options)
         if self.engine_arg:
@@ -121,8 +123,8 @@ class TaskChoice:
         return task
 
 
-def mined_with(run: Path, target: str | None, draft: str | None, device: str) -> Models:
-    """The models that a run was mined with, where they are now."""
+def mined_with(run: Path) -> Models:
+    """The models that a run was mined with, where they were then."""
     from lenience.runs.record import read_run
 
     if not (run / "run.json").is_file():
@@ -130,20 +132,20 @@ def mined_with(run: Path, target: str | None, draft: str | None, device: str) ->
     record = read_run(run)
     if lacking := {"target", "draft"} - record.models.keys():
         raise InputError(f"{run / 'run.json'}: its models lack {lacking.pop()}; mine anew")
-    if record.pair != "built-in":
-        target = target or record.models["target"].name
-        draft = draft or record.models["draft"].name
     dtypes = {model.dtype for model in record.models.values()}
-    return Models(target, draft, dtypes.pop() if len(dtypes) == 1 else "auto", device)
+    models = Models(dtype=dtypes.pop() if len(dtypes) == 1 else "auto")
+    if record.pair != "built-in":
+        models.target, models.draft = (record.models[role].name for role in ("target", "draft"))
+    return models
 
 
 def choice_of(run: Path, choice: TaskChoice) -> TaskChoice:
     """The task that was named, or else the one that the run remembers, or was mined on."""
     from lenience.tasks import TASKS
 
-    if choice.task is not None:
-        return choice
     kept = _kept(run, "task", TaskChoice)
+    if choice.task is not None and _located(choice.task) != kept.task:
+        return choice
     if kept.task is None:
         mined = "wordmath"
         if (run / "run.json").exists():
@@ -151,6 +153,8 @@ def choice_of(run: Path, choice: TaskChoice) -> TaskChoice:
         if mined not in TASKS:
             raise InputError(f"--task: {run} was mined on {mined!r}; name that task's file")
         kept = TaskChoice(mined)
+    if choice.prompt_field is not None or choice.prompt_template is not None:
+        kept = replace(kept, prompt_field=None, prompt_template=None)
     others = {name: value for name, value in vars(choice).items() if value is not None}
     return replace(kept, **others)
 
@@ -158,12 +162,12 @@ def choice_of(run: Path, choice: TaskChoice) -> TaskChoice:
 def models_of(run: Path, models: Models | None) -> Models:
     """The models that were named, or else those that the run remembers or was mined with."""
     named = models or Models()
-    if named.target or named.draft:
-        return named
-    kept = _kept(run, "models", Models)
-    if kept == Models() and (run / "run.json").exists():
-        kept = mined_with(run, None, None, named.device)
-    return replace(kept, **_others_than_usual(named, vars(named)))
+    said = _others_than_usual(_kept(run, "models", Models), KEPT)
+    said |= _others_than_usual(named, vars(named))
+    mined = Models()
+    if not {"target", "draft"} <= said.keys() and (run / "run.json").exists():
+        mined = mined_with(run)
+    return replace(mined, **said)
 
 
 def remember(run: Path, models: Models, choice: TaskChoice) -> None:
@@ -171,8 +175,10 @@ def remember(run: Path, models: Models, choice: TaskChoice) -> None:
     where they are."""
     lines = ["# What the commands on this run take where no flag says otherwise."]
     for name, given in (("models", _others_than_usual(models, KEPT)), ("task", vars(choice))):
-        said = {key: _located(value) for key, value in given.items() if value is not None}
-        lines += ["", f"[{name}]", *(f"{key} = {json.dumps(said[key])}" for key in said)]
+        said = {key: value for key, value in given.items() if value is not None}
+        for key in said.keys() & {"target", "draft", "task"}:
+            said[key] = _located(said[key])
+        lines += ["", f"[{name}]", *(f"{key} = {_quoted(said[key])}" for key in said)]
     text = "\n".join(lines) + "\n"
     path = run / SETTINGS
     try:
@@ -189,8 +195,17 @@ def _others_than_usual(models: Models, names: Iterable[str]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value != getattr(Models(), name)}
 
 
+def _quoted(text: str) -> str:
+    """As a text of TOML's, whose escapes are JSON's but for those of pairs of surrogates."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def _located(value: str) -> str:
     """A local file or folder by its absolute path, so that a command finds it from elsewhere."""
+    from lenience.tasks import TASKS
+
+    if value in TASKS:
+        return value
     if (file := value.rpartition(":")[0]).endswith(".py") and Path(file).is_file():
         return f"{Path(file).resolve()}:{value.rpartition(':')[2]}"
     files = value.split(",")
@@ -216,7 +231,8 @@ def _kept(run: Path, section: str, kind: type[Section]) -> Section:
         raise InputError(f"{path}: cannot be read ({error}); mend it, or delete it") from None
     known = {"models": set(KEPT), "task": {one.name for one in fields(TaskChoice)}}
     for name, values in content.items():
-        others = values.keys() - known[name] if name in known else {name}
+        is_section = name in known and isinstance(values, dict)
+        others = values.keys() - known[name] if is_section else {name}
         if others:
             raise InputError(f"{path}: has {min(others)}, which is unknown here; take it out")
         for key, value in values.items():

@@ -283,7 +283,7 @@ def _print_judge(head: Head, folder: Path) -> None:
         samples = -(-head.metrics["samples"] * TELLING // important)
         say(
             f"{important} important mismatches say little of the strict end: {TELLING} tell a "
-            f"recall of 0.99 from 1, so mine about {samples} samples"
+            f"recall of 0.99 from 1, so learn from about {samples} samples"
         )
 
 

@@ -103,21 +103,28 @@ def metadata(row: Row, fields: Fields) -> Row:
 
 def _rows(paths: Sequence[Path], fields: Fields) -> Iterator[Row]:
     """The rows of files, each with an id, and with a split where its file is one."""
-    ids = set[str]()
-    for path in paths:
-        named = re.match(r"train|test", path.name) if len(paths) > 1 else None
-        prefix = f"{path.name.split('.')[0]}-" if len(paths) > 1 else ""
+    several, ids = len(paths) > 1, set[str]()
+    splits = [re.search(r"(?<![a-z])(train|test)(?![a-z])", path.name.lower()) for path in paths]
+    stems = [path.name.split(".")[0] for path in paths]
+    for n, (path, split) in enumerate(zip(paths, splits)):
+        prefix = ""
+        if several:
+            prefix = f"{stems[n]}-" if stems.count(stems[n]) == 1 else f"{stems[n]}{n + 1}-"
         for number, (where, row) in enumerate(read_rows(path), 1):
             try:
                 fields.prompt_of(row)
             except InputError as error:
                 raise InputError(f"task file {where}: {error}") from None
-            row["id"] = str(row.get("id", f"{prefix}{number}"))
+            row["id"] = f"{prefix}{row.get('id', number)}"
             if row["id"] in ids:
                 raise InputError(
                     f"task file {where}: the id {row['id']!r} has come before; make each one once"
                 )
-            if named:
-                row.setdefault("split", named[0])
             ids.add(row["id"])
+            if several and split:
+                row.setdefault("split", split[1])
+            elif any(splits) and several and "split" not in row:
+                raise InputError(
+                    f"task file {where}: says no split, as others do by their names (train, test)"
+                )
             yield row

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from lenience.core.errors import InputError
 from lenience.tasks.base import Messages
 
-OTHERS = ("id", "messages", "split", "group")
-"""What a row may say besides its prompt and its reference."""
 USUAL = {
     "prompt": ("question", "instruction", "problem", "input", "query", "text"),
     "reference": ("answer", "solution", "output", "label", "target"),
@@ -62,10 +63,14 @@ class Fields:
 
     def unread(self, rows: list[Row]) -> list[str]:
         """The keys of rows that nothing reads."""
-        template = self.template or ""
-        known = {self.prompt, self.reference, *OTHERS}
+        known = {self.reference, "id", "split", "group"}
+        if self.template is None:
+            known |= {self.prompt, "messages"}
+        else:
+            named = (field for _, field, _, _ in Formatter().parse(self.template) if field)
+            known |= {re.split(r"[.\[]", field)[0] for field in named}
         keys = {key: None for row in rows for key in row}
-        return [key for key in keys if key not in known and f"{{{key}}}" not in template]
+        return [key for key in keys if key not in known]
 
     def _filled(self, row: Mapping[str, Any]) -> str:
         assert self.template is not None
@@ -75,7 +80,7 @@ class Fields:
             had = ", ".join(row)
             what = f"lacks {error}, which the prompt template names; it has {had}"
             raise InputError(what) from None
-        except (ValueError, IndexError, AttributeError) as error:
+        except (ValueError, IndexError, AttributeError, TypeError) as error:
             mend = "write fields as {question}, and braces twice"
             raise InputError(f"prompt template {self.template!r:.60}: {error}; {mend}") from None
 
@@ -111,8 +116,8 @@ def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
         content = path.read_bytes()
         if path.suffix == ".gz":
             content = gzip.decompress(content)
-        text = content.decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+        text = content.decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read ({error})") from None
     for where, value in _values(path, text):
         if not isinstance(value, dict):

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import chain, count
 from typing import Any, Generic, TypeVar
 
 from lenience.core.errors import InputError, first_line
@@ -47,11 +47,13 @@ class Kind:
     """How many tokens are drafted; 0 without a draft."""
     sampled: bool
     """Whether the draft samples as the target does."""
+    share: float = 1.0
+    """Of the memory that one vLLM may take, for those that run beside each other."""
 
 
-PREDICTS, CONTINUES = Kind("draft", 0, sampled=False), Kind("target", WINDOW, sampled=False)
-SHARES = {PREDICTS: 0.25, CONTINUES: 0.75}
-"""Of the two that hold dialogues, the share of memory that each may take of what one may."""
+DIALOGUES = Kind("draft", 0, False, share=0.25), Kind("target", WINDOW, False, share=0.75)
+"""What predicts and what continues in dialogues, the smaller first: each looks for its share in
+what is free."""
 MEMORY, ALL_MEMORY = "gpu_memory_utilization", 0.9
 """The argument that says what one may take, and how much that is by default."""
 
@@ -184,8 +186,8 @@ class VllmPair(Pair):
             if kind.window:
                 options |= self._drafting(kind)
             options |= self.arguments
-            if beside:
-                options[MEMORY] = SHARES[kind] * self.arguments.get(MEMORY, ALL_MEMORY)
+            if kind.share < 1:
+                options[MEMORY] = kind.share * self.arguments.get(MEMORY, ALL_MEMORY)
             source = str(lm.model.name_or_path)
             try:
                 llm = LLM(model=source, tokenizer=source, **options)
@@ -228,9 +230,11 @@ class VllmPair(Pair):
         read before, and the draft's tokens are another one's log-probabilities of a prompt."""
         setup = self.setup(Decoding(window=WINDOW))
         self.require_draft("mining")
-        # the smaller first: each looks for its share in what is free
-        engines = [self._engine(kind, beside=set(SHARES)) for kind in SHARES]
-        waiting = enumerate(dialogues)
+        waiting: Iterator[tuple[int, Dialogue[T]]] = enumerate(dialogues)
+        if (first := next(waiting, None)) is None:
+            return
+        waiting = chain([first], waiting)
+        engines = [self._engine(kind, beside=DIALOGUES) for kind in DIALOGUES]
         held: dict[str, _Asked[T]] = {}
         try:
             while True:
@@ -263,11 +267,11 @@ class VllmPair(Pair):
         name = f"{KEY}-{next(self._numbers)}"
         held[name] = _Asked(talk, question)
         if isinstance(question, Predict):
-            kind, params, ids = PREDICTS, _predicting(), question.ids[:-1]
+            kind, params, ids = DIALOGUES[0], _predicting(), question.ids[:-1]
         else:
             decoding = replace(setup.decoding, max_new_tokens=question.limit)
             params = self._params(replace(setup, decoding=decoding), WINDOW)
-            kind, ids = CONTINUES, question.ids
+            kind, ids = DIALOGUES[1], question.ids
         self._running[kind].add_request(name, {"prompt_token_ids": list(ids)}, params)
         return []
 
