@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +40,7 @@ from lenience.evaluation.compare import CompareConfig, Comparison
 from lenience.heads.head import Head, Inputs
 from lenience.integrations.vllm import asked, hooks, v1
 from lenience.integrations.vllm.checks import check, check_seams, vllm_version
-from lenience.integrations.vllm.engine import VllmPair
+from lenience.integrations.vllm.engine import DIALOGUES, Kind, VllmPair
 from lenience.mining.features import compute_features
 from lenience.mining.search import MineConfig, mine
 from lenience.runs.journal import Journal
@@ -399,6 +400,23 @@ def test_mining_in_vllm_finds_the_labels_of_our_own_loop(
     with pytest.raises(InputError, match="engine"):
         mine(pair, task, run, MineConfig(limit=4))
     compute_features(pair, run, Inputs(("target",)))
+
+
+def test_on_a_gpu_a_vllm_ends_before_another_begins(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes nearly all memory but for the two that mine, which run beside each other."""
+    alone, ended = Kind("target", WINDOW, sampled=False), list[Kind]()
+    for is_cpu, wanted in ((True, []), (False, [alone])):
+        made = VllmPair(pair, {})
+        for kind in (alone, *DIALOGUES):
+            stop = partial(ended.append, kind)
+            made._running[kind] = SimpleNamespace(engine_core=SimpleNamespace(shutdown=stop))
+        platform = SimpleNamespace(is_cpu=lambda is_cpu=is_cpu: is_cpu)
+        monkeypatch.setattr("vllm.platforms.current_platform", platform)
+        made._make_room(DIALOGUES)
+        assert ended == wanted and (alone in made._running) == is_cpu
+    assert sum(kind.share for kind in DIALOGUES) == 1
 
 
 def test_a_comparison_runs_in_vllm(in_vllm: VllmPair, judge: str, tmp_path: Path) -> None:
