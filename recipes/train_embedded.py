@@ -28,7 +28,10 @@ constant learning rate.
               94.7, 94.2, 94.3 %  a fifth, 0.3 and 0.4 of the way to the last one's weights
   The narrow one read on as well (45 M tokens more, --rate 2e-3 --decay 0.7 --compare 5 --numeric 6
   --pool 2000): 97.2 % of the first 500 and 95.7 % of 1,500 others; of 45 errors in 1,000 it takes
-  the wrong person's number after a transfer in 42.
+  the wrong person's number after a transfer in 42. All of these ask for a difference: it takes both
+  people's numbers the wrong way round, which a sum does not show. Dwelling on that did not help:
+  40 M tokens more in which six of ten problems have a transfer and numerals weigh 15, 96.0 and
+  94.6 %; 14 M with the first operand of each subtraction weighing 20, 96.4 and 95.0 %.
 - draft, 2 layers x 128, 0.45 M parameters: 30,000 tokens/s, 3 minutes. With 6.5 M tokens it is
   right on 56 %, with 10 M on 69 %, and then too few of its mismatches are important.
 
@@ -119,8 +122,6 @@ class Training:
     """Tokens in a batch."""
     compare: int
     """How often the hardest family comes for once of each other."""
-    gifts: int
-    """How often a problem of it comes in which something changes hands."""
     numeric: float
     """Weight of digits and operators in the loss, whose signal would drown in that of wording."""
     work: Path
@@ -134,24 +135,14 @@ class Training:
         return "draft" if self.role == "draft" else "target"
 
 
-def with_gift(rng: random.Random) -> wordmath_problems.Problem:
-    """A problem of the family `compare` in which something changes hands."""
-    while True:
-        made_up = wordmath_problems.FAMILIES[0](rng)
-        if " Then " in made_up.text:
-            return made_up
-
-
 def pool_of(
-    training: Training, tokenizer: PreTrainedTokenizerFast, number: int, rng: random.Random
+    author: str, tokenizer: PreTrainedTokenizerFast, number: int, rng: random.Random, compare: int
 ) -> list[Text]:
     """2,048 problems with their solutions, the shortest first."""
     hardest, *others = wordmath_problems.FAMILIES
-    families = [hardest] * training.compare + others + [with_gift] * training.gifts
-    author = training.author
     questions, wholes = [], []
     for i in range(number * 2048, (number + 1) * 2048):
-        made_up = wordmath.problem(f"pretrain-{author}", i, families)
+        made_up = wordmath.problem(f"pretrain-{author}", i, [hardest] * compare + others)
         questions.append(wordmath.prompt(made_up))
         wholes.append(f"{questions[-1]} {wordmath.solution(made_up, author, rng)}")
     pairs = zip(tokenizer(questions)["input_ids"], tokenizer(wholes)["input_ids"])
@@ -187,7 +178,7 @@ def batches(
     number, author = start, training.author
     while True:
         rng = random.Random(f"pool|{author}|{number}")
-        texts = pool_of(training, tokenizer, number, rng)
+        texts = pool_of(author, tokenizer, number, rng, training.compare)
         chunks = chunks_of(texts, training.batch)
         rng.shuffle(chunks)
         number += 1
@@ -375,8 +366,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8192, help="tokens in a batch")
     compare_help = "how often the family `compare` comes for once of each other"
     parser.add_argument("--compare", type=int, default=2, help=compare_help)
-    gifts_help = "how often a problem of it comes in which something changes hands"
-    parser.add_argument("--gifts", type=int, default=0, help=gifts_help)
     numeric_help = "weight of digits and operators in the loss"
     parser.add_argument("--numeric", type=float, default=3, help=numeric_help)
     work_help = "where the state of the training is kept"
