@@ -130,6 +130,8 @@ def compare_run(pair: Pair, task: Task, config: CompareConfig, out: Path | None)
         with screen.status("estimating"):
             estimate = comparison.estimate(folder)
         say(f"{estimate.answers} answers to decode, about {duration(estimate.seconds)}")
+        if tuned := len(comparison.tuning_samples):
+            say(f"windows are chosen on other prompts: the last {tuned} of the training split")
         with progress_bars() as show:
             frontier = comparison.carry_out(folder, show)
     print_table(frontier)

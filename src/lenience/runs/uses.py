@@ -161,6 +161,7 @@ def draw_rows(lm: LM, task: Task, draw: Draw, uses: Iterable[Use]) -> list[Sampl
     rows = _Rows(task, samples, uses)
     drawn = rows.own(draw)
     rows.spend_groups(lm)
+    spent = Counter[str]()
     named = [sample for sample in samples if sample.id in draw.ids] if draw.ids else samples
     for sample in _units(named, draw.key):
         if len(drawn) >= draw.n:
@@ -174,10 +175,14 @@ def draw_rows(lm: LM, task: Task, draw: Draw, uses: Iterable[Use]) -> list[Sampl
             raise InputError(
                 f"prompt {sample.id}: has been used for {used_for}; a certificate needs fresh ones"
             )
+        else:
+            spent[used_for] += 1
     if not drawn:
+        by_use = ", ".join(f"{count} for {use}" for use, count in spent.most_common())
         raise InputError(
-            f"{where}: none of the {len(samples)} prompts of its split {draw.split!r} is fresh; "
-            "name a file of others (--task), or another --split"
+            f"{where}: none of the {len(samples)} prompts of its split {draw.split!r} is fresh"
+            f"{f' (used: {by_use})' if by_use else ''}; name a file of others (--task), or another "
+            "--split"
         )
     return drawn[: draw.n]
 
