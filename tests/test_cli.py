@@ -7,6 +7,7 @@ import html
 import io
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from unittest.mock import patch
 import pytest
 
 import lenience
-from lenience.cli.commands import main
+from lenience.cli.commands import EXAMPLES, app, main
 from lenience.decoding.auto_window import CANDIDATES
 from lenience.decoding.loading import EMBEDDED
 
@@ -431,6 +432,17 @@ def test_the_demo_tells_the_whole_story(tmp_path: Path, monkeypatch: pytest.Monk
         ]
         > 0
     )
+
+
+def test_help_is_in_the_order_of_use_with_examples_that_can_be_typed() -> None:
+    whole = run("--help").stdout
+    listed = [name for name in re.findall(r"│ (\w+) ", whole) if name in EXAMPLES]
+    assert listed == list(EXAMPLES)
+    for name, example in EXAMPLES.items():
+        told = run(name, "--help").stdout
+        assert example in " ".join(told.split()) and "--empty" not in told
+        command, bound, _ = app.parse_args(shlex.split(example)[1:], exit_on_error=False)
+        assert command.__name__ == name and bound.arguments
 
 
 def test_the_version_is_told() -> None:

@@ -9,10 +9,10 @@ import sys
 import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import cyclopts
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from lenience.cli.console import loading, say, screen
 from lenience.cli.named import (
@@ -60,18 +60,42 @@ from lenience.core.errors import InputError, first_line
 from lenience.core.version import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from lenience.decoding.pair import Pair
 
+F = TypeVar("F", bound="Callable[..., None]")
 app = App(
     name="lenience",
     help="Speculative decoding that learns which draft tokens do not matter for your task.",
     version=VERSION,
+    default_parameter=Parameter(negative_iterable=()),
 )
+EXAMPLES = {
+    "demo": "lenience demo --out demo",
+    "generate": 'lenience generate "…" --rule certified:run --show',
+    "init": "lenience init run --target org/target --draft org/draft --task rows.jsonl "
+    "--answer number-after:####",
+    "mine": "lenience mine --out run --limit 1000 --target org/target --draft org/draft "
+    "--task rows.jsonl --answer number-after:####",
+    "fit": "lenience fit run --head mlp --ahead 12",
+    "compare": "lenience compare --run run --rule exact --rule judge:run/judge@0.99 --out report",
+    "certify": "lenience certify run --max-drop 0.01",
+    "tune": "lenience tune run --max-drop 0.01",
+    "audit": "lenience audit run live.jsonl --share 0.05",
+}
+"""One of each command, in the order of use."""
 
 
-@app.command
+def command(function: F) -> F:
+    """Make a function a command, with its place and its example."""
+    name = function.__name__
+    place, example = list(EXAMPLES).index(name), f"Example: {EXAMPLES[name]}"
+    app.command(function, sort_key=place, help_epilogue=example)
+    return function
+
+
+@command
 def generate(
     prompt: str | None = None,
     /,
@@ -183,7 +207,7 @@ def _prompt(pair: Pair) -> str:
     return prompt
 
 
-@app.command
+@command
 def init(run: Path, /, *, choice: TaskChoice | None = None, models: Models | None = None) -> None:
     """Note a run's models and task in RUN/lenience.toml, so that no other command on it need be
     told; mine does so too.
@@ -201,7 +225,7 @@ def init(run: Path, /, *, choice: TaskChoice | None = None, models: Models | Non
     say(f"{run / SETTINGS} is written; next: lenience mine --out {run}")
 
 
-@app.command
+@command
 def mine(
     *,
     out: Path,
@@ -243,7 +267,7 @@ def mine(
         _print_json({"run": str(out), **asdict(counts)})
 
 
-@app.command
+@command
 def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> None:
     """Fit a judge to a run's journal and save it in RUN/judge; or a stop condition for the drafter,
     in RUN/stop or RUN/gate.
@@ -274,7 +298,7 @@ def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> N
         _print_json({**head, "threshold": fitted.threshold, **fitted.metrics})
 
 
-@app.command
+@command
 def certify(
     run: Path,
     /,
@@ -307,7 +331,7 @@ def certify(
         _print_json({"run": str(run), **outcome})
 
 
-@app.command
+@command
 def tune(
     run: Path,
     /,
@@ -339,7 +363,7 @@ def tune(
         _print_json({"run": str(run), "races": races, **certificate})
 
 
-@app.command
+@command
 def audit(
     run: Path,
     prompts: Path,
@@ -378,7 +402,7 @@ def audit(
         _print_json({"run": str(run), **vars(state)})
 
 
-@app.command
+@command
 def compare(
     *,
     run: Path | None = None,
@@ -416,7 +440,7 @@ def compare(
         _print_json({key: value for key, value in whole.items() if key != "examples"})
 
 
-@app.command
+@command
 def demo(*, out: Path = Path("demo"), fresh: int = 8, limit: int = 100, json: Json = False) -> None:
     """The whole story on the built-in pair: mine, fit, tune, certify, compare, report.html.
 

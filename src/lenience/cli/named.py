@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
 from lenience.cli.console import loading, say
 from lenience.cli.steps import compile_pair
@@ -25,7 +25,7 @@ SETTINGS = "lenience.toml"
 KEPT = ("target", "draft", "dtype", "device")
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=Group("Models and engine", sort_key=2))
 @dataclass
 class Models:
     target: str | None = None
@@ -41,7 +41,7 @@ class Models:
     and they are small."""
     engine: Literal["lenience", "vllm"] = "lenience"
     """What runs the models: our own loop, or vLLM with the rules inside it (docs/vllm.md)."""
-    engine_arg: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    engine_arg: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = ()
     """An argument of vLLM's own, NAME=VALUE, such as tensor_parallel_size=2; may be given
     again."""
 
@@ -92,7 +92,7 @@ def _argument(text: str) -> tuple[str, Any]:
         return name, value
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=Group("Task", sort_key=1))
 @dataclass
 class TaskChoice:
     task: str | None = None

@@ -21,9 +21,15 @@ if TYPE_CHECKING:
     from lenience.mining.fit import HeadPlan
     from lenience.mining.search import MineConfig
 
-Flag = Annotated[bool, Parameter(negative="")]
+Flag = Annotated[bool, Parameter(negative="", show_default=False)]
 Json = Annotated[
-    bool, Parameter(name="--json", negative="", help="Print one JSON object as the last line.")
+    bool,
+    Parameter(
+        name="--json",
+        negative="",
+        show_default=False,
+        help="Print one JSON object as the last line.",
+    ),
 ]
 
 
