@@ -477,6 +477,7 @@ def test_a_checker_that_raises_ends_the_run_or_counts_as_wrong() -> None:
     with pytest.warns(UserWarning, match="sample a: answer failed with ValueError.*as others will"):
         assert task.answer("one", a) is None
     assert task.answer("1", a) == "1" and task.same("1", "one", a) is False
+    assert task.same(None, "1", a) is None, "a missing answer is never another one"
     assert task.score([("one", a), ("2", b)]) == [Score(False, 1.0), Score(True, 0.0)]
     assert task.loss("one", "1", a) == 1.0 and task.loss("1", "1", a) == 0.0
 

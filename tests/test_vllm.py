@@ -414,7 +414,7 @@ def test_on_a_gpu_a_vllm_ends_before_another_begins(
             made._running[kind] = SimpleNamespace(engine_core=SimpleNamespace(shutdown=stop))
         platform = SimpleNamespace(is_cpu=lambda is_cpu=is_cpu: is_cpu)
         monkeypatch.setattr("vllm.platforms.current_platform", platform)
-        made._make_room(DIALOGUES)
+        made._make_room(DIALOGUES[0])
         assert ended == wanted and (alone in made._running) == is_cpu
     assert sum(kind.share for kind in DIALOGUES) == 1
 

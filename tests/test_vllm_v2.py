@@ -35,7 +35,7 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils as sampling_k
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
 from lenience.core.noise import Noise
-from lenience.core.types import Draft, Reading
+from lenience.core.types import Draft, Reading, Verdict
 from lenience.heads.head import Head, Inputs
 from lenience.integrations.vllm import asked, v2
 from lenience.integrations.vllm.checks import check_seams
@@ -227,6 +227,17 @@ def by_itself(runner: Runner, rule: str, slot: int, drafted: list[int], states: 
     return verdict
 
 
+def said_of(
+    runner: Runner, rules: dict[int, str], given: Any, states: Any, windows: dict[int, list[int]]
+) -> Iterator[tuple[int, Verdict]]:
+    """What each slot's rule says of its window, as far as which vLLM has kept it."""
+    for slot, drafted in windows.items():
+        verdict = by_itself(runner, rules[slot], slot, drafted, states[slot])
+        kept = verdict.num_accepted
+        assert given[slot][:kept] == drafted[:kept] and len(given[slot]) == kept + 1
+        yield slot, verdict
+
+
 def windows_of(runner: Runner, slots: Sequence[int], seed: int) -> dict[int, list[int]]:
     rng = np.random.default_rng(seed)
     return {slot: rng.integers(0, V, rng.integers(1, WINDOW + 1)).tolist() for slot in slots}
@@ -256,10 +267,8 @@ def test_greedy_windows_end_as_each_rule_says(
     for seed in range(12):
         windows = windows_of(runner, list(rules), seed)
         given, states, counts = step(runner, windows, seed)
-        for slot, drafted in windows.items():
-            verdict = by_itself(runner, rules[slot], slot, drafted, states[slot])
-            kept = verdict.num_accepted
-            assert given[slot][:kept] == drafted[:kept] and len(given[slot]) == kept + 1
+        for slot, verdict in said_of(runner, rules, given, states, windows):
+            drafted, kept = windows[slot], verdict.num_accepted
             best = (states[slot] @ runner.weight).argmax(-1).tolist()
             assert given[slot][kept] == best[kept]
             if rules[slot] == "exact":
@@ -282,10 +291,8 @@ def test_sampled_windows_end_as_each_rule_says(run: Callable[..., Runner], judge
     for seed in range(40):
         windows = windows_of(runner, list(rules), seed)
         given, states, _ = step(runner, windows, seed)
-        for slot, drafted in windows.items():
-            verdict = by_itself(runner, rules[slot], slot, drafted, states[slot])
-            kept = verdict.num_accepted
-            assert given[slot][:kept] == drafted[:kept] and len(given[slot]) == kept + 1
+        for slot, verdict in said_of(runner, rules, given, states, windows):
+            drafted, kept = windows[slot], verdict.num_accepted
             if kept < len(drafted):
                 assert given[slot][kept] == verdict.next_token
                 redrawn += verdict.next_token == drafted[kept]

@@ -32,7 +32,6 @@ from lenience.decoding.pair import Pair
 from lenience.models.lm import Prompt
 from lenience.runs.journal import Journal, Tail
 from lenience.tasks import Sample, Task, as_task, ungradable
-from lenience.tasks.jsonl import metadata
 from lenience.tasks.rows import USUAL_FIELDS, Fields, read_rows
 
 _random = random.SystemRandom()
@@ -330,7 +329,7 @@ def read_prompts(path: Path, fields: Fields = USUAL_FIELDS) -> list[LivePrompt]:
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
         reference = fields.reference_of(row)
-        prompts.append(LivePrompt(prompt, reference, metadata(row, fields)))
+        prompts.append(LivePrompt(prompt, reference, fields.besides(row)))
     if not prompts:
         raise InputError(f"{path}: has no prompts")
     return prompts

@@ -7,7 +7,7 @@ import json as jsonlib
 import os
 import sys
 import warnings
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,6 +20,8 @@ from lenience.cli.named import (
     Models,
     TaskChoice,
     choice_of,
+    is_run,
+    known_run,
     mined_with,
     models_of,
     remember,
@@ -123,8 +125,8 @@ def generate(
     drafts = _check_specs(options)
     models = models or Models()
     if run is not None:
-        models = models_of(_mined(run), models)
-    elif is_certified(options.get("rule")) and _is_run(run_of(options["rule"])):
+        models = models_of(known_run(run), models)
+    elif is_certified(options.get("rule")) and is_run(run_of(options["rule"])):
         models = models_of(run_of(options["rule"]), models)
     pair = models.load(needs_draft=_needs_draft(options))
     if prompt is None:
@@ -142,18 +144,6 @@ def generate(
         if measured:
             whole["profile"] = {"cycles": measured.cycles, "seconds": measured.seconds}
         _print_json(whole | {"trace": trace})
-
-
-def _is_run(folder: Path) -> bool:
-    """Whether a folder says what its models are."""
-    return (folder / SETTINGS).is_file() or (folder / "run.json").is_file()
-
-
-def _mined(run: Path) -> Path:
-    """A run folder that says what its models are. Raises InputError for another."""
-    if not _is_run(run):
-        raise InputError(f"{run}: holds no run; lenience mine --out {run} makes one")
-    return run
 
 
 def _check_specs(options: Mapping[str, Any]) -> bool:
@@ -217,12 +207,13 @@ def init(run: Path, /, *, choice: TaskChoice | None = None, models: Models | Non
     run
         The run folder.
     """
-    if (run / SETTINGS).exists():
-        raise InputError(f"{run / SETTINGS}: is there already; edit it, or name another folder")
-    choice = choice or TaskChoice()
+    settings = run / SETTINGS
+    if settings.exists():
+        raise InputError(f"{settings}: is there already; edit it, or name another folder")
+    choice = choice_of(run, choice or TaskChoice())
     choice.load()
-    remember(run, models or Models(), replace(choice, task=choice.task or "wordmath"))
-    say(f"{run / SETTINGS} is written; next: lenience mine --out {run}")
+    remember(run, models_of(run, models), choice)
+    say(f"{settings} is written; next: lenience mine --out {run}")
 
 
 @command
@@ -248,7 +239,7 @@ def mine(
     models = models_of(out, models)
     task = choice.load()
     pair = models.load(long=True)
-    if not _is_run(out):
+    if not is_run(out):
         remember(out, models, choice)
     counts = mine_run(pair, task, out, config)
     remember(out, models, choice)
@@ -424,7 +415,7 @@ def compare(
     config = flags.config(given(decoding))
     choice, models = choice or TaskChoice(), models or Models()
     if run is not None:
-        choice, models = choice_of(_mined(run), choice), models_of(run, models)
+        choice, models = choice_of(known_run(run), choice), models_of(run, models)
     task = choice.load()
     needs_draft = any(_needs_draft(vars(one)) for one in config.decodings())
     pair = models.load(long=True, needs_draft=needs_draft)

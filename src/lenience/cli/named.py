@@ -123,6 +123,18 @@ class TaskChoice:
         return task
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a folder says what its models are."""
+    return (folder / SETTINGS).is_file() or (folder / "run.json").is_file()
+
+
+def known_run(run: Path) -> Path:
+    """A folder that says what its models are. Raises InputError for another."""
+    if not is_run(run):
+        raise InputError(f"{run}: holds no run; lenience mine --out {run} makes one")
+    return run
+
+
 def mined_with(run: Path) -> Models:
     """The models that a run was mined with, where they were then."""
     from lenience.runs.record import read_run

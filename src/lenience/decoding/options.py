@@ -185,7 +185,6 @@ ELSEWHERE = {
     "do_sample": "a temperature above 0 samples",
     "eos_token_id": "it is the target's generation_config's; stop_strings end an answer too",
     "generation_config": "the target's own is taken; temperature, top_k and top_p overrule it",
-    "input_ids": "give the prompt first: generate(prompt)",
     "logits_processor": "those that the target's generation_config asks for are applied",
     "max_length": "max_new_tokens counts the answer alone",
     "num_beams": "one answer is decoded; give a temperature, and prompts as often as you like",

@@ -215,9 +215,9 @@ def _ratio(name: str, above: NDArray, below: NDArray, draws: NDArray) -> dict[st
 
 def machine(pair: Pair) -> str:
     """What the figures were measured on."""
-    own = pair.engine_name == OWN
-    if pair.target.device.type == "cuda":
-        name = torch.cuda.get_device_name(pair.target.device)
+    own = pair.engine_name == OWN  # others read the checkpoints, on a device of their own
+    if pair.target.device.type == "cuda" or (not own and torch.cuda.is_available()):
+        name = torch.cuda.get_device_name(None if not own else pair.target.device)
         engine = "recorded passes" if pair.compiled else ""
     else:
         name = f"{_processor()}, {os.cpu_count()} cores, {platform.system()}"

@@ -78,7 +78,7 @@ class JsonlTask(Task):
                 reference = self.reference(reference)
             group = None if row.get("group") is None else str(row["group"])
             prompt = self.fields.prompt_of(row)
-            yield Sample(row["id"], prompt, reference, metadata(row, self.fields), group)
+            yield Sample(row["id"], prompt, reference, self.fields.besides(row), group)
 
     def reference(self, given: str) -> str:
         return self._find(given) or given
@@ -93,12 +93,6 @@ class JsonlTask(Task):
         left = None if a is None else self._how.normal(a)
         right = None if b is None else self._how.normal(b)
         return None if left is None or right is None else left == right
-
-
-def metadata(row: Row, fields: Fields) -> Row:
-    """What a row says besides, for its task."""
-    known = (fields.prompt, fields.reference, "id", "messages", "split", "group")
-    return {key: value for key, value in row.items() if key not in known}
 
 
 def _rows(paths: Sequence[Path], fields: Fields) -> Iterator[Row]:

@@ -35,9 +35,8 @@ class Fields:
     @property
     def spec(self) -> str:
         """As runs and certificates name it; nothing where all is as usual."""
-        named = {f"{name}_field": getattr(self, name) for name in ("prompt", "reference")}
-        usual = {f"{name}_field": name for name in ("prompt", "reference")}
-        parts = [f"{key}={value}" for key, value in named.items() if value != usual[key]]
+        fields = {"prompt": self.prompt, "reference": self.reference}
+        parts = [f"{name}_field={field}" for name, field in fields.items() if field != name]
         if self.template is not None:
             parts.append(f"prompt_template={json.dumps(self.template, ensure_ascii=False)}")
         return " ".join(parts)
@@ -61,16 +60,19 @@ class Fields:
         reference = row.get(self.reference)
         return None if reference is None else str(reference)
 
-    def unread(self, rows: list[Row]) -> list[str]:
-        """The keys of rows that nothing reads."""
+    def besides(self, row: Row) -> Row:
+        """What a row says besides, for its task."""
         known = {self.reference, "id", "split", "group"}
         if self.template is None:
             known |= {self.prompt, "messages"}
-        else:
-            named = (field for _, field, _, _ in Formatter().parse(self.template) if field)
-            known |= {re.split(r"[.\[]", field)[0] for field in named}
-        keys = {key: None for row in rows for key in row}
-        return [key for key in keys if key not in known]
+        return {key: value for key, value in row.items() if key not in known}
+
+    def unread(self, rows: list[Row]) -> list[str]:
+        """The keys of rows that nothing reads."""
+        parsed = Formatter().parse(self.template or "")
+        filled = {re.split(r"[.\[]", field)[0] for _, field, _, _ in parsed if field}
+        keys = {key: None for row in rows for key in self.besides(row)}
+        return [key for key in keys if key not in filled]
 
     def _filled(self, row: Mapping[str, Any]) -> str:
         assert self.template is not None

@@ -82,7 +82,8 @@ class _CheckedTask(Task):
     def same(self, a: str | None, b: str | None, sample: Sample | None = None) -> bool | None:
         if self._same is None:
             return super().same(a, b, sample)
-        agree = self._call("same", [sample], partial(self._same, a, b, sample), wrong=False)
+        wrong = None if a is None or b is None else False
+        agree = self._call("same", [sample], partial(self._same, a, b, sample), wrong=wrong)
         return None if agree is None else bool(agree)
 
     def correct(self, text: str, sample: Sample) -> bool:

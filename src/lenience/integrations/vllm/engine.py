@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from typing import Any, Generic, TypeVar
@@ -170,12 +170,11 @@ class VllmPair(Pair):
             skip_special_tokens=True,
         )
 
-    def _engine(self, kind: Kind, beside: Collection[Kind] = ()) -> Any:
-        """The vLLM of a kind, started where it does not run; on a GPU others end first, but for
-        those it runs `beside`. Raises InputError where vLLM does not take the models or the
-        arguments."""
+    def _engine(self, kind: Kind) -> Any:
+        """The vLLM of a kind, started where it does not run; on a GPU others end first. Raises
+        InputError where vLLM does not take the models or the arguments."""
         if kind not in self._running:
-            self._make_room(beside)
+            self._make_room(kind)
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
             from vllm import LLM
 
@@ -196,14 +195,16 @@ class VllmPair(Pair):
             self._running[kind] = llm.llm_engine
         return self._running[kind]
 
-    def _make_room(self, beside: Collection[Kind]) -> None:
-        """End what is not needed now where each vLLM takes nearly all memory: on a GPU."""
+    def _make_room(self, kind: Kind) -> None:
+        """On a GPU, where each vLLM takes nearly all memory, end those that do not share it with
+        one of this kind."""
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():
             return
-        for kind in set(self._running) - set(beside):
-            self._running.pop(kind).engine_core.shutdown()
+        beside = DIALOGUES if kind in DIALOGUES else ()
+        for other in set(self._running) - set(beside):
+            self._running.pop(other).engine_core.shutdown()
 
     def _drafting(self, kind: Kind) -> dict[str, Any]:
         """vLLM's arguments for windows of the pair's draft, decided by any rule that is asked."""
@@ -234,7 +235,7 @@ class VllmPair(Pair):
         if (first := next(waiting, None)) is None:
             return
         waiting = chain([first], waiting)
-        engines = [self._engine(kind, beside=DIALOGUES) for kind in DIALOGUES]
+        engines = [self._engine(kind) for kind in DIALOGUES]
         held: dict[str, _Asked[T]] = {}
         try:
             while True:
