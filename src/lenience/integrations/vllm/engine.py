@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from typing import Any, Generic, TypeVar
+from weakref import finalize
 
 from lenience.core.errors import InputError, first_line
 from lenience.core.profile import Profile
@@ -60,7 +61,7 @@ MEMORY, ALL_MEMORY = "gpu_memory_utilization", 0.9
 
 class VllmPair(Pair):
     """A pair that vLLM decodes with: a vLLM for each window, started when it is first asked, and
-    for a model alone; they end with the process. `arguments` are vLLM's own.
+    for a model alone; they end with the pair or the process. `arguments` are vLLM's own.
 
     Raises InputError, by name, for what vLLM cannot do as asked.
     """
@@ -193,6 +194,7 @@ class VllmPair(Pair):
             except (ValueError, TypeError, RuntimeError) as error:
                 raise InputError(f"vLLM: cannot be started ({first_line(error)})") from error
             self._running[kind] = llm.llm_engine
+            finalize(self, _end, llm.llm_engine)
         return self._running[kind]
 
     def _make_room(self, kind: Kind) -> None:
@@ -204,7 +206,7 @@ class VllmPair(Pair):
             return
         beside = DIALOGUES if kind in DIALOGUES else ()
         for other in set(self._running) - set(beside):
-            self._running.pop(other).engine_core.shutdown()
+            _end(self._running.pop(other))
 
     def _drafting(self, kind: Kind) -> dict[str, Any]:
         """vLLM's arguments for windows of the pair's draft, decided by any rule that is asked."""
@@ -309,6 +311,15 @@ class _Asked(Generic[T]):
             cost.target_tokens += unread + drafted
             cost.draft_tokens += unread + max(0, drafted - 1)
             self.tokens += part.token_ids
+
+
+def _end(engine: Any) -> None:
+    """End a vLLM and wait for the thread that takes its outputs: tensors of the last one that are
+    freed while Python ends would abort the process."""
+    engine.engine_core.shutdown()
+    thread = getattr(engine.engine_core, "output_queue_thread", None)
+    if thread is not None:
+        thread.join(timeout=10)
 
 
 def _predicting() -> Any:
