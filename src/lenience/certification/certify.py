@@ -24,6 +24,7 @@ from lenience.certification.sequential_tests import FUTILITY, fixed_sequence_tes
 from lenience.certification.withdrawal import account, as_it_stands, mark
 from lenience.core.files import read_json, write_json
 from lenience.core.progress import Progress, silent
+from lenience.core.protocols import Fitted
 from lenience.core.records import Record
 from lenience.decoding.certified import (
     FILE,
@@ -31,12 +32,11 @@ from lenience.decoding.certified import (
     Certified,
     TriedSetting,
     head_paths,
-    heads_of,
+    heads_in,
 )
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.evaluation.pages import write_certificate
-from lenience.heads.head import Learned
 from lenience.rules.registry import parse_spec
 from lenience.runs.answers import Answer
 from lenience.runs.record import mined_first
@@ -199,8 +199,8 @@ def _test_chain(on: Calibration, settings: list[Decoding]) -> list[TriedSetting]
     return tried
 
 
-def _heads(decoding: Decoding) -> list[Learned]:
-    return heads_of(decoding.rule, decoding.stop)
+def _heads(decoding: Decoding) -> list[Fitted]:
+    return heads_in(decoding)
 
 
 def _needed(on: Calibration, setting: Decoding, row: TriedSetting) -> int | None:
@@ -222,11 +222,10 @@ def _drawn(on: Calibration, folder: Path) -> str:
 
 
 def _certified(best: TriedSetting, on: Calibration, folder: Path) -> Certified:
-    stop = str(on.decoding_of(best).stop)
     return Certified(
         **best.model_dump(),
         threshold=_threshold(best.rule),
-        heads=head_paths(best.rule, stop, folder),
+        heads=head_paths(on.decoding_of(best), folder),
     )
 
 

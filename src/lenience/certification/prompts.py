@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lenience.certification.question import CertifyConfig
 from lenience.core.errors import InputError
-from lenience.decoding.certified import heads_of
+from lenience.decoding.certified import heads_in
 from lenience.runs.ledger import Ledger
 from lenience.runs.uses import Draw
 from lenience.tasks import Sample, Task, ungradable
@@ -61,7 +61,7 @@ class Prompts:
 def draw_of(config: CertifyConfig, key: str, use: str) -> Draw:
     """Which prompts a question draws: none that a head it asks about has learned from."""
     settings = [decoding for chain in config.chains() for decoding in chain]
-    heads = {head.path: head for one in settings for head in heads_of(one.rule, one.stop)}
+    heads = {head.path: head for one in settings for head in heads_in(one)}
     return Draw(
         key,
         config.num_prompts(),

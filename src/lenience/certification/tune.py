@@ -17,7 +17,7 @@ from lenience.core.errors import InputError
 from lenience.core.files import digest, read_json, write_json
 from lenience.core.progress import Progress, silent
 from lenience.core.records import Record
-from lenience.decoding.certified import Certificate, heads_of, setting_without_paths
+from lenience.decoding.certified import Certificate, heads_in, setting_without_paths
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.drafting.registry import DRAFTERS
@@ -173,7 +173,7 @@ def _prompts(
 ) -> tuple[list[Sample], Path]:
     """The prompts to race on, noted as used, and where the races are kept."""
     question, settings = config.question, [one for group in groups for one in group]
-    heads = {head.path: head for one in settings for head in heads_of(one.rule, one.stop)}
+    heads = {head.path: head for one in settings for head in heads_in(one)}
     asked = [str(setting_without_paths(one)) for one in settings]
     prints = [head.head.fingerprint for head in heads.values()]
     key = digest([asked, prints, pair.fingerprints, config.prompts, question.split, task.known_as])

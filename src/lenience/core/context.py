@@ -29,6 +29,9 @@ class Row:
     """How many new tokens there are so far."""
     last: Step | None = None
     """What its last cycle kept."""
+    state: Tensor | None = None
+    """[H]: the target's state that its last token was predicted from, where the drafter reads
+    it."""
     schedule: int = 0
     """How many tokens a stop condition's schedule has come to allow."""
     lenient: int = 0
@@ -63,7 +66,9 @@ class Context:
     """Whether each window has draws of its own, as a lossless rule needs whose decision on a token
     depends on those after it: a draw that helped to decide must not come again."""
     window: int = 8
-    """How many tokens are drafted at most in a cycle."""
+    """How many tokens are drafted at most in a cycle, one after the other."""
+    on_trees: bool = False
+    """Whether the windows are paths of trees, whose tokens were chosen for certain."""
 
     @property
     def greedy(self) -> bool:

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lenience.core.context import Context
 from lenience.core.types import Draft, Reading, Verdict
 
 if TYPE_CHECKING:
     from lenience.heads.head import Learned
+
+
+class Fitted(Protocol):
+    """Something fitted that lies in a folder: a rule's judge, a stop condition's head, a drafter's
+    heads."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def head(self) -> Any:
+        """It has a `fingerprint`, and as `prompts` the digests of those that it was fitted on; None
+        where it is not of our making."""
+        ...
 
 
 class Drafter(Protocol):
@@ -22,7 +36,11 @@ class Drafter(Protocol):
 
     def move(self, source: int, to: int) -> None:
         """Make the row at `source` the row at `to`."""
-        ...
+        return
+
+    def observe(self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]) -> None:
+        """Take note of what the target read of the rows' windows, and what is kept of them."""
+        return
 
 
 @runtime_checkable
@@ -55,6 +73,12 @@ class Rule(Protocol):
     def needs_draft_probs(self) -> bool:
         """Whether it compares distributions, so that tokens proposed for certain tell it
         nothing."""
+        return False
+
+    @property
+    def needs_draws(self) -> bool:
+        """Whether, when sampling, its chances are those of tokens that were drawn, one in each
+        place, and not chosen for a tree."""
         return False
 
     @property

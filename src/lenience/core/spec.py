@@ -5,7 +5,8 @@
     arg = value | key "=" value
 
 A value that holds one of `@ , | & =` or a space stands in double quotes; the number is the field
-`threshold`. Fields that are keyword-only have no place without their key.
+`threshold`. Fields that are keyword-only have no place without their key; one of several numbers,
+the last, takes all the values that are left.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_type_hints
 
 from lenience.core.errors import InputError
 
 T = TypeVar("T")
+NUMBERS = tuple[int, ...]
+"""The type of a last field that takes all the values that are left."""
 
 
 def show(name: str, value: Any) -> str:
     """The spec of a dataclass, which `parse_term` takes back."""
     without_default = [item for item in _fields(value) if item.default is dataclasses.MISSING]
     args = [
-        _quote(_as_text(getattr(value, item.name)))
-        for item in without_default
-        if item.name != "threshold"
+        _shown(getattr(value, item.name)) for item in without_default if item.name != "threshold"
     ]
     args += further_arguments(value)
     threshold = getattr(value, "threshold", None)
@@ -57,6 +58,13 @@ def named_arguments(value: Any) -> list[str]:
         if item.default is dataclasses.MISSING and isinstance(getattr(value, item.name), str)
     ]
     return words + [argument.split("=", 1)[0] for argument in further_arguments(value)]
+
+
+def _shown(content: Any) -> str:
+    """A value in a place of its own; several numbers, which take the rest, one after the other."""
+    if isinstance(content, tuple):
+        return ",".join(map(str, content))
+    return _quote(_as_text(content))
 
 
 def _as_text(content: Any) -> str:
@@ -152,6 +160,11 @@ def _arguments(
     for i, arg in enumerate(args):
         key, *value = split(arg, "=", limit=1)
         if not value:
+            last = positional[-1] if positional else ""
+            if i >= len(positional) - 1 and types.get(last) == NUMBERS:
+                number = convert(f"{name}'s {last}", arg, int)
+                values[last] = (*cast(tuple[int, ...], values.get(last, ())), cast(int, number))
+                continue
             if i >= len(positional):
                 raise InputError(f"{name} takes at most {len(positional)} arguments")
             key, value = positional[i], [arg]

@@ -33,9 +33,9 @@ class Draft:
     tokens are proposed for certain, with probability 1."""
     hidden: Tensor | None = None
     """[B, W + 1, H]: the draft's states, see the module; None unless a rule asked for them."""
-    parents: Tensor | None = None
-    """[B, W]: which of the window's tokens each one follows, -1 for the prefix; None for a chain,
-    where each follows the one before it."""
+    parents: Sequence[Sequence[int]] | None = None
+    """[B][W]: which of the window's tokens each one follows, one before it, or -1 for the prefix;
+    None for a chain, where each follows the one before it."""
     passes: int = 0
     """How many passes of a model proposing took."""
     tokens_read: Sequence[int] = ()
@@ -69,8 +69,9 @@ class Draft:
         for name, value in parts.items():
             if isinstance(value, Tensor):
                 parts[name] = value[list(which)]
-        if self.tokens_read:
-            parts["tokens_read"] = [self.tokens_read[b] for b in which]
+        for name in ("tokens_read", "parents"):
+            if parts[name]:
+                parts[name] = [parts[name][b] for b in which]
         return Draft(**parts)
 
 
@@ -107,10 +108,31 @@ class Verdict:
     not read."""
     scores: list[float | None]
     """For each drafted token, the judge's score where one was asked."""
+    parents: Sequence[int] | None = None
+    """For each drafted token, which one it follows, see `Draft.parents`."""
 
     @property
     def num_accepted(self) -> int:
         return len(self.path)
+
+    @cached_property
+    def rejected(self) -> int | None:
+        """The first drafted token that follows those kept, and is not; None where there is none."""
+        last = self.path[-1] if self.path else -1
+        if self.parents is None:
+            return last + 1 if last + 1 < len(self.drafted) else None
+        return next((i for i, parent in enumerate(self.parents) if parent == last), None)
+
+    def kept_exactly(self, most: int) -> int:
+        """How many tokens the strict rule alone keeps, counted to at most `most`."""
+        if self.parents is None:
+            return next((i for i in range(most) if not self.exact[i]), most)
+        depth = [0] * len(self.drafted)
+        for i, parent in enumerate(self.parents):
+            before = depth[parent] if parent >= 0 else 0
+            follows = parent < 0 or before > 0
+            depth[i] = before + 1 if self.exact[i] and follows else 0
+        return min(most, max(depth, default=0))
 
 
 @dataclass(frozen=True)

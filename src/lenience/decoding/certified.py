@@ -17,8 +17,9 @@ from lenience.core.files import read_json
 from lenience.core.protocols import Rule
 from lenience.core.records import Record
 from lenience.decoding.options import OWN, Decoding, bound_names
+from lenience.drafting.base import DrafterSpec, Fitted
+from lenience.drafting.registry import parse_drafter
 from lenience.drafting.stops import Stop, parse_stop
-from lenience.heads.head import Learned
 from lenience.rules.registry import BASELINES, parse_rule, parse_spec
 from lenience.tasks.base import AnswerValue
 
@@ -28,7 +29,7 @@ BOUND_BESIDE = (
     "models", "tokenizer", "template", "generation_config", "heads", "task", "reads", "data",
 )  # fmt: skip
 """What a certificate binds besides the options of decoding."""
-FROM_CERTIFICATE = ("window", "stop", "drafter", "max_new_tokens")
+FROM_CERTIFICATE = ("window", "stop", "drafter", "tree", "max_new_tokens")
 """The options that are the certificate's where a caller leaves them out; others are the
 defaults."""
 
@@ -201,7 +202,7 @@ def _comparable(name: str, value: Any) -> Any:
     """An option's value as it is compared: of a spec, without where its heads lie."""
     if name == "stop":
         return stop_without_paths(value)
-    return str(value) if name == "drafter" else value
+    return drafter_without_paths(value) if name == "drafter" else value
 
 
 def run_of(rule: str) -> Path:
@@ -227,20 +228,30 @@ def certified_options(certificate: Certificate, folder: Path) -> dict[str, Any]:
 
     options = {name: binds[name] for name in bound_names()}
     rule = _relocated(certificate.certified.rule, path_now)
-    return options | {"rule": rule, "stop": str(parse_stop(binds["stop"]).relocated(path_now))}
+    stop = str(parse_stop(binds["stop"]).relocated(path_now))
+    drafter = str(parse_drafter(binds["drafter"]).relocated(path_now))
+    return options | {"rule": rule, "stop": stop, "drafter": drafter}
 
 
-def heads_of(rule: str | Rule, stop: str | Stop = "fixed") -> list[Learned]:
-    """The fitted heads that a rule and a stop condition ask. Raises InputError for a wrong spec."""
+def heads_of(
+    rule: str | Rule, stop: str | Stop = "fixed", drafter: str | DrafterSpec = "model"
+) -> list[Fitted]:
+    """The fitted heads that a rule, a stop condition and a drafter ask. Raises InputError for a
+    wrong spec."""
     of_rule = () if rule in BASELINES else parse_rule(rule).heads
-    return [*of_rule, *parse_stop(stop).heads]
+    return [*of_rule, *parse_stop(stop).heads, *parse_drafter(drafter).fitted]
 
 
-def head_paths(rule: str, stop: str, folder: Path) -> dict[str, str]:
-    """Where the heads of a rule and of a stop condition lie, by their paths in these: within the
-    run folder, or else on this machine."""
+def heads_in(decoding: Decoding) -> list[Fitted]:
+    """All fitted heads that a decoding asks."""
+    return heads_of(decoding.rule, decoding.stop, decoding.drafter)
+
+
+def head_paths(decoding: Decoding, folder: Path) -> dict[str, str]:
+    """Where the heads of a decoding's rule, stop condition and drafter lie, by their paths in
+    these: within the run folder, or else on this machine."""
     paths = {}
-    for head in heads_of(rule, stop):
+    for head in heads_in(decoding):
         whole = Path(head.path).resolve()
         within = os.path.relpath(whole, folder.resolve())
         paths[head.path] = str(whole) if within.startswith("..") else within
@@ -257,10 +268,16 @@ def stop_without_paths(stop: str | Stop) -> str:
     return str(parse_stop(stop).relocated(lambda path: Path(path).name))
 
 
+def drafter_without_paths(drafter: str | DrafterSpec) -> str:
+    """A drafter without where its heads lie."""
+    return str(parse_drafter(drafter).relocated(lambda path: Path(path).name))
+
+
 def setting_without_paths(decoding: Decoding) -> Decoding:
     """A whole decoder without where its heads lie."""
     rule, stop = without_paths(str(decoding.rule)), stop_without_paths(decoding.stop)
-    return replace(decoding, rule=rule, stop=stop)
+    drafter = drafter_without_paths(decoding.drafter)
+    return replace(decoding, rule=rule, stop=stop, drafter=drafter)
 
 
 def _relocated(rule: str, path: Callable[[str], str]) -> str:

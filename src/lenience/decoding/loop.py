@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -14,6 +15,7 @@ from lenience.core.types import Draft, Step, Verdict
 from lenience.decoding.response import Response
 from lenience.models.session import Session
 from lenience.models.threads import torch_threads
+from lenience.rules.trees import judge_trees
 
 
 @dataclass
@@ -102,7 +104,7 @@ def _cycle(
     draft = drafter.propose(ctx, room)
     session.profile.count_cycle()
     if draft.trusted is None:
-        return draft, *_judge(session, rule, ctx, draft)
+        return draft, *_judge(session, drafter, rule, ctx, draft)
     # a window that is trusted whole is not read
     lengths, trusted = draft.lengths.tolist(), draft.trusted.tolist()
     asked = [b for b, (n, kept) in enumerate(zip(lengths, trusted)) if kept < n or not n]
@@ -110,7 +112,8 @@ def _cycle(
     verdicts = [_unread(row[:n]) for row, n in zip(draft.tokens.tolist(), lengths)]
     if asked:
         part = replace(ctx, rows=[ctx.rows[b] for b in asked])
-        for b, read, verdict in zip(asked, *_judge(session, rule, part, draft.rows(asked), asked)):
+        judged = _judge(session, drafter, rule, part, draft.rows(asked), rows=asked)
+        for b, read, verdict in zip(asked, *judged):
             tokens_read[b], verdicts[b] = read, verdict
     return draft, tokens_read, verdicts
 
@@ -122,15 +125,26 @@ def _unread(drafted: list[int]) -> Verdict:
 
 
 def _judge(
-    session: Session, rule: Rule, ctx: Context, draft: Draft, rows: Sequence[int] | None = None
+    session: Session,
+    drafter: Drafter,
+    rule: Rule,
+    ctx: Context,
+    draft: Draft,
+    rows: Sequence[int] | None = None,
 ) -> tuple[Sequence[int], list[Verdict]]:
     """How many tokens the target reads for each row, and the rule's verdicts; `rows` are the
     session's, where not its first."""
-    prefixes = [row.prefix for row in ctx.rows]
-    reading = session.read(prefixes, draft.width + 1, device_tokens=draft.tokens, rows=rows)
-    if ctx.processors:
+    prefixes, n = [row.prefix for row in ctx.rows], draft.width + 1
+    if draft.parents is None:
+        reading = session.read(prefixes, n, device_tokens=draft.tokens, rows=rows)
+    else:
+        sequences = [prefix + more for prefix, more in zip(prefixes, draft.tokens.tolist())]
+        reading = session.read(sequences, n, rows=rows, parents=draft.parents)
+    if ctx.processors and draft.parents is None:
         reading = replace(reading, logits=ctx.process(reading.logits, draft.tokens))
     session.profile.add("rest")
-    verdicts = rule(draft, reading, ctx)
+    decide = rule if draft.parents is None else partial(judge_trees, rule)
+    verdicts = decide(draft, reading, ctx)
     session.profile.add("rule")
+    drafter.observe(ctx, reading, verdicts)
     return reading.tokens_read, verdicts

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from lenience.core.protocols import Rule
     from lenience.drafting.base import DrafterSpec
     from lenience.drafting.stops import Stop
+    from lenience.drafting.trees import Tree
 
 OWN = "lenience"
 """The engine that is meant where none is named: our own loop."""
 F = TypeVar("F", bound=Callable[..., Any])
-SPECS = ("Rule", "DrafterSpec", "Stop")
+SPECS = ("Rule", "DrafterSpec", "Stop", "Tree")
 """The types that are given as specs where only text can be."""
 
 
@@ -39,9 +40,12 @@ class Decoding:
     run's certificate certifies."""
     drafter: str | DrafterSpec = "model"
     """What proposes tokens: model, the pair's draft model."""
+    tree: str | Tree = "chain"
+    """The shape of what is proposed: chain (one token after another, the default), dynamic:NODES or
+    cartesian:4,3,2, trees of which the deepest accepted path is kept."""
     window: int | Literal["auto"] = 8
-    """How many tokens are drafted at most in a cycle, 8 or what a certificate binds if left out;
-    auto measures which is fastest."""
+    """How many tokens are drafted at most in a cycle, one after another, 8 or what a certificate
+    binds if left out; auto measures which is fastest."""
     stop: str | Stop = "fixed"
     """What ends drafting earlier: fixed (nothing, the default), heuristic, confidence:P, entropy:P,
     head:PATH@T or gate:PATH@T."""
@@ -62,8 +66,9 @@ class Decoding:
     """End the answer before this text; may be given again."""
 
     def __post_init__(self) -> None:
-        if self.stop is None:
-            object.__setattr__(self, "stop", "fixed")
+        for name, usual in (("stop", "fixed"), ("tree", "chain")):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, usual)
         if isinstance(self.stop_strings, str):
             object.__setattr__(self, "stop_strings", (self.stop_strings,))
         object.__setattr__(self, "stop_strings", tuple(self.stop_strings))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -28,7 +28,13 @@ from lenience.decoding.auto_window import (
     learned_stops,
     stopped,
 )
-from lenience.decoding.certified import check_binding, heads_of, is_certified, resolve
+from lenience.decoding.certified import (
+    check_binding,
+    drafter_without_paths,
+    heads_in,
+    is_certified,
+    resolve,
+)
 from lenience.decoding.dialogue import Dialogue, Ended, converse
 from lenience.decoding.generation import Generation
 from lenience.decoding.loop import Request, decode
@@ -37,11 +43,12 @@ from lenience.decoding.response import Response
 from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.registry import NoDrafter, parse_drafter
 from lenience.drafting.stops import Fixed, Stop, parse_stop
+from lenience.drafting.trees import Chain, Tree, parse_tree
 from lenience.models.compile import compile_model
 from lenience.models.generation_config import processors_of
 from lenience.models.lm import LM, Prompt
 from lenience.models.memory import check_memory
-from lenience.models.session import Session
+from lenience.models.session import Session, check_trees
 from lenience.rules.combine import as_rule
 from lenience.rules.registry import BASELINES, parse_rule, refuse_forbidden
 from lenience.rules.strict import Exact
@@ -59,6 +66,7 @@ class Setup:
     drafter: DrafterSpec | None
     """None where one model decodes alone."""
     reader: LM
+    tree: Tree = field(default_factory=Chain)
 
 
 class Pair:
@@ -201,13 +209,15 @@ class Pair:
             certified = is_certified(options.get("rule"))
             decoding = Decoding.of(self.certified(options) if certified else options)
         stop, drafter = parse_stop(decoding.stop), parse_drafter(decoding.drafter)
+        tree = parse_tree(decoding.tree)
         if decoding.rule in BASELINES:
             reader = self.target
             if decoding.rule == "draft":
                 reader = self.require_draft("rule draft")
             setup = Setup(decoding, as_rule(Exact()), stop, None, reader)
         else:
-            setup = Setup(decoding, parse_rule(decoding.rule), stop, drafter, self.target)
+            rule = parse_rule(decoding.rule)
+            setup = Setup(decoding, rule, stop, drafter, self.target, tree)
             self._check_together(setup, drafter)
         refuse_forbidden(setup.rule if setup.drafter else str(decoding.rule))
         if stop.skips_verification:
@@ -225,14 +235,45 @@ class Pair:
         rule, stop = setup.rule, setup.stop
         if rule.needs_sampling and setup.decoding.temperature == 0:
             raise InputError(f"rule {rule}: has no greedy form; give a temperature above 0")
+        drafter.check(self.target, lambda: self.fingerprints)
+        if drafter.fitted:
+            self.target.check_states()
+            if rule.layer is not None:
+                raise InputError(
+                    f"drafter {drafter}: reads the target's last states, and rule {rule} those "
+                    f"after layer {rule.layer}; take a judge of the last states"
+                )
         if drafter.needs_draft and setup.decoding.window != 0:
             self.require_draft(f"drafter {drafter}")
-        if drafter.certain and (rule.needs_draft_probs or rule.reads_draft or stop.per_token):
+        lacks_states = not drafter.has_states and (rule.reads_draft or stop.per_token)
+        if lacks_states or (drafter.certain and rule.needs_draft_probs):
             what = f"stop {stop}" if stop.per_token else f"rule {rule}"
             raise InputError(
                 f"{what}: reads the draft model's distributions or states, and drafter {drafter} "
                 "has none; take --drafter model"
             )
+        if not setup.tree.is_chain:
+            self._check_tree(setup, drafter)
+
+    def _check_tree(self, setup: Setup, drafter: DrafterSpec) -> None:
+        """Raise InputError where trees cannot be proposed, read or decided."""
+        rule, tree, sampling = setup.rule, setup.tree, setup.decoding.temperature > 0
+        wrong = {
+            f"drafter {drafter}: proposes chains": not drafter.grows_trees,
+            f"rule {rule}: judges tokens that were drawn, and a tree's are chosen": (
+                rule.needs_draws and sampling
+            ),
+            f"rule {rule}: reads the draft's states, which a tree's last tokens have none of": (
+                rule.reads_draft
+            ),
+            f"stop {setup.stop}: ends chains": str(setup.stop) != "fixed",
+        }
+        for why, is_so in wrong.items():
+            if is_so:
+                raise InputError(f"{why}; with tree {tree} take another, or --tree chain")
+        if setup.decoding.window != 0:
+            for lm in (self.target, *([self.draft] if drafter.needs_draft and self.draft else [])):
+                check_trees(lm)
 
     def check(self, options: Mapping[str, Any] | Decoding) -> None:
         """Raise InputError where these options cannot be decoded with."""
@@ -257,7 +298,8 @@ class Pair:
         ctx = self._context(setup, window)
         if profile:
             profile.wait_by(_waiting({lm.device for lm in self.models.values()}))
-        longest = max(map(len, ids), default=0) + decoding.max_new_tokens + window
+        most = window if setup.tree.is_chain else setup.tree.size
+        longest = max(map(len, ids), default=0) + decoding.max_new_tokens + most
         session, drafter = self.engine(setup, window, size, longest, profile=profile)
 
         def request(number: int, prompt: list[int]) -> Request:
@@ -308,13 +350,17 @@ class Pair:
             rows=rows,
             capacity=capacity,
             stop=setup.stop,
+            tree=setup.tree,
             keep_states=setup.rule.reads_draft,
             profile=profile,
         )
         cached = [reader, *(spec.models(needs) if spec else []), *beside]
         lengths = [min(capacity, lm.context_length or capacity) for lm in cached]
         check_memory(zip(cached, lengths), rows)
-        session = Session(reader, rows, lengths[0], profile=profile, layer=setup.rule.layer)
+        trees = not setup.tree.is_chain
+        session = Session(
+            reader, rows, lengths[0], profile=profile, layer=setup.rule.layer, trees=trees
+        )
         session.torch_threads = self.torch_threads
         return session, spec.build(needs) if spec else NoDrafter(reader.device)
 
@@ -341,6 +387,7 @@ class Pair:
         tokenizer, its chat template, the target's generation_config, and the heads of the rule and
         of the stop condition."""
         template = getattr(self.target.tokenizer, "chat_template", None)
+        heads = heads_in(decoding)
         content = hashlib.blake2b(str(template).encode(), digest_size=8).hexdigest()
         return {
             "models": {
@@ -350,8 +397,8 @@ class Pair:
             "tokenizer": self.target.tokenizer_fingerprint,
             "template": content if template else None,
             "generation_config": self.target.generation_settings(),
-            "heads": [head.head.fingerprint for head in heads_of(decoding.rule, decoding.stop)],
-            "drafter": str(decoding.drafter),
+            "heads": [head.head.fingerprint for head in heads],
+            "drafter": drafter_without_paths(decoding.drafter),
         }
 
     @takes_options

@@ -51,10 +51,8 @@ class Response:
                 text += self._text.flush() if self._text else ""
                 break
         drafted = sum(entry.origin.startswith("draft") for entry in trace)
-        counted = (
-            drafted if self.finish else len(verdict.drafted)
-        )  # past the end nothing is counted
-        exact = next((i for i in range(counted) if not verdict.exact[i]), counted)
+        counted = drafted if self.finish else len(verdict.drafted)  # nothing past the end
+        exact = verdict.kept_exactly(counted)
         return Step(
             trace=trace,
             drafted=len(verdict.drafted),
@@ -84,10 +82,9 @@ def _entries(verdict: Verdict) -> list[Trace]:
         entries.append(Trace(verdict.drafted[i], origin, verdict.scores[i]))
     if verdict.next_token is None:
         return entries
-    k = verdict.num_accepted
-    if k == len(verdict.drafted):
+    if verdict.rejected is None:
         return [*entries, Trace(verdict.next_token, "bonus")]
-    return [*entries, Trace(verdict.next_token, "correction", verdict.scores[k])]
+    return [*entries, Trace(verdict.next_token, "correction", verdict.scores[verdict.rejected])]
 
 
 class TextStream:

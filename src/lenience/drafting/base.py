@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from lenience.core import spec
 from lenience.core.profile import Profile
-from lenience.core.protocols import Drafter
+from lenience.core.protocols import Drafter, Fitted
 from lenience.drafting.stops import Stop
+from lenience.drafting.trees import Tree
 from lenience.models.lm import LM
 
 
@@ -24,6 +26,7 @@ class DrafterSetup:
     capacity: int
     """How many tokens a sequence may come to."""
     stop: Stop
+    tree: Tree
     keep_states: bool
     """Whether the rule reads the draft's hidden states."""
     profile: Profile
@@ -37,10 +40,25 @@ class DrafterSpec:
     needs_draft: ClassVar[bool] = False
     """Whether the pair must have a draft model."""
     certain: ClassVar[bool] = True
-    """Whether it proposes its tokens for certain: it has no distributions, no hidden states, and no
-    stop condition that asks about each token."""
+    """Whether it proposes its tokens for certain, so that it has no distributions."""
+    has_states: ClassVar[bool] = False
+    """Whether it has hidden states, and a stop condition can ask about each token."""
+    grows_trees: ClassVar[bool] = False
+    """Whether it can propose trees."""
     grid: ClassVar[tuple[str, ...]] = ()
     """Specs of some of its settings, for whoever tries all drafters."""
+
+    @property
+    def fitted(self) -> tuple[Fitted, ...]:
+        """The fitted heads that it drafts with."""
+        return ()
+
+    def relocated(self, path: Callable[[str], str]) -> Self:
+        """The same drafter with its heads at another path."""
+        return self
+
+    def check(self, target: LM, fingerprints: Callable[[], Mapping[str, str]]) -> None:
+        """Raise InputError where it cannot draft for a target; `fingerprints` are the pair's."""
 
     def models(self, setup: DrafterSetup) -> list[LM]:
         """The models that it needs caches for."""

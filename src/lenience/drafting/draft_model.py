@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lenience.core.context import Context
+from lenience.core.protocols import Drafter
 from lenience.core.transfer import to_device
 from lenience.core.types import Draft
 from lenience.drafting.stops import Fixed, Stop
@@ -50,7 +51,7 @@ class _Window:
         self.tokens = torch.cat([self.tokens, tokens], 1) if self.tokens.shape[1] else tokens
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Drafts with an independent model of the same vocabulary, as many tokens as the context's
     window at most and none past an EOS.
 
@@ -63,8 +64,7 @@ class ModelDrafter:
         self, session: Session, target: LM, keep_states: bool = False, stop: Stop | None = None
     ):
         self.session, self.keep_states, self.stop = session, keep_states, stop or Fixed()
-        self.vocab_size, self.device = target.vocab_size, target.device
-        self.eos_ids = target.eos_ids
+        self.target, self.device, self.eos_ids = target, target.device, target.eos_ids
         self.eos = torch.tensor(sorted(self.eos_ids), device=self.device)
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
@@ -102,7 +102,8 @@ class ModelDrafter:
 
     def _reads_on(self, ctx: Context) -> bool:
         """Whether the most probable token of the model is what is drafted."""
-        return ctx.greedy and not ctx.processors and self.session.lm.vocab_size <= self.vocab_size
+        fits = self.session.lm.vocab_size <= self.target.vocab_size
+        return ctx.greedy and not ctx.processors and fits
 
     def _unseen(self, ctx: Context) -> bool:
         """Whether a window is drafted to its end without a look at its tokens."""
@@ -146,7 +147,8 @@ class ModelDrafter:
     ) -> None:
         """Read sequences and draft up to `steps` tokens after them."""
         reading = self.session.read(sequences, lookahead=steps - 1)
-        logits = ctx.process(self._as_target(reading.logits), window.tokens)  # [B, n, V]
+        logits = wide_as_target(reading.logits, self.target)
+        logits = ctx.process(logits, window.tokens)  # [B, n, V]
         if self._reads_on(ctx):
             tokens = reading.greedy_tokens
         else:
@@ -182,14 +184,10 @@ class ModelDrafter:
     def _limits(self, ctx: Context, room: Sequence[int]) -> list[int]:
         """[B]: how many tokens may be drafted for each row."""
         follows = not self.stop.skips_verification  # a token of the target's, in any case
-        limits = []
-        for row, left in zip(ctx.rows, room):
-            wanted = self.stop.max_tokens(row, ctx.window)
-            limit = max(0, min(wanted, left - follows, self.session.room(row.prefix) - 1))
-            if self.session.lm.vocab_size < self.vocab_size:  # there are ids of the target's alone
-                limit = 0 if max(row.prefix) >= self.session.lm.vocab_size else limit
-            limits.append(limit)
-        return limits
+        wanted = [self.stop.max_tokens(row, ctx.window) for row in ctx.rows]
+        left = [n + 1 - follows for n in room]
+        limits = most_drafted(self.session, self.target, ctx, left)
+        return [min(pair) for pair in zip(wanted, limits)]
 
     def _to_eos(self, window: _Window) -> Tensor:
         """[B]: how many of the first tokens there are to an EOS, within the limits; found where the
@@ -202,11 +200,25 @@ class ModelDrafter:
     def move(self, source: int, to: int) -> None:
         self.session.move(source, to)
 
-    def _as_target(self, logits: Tensor) -> Tensor:
-        missing = self.vocab_size - logits.shape[-1]
-        if missing:
-            logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
-        return logits.to(self.device)
+
+def most_drafted(session: Session, target: LM, ctx: Context, room: Sequence[int]) -> list[int]:
+    """[B]: how many tokens a draft may propose one after the other, where each row may have `room`
+    new ones more, the last of them the target's."""
+    limits = []
+    for row, left in zip(ctx.rows, room):
+        limit = max(0, min(ctx.window, left - 1, session.room(row.prefix) - 1))
+        if session.lm.vocab_size < target.vocab_size:  # there are ids of the target's alone
+            limit = 0 if max(row.prefix) >= session.lm.vocab_size else limit
+        limits.append(limit)
+    return limits
+
+
+def wide_as_target(logits: Tensor, target: LM) -> Tensor:
+    """[B, n, V] logits of a draft, as wide as the target's and on its device."""
+    missing = target.vocab_size - logits.shape[-1]
+    if missing:
+        logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+    return logits.to(target.device)
 
 
 def _first_columns(parts: list[Tensor], n: int) -> Tensor:

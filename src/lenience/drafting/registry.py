@@ -13,6 +13,9 @@ from lenience.core.protocols import Drafter
 from lenience.core.types import Draft
 from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.draft_model import ModelDrafter
+from lenience.drafting.heads import Blockwise, Medusa
+from lenience.drafting.lookup import Ngram, Suffix
+from lenience.drafting.model_tree import TreeDrafter
 from lenience.models.lm import LM
 from lenience.models.session import Session
 
@@ -24,6 +27,8 @@ class DraftModel(DrafterSpec):
     name = "model"
     needs_draft = True
     certain = False
+    has_states = True
+    grows_trees = True
     grid = ("model",)
 
     def models(self, setup: DrafterSetup) -> list[LM]:
@@ -32,11 +37,14 @@ class DraftModel(DrafterSpec):
     def build(self, setup: DrafterSetup) -> Drafter:
         assert setup.draft is not None
         capacity = min(setup.capacity, setup.draft.context_length or setup.capacity)
-        session = Session(setup.draft, setup.rows, capacity, profile=setup.profile)
+        trees = not setup.tree.is_chain
+        session = Session(setup.draft, setup.rows, capacity, profile=setup.profile, trees=trees)
+        if trees:
+            return TreeDrafter(session, setup.target, setup.tree)
         return ModelDrafter(session, setup.target, setup.keep_states, setup.stop)
 
 
-class NoDrafter:
+class NoDrafter(Drafter):
     """Proposes nothing, so that each cycle is a plain step of the model that reads."""
 
     def __init__(self, device: torch.device):
@@ -47,10 +55,10 @@ class NoDrafter:
         tokens = torch.empty(rows, 0, dtype=torch.long, device=self.device)
         return Draft(tokens, torch.zeros(rows, dtype=torch.long, device=self.device))
 
-    def move(self, source: int, to: int) -> None: ...
 
-
-DRAFTERS: dict[str, type[DrafterSpec]] = {drafter.name: drafter for drafter in (DraftModel,)}
+DRAFTERS: dict[str, type[DrafterSpec]] = {
+    drafter.name: drafter for drafter in (DraftModel, Ngram, Suffix, Medusa, Blockwise)
+}
 """A drafter is added here, and is then known to specs, certificates and the property tests."""
 
 

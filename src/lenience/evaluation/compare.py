@@ -17,7 +17,8 @@ import numpy as np
 from lenience.core.errors import InputError
 from lenience.core.files import alone, read_json, write_json
 from lenience.core.progress import Progress, silent
-from lenience.decoding.certified import heads_of, refuse_certified
+from lenience.core.protocols import Fitted
+from lenience.decoding.certified import heads_in, refuse_certified
 from lenience.decoding.generation import Generation
 from lenience.decoding.options import Decoding, given_options
 from lenience.decoding.pair import Pair
@@ -29,7 +30,6 @@ from lenience.evaluation.table import (
     machine,
     table,
 )
-from lenience.heads.head import Learned
 from lenience.rules.registry import BASELINES, parse_spec
 from lenience.rules.settings import expand
 from lenience.runs.answers import Answer, Answers
@@ -112,10 +112,10 @@ class CompareConfig:
         entries += [entry for entry in self.named if entry not in entries]
         return [Decoder(shared.with_options(entry), "window" in entry) for entry in entries]
 
-    def heads(self) -> dict[str, Learned]:
+    def heads(self) -> dict[str, Fitted]:
         """The fitted heads that are asked, by their paths. Raises InputError for a wrong entry."""
         decodings = self.decodings()
-        asked = [head for one in decodings for head in heads_of(one.rule, one.stop)]
+        asked = [head for one in decodings for head in heads_in(one)]
         return {head.path: head for head in asked}
 
     def check(self) -> None:

@@ -58,8 +58,8 @@ def compute_features(
     """Compute the hidden states of a run's labelled mismatches, or what a head of another `role` is
     fitted to, into RUN/features; shards of the same records are kept. `of` is the rule whose
     rejections a stop learns. Raises InputError where the run is of other models."""
-    _check_models(pair, folder)
-    records = _records(folder)[: None if of is None else STOP_SAMPLES]
+    check_models(pair, folder)
+    records = journal_records(folder)[: None if of is None else STOP_SAMPLES]
     shards = _shards(folder, inputs, role, of)
     for begin in range(0, len(records), SHARD):
         part = records[begin : begin + SHARD]
@@ -87,7 +87,7 @@ def compute_features(
         path.unlink()  # of a longer journal
 
 
-def _records(folder: Path) -> list[dict[str, Any]]:
+def journal_records(folder: Path) -> list[dict[str, Any]]:
     """A run's journal. Raises InputError where it is empty, or a sample stands in it twice."""
     records = Journal(folder / "journal.jsonl").resume()
     if not records:
@@ -102,7 +102,7 @@ def _records(folder: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _check_models(pair: Pair, folder: Path) -> None:
+def check_models(pair: Pair, folder: Path) -> None:
     """Raise InputError where a run was mined with other models."""
     run = read_run(folder)
     for role, model in run.models.items():

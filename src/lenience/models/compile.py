@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,8 +21,8 @@ from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.kv_cache import Backend
 from lenience.models.lm import LM
 from lenience.models.onnx_export import FORMAT, export_graph
-from lenience.models.onnx_graph import Graph, load
-from lenience.models.session import reads_together_as_alone
+from lenience.models.onnx_graph import Graph, Others, load
+from lenience.models.session import reads_together_as_alone, reads_trees_as_paths
 
 LARGEST = 1 << 28
 """Models of more parameters than this are not exported: a graph is one file of at most 2 GiB."""
@@ -67,27 +68,61 @@ def _backend(lm: LM, path: Path | None, export: bool) -> Backend:
         return CudaGraphs()
     if not path.exists():
         export_graph(lm, path)
-    return load(path, partial(_at_layer, export), export)
+    return load(path, _others(export))
 
 
-def _at_layer(export: bool, lm: LM, layer: int) -> Graph | None:
-    """The graph of a model that gives the states after a layer, exported where that is wanted and
-    there is none yet; None, with a warning, where it cannot be made or differs."""
-    path = graph_path(lm, layer)
-    if not export and not path.exists():
+def _others(export: bool, layer: int | None = None) -> Others:
+    """What finds the other graphs of a model, and with `export` makes them, see `_another`."""
+
+    def at_layer(lm: LM, at: int) -> Graph | None:
+        def reads(graph: Graph) -> bool:
+            return reads_together_as_alone(lm, graph.cache(lm, 3, 256), at)
+
+        what = f"the states after layer {at}"
+        return _another(lm, what, _Export(graph_path(lm, at), at, export), reads)
+
+    def for_trees(lm: LM, chains: Graph) -> Graph | None:
+        def reads(graph: Graph) -> bool:
+            chains.trees = graph
+            return reads_trees_as_paths(lm, chains.cache(lm, 2, 64), layer)
+
+        path = graph_path(lm, layer, trees=True)
+        return _another(lm, "trees", _Export(path, layer, export, trees=True), reads)
+
+    return Others(at_layer, for_trees, export)
+
+
+@dataclass(frozen=True)
+class _Export:
+    """Where another graph lies, what it gives, and whether it may be made."""
+
+    path: Path
+    layer: int | None
+    makes: bool
+    trees: bool = False
+
+
+def _another(
+    lm: LM, what: str, export: _Export, reads_rightly: Callable[[Graph], bool]
+) -> Graph | None:
+    """Another graph of a model, exported where that is wanted and there is none yet; None, with a
+    warning, where it cannot be made or differs."""
+    path = export.path
+    if not export.makes and not path.exists():
         return None
     try:
         if not path.exists():
-            export_graph(lm, path, layer)
-        graph = load(path)
-        if reads_together_as_alone(lm, graph.cache(lm, 3, 256), layer):
+            export_graph(lm, path, export.layer, export.trees)
+        graph = load(path, None if export.trees else _others(export.makes, export.layer))
+        if reads_rightly(graph):
             return graph
         path.unlink(missing_ok=True)
         why = "the exported pass differs from its own"
     except Exception as error:  # whatever an exporter raises
         why = f"{type(error).__name__}: {first_line(error)}"
-    what = f"the states after layer {layer} are read through its own pass"
-    warnings.warn(f"{lm.role} {lm.name!r}: {what}: {why}", stacklevel=3)
+    warnings.warn(
+        f"{lm.role} {lm.name!r}: {what} are read through its own pass: {why}", stacklevel=3
+    )
     return None
 
 
@@ -108,12 +143,13 @@ def refuses(lm: LM) -> str | None:
     return None
 
 
-def graph_path(lm: LM, layer: int | None = None) -> Path:
+def graph_path(lm: LM, layer: int | None = None, trees: bool = False) -> Path:
     """Where a model's graph is cached: its name is a hash of all weights, the configuration, the
-    role, the layer and what exports it."""
+    role, the layer, whether it is for trees, and what exports it."""
     versions = [FORMAT, torch.__version__, transformers.__version__]
     made_of = [*versions, lm.model.config.to_json_string(), lm.role]
     made_of += [] if layer is None else [layer]
+    made_of += ["trees"] if trees else []
     digest = hashlib.blake2b(repr(made_of).encode(), digest_size=12)
     for name, weight in sorted(lm.model.state_dict().items()):
         content = weight.detach().reshape(-1).contiguous().view(torch.uint8).numpy()

@@ -18,7 +18,7 @@ from torch import Tensor
 from lenience.core.errors import first_line
 from lenience.core.profile import Profile
 from lenience.core.transfer import to_device
-from lenience.models.kv_cache import LATER, Forward, PlainCache, positions
+from lenience.models.kv_cache import LATER, Forward, PlainCache, Sight, TreeSight, positions
 from lenience.models.lm import LM
 
 _RECORDING = threading.Lock()
@@ -43,6 +43,9 @@ class CudaGraphs:
 
     def at_layer(self, lm: LM, layer: int) -> CudaGraphs:
         return CudaGraphs(layer)
+
+    def for_trees(self, lm: LM) -> CudaGraphs:
+        return self
 
     def has_spare(self, rows: int, capacity: int) -> bool:
         return any(cache.fits(rows, capacity) for cache in self._spare)
@@ -111,7 +114,8 @@ class CudaGraphCache(PlainCache):
         if self.slots.capacity != self._recorded_capacity:  # what was recorded reads other memory
             self._recorded, self._recorded_capacity = {}, self.slots.capacity
             self._pool = None
-        shape = _Shape(forward.length, forward.num_states, forward.lookahead, kv_length)
+        is_tree = forward.parents is not None
+        shape = _Shape(forward.length, forward.num_states, forward.lookahead, kv_length, is_tree)
         recording = self._recorded.pop(shape, None) or _Recording(self, shape)
         self._recorded[shape] = recording  # the last used one is the last
         if len(self._recorded) > KEPT:
@@ -149,12 +153,13 @@ class CudaGraphCache(PlainCache):
 class _Shape:
     """What a recording is of: `length` tokens of every row and `lookahead` more, of whose last
     `num_states` and those that follow logits are wanted, with `kv_length` columns of the cache in
-    sight."""
+    sight; perhaps of trees."""
 
     length: int
     num_states: int
     lookahead: int
     kv_length: int
+    is_tree: bool
 
 
 class _Recording:
@@ -167,6 +172,12 @@ class _Recording:
         self.left_padding = torch.zeros(rows, dtype=torch.long, device=device)
         self.cached_lengths = torch.zeros(rows, dtype=torch.long, device=device)
         self.rows, self.graph = torch.arange(rows, device=device), None
+        self.sight: Sight | None = None  # of trees
+        if shape.is_tree:
+            related = torch.ones(rows, shape.length, shape.kv_length, dtype=torch.bool)
+            keys = torch.arange(shape.kv_length).repeat(rows, 1)
+            parts = (torch.zeros(rows, shape.length, dtype=torch.long), keys, related)
+            self.sight = Sight(*(part.to(device) for part in parts))
         if device.type == "cuda":
             try:
                 with _RECORDING, torch.cuda.device(device):
@@ -212,7 +223,8 @@ class _Recording:
         columns = position_ids.masked_fill(is_padding, slots.capacity)
         slots.use_several(range(slots.num_rows), self.rows, columns, self.shape.kv_length)
         ids = ids.clamp(max=cache.lm.vocab_size - 1)
-        return cache.forward(ids, num_states, position_ids)
+        keys = torch.arange(self.shape.kv_length, device=ids.device)
+        return cache.forward(ids, num_states, self.sight or Sight(position_ids, keys))
 
     @torch.inference_mode()
     def __call__(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
@@ -245,6 +257,17 @@ class _Recording:
             self.ids[slice(None) if rows is None else rows, last:] = forward.device_tokens
         self.left_padding.copy_(written[:, length])
         self.cached_lengths.copy_(written[:, length + 1])
+        if self.sight is not None:
+            self._see(replace(forward, kv_length=self.shape.kv_length))
+
+    def _see(self, forward: Forward) -> None:
+        """Put where trees stand, and what they see, where the recording reads it."""
+        assert self.sight is not None and self.sight.related is not None
+        given = TreeSight.of(forward).on(self.ids.device)
+        assert given.related is not None
+        rows = to_device(forward.rows, self.ids.device)
+        self.sight.at[rows], self.sight.keys[rows] = given.at, given.keys
+        self.sight.related[rows] = given.related
 
 
 def _round_up(length: int) -> int:

@@ -8,14 +8,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from lenience.core.profile import Profile
 from lenience.core.transfer import to_device
+from lenience.core.trees import Parents, depths, lineage
 from lenience.models.lm import LM, PassCache
 
+NOWHERE = 1 << 40
+"""The position of a key that nothing may see."""
 LATER = -1
 """Stands for a token that is still to come from the device."""
 
@@ -43,6 +48,9 @@ class Forward:
     device_tokens: Tensor | None = None
     """[m, a]: the last tokens of each row where only the model's device has them; `input_ids` has
     LATER for them."""
+    parents: Sequence[Parents] | None = None
+    """[m][a]: where the last tokens of each row are a tree, which of them each one follows; some
+    may be in the cache already."""
 
     @property
     def length(self) -> int:
@@ -87,6 +95,10 @@ class RowCache(Protocol):
         """Make the row at `source` the row at `to`."""
         ...
 
+    def gather(self, row: int, start: int, columns: list[int]) -> None:
+        """Put the states of some of a row's columns side by side, from `start` on."""
+        ...
+
     def read(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
         """Logits [m, num_states + lookahead, V] and hidden states [m, num_states + lookahead,
         H]."""
@@ -108,6 +120,10 @@ class Backend(Protocol):
         """The same way to the states after one of the model's layers; None where there is none."""
         ...
 
+    def for_trees(self, lm: LM) -> Backend | None:
+        """What gives the same states of trees of tokens; None where there is none."""
+        ...
+
     def has_spare(self, rows: int, capacity: int) -> bool:
         """Whether the next session can take over a cache, so that no memory is needed for it."""
         ...
@@ -115,6 +131,49 @@ class Backend(Protocol):
     def drop_spare(self, rows: int, capacity: int) -> None:
         """Forget a kept cache that the next session cannot take over."""
         ...
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Where the tokens of a pass and the keys that they see stand."""
+
+    at: Tensor
+    """[m, T]: the positions of the tokens that are read."""
+    keys: Tensor
+    """[m, K] or [K]: the positions of the keys."""
+    related: Tensor | None = None
+    """[m, T, K] bool: in a tree, whether a key is not of another branch."""
+
+
+@dataclass(frozen=True)
+class TreeSight:
+    """The same of rows that end with trees, on the host: a token of a tree stands as far behind the
+    prefix as its depth, and sees what is on its path."""
+
+    at: NDArray[np.int64]
+    keys: NDArray[np.int64]
+    related: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, forward: Forward) -> TreeSight:
+        assert forward.parents is not None
+        m, length, width = len(forward.rows), forward.length, forward.kv_length
+        at = np.zeros((m, length), np.int64)
+        keys = np.tile(np.arange(width), (m, 1))
+        related = np.ones((m, length, width), np.bool_)
+        rows = zip(forward.left_padding, forward.cached_lengths, forward.parents)
+        for b, (padding, cached, parents) in enumerate(rows):
+            whole = cached + length - padding
+            start = whole - len(parents)
+            keys[b, start:whole] = start + np.array(depths(parents), np.int64)
+            at[b, padding:] = keys[b, cached:whole]
+            new = slice(max(cached - start, 0), None)  # of the tree's tokens, those read now
+            related[b, length - len(parents[new]) :, start:whole] = lineage(parents)[new]
+        return cls(at, keys, related)
+
+    def on(self, device: torch.device) -> Sight:
+        parts = (torch.from_numpy(part) for part in (self.at, self.keys, self.related))
+        return Sight(*(part.to(device) for part in parts))
 
 
 class PlainCache:
@@ -166,35 +225,41 @@ class PlainCache:
             for states in layer.both():
                 states[to] = states[source]
 
+    def gather(self, row: int, start: int, columns: list[int]) -> None:
+        for layer in self.layers:
+            for states in layer.both():
+                taken = states[row][:, to_device(columns, states.device)]
+                states[row, :, start : start + len(columns)] = taken
+
     def read(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
         slots, device = self.slots, self.lm.device
         # an id that only the other model's embedding has is read as the last one
         ids = forward.ids_on(device).clamp(max=self.lm.vocab_size - 1)
         slots.make_room(forward.kv_length)
-        position_ids = None
+        sight: Sight | None = None
         if len(forward.rows) == 1:
             slots.use_one(forward.rows[0], forward.cached_lengths[0], forward.kv_length)
         else:
             padding = to_device(forward.left_padding, device)
             cached = to_device(forward.cached_lengths, device)
-            position_ids, is_padding = positions(ids, padding, cached)
-            columns = position_ids.masked_fill(is_padding, slots.capacity)
+            at, is_padding = positions(ids, padding, cached)
+            columns = at.masked_fill(is_padding, slots.capacity)
             rows = to_device(forward.rows, device)
             slots.use_several(forward.rows, rows, columns, forward.kv_length)
+            sight = Sight(at, torch.arange(forward.kv_length, device=device))
+        if forward.parents is not None:
+            sight = TreeSight.of(forward).on(device)
         profile.add("cache")
-        outputs = self.forward(ids, forward.num_states, position_ids)
+        outputs = self.forward(ids, forward.num_states, sight)
         profile.add(self.lm.role)
         return outputs
 
-    def forward(
-        self, ids: Tensor, num_states: int, position_ids: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The model's pass over `ids` [m, T], the slots being set; `position_ids` [m, T] where it
-        is not one row."""
+    def forward(self, ids: Tensor, num_states: int, sight: Sight | None) -> tuple[Tensor, Tensor]:
+        """The model's pass over `ids` [m, T], the slots being set; `sight` where it is not one row,
+        or a tree."""
         extra: dict[str, Any] = {}
-        if position_ids is not None:
-            masks = self._masks(position_ids, self.slots.kv_length)
-            extra = {"position_ids": position_ids, "attention_mask": masks}
+        if sight is not None:
+            extra = {"position_ids": sight.at, "attention_mask": self._masks(sight)}
         out = self.lm.model(
             input_ids=ids,
             past_key_values=self._cache,
@@ -207,10 +272,11 @@ class PlainCache:
             logits.device
         )  # a model may lie on several devices
 
-    def _masks(self, position_ids: Tensor, kv_length: int) -> Any:
-        """What of `kv_length` keys each query sees, as the model's attention wants it told."""
-        keys = torch.arange(kv_length, device=position_ids.device)
-        masks, model = self.lm.masks(position_ids, keys), self.lm.model
+    def _masks(self, sight: Sight) -> Any:
+        """What each query sees, as the model's attention wants it told."""
+        masks, model = self.lm.masks(sight.at, sight.keys), self.lm.model
+        if sight.related is not None:
+            masks = {kind: mask & sight.related[:, None] for kind, mask in masks.items()}
         if model.config.get_text_config()._attn_implementation == "eager":
             least = torch.finfo(model.dtype).min
             masks = {

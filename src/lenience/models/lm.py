@@ -123,13 +123,17 @@ class LM:
         """Read the model through another way than its own forward from now on; None for its own."""
         self.backend = backend
 
-    def backend_at(self, layer: int | None) -> Backend | None:
+    def backend_at(self, layer: int | None, trees: bool = False) -> Backend | None:
         """What the model is read through where the states after a layer are wanted, or those after
-        the final norm; None for its own forward."""
+        the final norm, and perhaps of trees of tokens; None for its own forward."""
         backend = self.backend
-        if backend is None or layer is None:
-            return backend
-        return self.once(("layer", layer, id(backend)), lambda: backend.at_layer(self, layer))
+        if backend is not None and layer is not None:
+            whole, at = backend, layer
+            backend = self.once(("layer", at, id(whole)), lambda: whole.at_layer(self, at))
+        if backend is not None and trees:
+            chains = backend
+            backend = self.once(("trees", id(chains)), lambda: chains.for_trees(self))
+        return backend
 
     def once(self, what: Hashable, find: Callable[[], T]) -> T:
         """Find something out about the model the first time it is asked, and remember it."""
@@ -212,6 +216,11 @@ class LM:
     def dtype(self) -> str:
         """Of the weights, as users name it."""
         return str(self.model.dtype).removeprefix("torch.")
+
+    @property
+    def output_matrix(self) -> Tensor:
+        """[V, H]: what the LM head multiplies states with."""
+        return cast(torch.nn.Linear, self.model.get_output_embeddings()).weight
 
     def generation_settings(self) -> dict[str, Any]:
         """What the model's generation_config says that is not a default, as JSON."""

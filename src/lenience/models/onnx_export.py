@@ -26,18 +26,16 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lenience.core.files import replacing
-from lenience.models.kv_cache import positions
+from lenience.models.kv_cache import NOWHERE, positions
 from lenience.models.lm import LM
 
 FORMAT = 1
 """Of the graphs: raised when the same model would be exported to another one, so that graphs kept
 before are not used."""
-_NOWHERE = 1 << 40
-"""The position of a key that nothing may see."""
 _TRACING = threading.RLock()
 
 
-def export_graph(lm: LM, path: Path, layer: int | None = None) -> None:
+def export_graph(lm: LM, path: Path, layer: int | None = None, trees: bool = False) -> None:
     """Export a model's forward pass into a file; takes some seconds. Its hidden states are those
     after a layer, or after the final norm. What is traced is another model on the same weights, so
     that this one can decode meanwhile.
@@ -50,9 +48,13 @@ def export_graph(lm: LM, path: Path, layer: int | None = None) -> None:
     A draft's graph also takes steps [N], the numbers from 0 on: so many tokens more are read, each
     the most probable one after the one before. It also gives step_logits [N, m, V] and step_hidden
     [N, m, H], and its new states are [m, H, T + N, D].
+
+    A graph for `trees` takes, in place of pads and cached, the positions at [m, T] of the tokens
+    and keys [m, C + T] of what they may see, cached and new, and related [m, T, C + T], which of it
+    is not of another branch.
     """
     with _TRACING, torch.no_grad(), _quiet():
-        make = _looping_graph if lm.role == "draft" else _plain_graph
+        make = _tree_graph if trees else _looping_graph if lm.role == "draft" else _plain_graph
         model = make(lm, layer)
     with replacing(path) as new:
         ir.save(model, new)
@@ -66,6 +68,19 @@ def _plain_graph(lm: LM, layer: int | None) -> ir.Model:
     arguments = _arguments(lm, loops=False)
     outputs = ["logits", "hidden", *_numbered("new", arguments["past"][0])]
     return _trace(_First(lm, layer), arguments, outputs)
+
+
+def _tree_graph(lm: LM, layer: int | None) -> ir.Model:
+    past, past_varies = _arguments(lm, loops=False)["past"]
+    arguments = {
+        "ids": (torch.ones(2, 5, dtype=torch.long), {0: "m", 1: "T"}),
+        "at": (torch.arange(7, 12).repeat(2, 1), {0: "m", 1: "T"}),
+        "keys": (torch.arange(37).repeat(2, 1), {0: "m", 1: "K"}),
+        "related": (torch.ones(2, 5, 37, dtype=torch.bool), {0: "m", 1: "T", 2: "K"}),
+        "kept": (torch.arange(2, 5), {0: "S"}),
+        "past": (past, past_varies),
+    }
+    return _trace(_Branching(lm, layer), arguments, ["logits", "hidden", *_numbered("new", past)])
 
 
 def _looping_graph(lm: LM, layer: int | None) -> ir.Model:
@@ -136,11 +151,15 @@ class _Twin(torch.nn.Module):
         kept: Tensor | int,
         past: list[Tensor],
         layers: list[_Layer],
+        related: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Logits, hidden states and the new keys and values of `ids` [m, T] at `position_ids` [m,
-        T], which see keys at `key_positions` [m, K]."""
+        T], which see keys at `key_positions` [m, K], in a tree those that are `related` [m, T,
+        K]."""
         self.attention.past = past
         masks = self.lm.masks(position_ids, key_positions)
+        if related is not None:
+            masks = {kind: mask & related[:, None] for kind, mask in masks.items()}
         out = self.model(
             input_ids=ids,
             position_ids=position_ids,
@@ -171,8 +190,8 @@ class _First(_Twin):
         positions [m, C + T + N] of all states."""
         at, padding = positions(ids, pads, cached)
         columns = torch.arange(past[0].shape[2])
-        old = torch.where(columns < cached[:, None], columns, _NOWHERE)  # [m, C]
-        keys = torch.cat([old, at.masked_fill(padding, _NOWHERE)], 1)
+        old = torch.where(columns < cached[:, None], columns, NOWHERE)  # [m, C]
+        keys = torch.cat([old, at.masked_fill(padding, NOWHERE)], 1)
         logits, hidden, new = self.read(
             ids, at, keys, kept, past, layers=[_Layer() for _ in past[::2]]
         )
@@ -183,6 +202,21 @@ class _First(_Twin):
         token = logits[:, -1].argmax(-1)
         places = torch.cat([keys, after[:, None] + steps], 1)
         return logits, hidden, near, token, after, places
+
+
+class _Branching(_Twin):
+    def forward(
+        self,
+        ids: Tensor,
+        at: Tensor,
+        keys: Tensor,
+        related: Tensor,
+        kept: Tensor,
+        past: list[Tensor],
+    ) -> tuple[Any, ...]:
+        """The pass over trees."""
+        layers = [_Layer() for _ in past[::2]]
+        return self.read(ids, at, keys, kept, past, layers=layers, related=related)
 
 
 class _Step(_Twin):

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lenience.core.profile import Profile
-from lenience.models.kv_cache import Forward
+from lenience.models.kv_cache import NOWHERE, Forward, TreeSight
 from lenience.models.lm import LM
 
 FIRST_CAPACITY = 160
@@ -24,10 +26,18 @@ LARGEST_SCORES = 1 << 24
 """How many attention scores a layer may take at once; longer reads are made in parts."""
 
 
-AtLayer = Callable[["LM", int], "Graph | None"]
+@dataclass(frozen=True)
+class Others:
+    """What finds the other graphs of a model, and perhaps makes them."""
+
+    at_layer: Callable[[LM, int], Graph | None]
+    """One that gives the states after a layer."""
+    for_trees: Callable[[LM, Graph], Graph | None]
+    """One that reads trees, beside the graph of chains."""
+    makes: bool
 
 
-def load(path: Path, at_layer: AtLayer | None = None, makes_layers: bool = False) -> Graph:
+def load(path: Path, others: Others | None = None) -> Graph:
     """The graph in a file, which is deleted if ONNX Runtime cannot read it; raises whatever that
     raises."""
     import onnxruntime
@@ -35,7 +45,7 @@ def load(path: Path, at_layer: AtLayer | None = None, makes_layers: bool = False
     errors = onnxruntime.capi.onnxruntime_pybind11_state
     _share_threads()
     try:
-        return Graph(path, at_layer, makes_layers)
+        return Graph(path, others)
     except (errors.InvalidProtobuf, errors.InvalidGraph):
         path.unlink(missing_ok=True)
         raise
@@ -44,8 +54,7 @@ def load(path: Path, at_layer: AtLayer | None = None, makes_layers: bool = False
 class Graph:
     """An exported forward pass, loaded: the backend of exported graphs."""
 
-    def __init__(self, path: Path, at_layer: AtLayer | None, makes_layers: bool):
-        """`at_layer` finds the graph that gives the states after a layer, and perhaps makes it."""
+    def __init__(self, path: Path, others: Others | None):
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -57,12 +66,19 @@ class Graph:
         self.layers, self.heads, self.head_size = len(past) // 2, past[0].shape[1], past[0].shape[3]
         logits, hidden = self.session.get_outputs()[:2]
         self.vocab_size, self.hidden_size = logits.shape[-1], hidden.shape[-1]
-        self.can_loop = any(item.name == "steps" for item in inputs)
-
-        self._at_layer, self.makes_layers = at_layer, makes_layers
+        names = {item.name for item in inputs}
+        self.can_loop, self.reads_trees = "steps" in names, "related" in names
+        self._others, self.makes_layers = others, bool(others and others.makes)
+        self.trees: Graph | None = None
+        """What reads trees, once that was asked for."""
 
     def at_layer(self, lm: LM, layer: int) -> Graph | None:
-        return self._at_layer(lm, layer) if self._at_layer else None
+        return self._others.at_layer(lm, layer) if self._others else None
+
+    def for_trees(self, lm: LM) -> Graph | None:
+        if self._others and not self.trees:
+            self.trees = self._others.for_trees(lm, self)
+        return self if self.trees else None
 
     def has_spare(self, rows: int, capacity: int) -> bool:
         return False
@@ -117,14 +133,21 @@ class GraphCache:
     def move(self, source: int, to: int) -> None:
         self.states[:, to] = self.states[:, source]
 
+    def gather(self, row: int, start: int, columns: list[int]) -> None:
+        states = self.states[:, row]
+        states[:, :, start : start + len(columns)] = states[:, :, columns]
+
     def read(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
         self._make_room(forward.kv_length)
+        if forward.parents is not None and forward.length > len(forward.parents[0]) + 1:
+            return self._prefix_first(forward, profile)
         first, end = min(forward.rows), max(forward.rows) + 1
         scores = self.num_queries * (end - first) * forward.length * self.capacity
         if forward.length > 1 and scores > LARGEST_SCORES:
             return self._in_halves(forward, profile)
         if end - first > 2 * len(forward.rows):  # rows far apart are gathered
-            call = _Call(self.graph, self.states[:, forward.rows], _Shape.of(forward))
+            shape = _Shape.of(forward)
+            call = _Call(self._graph(shape), self.states[:, forward.rows], shape)
             places = list(range(len(forward.rows)))
         else:
             # those between them are read as padding, since gathering would copy most of the cache
@@ -179,11 +202,40 @@ class GraphCache:
         logits, hidden = (torch.cat(pair, 1)[:, -n:] for pair in zip(*parts))
         return logits, hidden
 
+    def _prefix_first(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
+        """Read long prefixes by the graph of chains, but for a token, and then their trees."""
+        assert forward.parents is not None
+        rest = len(forward.parents[0]) + 1
+        cached = [
+            n + forward.length - rest - pad
+            for n, pad in zip(forward.cached_lengths, forward.left_padding)
+        ]
+        first = replace(
+            forward,
+            input_ids=[ids[:-rest] for ids in forward.input_ids],
+            kv_length=forward.kv_length - rest,
+            num_states=1,
+            parents=None,
+        )
+        self.read(first, profile)
+        ids = [ids[-rest:] for ids in forward.input_ids]
+        nothing = [0] * len(ids)
+        return self.read(
+            replace(forward, input_ids=ids, left_padding=nothing, cached_lengths=cached), profile
+        )
+
+    def _graph(self, shape: _Shape) -> Graph:
+        """What reads a shape."""
+        if not shape.is_tree:
+            return self.graph
+        assert self.graph.trees is not None
+        return self.graph.trees
+
     def _call(self, shape: _Shape) -> _Call:
         """What reads the rows of a shape; some are kept."""
         if call := self._calls.get(shape):
             return call
-        call = _Call(self.graph, self.states[:, shape.first : shape.end], shape)
+        call = _Call(self._graph(shape), self.states[:, shape.first : shape.end], shape)
         if call.new.numel() + call.logits.numel() <= LARGEST_KEPT_CALL:
             if len(self._calls) >= KEPT_CALLS:
                 self._calls.clear()
@@ -206,10 +258,12 @@ class _Shape:
     length: int
     num_states: int
     lookahead: int
+    is_tree: bool
 
     @classmethod
     def of(cls, forward: Forward, first: int = 0, end: int = 0) -> _Shape:
-        return cls(first, end, forward.length, forward.num_states, forward.lookahead)
+        is_tree = forward.parents is not None
+        return cls(first, end, forward.length, forward.num_states, forward.lookahead, is_tree)
 
 
 class _Call:
@@ -221,22 +275,38 @@ class _Call:
         self.num_states, self.lookahead = shape.num_states, shape.lookahead
         self.ids = np.zeros((m, length), np.int64)
         self.pads, self.cached = np.zeros(m, np.int64), np.zeros(m, np.int64)
-        kept = np.arange(length - shape.num_states, length)
-        self.inputs = {"ids": self.ids, "pads": self.pads, "cached": self.cached, "kept": kept}
-        if graph.can_loop:
-            self.inputs["steps"] = np.arange(shape.lookahead)
+        if graph.reads_trees:
+            width = past.shape[3] + length
+            self.at, self.keys = np.zeros((m, length), np.int64), np.zeros((m, width), np.int64)
+            self.related = np.zeros((m, length, width), np.bool_)
+        self.inputs = self._inputs(shape)
         for name, value in self.inputs.items():
-            address = value.ctypes.data
-            self.binding.bind_input(name, "cpu", 0, np.int64, value.shape, buffer_ptr=address)
+            self._bind_input(name, value)
         for i, layer in enumerate(past):
-            size, address = tuple(layer.shape), layer.data_ptr()
-            self.binding.bind_input(f"past_{i}", "cpu", 0, np.float32, size, buffer_ptr=address)
+            self._bind_input(f"past_{i}", layer.numpy())
         new_length = length + shape.lookahead
         self.new = torch.empty(2 * graph.layers, m, graph.heads, new_length, graph.head_size)
         for i, layer in enumerate(self.new):
             self._bind_output(f"new_{i}", layer)
         self.logits = self._outputs("logits", graph.vocab_size)
         self.hidden = self._outputs("hidden", graph.hidden_size)
+
+    def _inputs(self, shape: _Shape) -> dict[str, NDArray[Any]]:
+        """What is written before a call, besides the cached states."""
+        kept = np.arange(shape.length - shape.num_states, shape.length)
+        inputs: dict[str, NDArray[Any]] = {"ids": self.ids, "kept": kept}
+        if self.graph.reads_trees:
+            inputs |= {"at": self.at, "keys": self.keys, "related": self.related}
+        else:
+            inputs |= {"pads": self.pads, "cached": self.cached}
+        if self.graph.can_loop:
+            inputs["steps"] = np.arange(shape.lookahead)
+        return inputs
+
+    def _bind_input(self, name: str, value: NDArray[Any]) -> None:
+        self.binding.bind_input(
+            name, "cpu", 0, value.dtype.type, value.shape, buffer_ptr=value.ctypes.data
+        )
 
     def _outputs(self, name: str, width: int) -> Tensor:
         """[m, num_states + lookahead, width]: where the pass over what is given leaves something,
@@ -265,8 +335,25 @@ class _Call:
         rows: slice | list[int] = slice(None) if whole else places
         self.ids[rows] = forward.input_ids
         self.pads[rows], self.cached[rows] = forward.left_padding, forward.cached_lengths
+        if forward.parents is not None:
+            self._see(forward, places)
         np.minimum(self.ids, last_id, out=self.ids)
         self.graph.session.run_with_iobinding(self.binding)
         if whole:
             return self.logits.clone(), self.hidden.clone()
         return self.logits[places], self.hidden[places]
+
+    def _see(self, forward: Forward, places: list[int]) -> None:
+        """Say where the tokens of trees stand and what they see: first what is cached, then what is
+        read."""
+        sight = TreeSight.of(forward)
+        capacity = self.past.shape[3]
+        self.at[:], self.keys[:], self.related[:] = 0, NOWHERE, True
+        for i, place in enumerate(places):
+            cached, padding = forward.cached_lengths[i], forward.left_padding[i]
+            whole = cached + forward.length - padding
+            self.at[place] = sight.at[i]
+            for start, old, end in ((0, 0, cached), (capacity + padding, cached, whole)):
+                to = slice(start, start + end - old)
+                self.keys[place, to] = sight.keys[i, old:end]
+                self.related[place, :, to] = sight.related[i, :, old:end]

@@ -5,14 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from weakref import finalize
 
 import torch
 from torch import Tensor
 
-from lenience.core.errors import first_line
+from lenience.core.errors import InputError, first_line
 from lenience.core.profile import Profile
 from lenience.core.transfer import to_device, to_host_async
+from lenience.core.trees import Parents, followed, paths
 from lenience.core.types import Reading
 from lenience.models.kv_cache import LATER, Forward, PlainCache, RowCache
 from lenience.models.lm import LM
@@ -33,6 +35,15 @@ class _Pending:
 
 
 @dataclass(frozen=True)
+class _Tree:
+    """What the last tokens of a row are a tree of."""
+
+    start: int
+    """How many tokens stand before it."""
+    parents: Parents
+
+
+@dataclass(frozen=True)
 class _Batch:
     """Sequences [B] that are to be read into rows of a cache, for `num_states` states of each."""
 
@@ -43,6 +54,7 @@ class _Batch:
     num_states: int
     lookahead: int
     device_tokens: Tensor | None
+    parents: Sequence[Parents] | None
 
     def forward(self, group: list[int]) -> Forward:
         """One pass over some of the sequences. Those with fewer new tokens than others are padded
@@ -63,13 +75,15 @@ class _Batch:
             num_states=self.num_states,
             lookahead=self.lookahead,
             device_tokens=on_device,
+            parents=self.parents and [self.parents[b] for b in group],
         )
 
 
 class Session:
     """Sequences of tokens, each in a row of a preallocated KV cache that is addressed by position.
     A session is handed the whole sequences each time and works out what is new; rolling back is
-    forgetting that a row was longer.
+    forgetting that a row was longer. Where the last tokens were a tree, it keeps the path that the
+    next sequence takes.
 
     Rows of different lengths share a pass where the model's attention takes a mask from outside
     (checked once, see `probe_masks`), and are read one by one where it does not.
@@ -83,15 +97,17 @@ class Session:
         cache: RowCache | None = None,
         profile: Profile | None = None,
         layer: int | None = None,
+        trees: bool = False,
     ):
         """`layer`: after which of the model's layers the hidden states are, where not after the
-        final norm."""
+        final norm; `trees`: whether trees are to be read, which not every backend does."""
         self.lm, self.profile = lm, profile or Profile()
         self.torch_threads: int | None = None
         """How many threads torch has for what is done with its readings; None for its own."""
         self._tokens: list[list[int]] = [[] for _ in range(rows)]
         self._pending: list[_Pending] = []
-        if cache is None and (backend := lm.backend_at(layer)):
+        self._trees: dict[int, _Tree] = {}
+        if cache is None and (backend := lm.backend_at(layer, trees)):
             cache = backend.cache(lm, rows, capacity)
         self.cache: RowCache = cache or PlainCache(lm, rows, capacity, layer)
         finalize(self, self.cache.on_session_closed).atexit = False
@@ -113,8 +129,12 @@ class Session:
         """Make the row at `source` the row at `to`."""
         tokens = self.tokens()
         moved, tokens[to], tokens[source] = tokens[source], [], []
+        tree = self._trees.pop(source, None)
+        self._trees.pop(to, None)
         self.cache.move(source, to)
         tokens[to] = moved
+        if tree:
+            self._trees[to] = tree
 
     @torch.inference_mode()
     def read(
@@ -124,6 +144,7 @@ class Session:
         device_tokens: Tensor | None = None,
         lookahead: int = 0,
         rows: Sequence[int] | None = None,
+        parents: Sequence[Parents] | None = None,
     ) -> Reading:
         """Logits [B, num_states, V] and hidden states [B, num_states, H] after each of the last
         `num_states` tokens of each sequence, which may be followed by `device_tokens` [B, a];
@@ -132,24 +153,39 @@ class Session:
 
         Of a single state, up to `lookahead` more may follow, each after the most probable token of
         the one before, where the cache reads on by itself.
+
+        With `parents` [B][n] the last n tokens of each sequence are a tree, which stands within the
+        model's context and may be longer than what is left of it.
         """
         self.profile.add("rest")
         rows = range(len(sequences)) if rows is None else rows
         cached = [self.tokens()[row] for row in rows]
         if device_tokens is not None:
             sequences, device_tokens = self._join(sequences, device_tokens)
-        sequences, over = self._within_context(sequences)
+        over = [0] * len(sequences)
+        if parents is None:
+            sequences, over = self._within_context(sequences)
+        trees = None if parents is None else list(map(_tree_of, sequences, parents))
+        self._keep_paths(rows, sequences, trees)
         reused = _cut_to_common(cached, sequences, num_states)
         counts = [len(new) - n for n, new in zip(reused, sequences)]
         groups = self._groups(sequences, counts, num_states)
         loops = len(groups) == 1 and self.cache.can_loop
         lookahead = max(0, min([lookahead, *map(self.room, sequences)])) if loops else 0
         batch = _Batch(
-            rows, sequences, reused, num_states, lookahead=lookahead, device_tokens=device_tokens
+            rows,
+            sequences,
+            reused,
+            num_states,
+            lookahead=lookahead,
+            device_tokens=device_tokens,
+            parents=parents if parents and parents[0] else None,
         )
         parts = [self.cache.read(batch.forward(group), self.profile) for group in groups]
         for old, new in zip(cached, sequences):
             old += new[len(old) :]
+        if trees is not None:
+            self._trees.update(zip(rows, trees))
         logits, hidden = _in_order(parts, groups)
         reading = Reading(_moved_up(logits, over), _moved_up(hidden, over), counts)
         if device_tokens is not None:
@@ -158,6 +194,27 @@ class Session:
             self._fetch_later(cached, reading.greedy_tokens[:, :lookahead], inside=False)
         self.profile.add("cache")
         return reading
+
+    def _keep_paths(
+        self, rows: Sequence[int], sequences: Sequence[list[int]], trees: list[_Tree] | None
+    ) -> None:
+        """Of the trees that rows end with keep what their new sequences begin with: those tokens of
+        a tree in the same place that follow the same ones, or the path that a sequence takes."""
+        for row, sequence, new in zip(rows, sequences, trees or repeat(None)):
+            tree = self._trees.pop(row, None)
+            if tree is None:
+                continue
+            held = self._tokens[row]
+            if new and new.start == tree.start:
+                del held[tree.start + common(tree.parents, new.parents) :]
+                continue
+            drafted = held[tree.start :]
+            del held[tree.start :]
+            if sequence[: tree.start] == held:
+                path = followed(tree.parents, drafted, sequence[tree.start :])
+                if path != [*range(len(path))]:
+                    self.cache.gather(row, tree.start, [tree.start + i for i in path])
+                held += [drafted[i] for i in path]
 
     def _within_context(
         self, sequences: Sequence[list[int]]
@@ -212,6 +269,10 @@ class Session:
     def _reads_ragged(self) -> bool:
         known = self.cache.reads_ragged
         return probe_masks(self.lm) if known is None else known
+
+
+def _tree_of(sequence: list[int], parents: Parents) -> _Tree:
+    return _Tree(len(sequence) - len(parents), parents)
 
 
 def _cut_to_common(
@@ -289,6 +350,55 @@ def reads_together_as_alone(lm: LM, cache: RowCache, layer: int | None = None) -
         if not error.max() < tolerance:
             return False
     return True
+
+
+def check_trees(lm: LM) -> None:
+    """Raise InputError where a model cannot read trees of tokens through its own forward; found out
+    once for a model."""
+    if not lm.once("reads trees", lambda: _try_trees(lm)):
+        attention = lm.model.config.get_text_config()._attn_implementation
+        raise InputError(
+            f"{lm.role} {lm.name!r}: cannot read a tree of tokens, as its attention ({attention}) "
+            "takes no mask or no positions from outside; take --tree chain, or load it with "
+            "attn_implementation eager"
+        )
+
+
+def _try_trees(lm: LM) -> bool:
+    try:
+        return reads_trees_as_paths(lm, PlainCache(lm, 2, 64, reads_ragged=False))
+    except Exception:  # whatever a model raises that wants its mask or its positions otherwise
+        return False
+
+
+def reads_trees_as_paths(lm: LM, cache: RowCache, layer: int | None = None) -> bool:
+    """Whether the tokens of trees that are read in `cache`, of two rows, have the states that they
+    have at the ends of their paths, read alone by the model's own pass after a layer or the final
+    norm; so has what follows a path that was kept."""
+    generator = torch.Generator().manual_seed(0)
+    room = (lm.context_length or 64) - 4
+    parents = [-1, -1, 0, 1, 1, 4]
+    lengths = [max(1, min(n, room)) for n in (9, 21)]
+    prefixes = [torch.randint(lm.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+    tokens = torch.randint(lm.vocab_size, (len(parents),), generator=generator).tolist()
+    together = Session(lm, 2, cache=cache)
+    whole = [prefix + tokens for prefix in prefixes]
+    states = together.read(whole, len(tokens), parents=[parents, parents]).hidden  # [2, n, H]
+    branches = paths(parents)
+    branches.append([*branches[-1], 0])  # and what is read after one
+    after = together.read(
+        [prefix + [tokens[i] for i in branches[-1]] for prefix in prefixes]
+    ).hidden
+    own: list[Tensor] = []
+    for prefix in prefixes:
+        for path in branches:
+            alone = Session(lm, cache=PlainCache(lm, 1, 64, layer))
+            own.append(alone.read([prefix + [tokens[i] for i in path]]).hidden[0, 0])
+    leaves = [path[-1] for path in branches[:-1]]
+    found = torch.cat([states[:, leaves], after], 1).flatten(0, 1).float()
+    wanted = torch.stack(own).float()
+    error = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    return bool(error.max() < (0.1 if lm.model.dtype.itemsize < 4 else 1e-3))
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -35,6 +35,9 @@ class Term:
     """Whether each window needs draws of its own, see `Context.fresh_noise_per_window`."""
     needs_draft_probs: ClassVar[bool] = False
     """Whether it compares distributions, so that tokens proposed for certain tell it nothing."""
+    needs_draws: ClassVar[bool] = False
+    """Whether, when sampling, its chances are those of tokens that were drawn, one in each
+    place."""
     has_threshold: ClassVar[bool] = False
     """Whether its field `threshold` is what makes it more or less lenient."""
     grid: ClassVar[tuple[str, ...]] = ()

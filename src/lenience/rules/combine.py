@@ -115,6 +115,10 @@ class AnyOf:
         return any(term.needs_draft_probs for term in self.terms)
 
     @property
+    def needs_draws(self) -> bool:
+        return any(term.needs_draws for term in self.terms)
+
+    @property
     def whole_window(self) -> bool:
         return any(term.whole_window for term in self.terms)
 
@@ -126,12 +130,18 @@ class AnyOf:
     def _named_strict(self) -> Term | None:
         return next((term for term in self.terms if term.is_strict), None)
 
+    def _strict(self, ctx: Context) -> Term:
+        """The strict term that is named, or meant; of tokens that were chosen for certain, as a
+        tree's, several may follow one, and `speculative` is to draw the target's."""
+        strict = self._named_strict or (Exact() if ctx.greedy else Speculative())
+        return Exact() if ctx.on_trees and isinstance(strict, Speculative) else strict
+
     @cached_property
     def _lenient(self) -> list[Lenient]:
         return [term for part in self.parts for term in part.lenient]
 
     def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:
-        strict = self._named_strict or (Exact() if ctx.greedy else Speculative())
+        strict = self._strict(ctx)
         exact = strict.accepts(draft, reading, ctx)  # [B, W]
         if not self._lenient or not draft.width:
             accepted = exact if draft.kept_unasked is None else exact | draft.kept_unasked
@@ -260,7 +270,6 @@ def _verdicts(
 ) -> list[Verdict]:
     """The verdicts on a chain: `exact`, `accepted` and perhaps the logits of `scores` are [B, W],
     `after` [B, W + 1] is what follows after 0 … W kept tokens."""
-    assert draft.parents is None, "rules read chains"
     columns = [draft.lengths[:, None], after, draft.tokens, exact, accepted]
     if scores is not None:
         columns.append(scores)

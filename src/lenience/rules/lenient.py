@@ -37,6 +37,7 @@ class Lenience(Lenient):
 
     factor: float
     name = "lenient"
+    needs_draws = True
     bounds: ClassVar = {"factor": (0, 1)}
     grid = ("lenient:0.5", "lenient:0.2", "lenient:0.05")
 
@@ -172,6 +173,7 @@ class Ensemble(Lenient):
 
     weight: float
     name = "ensemble"
+    needs_draws = True
     composable = False
     bounds: ClassVar = {"weight": (0, 1)}
     grid = ("ensemble:0.8", "ensemble:0.6", "ensemble:0.5", "ensemble:0.4")
@@ -245,6 +247,7 @@ class Mentored(Lenient):
 
     most: float
     name = "mentored"
+    needs_draws = True
     composable = False
     needs_sampling = True
     bounds: ClassVar = {"most": (0, math.inf)}

@@ -69,6 +69,7 @@ class Block(Term):
     `speculative` on average; `exact` when greedy."""
 
     name = "block"
+    needs_draws = True
     is_strict = True
     composable = False
     exact_when_greedy = True

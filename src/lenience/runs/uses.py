@@ -20,7 +20,7 @@ from lenience.runs.record import mined_samples
 from lenience.tasks import Sample, Task, take
 
 if TYPE_CHECKING:
-    from lenience.heads.head import Learned
+    from lenience.core.protocols import Fitted
     from lenience.models.lm import LM, Prompt
 
 RUN_FILES = ("run.json", "journal.jsonl", "uses.jsonl")
@@ -60,7 +60,7 @@ class Draw:
     split: str = "train"
     ids: tuple[str, ...] = ()
     """None but these, where any are named."""
-    heads: tuple[Learned, ...] = ()
+    heads: tuple[Fitted, ...] = ()
     """The prompts that they were fitted on are used ones, in their own run folders too."""
 
 
@@ -244,20 +244,20 @@ def group_of(sample: Sample) -> str | None:
     return getattr(sample, "group", None)
 
 
-def fitted_in(head: Learned) -> Path | None:
+def fitted_in(head: Fitted) -> Path | None:
     """The run folder that a head was fitted in; None where nothing beside it says so."""
     run = Path(head.path).parent
     return run if any((run / name).exists() for name in RUN_FILES) else None
 
 
-def _runs_of(heads: Iterable[Learned], folder: Path) -> set[Path]:
+def _runs_of(heads: Iterable[Fitted], folder: Path) -> set[Path]:
     """The other run folders. Raises InputError for a head of which nothing says what it was fitted
     on."""
     runs = set()
     for head in heads:
         run = fitted_in(head)
         if run is None:
-            if head.head.prompts:
+            if head.head.prompts or head.head.prompts is None:
                 continue
             raise InputError(
                 f"{head.path}: no run.json, journal.jsonl or uses.jsonl lies beside it to say "

@@ -1,0 +1,61 @@
+"""Trees of drafted tokens, by their parents: which token of the window each one follows, -1 for the
+prefix; parents stand before their children."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Parents = Sequence[int]
+
+
+def depths(parents: Parents) -> list[int]:
+    """How many tokens of the tree stand before each."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(found[parent] + 1 if parent >= 0 else 0)
+    return found
+
+
+def lineage(parents: Parents) -> NDArray[np.bool_]:
+    """[n, n]: whether the second token is the first one or stands before it."""
+    seen = np.eye(len(parents), dtype=bool)
+    for i, parent in enumerate(parents):
+        if parent >= 0:
+            seen[i] |= seen[parent]
+    return seen
+
+
+def paths(parents: Parents) -> list[list[int]]:
+    """The tokens from the prefix to each of the leaves, in the leaves' order; one path of none for
+    an empty tree."""
+    inner = set(parents)
+    found = [_path(parents, leaf) for leaf in range(len(parents)) if leaf not in inner]
+    return found or [[]]
+
+
+def _path(parents: Parents, node: int) -> list[int]:
+    path: list[int] = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
+def followed(parents: Parents, tokens: Sequence[int], sequence: Sequence[int]) -> list[int]:
+    """The longest path of a tree of `tokens` that a sequence takes."""
+    children = {(parent, tokens[i]): i for i, parent in reversed([*enumerate(parents)])}
+    path, node = list[int](), -1
+    for token in sequence:
+        if (child := children.get((node, token))) is None:
+            break
+        path.append(child)
+        node = child
+    return path
+
+
+def as_chain(parents: Parents) -> bool:
+    """Whether each token follows the one before."""
+    return all(parent == i - 1 for i, parent in enumerate(parents))

@@ -1,0 +1,322 @@
+"""Drafting with heads on the target's last state: each predicts one of the next tokens, and no
+other model is asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lenience.core.context import Context
+from lenience.core.errors import InputError, first_line
+from lenience.core.files import digest_bytes, replacing, write_json
+from lenience.core.protocols import Drafter, Fitted
+from lenience.core.types import Draft, Reading, Verdict
+from lenience.drafting.base import DrafterSetup, DrafterSpec
+from lenience.drafting.trees import Grown, Level, as_draft
+from lenience.models.lm import LM
+
+HUB_FILE = "medusa_lm_head.pt"
+MEND = "`lenience fit RUN --drafter {kind}` makes RUN/{kind}"
+
+
+@dataclass
+class DraftHeads:
+    """Heads that predict the tokens after the next one from the target's last state, the i-th the
+    token i + 2 places behind the state's own."""
+
+    kind: str
+    """blockwise: x + W₂ · relu(W₁ · x) and the target's own vocabulary matrix (Stern 2018, section
+    3); medusa: blocks x + silu(W · x + b) and perhaps a matrix of their own (Cai 2024, section
+    2.1.1)."""
+    blocks: list[list[dict[str, Tensor]]]
+    """For each head its blocks, each with `weight` [H, H] and `bias` [H] or, of blockwise, `into`
+    [N, H], `into_bias` [N], `out` [H, N] and `out_bias` [H]."""
+    matrices: list[Tensor] | None
+    """For each head [V, H]; None: the target's."""
+    fingerprints: dict[str, str]
+    """Of the target and the tokenizer, as the heads were fitted to them; empty where a file does
+    not say."""
+    metrics: dict[str, Any]
+    prompts: tuple[str, ...] | None = None
+    """Digests of the prompts that they were fitted on; None of published ones."""
+
+    @property
+    def hidden_size(self) -> int:
+        first = self.blocks[0][0] if self.blocks[0] else None
+        if first is None:
+            assert self.matrices is not None
+            return self.matrices[0].shape[1]
+        return int(first["into" if self.kind == "blockwise" else "weight"].shape[1])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies what they predict."""
+        content = [
+            tensor.float().cpu().numpy().tobytes() for _, tensor in sorted(self.tensors().items())
+        ]
+        return digest_bytes(b"".join(content) + self.kind.encode())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By the names of their file."""
+        named = {
+            f"{i}.{j}.{name}": tensor
+            for i, blocks in enumerate(self.blocks)
+            for j, block in enumerate(blocks)
+            for name, tensor in block.items()
+        }
+        return named | {f"{i}.matrix": matrix for i, matrix in enumerate(self.matrices or ())}
+
+    def to(self, like: Tensor) -> DraftHeads:
+        """The same where a tensor is, in its precision."""
+        blocks = [
+            [{name: tensor.to(like) for name, tensor in block.items()} for block in of_head]
+            for of_head in self.blocks
+        ]
+        matrices = self.matrices and [matrix.to(like) for matrix in self.matrices]
+        return replace(self, blocks=blocks, matrices=matrices)
+
+    def states(self, x: Tensor) -> Tensor:
+        """[…, n, H]: what each of the n heads makes of the target's states […, H]."""
+        done = []
+        for blocks in self.blocks:
+            state = x
+            for block in blocks:
+                state = state + self._block(block, state)
+            done.append(state)
+        return torch.stack(done, -2)
+
+    def _block(self, block: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        linear = torch.nn.functional.linear
+        if self.kind == "blockwise":
+            inner = torch.relu(linear(x, block["into"], block["into_bias"]))
+            return linear(inner, block["out"], block["out_bias"])
+        return torch.nn.functional.silu(linear(x, block["weight"], block["bias"]))
+
+    def logits(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """[…, n, V] of the target's states […, H], whose own vocabulary matrix is [V, H]."""
+        states = self.states(x)
+        if self.matrices is None:
+            return states @ matrix.T
+        each = zip(states.unbind(-2), self.matrices)
+        return torch.stack([state @ own.T for state, own in each], -2)
+
+    def check(self, where: str, target: LM, fingerprints: Mapping[str, str]) -> None:
+        """Raise InputError unless these can draft for a target."""
+        if self.hidden_size != target.hidden_size:
+            raise InputError(
+                f"{where}: reads states of {self.hidden_size} numbers, and the target's have "
+                f"{target.hidden_size}; name heads of this target"
+            )
+        for matrix in self.matrices or ():
+            if matrix.shape[0] > target.vocab_size:
+                raise InputError(
+                    f"{where}: predicts {matrix.shape[0]} tokens, and the target has "
+                    f"{target.vocab_size}; name heads of this target"
+                )
+        for part, value in self.fingerprints.items():
+            if fingerprints.get(part, value) != value:
+                raise InputError(
+                    f"{where}: was fitted to another {part} ({value}, this is "
+                    f"{fingerprints[part]}); fit one for this target"
+                )
+
+    def save(self, folder: Path) -> None:
+        """Write medusa.safetensors and medusa.json, named by the kind, each whole or not at all."""
+        with replacing(folder / f"{self.kind}.safetensors") as new:
+            save_file({name: part.contiguous() for name, part in self.tensors().items()}, new)
+        about = {
+            "kind": self.kind,
+            "heads": len(self.blocks),
+            "fingerprint": self.fingerprint,
+            "fingerprints": self.fingerprints,
+            "metrics": self.metrics,
+            "prompts": list(self.prompts or ()),
+        }
+        write_json(folder / f"{self.kind}.json", about)
+
+
+def load_heads(folder: str | Path, kind: str) -> DraftHeads:
+    """The heads of a kind saved in a folder, by us or, for medusa, as they are published, in
+    medusa_lm_head.pt. Raises InputError where there are none or they are broken."""
+    path = Path(folder)
+    if (path / f"{kind}.json").is_file():
+        return _load(path, kind, (path / f"{kind}.json").stat().st_mtime_ns)
+    if kind == "medusa" and (path / HUB_FILE).is_file():
+        return _load_published(path, (path / HUB_FILE).stat().st_mtime_ns)
+    published = f" and no {HUB_FILE}" if kind == "medusa" else ""
+    mend = MEND.format(kind=kind)
+    raise InputError(f"{kind} {folder}: there is no {kind}.json in it{published}; {mend}")
+
+
+@lru_cache(maxsize=4)
+def _load(path: Path, kind: str, changed: int) -> DraftHeads:
+    try:
+        about = json.loads((path / f"{kind}.json").read_text())
+        tensors = load_file(path / f"{kind}.safetensors")
+        heads = _from_tensors(kind, tensors, about["heads"])
+        heads = replace(
+            heads,
+            fingerprints=about["fingerprints"],
+            metrics=about["metrics"],
+            prompts=tuple(about["prompts"]),
+        )
+        if heads.fingerprint != about["fingerprint"]:
+            raise ValueError(f"{kind}.json and {kind}.safetensors are not of the same fit")
+        return heads
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"{kind} {path}: is broken ({why}); fit it again") from None
+
+
+def _from_tensors(kind: str, tensors: Mapping[str, Tensor], count: int) -> DraftHeads:
+    """Heads from tensors as `DraftHeads.tensors` names them."""
+    blocks: list[list[dict[str, Tensor]]] = [[] for _ in range(count)]
+    matrices: dict[int, Tensor] = {}
+    for name in sorted(tensors):
+        head, *rest = name.split(".")
+        if rest == ["matrix"]:
+            matrices[int(head)] = tensors[name]
+            continue
+        number, part = rest
+        while len(blocks[int(head)]) <= int(number):
+            blocks[int(head)].append({})
+        blocks[int(head)][int(number)][part] = tensors[name]
+    own = [matrices[i] for i in range(count)] if matrices else None
+    return DraftHeads(kind, blocks, own, {}, {})
+
+
+@lru_cache(maxsize=2)
+def _load_published(path: Path, changed: int) -> DraftHeads:
+    """Medusa-1 heads as they are published. The heads are counted from the file, since uploaded
+    configurations say another number."""
+    try:
+        saved = torch.load(path / HUB_FILE, map_location="cpu", weights_only=True)
+        numbers = {int(name.split(".")[0]) for name in saved}
+        tensors = {}
+        for name, tensor in saved.items():
+            head, block, *part = name.split(".")
+            is_block = part[0] == "linear"
+            tensors[f"{head}.{block}.{part[1]}" if is_block else f"{head}.matrix"] = tensor
+        return _from_tensors("medusa", tensors, len(numbers))
+    except (OSError, ValueError, KeyError, IndexError, RuntimeError, EOFError) as error:
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"medusa {path}: {HUB_FILE} cannot be read ({why})") from None
+    except Exception as error:  # pickle's own, for what is not tensors
+        raise InputError(
+            f"medusa {path}: {HUB_FILE} holds more than tensors ({first_line(error)}); it is not "
+            "loaded"
+        ) from None
+
+
+@dataclass(frozen=True)
+class _Heads(DrafterSpec):
+    """Heads in a folder."""
+
+    path: str
+    certain = False
+    grows_trees = True
+
+    @cached_property
+    def head(self) -> DraftHeads:
+        return load_heads(self.path, self.name)
+
+    def check(self, target: LM, fingerprints: Callable[[], Mapping[str, str]]) -> None:
+        self.head.check(f"{self.name} {self.path}", target, fingerprints())
+
+    def relocated(self, path: Callable[[str], str]) -> Self:
+        return replace(self, path=path(self.path))
+
+    @property
+    def fitted(self) -> tuple[Fitted, ...]:
+        return (self,)
+
+    def build(self, setup: DrafterSetup) -> Drafter:
+        return HeadsDrafter(self.head, setup)
+
+
+@dataclass(frozen=True)
+class Medusa(_Heads):
+    """Heads of residual blocks on the target's last state, each with a vocabulary matrix of its own
+    (Medusa-1, Cai 2024, section 2.1.1), ours or published ones."""
+
+    name = "medusa"
+
+
+@dataclass(frozen=True)
+class Blockwise(_Heads):
+    """Feed-forward heads on the target's last state, which share the target's vocabulary matrix
+    (blockwise parallel decoding, Stern 2018, section 3): the pass that verifies a window also
+    predicts the next one."""
+
+    name = "blockwise"
+
+
+class HeadsDrafter(Drafter):
+    """Drafts with heads: nothing in an answer's first cycle, which reads the prompt, and then as
+    many tokens one after the other as there are heads. Each is picked without a look at those
+    before it."""
+
+    def __init__(self, heads: DraftHeads, setup: DrafterSetup):
+        self.target, self.stop, self.tree = setup.target, setup.stop, setup.tree
+        self.matrix = setup.target.output_matrix
+        self.heads = heads.to(self.matrix)
+
+    @torch.inference_mode()
+    def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
+        most, limits = len(self.heads.blocks), []
+        for row, left in zip(ctx.rows, room):
+            wanted = self.stop.max_tokens(row, ctx.window)
+            limits.append(0 if row.state is None else max(0, min(wanted, most, left - 1)))
+        width = max(limits)
+        if not width:
+            nothing = [Grown() for _ in ctx.rows]
+            return as_draft(nothing, self.target.device, trees=not self.tree.is_chain)
+        blank = torch.zeros(self.heads.hidden_size, device=self.matrix.device)
+        states = torch.stack([(blank if row.state is None else row.state) for row in ctx.rows])
+        logits = self.heads.logits(states.to(self.matrix), self.matrix)[:, :width]  # [B, n, V]
+        logits = _as_wide(logits, self.target.vocab_size).to(self.target.device)
+        if self.tree.is_chain:
+            return self._chain(logits, limits, ctx)
+        return self._tree(logits, limits, ctx)
+
+    def _chain(self, logits: Tensor, limits: list[int], ctx: Context) -> Draft:
+        grown = []
+        for row, limit in zip(ctx.draw(logits).tolist(), limits):
+            ends = (i for i, token in enumerate(row, 1) if token in self.target.eos_ids)
+            tokens = row[: min(limit, next(ends, limit))]
+            n = range(len(tokens))
+            grown.append(Grown(tokens, [i - 1 for i in n], list(n)))
+        return as_draft(grown, self.target.device, logits, trees=False)
+
+    def _tree(self, logits: Tensor, limits: list[int], ctx: Context) -> Draft:
+        asked: list[Tensor] = []
+
+        def after(level: Level | None) -> Tensor:
+            head, n = (0, 1) if level is None else (level.depth + 1, len(level.tokens[0]))
+            asked.append(logits[:, head : head + 1].expand(-1, n, -1))
+            return torch.log_softmax(asked[-1].float() / (ctx.temperature or 1), -1)
+
+        eos = self.target.eos_ids
+        grown = self.tree.grow(after, len(limits), max(limits), eos)
+        grown = [tree.cut(limit) for tree, limit in zip(grown, limits)]
+        return as_draft(grown, self.target.device, torch.cat(asked, 1))
+
+    def observe(self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]) -> None:
+        for b, (row, verdict) in enumerate(zip(ctx.rows, verdicts)):
+            row.state = reading.hidden[b, verdict.path[-1] + 1 if verdict.path else 0].clone()
+
+
+def _as_wide(logits: Tensor, width: int) -> Tensor:
+    missing = width - logits.shape[-1]
+    if missing <= 0:
+        return logits
+    return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))

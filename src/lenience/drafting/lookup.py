@@ -1,0 +1,206 @@
+"""Drafting by looking up what followed the same tokens before: prompt lookup and suffix decoding.
+No model drafts; the tokens are proposed for certain."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Generic, TypeVar
+
+from lenience.core.context import Context
+from lenience.core.errors import InputError
+from lenience.core.protocols import Drafter
+from lenience.core.types import Draft
+from lenience.drafting.base import DrafterSetup, DrafterSpec
+from lenience.drafting.suffixes import Suffixes
+from lenience.drafting.trees import Dynamic, Grown, as_draft
+
+T = TypeVar("T", "_Ngrams", Suffixes)
+
+
+@dataclass(frozen=True)
+class Ngram(DrafterSpec):
+    """Propose what followed the last tokens where they stood before in the prompt or the answer,
+    the longest match first, of at most `max` tokens, and of equally long ones the most recent
+    (prompt lookup, Saxena 2023; `transformers`' prompt_lookup_num_tokens takes the oldest)."""
+
+    max: int = 3
+    oldest: bool = False
+    """Take the oldest of equally long matches."""
+    name = "ngram"
+    grid = ("ngram", "ngram:max=5", "ngram:oldest=true")
+
+    def __post_init__(self) -> None:
+        if self.max < 1:
+            raise InputError(f"ngram's max {self.max}: must be 1 or more tokens")
+
+    def build(self, setup: DrafterSetup) -> Drafter:
+        return _NgramDrafter(setup, self)
+
+
+@dataclass(frozen=True)
+class Suffix(DrafterSpec):
+    """Propose what most often followed the longest ends of the text where they stood before in it,
+    as many tokens as the match is long times `factor` (SuffixDecoding, Oliaro 2024). Of all matches
+    the one whose tokens are likeliest, in sum, to follow is taken."""
+
+    depth: int = 24
+    """As how long a match counts at most."""
+    factor: float = 1.0
+    least: float = 0.1
+    """Of the share of what followed that a proposed token's path must have."""
+    name = "suffix"
+    grows_trees = True
+    grid = ("suffix", "suffix:factor=2.0", "suffix:depth=8,least=0.0")
+
+    def __post_init__(self) -> None:
+        for what, number in (("depth", self.depth), ("factor", self.factor)):
+            if not number > 0:
+                raise InputError(f"suffix's {what} {number}: must be above 0")
+        if not 0 <= self.least <= 1:
+            raise InputError(f"suffix's least {self.least}: must be from 0 to 1")
+
+    def build(self, setup: DrafterSetup) -> Drafter:
+        if not (setup.tree.is_chain or isinstance(setup.tree, Dynamic)):
+            raise InputError(
+                f"drafter {self}: what followed has no ranks everywhere; with tree {setup.tree} "
+                "take another, or --tree dynamic:NODES"
+            )
+        return _SuffixDrafter(setup, self)
+
+
+@dataclass
+class _Known(Generic[T]):
+    """What is known of a row's text."""
+
+    index: T
+    tokens: list[int] = field(default_factory=list)
+
+
+class _Lookup(Drafter, Generic[T]):
+    """Keeps an index of each row's text, so that a cycle adds what is new alone."""
+
+    def __init__(self, setup: DrafterSetup):
+        self.target, self.stop = setup.target, setup.stop
+        self._rows: dict[int, _Known[T]] = {}
+
+    def new_index(self) -> T:
+        raise NotImplementedError
+
+    def look_up(self, index: T, tokens: list[int], limit: int) -> Grown:
+        """What may follow a text, at most `limit` tokens one after the other."""
+        raise NotImplementedError
+
+    def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
+        grown = []
+        for b, (row, left) in enumerate(zip(ctx.rows, room)):
+            limit = max(0, min(self.stop.max_tokens(row, ctx.window), left - 1))
+            known = self._up_to_date(b, row.prefix)
+            grown.append(self.look_up(known.index, known.tokens, limit) if limit else Grown())
+        return as_draft(grown, self.target.device, trees=self.proposes_trees)
+
+    proposes_trees = False
+
+    def move(self, source: int, to: int) -> None:
+        if source in self._rows:
+            self._rows[to] = self._rows.pop(source)
+
+    def _up_to_date(self, row: int, prefix: list[int]) -> _Known[T]:
+        known = self._rows.get(row)
+        if known is None or prefix[: len(known.tokens)] != known.tokens:
+            known = self._rows[row] = _Known(self.new_index())
+        for token in prefix[len(known.tokens) :]:
+            known.index.add(token)
+            known.tokens.append(token)
+        return known
+
+    def _to_eos(self, tokens: list[int]) -> list[int]:
+        ends = (i for i, token in enumerate(tokens, 1) if token in self.target.eos_ids)
+        return tokens[: next(ends, len(tokens))]
+
+
+class _Ngrams:
+    """Where each n-gram of a text ends that something follows."""
+
+    def __init__(self, most: int, oldest: bool):
+        self.most, self.oldest = most, oldest
+        self.ends: dict[tuple[int, ...], int] = {}
+        self._last: list[int] = []
+        self._length = 0
+
+    def add(self, token: int) -> None:
+        for n in range(1, len(self._last) + 1):  # the token follows those before it
+            key = tuple(self._last[-n:])
+            if not (self.oldest and key in self.ends):
+                self.ends[key] = self._length
+        self._last = [*self._last, token][-self.most :]
+        self._length += 1
+
+
+class _NgramDrafter(_Lookup[_Ngrams]):
+    def __init__(self, setup: DrafterSetup, spec: Ngram):
+        super().__init__(setup)
+        self.spec = spec
+
+    def new_index(self) -> _Ngrams:
+        return _Ngrams(self.spec.max, self.spec.oldest)
+
+    def look_up(self, index: _Ngrams, tokens: list[int], limit: int) -> Grown:
+        for n in range(min(self.spec.max, len(tokens)), 0, -1):
+            if (end := index.ends.get(tuple(tokens[-n:]))) is not None:
+                found = self._to_eos(tokens[end : end + limit])
+                return Grown(found, list(range(-1, len(found) - 1)), [0] * len(found))
+        return Grown()
+
+
+class _SuffixDrafter(_Lookup[Suffixes]):
+    def __init__(self, setup: DrafterSetup, spec: Suffix):
+        super().__init__(setup)
+        self.spec = spec
+        self.nodes = None if setup.tree.is_chain else setup.tree.size
+        self.depth = getattr(setup.tree, "depth", None)
+        self.proposes_trees = self.nodes is not None
+
+    def new_index(self) -> Suffixes:
+        return Suffixes()
+
+    def look_up(self, index: Suffixes, tokens: list[int], limit: int) -> Grown:
+        best, worth = Grown(), 0.0
+        limit = min(limit, self.depth or limit)
+        for state, length in index.matches():  # the longest first
+            most = min(limit, int(self.spec.factor * min(length, self.spec.depth)))
+            grown, sum_of = self._likeliest(index, state, most)
+            if sum_of > worth:
+                best, worth = grown, sum_of
+        return best
+
+    def _likeliest(self, index: Suffixes, state: int, depth: int) -> tuple[Grown, float]:
+        """The likeliest tokens after a state by what followed there, and the sum of their paths'
+        shares: as a chain the likeliest after each, as a tree the likeliest paths."""
+        grown, worth = Grown(), 0.0
+        nodes = depth if self.nodes is None else self.nodes
+        # (−share of a path, in which order it was met, token, parent, state, depth)
+        waiting: list[tuple[float, int, int, int, int, int]] = []
+        order = count()
+
+        def meet(state: int, share: float, parent: int, deep: int) -> None:
+            for token, part, child in index.followers(state):
+                if share * part >= self.spec.least:
+                    one = (-share * part, next(order), token, parent, child, deep)
+                    heapq.heappush(waiting, one)
+
+        if depth:
+            meet(state, 1.0, -1, 1)
+        while waiting and len(grown.tokens) < nodes:
+            share, _, token, parent, child, deep = heapq.heappop(waiting)
+            if self.nodes is None:
+                waiting = []
+            grown.tokens.append(token)
+            grown.parents.append(parent)
+            grown.picked_from.append(0)
+            worth -= share
+            if deep < depth and token not in self.target.eos_ids:
+                meet(child, -share, len(grown.tokens) - 1, deep + 1)
+        return grown, worth

@@ -1,0 +1,81 @@
+"""Drafting trees with an independent model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lenience.core.context import Context
+from lenience.core.protocols import Drafter
+from lenience.core.types import Draft
+from lenience.drafting.draft_model import most_drafted, wide_as_target
+from lenience.drafting.trees import Grown, Level, Tree, as_draft
+from lenience.models.lm import LM
+from lenience.models.session import Session
+
+
+class TreeDrafter(Drafter):
+    """Drafts trees with an independent model of the same vocabulary, a pass for each level. Its
+    tokens are chosen by their probability, also where the target samples."""
+
+    def __init__(self, session: Session, target: LM, tree: Tree):
+        self.session, self.target, self.tree = session, target, tree
+
+    def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
+        limits = most_drafted(self.session, self.target, ctx, room)
+        depth = max(limits)
+        if not depth:
+            return as_draft([Grown() for _ in ctx.rows], self.target.device)
+        reader = _Reader(self.session, self.target, ctx)
+        grown = self.tree.grow(reader.read, len(ctx.rows), depth, self.target.eos_ids)
+        grown = [tree.cut(limit) for tree, limit in zip(grown, limits)]
+        draft = as_draft(grown, self.target.device, torch.cat(reader.logits, 1))
+        return replace(draft, passes=len(reader.logits), tokens_read=reader.tokens_read)
+
+    def move(self, source: int, to: int) -> None:
+        self.session.move(source, to)
+
+
+class _Reader:
+    """Reads a cycle's tokens level by level."""
+
+    def __init__(self, session: Session, target: LM, ctx: Context):
+        self.session, self.target, self.ctx = session, target, ctx
+        self.tokens = [list[int]() for _ in ctx.rows]
+        self.parents = [list[int]() for _ in ctx.rows]
+        self.logits: list[Tensor] = []
+        """[B, F, V] for each level."""
+        self.tokens_read = [0] * len(ctx.rows)
+
+    def read(self, level: Level | None) -> Tensor:
+        n = 1
+        if level is not None:
+            n = len(level.tokens[0])
+            for b, (tokens, parents) in enumerate(zip(level.tokens, level.parents)):
+                self.tokens[b] += tokens
+                self.parents[b] += parents
+        sequences = [row.prefix + more for row, more in zip(self.ctx.rows, self.tokens)]
+        reading = self.session.read(sequences, n, parents=[list(row) for row in self.parents])
+        self.tokens_read = [a + b for a, b in zip(self.tokens_read, reading.tokens_read)]
+        logits = self._processed(wide_as_target(reading.logits, self.target), n)
+        self.logits.append(logits)
+        return torch.log_softmax(logits.float() / (self.ctx.temperature or 1), -1)
+
+    def _processed(self, logits: Tensor, n: int) -> Tensor:
+        """By the model's logits processors, after each token's own path."""
+        if not self.ctx.processors:
+            return logits
+        ctx = replace(self.ctx, rows=[row for row in self.ctx.rows for _ in range(n)])
+        ahead = []
+        for tokens, parents in zip(self.tokens, self.parents):
+            for node in range(len(tokens) - n, len(tokens)):
+                path, at = list[int](), node
+                while at >= 0:
+                    path.insert(0, tokens[at])
+                    at = parents[at]
+                ahead.append(path)
+        flat = logits.reshape(-1, 1, logits.shape[-1])
+        return ctx.process(flat, torch.tensor(ahead)).view(logits.shape)

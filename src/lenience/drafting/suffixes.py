@@ -1,0 +1,67 @@
+"""An index of all that followed each part of a text, which grows with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+
+class Suffixes:
+    """A suffix automaton (Blumer 1985) with how often each of its states' texts has occurred: at
+    most two states for each token of the text, and a token is added in amortised constant time but
+    for the counts, which are raised for each of the text's ends that stood there before."""
+
+    def __init__(self) -> None:
+        self._next: list[dict[int, int]] = [{}]
+        self._link, self._length, self._count = [-1], [0], [0]
+        self._last = 0
+
+    def add(self, token: int) -> None:
+        """Let the text go on with a token."""
+        new = self._state({}, self._length[self._last] + 1, -1, 0)
+        at = self._last
+        while at >= 0 and token not in self._next[at]:
+            self._next[at][token] = new
+            at = self._link[at]
+        if at < 0:
+            self._link[new] = 0
+        else:
+            self._link[new] = self._split(at, token)
+        self._last = at = new
+        while at >= 0:
+            self._count[at] += 1
+            at = self._link[at]
+
+    def _split(self, at: int, token: int) -> int:
+        """The state of the longest end of `at`'s text, with the token after it, that has a state of
+        its own; made where it is part of a longer one."""
+        old, length = self._next[at][token], self._length[at] + 1
+        if self._length[old] == length:
+            return old
+        copy = self._state(dict(self._next[old]), length, self._link[old], self._count[old])
+        while at >= 0 and self._next[at].get(token) == old:
+            self._next[at][token] = copy
+            at = self._link[at]
+        self._link[old] = copy
+        return copy
+
+    def _state(self, following: dict[int, int], length: int, link: int, count: int) -> int:
+        self._next.append(following)
+        self._length.append(length)
+        self._link.append(link)
+        self._count.append(count)
+        return len(self._next) - 1
+
+    def matches(self) -> Iterator[tuple[int, int]]:
+        """The states of the text's ends that stood in it before, and how long these are, the
+        longest first; the empty one is none."""
+        at = self._link[self._last]
+        while at > 0:
+            yield at, self._length[at]
+            at = self._link[at]
+
+    def followers(self, state: int) -> list[tuple[int, float, int]]:
+        """What followed a state's text: each token, its share of what did, and the state after
+        it."""
+        after = self._next[state]
+        total = sum(self._count[child] for child in after.values())
+        return [(token, self._count[child] / total, child) for token, child in after.items()]

@@ -1,0 +1,292 @@
+"""Shapes of windows: a chain, where one token follows another, or a tree of tokens of which any
+path may be kept. Like a rule, a shape is data: its fields are its spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lenience.core import spec
+from lenience.core.errors import InputError
+from lenience.core.transfer import to_device
+from lenience.core.types import Draft
+
+LARGEST = 1024
+"""How many tokens a tree may have."""
+
+
+@dataclass
+class Grown:
+    """A row's tree, while it grows: parents stand before their children."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    picked_from: list[int] = field(default_factory=list)
+    """Which of the distributions that were asked for each token is picked from."""
+
+    def cut(self, depth: int) -> Grown:
+        """What stands at most `depth` tokens behind the prefix."""
+        grown, new, deep = Grown(), dict[int, int]({-1: -1}), {-1: 0}
+        for i, (token, parent) in enumerate(zip(self.tokens, self.parents)):
+            if parent in new and deep[parent] < depth:
+                new[i], deep[i] = len(grown.tokens), deep[parent] + 1
+                grown.tokens.append(token)
+                grown.parents.append(new[parent])
+                grown.picked_from.append(self.picked_from[i])
+        return grown
+
+
+@dataclass(frozen=True)
+class Level:
+    """Tokens of one depth after which distributions are wanted, as many of each row."""
+
+    tokens: list[list[int]]
+    """[B][F]"""
+    parents: list[list[int]]
+    """[B][F]: which of the tokens that were asked about before each one follows, -1 for the
+    prefix."""
+    depth: int
+    """How many tokens stand before each."""
+
+
+Expand = Callable[[Level | None], Tensor]
+"""[B, F, V]: log-probabilities after each of a level's tokens; [B, 1, V] after the prefix, where
+there is no level."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """One named shape. Here: what is drafted is a chain."""
+
+    name: ClassVar[str] = "chain"
+    is_chain: ClassVar[bool] = False
+
+    @property
+    def size(self) -> int:
+        """How many tokens it has at most."""
+        raise NotImplementedError
+
+    def grow(self, expand: Expand, rows: int, depth: int, eos: frozenset[int]) -> list[Grown]:
+        """[B]: trees of at most `depth` tokens one after the other, by asking for distributions
+        after the prefix and then level by level; a tree that chooses goes on from no EOS."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return spec.show(self.name, self)
+
+
+@dataclass(frozen=True)
+class Chain(Tree):
+    """Each token follows the one before."""
+
+    is_chain = True
+
+
+@dataclass(frozen=True)
+class Fixed(Tree):
+    """A shape that is the same in each cycle."""
+
+    def shape(self) -> list[tuple[int, int]]:
+        """For each token, which one it follows and how many of its siblings are more probable;
+        level by level."""
+        raise NotImplementedError
+
+    @property
+    def size(self) -> int:
+        return len(self.shape())
+
+    def grow(self, expand: Expand, rows: int, depth: int, eos: frozenset[int]) -> list[Grown]:
+        shape, trees = self.shape(), [Grown() for _ in range(rows)]
+        inner, level = {parent for parent, _ in shape}, [-1]
+        asked = {-1: 0}  # where each token's distribution stands among those asked for
+        for deep in range(depth):
+            if deep:
+                tokens = [[tree.tokens[i] for i in level] for tree in trees]
+                parents = [asked[shape[i][0]] - 1 for i in level]
+                asked |= {i: len(asked) + n for n, i in enumerate(level)}
+                logs = expand(Level(tokens, [parents] * rows, deep - 1))
+            else:
+                logs = expand(None)
+            children = [i for i, (parent, _) in enumerate(shape) if parent in level]
+            widest = 1 + max(shape[i][1] for i in children)
+            best = logs.topk(min(widest, logs.shape[-1])).indices.tolist()
+            for tree, ranked in zip(trees, best):
+                for i in children:
+                    parent, rank = shape[i]
+                    tree.tokens.append(ranked[level.index(parent)][rank])
+                    tree.parents.append(parent)
+                    tree.picked_from.append(asked[parent])
+            level = [i for i in children if i in inner]
+            if not level:
+                break
+        return trees
+
+
+@dataclass(frozen=True)
+class Cartesian(Fixed):
+    """After each token of a level the same number of most probable ones: `cartesian:4,3,2` has 4
+    tokens after the prefix, 3 after each of these, and 2 after each of those (Medusa, Cai 2024,
+    section 2.1.2)."""
+
+    widths: tuple[int, ...]
+    name = "cartesian"
+
+    def __post_init__(self) -> None:
+        size, level = 0, 1
+        for width in self.widths:
+            if width < 1:
+                raise InputError(f"cartesian's width {width}: must be 1 or more")
+            level *= width
+            size += level
+            _check_size("cartesian", size)
+
+    def shape(self) -> list[tuple[int, int]]:
+        shape: list[tuple[int, int]] = []
+        level = [-1]
+        for width in self.widths:
+            first = len(shape)
+            shape += [(parent, rank) for parent in level for rank in range(width)]
+            level = [*range(first, len(shape))]
+        return shape
+
+
+@dataclass(frozen=True)
+class Dynamic(Tree):
+    """The `nodes` tokens whose paths the drafter thinks likeliest: level by level the `top`
+    likeliest tokens are gone on from, each to its `top` most probable ones, and the likeliest of
+    all that were met are kept (EAGLE-2, Li 2024, section 4). It goes as deep as `window`, or
+    `depth`, and ends where nothing deeper could be among them."""
+
+    nodes: int
+    depth: int | None = None
+    top: int = 10
+    name = "dynamic"
+
+    def __post_init__(self) -> None:
+        _check_size("dynamic", self.nodes)
+        for what, number in (("nodes", self.nodes), ("top", self.top), ("depth", self.depth)):
+            if number is not None and number < 1:
+                raise InputError(f"dynamic's {what} {number}: must be 1 or more")
+
+    @property
+    def size(self) -> int:
+        return self.nodes
+
+    def grow(self, expand: Expand, rows: int, depth: int, eos: frozenset[int]) -> list[Grown]:
+        pools, logs = [_Pool(self, eos) for _ in range(rows)], expand(None)
+        depth = min(depth, self.depth or depth)
+        for level in range(depth):
+            k = min(self.top, self.nodes, logs.shape[-1])
+            likeliest = logs.topk(k)
+            values, tokens = likeliest.values.tolist(), likeliest.indices.tolist()
+            for pool, more, ids in zip(pools, values, tokens):
+                pool.add(more, ids)
+            if level + 1 == depth or not any(pool.goes_on for pool in pools):
+                break
+            chosen = [pool.choose(k) for pool in pools]
+            tokens_of, parents_of = ([pair[i] for pair in chosen] for i in range(2))
+            logs = expand(Level(tokens_of, parents_of, level))
+        return [pool.best() for pool in pools]
+
+
+class _Pool:
+    """All tokens that a row's dynamic tree has met."""
+
+    def __init__(self, tree: Dynamic, eos: frozenset[int]):
+        self.tree, self.eos = tree, eos
+        self.tokens, self.parents, self.scores = list[int](), list[int](), list[float]()
+        """The scores are the log-probabilities of whole paths."""
+        self.from_which, self.asked = list[int](), {-1: 0}
+        """Where each was picked from, and where each's own distribution stands."""
+        self.level = [-1]
+        self.newest = range(0)
+
+    def add(self, values: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]]) -> None:
+        """Take the most probable tokens after each of the level's, and their log-probabilities."""
+        first = len(self.tokens)
+        for parent, logs, ids in zip(self.level, values, tokens):
+            if parent >= 0 and (self.tokens[parent] in self.eos):
+                continue
+            before = self.scores[parent] if parent >= 0 else 0.0
+            for log, id in zip(logs, ids):
+                if log == -torch.inf:
+                    continue
+                self.tokens.append(id)
+                self.parents.append(parent)
+                self.scores.append(before + log)
+                self.from_which.append(self.asked[parent])
+        self.newest = range(first, len(self.tokens))
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether what follows the newest could be among the best."""
+        ranked = sorted(self.scores, reverse=True)
+        open_ends = [self.scores[i] for i in self.newest if self.tokens[i] not in self.eos]
+        full = len(ranked) >= self.tree.nodes
+        return bool(open_ends) and not (full and max(open_ends) <= ranked[self.tree.nodes - 1])
+
+    def choose(self, k: int) -> tuple[list[int], list[int]]:
+        """The tokens to go on from, always `k`, and which of those asked about they follow."""
+        order = sorted(
+            self.newest,
+            key=lambda i: (self.tokens[i] not in self.eos, self.scores[i]),
+            reverse=True,
+        )
+        self.level = (order or [len(self.tokens) - 1])[:k]
+        missing = k - len(self.level)  # asked about again, so that rows stand side by side
+        first = max(self.asked.values()) + 1
+        self.asked |= {i: first + n for n, i in enumerate(self.level)}
+        self.asked[-2] = first + k - 1  # the last place that is taken
+        again = self.level + self.level[-1:] * missing
+        return [self.tokens[i] for i in again], [self.asked[self.parents[i]] - 1 for i in again]
+
+    def best(self) -> Grown:
+        """Those whose paths are likeliest; an ancestor is at least as likely."""
+        order = sorted(range(len(self.tokens)), key=lambda i: (-self.scores[i], i))
+        kept = sorted(order[: self.tree.nodes])
+        new = {-1: -1} | {i: n for n, i in enumerate(kept)}
+        return Grown(
+            [self.tokens[i] for i in kept],
+            [new[self.parents[i]] for i in kept],
+            [self.from_which[i] for i in kept],
+        )
+
+
+def as_draft(
+    grown: Sequence[Grown],
+    device: torch.device,
+    logits: Tensor | None = None,
+    trees: bool = True,
+) -> Draft:
+    """What is grown for each row as a window, the shorter ones padded; `logits` [B, n, V] are the
+    distributions that the tokens were picked from, where there are any. Without `trees` all are
+    chains."""
+    width = max(len(one.tokens) for one in grown)
+    missing = [width - len(one.tokens) for one in grown]
+    tokens = [one.tokens + [0] * n for one, n in zip(grown, missing)]
+    lengths = to_device([len(one.tokens) for one in grown], device)
+    window = to_device(tokens, device).long().view(len(grown), width)
+    if logits is not None and width:
+        places = [one.picked_from + [0] * n for one, n in zip(grown, missing)]
+        at = to_device(places, logits.device)
+        logits = logits[torch.arange(len(grown), device=at.device)[:, None], at]
+    parents = [one.parents + [-1] * n for one, n in zip(grown, missing)] if trees else None
+    return Draft(window, lengths, logits if width else None, parents=parents)
+
+
+def _check_size(name: str, size: int) -> None:
+    if size > LARGEST:
+        raise InputError(f"{name}: a tree of {size} tokens or more; at most {LARGEST} are read")
+
+
+TREES: dict[str, type[Tree]] = {tree.name: tree for tree in (Chain, Cartesian, Dynamic)}
+
+
+def parse_tree(tree: str | Tree) -> Tree:
+    """A shape from its spec, such as "dynamic:16"; a Tree is returned as it is. Raises InputError
+    that names what is wrong with the spec."""
+    return spec.parse(tree, "tree", "tree", TREES, Tree)

@@ -1,0 +1,108 @@
+"""Rules on trees of drafted tokens: each path from the prefix to a leaf is a window to the rule,
+and the deepest accepted one is kept. A tree's tokens are chosen for certain: to draw the target's
+token and to go down to it, if it is in the tree, keeps the target's distribution (SpecInfer, Miao
+2023, section 4.3, for drafts of probability 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lenience.core.context import Context
+from lenience.core.protocols import Rule
+from lenience.core.transfer import to_device
+from lenience.core.trees import paths
+from lenience.core.types import Draft, Reading, Verdict
+
+
+def judge_trees(rule: Rule, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:
+    """Decide on the trees of all rows. A token is accepted where the rule accepts it after its
+    path, so that floors, budgets and spans hold along each; of the deepest accepted paths the one
+    with the most tokens that the strict rule accepts is kept, then the first."""
+    assert draft.parents is not None
+    lengths = draft.lengths.tolist()
+    flat = [
+        _Path(b, nodes)
+        for b, (parents, n) in enumerate(zip(draft.parents, lengths))
+        for nodes in paths(parents[:n])
+    ]
+    ctx = replace(ctx, rows=[ctx.rows[path.row] for path in flat], on_trees=True)
+    windows, readings = _windows(draft, flat), _readings(reading, flat)
+    if ctx.processors:
+        readings = replace(readings, logits=ctx.process(readings.logits, windows.tokens))
+    verdicts = rule(windows, readings, ctx)
+    trees = [_Tree.of(row[:n]) for row, n in zip(draft.tokens.tolist(), lengths)]
+    for path, verdict in zip(flat, verdicts):
+        trees[path.row].add(path.nodes, verdict)
+    return [
+        tree.verdict(list(parents[:n])) for tree, parents, n in zip(trees, draft.parents, lengths)
+    ]
+
+
+@dataclass(frozen=True)
+class _Path:
+    row: int
+    nodes: list[int]
+
+
+@dataclass
+class _Tree:
+    """What is found out about a row's tree, path by path."""
+
+    tokens: list[int]
+    exact: list[bool]
+    scores: list[float | None]
+    best: tuple[int, int] = (-1, 0)
+    """How many tokens of a path are kept, and how many of them the strict rule accepts."""
+    path: Sequence[int] = ()
+    next_token: int | None = None
+
+    @classmethod
+    def of(cls, tokens: list[int]) -> _Tree:
+        return cls(tokens, [False] * len(tokens), [None] * len(tokens))
+
+    def add(self, nodes: list[int], verdict: Verdict) -> None:
+        for node, exact, score in zip(nodes, verdict.exact, verdict.scores):
+            self.exact[node], self.scores[node] = exact, score
+        kept = verdict.num_accepted
+        worth = kept, sum(verdict.exact[:kept])
+        if worth > self.best:
+            self.best, self.path, self.next_token = worth, nodes[:kept], verdict.next_token
+
+    def verdict(self, parents: list[int]) -> Verdict:
+        path = list(self.path)
+        return Verdict(self.tokens, path, self.next_token, self.exact, self.scores, parents)
+
+
+def _windows(draft: Draft, flat: list[_Path]) -> Draft:
+    """The paths as windows of a batch."""
+    at, rows = _places(flat, draft.tokens.device)
+    return Draft(
+        tokens=draft.tokens[rows, at],
+        lengths=to_device([len(path.nodes) for path in flat], draft.tokens.device),
+        logits=None if draft.logits is None else draft.logits[rows, at],
+        hidden=None if draft.hidden is None else _with_first(draft.hidden, rows, at),
+    )
+
+
+def _readings(reading: Reading, flat: list[_Path]) -> Reading:
+    at, rows = _places(flat, reading.logits.device)
+    return Reading(_with_first(reading.logits, rows, at), _with_first(reading.hidden, rows, at))
+
+
+def _places(flat: list[_Path], device: torch.device) -> tuple[Tensor, Tensor]:
+    """[P, D]: which of its row's tokens each of the paths' are, the last ones repeated; and [P, 1]:
+    which row that is."""
+    longest = max(len(path.nodes) for path in flat)
+    at = [path.nodes + path.nodes[-1:] * (longest - len(path.nodes)) for path in flat]
+    at = [places or [0] * longest for places in at]
+    rows = to_device([[path.row] for path in flat], device)
+    return to_device(at, device).long().view(len(flat), longest), rows.long()
+
+
+def _with_first(states: Tensor, rows: Tensor, at: Tensor) -> Tensor:
+    """[P, D + 1, …]: of states [B, W + 1, …], those after the prefix and after each token."""
+    return states[rows, torch.nn.functional.pad(at + 1, (1, 0))]
