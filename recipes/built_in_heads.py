@@ -11,15 +11,31 @@ from __future__ import annotations
 
 import argparse
 import json
-from itertools import islice
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 from lenience.decoding.loading import load_pair
+from lenience.decoding.pair import Pair
 from lenience.mining.drafters import Answer, DrafterPlan, Kind, fit_to_answers
-from lenience.tasks import WordMath
+from lenience.tasks.wordmath_problems import problem, prompt
 
 BATCH = 200
+
+
+def answered(pair: Pair, kept: Path, n: int) -> list[Answer]:
+    """The target's own answers to n problems of a split of their own, so that no prompt of the task
+    is used; those that are kept in a file are not decoded again."""
+    answers = [cast(Answer, json.loads(line)) for line in kept.open()] if kept.exists() else []
+    while len(answers) < n:
+        batch = range(len(answers), min(n, len(answers) + BATCH))
+        outs = pair.generate_batch([prompt(problem("heads", i)) for i in batch], window=4)
+        with kept.open("a") as file:
+            for out in outs:
+                answers.append((out.prompt_tokens, out.tokens))
+                file.write(json.dumps(answers[-1]) + "\n")
+        print(f"{len(answers)} answers", flush=True)
+    return answers[:n]
 
 
 def main() -> None:
@@ -31,16 +47,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=20)
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
-    pair, kept = load_pair(compile=True), given.work / "answers.jsonl"
-    prompts = [sample.prompt for sample in islice(WordMath().samples("train"), given.answers)]
-    answers = [json.loads(line) for line in kept.open()] if kept.exists() else []
-    while len(answers) < len(prompts):
-        outs = pair.generate_batch(prompts[len(answers) : len(answers) + BATCH], window=4)
-        with kept.open("a") as file:
-            for out in outs:
-                answers.append([out.prompt_tokens, out.tokens])
-                file.write(json.dumps(answers[-1]) + "\n")
-        print(f"{len(answers)} answers", flush=True)
+    pair = load_pair(compile=True)
+    answers = answered(pair, given.work / "answers.jsonl", given.answers)
 
     def progress(what: str, done: float, total: float) -> None:
         if what.startswith("fitting"):
@@ -48,8 +56,8 @@ def main() -> None:
 
     folder = given.work / f"{given.kind}-{given.heads}"
     plan = DrafterPlan(cast(Kind, given.kind), folder, given.heads, given.epochs)
-    learned = [cast(Answer, tuple(one)) for one in answers[: given.answers]]
-    heads = fit_to_answers(pair, learned, plan, progress)
+    heads = fit_to_answers(pair, answers, plan, progress)
+    replace(heads, prompts=None).save(folder)
     print(json.dumps(heads.metrics))
 
 

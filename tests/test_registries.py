@@ -128,8 +128,7 @@ def test_a_task_has_the_same_samples_each_time_and_knows_its_own_references(name
 
 def test_a_tree_is_not_taken_for_a_chain() -> None:
     draft, reading, ctx = cycle(0, 2, 3, 0.0)
-    parents = torch.tensor([[-1, -1, 0], [-1, 0, 1]])
-    tree = replace(draft, parents=parents)
-    assert tree.rows([1]).parents.tolist() == [[-1, 0, 1]]
+    tree = replace(draft, parents=[[-1, -1, 0], [-1, 0, 1]])
+    assert tree.rows([1]).parents == [[-1, 0, 1]]
     with pytest.raises(AssertionError, match="chains"):
         parse_rule("exact")(tree, reading, ctx)

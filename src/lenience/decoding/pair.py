@@ -48,7 +48,7 @@ from lenience.models.compile import compile_model
 from lenience.models.generation_config import processors_of
 from lenience.models.lm import LM, Prompt
 from lenience.models.memory import check_memory
-from lenience.models.session import Session, check_trees
+from lenience.models.session import Session, check_trees, tree_cache
 from lenience.rules.combine import as_rule
 from lenience.rules.registry import BASELINES, parse_rule, refuse_forbidden
 from lenience.rules.strict import Exact
@@ -217,7 +217,7 @@ class Pair:
             setup = Setup(decoding, as_rule(Exact()), stop, None, reader)
         else:
             rule = parse_rule(decoding.rule)
-            setup = Setup(decoding, rule, stop, drafter, self.target, tree)
+            setup = Setup(decoding, rule, stop, drafter, reader=self.target, tree=tree)
             self._check_together(setup, drafter)
         refuse_forbidden(setup.rule if setup.drafter else str(decoding.rule))
         if stop.skips_verification:
@@ -357,10 +357,9 @@ class Pair:
         cached = [reader, *(spec.models(needs) if spec else []), *beside]
         lengths = [min(capacity, lm.context_length or capacity) for lm in cached]
         check_memory(zip(cached, lengths), rows)
-        trees = not setup.tree.is_chain
-        session = Session(
-            reader, rows, lengths[0], profile=profile, layer=setup.rule.layer, trees=trees
-        )
+        layer = setup.rule.layer
+        cache = None if setup.tree.is_chain else tree_cache(reader, rows, lengths[0], layer)
+        session = Session(reader, rows, lengths[0], cache, profile, layer=layer)
         session.torch_threads = self.torch_threads
         return session, spec.build(needs) if spec else NoDrafter(reader.device)
 

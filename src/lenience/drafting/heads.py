@@ -47,7 +47,7 @@ class DraftHeads:
     not say."""
     metrics: dict[str, Any]
     prompts: tuple[str, ...] | None = None
-    """Digests of the prompts that they were fitted on; None of published ones."""
+    """Digests of the prompts that they were fitted on; None where nobody needs to know."""
 
     @property
     def hidden_size(self) -> int:
@@ -139,7 +139,7 @@ class DraftHeads:
             "fingerprint": self.fingerprint,
             "fingerprints": self.fingerprints,
             "metrics": self.metrics,
-            "prompts": list(self.prompts or ()),
+            "prompts": self.prompts and list(self.prompts),
         }
         write_json(folder / f"{self.kind}.json", about)
 
@@ -167,7 +167,7 @@ def _load(path: Path, kind: str, changed: int) -> DraftHeads:
             heads,
             fingerprints=about["fingerprints"],
             metrics=about["metrics"],
-            prompts=tuple(about["prompts"]),
+            prompts=about["prompts"] and tuple(about["prompts"]),
         )
         if heads.fingerprint != about["fingerprint"]:
             raise ValueError(f"{kind}.json and {kind}.safetensors are not of the same fit")

@@ -17,7 +17,7 @@ from lenience.drafting.heads import Blockwise, Medusa
 from lenience.drafting.lookup import Ngram, Suffix
 from lenience.drafting.model_tree import TreeDrafter
 from lenience.models.lm import LM
-from lenience.models.session import Session
+from lenience.models.session import Session, tree_cache
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class DraftModel(DrafterSpec):
         assert setup.draft is not None
         capacity = min(setup.capacity, setup.draft.context_length or setup.capacity)
         trees = not setup.tree.is_chain
-        session = Session(setup.draft, setup.rows, capacity, profile=setup.profile, trees=trees)
+        cache = tree_cache(setup.draft, setup.rows, capacity) if trees else None
+        session = Session(setup.draft, setup.rows, capacity, cache, setup.profile)
         if trees:
             return TreeDrafter(session, setup.target, setup.tree)
         return ModelDrafter(session, setup.target, setup.keep_states, setup.stop)

@@ -144,6 +144,13 @@ class Sight:
     related: Tensor | None = None
     """[m, T, K] bool: in a tree, whether a key is not of another branch."""
 
+    def masks(self, lm: LM) -> dict[str, Tensor]:
+        """For each kind of layer [m, 1, T, K] bool: which keys each token sees."""
+        masks = lm.masks(self.at, self.keys)
+        if self.related is None:
+            return masks
+        return {kind: mask & self.related[:, None] for kind, mask in masks.items()}
+
 
 @dataclass(frozen=True)
 class TreeSight:
@@ -274,9 +281,7 @@ class PlainCache:
 
     def _masks(self, sight: Sight) -> Any:
         """What each query sees, as the model's attention wants it told."""
-        masks, model = self.lm.masks(sight.at, sight.keys), self.lm.model
-        if sight.related is not None:
-            masks = {kind: mask & sight.related[:, None] for kind, mask in masks.items()}
+        masks, model = sight.masks(self.lm), self.lm.model
         if model.config.get_text_config()._attn_implementation == "eager":
             least = torch.finfo(model.dtype).min
             masks = {

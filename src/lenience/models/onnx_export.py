@@ -26,7 +26,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lenience.core.files import replacing
-from lenience.models.kv_cache import NOWHERE, positions
+from lenience.models.kv_cache import NOWHERE, Sight, positions
 from lenience.models.lm import LM
 
 FORMAT = 1
@@ -146,23 +146,17 @@ class _Twin(torch.nn.Module):
     def read(
         self,
         ids: Tensor,
-        position_ids: Tensor,
-        key_positions: Tensor,
+        sight: Sight,
         kept: Tensor | int,
         past: list[Tensor],
         layers: list[_Layer],
-        related: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Logits, hidden states and the new keys and values of `ids` [m, T] at `position_ids` [m,
-        T], which see keys at `key_positions` [m, K], in a tree those that are `related` [m, T,
-        K]."""
+        """Logits, hidden states and the new keys and values of `ids` [m, T]."""
         self.attention.past = past
-        masks = self.lm.masks(position_ids, key_positions)
-        if related is not None:
-            masks = {kind: mask & related[:, None] for kind, mask in masks.items()}
+        masks = sight.masks(self.lm)
         out = self.model(
             input_ids=ids,
-            position_ids=position_ids,
+            position_ids=sight.at,
             attention_mask=masks if len(masks) > 1 else masks["full_attention"],
             past_key_values=Cache(layers=list(layers)),
             use_cache=True,
@@ -193,7 +187,7 @@ class _First(_Twin):
         old = torch.where(columns < cached[:, None], columns, NOWHERE)  # [m, C]
         keys = torch.cat([old, at.masked_fill(padding, NOWHERE)], 1)
         logits, hidden, new = self.read(
-            ids, at, keys, kept, past, layers=[_Layer() for _ in past[::2]]
+            ids, Sight(at, keys), kept, past, layers=[_Layer() for _ in past[::2]]
         )
         if steps is None:
             return logits, hidden, new
@@ -216,7 +210,7 @@ class _Branching(_Twin):
     ) -> tuple[Any, ...]:
         """The pass over trees."""
         layers = [_Layer() for _ in past[::2]]
-        return self.read(ids, at, keys, kept, past, layers=layers, related=related)
+        return self.read(ids, Sight(at, keys, related), kept, past, layers)
 
 
 class _Step(_Twin):
@@ -234,7 +228,7 @@ class _Step(_Twin):
         at = (after + i)[:, None]  # [m, 1]
         here = (places[:, past[0].shape[2] :] == at)[:, None, :, None]  # [m, 1, K, 1]
         layers = [_Layer(here, *states) for states in zip(near[::2], near[1::2])]
-        logits, hidden, near = self.read(token[:, None], at, places, 1, past, layers=layers)
+        logits, hidden, near = self.read(token[:, None], Sight(at, places), 1, past, layers)
         return logits[:, -1].argmax(-1), near, logits[:, -1], hidden[:, -1]
 
 

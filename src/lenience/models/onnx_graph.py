@@ -263,7 +263,9 @@ class _Shape:
     @classmethod
     def of(cls, forward: Forward, first: int = 0, end: int = 0) -> _Shape:
         is_tree = forward.parents is not None
-        return cls(first, end, forward.length, forward.num_states, forward.lookahead, is_tree)
+        return cls(
+            first, end, forward.length, forward.num_states, forward.lookahead, is_tree=is_tree
+        )
 
 
 class _Call:

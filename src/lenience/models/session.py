@@ -97,17 +97,16 @@ class Session:
         cache: RowCache | None = None,
         profile: Profile | None = None,
         layer: int | None = None,
-        trees: bool = False,
     ):
         """`layer`: after which of the model's layers the hidden states are, where not after the
-        final norm; `trees`: whether trees are to be read, which not every backend does."""
+        final norm."""
         self.lm, self.profile = lm, profile or Profile()
         self.torch_threads: int | None = None
         """How many threads torch has for what is done with its readings; None for its own."""
         self._tokens: list[list[int]] = [[] for _ in range(rows)]
         self._pending: list[_Pending] = []
         self._trees: dict[int, _Tree] = {}
-        if cache is None and (backend := lm.backend_at(layer, trees)):
+        if cache is None and (backend := lm.backend_at(layer)):
             cache = backend.cache(lm, rows, capacity)
         self.cache: RowCache = cache or PlainCache(lm, rows, capacity, layer)
         finalize(self, self.cache.on_session_closed).atexit = False
@@ -165,13 +164,13 @@ class Session:
         over = [0] * len(sequences)
         if parents is None:
             sequences, over = self._within_context(sequences)
-        trees = None if parents is None else list(map(_tree_of, sequences, parents))
-        self._keep_paths(rows, sequences, trees)
+        self._keep_paths(rows, sequences, parents)
         reused = _cut_to_common(cached, sequences, num_states)
         counts = [len(new) - n for n, new in zip(reused, sequences)]
         groups = self._groups(sequences, counts, num_states)
-        loops = len(groups) == 1 and self.cache.can_loop
-        lookahead = max(0, min([lookahead, *map(self.room, sequences)])) if loops else 0
+        if len(groups) > 1 or not self.cache.can_loop:
+            lookahead = 0
+        lookahead = max(0, min([lookahead, *map(self.room, sequences)]))
         batch = _Batch(
             rows,
             sequences,
@@ -181,40 +180,49 @@ class Session:
             device_tokens=device_tokens,
             parents=parents if parents and parents[0] else None,
         )
-        parts = [self.cache.read(batch.forward(group), self.profile) for group in groups]
+        logits, hidden = self._read_in_groups(batch, groups)
         for old, new in zip(cached, sequences):
             old += new[len(old) :]
-        if trees is not None:
-            self._trees.update(zip(rows, trees))
-        logits, hidden = _in_order(parts, groups)
         reading = Reading(_moved_up(logits, over), _moved_up(hidden, over), counts)
-        if device_tokens is not None:
-            self._fetch_later(cached, device_tokens, inside=True)
-        if lookahead:
-            self._fetch_later(cached, reading.greedy_tokens[:, :lookahead], inside=False)
+        self._fetch_later(cached, batch, reading)
         self.profile.add("cache")
         return reading
 
+    def _read_in_groups(self, batch: _Batch, groups: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Logits and hidden states of a batch that is read in one pass or several."""
+        return _in_order([self.cache.read(batch.forward(g), self.profile) for g in groups], groups)
+
     def _keep_paths(
-        self, rows: Sequence[int], sequences: Sequence[list[int]], trees: list[_Tree] | None
+        self,
+        rows: Sequence[int],
+        sequences: Sequence[list[int]],
+        parents: Sequence[Parents] | None,
     ) -> None:
         """Of the trees that rows end with keep what their new sequences begin with: those tokens of
         a tree in the same place that follow the same ones, or the path that a sequence takes."""
-        for row, sequence, new in zip(rows, sequences, trees or repeat(None)):
+        for row, sequence, new in zip(rows, sequences, parents or repeat(None)):
             tree = self._trees.pop(row, None)
+            if new is not None:
+                self._trees[row] = _Tree(len(sequence) - len(new), new)
             if tree is None:
                 continue
             held = self._tokens[row]
-            if new and new.start == tree.start:
-                del held[tree.start + common(tree.parents, new.parents) :]
-                continue
-            drafted = held[tree.start :]
-            del held[tree.start :]
-            if sequence[: tree.start] == held:
-                path = followed(tree.parents, drafted, sequence[tree.start :])
-                if path != [*range(len(path))]:
-                    self.cache.gather(row, tree.start, [tree.start + i for i in path])
-                held += [drafted[i] for i in path]
+            if new is not None and len(sequence) - len(new) == tree.start:
+                del held[tree.start + common(tree.parents, new) :]
+            else:
+                self._keep_path(row, tree, sequence)
+
+    def _keep_path(self, row: int, tree: _Tree, sequence: list[int]) -> None:
+        """Keep the path of a row's tree that a sequence takes."""
+        held = self._tokens[row]
+        drafted = held[tree.start :]
+        del held[tree.start :]
+        if sequence[: tree.start] != held:
+            return
+        path = followed(tree.parents[: len(drafted)], drafted, sequence[tree.start :])
+        if path != [*range(len(path))]:
+            self.cache.gather(row, tree.start, [tree.start + i for i in path])
+        held += [drafted[i] for i in path]
 
     def _within_context(
         self, sequences: Sequence[list[int]]
@@ -224,12 +232,16 @@ class Session:
         over = [max(0, -self.room(new)) for new in sequences]
         return [new[: len(new) - past] for new, past in zip(sequences, over)], over
 
-    def _fetch_later(self, cached: list[list[int]], tokens: Tensor, *, inside: bool) -> None:
-        """Start to copy tokens [B, a] that belong into the rows: at their ends, where LATER stands
-        for them, or after them."""
-        width = tokens.shape[1] if inside else 0
-        starts = [len(row) - width for row in cached]
-        self._pending.append(_Pending(cached, starts, to_host_async(tokens)))
+    def _fetch_later(self, cached: list[list[int]], batch: _Batch, reading: Reading) -> None:
+        """Start to copy the tokens [B, a] that the device has of the rows: those at their ends, for
+        which LATER stands there, and those that were found after them."""
+        ends = [len(row) for row in cached]
+        if (given := batch.device_tokens) is not None:
+            starts = [end - given.shape[1] for end in ends]
+            self._pending.append(_Pending(cached, starts, to_host_async(given)))
+        if batch.lookahead:
+            found = reading.greedy_tokens[:, : batch.lookahead]
+            self._pending.append(_Pending(cached, ends, to_host_async(found)))
 
     def _join(
         self, sequences: Sequence[list[int]], device_tokens: Tensor
@@ -269,10 +281,6 @@ class Session:
     def _reads_ragged(self) -> bool:
         known = self.cache.reads_ragged
         return probe_masks(self.lm) if known is None else known
-
-
-def _tree_of(sequence: list[int], parents: Parents) -> _Tree:
-    return _Tree(len(sequence) - len(parents), parents)
 
 
 def _cut_to_common(
@@ -330,12 +338,9 @@ def reads_together_as_alone(lm: LM, cache: RowCache, layer: int | None = None) -
     """Whether rows of different lengths that are read together in `cache`, of three rows, have the
     states that they have when each is read alone by the model's own pass, after a layer or the
     final norm; so have those that the cache goes on to by itself."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = [min(n, lm.context_length or n) for n in (8, 40, 23)]
-    rows = [torch.randint(lm.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+    rows = _random_tokens(lm, [min(n, lm.context_length or n) for n in (8, 40, 23)])
     together = Session(lm, 3, cache=cache)
     together.read([row[:-3] for row in rows])
-    tolerance = 0.1 if lm.model.dtype.itemsize < 4 else 1e-3
     for num_states, lookahead in ((2, 0), (1, 3)):
         last = torch.tensor([row[-1:] for row in rows], device=lm.device)
         prefixes = [row[:-1] for row in rows]
@@ -345,11 +350,16 @@ def reads_together_as_alone(lm: LM, cache: RowCache, layer: int | None = None) -
         rows = [row + more for row, more in zip(rows, found)]
         caches = [PlainCache(lm, 1, 256, layer) for _ in rows]
         alone = [Session(lm, cache=own).read([row], n) for own, row in zip(caches, rows)]
-        wanted = torch.cat([reading.hidden for reading in alone]).float()
-        error = (reading.hidden.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-        if not error.max() < tolerance:
+        wanted = torch.cat([reading.hidden for reading in alone])
+        if not _are_alike(lm, reading.hidden, wanted):
             return False
     return True
+
+
+def tree_cache(lm: LM, rows: int, capacity: int, layer: int | None = None) -> RowCache:
+    """A cache for a session that reads trees, which not every backend does."""
+    backend = lm.backend_at(layer, trees=True)
+    return backend.cache(lm, rows, capacity) if backend else PlainCache(lm, rows, capacity, layer)
 
 
 def check_trees(lm: LM) -> None:
@@ -375,12 +385,8 @@ def reads_trees_as_paths(lm: LM, cache: RowCache, layer: int | None = None) -> b
     """Whether the tokens of trees that are read in `cache`, of two rows, have the states that they
     have at the ends of their paths, read alone by the model's own pass after a layer or the final
     norm; so has what follows a path that was kept."""
-    generator = torch.Generator().manual_seed(0)
-    room = (lm.context_length or 64) - 4
-    parents = [-1, -1, 0, 1, 1, 4]
-    lengths = [max(1, min(n, room)) for n in (9, 21)]
-    prefixes = [torch.randint(lm.vocab_size, (n,), generator=generator).tolist() for n in lengths]
-    tokens = torch.randint(lm.vocab_size, (len(parents),), generator=generator).tolist()
+    parents, room = [-1, -1, 0, 1, 1, 4], (lm.context_length or 64) - 4
+    *prefixes, tokens = _random_tokens(lm, [*(max(1, min(n, room)) for n in (9, 21)), len(parents)])
     together = Session(lm, 2, cache=cache)
     whole = [prefix + tokens for prefix in prefixes]
     states = together.read(whole, len(tokens), parents=[parents, parents]).hidden  # [2, n, H]
@@ -395,9 +401,18 @@ def reads_trees_as_paths(lm: LM, cache: RowCache, layer: int | None = None) -> b
             alone = Session(lm, cache=PlainCache(lm, 1, 64, layer))
             own.append(alone.read([prefix + [tokens[i] for i in path]]).hidden[0, 0])
     leaves = [path[-1] for path in branches[:-1]]
-    found = torch.cat([states[:, leaves], after], 1).flatten(0, 1).float()
-    wanted = torch.stack(own).float()
-    error = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    found = torch.cat([states[:, leaves], after], 1).flatten(0, 1)
+    return _are_alike(lm, found, torch.stack(own))
+
+
+def _random_tokens(lm: LM, lengths: Sequence[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(lm.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def _are_alike(lm: LM, found: Tensor, wanted: Tensor) -> bool:
+    """Whether states […, H] differ by no more than rounding."""
+    error = (found.float() - wanted.float()).norm(dim=-1) / wanted.float().norm(dim=-1)
     return bool(error.max() < (0.1 if lm.model.dtype.itemsize < 4 else 1e-3))
 
 

@@ -141,6 +141,7 @@ class AnyOf:
         return [term for part in self.parts for term in part.lenient]
 
     def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:
+        assert draft.parents is None, "a rule reads chains; judge_trees hands it a tree's paths"
         strict = self._strict(ctx)
         exact = strict.accepts(draft, reading, ctx)  # [B, W]
         if not self._lenient or not draft.width:

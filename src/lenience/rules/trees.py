@@ -74,7 +74,7 @@ class _Tree:
 
     def verdict(self, parents: list[int]) -> Verdict:
         path = list(self.path)
-        return Verdict(self.tokens, path, self.next_token, self.exact, self.scores, parents)
+        return Verdict(self.tokens, path, self.next_token, self.exact, self.scores, parents=parents)
 
 
 def _windows(draft: Draft, flat: list[_Path]) -> Draft:

@@ -1,0 +1,303 @@
+"""Trees of drafted tokens: they are read, decided and kept as their paths would be alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from conftest import CONFIGS, VOCABULARY, prompt_lists, quick
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lenience.core.context import Context, Row
+from lenience.core.errors import InputError
+from lenience.core.noise import Noise
+from lenience.core.trees import depths, followed, lineage, paths
+from lenience.core.types import Draft, Reading
+from lenience.decoding.loading import load_pair
+from lenience.decoding.pair import Pair
+from lenience.drafting.trees import Dynamic, Grown, Level, parse_tree
+from lenience.models.cuda_graphs import CudaGraphs
+from lenience.models.session import Session
+from lenience.rules.registry import parse_rule
+from lenience.rules.trees import judge_trees
+
+TREES = ("dynamic:6", "dynamic:16", "dynamic:9,depth=3,top=2", "cartesian:3,2,1", "cartesian:2")
+
+
+@st.composite
+def some_parents(draw: st.DrawFn, most: int = 12) -> list[int]:
+    return [draw(st.integers(-1, i - 1)) for i in range(draw(st.integers(0, most)))]
+
+
+@given(some_parents(), st.lists(st.integers(0, 2), max_size=6), st.data())
+def test_paths_depths_and_lineages_are_those_of_walking_up(
+    parents: list[int], sequence: list[int], data: st.DataObject
+) -> None:
+    def up(node: int) -> list[int]:
+        return [*up(parents[node]), node] if node >= 0 else []
+
+    leaves = [i for i in range(len(parents)) if i not in parents]
+    assert paths(parents) == ([up(leaf) for leaf in leaves] or [[]])
+    assert depths(parents) == [len(up(i)) - 1 for i in range(len(parents))]
+    assert lineage(parents).tolist() == [
+        [j in up(i) for j in range(len(parents))] for i in range(len(parents))
+    ]
+    # siblings of one token are never proposed
+    tokens = [data.draw(st.integers(0, 2)) for _ in parents]
+    twice = [(p, t) for p, t in zip(parents, tokens)]
+    if len(set(twice)) < len(twice):
+        return
+    path = followed(parents, tokens, sequence)
+    said = [tokens[i] for i in path]
+    assert said == sequence[: len(said)] and (not path or up(path[-1]) == path)
+    ends = [[tokens[i] for i in up(leaf)] for leaf in range(len(parents))]
+    assert len(said) == max(n for n in range(len(sequence) + 1) if sequence[:n] in [[], *ends])
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "gpt_neo"])
+def test_strict_answers_are_the_targets_own_alone_and_in_batches(
+    name: str, tree: str, pairs: Callable[[str], Pair]
+) -> None:
+    """Sliding windows are shorter than what is decoded, and rows of different lengths share
+    passes."""
+    pair = pairs(name)
+    prompts = [[5, 6, 7], list(range(1, 20)), [9], [3, 3, 3, 3, 8, 8]]
+    options = {"max_new_tokens": 40, "window": 5}
+    alone = pair.generate_batch(prompts, rule="target", **options)
+    for batch_size in (1, 3):
+        outs = pair.generate_batch(prompts, tree=tree, batch_size=batch_size, **options)
+        assert [out.tokens for out in outs] == [out.tokens for out in alone]
+    assert sum(out.target_passes for out in outs) < sum(len(out.tokens) for out in outs)
+    sampled = pair.generate_batch(prompts, rule="target", temperature=0.9, seed=4, **options)
+    for rule in ("exact", "speculative"):
+        outs = pair.generate_batch(
+            prompts, rule=rule, tree=tree, temperature=0.9, seed=4, batch_size=3, **options
+        )
+        assert [out.tokens for out in outs] == [out.tokens for out in sampled]
+
+
+@quick(10)
+@given(prompts=prompt_lists(4), tree=st.sampled_from(TREES), size=st.integers(1, 4))
+def test_any_prompts_are_answered_through_any_tree_as_by_the_target(
+    llama: Pair, prompts: list[list[int]], tree: str, size: int
+) -> None:
+    options = {"max_new_tokens": 24}
+    outs = llama.generate_batch(prompts, tree=tree, batch_size=size, **options)
+    assert [out.tokens for out in outs] == [
+        llama.generate(prompt, rule="target", **options).tokens for prompt in prompts
+    ]
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["exported", "recorded"])
+def test_trees_through_exported_and_recorded_passes(
+    recorded: bool, checkpoints: Callable[[str], tuple[str, str]]
+) -> None:
+    pair = load_pair(*checkpoints("mistral"), dtype="float32", compile=False)
+    if recorded:
+        for lm in pair.models.values():
+            lm.use(CudaGraphs())
+    else:
+        assert pair.compile()
+        assert all(lm.backend_at(None, trees=True) for lm in pair.models.values())
+    prompts = [[5, 6, 7], list(range(1, 20)), [9]]
+    alone = pair.generate_batch(prompts, rule="target", max_new_tokens=40)
+    for size in (1, 2):
+        for tree in ("dynamic:9", "cartesian:3,2,1"):
+            outs = pair.generate_batch(prompts, tree=tree, batch_size=size, max_new_tokens=40)
+            assert [out.tokens for out in outs] == [out.tokens for out in alone]
+
+
+def test_the_end_of_a_context_cuts_a_tree(checkpoints: Callable[[str], tuple[str, str]]) -> None:
+    pair = load_pair(*checkpoints("gpt2"), dtype="float32", compile=False)
+    prompt = [1 + i % 40 for i in range(240)]
+    out = pair.generate(prompt, tree="dynamic:12", max_new_tokens=100)
+    alone = pair.generate(prompt, rule="target", max_new_tokens=100)
+    assert out.tokens == alone.tokens
+    assert out.finish == alone.finish
+
+
+def trees_of(seed: int, rows: int, n: int) -> tuple[Draft, Reading, Context]:
+    """Random trees of at most n tokens with what both models say, few tokens being likely."""
+    rng = np.random.default_rng(seed)
+    parents = [[int(rng.integers(-1, i)) for i in range(n)] for _ in range(rows)]
+    tokens = torch.zeros(rows, n, dtype=torch.long)
+    for b in range(rows):
+        for i in range(n):
+            taken = {int(tokens[b, j]) for j in range(i) if parents[b][j] == parents[b][i]}
+            tokens[b, i] = int(rng.choice([t for t in range(n + 2) if t not in taken]))
+    generator = torch.Generator().manual_seed(seed)
+    shape = (rows, n + 1, VOCABULARY)
+    logits = torch.randn(shape, generator=generator)
+    logits[..., : n + 2] += 4
+    drafted = torch.randn(rows, n, VOCABULARY, generator=generator)
+    hidden = torch.randn(rows, n + 1, 8, generator=generator)
+    lengths = torch.tensor([int(rng.integers(0, n + 1)) for _ in range(rows)])
+    draft = Draft(tokens, lengths, drafted, parents=parents)
+    ctx = Context([Row(Noise(seed, bytes([b])), [1, 2], position=b) for b in range(rows)])
+    return draft, Reading(logits, hidden), ctx
+
+
+LENIENT = ("topk:2", "topk:3", "typical:0.3,0.55", "fuzzy:js@0.4", "random:0.5", "topk:3,budget=1",
+           "exact", "exact|fuzzy:tv@0.6,floor=0.05", "ensemble:0.4", "fly:0.1,1")  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", LENIENT)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@settings(max_examples=25)
+@given(seed=st.integers(0, 10_000))
+def test_the_deepest_path_that_the_rule_accepts_is_kept(
+    rule: str, temperature: float, seed: int
+) -> None:
+    """Against each path's own chain, asked alone."""
+    parsed = parse_rule(rule)
+    if temperature and parsed.needs_draws:
+        return
+    draft, reading, ctx = trees_of(seed, 2, 7)
+    ctx.temperature = temperature
+    verdicts = judge_trees(parsed, draft, reading, ctx)
+    for b, verdict in enumerate(verdicts):
+        assert draft.parents is not None
+        parents = draft.parents[b][: int(draft.lengths[b])]
+        found = []
+        for path in paths(parents):
+            places = torch.tensor([0, *(i + 1 for i in path)])
+            chain = Draft(
+                draft.tokens[b : b + 1, path],
+                torch.tensor([len(path)]),
+                draft.logits[b : b + 1, path] if draft.logits is not None else None,
+            )
+            own = Reading(reading.logits[b : b + 1, places], reading.hidden[b : b + 1, places])
+            alone = Context([ctx.rows[b]], temperature, on_trees=True)
+            (said,) = parsed(chain, own, alone)
+            assert [verdict.exact[i] for i in path] == said.exact
+            found.append((said.num_accepted, sum(said.exact[: said.num_accepted]), path, said))
+        deepest = max(kept for kept, *_ in found)
+        assert verdict.num_accepted == deepest
+        best = next(one for one in found if one[:2] == max(one[:2] for one in found))
+        assert verdict.path == best[2][:deepest]
+        assert verdict.next_token == best[3].next_token
+        strictly = max(
+            next((n for n, i in enumerate(path) if not verdict.exact[i]), len(path))
+            for *_, path, _ in found
+        )
+        assert verdict.kept_exactly(7) == strictly
+
+
+def test_a_lenient_tree_counts_what_the_strict_rule_would_keep(llama: Pair) -> None:
+    out = llama.generate([5, 6, 7], rule="topk:3", tree="dynamic:12", max_new_tokens=60)
+    origins = [entry.origin for entry in out.trace]
+    assert "draft-lenient" in origins
+    kept = sum(origin.startswith("draft") for origin in origins)
+    assert out.accepted_exact + out.accepted_lenient == kept
+    assert out.tokens_per_pass == len(out.tokens) / out.target_passes
+
+
+def likeliest(log_probs: Callable[[tuple[int, ...]], torch.Tensor], nodes: int, depth: int) -> set:
+    """All paths up to a depth, and those of the highest probability, by trying all."""
+    scored = []
+    for n in range(1, depth + 1):
+        for path in product(range(4), repeat=n):
+            score = sum(float(log_probs(path[:i])[path[i]]) for i in range(n))
+            scored.append((score, path))
+    scored.sort(reverse=True)
+    return {path for _, path in scored[:nodes]}
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10_000), st.integers(1, 12), st.integers(1, 4))
+def test_a_dynamic_tree_has_the_likeliest_paths(seed: int, nodes: int, depth: int) -> None:
+    """With as wide levels as there are tokens nothing is left out."""
+    generator = torch.Generator().manual_seed(seed)
+    known: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def log_probs(path: tuple[int, ...]) -> torch.Tensor:
+        if path not in known:
+            known[path] = torch.log_softmax(2 * torch.randn(4, generator=generator), 0)
+        return known[path]
+
+    asked: list[tuple[int, ...]] = [()]
+
+    def expand(level: Level | None) -> torch.Tensor:
+        if level is None:
+            return log_probs(())[None, None]
+        before = [asked[parent + 1] for parent in level.parents[0]]
+        more = [(*path, token) for path, token in zip(before, level.tokens[0])]
+        asked.extend(more)
+        assert all(len(path) == level.depth + 1 for path in more)
+        return torch.stack([log_probs(path) for path in more])[None]
+
+    wide = Dynamic(nodes, top=256)
+    (grown,) = wide.grow(_padded(expand), 1, depth, frozenset())
+    found = {
+        tuple(grown.tokens[i] for i in path[: n + 1])
+        for path in paths(grown.parents)
+        for n in range(len(path))
+    }
+    if nodes <= 12 and len(grown.tokens) == nodes:
+        assert found == likeliest(log_probs, nodes, depth)
+
+
+def _padded(expand: Callable[[Level | None], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """As wide as a vocabulary of 256, of which four tokens are possible."""
+    return lambda level: torch.nn.functional.pad(expand(level), (0, 252), value=-torch.inf)
+
+
+def test_a_tree_is_cut_at_a_depth() -> None:
+    grown = Grown([1, 2, 3, 4, 5], [-1, 0, 1, 0, -1], [0, 1, 2, 1, 0])
+    cut = grown.cut(2)
+    assert (cut.tokens, cut.parents) == ([1, 2, 4, 5], [-1, 0, 0, -1])
+    assert cut.picked_from == [0, 1, 1, 0]
+    assert grown.cut(0).tokens == []
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tree": "bush"}, "no tree 'bush'"),
+        ({"tree": "dynamic"}, "dynamic needs nodes"),
+        ({"tree": "dynamic:0"}, "nodes 0: must be 1"),
+        ({"tree": "dynamic:5000"}, "at most 1024"),
+        ({"tree": "cartesian:64,64"}, "at most 1024"),
+        ({"tree": "cartesian"}, "cartesian needs widths"),
+        ({"tree": "cartesian:2,x"}, "whole number"),
+        ({"tree": "dynamic:8", "drafter": "ngram"}, "ngram: proposes chains"),
+        ({"tree": "cartesian:2,2", "drafter": "suffix"}, "dynamic:NODES"),
+        ({"tree": "dynamic:8", "stop": "confidence:0.4"}, "confidence.*ends chains"),
+        ({"tree": "dynamic:8", "rule": "block", "temperature": 0.5}, "block: judges tokens that"),
+        ({"tree": "dynamic:8", "rule": "lenient:0.5", "temperature": 0.5}, "lenient:0.5: judges"),
+    ],
+)
+def test_what_trees_cannot_do_is_refused_by_name(
+    options: dict[str, object], says: str, llama: Pair
+) -> None:
+    with pytest.raises(InputError, match=says):
+        llama.generate("w1 w2", **options)
+
+
+def test_a_spec_of_several_numbers_is_read_and_shown() -> None:
+    assert str(parse_tree("cartesian:4,3,2")) == "cartesian:4,3,2"
+    assert parse_tree("cartesian:4,3,2").size == 4 + 12 + 24
+    assert str(parse_tree("dynamic:16,top=4")) == "dynamic:16,top=4"
+    assert str(parse_tree("chain")) == "chain"
+
+
+def test_a_model_that_cannot_read_trees_is_refused_by_name(
+    pairs: Callable[[str], Pair],
+) -> None:
+    """GPT-Neo's local layers place their window by the cache's length."""
+    with pytest.raises(InputError, match=r"target .*cannot read a tree of tokens"):
+        pairs("gpt_neo").generate([1, 2, 3], tree="dynamic:8")
+
+
+def test_a_tree_of_the_same_tokens_and_other_parents_is_read_anew(llama: Pair) -> None:
+    prefix, tokens = [5, 6, 7], [1, 2, 3, 4]
+    session = Session(llama.target)
+    session.read([prefix + tokens], 5, parents=[[-1, 0, 1, 2]])
+    again = session.read([prefix + tokens], 2, parents=[[-1, -1, 1, 2]]).hidden
+    fresh = Session(llama.target).read([prefix + tokens], 2, parents=[[-1, -1, 1, 2]]).hidden
+    torch.testing.assert_close(again, fresh)
