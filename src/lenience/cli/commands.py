@@ -46,6 +46,7 @@ from lenience.cli.steps import (
     certify_run,
     compare_run,
     fit_annotated,
+    fit_drafter,
     fit_run,
     mine_run,
     plan_run,
@@ -54,6 +55,7 @@ from lenience.cli.steps import (
 from lenience.cli.tables import (
     print_answer,
     print_counts,
+    print_drafter,
     print_profile,
     print_thresholds,
     unanswered,
@@ -152,11 +154,13 @@ def _check_specs(options: Mapping[str, Any]) -> bool:
     from lenience.decoding.options import Decoding
     from lenience.drafting.registry import parse_drafter
     from lenience.drafting.stops import parse_stop
+    from lenience.drafting.trees import parse_tree
     from lenience.rules.registry import BASELINES, parse_rule
 
     decoding = Decoding.of(_resolved(options))
     parse_stop(decoding.stop)
     parse_drafter(decoding.drafter)
+    parse_tree(decoding.tree)
     if decoding.rule in BASELINES:
         return False
     parse_rule(decoding.rule)
@@ -260,8 +264,8 @@ def mine(
 
 @command
 def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> None:
-    """Fit a judge to a run's journal and save it in RUN/judge; or a stop condition for the drafter,
-    in RUN/stop or RUN/gate.
+    """Fit a judge to a run's journal and save it in RUN/judge; a stop condition for the drafter, in
+    RUN/stop or RUN/gate; or heads that draft, in RUN/medusa or RUN/blockwise.
 
     Parameters
     ----------
@@ -271,6 +275,8 @@ def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> N
         judge is saved in RUN without .jsonl, in judge/.
     """
     flags = flags or FitFlags()
+    if flags.drafter is not None:
+        return _fit_drafter(run, flags, json)
     plan = flags.plan(run)
     if flags.annotated:
         from lenience.mining.annotated import read_annotated
@@ -287,6 +293,16 @@ def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> N
     if json:
         head = {flags.role: str(plan.out), "head": plan.config.kind}
         _print_json({**head, "threshold": fitted.threshold, **fitted.metrics})
+
+
+def _fit_drafter(run: Path, flags: FitFlags, json: bool) -> None:
+    plan = flags.drafter_plan(run)
+    mined_with(run)  # raises where nothing is mined
+    models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
+    fitted = fit_drafter(models.load(long=True), run, plan)
+    print_drafter(fitted, plan.out)
+    if json:
+        _print_json({"drafter": f"{plan.kind}:{plan.out}", **fitted.metrics})
 
 
 @command

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     from lenience.certification.tune import TuneConfig
     from lenience.evaluation.compare import CompareConfig
     from lenience.heads.head import Inputs, Role
+    from lenience.mining.drafters import DrafterPlan
     from lenience.mining.fit import HeadPlan
     from lenience.mining.search import MineConfig
 
+MOST_HEADS = 32
+"""Of a drafter."""
 Flag = Annotated[bool, Parameter(negative="", show_default=False)]
 Json = Annotated[
     bool,
@@ -38,7 +41,7 @@ def decoding_flags(name: str, *leave_out: str, **other_helps: str) -> Any:
     the option's docstring, where there is no other."""
     helps = {item.arg_name: item.description for item in parse_from_object(Decoding).params}
     helps |= other_helps
-    fields: list[tuple[str, Any, Any]] = []
+    options: list[tuple[str, Any, Any]] = []
     for option, kind in option_types().items():
         if option in leave_out:
             continue
@@ -46,8 +49,8 @@ def decoding_flags(name: str, *leave_out: str, **other_helps: str) -> Any:
         flag = "--" + (option.removesuffix("s") if several else option).replace("_", "-")
         optional: Any = kind | None
         annotated = Annotated[optional, Parameter(name=flag, help=helps[option], negative="")]
-        fields.append((option, annotated, None))
-    flags = make_dataclass(name, fields)
+        options.append((option, annotated, None))
+    flags = make_dataclass(name, options)
     flags.__module__ = __name__  # or cyclopts takes it for one of Python's own types
     return Parameter(name="*")(flags)
 
@@ -156,6 +159,12 @@ class FitFlags:
     gate: Flag = False
     """Fit a head that also says which tokens need no asking the target, used as --stop
     gate:RUN/gate@T (SPRINTER)."""
+    drafter: Literal["medusa", "blockwise"] | None = None
+    """Fit heads on the target's last state that draft, to its own answers in the run, used as
+    --drafter medusa:RUN/medusa: medusa, each with a vocabulary matrix of its own; or blockwise,
+    which share the target's."""
+    heads: int | None = None
+    """With --drafter: how many, each predicting a token further ahead; 4 by default."""
     tau: float | None = None
     """A token is acceptable to the gate where draft / target of its probabilities is at most this,
     1 by default."""
@@ -183,6 +192,31 @@ class FitFlags:
     def role(self) -> Role:
         return "stop" if self.stop else "gate" if self.gate else "judge"
 
+    def drafter_plan(self, run: Path) -> DrafterPlan:
+        """The drafter's heads that are asked for. Raises InputError for what does not go
+        together."""
+        from lenience.mining.drafters import DrafterPlan
+
+        assert self.drafter is not None
+        usual = FitFlags(
+            drafter=self.drafter,
+            heads=self.heads,
+            out=self.out,
+            seed=self.seed,
+            target=self.target,
+            draft=self.draft,
+            device=self.device,
+        )
+        for item in fields(self):
+            if getattr(self, item.name) != getattr(usual, item.name):
+                flag = item.name.rstrip("_").replace("_", "-")
+                raise InputError(f"--{flag}: is of another head than --drafter's; leave it out")
+        if self.heads is not None and not 1 <= self.heads <= MOST_HEADS:
+            raise InputError(f"--heads {self.heads}: must be from 1 to {MOST_HEADS}")
+        return DrafterPlan(
+            self.drafter, self.out or run / self.drafter, self.heads or 4, seed=self.seed
+        )
+
     def plan(self, run: Path) -> HeadPlan:
         """The head that is asked for. Raises InputError for what does not go together."""
         from lenience.heads.fitting import FitConfig
@@ -209,6 +243,8 @@ class FitFlags:
         )
 
     def _check(self) -> None:
+        if self.heads is not None:
+            raise InputError("--heads: is how many --drafter fits; name that too")
         if not 0 < self.recall <= 1:
             raise InputError(f"--recall {self.recall}: must be in (0, 1]")
         if not 0 <= self.seed < 2**32:

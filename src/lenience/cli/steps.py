@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from lenience.decoding.certified import Certificate
     from lenience.decoding.generation import Generation
     from lenience.decoding.pair import Pair
+    from lenience.drafting.heads import DraftHeads
     from lenience.evaluation.compare import CompareConfig
     from lenience.evaluation.table import Frontier
     from lenience.heads.head import Head
     from lenience.mining.annotated import Annotated
+    from lenience.mining.drafters import DrafterPlan
     from lenience.mining.fit import HeadPlan
     from lenience.mining.search import MineConfig, MinedCounts
     from lenience.tasks import Task
@@ -60,6 +62,13 @@ def fit_run(pair: Pair, run: Path, plan: HeadPlan) -> Head:
 
     with progress_bars() as show:
         return fit_run(pair, run, plan, show)
+
+
+def fit_drafter(pair: Pair, run: Path, plan: DrafterPlan) -> DraftHeads:
+    from lenience.mining.drafters import fit_drafter
+
+    with progress_bars() as show:
+        return fit_drafter(pair, run, plan, show)
 
 
 def fit_annotated(pair: Pair, rows: list[Annotated], plan: HeadPlan) -> Head:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lenience.decoding.certified import Certificate
     from lenience.decoding.generation import Generation
     from lenience.decoding.pair import Pair
+    from lenience.drafting.heads import DraftHeads
     from lenience.evaluation.table import Frontier
     from lenience.heads.head import Head
 
@@ -285,6 +286,19 @@ def _print_judge(head: Head, folder: Path) -> None:
             f"{important} important mismatches say little of the strict end: {TELLING} tell a "
             f"recall of 0.99 from 1, so learn from about {samples} samples"
         )
+
+
+def print_drafter(heads: DraftHeads, folder: Path) -> None:
+    """What fitted heads come to on the samples held out, and how to use them."""
+    table = Table("head", "right", box=None)
+    for number, share in enumerate(heads.metrics["accuracy"], 1):
+        table.add_row(str(number), f"{share:.3f}")
+    screen.print(table)
+    kept, held_out = heads.metrics["tokens_per_pass"], heads.metrics["held_out"]
+    say(
+        f"{kept:.2f} tokens per pass on {held_out} samples held out, strictly; use them as "
+        f"--drafter {heads.kind}:{folder}"
+    )
 
 
 def _alike(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:

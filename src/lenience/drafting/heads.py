@@ -132,7 +132,7 @@ class DraftHeads:
     def save(self, folder: Path) -> None:
         """Write medusa.safetensors and medusa.json, named by the kind, each whole or not at all."""
         with replacing(folder / f"{self.kind}.safetensors") as new:
-            save_file({name: part.contiguous() for name, part in self.tensors().items()}, new)
+            save_file({name: part.detach().clone() for name, part in self.tensors().items()}, new)
         about = {
             "kind": self.kind,
             "heads": len(self.blocks),

@@ -86,6 +86,9 @@ class VllmPair(Pair):
             f"drafter {decoding.drafter}: vLLM drafts with the pair's model here": (
                 setup.drafter is not None and str(decoding.drafter) != "model"
             ),
+            f"tree {decoding.tree}: vLLM drafts chains; leave it out": (
+                setup.drafter is not None and str(decoding.tree) != "chain"
+            ),
             "window auto: each window is a vLLM of its own; name one": decoding.window == "auto",
             f"rule {rule}: compares the draft's distribution, which vLLM keeps for sampled answers "
             "alone; give a temperature above 0": lacks_probs,
