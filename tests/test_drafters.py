@@ -134,6 +134,36 @@ def test_lookups_change_no_strict_answer(
     assert [out.tokens for out in outs] == [out.tokens for out in alone]
 
 
+@quick(8)
+@given(prompts=prompt_lists(3), size=st.integers(1, 3))
+def test_merged_drafters_propose_what_each_does_and_change_no_strict_answer(
+    llama: Pair, prompts: list[list[int]], size: int
+) -> None:
+    options = {"max_new_tokens": 30, "batch_size": size}
+    alone = llama.generate_batch(prompts, rule="target", **options)
+    for drafter, tree in (("ngram|model", "chain"), ("suffix|model", "dynamic:8")):
+        outs = llama.generate_batch(prompts, drafter=drafter, tree=tree, **options)
+        assert [out.tokens for out in outs] == [out.tokens for out in alone]
+    for text in prompts:
+        parts = [proposed(spec, llama, text * 2, 5) for spec in ("ngram", "suffix")]
+        tokens, parents = proposed("ngram|suffix", llama, text * 2, 5)
+        paths = {-1: ()}
+        for i, (token, parent) in enumerate(zip(tokens, parents)):
+            paths[i] = (*paths[parent], token)
+        assert len(set(paths.values())) == len(paths)
+        assert {tuple(part) for part in parts} <= set(paths.values())
+        assert set(paths.values()) == {tuple(p[:n]) for p in parts for n in range(len(p) + 1)}
+
+
+def test_what_cannot_be_joined_is_refused(llama: Pair) -> None:
+    with pytest.raises(InputError, match=r"drafter 'ngram\|ngram': ngram is named twice"):
+        llama.generate("w1", drafter="ngram|ngram")
+    with pytest.raises(InputError, match=r"there is no drafter 'x'"):
+        llama.generate("w1", drafter="ngram|x")
+    with pytest.raises(InputError, match=r"block: judges tokens that were drawn.*drafter alone"):
+        llama.generate("w1", drafter="ngram|model", rule="block", temperature=0.5)
+
+
 def test_a_target_alone_drafts_by_lookup(checkpoints: Callable[[str], tuple[str, str]]) -> None:
     pair = load_pair(checkpoints("llama")[0], dtype="float32", compile=False)
     prompt = [5, 6, 7, 5, 6, 7, 5]

@@ -402,6 +402,20 @@ def test_mining_in_vllm_finds_the_labels_of_our_own_loop(
     compute_features(pair, run, Inputs(("target",)))
 
 
+def test_a_command_that_has_mined_ends_well(tmp_path: Path) -> None:
+    """Its two vLLMs end before Python does; where they did not, the thread that takes their outputs
+    now and then aborted the process."""
+    command = ["lenience", "mine", "--limit", "1", "--dtype", "float32", "--engine", "vllm"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "1 samples" in done.stderr and "exited unexpectedly" not in done.stderr
+
+
 def test_on_a_gpu_a_vllm_ends_before_another_begins(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,11 @@ class Setup:
     reader: LM
     tree: Tree = field(default_factory=Chain)
 
+    @property
+    def branches(self) -> bool:
+        """Whether a window may be a tree."""
+        return self.drafter is not None and (self.drafter.branches or not self.tree.is_chain)
+
 
 class Pair:
     """A target, and a draft of the same vocabulary where there is one. Raises InputError where
@@ -252,14 +257,14 @@ class Pair:
                 f"{what}: reads the draft model's distributions or states, and drafter {drafter} "
                 "has none; take --drafter model"
             )
-        if not setup.tree.is_chain:
+        if setup.branches:
             self._check_tree(setup, drafter)
 
     def _check_tree(self, setup: Setup, drafter: DrafterSpec) -> None:
         """Raise InputError where trees cannot be proposed, read or decided."""
         rule, tree, sampling = setup.rule, setup.tree, setup.decoding.temperature > 0
         wrong = {
-            f"drafter {drafter}: proposes chains": not drafter.grows_trees,
+            f"drafter {drafter}: proposes chains": not (tree.is_chain or drafter.grows_trees),
             f"rule {rule}: judges tokens that were drawn, and a tree's are chosen": (
                 rule.needs_draws and sampling
             ),
@@ -270,7 +275,8 @@ class Pair:
         }
         for why, is_so in wrong.items():
             if is_so:
-                raise InputError(f"{why}; with tree {tree} take another, or --tree chain")
+                mend = "a drafter alone" if tree.is_chain else "--tree chain"
+                raise InputError(f"{why}; take another, or {mend}")
         if setup.decoding.window != 0:
             for lm in (self.target, *([self.draft] if drafter.needs_draft and self.draft else [])):
                 check_trees(lm)
@@ -358,7 +364,7 @@ class Pair:
         lengths = [min(capacity, lm.context_length or capacity) for lm in cached]
         check_memory(zip(cached, lengths), rows)
         layer = setup.rule.layer
-        cache = None if setup.tree.is_chain else tree_cache(reader, rows, lengths[0], layer)
+        cache = tree_cache(reader, rows, lengths[0], layer) if setup.branches else None
         session = Session(reader, rows, lengths[0], cache, profile, layer=layer)
         session.torch_threads = self.torch_threads
         return session, spec.build(needs) if spec else NoDrafter(reader.device)

@@ -45,6 +45,8 @@ class DrafterSpec:
     """Whether it has hidden states, and a stop condition can ask about each token."""
     grows_trees: ClassVar[bool] = False
     """Whether it can propose trees."""
+    branches: ClassVar[bool] = False
+    """Whether what it proposes may be a tree though chains are asked for."""
     grid: ClassVar[tuple[str, ...]] = ()
     """Specs of some of its settings, for whoever tries all drafters."""
 

@@ -9,12 +9,14 @@ import torch
 
 from lenience.core import spec
 from lenience.core.context import Context
+from lenience.core.errors import InputError
 from lenience.core.protocols import Drafter
 from lenience.core.types import Draft
 from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.draft_model import ModelDrafter
 from lenience.drafting.heads import Blockwise, Medusa
 from lenience.drafting.lookup import Ngram, Suffix
+from lenience.drafting.merged import Merged
 from lenience.drafting.model_tree import TreeDrafter
 from lenience.models.lm import LM
 from lenience.models.session import Session, tree_cache
@@ -64,6 +66,13 @@ DRAFTERS: dict[str, type[DrafterSpec]] = {
 
 
 def parse_drafter(drafter: str | DrafterSpec) -> DrafterSpec:
-    """A drafter from its spec, such as "model"; a DrafterSpec is returned as it is. Raises
-    InputError that names what is wrong with the spec."""
-    return spec.parse(drafter, "drafter", "drafter", DRAFTERS, DrafterSpec)
+    """A drafter from its spec, such as "model", or several as one, such as "ngram|model"; a
+    DrafterSpec is returned as it is. Raises InputError that names what is wrong with the spec."""
+    parts = spec.split(drafter, "|") if isinstance(drafter, str) else [drafter]
+    parsed = [spec.parse(part, "drafter", "drafter", DRAFTERS, DrafterSpec) for part in parts]
+    if len(parsed) == 1:
+        return parsed[0]
+    try:
+        return Merged(tuple(parsed))
+    except InputError as error:
+        raise InputError(f"drafter {drafter!r}: {error}") from None

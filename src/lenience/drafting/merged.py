@@ -1,0 +1,108 @@
+"""Several drafters' proposals as one tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
+
+from lenience.core.context import Context
+from lenience.core.errors import InputError
+from lenience.core.protocols import Drafter, Fitted
+from lenience.core.types import Draft, Reading, Verdict
+from lenience.drafting.base import DrafterSetup, DrafterSpec
+from lenience.drafting.trees import Grown, as_draft
+from lenience.models.lm import LM
+
+
+@dataclass(frozen=True)
+class Merged(DrafterSpec):
+    """`a|b`: whatever either proposes, what they have in common once (SpecInfer, Miao 2023, section
+    4.1: merge-based token trees). Its tokens count as chosen for certain."""
+
+    parts: tuple[DrafterSpec, ...]
+    name = "merged"
+    branches = True
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            if [str(one) for one in self.parts].count(str(part)) > 1:
+                raise InputError(f"{part} is named twice; join drafters that differ")
+
+    @cached_property
+    def needs_draft(self) -> bool:  # type: ignore[override]
+        return any(part.needs_draft for part in self.parts)
+
+    @cached_property
+    def grows_trees(self) -> bool:  # type: ignore[override]
+        return all(part.grows_trees for part in self.parts)
+
+    @property
+    def fitted(self) -> tuple[Fitted, ...]:
+        return tuple(one for part in self.parts for one in part.fitted)
+
+    def relocated(self, path: Callable[[str], str]) -> Self:
+        return replace(self, parts=tuple(part.relocated(path) for part in self.parts))
+
+    def check(self, target: LM, fingerprints: Callable[[], Mapping[str, str]]) -> None:
+        for part in self.parts:
+            part.check(target, fingerprints)
+
+    def models(self, setup: DrafterSetup) -> list[LM]:
+        return [lm for part in self.parts for lm in part.models(setup)]
+
+    def build(self, setup: DrafterSetup) -> Drafter:
+        return _MergedDrafter([part.build(setup) for part in self.parts], setup.target)
+
+    def __str__(self) -> str:
+        return "|".join(map(str, self.parts))
+
+
+class _MergedDrafter(Drafter):
+    def __init__(self, parts: Sequence[Drafter], target: LM):
+        self.parts, self.target = parts, target
+
+    def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
+        drafts = [part.propose(ctx, room) for part in self.parts]
+        windows = [(draft.tokens.tolist(), draft.lengths.tolist()) for draft in drafts]
+        trees = [_Union() for _ in ctx.rows]
+        for draft, (tokens, lengths) in zip(drafts, windows):
+            for b, tree in enumerate(trees):
+                chain = range(-1, lengths[b] - 1)
+                parents = chain if draft.parents is None else draft.parents[b]
+                tree.add(tokens[b][: lengths[b]], parents[: lengths[b]])
+        merged = as_draft([tree.grown for tree in trees], self.target.device)
+        read = [draft.tokens_read or [0] * len(trees) for draft in drafts]
+        return replace(
+            merged,
+            passes=sum(draft.passes for draft in drafts),
+            tokens_read=[sum(of_row) for of_row in zip(*read)],
+        )
+
+    def move(self, source: int, to: int) -> None:
+        for part in self.parts:
+            part.move(source, to)
+
+    def observe(self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]) -> None:
+        for part in self.parts:
+            part.observe(ctx, reading, verdicts)
+
+
+class _Union:
+    """Trees of one row in one."""
+
+    def __init__(self) -> None:
+        self.grown = Grown()
+        self._known: dict[tuple[int, int], int] = {}
+
+    def add(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        places = {-1: -1}
+        for i, (token, parent) in enumerate(zip(tokens, parents)):
+            key = places[parent], token
+            if key not in self._known:
+                self._known[key] = len(self.grown.tokens)
+                self.grown.tokens.append(token)
+                self.grown.parents.append(key[0])
+                self.grown.picked_from.append(0)
+            places[i] = self._known[key]
