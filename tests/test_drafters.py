@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from lenience.certification.certify import certify
+from lenience.certification.question import CertifyConfig
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
 from lenience.core.noise import Noise
@@ -265,7 +267,9 @@ def test_heads_of_another_target_are_refused_by_name(
 def test_missing_and_broken_files_are_told(llama: Pair, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no medusa.json in it and no medusa_lm_head.pt; .*fit"):
         llama.generate("w1", drafter=f"medusa:{tmp_path}")
-    with pytest.raises(InputError, match=r"medusa needs path"):
+    with pytest.raises(InputError, match=r"blockwise needs path"):
+        llama.generate("w1", drafter="blockwise")
+    with pytest.raises(InputError, match=r"320 numbers, and the target's have 32"):
         llama.generate("w1", drafter="medusa")
     torch.save({"0.0.linear.weight": Path("/tmp")}, tmp_path / "medusa_lm_head.pt")
     with pytest.raises(InputError, match=r"not loaded|cannot be read"):
@@ -324,6 +328,24 @@ def test_heads_learn_from_a_run_go_on_after_a_stop_and_are_bound(
     decoding = llama.setup({"drafter": spec}).decoding
     assert llama.binding(decoding)["heads"] == [heads.fingerprint]
     assert llama.binding(decoding)["drafter"] == f"{kind}:{kind}"
+    # a certificate with these heads is found and decoded with, from another folder too
+    config = CertifyConfig(
+        rules=("topk:1",),
+        options={"drafter": spec, "window": 2},
+        max_drop=0.9,
+        confidence=0.5,
+        split="test",
+        loss="disagreement",
+    )
+    certificate = certify(llama, Counting(), run, config)
+    assert certificate.certified
+    moved = tmp_path / "moved"
+    run.rename(moved)
+    out = llama.generate("w1 w2", rule=f"certified:{moved}")
+    assert out.drafted and out.tokens == llama.generate("w1 w2", rule="target").tokens[:40]
+    random_heads(kind, 2).save(moved / kind)
+    with pytest.raises(InputError, match="certified with heads"):
+        llama.generate("w1 w2", rule=f"certified:{moved}")
 
 
 def test_too_few_answers_are_refused(llama: Pair, tmp_path: Path) -> None:

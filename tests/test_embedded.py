@@ -8,6 +8,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from lenience.decoding.loading import EMBEDDED
 from lenience.decoding.pair import Pair
+from lenience.drafting.registry import parse_drafter
 from lenience.tasks import WordMath, take
 
 
@@ -42,6 +43,17 @@ def test_it_decodes_as_transformers_does(built_in: Pair) -> None:
         for window in (4, 16):
             out = built_in.generate(sample.prompt, window=window, max_new_tokens=300)
             assert out.tokens == plain[0, len(ids) :].tolist()
+
+
+def test_its_heads_draft_for_it(built_in: Pair) -> None:
+    """They say more than two tokens a pass, and the target's own."""
+    prompts = [sample.prompt for sample in take(WordMath(), "test", 8)]
+    plain = built_in.generate_batch(prompts, rule="target", max_new_tokens=120)
+    outs = built_in.generate_batch(prompts, drafter="medusa", window=4, max_new_tokens=120)
+    assert [out.tokens for out in outs] == [out.tokens for out in plain]
+    passes = sum(out.target_passes for out in outs)
+    assert sum(len(out.tokens) for out in outs) / passes > 2.2
+    assert str(parse_drafter("medusa")) == "medusa"
 
 
 def test_the_target_is_right_and_the_draft_often_not(built_in: Pair) -> None:

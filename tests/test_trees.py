@@ -20,6 +20,7 @@ from lenience.core.types import Draft, Reading
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.drafting.trees import Dynamic, Grown, Level, parse_tree
+from lenience.models import onnx_graph
 from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.session import Session
 from lenience.rules.registry import parse_rule
@@ -249,10 +250,11 @@ def _padded(expand: Callable[[Level | None], torch.Tensor]) -> Callable[..., tor
 
 def test_a_tree_is_cut_at_a_depth() -> None:
     grown = Grown([1, 2, 3, 4, 5], [-1, 0, 1, 0, -1], [0, 1, 2, 1, 0])
-    cut = grown.cut(2)
+    cut = grown.cut(2, frozenset())
     assert (cut.tokens, cut.parents) == ([1, 2, 4, 5], [-1, 0, 0, -1])
     assert cut.picked_from == [0, 1, 1, 0]
-    assert grown.cut(0).tokens == []
+    assert grown.cut(0, frozenset()).tokens == []
+    assert grown.cut(9, frozenset({2})).tokens == [1, 2, 4, 5], "nothing follows an EOS"
 
 
 @pytest.mark.parametrize(
@@ -301,3 +303,47 @@ def test_a_tree_of_the_same_tokens_and_other_parents_is_read_anew(llama: Pair) -
     again = session.read([prefix + tokens], 2, parents=[[-1, -1, 1, 2]]).hidden
     fresh = Session(llama.target).read([prefix + tokens], 2, parents=[[-1, -1, 1, 2]]).hidden
     torch.testing.assert_close(again, fresh)
+
+
+def test_a_tree_that_is_read_in_parts_is_read_rightly(
+    checkpoints: Callable[[str], tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where attention scores would take too much memory at once."""
+    pair = load_pair(*checkpoints("llama"), dtype="float32", compile=False)
+    assert pair.compile()
+    prompts = [[5, 6, 7], list(range(1, 20))]
+    alone = pair.generate_batch(prompts, rule="target", max_new_tokens=40)
+    monkeypatch.setattr(onnx_graph, "LARGEST_SCORES", 4 * 2 * 5 * 160)
+    outs = pair.generate_batch(prompts, tree="dynamic:16", batch_size=2, max_new_tokens=40)
+    assert [out.tokens for out in outs] == [out.tokens for out in alone]
+
+
+@pytest.mark.parametrize("drafter", ["model", "suffix|model"])
+def test_rows_at_the_end_of_a_context_and_others_share_trees(
+    drafter: str, checkpoints: Callable[[str], tuple[str, str]]
+) -> None:
+    pair = load_pair(*checkpoints("gpt2"), dtype="float32", compile=False)
+    prompts = [[1 + i % 40 for i in range(240)], [5, 6, 7], [1 + i % 7 for i in range(250)]]
+    options = {"max_new_tokens": 60, "batch_size": 3}
+    alone = pair.generate_batch(prompts, rule="target", **options)
+    for compiled in (False, True):
+        if compiled:
+            assert pair.compile()
+        outs = pair.generate_batch(prompts, drafter=drafter, tree="dynamic:12", **options)
+        assert [out.tokens for out in outs] == [out.tokens for out in alone]
+    pair.generate(prompts[2], drafter=drafter, tree="dynamic:12", window="auto", max_new_tokens=4)
+
+
+def test_trees_of_a_model_with_processors(
+    checkpoints: Callable[[str], tuple[str, str]],
+) -> None:
+    """A repetition penalty sees each token's own path; an EOS ends some rows' trees before
+    others."""
+    pair = load_pair(*checkpoints("llama"), dtype="float32", compile=False)
+    for lm in pair.models.values():
+        lm.model.generation_config.repetition_penalty = 1.3
+    prompts = [[5, 6, 7], [9, 1], [3, 3, 3, 3, 8, 8], [11]]
+    alone = pair.generate_batch(prompts, rule="target", max_new_tokens=40)
+    for tree in ("dynamic:8,top=1", "dynamic:9", "cartesian:2,2,2"):
+        outs = pair.generate_batch(prompts, tree=tree, batch_size=4, max_new_tokens=40)
+        assert [out.tokens for out in outs] == [out.tokens for out in alone]

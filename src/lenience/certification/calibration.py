@@ -24,6 +24,7 @@ from lenience.decoding.certified import (
     LostAnswer,
     LostSample,
     TriedSetting,
+    drafter_without_paths,
     setting_without_paths,
     stop_without_paths,
     without_paths,
@@ -348,6 +349,8 @@ def _asked(pair: Pair, task: Task, config: CertifyConfig, use: str) -> dict[str,
         ]
     question["thresholds"] = []
     question["stop"] = stop_without_paths(config.decoding.stop)
+    if "drafter" in question:
+        question["drafter"] = drafter_without_paths(config.decoding.drafter)
     binds = [pair.binding(decoding) for chain in chains for decoding in chain]
     asked = describe(pair, task, use=use, question=question, binds=binds)
     asked["models"] = {role: {**model, "name": ""} for role, model in asked["models"].items()}

@@ -90,7 +90,8 @@ def cycle_seconds(
         for window in CANDIDATES:
             began = time.perf_counter()
             at_window = replace(ctx, rows=rows, window=window)
-            cycle(session, drafter, rule, at_window, [window + 1] * len(rows))
+            room = [min(window + 1, session.room(row.prefix)) for row in rows]
+            cycle(session, drafter, rule, at_window, room)
             seconds[window].append(time.perf_counter() - began)
         rounds += 1
     return {window: statistics.median(taken[1:]) for window, taken in seconds.items()}

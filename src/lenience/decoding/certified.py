@@ -20,6 +20,7 @@ from lenience.decoding.options import OWN, Decoding, bound_names
 from lenience.drafting.base import DrafterSpec, Fitted
 from lenience.drafting.registry import parse_drafter
 from lenience.drafting.stops import Stop, parse_stop
+from lenience.drafting.trees import parse_tree
 from lenience.rules.registry import BASELINES, parse_rule, parse_spec
 from lenience.tasks.base import AnswerValue
 
@@ -202,7 +203,9 @@ def _comparable(name: str, value: Any) -> Any:
     """An option's value as it is compared: of a spec, without where its heads lie."""
     if name == "stop":
         return stop_without_paths(value)
-    return drafter_without_paths(value) if name == "drafter" else value
+    if name == "drafter":
+        return drafter_without_paths(value)
+    return str(parse_tree(value)) if name == "tree" else value
 
 
 def run_of(rule: str) -> Path:

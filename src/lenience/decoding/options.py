@@ -39,7 +39,9 @@ class Decoding:
     (docs/rules.md has them all), or target or draft for that model alone; certified:RUN is what a
     run's certificate certifies."""
     drafter: str | DrafterSpec = "model"
-    """What proposes tokens: model, the pair's draft model."""
+    """What proposes tokens: model, the pair's draft model; ngram or suffix, what stood in the text
+    before; medusa:PATH or blockwise:PATH, fitted heads; or several, as in ngram|model
+    (docs/drafters.md)."""
     tree: str | Tree = "chain"
     """The shape of what is proposed: chain (one token after another, the default), dynamic:NODES or
     cartesian:4,3,2, trees of which the deepest accepted path is kept."""

@@ -73,6 +73,10 @@ class Setup:
         """Whether a window may be a tree."""
         return self.drafter is not None and (self.drafter.branches or not self.tree.is_chain)
 
+    def columns(self, window: int) -> int:
+        """How many tokens are read at most after a prefix, by any model."""
+        return self.tree.columns(window) * (self.drafter.joined if self.drafter else 1)
+
 
 class Pair:
     """A target, and a draft of the same vocabulary where there is one. Raises InputError where
@@ -263,8 +267,9 @@ class Pair:
     def _check_tree(self, setup: Setup, drafter: DrafterSpec) -> None:
         """Raise InputError where trees cannot be proposed, read or decided."""
         rule, tree, sampling = setup.rule, setup.tree, setup.decoding.temperature > 0
+        if not tree.is_chain:
+            drafter.check_tree(tree)
         wrong = {
-            f"drafter {drafter}: proposes chains": not (tree.is_chain or drafter.grows_trees),
             f"rule {rule}: judges tokens that were drawn, and a tree's are chosen": (
                 rule.needs_draws and sampling
             ),
@@ -273,13 +278,14 @@ class Pair:
             ),
             f"stop {setup.stop}: ends chains": str(setup.stop) != "fixed",
         }
+        mend = "a drafter alone" if tree.is_chain else "--tree chain"
         for why, is_so in wrong.items():
             if is_so:
-                mend = "a drafter alone" if tree.is_chain else "--tree chain"
                 raise InputError(f"{why}; take another, or {mend}")
         if setup.decoding.window != 0:
-            for lm in (self.target, *([self.draft] if drafter.needs_draft and self.draft else [])):
-                check_trees(lm)
+            check_trees(self.target, mend)
+            if drafter.needs_draft and self.draft and not tree.is_chain:
+                check_trees(self.draft, mend)
 
     def check(self, options: Mapping[str, Any] | Decoding) -> None:
         """Raise InputError where these options cannot be decoded with."""
@@ -304,8 +310,7 @@ class Pair:
         ctx = self._context(setup, window)
         if profile:
             profile.wait_by(_waiting({lm.device for lm in self.models.values()}))
-        most = window if setup.tree.is_chain else setup.tree.size
-        longest = max(map(len, ids), default=0) + decoding.max_new_tokens + most
+        longest = max(map(len, ids), default=0) + decoding.max_new_tokens + setup.columns(window)
         session, drafter = self.engine(setup, window, size, longest, profile=profile)
 
         def request(number: int, prompt: list[int]) -> Request:
@@ -361,7 +366,9 @@ class Pair:
             profile=profile,
         )
         cached = [reader, *(spec.models(needs) if spec else []), *beside]
-        lengths = [min(capacity, lm.context_length or capacity) for lm in cached]
+        # a tree's tokens may be more than those that a context has left
+        beyond = setup.columns(window) if setup.branches else 0
+        lengths = [min(capacity, (lm.context_length or capacity) + beyond) for lm in cached]
         check_memory(zip(cached, lengths), rows)
         layer = setup.rule.layer
         cache = tree_cache(reader, rows, lengths[0], layer) if setup.branches else None
@@ -384,13 +391,14 @@ class Pair:
         rule = str(options["rule"])
         settled, binds = resolve(rule, options)
         if binds:
+            binds = {**binds, "drafter": drafter_without_paths(binds["drafter"])}
             check_binding(rule, binds, self.binding(Decoding.of(settled)))
         return settled
 
     def binding(self, decoding: Decoding) -> dict[str, Any]:
         """What lenient answers depend on besides the options: the models with their dtypes, the
-        tokenizer, its chat template, the target's generation_config, and the heads of the rule and
-        of the stop condition."""
+        tokenizer, its chat template, the target's generation_config, and the heads of the rule, of
+        the stop condition and of the drafter."""
         template = getattr(self.target.tokenizer, "chat_template", None)
         heads = heads_in(decoding)
         content = hashlib.blake2b(str(template).encode(), digest_size=8).hexdigest()
@@ -436,7 +444,8 @@ class Pair:
     def _pick(self, ids: list[list[int]], size: int, setup: Setup) -> Drafting:
         seconds = self._cycle_seconds(ids, size, setup)
         tried = [fastest_window(self._pilot(ids, size, setup), seconds, setup.stop)]
-        stops = learned_stops(setup.rule) if isinstance(setup.stop, Fixed) else []
+        asks = bool(setup.drafter and setup.drafter.has_states and not setup.branches)
+        stops = learned_stops(setup.rule) if asks and isinstance(setup.stop, Fixed) else []
         if stops:
             asked = _ending(setup, replace(stops[0], threshold=1.0))  # which never ends a window
             seconds = self._cycle_seconds(ids, size, asked)

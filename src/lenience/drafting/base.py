@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from lenience.core import spec
+from lenience.core.errors import InputError
 from lenience.core.profile import Profile
 from lenience.core.protocols import Drafter, Fitted
 from lenience.drafting.stops import Stop
@@ -61,6 +62,16 @@ class DrafterSpec:
 
     def check(self, target: LM, fingerprints: Callable[[], Mapping[str, str]]) -> None:
         """Raise InputError where it cannot draft for a target; `fingerprints` are the pair's."""
+
+    @property
+    def joined(self) -> int:
+        """How many drafters it is."""
+        return 1
+
+    def check_tree(self, tree: Tree) -> None:
+        """Raise InputError where it cannot propose trees of this shape."""
+        if not self.grows_trees:
+            raise InputError(f"drafter {self}: proposes chains; take another, or --tree chain")
 
     def models(self, setup: DrafterSetup) -> list[LM]:
         """The models that it needs caches for."""

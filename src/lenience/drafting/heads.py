@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Self
@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lenience.core import spec
 from lenience.core.context import Context
 from lenience.core.errors import InputError, first_line
 from lenience.core.files import digest_bytes, replacing, write_json
@@ -24,6 +25,7 @@ from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.trees import Grown, Level, as_draft
 from lenience.models.lm import LM
 
+BUILT_IN = Path(__file__).parents[1] / "embedded" / "medusa"
 HUB_FILE = "medusa_lm_head.pt"
 MEND = "`lenience fit RUN --drafter {kind}` makes RUN/{kind}"
 
@@ -48,6 +50,11 @@ class DraftHeads:
     metrics: dict[str, Any]
     prompts: tuple[str, ...] | None = None
     """Digests of the prompts that they were fitted on; None where nobody needs to know."""
+
+    _on: dict[tuple[torch.device, torch.dtype], DraftHeads] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """The same where it has been asked for."""
 
     @property
     def hidden_size(self) -> int:
@@ -75,14 +82,19 @@ class DraftHeads:
         }
         return named | {f"{i}.matrix": matrix for i, matrix in enumerate(self.matrices or ())}
 
-    def to(self, like: Tensor) -> DraftHeads:
-        """The same where a tensor is, in its precision."""
-        blocks = [
-            [{name: tensor.to(like) for name, tensor in block.items()} for block in of_head]
-            for of_head in self.blocks
-        ]
-        matrices = self.matrices and [matrix.to(like) for matrix in self.matrices]
-        return replace(self, blocks=blocks, matrices=matrices)
+    def to(self, device: torch.device, dtype: torch.dtype) -> DraftHeads:
+        """The same on a device, in a precision; kept."""
+        if (device, dtype) not in self._on:
+            blocks = [
+                [
+                    {name: part.to(device, dtype) for name, part in block.items()}
+                    for block in of_head
+                ]
+                for of_head in self.blocks
+            ]
+            matrices = self.matrices and [matrix.to(device, dtype) for matrix in self.matrices]
+            self._on[device, dtype] = replace(self, blocks=blocks, matrices=matrices)
+        return self._on[device, dtype]
 
     def states(self, x: Tensor) -> Tensor:
         """[…, n, H]: what each of the n heads makes of the target's states […, H]."""
@@ -162,6 +174,8 @@ def _load(path: Path, kind: str, changed: int) -> DraftHeads:
     try:
         about = json.loads((path / f"{kind}.json").read_text())
         tensors = load_file(path / f"{kind}.safetensors")
+        if about["heads"] < 1:
+            raise ValueError(f"{about['heads']} heads")
         heads = _from_tensors(kind, tensors, about["heads"])
         heads = replace(
             heads,
@@ -172,7 +186,7 @@ def _load(path: Path, kind: str, changed: int) -> DraftHeads:
         if heads.fingerprint != about["fingerprint"]:
             raise ValueError(f"{kind}.json and {kind}.safetensors are not of the same fit")
         return heads
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"{kind} {path}: is broken ({why}); fit it again") from None
 
@@ -246,9 +260,19 @@ class _Heads(DrafterSpec):
 @dataclass(frozen=True)
 class Medusa(_Heads):
     """Heads of residual blocks on the target's last state, each with a vocabulary matrix of its own
-    (Medusa-1, Cai 2024, section 2.1.1), ours or published ones."""
+    (Medusa-1, Cai 2024, section 2.1.1), ours or published ones; without a path those of the
+    built-in target."""
 
+    path: str = str(BUILT_IN)
     name = "medusa"
+
+    def relocated(self, path: Callable[[str], str]) -> Self:
+        return self if self.path == str(BUILT_IN) else super().relocated(path)
+
+    def __str__(self) -> str:
+        if self.path == str(BUILT_IN):
+            return self.name
+        return spec.show(self.name, Blockwise(self.path))  # which must name it
 
 
 @dataclass(frozen=True)
@@ -268,7 +292,7 @@ class HeadsDrafter(Drafter):
     def __init__(self, heads: DraftHeads, setup: DrafterSetup):
         self.target, self.stop, self.tree = setup.target, setup.stop, setup.tree
         self.matrix = setup.target.output_matrix
-        self.heads = heads.to(self.matrix)
+        self.heads = heads.to(self.matrix.device, self.matrix.dtype)
 
     @torch.inference_mode()
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
@@ -307,7 +331,7 @@ class HeadsDrafter(Drafter):
 
         eos = self.target.eos_ids
         grown = self.tree.grow(after, len(limits), max(limits), eos)
-        grown = [tree.cut(limit) for tree, limit in zip(grown, limits)]
+        grown = [tree.cut(limit, eos) for tree, limit in zip(grown, limits)]
         return as_draft(grown, self.target.device, torch.cat(asked, 1))
 
     def observe(self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]) -> None:

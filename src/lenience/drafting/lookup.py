@@ -7,6 +7,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 from typing import Generic, TypeVar
 
 from lenience.core.context import Context
@@ -15,7 +16,7 @@ from lenience.core.protocols import Drafter
 from lenience.core.types import Draft
 from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.suffixes import Suffixes
-from lenience.drafting.trees import Dynamic, Grown, as_draft
+from lenience.drafting.trees import Dynamic, Grown, Tree, as_draft
 
 T = TypeVar("T", "_Ngrams", Suffixes)
 
@@ -57,17 +58,19 @@ class Suffix(DrafterSpec):
 
     def __post_init__(self) -> None:
         for what, number in (("depth", self.depth), ("factor", self.factor)):
-            if not number > 0:
-                raise InputError(f"suffix's {what} {number}: must be above 0")
+            if not 0 < number < inf:
+                raise InputError(f"suffix's {what} {number}: must be above 0, and a number")
         if not 0 <= self.least <= 1:
             raise InputError(f"suffix's least {self.least}: must be from 0 to 1")
 
-    def build(self, setup: DrafterSetup) -> Drafter:
-        if not (setup.tree.is_chain or isinstance(setup.tree, Dynamic)):
+    def check_tree(self, tree: Tree) -> None:
+        if not isinstance(tree, Dynamic):
             raise InputError(
-                f"drafter {self}: what followed has no ranks everywhere; with tree {setup.tree} "
-                "take another, or --tree dynamic:NODES"
+                f"drafter {self}: what followed has no ranks everywhere; with tree {tree} take "
+                "another, or --tree dynamic:NODES"
             )
+
+    def build(self, setup: DrafterSetup) -> Drafter:
         return _SuffixDrafter(setup, self)
 
 

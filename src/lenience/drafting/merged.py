@@ -12,7 +12,7 @@ from lenience.core.errors import InputError
 from lenience.core.protocols import Drafter, Fitted
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.drafting.base import DrafterSetup, DrafterSpec
-from lenience.drafting.trees import Grown, as_draft
+from lenience.drafting.trees import Grown, Tree, as_draft
 from lenience.models.lm import LM
 
 
@@ -34,9 +34,13 @@ class Merged(DrafterSpec):
     def needs_draft(self) -> bool:  # type: ignore[override]
         return any(part.needs_draft for part in self.parts)
 
-    @cached_property
-    def grows_trees(self) -> bool:  # type: ignore[override]
-        return all(part.grows_trees for part in self.parts)
+    @property
+    def joined(self) -> int:
+        return len(self.parts)
+
+    def check_tree(self, tree: Tree) -> None:
+        for part in self.parts:
+            part.check_tree(tree)
 
     @property
     def fitted(self) -> tuple[Fitted, ...]:

@@ -29,9 +29,12 @@ class TreeDrafter(Drafter):
         depth = max(limits)
         if not depth:
             return as_draft([Grown() for _ in ctx.rows], self.target.device)
-        reader = _Reader(self.session, self.target, ctx)
+        # a row for which nothing is drafted may be longer than the draft's context
+        prefixes = [row.prefix if n else row.prefix[:1] for row, n in zip(ctx.rows, limits)]
+        reader = _Reader(self.session, self.target, ctx, prefixes)
         grown = self.tree.grow(reader.read, len(ctx.rows), depth, self.target.eos_ids)
-        grown = [tree.cut(limit) for tree, limit in zip(grown, limits)]
+        eos = self.target.eos_ids
+        grown = [tree.cut(limit, eos) for tree, limit in zip(grown, limits)]
         draft = as_draft(grown, self.target.device, torch.cat(reader.logits, 1))
         return replace(draft, passes=len(reader.logits), tokens_read=reader.tokens_read)
 
@@ -42,8 +45,8 @@ class TreeDrafter(Drafter):
 class _Reader:
     """Reads a cycle's tokens level by level."""
 
-    def __init__(self, session: Session, target: LM, ctx: Context):
-        self.session, self.target, self.ctx = session, target, ctx
+    def __init__(self, session: Session, target: LM, ctx: Context, prefixes: list[list[int]]):
+        self.session, self.target, self.ctx, self.prefixes = session, target, ctx, prefixes
         self.tokens = [list[int]() for _ in ctx.rows]
         self.parents = [list[int]() for _ in ctx.rows]
         self.logits: list[Tensor] = []
@@ -57,7 +60,7 @@ class _Reader:
             for b, (tokens, parents) in enumerate(zip(level.tokens, level.parents)):
                 self.tokens[b] += tokens
                 self.parents[b] += parents
-        sequences = [row.prefix + more for row, more in zip(self.ctx.rows, self.tokens)]
+        sequences = [prefix + more for prefix, more in zip(self.prefixes, self.tokens)]
         reading = self.session.read(sequences, n, parents=[list(row) for row in self.parents])
         self.tokens_read = [a + b for a, b in zip(self.tokens_read, reading.tokens_read)]
         logits = self._processed(wide_as_target(reading.logits, self.target), n)
@@ -77,5 +80,8 @@ class _Reader:
                     path.insert(0, tokens[at])
                     at = parents[at]
                 ahead.append(path)
+        # a level that is asked about again stands less deep
+        deepest = max(map(len, ahead))
+        ahead = [path[:1] * (deepest - len(path)) + path for path in ahead]
         flat = logits.reshape(-1, 1, logits.shape[-1])
         return ctx.process(flat, torch.tensor(ahead)).view(logits.shape)

@@ -28,11 +28,12 @@ class Grown:
     picked_from: list[int] = field(default_factory=list)
     """Which of the distributions that were asked for each token is picked from."""
 
-    def cut(self, depth: int) -> Grown:
-        """What stands at most `depth` tokens behind the prefix."""
+    def cut(self, depth: int, eos: frozenset[int]) -> Grown:
+        """What stands at most `depth` tokens behind the prefix, and after no EOS."""
         grown, new, deep = Grown(), dict[int, int]({-1: -1}), {-1: 0}
         for i, (token, parent) in enumerate(zip(self.tokens, self.parents)):
-            if parent in new and deep[parent] < depth:
+            ended = parent >= 0 and self.tokens[parent] in eos
+            if parent in new and deep[parent] < depth and not ended:
                 new[i], deep[i] = len(grown.tokens), deep[parent] + 1
                 grown.tokens.append(token)
                 grown.parents.append(new[parent])
@@ -70,6 +71,10 @@ class Tree:
         """How many tokens it has at most."""
         raise NotImplementedError
 
+    def columns(self, window: int) -> int:
+        """How many tokens are read at most, by the target or by what drafts."""
+        return max(window, self.size)
+
     def grow(self, expand: Expand, rows: int, depth: int, eos: frozenset[int]) -> list[Grown]:
         """[B]: trees of at most `depth` tokens one after the other, by asking for distributions
         after the prefix and then level by level; a tree that chooses goes on from no EOS."""
@@ -84,6 +89,10 @@ class Chain(Tree):
     """Each token follows the one before."""
 
     is_chain = True
+
+    @property
+    def size(self) -> int:
+        return 0
 
 
 @dataclass(frozen=True)
@@ -175,6 +184,9 @@ class Dynamic(Tree):
     @property
     def size(self) -> int:
         return self.nodes
+
+    def columns(self, window: int) -> int:
+        return max(self.nodes, min(self.top, self.nodes) * min(window, self.depth or window))
 
     def grow(self, expand: Expand, rows: int, depth: int, eos: frozenset[int]) -> list[Grown]:
         pools, logs = [_Pool(self, eos) for _ in range(rows)], expand(None)

@@ -167,8 +167,9 @@ class _Training:
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(self.best[name]).requires_grad_(False)
-        half = self.heads.to(torch.empty(0, dtype=torch.float16))
-        as_read = half.to(torch.empty(0))
+        cpu = torch.device("cpu")
+        half = self.heads.to(cpu, torch.float16)
+        as_read = half.to(cpu, torch.float32)
         return half, {
             "samples": len(parts) + len(held_out),
             "held_out": len(held_out),

@@ -12,7 +12,7 @@ from typing import Any
 from lenience.core.errors import InputError
 from lenience.core.files import alone
 from lenience.core.progress import Progress, silent
-from lenience.decoding.certified import heads_of, setting_without_paths
+from lenience.decoding.certified import heads_in, setting_without_paths
 from lenience.decoding.dialogue import Continue, Dialogue, Ended, Predict
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
@@ -226,8 +226,8 @@ def _choose(pair: Pair, task: Task, config: MineConfig, drawn: str) -> list[Samp
     whose answers are mined has learned from, as it is surer of those."""
     if config.limit is not None and config.limit < 1:
         raise InputError(f"limit {config.limit}: must be 1 or more")
-    heads = heads_of(config.policy.rule, config.policy.stop) if config.policy else []
-    known = {content for head in heads for content in head.head.prompts}
+    heads = heads_in(config.policy) if config.policy else []
+    known = {content for head in heads for content in head.head.prompts or ()}
     samples = take(task, "train", None if known or drawn == "random" else config.limit)
     if drawn == "random":
         random.Random(f"mining {config.seed}").shuffle(samples)
@@ -248,7 +248,7 @@ def _policy(
         return None, None
     policy = replace(policy, max_new_tokens=max_new_tokens)
     pair.check(policy)
-    heads = [head.head.fingerprint for head in heads_of(policy.rule, policy.stop)]
+    heads = [head.head.fingerprint for head in heads_in(policy)]
     return policy, {"setting": str(setting_without_paths(policy)), "heads": heads}
 
 

@@ -263,7 +263,7 @@ class _Recording:
     def _see(self, forward: Forward) -> None:
         """Put where trees stand, and what they see, where the recording reads it."""
         assert self.sight is not None and self.sight.related is not None
-        given = TreeSight.of(forward).on(self.ids.device)
+        given = TreeSight.of(forward, self.cache.lm.context_length).on(self.ids.device)
         assert given.related is not None
         rows = to_device(forward.rows, self.ids.device)
         self.sight.at[rows], self.sight.keys[rows] = given.at, given.keys

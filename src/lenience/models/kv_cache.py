@@ -162,7 +162,9 @@ class TreeSight:
     related: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, forward: Forward) -> TreeSight:
+    def of(cls, forward: Forward, longest: int | None) -> TreeSight:
+        """`longest`: the model's context; what stands past its end is read at its last position,
+        and is nothing that can be kept."""
         assert forward.parents is not None
         m, length, width = len(forward.rows), forward.length, forward.kv_length
         at = np.zeros((m, length), np.int64)
@@ -176,7 +178,7 @@ class TreeSight:
             at[b, padding:] = keys[b, cached:whole]
             new = slice(max(cached - start, 0), None)  # of the tree's tokens, those read now
             related[b, length - len(parents[new]) :, start:whole] = lineage(parents)[new]
-        return cls(at, keys, related)
+        return cls(at if longest is None else np.minimum(at, longest - 1), keys, related)
 
     def on(self, device: torch.device) -> Sight:
         parts = (torch.from_numpy(part) for part in (self.at, self.keys, self.related))
@@ -255,7 +257,7 @@ class PlainCache:
             slots.use_several(forward.rows, rows, columns, forward.kv_length)
             sight = Sight(at, torch.arange(forward.kv_length, device=device))
         if forward.parents is not None:
-            sight = TreeSight.of(forward).on(device)
+            sight = TreeSight.of(forward, self.lm.context_length).on(device)
         profile.add("cache")
         outputs = self.forward(ids, forward.num_states, sight)
         profile.add(self.lm.role)

@@ -154,7 +154,7 @@ class GraphCache:
             call = self._call(_Shape.of(forward, first, end))
             places = [row - first for row in forward.rows]
         profile.add("cache")
-        logits, hidden = call(forward, places, self.lm.vocab_size - 1)
+        logits, hidden = call(forward, places, self.lm)
         profile.add(self.lm.role)
         self._write(forward, call.new, places)
         return logits, hidden
@@ -189,6 +189,7 @@ class GraphCache:
             cached_lengths=forward.cached_lengths,
             kv_length=forward.kv_length - rest,
             num_states=max(forward.num_states - rest, 1),
+            parents=forward.parents and [tree[: len(tree) - rest] for tree in forward.parents],
         )
         second = replace(
             forward,
@@ -328,9 +329,10 @@ class _Call:
         size, address = tuple(value.shape), value.data_ptr()
         self.binding.bind_output(name, "cpu", 0, np.float32, size, buffer_ptr=address)
 
-    def __call__(self, forward: Forward, places: list[int], last_id: int) -> tuple[Tensor, Tensor]:
-        """Logits and hidden states of the rows at `places`, the others are padding; ids above
-        `last_id` are read as that one."""
+    def __call__(self, forward: Forward, places: list[int], lm: LM) -> tuple[Tensor, Tensor]:
+        """Logits and hidden states of the rows at `places`, the others are padding; ids above the
+        model's last are read as that one."""
+        longest = lm.context_length
         whole = len(places) == len(self.ids)
         if not whole:
             self.pads[:], self.cached[:] = self.ids.shape[1], 0
@@ -338,17 +340,17 @@ class _Call:
         self.ids[rows] = forward.input_ids
         self.pads[rows], self.cached[rows] = forward.left_padding, forward.cached_lengths
         if forward.parents is not None:
-            self._see(forward, places)
-        np.minimum(self.ids, last_id, out=self.ids)
+            self._see(forward, places, longest)
+        np.minimum(self.ids, lm.vocab_size - 1, out=self.ids)
         self.graph.session.run_with_iobinding(self.binding)
         if whole:
             return self.logits.clone(), self.hidden.clone()
         return self.logits[places], self.hidden[places]
 
-    def _see(self, forward: Forward, places: list[int]) -> None:
+    def _see(self, forward: Forward, places: list[int], longest: int | None) -> None:
         """Say where the tokens of trees stand and what they see: first what is cached, then what is
         read."""
-        sight = TreeSight.of(forward)
+        sight = TreeSight.of(forward, longest)
         capacity = self.past.shape[3]
         self.at[:], self.keys[:], self.related[:] = 0, NOWHERE, True
         for i, place in enumerate(places):

@@ -362,14 +362,14 @@ def tree_cache(lm: LM, rows: int, capacity: int, layer: int | None = None) -> Ro
     return backend.cache(lm, rows, capacity) if backend else PlainCache(lm, rows, capacity, layer)
 
 
-def check_trees(lm: LM) -> None:
-    """Raise InputError where a model cannot read trees of tokens through its own forward; found out
-    once for a model."""
+def check_trees(lm: LM, mend: str) -> None:
+    """Raise InputError, which says what to take instead, where a model cannot read trees of tokens
+    through its own forward; found out once for a model."""
     if not lm.once("reads trees", lambda: _try_trees(lm)):
         attention = lm.model.config.get_text_config()._attn_implementation
         raise InputError(
             f"{lm.role} {lm.name!r}: cannot read a tree of tokens, as its attention ({attention}) "
-            "takes no mask or no positions from outside; take --tree chain, or load it with "
+            f"takes no mask or no positions from outside; take {mend}, or load it with "
             "attn_implementation eager"
         )
 

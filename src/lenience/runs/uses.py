@@ -135,7 +135,7 @@ def uses_of(ledger: Path, folder: Path, draw: Draw) -> list[Use]:
         for one in uses_in(run):
             uses.setdefault(one.row, one.model_copy(update={"key": None}))
     known = {one.prompt for one in uses.values()}
-    fitted_on = {content for head in draw.heads for content in head.head.prompts} - known
+    fitted_on = {content for head in draw.heads for content in head.head.prompts or ()} - known
     return [
         *uses.values(),
         *(Use(id="", prompt=content, use="fitting", key=None) for content in fitted_on),
