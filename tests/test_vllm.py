@@ -405,9 +405,20 @@ def test_mining_in_vllm_finds_the_labels_of_our_own_loop(
 def test_a_command_that_has_mined_ends_well(tmp_path: Path) -> None:
     """Its two vLLMs end before Python does; where they did not, the thread that takes their outputs
     now and then aborted the process."""
-    command = ["lenience", "mine", "--limit", "1", "--dtype", "float32", "--engine", "vllm"]
+    command = [
+        "-m",
+        "lenience",
+        "mine",
+        "--limit",
+        "1",
+        "--dtype",
+        "float32",
+        "--engine",
+        "vllm",
+        "--out",
+    ]
     done = subprocess.run(
-        [*command, "--out", str(tmp_path / "run")],
+        [sys.executable, *command, str(tmp_path / "run")],
         capture_output=True,
         text=True,
         env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
@@ -470,6 +481,8 @@ def test_windows_that_the_draft_has_no_room_for_are_not_judged(
 def test_what_vllm_does_not_do_for_us_is_refused_by_name(in_vllm: VllmPair, judge: str) -> None:
     for options, message in (
         ({"stop": "confidence:0.4"}, "vLLM drafts whole windows"),
+        ({"tree": "dynamic:8"}, "vLLM drafts chains"),
+        ({"drafter": "ngram"}, "vLLM drafts with the pair's model"),
         ({"window": "auto"}, "name one"),
         ({"rule": "fuzzy:js@0.3"}, "give a temperature above 0"),
     ):
