@@ -405,20 +405,9 @@ def test_mining_in_vllm_finds_the_labels_of_our_own_loop(
 def test_a_command_that_has_mined_ends_well(tmp_path: Path) -> None:
     """Its two vLLMs end before Python does; where they did not, the thread that takes their outputs
     now and then aborted the process."""
-    command = [
-        "-m",
-        "lenience",
-        "mine",
-        "--limit",
-        "1",
-        "--dtype",
-        "float32",
-        "--engine",
-        "vllm",
-        "--out",
-    ]
+    flags = ["--limit", "1", "--dtype", "float32", "--engine", "vllm"]
     done = subprocess.run(
-        [sys.executable, *command, str(tmp_path / "run")],
+        [sys.executable, "-m", "lenience", "mine", *flags, "--out", str(tmp_path / "run")],
         capture_output=True,
         text=True,
         env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
