@@ -24,7 +24,6 @@ from lenience.certification.sequential_tests import FUTILITY, fixed_sequence_tes
 from lenience.certification.withdrawal import account, as_it_stands, mark
 from lenience.core.files import read_json, write_json
 from lenience.core.progress import Progress, silent
-from lenience.core.protocols import Fitted
 from lenience.core.records import Record
 from lenience.decoding.certified import (
     FILE,
@@ -199,10 +198,6 @@ def _test_chain(on: Calibration, settings: list[Decoding]) -> list[TriedSetting]
     return tried
 
 
-def _heads(decoding: Decoding) -> list[Fitted]:
-    return heads_in(decoding)
-
-
 def _needed(on: Calibration, setting: Decoding, row: TriedSetting) -> int | None:
     return on.config.sample_size(on.losses(setting, row.n), on.attempt.share)
 
@@ -215,7 +210,7 @@ def _drawn(on: Calibration, folder: Path) -> str:
     where = f"{said} from the rows of split {config.split!r}"
     if any(group_of(sample) is not None for sample in on.prompts.first(ENOUGH)):
         where += ", one of each group, so that each group counts once"
-    runs = {fitted_in(head) for chain in on.chains() for one in chain for head in _heads(one)}
+    runs = {fitted_in(head) for chain in on.chains() for one in chain for head in heads_in(one)}
     if any(mined_first(run) for run in (folder, *filter(None, runs))):
         where += "; those that were mined before were the first of the data, not drawn"
     return where

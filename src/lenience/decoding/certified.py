@@ -236,18 +236,16 @@ def certified_options(certificate: Certificate, folder: Path) -> dict[str, Any]:
     return options | {"rule": rule, "stop": stop, "drafter": drafter}
 
 
-def heads_of(
-    rule: str | Rule, stop: str | Stop = "fixed", drafter: str | DrafterSpec = "model"
-) -> list[Fitted]:
-    """The fitted heads that a rule, a stop condition and a drafter ask. Raises InputError for a
-    wrong spec."""
-    of_rule = () if rule in BASELINES else parse_rule(rule).heads
-    return [*of_rule, *parse_stop(stop).heads, *parse_drafter(drafter).fitted]
+def heads_of(rule: str | Rule) -> tuple[Fitted, ...]:
+    """The fitted heads that a rule asks. Raises InputError for a wrong spec."""
+    return () if rule in BASELINES else parse_rule(rule).heads
 
 
 def heads_in(decoding: Decoding) -> list[Fitted]:
-    """All fitted heads that a decoding asks."""
-    return heads_of(decoding.rule, decoding.stop, decoding.drafter)
+    """The fitted heads that a decoding's rule, stop condition and drafter ask. Raises InputError
+    for a wrong spec."""
+    stop, drafter = parse_stop(decoding.stop), parse_drafter(decoding.drafter)
+    return [*heads_of(decoding.rule), *stop.heads, *drafter.fitted]
 
 
 def head_paths(decoding: Decoding, folder: Path) -> dict[str, str]:

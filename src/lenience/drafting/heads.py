@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Self
 
 import torch
@@ -22,6 +23,7 @@ from lenience.core.files import digest_bytes, replacing, write_json
 from lenience.core.protocols import Drafter, Fitted
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.drafting.base import DrafterSetup, DrafterSpec
+from lenience.drafting.draft_model import wide_as_target
 from lenience.drafting.trees import Grown, Level, as_draft
 from lenience.models.lm import LM
 
@@ -224,7 +226,7 @@ def _load_published(path: Path, changed: int) -> DraftHeads:
     except (OSError, ValueError, KeyError, IndexError, RuntimeError, EOFError) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"medusa {path}: {HUB_FILE} cannot be read ({why})") from None
-    except Exception as error:  # pickle's own, for what is not tensors
+    except UnpicklingError as error:
         raise InputError(
             f"medusa {path}: {HUB_FILE} holds more than tensors ({first_line(error)}); it is not "
             "loaded"
@@ -272,7 +274,7 @@ class Medusa(_Heads):
     def __str__(self) -> str:
         if self.path == str(BUILT_IN):
             return self.name
-        return spec.show(self.name, Blockwise(self.path))  # which must name it
+        return spec.show(self.name, Blockwise(self.path))  # a path that has no default
 
 
 @dataclass(frozen=True)
@@ -307,7 +309,7 @@ class HeadsDrafter(Drafter):
         blank = torch.zeros(self.heads.hidden_size, device=self.matrix.device)
         states = torch.stack([(blank if row.state is None else row.state) for row in ctx.rows])
         logits = self.heads.logits(states.to(self.matrix), self.matrix)[:, :width]  # [B, n, V]
-        logits = _as_wide(logits, self.target.vocab_size).to(self.target.device)
+        logits = wide_as_target(logits, self.target)
         if self.tree.is_chain:
             return self._chain(logits, limits, ctx)
         return self._tree(logits, limits, ctx)
@@ -337,10 +339,3 @@ class HeadsDrafter(Drafter):
     def observe(self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]) -> None:
         for b, (row, verdict) in enumerate(zip(ctx.rows, verdicts)):
             row.state = reading.hidden[b, verdict.path[-1] + 1 if verdict.path else 0].clone()
-
-
-def _as_wide(logits: Tensor, width: int) -> Tensor:
-    missing = width - logits.shape[-1]
-    if missing <= 0:
-        return logits
-    return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))

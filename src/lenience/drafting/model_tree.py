@@ -32,8 +32,8 @@ class TreeDrafter(Drafter):
         # a row for which nothing is drafted may be longer than the draft's context
         prefixes = [row.prefix if n else row.prefix[:1] for row, n in zip(ctx.rows, limits)]
         reader = _Reader(self.session, self.target, ctx, prefixes)
-        grown = self.tree.grow(reader.read, len(ctx.rows), depth, self.target.eos_ids)
         eos = self.target.eos_ids
+        grown = self.tree.grow(reader.read, len(ctx.rows), depth, eos)
         grown = [tree.cut(limit, eos) for tree, limit in zip(grown, limits)]
         draft = as_draft(grown, self.target.device, torch.cat(reader.logits, 1))
         return replace(draft, passes=len(reader.logits), tokens_read=reader.tokens_read)

@@ -61,9 +61,9 @@ there is no level."""
 
 @dataclass(frozen=True)
 class Tree:
-    """One named shape. Here: what is drafted is a chain."""
+    """One named shape."""
 
-    name: ClassVar[str] = "chain"
+    name: ClassVar[str]
     is_chain: ClassVar[bool] = False
 
     @property
@@ -88,6 +88,7 @@ class Tree:
 class Chain(Tree):
     """Each token follows the one before."""
 
+    name = "chain"
     is_chain = True
 
     @property
@@ -96,17 +97,37 @@ class Chain(Tree):
 
 
 @dataclass(frozen=True)
-class Fixed(Tree):
-    """A shape that is the same in each cycle."""
+class Cartesian(Tree):
+    """After each token of a level the same number of most probable ones: `cartesian:4,3,2` has 4
+    tokens after the prefix, 3 after each of these, and 2 after each of those (Medusa, Cai 2024,
+    section 2.1.2)."""
 
-    def shape(self) -> list[tuple[int, int]]:
-        """For each token, which one it follows and how many of its siblings are more probable;
-        level by level."""
-        raise NotImplementedError
+    widths: tuple[int, ...]
+    name = "cartesian"
+
+    def __post_init__(self) -> None:
+        size, level = 0, 1
+        for width in self.widths:
+            if width < 1:
+                raise InputError(f"cartesian's width {width}: must be 1 or more")
+            level *= width
+            size += level
+            _check_size("cartesian", size)
 
     @property
     def size(self) -> int:
         return len(self.shape())
+
+    def shape(self) -> list[tuple[int, int]]:
+        """For each token, which one it follows and how many of its siblings are more probable;
+        level by level."""
+        shape: list[tuple[int, int]] = []
+        level = [-1]
+        for width in self.widths:
+            first = len(shape)
+            shape += [(parent, rank) for parent in level for rank in range(width)]
+            level = [*range(first, len(shape))]
+        return shape
 
     def grow(self, expand: Expand, rows: int, depth: int, eos: frozenset[int]) -> list[Grown]:
         shape, trees = self.shape(), [Grown() for _ in range(rows)]
@@ -133,34 +154,6 @@ class Fixed(Tree):
             if not level:
                 break
         return trees
-
-
-@dataclass(frozen=True)
-class Cartesian(Fixed):
-    """After each token of a level the same number of most probable ones: `cartesian:4,3,2` has 4
-    tokens after the prefix, 3 after each of these, and 2 after each of those (Medusa, Cai 2024,
-    section 2.1.2)."""
-
-    widths: tuple[int, ...]
-    name = "cartesian"
-
-    def __post_init__(self) -> None:
-        size, level = 0, 1
-        for width in self.widths:
-            if width < 1:
-                raise InputError(f"cartesian's width {width}: must be 1 or more")
-            level *= width
-            size += level
-            _check_size("cartesian", size)
-
-    def shape(self) -> list[tuple[int, int]]:
-        shape: list[tuple[int, int]] = []
-        level = [-1]
-        for width in self.widths:
-            first = len(shape)
-            shape += [(parent, rank) for parent in level for rank in range(width)]
-            level = [*range(first, len(shape))]
-        return shape
 
 
 @dataclass(frozen=True)
@@ -214,6 +207,7 @@ class _Pool:
         """The scores are the log-probabilities of whole paths."""
         self.from_which, self.asked = list[int](), {-1: 0}
         """Where each was picked from, and where each's own distribution stands."""
+        self.num_asked = 1
         self.level = [-1]
         self.newest = range(0)
 
@@ -221,7 +215,7 @@ class _Pool:
         """Take the most probable tokens after each of the level's, and their log-probabilities."""
         first = len(self.tokens)
         for parent, logs, ids in zip(self.level, values, tokens):
-            if parent >= 0 and (self.tokens[parent] in self.eos):
+            if parent >= 0 and self.tokens[parent] in self.eos:
                 continue
             before = self.scores[parent] if parent >= 0 else 0.0
             for log, id in zip(logs, ids):
@@ -250,9 +244,8 @@ class _Pool:
         )
         self.level = (order or [len(self.tokens) - 1])[:k]
         missing = k - len(self.level)  # asked about again, so that rows stand side by side
-        first = max(self.asked.values()) + 1
-        self.asked |= {i: first + n for n, i in enumerate(self.level)}
-        self.asked[-2] = first + k - 1  # the last place that is taken
+        self.asked |= {i: self.num_asked + n for n, i in enumerate(self.level)}
+        self.num_asked += k
         again = self.level + self.level[-1:] * missing
         return [self.tokens[i] for i in again], [self.asked[self.parents[i]] - 1 for i in again]
 

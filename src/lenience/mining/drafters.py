@@ -212,7 +212,8 @@ class _Training:
                 about = file.metadata() or {}
                 if about.get("of") != self.made_of:
                     return
-                saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+                names = list(file.keys())  # it is no dict
+                saved = {name: file.get_tensor(name) for name in names}
         except (OSError, SafetensorError):
             return
         self.done, self.best_kept = int(about["done"]), float(about["best"])

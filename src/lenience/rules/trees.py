@@ -78,13 +78,12 @@ class _Tree:
 
 
 def _windows(draft: Draft, flat: list[_Path]) -> Draft:
-    """The paths as windows of a batch."""
+    """The paths as windows of a batch; a tree has no states of the draft's."""
     at, rows = _places(flat, draft.tokens.device)
     return Draft(
         tokens=draft.tokens[rows, at],
         lengths=to_device([len(path.nodes) for path in flat], draft.tokens.device),
         logits=None if draft.logits is None else draft.logits[rows, at],
-        hidden=None if draft.hidden is None else _with_first(draft.hidden, rows, at),
     )
 
 
