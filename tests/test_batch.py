@@ -199,9 +199,7 @@ def test_the_cache_takes_what_it_is_said_to_take(name: str, pairs: Callable[[str
     lm = pairs(name).target
     session = Session(lm, 3, 50)
     session.read([[1, 2], [3], [4]])
-    taken = sum(
-        kept.nbytes for layer in session.cache.layers for kept in (layer.keys, layer.values)
-    )
+    taken = sum(kept.nbytes for kept in session.cache.kept())
     assert taken == 3 * 51 * sum(token_bytes(lm).values())  # one column more, for padding
 
 

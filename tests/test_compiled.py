@@ -27,7 +27,7 @@ from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.models.compile import compile_model, graph_path
 from lenience.models.cuda_graphs import CudaGraphs
-from lenience.models.lm import LM
+from lenience.models.lm import LM, States
 from lenience.models.memory import token_bytes
 from lenience.models.onnx_export import export_graph
 from lenience.models.onnx_graph import GraphCache
@@ -89,7 +89,7 @@ def test_states_and_logits_are_the_models_own(
 @pytest.mark.parametrize(("name", "role"), [("llama", "target"), ("gpt2", "draft")])
 def test_states_after_a_layer_are_the_models_own(name: str, role: str, compiled) -> None:
     lm = compiled(name, role)
-    session = Session(lm, 2, 40, layer=1)
+    session = Session(lm, 2, 40, states=States(1))
     assert isinstance(session.cache, GraphCache)
     sequences, on = [[3, 4, 5, 6, 7], [8, 9, 10, 11, 12]], 0 if role == "target" else 3
     session.read([[3], [8]])
@@ -114,9 +114,11 @@ def test_without_an_export_of_a_layer_it_is_read_through_the_models_own_pass(
     graph_path(compiled("llama")).write_bytes(path.read_bytes())
     lm = load_pair(*checkpoints("llama"), dtype="float32", compile=None).target
     assert isinstance(Session(lm).cache, GraphCache)
-    assert not isinstance(Session(lm, layer=1).cache, GraphCache), "nothing is exported unasked"
+    assert not isinstance(Session(lm, states=States(1)).cache, GraphCache), (
+        "nothing is exported unasked"
+    )
     assert compile_model(lm)
-    assert isinstance(Session(lm, layer=1).cache, GraphCache), "it is when it is asked for"
+    assert isinstance(Session(lm, states=States(1)).cache, GraphCache), "it is when it is asked for"
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
@@ -193,16 +195,15 @@ def test_a_recorded_cache_is_taken_over_and_forgets(checkpoints, llama: Pair) ->
     pair.generate([1], max_new_tokens=24)
     (kept,) = pair.target.backend._spare
     with torch.inference_mode():
-        for layer in kept.layers:
-            layer.keys += torch.nan  # as after a pass that overflowed
-            layer.values += torch.nan
+        for states in kept.kept():
+            states += torch.nan  # as after a pass that overflowed
     assert (
         pair.generate([2], max_new_tokens=24).tokens
         == llama.generate([2], max_new_tokens=24).tokens
     )
     assert pair.target.backend._spare == [kept]
     gone = weakref.ref(pair.target)
-    del pair, kept, layer
+    del pair, kept, states
     gc.collect()
     assert gone() is None, "a model that nobody uses is freed, and its spare cache with it"
 

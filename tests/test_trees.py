@@ -22,6 +22,7 @@ from lenience.decoding.pair import Pair
 from lenience.drafting.trees import Dynamic, Grown, Level, parse_tree
 from lenience.models import onnx_graph
 from lenience.models.cuda_graphs import CudaGraphs
+from lenience.models.lm import LAST
 from lenience.models.session import Session
 from lenience.rules.registry import parse_rule
 from lenience.rules.trees import judge_trees
@@ -104,7 +105,7 @@ def test_trees_through_exported_and_recorded_passes(
             lm.use(CudaGraphs())
     else:
         assert pair.compile()
-        assert all(lm.backend_at(None, trees=True) for lm in pair.models.values())
+        assert all(lm.backend_for(LAST, trees=True) for lm in pair.models.values())
     prompts = [[5, 6, 7], list(range(1, 20)), [9]]
     alone = pair.generate_batch(prompts, rule="target", max_new_tokens=40)
     for size in (1, 2):

@@ -46,7 +46,7 @@ from lenience.drafting.stops import Fixed, Stop, parse_stop
 from lenience.drafting.trees import Chain, Tree, parse_tree
 from lenience.models.compile import compile_model
 from lenience.models.generation_config import processors_of
-from lenience.models.lm import LM, Prompt
+from lenience.models.lm import LAST, LM, Prompt, States
 from lenience.models.memory import check_memory
 from lenience.models.session import Session, check_trees, tree_cache
 from lenience.rules.combine import as_rule
@@ -247,7 +247,7 @@ class Pair:
         drafter.check(self.target, lambda: self.fingerprints)
         if drafter.fitted:
             self.target.check_states()
-            if rule.layer is not None:
+            if drafter.reads_last and rule.layer is not None:
                 raise InputError(
                     f"drafter {drafter}: reads the target's last states, and rule {rule} those "
                     f"after layer {rule.layer}; take a judge of the last states"
@@ -365,16 +365,19 @@ class Pair:
             keep_states=setup.rule.reads_draft,
             profile=profile,
         )
-        cached = [reader, *(spec.models(needs) if spec else []), *beside]
+        states = States(setup.rule.layer, spec.features(reader) if spec else ())
+        others = [*(spec.models(needs) if spec else []), *beside]
+        cached = [(reader, states), *((lm, LAST) for lm in others)]
         # a tree's tokens may be more than those that a context has left
         beyond = setup.columns(window) if setup.branches else 0
-        lengths = [min(capacity, (lm.context_length or capacity) + beyond) for lm in cached]
-        check_memory(zip(cached, lengths), rows)
-        layer = setup.rule.layer
-        cache = tree_cache(reader, rows, lengths[0], layer) if setup.branches else None
-        session = Session(reader, rows, lengths[0], cache, profile, layer=layer)
+        lengths = [min(capacity, (lm.context_length or capacity) + beyond) for lm, _ in cached]
+        check_memory([(*one, n) for one, n in zip(cached, lengths)], rows)
+        cache = tree_cache(reader, rows, lengths[0], states) if setup.branches else None
+        session = Session(reader, rows, lengths[0], cache, profile, states)
         session.torch_threads = self.torch_threads
-        return session, spec.build(needs) if spec else NoDrafter(reader.device)
+        if spec is None:
+            return session, NoDrafter(reader.device)
+        return session, spec.build(replace(needs, session=session))
 
     def converse(
         self, dialogues: Iterable[Dialogue[T]], *, size: int, capacity: int

@@ -13,6 +13,7 @@ from lenience.core.protocols import Drafter, Fitted
 from lenience.drafting.stops import Stop
 from lenience.drafting.trees import Tree
 from lenience.models.lm import LM
+from lenience.models.session import Session
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class DrafterSetup:
     keep_states: bool
     """Whether the rule reads the draft's hidden states."""
     profile: Profile
+    session: Session | None = None
+    """The target's; it is there once a drafter is built."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class DrafterSpec:
     """Whether it can propose trees."""
     branches: ClassVar[bool] = False
     """Whether what it proposes may be a tree though chains are asked for."""
+    reads_last: ClassVar[bool] = False
+    """Whether it drafts with the states that the rule is given: they must be the last ones."""
     grid: ClassVar[tuple[str, ...]] = ()
     """Specs of some of its settings, for whoever tries all drafters."""
 
@@ -72,6 +77,10 @@ class DrafterSpec:
         """Raise InputError where it cannot propose trees of this shape."""
         if not self.grows_trees:
             raise InputError(f"drafter {self}: proposes chains; take another, or --tree chain")
+
+    def features(self, target: LM) -> tuple[int | None, ...]:
+        """Which of the target's states it drafts with, see `lenience.models.lm.States`."""
+        return ()
 
     def models(self, setup: DrafterSetup) -> list[LM]:
         """The models that it needs caches for."""

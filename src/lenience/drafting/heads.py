@@ -240,6 +240,7 @@ class _Heads(DrafterSpec):
     path: str
     certain = False
     grows_trees = True
+    reads_last = True
 
     @cached_property
     def head(self) -> DraftHeads:

@@ -34,6 +34,10 @@ class Merged(DrafterSpec):
     def needs_draft(self) -> bool:  # type: ignore[override]
         return any(part.needs_draft for part in self.parts)
 
+    @cached_property
+    def reads_last(self) -> bool:  # type: ignore[override]
+        return any(part.reads_last for part in self.parts)
+
     @property
     def joined(self) -> int:
         return len(self.parts)
@@ -52,6 +56,14 @@ class Merged(DrafterSpec):
     def check(self, target: LM, fingerprints: Callable[[], Mapping[str, str]]) -> None:
         for part in self.parts:
             part.check(target, fingerprints)
+        wanted = {layers for part in self.parts if (layers := part.features(target))}
+        if len(wanted) > 1:
+            raise InputError(
+                f"drafter {self}: its parts read different layers of the target; join others"
+            )
+
+    def features(self, target: LM) -> tuple[int | None, ...]:
+        return next((layers for part in self.parts if (layers := part.features(target))), ())
 
     def models(self, setup: DrafterSetup) -> list[LM]:
         return [lm for part in self.parts for lm in part.models(setup)]

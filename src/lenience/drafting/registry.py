@@ -14,6 +14,7 @@ from lenience.core.protocols import Drafter
 from lenience.core.types import Draft
 from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.draft_model import ModelDrafter
+from lenience.drafting.eagle import Eagle
 from lenience.drafting.heads import Blockwise, Medusa
 from lenience.drafting.lookup import Ngram, Suffix
 from lenience.drafting.merged import Merged
@@ -60,7 +61,7 @@ class NoDrafter(Drafter):
 
 
 DRAFTERS: dict[str, type[DrafterSpec]] = {
-    drafter.name: drafter for drafter in (DraftModel, Ngram, Suffix, Medusa, Blockwise)
+    drafter.name: drafter for drafter in (DraftModel, Ngram, Suffix, Medusa, Blockwise, Eagle)
 }
 """A drafter is added here, and is then known to specs, certificates and the property tests."""
 

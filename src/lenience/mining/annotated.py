@@ -17,7 +17,7 @@ from lenience.core.files import read_lines
 from lenience.core.progress import Progress, silent
 from lenience.heads.fitting import Examples
 from lenience.heads.head import Inputs
-from lenience.models.lm import LM
+from lenience.models.lm import LM, States
 from lenience.models.session import Session
 
 ROW_KEYS = ("question", "correct", "wrong", "error")
@@ -110,7 +110,7 @@ def annotated_states(
     erroneous [m]."""
     for row in rows:
         prompt, answers = marked_answers(lm, row)
-        session = Session(lm, layer=inputs.layer)
+        session = Session(lm, states=States(inputs.layer))
         states, wrong = [], list[bool]()
         for answer in answers:
             reading = session.read([prompt + answer.ids], len(answer.ids))

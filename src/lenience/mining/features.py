@@ -25,6 +25,7 @@ from lenience.heads.fitting import Examples
 from lenience.heads.head import Inputs, Role
 from lenience.mining.drafted_on import as_in_windows, values_drafted_on
 from lenience.models.generation_config import processors_of
+from lenience.models.lm import States
 from lenience.models.session import Session
 from lenience.rules.registry import parse_rule
 from lenience.runs.journal import Journal
@@ -195,7 +196,7 @@ def _states_by_token(
     token each, from right to left so that each is a roll-back.
     """
     whole, start = sample.prompt_ids + sample.final_ids, len(sample.prompt_ids)
-    session = Session(pair.models[model], layer=inputs.layer)
+    session = Session(pair.models[model], states=States(inputs.layer))
     reading = session.read([whole], len(sample.final_ids) + 1)
     along = reading.hidden[0].cpu()  # [T + 1, H], row p: before position p
     states: dict[str, list[Tensor]] = {token: [] for token in inputs.tokens}

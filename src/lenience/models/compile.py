@@ -19,7 +19,7 @@ from lenience.core.errors import first_line
 from lenience.core.files import cache_folder
 from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.kv_cache import Backend
-from lenience.models.lm import LM
+from lenience.models.lm import LAST, LM, States
 from lenience.models.onnx_export import FORMAT, export_graph
 from lenience.models.onnx_graph import Graph, Others, load
 from lenience.models.session import reads_together_as_alone, reads_trees_as_paths
@@ -37,7 +37,7 @@ def compile_model(lm: LM, *, export: bool = True) -> bool:
     broken or differs, a warning says why, and the model's own is used on.
     """
     with lm.lock:
-        if lm.backend is not None and (lm.backend.makes_layers or not export):
+        if lm.backend is not None and (lm.backend.makes_others or not export):
             return True
         return _compile(lm, export)
 
@@ -71,25 +71,26 @@ def _backend(lm: LM, path: Path | None, export: bool) -> Backend:
     return load(path, _others(export))
 
 
-def _others(export: bool, layer: int | None = None) -> Others:
+def _others(export: bool, states: States = LAST) -> Others:
     """What finds the other graphs of a model, and with `export` makes them, see `_another`."""
 
-    def at_layer(lm: LM, at: int) -> Graph | None:
+    def giving(lm: LM, wanted: States) -> Graph | None:
         def reads(graph: Graph) -> bool:
-            return reads_together_as_alone(lm, graph.cache(lm, 3, 256), at)
+            return reads_together_as_alone(lm, graph.cache(lm, 3, 256), wanted)
 
-        what = f"the states after layer {at}"
-        return _another(lm, what, _Export(graph_path(lm, at), at, export), reads)
+        layers = [layer for layer in (wanted.layer, *wanted.features) if layer is not None]
+        what = f"the states after layer {', '.join(map(str, layers))}" if layers else "features"
+        return _another(lm, what, _Export(graph_path(lm, wanted), wanted, export), reads)
 
     def for_trees(lm: LM, chains: Graph) -> Graph | None:
         def reads(graph: Graph) -> bool:
             chains.trees = graph
-            return reads_trees_as_paths(lm, chains.cache(lm, 2, 64), layer)
+            return reads_trees_as_paths(lm, chains.cache(lm, 2, 64), states)
 
-        path = graph_path(lm, layer, trees=True)
-        return _another(lm, "trees", _Export(path, layer, export, trees=True), reads)
+        path = graph_path(lm, states, trees=True)
+        return _another(lm, "trees", _Export(path, states, export, trees=True), reads)
 
-    return Others(at_layer, for_trees, export)
+    return Others(giving, for_trees, export)
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class _Export:
     """Where another graph lies, what it gives, and whether it may be made."""
 
     path: Path
-    layer: int | None
+    states: States
     makes: bool
     trees: bool = False
 
@@ -112,8 +113,8 @@ def _another(
         return None
     try:
         if not path.exists():
-            export_graph(lm, path, export.layer, export.trees)
-        graph = load(path, None if export.trees else _others(export.makes, export.layer))
+            export_graph(lm, path, export.states, export.trees)
+        graph = load(path, None if export.trees else _others(export.makes, export.states))
         if reads_rightly(graph):
             return graph
         path.unlink(missing_ok=True)
@@ -143,12 +144,13 @@ def refuses(lm: LM) -> str | None:
     return None
 
 
-def graph_path(lm: LM, layer: int | None = None, trees: bool = False) -> Path:
+def graph_path(lm: LM, states: States = LAST, trees: bool = False) -> Path:
     """Where a model's graph is cached: its name is a hash of all weights, the configuration, the
-    role, the layer, whether it is for trees, and what exports it."""
+    role, the states that it gives, whether it is for trees, and what exports it."""
     versions = [FORMAT, torch.__version__, transformers.__version__]
     made_of = [*versions, lm.model.config.to_json_string(), lm.role]
-    made_of += [] if layer is None else [layer]
+    made_of += [] if states.layer is None else [states.layer]
+    made_of += ["features", *states.features] if states.features else []
     made_of += ["trees"] if trees else []
     digest = hashlib.blake2b(repr(made_of).encode(), digest_size=12)
     for name, weight in sorted(lm.model.state_dict().items()):

@@ -19,7 +19,7 @@ from lenience.core.errors import first_line
 from lenience.core.profile import Profile
 from lenience.core.transfer import to_device
 from lenience.models.kv_cache import LATER, Forward, PlainCache, Sight, TreeSight, positions
-from lenience.models.lm import LM
+from lenience.models.lm import LAST, LM, States
 
 _RECORDING = threading.Lock()
 """There may be one at a time in a process."""
@@ -30,19 +30,17 @@ BLOCK, KEPT = 256, 64
 class CudaGraphs:
     """The backend of recorded passes."""
 
-    makes_layers = True
+    makes_others = True
 
-    def __init__(self, layer: int | None = None) -> None:
-        """`layer`: after which of the layers the hidden states are, where not after the final
-        norm."""
-        self.layer = layer
+    def __init__(self, states: States = LAST) -> None:
+        self.states = states
         self._spare: list[CudaGraphCache] = []
         """At most one cache that no session uses any more, with its recordings, for the next
         one."""
         self._lock = threading.Lock()
 
-    def at_layer(self, lm: LM, layer: int) -> CudaGraphs:
-        return CudaGraphs(layer)
+    def giving(self, lm: LM, states: States) -> CudaGraphs:
+        return CudaGraphs(states)
 
     def for_trees(self, lm: LM) -> CudaGraphs:
         return self
@@ -75,7 +73,7 @@ class CudaGraphCache(PlainCache):
     can_loop = True
 
     def __init__(self, lm: LM, backend: CudaGraphs, rows: int, capacity: int):
-        super().__init__(lm, rows, capacity, backend.layer)
+        super().__init__(lm, rows, capacity, backend.states)
         self._backend, self._recorded_capacity = backend, capacity
         self._recorded: dict[_Shape, _Recording] = {}
         self._pool: Any = None
@@ -100,9 +98,8 @@ class CudaGraphCache(PlainCache):
     def zero(self) -> None:
         """Forget everything: what a pass left that overflowed must not reach another, as 0 times a
         NaN is none."""
-        for layer in self.layers:
-            for states in layer.both():
-                states.zero_()
+        for states in self.kept():
+            states.zero_()
 
     def read(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
         if forward.length > forward.num_states + 1:  # prompts, each of its own length

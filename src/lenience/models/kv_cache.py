@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 from lenience.core.profile import Profile
 from lenience.core.transfer import to_device
 from lenience.core.trees import Parents, depths, lineage
-from lenience.models.lm import LM, PassCache
+from lenience.models.lm import LAST, LM, PassCache, States
 
 NOWHERE = 1 << 40
 """The position of a key that nothing may see."""
@@ -99,6 +99,11 @@ class RowCache(Protocol):
         """Put the states of some of a row's columns side by side, from `start` on."""
         ...
 
+    def features(self, row: int, start: int, end: int) -> Tensor:
+        """[n, F]: the features of a row's tokens, where they are kept; F may be 0 before the first
+        read."""
+        ...
+
     def read(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
         """Logits [m, num_states + lookahead, V] and hidden states [m, num_states + lookahead,
         H]."""
@@ -107,17 +112,17 @@ class RowCache(Protocol):
 
 class Backend(Protocol):
     """A way to read a model other than through its own forward, see `lenience.models.compile`; it
-    gives the states after the final norm, or those after one of the layers."""
+    gives the states that the LM head reads, or others."""
 
-    makes_layers: bool
-    """Whether it makes what gives the states after a layer, where there is nothing yet."""
+    makes_others: bool
+    """Whether it makes what gives other states, where there is nothing yet."""
 
     def cache(self, lm: LM, rows: int, capacity: int) -> RowCache:
         """Make a cache, or take over one that no session uses any more."""
         ...
 
-    def at_layer(self, lm: LM, layer: int) -> Backend | None:
-        """The same way to the states after one of the model's layers; None where there is none."""
+    def giving(self, lm: LM, states: States) -> Backend | None:
+        """The same way to other states; None where there is none."""
         ...
 
     def for_trees(self, lm: LM) -> Backend | None:
@@ -197,15 +202,14 @@ class PlainCache:
         lm: LM,
         rows: int,
         capacity: int,
-        layer: int | None = None,
+        states: States = LAST,
         reads_ragged: bool | None = None,
     ):
-        """`layer`: after which of the model's layers the hidden states are, where not after its
-        final norm; `reads_ragged`: whether it is known that rows can share a pass."""
-        self.lm, self.slots, self.layer = lm, _Slots(rows, capacity), layer
+        """`reads_ragged`: whether it is known that rows can share a pass."""
+        self.lm, self.slots, self.states = lm, _Slots(rows, capacity), states
         self.reads_ragged = reads_ragged
-        if layer is not None:
-            lm.capture_layer(layer)
+        lm.capture(states)
+        self._features = _Kept(self.slots)
         make_layer = cast(type[CacheLayerMixin], partial(_Layer, self.slots))
         self._cache = PassCache(layer_class_to_replicate=make_layer)
 
@@ -213,32 +217,36 @@ class PlainCache:
     def needs_host_tokens(self) -> bool:
         return self.lm.device.type != "cuda"
 
-    @property
-    def layers(self) -> list[_Layer]:
-        return cast(list[_Layer], self._cache.layers)
+    def kept(self) -> Iterator[Tensor]:
+        """Everything that is kept, [rows, H, capacity + 1, D] each."""
+        for layer in cast(list[_Layer], self._cache.layers):
+            yield from layer.both()
+        if self._features.states is not None:
+            yield self._features.states
 
     @torch.inference_mode()
     def token_bytes(self) -> dict[torch.device, int]:
-        if not self.layers:  # they are made by the first read
+        if not self._cache.layers:  # they are made by the first read
             self.read(Forward([0], [[0]], [0], [0], kv_length=1, num_states=1), Profile())
         taken: dict[torch.device, int] = {}
-        for layer in self.layers:
-            for states in layer.both():
-                taken[states.device] = taken.get(states.device, 0) + states[0, :, 0].nbytes
+        for states in self.kept():
+            taken[states.device] = taken.get(states.device, 0) + states[0, :, 0].nbytes
         return taken
 
     def on_session_closed(self) -> None: ...
 
     def move(self, source: int, to: int) -> None:
-        for layer in self.layers:
-            for states in layer.both():
-                states[to] = states[source]
+        for states in self.kept():
+            states[to] = states[source]
 
     def gather(self, row: int, start: int, columns: list[int]) -> None:
-        for layer in self.layers:
-            for states in layer.both():
-                taken = states[row][:, to_device(columns, states.device)]
-                states[row, :, start : start + len(columns)] = taken
+        for states in self.kept():
+            taken = states[row][:, to_device(columns, states.device)]
+            states[row, :, start : start + len(columns)] = taken
+
+    def features(self, row: int, start: int, end: int) -> Tensor:
+        states = self._features.states
+        return torch.empty(0, 0) if states is None else states[row, 0, start:end]
 
     def read(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
         slots, device = self.slots, self.lm.device
@@ -266,9 +274,9 @@ class PlainCache:
     def forward(self, ids: Tensor, num_states: int, sight: Sight | None) -> tuple[Tensor, Tensor]:
         """The model's pass over `ids` [m, T], the slots being set; `sight` where it is not one row,
         or a tree."""
-        extra: dict[str, Any] = {}
+        extra = self.further_inputs()
         if sight is not None:
-            extra = {"position_ids": sight.at, "attention_mask": self._masks(sight)}
+            extra |= {"position_ids": sight.at, "attention_mask": self._masks(sight)}
         out = self.lm.model(
             input_ids=ids,
             past_key_values=self._cache,
@@ -276,10 +284,17 @@ class PlainCache:
             logits_to_keep=num_states,
             **extra,
         )
-        hidden, logits = self._cache.take_hidden(self.layer), out.logits[:, -num_states:]
+        logits = out.logits[:, -num_states:]
+        hidden, features = self._cache.take_hidden(self.states)
+        if features is not None:
+            self._features.write(features[:, None])
         return logits, hidden[:, -num_states:].to(
             logits.device
         )  # a model may lie on several devices
+
+    def further_inputs(self) -> dict[str, Any]:
+        """What the model reads beside the tokens, the slots being set."""
+        return {}
 
     def _masks(self, sight: Sight) -> Any:
         """What each query sees, as the model's attention wants it told."""
@@ -293,46 +308,16 @@ class PlainCache:
         return masks if len(masks) > 1 else masks["full_attention"]
 
 
-class _Layer(CacheLayerMixin):
-    """One layer's keys and values [rows, H, capacity + 1, D], written and read where the cache's
-    slots say."""
-
-    is_sliding = False
+class _Kept:
+    """States [rows, H, capacity + 1, D] of all rows, written and read where the cache's slots
+    say."""
 
     def __init__(self, slots: _Slots):
-        super().__init__()
-        self.slots = slots
+        self.slots, self.states = slots, cast(Tensor | None, None)
 
-    def both(self) -> tuple[Tensor, Tensor]:
-        """Keys and values."""
-        assert self.keys is not None and self.values is not None
-        return self.keys, self.values
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys, self.values = self._zeros(key_states), self._zeros(value_states)
-        self.is_initialized = True
-
-    def _zeros(self, states: Tensor, old: Tensor | None = None) -> Tensor:
-        """Zeros, not anything: a masked key's weight is 0, and 0 times a NaN is none."""
-        rows, capacity = self.slots.num_rows, self.slots.capacity
-        zeros = states.new_zeros(rows, states.shape[1], capacity + 1, states.shape[3])
-        if old is not None:
-            zeros[:, :, : old.shape[2] - 1] = old[:, :, :-1]
-        return zeros
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        if self.keys is None or self.values is None:
-            self.lazy_initialization(key_states, value_states)
-        elif self.keys.shape[2] <= self.slots.capacity:
-            self.keys = self._zeros(key_states, self.keys)
-            self.values = self._zeros(value_states, self.values)
-        keys, values = self.both()
-        return self._write(keys, key_states), self._write(values, value_states)
-
-    def _write(self, kept: Tensor, states: Tensor) -> Tensor:
-        slots = self.slots
+    def write(self, states: Tensor) -> Tensor:
+        """Write states [m, H, T, D], and give all that the pass can see [m, H, kv_length, D]."""
+        slots, kept = self.slots, self._with_room(states)
         visible = kept[:, :, : slots.kv_length]
         if slots.columns is None:  # one row, and its new states stand side by side
             row = slots.rows[0]
@@ -341,6 +326,39 @@ class _Layer(CacheLayerMixin):
         index, columns = slots.index.to(kept.device), slots.columns.to(kept.device)
         kept[index[:, None], :, columns] = states.transpose(1, 2)  # [m, T, H, D]
         return visible[: len(slots.rows)] if slots.leading else visible[index]
+
+    def _with_room(self, like: Tensor) -> Tensor:
+        """Zeros at first, not anything: a masked key's weight is 0, and 0 times a NaN is none."""
+        old, (rows, capacity) = self.states, (self.slots.num_rows, self.slots.capacity)
+        if old is not None and old.shape[2] > capacity:
+            return old
+        self.states = like.new_zeros(rows, like.shape[1], capacity + 1, like.shape[3])
+        if old is not None:
+            self.states[:, :, : old.shape[2] - 1] = old[:, :, :-1]
+        return self.states
+
+
+class _Layer(CacheLayerMixin):
+    """One layer's keys and values."""
+
+    is_sliding = False
+
+    def __init__(self, slots: _Slots):
+        super().__init__()
+        self.slots, self._keys, self._values = slots, _Kept(slots), _Kept(slots)
+
+    def both(self) -> tuple[Tensor, Tensor]:
+        """Keys and values."""
+        assert self._keys.states is not None and self._values.states is not None
+        return self._keys.states, self._values.states
+
+    def lazy_initialization(self, *_states: Tensor) -> None: ...
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.is_initialized = True
+        return self._keys.write(key_states), self._values.write(value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.slots.start + query_length, 0

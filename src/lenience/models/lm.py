@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -34,6 +35,22 @@ Prompt = str | Sequence[int] | list[dict[str, str]]
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class States:
+    """Which hidden states a model's passes give; of the layers 1 is the first and -1 the last, and
+    None stands for the final norm."""
+
+    layer: int | None = None
+    """After what those are that come with the logits."""
+    features: tuple[int | None, ...] = ()
+    """After what those are that are kept of all tokens, side by side, as drafters on the target's
+    features need them."""
+
+
+LAST = States()
+"""Those that the LM head reads."""
+
+
 class PassCache(Cache):
     """A cache that also takes the hidden states of the pass that it is given to."""
 
@@ -44,11 +61,12 @@ class PassCache(Cache):
     def put_hidden(self, layer: int | None, states: Tensor) -> None:
         self._hidden[layer] = states
 
-    def take_hidden(self, layer: int | None) -> Tensor:
-        """[m, T, H]: what a layer gave in the last pass; None stands for the final norm."""
-        states = self._hidden.pop(layer)
-        self._hidden.clear()  # of the layers that nobody asks for
-        return states
+    def take_hidden(self, states: States = LAST) -> tuple[Tensor, Tensor | None]:
+        """What the last pass gave: states [m, T, H], and features [m, T, F] where there are any."""
+        given = self._hidden
+        self._hidden = {}  # what nobody asks for must not stay
+        features = [given[layer].to(given[states.layer].device) for layer in states.features]
+        return given[states.layer], torch.cat(features, -1) if features else None
 
 
 def _hand_over(layer: int | None) -> Callable[..., None]:
@@ -116,20 +134,20 @@ class LM:
             self.model(input_ids=ids, past_key_values=cache, use_cache=True)
         finally:
             handle.remove()
-        given = cache.take_hidden(None)
+        given, _ = cache.take_hidden()
         return given.shape == read[0].shape and torch.equal(given, read[0].to(given.device))
 
     def use(self, backend: Backend | None) -> None:
         """Read the model through another way than its own forward from now on; None for its own."""
         self.backend = backend
 
-    def backend_at(self, layer: int | None, trees: bool = False) -> Backend | None:
-        """What the model is read through where the states after a layer are wanted, or those after
-        the final norm, and perhaps of trees of tokens; None for its own forward."""
+    def backend_for(self, states: States, trees: bool = False) -> Backend | None:
+        """What the model is read through where these states are wanted, and perhaps trees of tokens
+        are read; None for its own forward."""
         backend = self.backend
-        if backend is not None and layer is not None:
-            whole, at = backend, layer
-            backend = self.once(("layer", at, id(whole)), lambda: whole.at_layer(self, at))
+        if backend is not None and states != LAST:
+            whole = backend
+            backend = self.once(("states", states, id(whole)), lambda: whole.giving(self, states))
         if backend is not None and trees:
             chains = backend
             backend = self.once(("trees", id(chains)), lambda: chains.for_trees(self))
@@ -199,9 +217,14 @@ class LM:
             raise InputError(f"layer {layer}: {has}")
         return blocks[layer - (layer > 0)]
 
-    def capture_layer(self, layer: int) -> None:
-        """From now on hand what a layer gives to the PassCache of each pass. Raises InputError
-        where there is none."""
+    def capture(self, states: States) -> None:
+        """From now on hand these states to the PassCache of each pass. Raises InputError where
+        there is no such layer."""
+        for layer in (states.layer, *states.features):
+            if layer is not None:
+                self._capture(layer)
+
+    def _capture(self, layer: int) -> None:
         block = self.block(layer)
         with self.lock:
             if layer not in self._captured_layers:

@@ -7,27 +7,31 @@ from collections.abc import Iterable
 import torch
 
 from lenience.core.errors import InputError
-from lenience.models.lm import LM
+from lenience.models.lm import LAST, LM, States
 from lenience.models.session import Session
 
 
-def token_bytes(lm: LM) -> dict[torch.device, int]:
-    """What one token takes in the KV cache, on each device; found out once for a model and the way
-    it is read."""
+def token_bytes(lm: LM, states: States = LAST) -> dict[torch.device, int]:
+    """What one token takes in the KV cache, features included, on each device; found out once for a
+    model and the way it is read."""
     way = type(lm.backend).__name__
-    return lm.once(("token bytes", way), lambda: Session(lm, capacity=1).cache.token_bytes())
+
+    def find() -> dict[torch.device, int]:
+        return Session(lm, capacity=1, states=states).cache.token_bytes()
+
+    return lm.once(("token bytes", way, states.features), find)
 
 
-def check_memory(caches: Iterable[tuple[LM, int]], rows: int) -> None:
+def check_memory(caches: Iterable[tuple[LM, States, int]], rows: int) -> None:
     """Raise InputError where the caches of `rows` rows would not fit into the free memory; `caches`
-    says of each model how many tokens a row must hold."""
+    says of each model which states are wanted, and how many tokens a row must hold."""
     need: dict[torch.device, int] = {}
-    for lm, capacity in caches:
+    for lm, states, capacity in caches:
         if lm.backend is not None:
             lm.backend.drop_spare(rows, capacity)
             if lm.backend.has_spare(rows, capacity):
                 continue  # it is there already
-        for device, size in token_bytes(lm).items():
+        for device, size in token_bytes(lm, states).items():
             need[device] = need.get(device, 0) + size * (capacity + 1)
     for device, size in need.items():
         free = free_bytes(device)

@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lenience.core.files import replacing
 from lenience.models.kv_cache import NOWHERE, Sight, positions
-from lenience.models.lm import LM
+from lenience.models.lm import LAST, LM, States
 
 FORMAT = 1
 """Of the graphs: raised when the same model would be exported to another one, so that graphs kept
@@ -35,27 +35,27 @@ before are not used."""
 _TRACING = threading.RLock()
 
 
-def export_graph(lm: LM, path: Path, layer: int | None = None, trees: bool = False) -> None:
-    """Export a model's forward pass into a file; takes some seconds. Its hidden states are those
-    after a layer, or after the final norm. What is traced is another model on the same weights, so
-    that this one can decode meanwhile.
+def export_graph(lm: LM, path: Path, states: States = LAST, trees: bool = False) -> None:
+    """Export a model's forward pass into a file; takes some seconds. What is traced is another
+    model on the same weights, so that this one can decode meanwhile.
 
     Inputs: ids [m, T], the first pads [m] of which are padding, after cached [m] tokens, whose
     states are in past_0 …, each [m, H, C, D]; kept [S] says after which of the T tokens logits are
-    wanted. Outputs: logits [m, S, V], hidden [m, S, H], and the new states new_0 …, each [m, H, T,
-    D].
+    wanted. Outputs: logits [m, S, V], hidden [m, S, H], features [m, T, F] where there are any, and
+    the new states new_0 …, each [m, H, T, D].
 
-    A draft's graph also takes steps [N], the numbers from 0 on: so many tokens more are read, each
-    the most probable one after the one before. It also gives step_logits [N, m, V] and step_hidden
-    [N, m, H], and its new states are [m, H, T + N, D].
+    A draft's graph without features also takes steps [N], the numbers from 0 on: so many tokens
+    more are read, each the most probable one after the one before. It also gives step_logits [N, m,
+    V] and step_hidden [N, m, H], and its new states are [m, H, T + N, D].
 
     A graph for `trees` takes, in place of pads and cached, the positions at [m, T] of the tokens
     and keys [m, C + T] of what they may see, cached and new, and related [m, T, C + T], which of it
     is not of another branch.
     """
     with _TRACING, torch.no_grad(), _quiet():
-        make = _tree_graph if trees else _looping_graph if lm.role == "draft" else _plain_graph
-        model = make(lm, layer)
+        loops = lm.role == "draft" and not states.features
+        make = _tree_graph if trees else _looping_graph if loops else _plain_graph
+        model = make(lm, states)
     with replacing(path) as new:
         ir.save(model, new)
 
@@ -64,13 +64,18 @@ Traced = dict[str, tuple[Any, Any]]
 """The arguments of a module that is traced: each one's value, and which of its dimensions vary."""
 
 
-def _plain_graph(lm: LM, layer: int | None) -> ir.Model:
+def _plain_graph(lm: LM, states: States) -> ir.Model:
     arguments = _arguments(lm, loops=False)
-    outputs = ["logits", "hidden", *_numbered("new", arguments["past"][0])]
-    return _trace(_First(lm, layer), arguments, outputs)
+    outputs = _outputs(states, arguments["past"][0])
+    return _trace(_First(lm, states), arguments, outputs)
 
 
-def _tree_graph(lm: LM, layer: int | None) -> ir.Model:
+def _outputs(states: States, past: Sequence[Tensor]) -> list[str]:
+    features = ["features"] if states.features else []
+    return ["logits", "hidden", *features, *_numbered("new", past)]
+
+
+def _tree_graph(lm: LM, states: States) -> ir.Model:
     past, past_varies = _arguments(lm, loops=False)["past"]
     arguments = {
         "ids": (torch.ones(2, 5, dtype=torch.long), {0: "m", 1: "T"}),
@@ -80,12 +85,12 @@ def _tree_graph(lm: LM, layer: int | None) -> ir.Model:
         "kept": (torch.arange(2, 5), {0: "S"}),
         "past": (past, past_varies),
     }
-    return _trace(_Branching(lm, layer), arguments, ["logits", "hidden", *_numbered("new", past)])
+    return _trace(_Branching(lm, states), arguments, _outputs(states, past))
 
 
-def _looping_graph(lm: LM, layer: int | None) -> ir.Model:
+def _looping_graph(lm: LM, states: States) -> ir.Model:
     """The first pass, and behind it a loop whose body is a step."""
-    first, arguments = _First(lm, layer), _arguments(lm, loops=True)
+    first, arguments = _First(lm, states), _arguments(lm, loops=True)
     past, past_varies = arguments["past"]
     outputs = ["logits", "hidden", *_numbered("near", past), "token", "after", "places"]
     model = _trace(first, arguments, outputs)
@@ -99,7 +104,7 @@ def _looping_graph(lm: LM, layer: int | None) -> ir.Model:
         "past": (past, past_varies),
     }
     outputs = ["next", *_numbered("later", past), "step_logits", "step_hidden"]
-    _add_loop(model.graph, _trace(_Step(lm, layer), arguments, outputs).graph, len(past))
+    _add_loop(model.graph, _trace(_Step(lm, states), arguments, outputs).graph, len(past))
     return model
 
 
@@ -118,10 +123,9 @@ def _arguments(lm: LM, loops: bool) -> Traced:
 
 
 class _Twin(torch.nn.Module):
-    """A model on the same weights as another, with the attention of the graph, to be traced; its
-    states are those after a layer, or what the LM head reads."""
+    """A model on the same weights as another, with the attention of the graph, to be traced."""
 
-    def __init__(self, lm: LM, layer: int | None):
+    def __init__(self, lm: LM, states: States):
         super().__init__()
         self.lm, self.attention = lm, _Attention()
         name = f"lenience_graph_{id(self)}"
@@ -131,17 +135,16 @@ class _Twin(torch.nn.Module):
         self.model = type(model)._from_config(config, attn_implementation=name, dtype=torch.float32)
         self.model.load_state_dict(model.state_dict(), assign=True)
         self.model.tie_weights()
-        if layer is None:
-            head = cast(torch.nn.Module, self.model.get_output_embeddings())
-            head.register_forward_pre_hook(lambda _, args: self._catch(args[0]))
-        else:
-            block = lm.block(layer, self.model)
-            block.register_forward_hook(lambda _, args, out: self._catch(out))
-        self.last_states = layer is None
+        self.states, self.caught = states, dict[str | int | None, Tensor]()
+        head = cast(torch.nn.Module, self.model.get_output_embeddings())
+        head.register_forward_pre_hook(lambda _, args: self._catch("head", args[0]))
+        for layer in {states.layer, *states.features}:
+            block = self.model.get_decoder() if layer is None else lm.block(layer, self.model)
+            block.register_forward_hook(lambda _, args, out, layer=layer: self._catch(layer, out))
         self.eval()
 
-    def _catch(self, states: Any) -> None:
-        self.state = states if isinstance(states, Tensor) else states[0]
+    def _catch(self, what: str | int | None, states: Any) -> None:
+        self.caught[what] = states if isinstance(states, Tensor) else states[0]
 
     def read(
         self,
@@ -150,8 +153,8 @@ class _Twin(torch.nn.Module):
         kept: Tensor | int,
         past: list[Tensor],
         layers: list[_Layer],
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Logits, hidden states and the new keys and values of `ids` [m, T]."""
+    ) -> tuple[Any, ...]:
+        """Logits, hidden states, perhaps features, and the new keys and values of `ids` [m, T]."""
         self.attention.past = past
         masks = sight.masks(self.lm)
         out = self.model(
@@ -163,10 +166,15 @@ class _Twin(torch.nn.Module):
             logits_to_keep=kept,
         )
         new = [cast(Tensor, states) for layer in layers for states in (layer.keys, layer.values)]
-        hidden = self.state
-        if not self.last_states:  # a layer gives those of all tokens
+        if self.states.layer is None:
+            hidden = self.caught["head"]
+        else:  # a layer gives those of all tokens
+            hidden = self.caught[self.states.layer]
             hidden = hidden[:, -kept:] if isinstance(kept, int) else hidden[:, kept]
-        return out.logits, hidden, new
+        if not self.states.features:
+            return out.logits, hidden, new
+        features = torch.cat([self.caught[layer] for layer in self.states.features], -1)
+        return out.logits, hidden, features, new
 
 
 class _First(_Twin):
@@ -186,11 +194,10 @@ class _First(_Twin):
         columns = torch.arange(past[0].shape[2])
         old = torch.where(columns < cached[:, None], columns, NOWHERE)  # [m, C]
         keys = torch.cat([old, at.masked_fill(padding, NOWHERE)], 1)
-        logits, hidden, new = self.read(
-            ids, Sight(at, keys), kept, past, layers=[_Layer() for _ in past[::2]]
-        )
+        read = self.read(ids, Sight(at, keys), kept, past, layers=[_Layer() for _ in past[::2]])
         if steps is None:
-            return logits, hidden, new
+            return read
+        logits, hidden, new = read
         after = cached + ids.shape[1] - pads
         near = [torch.nn.functional.pad(states, (0, 0, 0, steps.shape[0])) for states in new]
         token = logits[:, -1].argmax(-1)

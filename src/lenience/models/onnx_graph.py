@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lenience.core.profile import Profile
 from lenience.models.kv_cache import NOWHERE, Forward, TreeSight
-from lenience.models.lm import LM
+from lenience.models.lm import LM, States
 
 FIRST_CAPACITY = 160
 """How many tokens a row of a new cache can hold before it grows."""
@@ -30,8 +30,8 @@ LARGEST_SCORES = 1 << 24
 class Others:
     """What finds the other graphs of a model, and perhaps makes them."""
 
-    at_layer: Callable[[LM, int], Graph | None]
-    """One that gives the states after a layer."""
+    giving: Callable[[LM, States], Graph | None]
+    """One that gives other states."""
     for_trees: Callable[[LM, Graph], Graph | None]
     """One that reads trees, beside the graph of chains."""
     makes: bool
@@ -64,16 +64,17 @@ class Graph:
         inputs = self.session.get_inputs()
         past = [item for item in inputs if item.name.startswith("past_")]
         self.layers, self.heads, self.head_size = len(past) // 2, past[0].shape[1], past[0].shape[3]
-        logits, hidden = self.session.get_outputs()[:2]
-        self.vocab_size, self.hidden_size = logits.shape[-1], hidden.shape[-1]
+        shapes = {item.name: item.shape for item in self.session.get_outputs()}
+        self.vocab_size, self.hidden_size = shapes["logits"][-1], shapes["hidden"][-1]
+        self.feature_size: int | None = shapes["features"][-1] if "features" in shapes else None
         names = {item.name for item in inputs}
         self.can_loop, self.reads_trees = "steps" in names, "related" in names
-        self._others, self.makes_layers = others, bool(others and others.makes)
+        self._others, self.makes_others = others, bool(others and others.makes)
         self.trees: Graph | None = None
         """What reads trees, once that was asked for."""
 
-    def at_layer(self, lm: LM, layer: int) -> Graph | None:
-        return self._others.at_layer(lm, layer) if self._others else None
+    def giving(self, lm: LM, states: States) -> Graph | None:
+        return self._others.giving(lm, states) if self._others else None
 
     def for_trees(self, lm: LM) -> Graph | None:
         if self._others and not self.trees:
@@ -114,6 +115,7 @@ class GraphCache:
         self.num_queries = int(lm.model.config.get_text_config().num_attention_heads)
         self.largest_capacity = capacity
         self.states = self._zeros(rows, min(capacity, FIRST_CAPACITY))
+        self._features = self._no_features()
         self._calls: dict[_Shape, _Call] = {}
 
     @property
@@ -126,16 +128,22 @@ class GraphCache:
 
     def token_bytes(self) -> dict[torch.device, int]:
         """While a cache grows there are two."""
-        return {self.states.device: 2 * self.states[:, 0, :, 0].nbytes}
+        one = self.states[:, 0, :, 0].nbytes + self._features[0, 0].nbytes
+        return {self.states.device: 2 * one}
 
     def on_session_closed(self) -> None: ...
 
     def move(self, source: int, to: int) -> None:
         self.states[:, to] = self.states[:, source]
+        self._features[to] = self._features[source]
 
     def gather(self, row: int, start: int, columns: list[int]) -> None:
-        states = self.states[:, row]
-        states[:, :, start : start + len(columns)] = states[:, :, columns]
+        kept, states = slice(start, start + len(columns)), self.states[:, row]
+        states[:, :, kept] = states[:, :, columns]
+        self._features[row, kept] = self._features[row, columns]
+
+    def features(self, row: int, start: int, end: int) -> Tensor:
+        return self._features[row, start:end]
 
     def read(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
         self._make_room(forward.kv_length)
@@ -156,16 +164,18 @@ class GraphCache:
         profile.add("cache")
         logits, hidden = call(forward, places, self.lm)
         profile.add(self.lm.role)
-        self._write(forward, call.new, places)
+        self._write(forward, call, places)
         return logits, hidden
 
-    def _write(self, forward: Forward, new: Tensor, places: list[int]) -> None:
+    def _write(self, forward: Forward, call: _Call, places: list[int]) -> None:
         """Put new states, which lie at `places`, into the rows."""
         rows = zip(places, forward.rows, forward.left_padding, forward.cached_lengths)
         for place, row, padding, cached in rows:
             n = forward.length - padding + forward.lookahead
-            states = new.select(1, place).narrow(2, padding, n)
+            states = call.new.select(1, place).narrow(2, padding, n)
             self.states.select(1, row).narrow(2, cached, n).copy_(states)
+            if call.features is not None:
+                self._features[row, cached : cached + n] = call.features[place, padding:]
 
     def _make_room(self, kv_length: int) -> None:
         if kv_length <= self.capacity:
@@ -174,6 +184,8 @@ class GraphCache:
         capacity = max(kv_length, min(by_half, self.largest_capacity))
         self.states = self._zeros(old.shape[1], capacity)
         self.states[:, :, :, : old.shape[3]] = old
+        features, self._features = self._features, self._no_features()
+        self._features[:, : old.shape[3]] = features
         self._calls = {}
 
     def _in_halves(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
@@ -248,6 +260,10 @@ class GraphCache:
         graph = self.graph
         return torch.zeros(2 * graph.layers, rows, graph.heads, capacity, graph.head_size)
 
+    def _no_features(self) -> Tensor:
+        """[rows, C, F]"""
+        return torch.zeros(self.states.shape[1], self.capacity, self.graph.feature_size or 0)
+
 
 @dataclass(frozen=True)
 class _Shape:
@@ -293,6 +309,10 @@ class _Call:
             self._bind_output(f"new_{i}", layer)
         self.logits = self._outputs("logits", graph.vocab_size)
         self.hidden = self._outputs("hidden", graph.hidden_size)
+        self.features: Tensor | None = None
+        if graph.feature_size is not None:
+            self.features = torch.empty(m, length, graph.feature_size)
+            self._bind_output("features", self.features)
 
     def _inputs(self, shape: _Shape) -> dict[str, NDArray[Any]]:
         """What is written before a call, besides the cached states."""

@@ -17,7 +17,7 @@ from lenience.core.transfer import to_device, to_host_async
 from lenience.core.trees import Parents, followed, paths
 from lenience.core.types import Reading
 from lenience.models.kv_cache import LATER, Forward, PlainCache, RowCache
-from lenience.models.lm import LM
+from lenience.models.lm import LAST, LM, States
 
 LARGEST_MASK = 1 << 26
 """How many entries the attention mask of rows that are read together may have."""
@@ -96,19 +96,17 @@ class Session:
         capacity: int = 256,
         cache: RowCache | None = None,
         profile: Profile | None = None,
-        layer: int | None = None,
+        states: States = LAST,
     ):
-        """`layer`: after which of the model's layers the hidden states are, where not after the
-        final norm."""
         self.lm, self.profile = lm, profile or Profile()
         self.torch_threads: int | None = None
         """How many threads torch has for what is done with its readings; None for its own."""
         self._tokens: list[list[int]] = [[] for _ in range(rows)]
         self._pending: list[_Pending] = []
         self._trees: dict[int, _Tree] = {}
-        if cache is None and (backend := lm.backend_at(layer)):
+        if cache is None and (backend := lm.backend_for(states)):
             cache = backend.cache(lm, rows, capacity)
-        self.cache: RowCache = cache or PlainCache(lm, rows, capacity, layer)
+        self.cache: RowCache = cache or PlainCache(lm, rows, capacity, states)
         finalize(self, self.cache.on_session_closed).atexit = False
 
     def tokens(self) -> list[list[int]]:
@@ -134,6 +132,19 @@ class Session:
         tokens[to] = moved
         if tree:
             self._trees[to] = tree
+
+    def cut(self, row: int, length: int) -> None:
+        """Forget what stands in a row from a length on."""
+        del self.tokens()[row][length:]
+        self._trees.pop(row, None)
+
+    @torch.inference_mode()
+    def features(self, row: int, sequence: list[int], start: int) -> Tensor:
+        """[n, F]: the features of those of a sequence's tokens, from `start` on, that the row
+        holds."""
+        self.tokens()
+        self._keep_paths([row], [sequence], None)
+        return self.cache.features(row, start, common(self._tokens[row], sequence))
 
     @torch.inference_mode()
     def read(
@@ -334,10 +345,10 @@ def _try_masks(lm: LM) -> bool:
     return takes
 
 
-def reads_together_as_alone(lm: LM, cache: RowCache, layer: int | None = None) -> bool:
+def reads_together_as_alone(lm: LM, cache: RowCache, states: States = LAST) -> bool:
     """Whether rows of different lengths that are read together in `cache`, of three rows, have the
-    states that they have when each is read alone by the model's own pass, after a layer or the
-    final norm; so have those that the cache goes on to by itself."""
+    states and features that they have when each is read alone by the model's own pass; so have
+    those that the cache goes on to by itself."""
     rows = _random_tokens(lm, [min(n, lm.context_length or n) for n in (8, 40, 23)])
     together = Session(lm, 3, cache=cache)
     together.read([row[:-3] for row in rows])
@@ -348,18 +359,22 @@ def reads_together_as_alone(lm: LM, cache: RowCache, layer: int | None = None) -
         n = reading.hidden.shape[1]
         found = reading.logits[:, : n - num_states].argmax(-1).tolist()
         rows = [row + more for row, more in zip(rows, found)]
-        caches = [PlainCache(lm, 1, 256, layer) for _ in rows]
-        alone = [Session(lm, cache=own).read([row], n) for own, row in zip(caches, rows)]
-        wanted = torch.cat([reading.hidden for reading in alone])
-        if not _are_alike(lm, reading.hidden, wanted):
+        sessions = [Session(lm, cache=PlainCache(lm, 1, 256, states)) for _ in rows]
+        alone = [own.read([row], n) for own, row in zip(sessions, rows)]
+        pairs = [(reading.hidden, torch.cat([one.hidden for one in alone]))]
+        if states.features:
+            for b, (own, row) in enumerate(zip(sessions, rows)):
+                given = together.features(b, row, 0)
+                pairs.append((given, own.features(0, row, 0)[: len(given)]))
+        if not all(_are_alike(lm, found, wanted) for found, wanted in pairs):
             return False
     return True
 
 
-def tree_cache(lm: LM, rows: int, capacity: int, layer: int | None = None) -> RowCache:
+def tree_cache(lm: LM, rows: int, capacity: int, states: States = LAST) -> RowCache:
     """A cache for a session that reads trees, which not every backend does."""
-    backend = lm.backend_at(layer, trees=True)
-    return backend.cache(lm, rows, capacity) if backend else PlainCache(lm, rows, capacity, layer)
+    backend = lm.backend_for(states, trees=True)
+    return backend.cache(lm, rows, capacity) if backend else PlainCache(lm, rows, capacity, states)
 
 
 def check_trees(lm: LM, mend: str) -> None:
@@ -381,10 +396,10 @@ def _try_trees(lm: LM) -> bool:
         return False
 
 
-def reads_trees_as_paths(lm: LM, cache: RowCache, layer: int | None = None) -> bool:
+def reads_trees_as_paths(lm: LM, cache: RowCache, given: States = LAST) -> bool:
     """Whether the tokens of trees that are read in `cache`, of two rows, have the states that they
-    have at the ends of their paths, read alone by the model's own pass after a layer or the final
-    norm; so has what follows a path that was kept."""
+    have at the ends of their paths, read alone by the model's own pass; so has what follows a path
+    that was kept."""
     parents, room = [-1, -1, 0, 1, 1, 4], (lm.context_length or 64) - 4
     *prefixes, tokens = _random_tokens(lm, [*(max(1, min(n, room)) for n in (9, 21)), len(parents)])
     together = Session(lm, 2, cache=cache)
@@ -398,7 +413,7 @@ def reads_trees_as_paths(lm: LM, cache: RowCache, layer: int | None = None) -> b
     own: list[Tensor] = []
     for prefix in prefixes:
         for path in branches:
-            alone = Session(lm, cache=PlainCache(lm, 1, 64, layer))
+            alone = Session(lm, cache=PlainCache(lm, 1, 64, given))
             own.append(alone.read([prefix + [tokens[i] for i in path]]).hidden[0, 0])
     leaves = [path[-1] for path in branches[:-1]]
     found = torch.cat([states[:, leaves], after], 1).flatten(0, 1)

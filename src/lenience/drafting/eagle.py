@@ -1,0 +1,211 @@
+"""Drafting with EAGLE: a small model that goes on from the target's own states."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from lenience.core.context import Context
+from lenience.core.errors import InputError
+from lenience.core.protocols import Drafter, Fitted
+from lenience.core.trees import Parents
+from lenience.core.types import Draft, Reading
+from lenience.drafting.base import DrafterSetup, DrafterSpec
+from lenience.drafting.draft_model import ModelDrafter
+from lenience.drafting.eagle_model import EagleModel, EagleWeights, load_eagle
+from lenience.drafting.model_tree import TreeDrafter
+from lenience.models.kv_cache import PlainCache
+from lenience.models.lm import LM
+from lenience.models.session import Session, common
+
+
+@dataclass(frozen=True)
+class Eagle(DrafterSpec):
+    """A decoder layer that reads each token with the target's features of the token before it and,
+    further on, with its own states (EAGLE, Li 2024, with the final states; EAGLE-3, Li 2025, with
+    those after three layers), from a published checkpoint or ours."""
+
+    path: str
+    layers: str | None = None
+    """After which of the target's layers the features are, as 2-16-29; by default what the
+    checkpoint says."""
+    name = "eagle"
+    certain = False
+    grows_trees = True
+
+    def __post_init__(self) -> None:
+        if self.layers is not None and not re.fullmatch(r"[1-9]\d*(-[1-9]\d*)*", self.layers):
+            raise InputError(
+                f"eagle's layers {self.layers!r}: must be numbers, 1 the first layer, as 2-16-29"
+            )
+
+    @cached_property
+    def head(self) -> EagleWeights:
+        return load_eagle(self.path)
+
+    @property
+    def fitted(self) -> tuple[Fitted, ...]:
+        return (self,)
+
+    def relocated(self, path: Callable[[str], str]) -> Self:
+        return replace(self, path=path(self.path))
+
+    def features(self, target: LM) -> tuple[int | None, ...]:
+        if self.layers is None:
+            return self.head.layers_of(target)
+        return tuple(map(int, self.layers.split("-")))
+
+    def check(self, target: LM, fingerprints: Callable[[], Mapping[str, str]]) -> None:
+        self.head.check(target, self.features(target))
+        for part, value in self.head.fingerprints.items():
+            if fingerprints().get(part, value) != value:
+                raise InputError(
+                    f"eagle {self.path}: was fitted to another {part} ({value}, this is "
+                    f"{fingerprints()[part]}); fit one for this target"
+                )
+
+    def models(self, setup: DrafterSetup) -> list[LM]:
+        return [eagle_lm(self.head, setup.target)]
+
+    def build(self, setup: DrafterSetup) -> Drafter:
+        assert setup.session is not None
+        session = FeatureSession(eagle_lm(self.head, setup.target), setup)
+        if setup.tree.is_chain:
+            drafter: Drafter = ModelDrafter(session, setup.target, stop=setup.stop)
+        else:
+            drafter = TreeDrafter(session, setup.target, setup.tree)
+        return _AfterTarget(drafter, session)
+
+
+def eagle_lm(weights: EagleWeights, target: LM) -> LM:
+    """A checkpoint as a model that drafts for a target; made once."""
+
+    def make() -> LM:
+        config = copy.deepcopy(weights.config)
+        config.max_position_embeddings = target.context_length or 1 << 20
+        model = EagleModel(replace(weights, config=config), target)
+        model.to(target.device, target.model.dtype)  # type: ignore[arg-type]
+        return LM(model.requires_grad_(False), target.tokenizer, weights.path, "draft")
+
+    return target.once(("eagle", weights.fingerprint), make)
+
+
+class _AfterTarget(Drafter):
+    """Proposes nothing for a row of which the target has read nothing."""
+
+    def __init__(self, drafter: Drafter, session: FeatureSession):
+        self.drafter, self.session = drafter, session
+
+    def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
+        ready = self.session.begin([row.prefix for row in ctx.rows])
+        return self.drafter.propose(ctx, [left if can else 1 for left, can in zip(room, ready)])
+
+    def move(self, source: int, to: int) -> None:
+        self.drafter.move(source, to)
+
+
+class _Inputs(PlainCache):
+    """Keys and values of a model that also reads, with each token, what was made of the one
+    before."""
+
+    def __init__(self, lm: LM, rows: int, capacity: int):
+        super().__init__(lm, rows, capacity, reads_ragged=True)
+        self.given: dict[int, Tensor] = {}
+        """[n, H] for the new tokens of each row that is read next."""
+
+    def further_inputs(self) -> dict[str, Any]:
+        if not self.given:
+            return {}
+        given, columns = [self.given[row] for row in self.slots.rows], self.slots.columns
+        longest = len(given[0]) if columns is None else columns.shape[1]
+        padded = [torch.nn.functional.pad(new, (0, 0, longest - len(new), 0)) for new in given]
+        return {"inputs": torch.stack(padded)}
+
+
+class FeatureSession(Session):
+    """A session of EAGLE's model. Its rows lack the first token, since each is read with the
+    features of the one before; tokens that were drafted are read with the model's own states until
+    the target has read them, and then again with its features."""
+
+    def __init__(self, lm: LM, setup: DrafterSetup):
+        assert setup.session is not None
+        self.inputs = _Inputs(lm, setup.rows, setup.capacity)
+        super().__init__(lm, setup.rows, setup.capacity, self.inputs, setup.profile)
+        self.target = setup.session
+        self._rows = [_Row() for _ in range(setup.rows)]
+
+    def begin(self, prefixes: Sequence[list[int]]) -> list[bool]:
+        """[B]: whether what follows a prefix can be drafted, as the target has read all but the
+        last of its tokens. What is read next is these prefixes, and what follows them."""
+        for row, prefix in enumerate(prefixes):
+            features = self.target.features(row, prefix, 0)
+            self._rows[row].ready = 1 <= len(prefix) - 1 <= len(features)
+        return [self._rows[row].ready for row in range(len(prefixes))]
+
+    def move(self, source: int, to: int) -> None:
+        super().move(source, to)
+        self._rows[to], self._rows[source] = self._rows[source], _Row()
+
+    def read(
+        self,
+        sequences: Sequence[list[int]],
+        num_states: int = 1,
+        device_tokens: Tensor | None = None,
+        lookahead: int = 0,
+        rows: Sequence[int] | None = None,
+        parents: Sequence[Parents] | None = None,
+    ) -> Reading:
+        assert device_tokens is None and rows is None
+        trees = parents or [[] for _ in sequences]
+        shifted = [
+            self._prepared(row, sequence, num_states, tree)
+            for row, (sequence, tree) in enumerate(zip(sequences, trees))
+        ]
+        reading = super().read(shifted, num_states, parents=parents)
+        for row, (new, states) in enumerate(zip(shifted, reading.hidden)):
+            self._rows[row].made |= dict(zip(range(len(new) - num_states, len(new)), states))
+        return reading
+
+    def _prepared(self, row: int, sequence: list[int], num_states: int, tree: Parents) -> list[int]:
+        """A sequence without its first token, with what its new tokens are read with laid ready."""
+        state, start = self._rows[row], len(sequence) - len(tree)
+        features = self.target.features(row, sequence[:start], 0)
+        if not state.ready or start < 2:  # nothing is wanted of this row
+            sequence = [0, 0, *sequence[start:]] if tree else [0, 0]
+            start, features = 2, features.new_zeros(1, self.lm.model.model.feature_size)
+        if state.first != sequence[0]:
+            state.first, state.read_with_features = sequence[0], 0
+            self.cut(row, 0)
+        new, num_known = sequence[1:], min(len(features), start - 1)
+        with_features = min(state.read_with_features, common(self.tokens()[row], new))
+        if with_features < num_known:  # what was read with the model's own states is read again
+            self.cut(row, with_features)
+            state.made = {}
+        state.read_with_features = max(with_features, num_known)
+        first = min(common(self.tokens()[row], new), len(new) - num_states)
+        given = [self.lm.model.model.combine(features[first:num_known].to(self.lm.device))]
+        for i in range(max(first, num_known), len(new)):
+            before = tree[i - start + 1] if i >= start - 1 and tree else i - start
+            given.append(state.made[start - 1 + before][None])
+        self.inputs.given[row] = torch.cat(given)
+        return new
+
+
+@dataclass
+class _Row:
+    """What is known of a row of a FeatureSession."""
+
+    ready: bool = False
+    first: int = -1
+    """The first token, which is not read."""
+    read_with_features: int = 0
+    """How many tokens were read with the target's features."""
+    made: dict[int, Tensor] = field(default_factory=dict)
+    """[H] by their places: the states after the last of these, and of tokens that were drafted."""

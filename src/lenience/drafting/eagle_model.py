@@ -1,0 +1,380 @@
+"""EAGLE's draft model: a decoder layer that reads a token together with what the target made of the
+token before, or with what it made of that itself."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+
+from lenience.core.errors import InputError, first_line
+from lenience.core.files import digest_bytes
+from lenience.models.lm import LM
+
+ABOUT = "eagle.json"
+"""What a fit says of itself, beside the files that everybody writes."""
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+MEND = "`lenience fit RUN --drafter eagle` makes RUN/eagle"
+LAYER = r"(layers\.\d+|midlayer)\."
+KNOWN = re.compile(
+    rf"{LAYER}(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.(weight|bias)"
+    rf"|{LAYER}(input_layernorm|post_attention_layernorm|hidden_norm)\.weight"
+    r"|fc\.(weight|bias)|(norm|input_norm|fc_norm\.\d+|lm_head|embed_tokens)\.weight|d2t|t2d"
+)
+"""The tensors of a checkpoint."""
+CONFIGURED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "hidden_act",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+)
+"""What a configuration says of the layers; the rest is in the tensors' shapes."""
+
+
+@dataclass(frozen=True)
+class EagleWeights:
+    """A checkpoint of EAGLE-1 to -3, as it is published or as we fit it."""
+
+    path: str
+    config: LlamaConfig
+    tensors: dict[str, Tensor] = field(repr=False)
+    """By the names of speculators' layout: layers.0.self_attn.q_proj.weight, fc.weight …"""
+    features: tuple[int, ...] | None
+    """After which layers of the target the features are; None where it does not say."""
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    """Of the target and the tokenizer, as it was fitted to them; empty where nobody says."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    prompts: tuple[str, ...] | None = None
+    """Digests of the prompts that it was fitted on; None where nobody needs to know."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is of EAGLE-1 or -2, which have the same model: its layer reads states and
+        tokens that are joined before it."""
+        reads = self.tensors["layers.0.self_attn.q_proj.weight"].shape[1]
+        return bool(reads == self.size)
+
+    @property
+    def size(self) -> int:
+        return self.tensors["fc.weight"].shape[0]
+
+    @property
+    def feature_size(self) -> int:
+        """How many numbers of the target a token is read with."""
+        return self.tensors["fc.weight"].shape[1] - (self.size if self.is_first else 0)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies what it predicts."""
+        parts = [name.encode() for name in sorted(self.tensors)]
+        parts += [
+            self.tensors[name].float().cpu().numpy().tobytes() for name in sorted(self.tensors)
+        ]
+        return digest_bytes(b"".join(parts))
+
+    def layers_of(self, target: LM) -> tuple[int | None, ...]:
+        """After which layers of a target the features are: those that it says, else those of
+        EAGLE-3 (Li 2025, section 3), the 2nd, a middle one and the third to last; EAGLE-1 reads the
+        states after the final norm."""
+        if self.is_first:
+            return (None,)
+        depth = target.model.config.get_text_config().num_hidden_layers
+        return self.features or (2, depth // 2, depth - 3)
+
+    def check(self, target: LM, layers: tuple[int | None, ...]) -> None:
+        """Raise InputError unless it can draft for a target from the states after some of its
+        layers."""
+        where, given = f"eagle {self.path}", len(layers) * target.hidden_size
+        for layer in layers:
+            if layer is not None:
+                target.block(layer)
+        if self.feature_size != given:
+            named = "-".join("last" if layer is None else str(layer) for layer in layers)
+            raise InputError(
+                f"{where}: reads {self.feature_size} numbers of the target's states, and those of "
+                f"layers {named} are {given}; name a checkpoint of this target, or its layers="
+            )
+        own = self.tensors.get("embed_tokens.weight")
+        width = (target.embedding.weight if own is None else own).shape[1]
+        if width != self.size:
+            raise InputError(
+                f"{where}: reads tokens of {self.size} numbers, and the target's have {width}; "
+                "name a checkpoint of this target"
+            )
+        ids = self.tensors.get("lm_head.weight", target.output_matrix).shape[0]
+        if "d2t" in self.tensors:
+            offsets = self.tensors["d2t"].long()
+            ids = int((torch.arange(len(offsets)) + offsets).max()) + 1
+        if ids > target.vocab_size:
+            raise InputError(
+                f"{where}: predicts {ids} tokens, and the target has {target.vocab_size}; name a "
+                "checkpoint of this target"
+            )
+
+
+class EagleDecoder(nn.Module):
+    """From tokens [m, T] and inputs [m, T, H] to the states [m, T, H] that the next token is read
+    with (Li 2024, section 3.1; of EAGLE-3 Li 2025, section 3)."""
+
+    def __init__(self, weights: EagleWeights, embedding: nn.Module):
+        super().__init__()
+        self.config, tensors = weights.config, weights.tensors
+        self.feature_size = weights.feature_size
+        self.is_first, self.norm_before_residual = weights.is_first, weights.norm_before_residual
+        self.embed_tokens = embedding
+        self.fc = _linear(tensors, "fc")
+        self.layers = nn.ModuleList(
+            [_layer(tensors, self.config, i) for i in range(self.config.num_hidden_layers)]
+        )
+        self.rotary_emb = LlamaRotaryEmbedding(config=self.config)
+        self.fc_norm = nn.ModuleList()
+        """One for each of the target's layers, or one for all."""
+        if "input_norm.weight" in tensors:
+            self.fc_norm.append(self._norm(tensors, "input_norm"))
+        while f"fc_norm.{len(self.fc_norm)}.weight" in tensors:
+            self.fc_norm.append(self._norm(tensors, f"fc_norm.{len(self.fc_norm)}"))
+        if not self.is_first:
+            self.hidden_norm = self._norm(tensors, "layers.0.hidden_norm")
+        self.output_norm = self._norm(tensors, "norm") if weights.norm_output else None
+
+    def _norm(self, tensors: Mapping[str, Tensor], name: str) -> LlamaRMSNorm:
+        weight = tensors[f"{name}.weight"]
+        norm = LlamaRMSNorm(len(weight), eps=self.config.rms_norm_eps)
+        norm.weight = nn.Parameter(weight)
+        return norm
+
+    def combine(self, features: Tensor) -> Tensor:
+        """[n, H]: what the target's features [n, F] are read as."""
+        if self.is_first:
+            return features
+        if len(self.fc_norm):
+            parts = features.chunk(len(self.fc_norm), -1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], -1)
+        return cast(Tensor, self.fc(features))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        inputs: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        **_options: Any,
+    ) -> BaseModelOutputWithPast:
+        tokens = self.embed_tokens(input_ids).to(self.fc.weight.dtype)
+        inputs = torch.zeros_like(tokens) if inputs is None else inputs
+        if position_ids is None:
+            past = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = past + torch.arange(input_ids.shape[1], device=tokens.device)[None]
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=tokens,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        options = {
+            "attention_mask": mask,
+            "position_ids": position_ids,
+            "position_embeddings": self.rotary_emb(tokens, position_ids=position_ids),
+            "past_key_values": past_key_values,
+        }
+        if self.is_first:
+            state, rest = self.fc(torch.cat([tokens, inputs], -1)), self.layers
+        else:
+            state, rest = self._fused(tokens, inputs, options), self.layers[1:]
+        for layer in rest:
+            state = layer(state, **options)
+        return BaseModelOutputWithPast(self.output_norm(state) if self.output_norm else state)
+
+    def _fused(self, tokens: Tensor, inputs: Tensor, options: dict[str, Any]) -> Tensor:
+        """EAGLE-3's first layer, whose attention reads tokens and inputs side by side."""
+        layer = cast(LlamaDecoderLayer, self.layers[0])
+        normed = self.hidden_norm(inputs)
+        both = torch.cat([layer.input_layernorm(tokens), normed], -1)
+        attended, _ = layer.self_attn(hidden_states=both, **options)
+        state = (normed if self.norm_before_residual else inputs) + attended
+        return cast(Tensor, state + layer.mlp(layer.post_attention_layernorm(state)))
+
+
+class EagleModel(PreTrainedModel):
+    """EAGLE's model with a head: logits over the target's vocabulary, −inf where its own, which may
+    be smaller, has no token."""
+
+    config_class = LlamaConfig
+    _supports_sdpa = True
+
+    def __init__(self, weights: EagleWeights, target: LM):
+        super().__init__(weights.config)
+        own = weights.tensors.get("embed_tokens.weight")
+        embedding = target.embedding if own is None else nn.Embedding.from_pretrained(own)
+        self.model = EagleDecoder(weights, embedding)
+        self.vocab_size, self.ids = target.vocab_size, cast(Tensor | None, None)
+        """The second: which of the target's tokens each of its own is; None where they are the
+        same."""
+        self.norm: nn.Module | None = None
+        if weights.is_first:
+            self.lm_head = cast(nn.Linear, target.model.get_output_embeddings())
+            return
+        self.lm_head = _linear(weights.tensors, "lm_head")
+        if not weights.norm_output:
+            self.norm = self.model._norm(weights.tensors, "norm")
+        if "d2t" in weights.tensors:
+            offsets = weights.tensors["d2t"].long()
+            self.ids = (torch.arange(len(offsets)) + offsets).to(target.device)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def get_decoder(self) -> nn.Module:
+        return self.model
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        inputs: Tensor | None = None,
+        past_key_values: Any = None,
+        logits_to_keep: int = 0,
+        **options: Any,
+    ) -> CausalLMOutputWithPast:
+        """`inputs` [m, T, H]: with what of the token before each token is read."""
+        out = self.model(input_ids, inputs, past_key_values=past_key_values, **options)
+        state = out.last_hidden_state[:, -logits_to_keep:]
+        return CausalLMOutputWithPast(logits=self.logits(state))
+
+    def logits(self, state: Tensor) -> Tensor:
+        """[…, V] after states […, H]."""
+        logits = self.lm_head(state if self.norm is None else self.norm(state))
+        if self.ids is None:
+            return cast(Tensor, logits)
+        whole = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
+        return whole.index_copy(-1, self.ids, logits)
+
+
+def _linear(tensors: Mapping[str, Tensor], name: str) -> nn.Linear:
+    weight, bias = tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    made.weight = nn.Parameter(weight)
+    if bias is not None:
+        made.bias = nn.Parameter(bias)
+    return made
+
+
+def _layer(tensors: Mapping[str, Tensor], config: LlamaConfig, i: int) -> LlamaDecoderLayer:
+    """A layer of Llama's kind from what a checkpoint has of it."""
+    with torch.device("meta"):
+        layer = LlamaDecoderLayer(config, i)
+    for name, part in [*layer.named_modules()]:
+        whole = f"layers.{i}.{name}"
+        if isinstance(part, nn.Linear):
+            owner, _, last = name.rpartition(".")
+            setattr(layer.get_submodule(owner), last, _linear(tensors, whole))
+        elif isinstance(part, LlamaRMSNorm):
+            weight = tensors.get(f"{whole}.weight")
+            if weight is not None:
+                part.weight = nn.Parameter(weight)
+            elif (i, name) == (0, "input_layernorm"):  # EAGLE-1 has none there
+                layer.input_layernorm = cast(LlamaRMSNorm, nn.Identity())
+            else:
+                raise KeyError(f"{whole}.weight")
+    return layer
+
+
+def load_eagle(folder: str | Path) -> EagleWeights:
+    """The checkpoint in a folder: in the original layout, in speculators', or ours, which is the
+    original one. Raises InputError where there is none, or it is broken or of another kind."""
+    path = Path(folder)
+    found = [path / name for name in WEIGHTS if (path / name).is_file()]
+    if not found or not (path / "config.json").is_file():
+        raise InputError(
+            f"eagle {folder}: there is no config.json with {' or '.join(WEIGHTS)} in it; {MEND}"
+        )
+    return _load(path, found[0], found[0].stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=2)
+def _load(path: Path, file: Path, changed: int) -> EagleWeights:
+    try:
+        about = json.loads((path / "config.json").read_text())
+        ours = json.loads((path / ABOUT).read_text()) if (path / ABOUT).is_file() else {}
+        tensors = _tensors(file)
+        weights = EagleWeights(
+            str(path),
+            _layer_config(about, tensors),
+            tensors,
+            _features(about),
+            norm_before_residual=bool(about.get("norm_before_residual")),
+            norm_output=bool(about.get("norm_output")),
+            fingerprints=ours.get("fingerprints", {}),
+            metrics=ours.get("metrics", {}),
+            prompts=ours.get("prompts") and tuple(ours["prompts"]),
+        )
+        if ours and ours["fingerprint"] != weights.fingerprint:
+            raise ValueError(f"{ABOUT} and {file.name} are not of the same fit")
+        EagleDecoder(weights, nn.Identity())
+        return weights
+    except UnpicklingError as error:
+        raise InputError(
+            f"eagle {path}: {file.name} holds more than tensors ({first_line(error)}); it is not "
+            "loaded"
+        ) from None
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"eagle {path}: cannot be read ({why}); {MEND}") from None
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    """A checkpoint's tensors by the names of speculators' layout."""
+    if file.suffix == ".safetensors":
+        saved = load_file(file)
+    else:
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+    tensors = {name: part for name, part in saved.items() if "rotary_emb" not in name}
+    if strange := [name for name in tensors if not KNOWN.fullmatch(name)]:
+        raise ValueError(f"it has {strange[0]}, which no layer of Llama's kind has")
+    return {re.sub(r"^midlayer\.", "layers.0.", name): part for name, part in tensors.items()}
+
+
+def _layer_config(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
+    said = about.get("transformer_layer_config", about)
+    layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
+    config = {name: said[name] for name in CONFIGURED if said.get(name) is not None}
+    return LlamaConfig(**config, num_hidden_layers=len(layers))
+
+
+def _features(about: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """After which layers the features are: SpecForge counts from 0, others from 1."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    if about.get(name):
+        return tuple(about[name])
+    nested = (about.get("eagle_config") or {}).get(name)
+    return tuple(layer + 1 for layer in nested) if nested else None

@@ -1,0 +1,213 @@
+"""EAGLE's drafters: their arithmetic, their files, and that they change no strict answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import VOCABULARY, prompt_lists, quick
+from hypothesis import given
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lenience.core.context import Context, Row
+from lenience.core.errors import InputError
+from lenience.core.noise import Noise
+from lenience.core.profile import Profile
+from lenience.decoding.loading import load_pair
+from lenience.decoding.pair import Pair
+from lenience.drafting.base import DrafterSetup
+from lenience.drafting.registry import parse_drafter
+from lenience.drafting.stops import Fixed
+from lenience.drafting.trees import parse_tree
+from lenience.models.lm import LM, States
+from lenience.models.session import Session
+
+SIZE, HEADS, INNER, SMALLER = 32, 4, 40, 30
+"""Hidden size, heads, inner size, and how many tokens a smaller draft vocabulary has."""
+CONFIG = {
+    "hidden_size": SIZE, "intermediate_size": INNER, "num_attention_heads": HEADS,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+}  # fmt: skip
+
+
+def tensors(version: int, seed: int = 0, layers: int = 1) -> dict[str, Tensor]:
+    """A checkpoint of random weights, in speculators' names."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def of(*shape: int, scale: float = 0.3) -> Tensor:
+        return torch.randn(*shape, generator=generator) * scale
+
+    made: dict[str, Tensor] = {}
+    for i in range(layers):
+        read = 2 * SIZE if version == 3 and i == 0 else SIZE
+        shapes = {
+            "self_attn.q_proj": (SIZE, read), "self_attn.k_proj": (SIZE // 2, read),
+            "self_attn.v_proj": (SIZE // 2, read), "self_attn.o_proj": (SIZE, SIZE),
+            "mlp.gate_proj": (INNER, SIZE), "mlp.up_proj": (INNER, SIZE),
+            "mlp.down_proj": (SIZE, INNER),
+        }  # fmt: skip
+        made |= {f"layers.{i}.{name}.weight": of(*shape) for name, shape in shapes.items()}
+        norms = ["post_attention_layernorm"]
+        norms += ["input_layernorm"] if version == 3 or i else []
+        norms += ["hidden_norm"] if version == 3 and not i else []
+        made |= {f"layers.{i}.{name}.weight": 1 + of(SIZE) for name in norms}
+    if version == 1:
+        return made | {"fc.weight": of(SIZE, 2 * SIZE), "fc.bias": of(SIZE)}
+    offsets = torch.sort(torch.randperm(VOCABULARY, generator=generator)[:SMALLER]).values
+    return made | {
+        "fc.weight": of(SIZE, 3 * SIZE),
+        "norm.weight": 1 + of(SIZE),
+        "lm_head.weight": of(SMALLER, SIZE, scale=1.0),
+        "d2t": offsets - torch.arange(SMALLER),
+        "t2d": torch.zeros(VOCABULARY, dtype=torch.bool).index_fill(0, offsets, True),
+    }
+
+
+def write(
+    folder: Path, version: int, seed: int = 0, layout: str = "original", layers: int = 1
+) -> Path:
+    """A checkpoint in one of the layouts."""
+    saved = tensors(version, seed, layers)
+    folder.mkdir(parents=True, exist_ok=True)
+    if layout == "speculators":
+        about = {"transformer_layer_config": CONFIG, "eagle_aux_hidden_state_layer_ids": [1, 2, 2]}
+        save_file(saved, folder / "model.safetensors")
+    else:
+        about = {**CONFIG, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}}
+        saved = {name.replace("layers.0.", "midlayer.") if version == 3 else name: part
+                 for name, part in saved.items()}  # fmt: skip
+        torch.save(saved, folder / "pytorch_model.bin")
+    (folder / "config.json").write_text(json.dumps(about))
+    return folder
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Rotary positions of heads [n, h, d]."""
+    n, _, d = x.shape
+    angles = torch.arange(n)[:, None] * 10000.0 ** (-torch.arange(0, d, 2) / d)
+    cos, sin = (f(torch.cat([angles, angles], 1))[:, None] for f in (torch.cos, torch.sin))
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def layer(t: dict[str, Tensor], i: int, x: Tensor, residual: Tensor) -> Tensor:
+    """A Llama layer over x [n, …] that stand one after the other, its norm in front left out."""
+    w = {name.removeprefix(f"layers.{i}."): part for name, part in t.items()}
+    n, d = len(x), SIZE // HEADS
+    q, k = (rotate((x @ w[f"self_attn.{p}_proj.weight"].T).view(n, -1, d)) for p in "qk")
+    v = (x @ w["self_attn.v_proj.weight"].T).view(n, -1, d)
+    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * d**-0.5
+    scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)
+    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(n, SIZE)
+    state = residual + out @ w["self_attn.o_proj.weight"].T
+    y = rms(state, w["post_attention_layernorm.weight"])
+    gate = torch.nn.functional.silu(y @ w["mlp.gate_proj.weight"].T)
+    return state + (gate * (y @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
+
+
+def by_formula(
+    version: int, t: dict[str, Tensor], target: LM, text: list[int], window: int
+) -> list:
+    """What EAGLE drafts greedily after a text of which the target has read all but the last token:
+    row i has token i + 1 and what was made of token i."""
+    model = target.model
+    out = model(torch.tensor([text[:-1]]), output_hidden_states=True)
+    if version == 3:
+        inputs = torch.cat([out.hidden_states[i][0] for i in (1, 2)], -1)
+        # the last is after the final norm in transformers, and before it here
+        last: list[Tensor] = []
+        hook = model.model.layers[1].register_forward_hook(lambda m, a, o: last.append(o))
+        model(torch.tensor([text[:-1]]))
+        hook.remove()
+        state = last[0] if isinstance(last[0], Tensor) else last[0][0]
+        inputs = torch.cat([out.hidden_states[1][0], state[0], state[0]], -1) @ t["fc.weight"].T
+    else:
+        inputs = out.hidden_states[-1][0]
+    tokens, drafted = text[1:], []
+    for _ in range(window):
+        embedded = model.get_input_embeddings()(torch.tensor(tokens))
+        if version == 3:
+            w = {name.removeprefix("layers.0."): part for name, part in t.items()}
+            x = [rms(embedded, w["input_layernorm.weight"]), rms(inputs, w["hidden_norm.weight"])]
+            states = layer(t, 0, torch.cat(x, -1), inputs)
+            logits = rms(states[-1], t["norm.weight"]) @ t["lm_head.weight"].T
+            best = int(logits.argmax())
+            best += int(t["d2t"][best])
+        else:
+            joined = torch.cat([embedded, inputs], -1) @ t["fc.weight"].T + t["fc.bias"]
+            states = layer(t, 0, joined, joined)
+            best = int((states[-1] @ model.get_output_embeddings().weight.T).argmax())
+        drafted.append(best)
+        if best == 0:
+            break
+        tokens, inputs = [*tokens, best], torch.cat([inputs, states[-1:]])
+    return drafted
+
+
+@pytest.mark.parametrize(
+    ("version", "layout"), [(3, "original"), (3, "speculators"), (1, "original")]
+)
+def test_eagle_drafts_as_its_formula_says(
+    version: int, layout: str, llama: Pair, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "eagle", version, layout=layout)
+    t = tensors(version)
+    prompt = [7, 3, 9, 9, 12, 30]
+    steps = []
+    for step in llama.stream(
+        prompt, drafter=f"eagle:{folder}", window=4, max_new_tokens=25, rule="exact"
+    ):
+        steps.append(step)
+    text = list(prompt)
+    assert len(steps) > 3 and steps[0].drafted == 0
+    drafted = {}
+    spec = parse_drafter(f"eagle:{folder}")
+    session = Session(llama.target, states=States(None, spec.features(llama.target)))
+    setup = DrafterSetup(
+        llama.target, None, 1, 256, Fixed(), parse_tree("chain"), keep_states=False,
+        profile=Profile(), session=session,
+    )  # fmt: skip
+    drafter = spec.build(setup)
+    with torch.inference_mode():
+        for step in steps:
+            ctx = Context([Row(Noise(0, b""), list(text))], window=4)
+            draft = drafter.propose(ctx, [1000])
+            found = draft.tokens[0, : int(draft.lengths[0])].tolist()
+            drafted[len(text)] = found
+            assert len(found) == step.drafted
+            if len(text) > len(prompt):
+                assert found == by_formula(version, t, llama.target, text, 4)
+            # the target also reads what is not kept
+            session.read([text + found], len(found) + 1)
+            text += step.tokens
+    assert any(len(set(found)) > 1 for found in drafted.values())
+
+
+CASES = [(3, "chain"), (3, "dynamic:8"), (3, "cartesian:2,2"), (1, "chain"), (1, "dynamic:6")]
+
+
+@pytest.mark.parametrize(("version", "tree"), CASES)
+@quick(5)
+@given(prompts=prompt_lists(5))
+def test_eagle_changes_no_strict_answer(
+    version: int, tree: str, llama: Pair, tmp_path_factory: pytest.TempPathFactory,
+    prompts: list[list[int]],
+) -> None:  # fmt: skip
+    folder = write(tmp_path_factory.mktemp("eagle"), version)
+    for temperature in (0.0, 0.8):
+        options = {"max_new_tokens": 30, "temperature": temperature, "seed": 3}
+        alone = llama.generate_batch(prompts, rule="target", **options)
+        options |= {"drafter": f"eagle:{folder}", "tree": tree, "window": 3}
+        for size in (1, 3):
+            outs = llama.generate_batch(prompts, batch_size=size, rule="exact", **options)
+            assert [out.tokens for out in outs] == [out.tokens for out in alone]
+            assert all(out.drafted for out in outs if len(out.tokens) > 1)
