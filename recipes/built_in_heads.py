@@ -17,7 +17,8 @@ from typing import cast
 
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
-from lenience.mining.drafters import Answer, DrafterPlan, Kind, fit_to_answers
+from lenience.mining.drafters import DrafterPlan, Kind, fit_to_answers
+from lenience.mining.training import Answer
 from lenience.tasks.wordmath_problems import problem, prompt
 
 BATCH = 200
@@ -41,7 +42,7 @@ def answered(pair: Pair, kept: Path, n: int) -> list[Answer]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path("heads-work"))
-    parser.add_argument("--kind", default="medusa", choices=("medusa", "blockwise"))
+    parser.add_argument("--kind", default="medusa", choices=("medusa", "blockwise", "eagle"))
     parser.add_argument("--answers", type=int, default=8000, help="how many to learn from")
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=20)
@@ -54,7 +55,8 @@ def main() -> None:
         if what.startswith("fitting"):
             print(f"{what}: {done:g} of {total:g}", flush=True)
 
-    folder = given.work / f"{given.kind}-{given.heads}"
+    name = given.kind if given.kind == "eagle" else f"{given.kind}-{given.heads}"
+    folder = given.work / name
     plan = DrafterPlan(cast(Kind, given.kind), folder, given.heads, given.epochs)
     heads = fit_to_answers(pair, answers, plan, progress)
     replace(heads, prompts=None).save(folder)

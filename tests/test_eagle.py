@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,11 @@ from lenience.drafting.base import DrafterSetup
 from lenience.drafting.registry import parse_drafter
 from lenience.drafting.stops import Fixed
 from lenience.drafting.trees import parse_tree
+from lenience.mining.drafters import DrafterPlan, fit_to_answers
+from lenience.mining.eagle import EagleFit
+from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.lm import LM, States
+from lenience.models.onnx_graph import GraphCache
 from lenience.models.session import Session
 
 SIZE, HEADS, INNER, SMALLER = 32, 4, 40, 30
@@ -115,21 +120,25 @@ def layer(t: dict[str, Tensor], i: int, x: Tensor, residual: Tensor) -> Tensor:
 
 
 def by_formula(
-    version: int, t: dict[str, Tensor], target: LM, text: list[int], window: int
-) -> list:
+    version: int,
+    t: dict[str, Tensor],
+    target: LM,
+    text: list[int],
+    window: int,
+    layers: tuple[int, ...] = (1, 2, 2),
+) -> list[int]:
     """What EAGLE drafts greedily after a text of which the target has read all but the last token:
     row i has token i + 1 and what was made of token i."""
     model = target.model
     out = model(torch.tensor([text[:-1]]), output_hidden_states=True)
     if version == 3:
-        inputs = torch.cat([out.hidden_states[i][0] for i in (1, 2)], -1)
-        # the last is after the final norm in transformers, and before it here
+        # the last layer's are after the final norm in transformers' list, and before it here
         last: list[Tensor] = []
-        hook = model.model.layers[1].register_forward_hook(lambda m, a, o: last.append(o))
+        hook = model.model.layers[-1].register_forward_hook(lambda m, a, out: last.append(out))
         model(torch.tensor([text[:-1]]))
         hook.remove()
-        state = last[0] if isinstance(last[0], Tensor) else last[0][0]
-        inputs = torch.cat([out.hidden_states[1][0], state[0], state[0]], -1) @ t["fc.weight"].T
+        after = {1: out.hidden_states[1][0], 2: last[0][0]}
+        inputs = torch.cat([after[i] for i in layers], -1) @ t["fc.weight"].T
     else:
         inputs = out.hidden_states[-1][0]
     tokens, drafted = text[1:], []
@@ -151,6 +160,124 @@ def by_formula(
             break
         tokens, inputs = [*tokens, best], torch.cat([inputs, states[-1:]])
     return drafted
+
+
+def test_training_reads_as_drafting_does(llama: Pair) -> None:
+    # an answer that is what the model drafts after each of its beginnings
+    prompt, texts = [7, 3, 9, 9, 12, 30], []
+    fit = EagleFit(llama.target, [(prompt, [1, 2])], [], seed=4)
+    with torch.no_grad():
+        for weight in fit.weights.values():
+            weight += 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(5))
+    t = {name: part.detach() for name, part in fit.fitted.tensors.items()}
+    t["d2t"] = torch.zeros(VOCABULARY, dtype=torch.long)
+    assert fit.states.features == (2, 1, 1)  # of two layers
+    with torch.no_grad():
+        for n in (4, 6, 9):
+            text = [*prompt, 11, 4, 17][:n]
+            drafted = by_formula(3, t, llama.target, text, 5, (2, 1, 1))
+            texts.append((text, drafted))
+        steps = [logits for logits, _ in fit._steps(texts)]
+    for b, (text, drafted) in enumerate(texts):
+        start = len(text) - 2  # the row of the last token
+        found = [int(step[b, start + k].argmax()) for k, step in enumerate(steps)]
+        assert found[: len(drafted)] == drafted
+
+
+def test_eagle_learns_and_goes_on_after_a_stop(llama: Pair, tmp_path: Path) -> None:
+    prompts = [[1 + i, 1 + 7 * i % 40] for i in range(12)]
+    outs = llama.generate_batch(prompts, rule="target", max_new_tokens=30)
+    answers = [(out.prompt_tokens, out.tokens) for out in outs]
+    answers.sort(key=lambda answer: -len(answer[1]))
+    answers = answers[:1] * 3 + answers[1:]  # the first is held out, and learned too
+    plan = DrafterPlan("eagle", tmp_path / "eagle", epochs=40)
+    before = fit_to_answers(llama, answers, replace(plan, out=tmp_path / "none", epochs=0))
+    whole = fit_to_answers(llama, answers, plan)
+    assert whole.metrics["tokens_per_pass"] > before.metrics["tokens_per_pass"]
+    assert not (plan.out / "training.safetensors").exists()
+    assert all(weight.grad is None for weight in llama.target.model.parameters())
+
+    def stopping(what: str, done: float, total: float) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    again, seen = replace(plan, out=tmp_path / "again"), []
+    with pytest.raises(KeyboardInterrupt):
+        fit_to_answers(llama, answers, again, stopping)
+    resumed = fit_to_answers(llama, answers, again, lambda what, done, total: seen.append(done))
+    assert seen == [*range(2, 41)]
+    assert resumed.fingerprint == whole.fingerprint
+    spec = f"eagle:{plan.out}"
+    decoding = llama.setup({"drafter": spec}).decoding
+    assert llama.binding(decoding)["heads"] == [whole.fingerprint]
+    assert llama.binding(decoding)["drafter"] == "eagle:eagle"
+    # what a pass keeps on the answer held out, counted by decoding from each of its places; the
+    # first follows a prompt, which the target has not read then
+    prompt, answer = answers[0]
+    steps = [
+        [*llama.stream(prompt + answer[:n], drafter=spec, window=5)][1]
+        for n in range(len(answer) - 1)
+    ]
+    total = (whole.metrics["tokens_per_pass"] - 1) * len(answer)
+    at_first = total - sum(step.kept for step in steps)
+    assert at_first == pytest.approx(round(at_first), abs=1e-6) and -1e-6 < at_first <= 5 + 1e-6
+    assert sum(step.kept for step in steps) > 2
+    (plan.out / "eagle.json").write_text(
+        json.dumps({**json.loads((plan.out / "eagle.json").read_text()), "fingerprint": "0"})
+    )
+    with pytest.raises(InputError, match="not of the same fit"):
+        _ = parse_drafter(spec).head
+
+
+def test_a_checkpoint_of_another_kind_is_refused(llama: Pair, tmp_path: Path) -> None:
+    def refused(spec: str, match: str) -> None:
+        with pytest.raises(InputError, match=match):
+            llama.generate("w1", drafter=spec)
+
+    folder = write(tmp_path / "eagle", 3, layout="speculators")
+    refused(f"eagle:{tmp_path / 'none'}", "no config.json")
+    refused(f"eagle:{folder},layers=1-2", "reads 96 numbers.*layers 1-2 are 64")
+    refused(f"eagle:{folder},layers=1-2-3", "layer 3.*has 2")
+    refused(f"eagle:{folder},layers=0-1-2", "must be numbers")
+    saved = tensors(3)
+    save_file(
+        saved | {"layers.0.self_attn.q_norm.weight": torch.ones(8)}, folder / "model.safetensors"
+    )
+    refused(f"eagle:{folder}", "q_norm.weight, which no layer of Llama's kind has")
+    save_file(saved | {"d2t": saved["d2t"] + 40}, folder / "model.safetensors")
+    refused(f"eagle:{folder}", f"predicts 8[0-9] tokens, and the target has {VOCABULARY}")
+    del saved["layers.0.mlp.up_proj.weight"]
+    save_file(saved, folder / "model.safetensors")
+    refused(f"eagle:{folder}", "cannot be read.*up_proj")
+    (folder / "model.safetensors").unlink()
+    torch.save({"fc.weight": Path("x")}, folder / "pytorch_model.bin")
+    refused(f"eagle:{folder}", "holds more than tensors")
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["exported", "recorded"])
+def test_features_of_exported_and_recorded_passes(
+    recorded: bool, checkpoints: Callable[[str], tuple[str, str]], tmp_path: Path, llama: Pair
+) -> None:
+    pair = load_pair(*checkpoints("llama"), dtype="float32", compile=False)
+    if recorded:
+        pair.target.use(CudaGraphs())
+    else:
+        pair.compile()
+    prompts = [[5, 6, 7], list(range(1, 20)), [9]]
+    for version, tree in ((3, "chain"), (3, "dynamic:7"), (1, "chain")):
+        options = {"drafter": f"eagle:{write(tmp_path / str(version), version)}", "tree": tree}
+        for size in (1, 2):
+            both = [
+                one.generate_batch(prompts, batch_size=size, max_new_tokens=20, **options)
+                for one in (llama, pair)
+            ]
+            for plain, other in zip(*both):
+                assert other.tokens == plain.tokens
+                # the same is drafted, so what it is drafted from is the same
+                assert (other.drafted, other.target_passes) == (plain.drafted, plain.target_passes)
+    if not recorded:
+        states = States(None, (1, 2, 2))
+        assert isinstance(Session(pair.target, states=states).cache, GraphCache)
 
 
 @pytest.mark.parametrize(

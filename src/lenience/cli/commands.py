@@ -300,7 +300,7 @@ def _fit_drafter(run: Path, flags: FitFlags, json: bool) -> None:
     mined_with(run)  # raises where nothing is mined
     models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
     fitted = fit_drafter(models.load(long=True), run, plan)
-    print_drafter(fitted, plan.out)
+    print_drafter(plan.kind, fitted.metrics, plan.out)
     if json:
         _print_json({"drafter": f"{plan.kind}:{plan.out}", **fitted.metrics})
 

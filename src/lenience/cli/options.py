@@ -159,12 +159,13 @@ class FitFlags:
     gate: Flag = False
     """Fit a head that also says which tokens need no asking the target, used as --stop
     gate:RUN/gate@T (SPRINTER)."""
-    drafter: Literal["medusa", "blockwise"] | None = None
-    """Fit heads on the target's last state that draft, to its own answers in the run, used as
-    --drafter medusa:RUN/medusa: medusa, each with a vocabulary matrix of its own; or blockwise,
-    which share the target's."""
+    drafter: Literal["medusa", "blockwise", "eagle"] | None = None
+    """Fit a drafter to the target's own answers in the run, used as --drafter medusa:RUN/medusa:
+    medusa, heads on the target's last state, each with a vocabulary matrix of its own; blockwise,
+    heads that share the target's; eagle, a layer on the target's states (EAGLE-3)."""
     heads: int | None = None
-    """With --drafter: how many, each predicting a token further ahead; 4 by default."""
+    """With --drafter medusa or blockwise: how many, each predicting a token further ahead; 4 by
+    default."""
     tau: float | None = None
     """A token is acceptable to the gate where draft / target of its probabilities is at most this,
     1 by default."""
@@ -211,6 +212,8 @@ class FitFlags:
             if getattr(self, item.name) != getattr(usual, item.name):
                 flag = item.name.rstrip("_").replace("_", "-")
                 raise InputError(f"--{flag}: is of another head than --drafter's; leave it out")
+        if self.heads is not None and self.drafter == "eagle":
+            raise InputError("--heads: eagle has none; leave it out")
         if self.heads is not None and not 1 <= self.heads <= MOST_HEADS:
             raise InputError(f"--heads {self.heads}: must be from 1 to {MOST_HEADS}")
         return DrafterPlan(

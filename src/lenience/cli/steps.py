@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lenience.decoding.certified import Certificate
     from lenience.decoding.generation import Generation
     from lenience.decoding.pair import Pair
+    from lenience.drafting.eagle_model import EagleWeights
     from lenience.drafting.heads import DraftHeads
     from lenience.evaluation.compare import CompareConfig
     from lenience.evaluation.table import Frontier
@@ -64,7 +65,7 @@ def fit_run(pair: Pair, run: Path, plan: HeadPlan) -> Head:
         return fit_run(pair, run, plan, show)
 
 
-def fit_drafter(pair: Pair, run: Path, plan: DrafterPlan) -> DraftHeads:
+def fit_drafter(pair: Pair, run: Path, plan: DrafterPlan) -> DraftHeads | EagleWeights:
     from lenience.mining.drafters import fit_drafter
 
     with progress_bars() as show:

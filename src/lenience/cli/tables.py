@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from lenience.decoding.certified import Certificate
     from lenience.decoding.generation import Generation
     from lenience.decoding.pair import Pair
-    from lenience.drafting.heads import DraftHeads
     from lenience.evaluation.table import Frontier
     from lenience.heads.head import Head
 
@@ -288,16 +287,16 @@ def _print_judge(head: Head, folder: Path) -> None:
         )
 
 
-def print_drafter(heads: DraftHeads, folder: Path) -> None:
-    """What fitted heads come to on the samples held out, and how to use them."""
-    table = Table("head", "right", box=None)
-    for number, share in enumerate(heads.metrics["accuracy"], 1):
+def print_drafter(kind: str, metrics: Mapping[str, Any], folder: Path) -> None:
+    """What a fitted drafter comes to on the samples held out, and how to use it."""
+    table = Table("drafted token", "right", box=None)
+    for number, share in enumerate(metrics["accuracy"], 1):
         table.add_row(str(number), f"{share:.3f}")
     screen.print(table)
-    kept, held_out = heads.metrics["tokens_per_pass"], heads.metrics["held_out"]
+    kept, held_out = metrics["tokens_per_pass"], metrics["held_out"]
     say(
-        f"{kept:.2f} tokens per pass on {held_out} samples held out, strictly; use them as "
-        f"--drafter {heads.kind}:{folder}"
+        f"{kept:.2f} tokens per pass on {held_out} samples held out, strictly; use it as "
+        f"--drafter {kind}:{folder}"
     )
 
 

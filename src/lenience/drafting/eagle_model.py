@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from lenience.core.errors import InputError, first_line
-from lenience.core.files import digest_bytes
+from lenience.core.files import digest_bytes, replacing, write_json
 from lenience.models.lm import LM
 
 ABOUT = "eagle.json"
@@ -105,7 +105,36 @@ class EagleWeights:
         if self.is_first:
             return (None,)
         depth = target.model.config.get_text_config().num_hidden_layers
-        return self.features or (2, depth // 2, depth - 3)
+        return self.features or (min(2, depth), max(1, depth // 2), max(1, depth - 3))
+
+    def save(self, folder: Path) -> None:
+        """Write config.json and model.safetensors in the original layout, and eagle.json, which
+        says what it was fitted to; each whole or not at all."""
+        named = {
+            re.sub(r"^layers\.0\.", "midlayer.", name): part.detach().contiguous()
+            for name, part in self.tensors.items()
+        }
+        with replacing(folder / WEIGHTS[0]) as new:
+            save_file(named, new)
+        vocabulary = self.tensors["lm_head.weight"].shape[0]
+        config = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            **{name: getattr(self.config, name) for name in CONFIGURED if "rope" not in name},
+            "rope_theta": self.config.rope_parameters["rope_theta"],
+            "num_hidden_layers": 1,
+            "max_position_embeddings": self.config.max_position_embeddings,
+            "vocab_size": vocabulary,
+            "draft_vocab_size": vocabulary,
+        }
+        about = {
+            "fingerprint": self.fingerprint,
+            "fingerprints": dict(self.fingerprints),
+            "metrics": dict(self.metrics),
+            "prompts": self.prompts and list(self.prompts),
+        }
+        write_json(folder / "config.json", config)
+        write_json(folder / ABOUT, about)
 
     def check(self, target: LM, layers: tuple[int | None, ...]) -> None:
         """Raise InputError unless it can draft for a target from the states after some of its
@@ -160,7 +189,7 @@ class EagleDecoder(nn.Module):
         while f"fc_norm.{len(self.fc_norm)}.weight" in tensors:
             self.fc_norm.append(self._norm(tensors, f"fc_norm.{len(self.fc_norm)}"))
         if not self.is_first:
-            self.hidden_norm = self._norm(tensors, "layers.0.hidden_norm")
+            self.layers[0].hidden_norm = self._norm(tensors, "layers.0.hidden_norm")
         self.output_norm = self._norm(tensors, "norm") if weights.norm_output else None
 
     def _norm(self, tensors: Mapping[str, Tensor], name: str) -> LlamaRMSNorm:
@@ -187,7 +216,7 @@ class EagleDecoder(nn.Module):
         past_key_values: Any = None,
         **_options: Any,
     ) -> BaseModelOutputWithPast:
-        tokens = self.embed_tokens(input_ids).to(self.fc.weight.dtype)
+        tokens = self.embed_tokens(input_ids).detach().to(self.fc.weight.dtype)
         inputs = torch.zeros_like(tokens) if inputs is None else inputs
         if position_ids is None:
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -215,8 +244,8 @@ class EagleDecoder(nn.Module):
 
     def _fused(self, tokens: Tensor, inputs: Tensor, options: dict[str, Any]) -> Tensor:
         """EAGLE-3's first layer, whose attention reads tokens and inputs side by side."""
-        layer = cast(LlamaDecoderLayer, self.layers[0])
-        normed = self.hidden_norm(inputs)
+        layer: Any = self.layers[0]
+        normed = layer.hidden_norm(inputs)
         both = torch.cat([layer.input_layernorm(tokens), normed], -1)
         attended, _ = layer.self_attn(hidden_states=both, **options)
         state = (normed if self.norm_before_residual else inputs) + attended
@@ -318,11 +347,13 @@ def load_eagle(folder: str | Path) -> EagleWeights:
         raise InputError(
             f"eagle {folder}: there is no config.json with {' or '.join(WEIGHTS)} in it; {MEND}"
         )
-    return _load(path, found[0], found[0].stat().st_mtime_ns)
+    files = [path / name for name in ("config.json", ABOUT)]
+    changed = [file.stat().st_mtime_ns for file in (found[0], *files) if file.is_file()]
+    return _load(path, found[0], tuple(changed))
 
 
 @lru_cache(maxsize=2)
-def _load(path: Path, file: Path, changed: int) -> EagleWeights:
+def _load(path: Path, file: Path, changed: tuple[int, ...]) -> EagleWeights:
     try:
         about = json.loads((path / "config.json").read_text())
         ours = json.loads((path / ABOUT).read_text()) if (path / ABOUT).is_file() else {}

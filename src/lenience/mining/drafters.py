@@ -1,62 +1,63 @@
-"""Fitting a drafter's heads to what the target itself answered in a run: self-distillation, with no
-data but the journal (Medusa, Cai 2024, section 2.3.2)."""
+"""Fitting a drafter to what the target itself answered in a run: self-distillation, with no data
+but the journal (Medusa, Cai 2024, section 2.3.2)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from lenience.core.errors import InputError
-from lenience.core.files import digest, replacing
+from lenience.core.files import digest
 from lenience.core.progress import Progress, silent
 from lenience.decoding.pair import Pair
+from lenience.drafting.eagle_model import EagleWeights
 from lenience.drafting.heads import DraftHeads
+from lenience.mining.eagle import EagleFit
 from lenience.mining.features import check_models, journal_records
+from lenience.mining.training import Answer, Schedule, Training
 from lenience.models.lm import LM
 from lenience.models.session import Session
 from lenience.runs.record import MinedSample
 from lenience.runs.uses import prompt_digest
 
-Kind = Literal["medusa", "blockwise"]
+Kind = Literal["medusa", "blockwise", "eagle"]
 HELD_OUT = 0.1
 """The share of the samples that only measures."""
-BATCH, LEARNING_RATE, WEIGHT_DECAY = 512, 1e-3, 0.01
+EPOCHS = {"medusa": 30, "blockwise": 30, "eagle": 10}
+BATCH, LEARNING_RATE = 512, 1e-3
 FURTHER_WEIGHT = 0.8
 """What a head's loss weighs less than that of the head before (Medusa, section 2.2.1)."""
 NOT_THERE = -100
 """Stands for a token past the end of an answer."""
 LEAST = 10
 """How many answers there must be."""
-Answer = tuple[list[int], list[int]]
-"""The tokens of a prompt and those of the target's own answer."""
 
 
 @dataclass(frozen=True)
 class DrafterPlan:
-    """Which heads are fitted to a run's answers."""
+    """Which drafter is fitted to a run's answers."""
 
     kind: Kind
     out: Path
-    """The folder that they are saved in."""
+    """The folder that it is saved in."""
     heads: int = 4
-    epochs: int = 30
+    """How many; of medusa and blockwise."""
+    epochs: int | None = None
+    """By default those of EPOCHS."""
     seed: int = 0
 
 
 def fit_drafter(
     pair: Pair, run: Path, plan: DrafterPlan, progress: Progress = silent
-) -> DraftHeads:
-    """Read the target's states along its own answers, fit heads to the tokens that follow, and save
-    those that do best on samples held out; started again, it goes on after the last epoch. Raises
-    InputError where the run is of other models or has too few samples."""
+) -> DraftHeads | EagleWeights:
+    """Fit a drafter to the target's own answers, and save what does best on samples held out;
+    started again, it goes on after the last epoch. Raises InputError where the run is of other
+    models or has too few samples."""
     check_models(pair, run)
     answers = []
     for line, record in enumerate(journal_records(run), 1):
@@ -67,7 +68,7 @@ def fit_drafter(
 
 def fit_to_answers(
     pair: Pair, answers: Sequence[Answer], plan: DrafterPlan, progress: Progress = silent
-) -> DraftHeads:
+) -> DraftHeads | EagleWeights:
     """The same of any answers of the target's own."""
     pair.target.check_states()
     if len(answers) < LEAST:
@@ -75,21 +76,28 @@ def fit_to_answers(
             f"--drafter {plan.kind}: {len(answers)} answers to learn from, and {LEAST} are the "
             "least; mine more"
         )
-    parts = []
-    for n, (prompt, response) in enumerate(answers, 1):
-        parts.append(_states(pair.target, prompt, response, plan.heads))
-        progress("hidden states", n, len(answers))
-    of_plan = [plan.kind, plan.heads, plan.epochs, plan.seed]
+    num_held_out = max(1, round(HELD_OUT * len(answers)))
+    epochs = EPOCHS[plan.kind] if plan.epochs is None else plan.epochs
+    parts = answers[num_held_out:], answers[:num_held_out]
+    if plan.kind == "eagle":
+        fit: _HeadsFit | EagleFit = EagleFit(pair.target, *parts, plan.seed)
+        what = "fitting eagle"
+    else:
+        fit = _HeadsFit(pair.target, *parts, plan, progress)
+        what = f"fitting {plan.kind} heads"
+    of_plan = [plan.kind, plan.heads, epochs, plan.seed]
     made_of = digest([list(answers), of_plan, pair.target.fingerprint])
-    training = _Training(pair.target, plan, made_of)
-    held_out = max(1, round(HELD_OUT * len(parts)))
-    heads, metrics = training.fit(parts[held_out:], parts[:held_out], progress)
+    schedule = Schedule(epochs, fit.rate)
+    training = Training(fit.weights, plan.out / "training.safetensors", made_of, schedule)
+    training.run(lambda number: fit.epoch(number, training.step), fit.measure, what, progress)
+    fitted, metrics = fit.result()
+    about = {"samples": len(answers), "held_out": num_held_out, **metrics}
     fitted_to = {name: pair.fingerprints[name] for name in ("target", "tokenizer")}
     prompts = tuple(dict.fromkeys(prompt_digest(prompt) for prompt, _ in answers))
-    heads = replace(heads, fingerprints=fitted_to, metrics=metrics, prompts=prompts)
-    heads.save(plan.out)
-    training.path.unlink(missing_ok=True)
-    return heads
+    fitted = replace(fitted, fingerprints=fitted_to, metrics=about, prompts=prompts)
+    fitted.save(plan.out)
+    training.forget()
+    return fitted
 
 
 Part = tuple[Tensor, Tensor]
@@ -130,100 +138,55 @@ def first_heads(target: LM, plan: DrafterPlan) -> DraftHeads:
     return DraftHeads("blockwise", blocks, None, {}, {})
 
 
-class _Training:
-    """A fit that can be gone on with."""
+class _HeadsFit:
+    """Heads that are fitted to the target's states, which are read once."""
 
-    def __init__(self, target: LM, plan: DrafterPlan, made_of: str):
-        self.plan, self.made_of = plan, made_of
+    rate = LEARNING_RATE
+
+    def __init__(
+        self,
+        target: LM,
+        answers: Sequence[Answer],
+        held_out: Sequence[Answer],
+        plan: DrafterPlan,
+        progress: Progress,
+    ):
+        self.plan = plan
         self.matrix = target.output_matrix.detach().float().cpu()
-        self.path = plan.out / "training.safetensors"
         self.heads = first_heads(target, plan)
         self.weights = self.heads.tensors()
-        for weight in self.weights.values():
-            weight.requires_grad_(True)
-        self.best = {name: weight.detach().clone() for name, weight in self.weights.items()}
-        self.optimizer = torch.optim.AdamW(
-            self.weights.values(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY
-        )
-        self.done, self.best_kept = 0, 0.0
+        parts = []
+        whole = [*held_out, *answers]
+        for n, (prompt, answer) in enumerate(whole, 1):
+            parts.append(_states(target, prompt, answer, plan.heads))
+            progress("hidden states", n, len(whole))
+        self.held_out = parts[: len(held_out)]
+        self.x, self.y = (torch.cat(states) for states in zip(*parts[len(held_out) :]))
 
-    def fit(
-        self, parts: Sequence[Part], held_out: Sequence[Part], progress: Progress
-    ) -> tuple[DraftHeads, dict[str, object]]:
-        """Train on samples; of all epochs the one is taken after which most tokens are kept on
-        those held out."""
-        self._resume()
-        x, y = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
-        while self.done < self.plan.epochs:
-            progress(f"fitting {self.plan.kind} heads", self.done, self.plan.epochs)
-            self._epoch(x, y)
-            self.done += 1
-            kept = tokens_per_pass(self.heads, self.matrix, held_out)
-            if kept > self.best_kept:
-                self.best_kept = kept
-                self.best = {n: weight.detach().clone() for n, weight in self.weights.items()}
-            self._save()
-        progress(f"fitting {self.plan.kind} heads", self.plan.epochs, self.plan.epochs)
-        with torch.no_grad():
-            for name, weight in self.weights.items():
-                weight.copy_(self.best[name]).requires_grad_(False)
+    def epoch(self, number: int, step: Callable[[Tensor], None]) -> None:
+        generator = torch.Generator().manual_seed(self.plan.seed + 1000 * number)
+        for rows in torch.randperm(len(self.x), generator=generator).split(BATCH):
+            logits = self.heads.logits(self.x[rows], self.matrix)  # [m, n, V]
+            loss = torch.zeros(())
+            for i in range(self.plan.heads):
+                cross = torch.nn.functional.cross_entropy(
+                    logits[:, i], self.y[rows, i], ignore_index=NOT_THERE
+                )
+                loss = loss + FURTHER_WEIGHT**i * cross.nan_to_num()
+            step(loss)
+
+    def measure(self) -> float:
+        return tokens_per_pass(self.heads, self.matrix, self.held_out)
+
+    def result(self) -> tuple[DraftHeads, dict[str, object]]:
+        """The heads as they are kept, and what they come to."""
         cpu = torch.device("cpu")
         half = self.heads.to(cpu, torch.float16)
         as_read = half.to(cpu, torch.float32)
         return half, {
-            "samples": len(parts) + len(held_out),
-            "held_out": len(held_out),
-            "tokens_per_pass": tokens_per_pass(as_read, self.matrix, held_out),
-            "accuracy": accuracies(as_read, self.matrix, held_out),
+            "tokens_per_pass": tokens_per_pass(as_read, self.matrix, self.held_out),
+            "accuracy": accuracies(as_read, self.matrix, self.held_out),
         }
-
-    def _epoch(self, x: Tensor, y: Tensor) -> None:
-        rate = LEARNING_RATE * 0.5 * (1 + np.cos(np.pi * self.done / self.plan.epochs))
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        generator = torch.Generator().manual_seed(self.plan.seed + 1000 * self.done)
-        for rows in torch.randperm(len(x), generator=generator).split(BATCH):
-            logits = self.heads.logits(x[rows], self.matrix)  # [m, n, V]
-            loss = torch.zeros(())
-            for i in range(self.plan.heads):
-                cross = torch.nn.functional.cross_entropy(
-                    logits[:, i], y[rows, i], ignore_index=NOT_THERE
-                )
-                loss = loss + FURTHER_WEIGHT**i * cross.nan_to_num()
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
-
-    def _save(self) -> None:
-        """Keep the epochs that are done."""
-        tensors: dict[str, Tensor] = {}
-        for name, weight in self.weights.items():
-            state = self.optimizer.state[weight]
-            tensors |= {f"now.{name}": weight.detach(), f"best.{name}": self.best[name]}
-            tensors |= {f"{key}.{name}": state[key] for key in ("exp_avg", "exp_avg_sq", "step")}
-        about = {"of": self.made_of, "done": str(self.done), "best": repr(self.best_kept)}
-        with replacing(self.path) as new:
-            save_file({name: part.contiguous() for name, part in tensors.items()}, new, about)
-
-    def _resume(self) -> None:
-        """Take up the epochs that are done, where they are of the same fit."""
-        try:
-            with safe_open(self.path, "pt") as file:
-                about = file.metadata() or {}
-                if about.get("of") != self.made_of:
-                    return
-                names = list(file.keys())  # it is no dict
-                saved = {name: file.get_tensor(name) for name in names}
-        except (OSError, SafetensorError):
-            return
-        self.done, self.best_kept = int(about["done"]), float(about["best"])
-        with torch.no_grad():
-            for name, weight in self.weights.items():
-                weight.copy_(saved[f"now.{name}"])
-                self.best[name] = saved[f"best.{name}"]
-                self.optimizer.state[weight] = {
-                    key: saved[f"{key}.{name}"] for key in ("exp_avg", "exp_avg_sq", "step")
-                }
 
 
 @torch.no_grad()

@@ -1,0 +1,169 @@
+"""Fitting EAGLE-3's model to a target's own answers (Li 2025, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig
+
+from lenience.drafting.eagle_model import EagleModel, EagleWeights
+from lenience.mining.training import Answer
+from lenience.models.lm import LM, States
+from lenience.models.session import Session
+
+BATCH, STEPS, FURTHER_WEIGHT = 8, 5, 0.8
+"""How many answers are learned from together; how many tokens one after the other are learned, as
+drafting goes on from the model's own states; and what a further one's loss weighs less."""
+LEARNING_RATE, WIDTH = 1e-3, 320
+"""The first epoch's rate of a model of this width; a wider one has less in proportion."""
+INITIAL = 0.02
+"""The standard deviation of the first weights."""
+NOT_ASKED = -100
+"""Stands for a token that is not learned: the prompt's, and what is past an answer's end."""
+
+
+class EagleFit:
+    """A model of one layer that learns to draft what the target answers. The target's features are
+    read again in each epoch, as all of them would take much memory."""
+
+    def __init__(
+        self, target: LM, answers: Sequence[Answer], held_out: Sequence[Answer], seed: int
+    ):
+        self.target, self.held_out, self.seed = target, held_out, seed
+        self.answers = sorted(answers, key=lambda answer: len(answer[0]) + len(answer[1]))
+        self.fitted = first_weights(target, seed)
+        self.model = EagleModel(self.fitted, target)
+        self.states = States(None, self.fitted.layers_of(target))
+        self.rate = LEARNING_RATE * min(1.0, WIDTH / target.hidden_size)
+        named = dict(self.model.named_parameters())
+        self.weights: dict[str, Tensor] = {
+            name: named[name] if name in named else named[f"model.{name}"]
+            for name in self.fitted.tensors
+        }
+
+    def epoch(self, number: int, step: Callable[[Tensor], None]) -> None:
+        generator = torch.Generator().manual_seed(self.seed + 1000 * number)
+        starts = range(0, len(self.answers), BATCH)  # answers of like length stand together
+        for i in torch.randperm(len(starts), generator=generator).tolist():
+            batch = self.answers[starts[i] : starts[i] + BATCH]
+            loss = torch.zeros((), device=self.target.device)
+            for k, (logits, wanted) in enumerate(self._steps(batch)):
+                cross = torch.nn.functional.cross_entropy(
+                    logits[:, k:].flatten(0, 1), wanted[:, k:].flatten(), ignore_index=NOT_ASKED
+                )
+                loss = loss + FURTHER_WEIGHT**k * cross.nan_to_num()
+            step(loss)
+
+    def measure(self) -> float:
+        return self._measured()[0]
+
+    def result(self) -> tuple[EagleWeights, dict[str, object]]:
+        """The model as it is kept, and what it comes to."""
+        half = {name: part.half().cpu() for name, part in self.fitted.tensors.items()}
+        with torch.no_grad():
+            for name, part in self.weights.items():
+                part.copy_(half[name])
+        kept, accuracy = self._measured()
+        return replace(self.fitted, tensors=half), {"tokens_per_pass": kept, "accuracy": accuracy}
+
+    @torch.no_grad()
+    def _measured(self) -> tuple[float, list[float]]:
+        """How many tokens a pass keeps by the strict rule, the target's own included, and which
+        share of the first, the second … drafted token is right."""
+        kept, right_at, places = 0.0, torch.zeros(STEPS), torch.zeros(STEPS)
+        for i in range(0, len(self.held_out), BATCH):
+            chain = torch.ones(())
+            for k, (logits, wanted) in enumerate(self._steps(self.held_out[i : i + BATCH])):
+                asked = (wanted != NOT_ASKED)[:, k:]
+                right = (logits.argmax(-1) == wanted)[:, k:] & asked
+                right_at[k] += right.sum().cpu()
+                places[k] += asked.sum().cpu()
+                # what is drafted k places behind goes on with what is right so far
+                chain = right if k == 0 else chain[:, : right.shape[1]] & right
+                kept += float(chain.sum())
+        return 1 + kept / float(places[0]), (right_at / places).tolist()
+
+    def _steps(self, batch: Sequence[Answer]) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each token that is drafted after a text: logits [B, T, V] and the tokens that they
+        are to predict [B, T], both of the texts that end with each token. As in decoding, the first
+        is drafted with the target's features, and the others with the states that the model made of
+        those before (training-time test)."""
+        tokens, features, wanted = self._read(batch)
+        t = tokens.shape[1]
+        places = torch.arange(t, device=tokens.device)
+        before = places[None] - places[:, None]  # [T, T]
+        cache, masks = DynamicCache(config=self.fitted.config), list[Tensor]()
+        inputs = self.model.model.combine(features)
+        for k in range(STEPS):
+            masks = [before <= -k, *(before == j - k for j in range(1, k + 1))]
+            state = self.model.model(
+                tokens,
+                inputs,
+                position_ids=places[None],
+                attention_mask=torch.cat(masks, 1)[None, None].expand(len(tokens), 1, -1, -1),
+                past_key_values=cache,
+            ).last_hidden_state
+            yield self.model.logits(state), wanted
+            inputs = torch.nn.functional.pad(state, (0, 0, 1, 0))[:, :-1]
+
+    def _read(self, batch: Sequence[Answer]) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [B, T], the target's features [B, T, F] of the token before each, and the token
+        after each [B, T]."""
+        sequences = [prompt + answer for prompt, answer in batch]
+        longest = max(map(len, sequences))
+        session = Session(self.target, len(batch), longest, states=self.states)
+        session.read(sequences)
+        device, t = self.target.device, longest - 2
+        tokens = torch.zeros(len(batch), t, dtype=torch.long, device=device)
+        wanted = torch.full((len(batch), t), NOT_ASKED, device=device)
+        features = torch.zeros(len(batch), t, self.fitted.feature_size, device=device)
+        for b, (sequence, (prompt, _)) in enumerate(zip(sequences, batch)):
+            n, whole = len(sequence) - 2, torch.tensor(sequence, device=device)
+            tokens[b, :n] = whole[1:-1]
+            wanted[b, len(prompt) - 2 : n] = whole[len(prompt) :]
+            features[b, :n] = session.features(b, sequence, 0)[:n].clone()
+        return tokens, features, wanted
+
+
+def first_weights(target: LM, seed: int) -> EagleWeights:
+    """Random weights for a model of one layer as wide as the target, but for the head, which is the
+    target's at first; its vocabulary is the whole of the target's."""
+    generator = torch.Generator().manual_seed(seed)
+    said = target.model.config.get_text_config()
+    size, heads = target.hidden_size, said.num_attention_heads
+    per_head = size // heads
+    key_values = getattr(said, "num_key_value_heads", None) or heads
+    inner = getattr(said, "intermediate_size", None) or 4 * size
+    shapes = {
+        "fc": (size, 3 * size),
+        "layers.0.self_attn.q_proj": (heads * per_head, 2 * size),
+        "layers.0.self_attn.k_proj": (key_values * per_head, 2 * size),
+        "layers.0.self_attn.v_proj": (key_values * per_head, 2 * size),
+        "layers.0.self_attn.o_proj": (size, heads * per_head),
+        "layers.0.mlp.gate_proj": (inner, size),
+        "layers.0.mlp.up_proj": (inner, size),
+        "layers.0.mlp.down_proj": (size, inner),
+    }
+    weights = {
+        f"{name}.weight": torch.randn(*shape, generator=generator) * INITIAL
+        for name, shape in shapes.items()
+    }
+    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    for name in ("norm", *(f"layers.0.{norm}" for norm in norms)):
+        weights[f"{name}.weight"] = torch.ones(size)
+    weights["lm_head.weight"] = target.output_matrix.detach().float().cpu().clone()
+    config = LlamaConfig(
+        hidden_size=size,
+        intermediate_size=inner,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=key_values,
+        head_dim=per_head,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=target.context_length or 1 << 20,
+    )
+    weights = {name: part.to(target.device) for name, part in weights.items()}
+    return EagleWeights("", config, weights, features=None)

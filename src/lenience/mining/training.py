@@ -1,0 +1,111 @@
+"""Training that goes on where it was stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lenience.core.files import replacing
+from lenience.core.progress import Progress
+
+WEIGHT_DECAY, LARGEST_GRADIENT = 0.01, 0.5
+Answer = tuple[list[int], list[int]]
+"""The tokens of a prompt and those of the target's own answer."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long training goes on, and how fast."""
+
+    epochs: int
+    rate: float
+    """The first epoch's; it falls to 0 by a cosine."""
+
+
+class Training:
+    """Trains weights epoch by epoch, kept in a file after each; of all epochs the weights are taken
+    after which a measure is highest."""
+
+    def __init__(self, weights: Mapping[str, Tensor], path: Path, made_of: str, plan: Schedule):
+        """`made_of` identifies the models, the data and the settings: what is kept of another
+        training is not gone on with."""
+        self.weights, self.path, self.made_of, self.plan = weights, path, made_of, plan
+        for weight in weights.values():
+            weight.requires_grad_(True)
+        self.best = {name: weight.detach().clone() for name, weight in weights.items()}
+        self.optimizer = torch.optim.AdamW(
+            weights.values(), lr=plan.rate, weight_decay=WEIGHT_DECAY
+        )
+        self.done, self.best_measure = 0, 0.0
+
+    def run(
+        self,
+        epoch: Callable[[int], None],
+        measure: Callable[[], float],
+        what: str,
+        progress: Progress,
+    ) -> None:
+        """Train to the end by `epoch`, which is given the epoch's number and calls `step`."""
+        self._resume()
+        while self.done < self.plan.epochs:
+            progress(what, self.done, self.plan.epochs)
+            rate = self.plan.rate * 0.5 * (1 + np.cos(np.pi * self.done / self.plan.epochs))
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            epoch(self.done)
+            self.done += 1
+            if (found := measure()) > self.best_measure:
+                self.best_measure = found
+                self.best = {name: part.detach().clone() for name, part in self.weights.items()}
+            self._save()
+        progress(what, self.plan.epochs, self.plan.epochs)
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                weight.copy_(self.best[name]).requires_grad_(False)
+
+    def step(self, loss: Tensor) -> None:
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.weights.values(), LARGEST_GRADIENT)
+        self.optimizer.step()
+
+    def forget(self) -> None:
+        """Delete what is kept of the epochs."""
+        self.path.unlink(missing_ok=True)
+
+    def _save(self) -> None:
+        tensors: dict[str, Tensor] = {}
+        for name, weight in self.weights.items():
+            state = self.optimizer.state[weight]
+            tensors |= {f"now.{name}": weight.detach(), f"best.{name}": self.best[name]}
+            tensors |= {f"{key}.{name}": state[key] for key in ("exp_avg", "exp_avg_sq", "step")}
+        about = {"of": self.made_of, "done": str(self.done), "best": repr(self.best_measure)}
+        with replacing(self.path) as new:
+            save_file({name: part.contiguous() for name, part in tensors.items()}, new, about)
+
+    def _resume(self) -> None:
+        """Take up the epochs that are done, where they are of the same training."""
+        try:
+            with safe_open(self.path, "pt") as file:
+                about = file.metadata() or {}
+                if about.get("of") != self.made_of:
+                    return
+                names = list(file.keys())  # it is no dict
+                saved = {name: file.get_tensor(name) for name in names}
+        except (OSError, SafetensorError):
+            return
+        self.done, self.best_measure = int(about["done"]), float(about["best"])
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                weight.copy_(saved[f"now.{name}"])
+                self.best[name] = saved[f"best.{name}"]
+                self.optimizer.state[weight] = {
+                    key: saved[f"{key}.{name}"] for key in ("exp_avg", "exp_avg_sq", "step")
+                }
