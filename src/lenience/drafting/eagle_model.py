@@ -121,7 +121,7 @@ class EagleWeights:
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
             **{name: getattr(self.config, name) for name in CONFIGURED if "rope" not in name},
-            "rope_theta": self.config.rope_parameters["rope_theta"],
+            "rope_theta": cast(Any, self.config).rope_parameters["rope_theta"],
             "num_hidden_layers": 1,
             "max_position_embeddings": self.config.max_position_embeddings,
             "vocab_size": vocabulary,
