@@ -27,6 +27,8 @@ class Row:
     """All tokens so far, the prompt's included."""
     position: int = 0
     """How many new tokens there are so far."""
+    ahead: int = 0
+    """How many of the last tokens are drafted ones, which another drafter goes on from."""
     last: Step | None = None
     """What its last cycle kept."""
     state: Tensor | None = None

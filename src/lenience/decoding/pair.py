@@ -261,6 +261,10 @@ class Pair:
                 f"{what}: reads the draft model's distributions or states, and drafter {drafter} "
                 "has none; take --drafter model"
             )
+        if not drafter.takes_stops and not isinstance(stop, Fixed):
+            raise InputError(
+                f"stop {stop}: ends windows of one drafter; leave it out, or join none"
+            )
         if setup.branches:
             self._check_tree(setup, drafter)
 

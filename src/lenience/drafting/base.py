@@ -49,6 +49,10 @@ class DrafterSpec:
     """Whether it has hidden states, and a stop condition can ask about each token."""
     grows_trees: ClassVar[bool] = False
     """Whether it can propose trees."""
+    drafts_by_model: ClassVar[bool] = False
+    """Whether one model drafts, so that another drafter can draft for it."""
+    takes_stops: ClassVar[bool] = True
+    """Whether a stop condition can end its windows."""
     branches: ClassVar[bool] = False
     """Whether what it proposes may be a tree though chains are asked for."""
     reads_last: ClassVar[bool] = False

@@ -92,16 +92,18 @@ class _Lookup(Drafter, Generic[T]):
     def new_index(self) -> T:
         raise NotImplementedError
 
-    def look_up(self, index: T, tokens: list[int], limit: int) -> Grown:
-        """What may follow a text, at most `limit` tokens one after the other."""
+    def look_up(self, index: T, tokens: list[int], ahead: int, limit: int) -> Grown:
+        """What may follow a text, whose last tokens `ahead` are not in the index, at most `limit`
+        tokens one after the other."""
         raise NotImplementedError
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         grown = []
         for b, (row, left) in enumerate(zip(ctx.rows, room)):
             limit = max(0, min(self.stop.max_tokens(row, ctx.window), left - 1))
-            known = self._up_to_date(b, row.prefix)
-            grown.append(self.look_up(known.index, known.tokens, limit) if limit else Grown())
+            index = self._up_to_date(b, row.prefix[: len(row.prefix) - row.ahead])
+            found = self.look_up(index, row.prefix, row.ahead, limit) if limit else Grown()
+            grown.append(found)
         return as_draft(grown, self.target.device, trees=self.proposes_trees)
 
     proposes_trees = False
@@ -110,14 +112,14 @@ class _Lookup(Drafter, Generic[T]):
         if source in self._rows:
             self._rows[to] = self._rows.pop(source)
 
-    def _up_to_date(self, row: int, prefix: list[int]) -> _Known[T]:
+    def _up_to_date(self, row: int, prefix: list[int]) -> T:
         known = self._rows.get(row)
         if known is None or prefix[: len(known.tokens)] != known.tokens:
             known = self._rows[row] = _Known(self.new_index())
         for token in prefix[len(known.tokens) :]:
             known.index.add(token)
             known.tokens.append(token)
-        return known
+        return known.index
 
     def _to_eos(self, tokens: list[int]) -> list[int]:
         ends = (i for i, token in enumerate(tokens, 1) if token in self.target.eos_ids)
@@ -150,7 +152,7 @@ class _NgramDrafter(_Lookup[_Ngrams]):
     def new_index(self) -> _Ngrams:
         return _Ngrams(self.spec.max, self.spec.oldest)
 
-    def look_up(self, index: _Ngrams, tokens: list[int], limit: int) -> Grown:
+    def look_up(self, index: _Ngrams, tokens: list[int], ahead: int, limit: int) -> Grown:
         for n in range(min(self.spec.max, len(tokens)), 0, -1):
             if (end := index.ends.get(tuple(tokens[-n:]))) is not None:
                 found = self._to_eos(tokens[end : end + limit])
@@ -169,10 +171,10 @@ class _SuffixDrafter(_Lookup[Suffixes]):
     def new_index(self) -> Suffixes:
         return Suffixes()
 
-    def look_up(self, index: Suffixes, tokens: list[int], limit: int) -> Grown:
+    def look_up(self, index: Suffixes, tokens: list[int], ahead: int, limit: int) -> Grown:
         best, worth = Grown(), 0.0
         limit = min(limit, self.depth or limit)
-        for state, length in index.matches():  # the longest first
+        for state, length in index.matches(tokens[len(tokens) - ahead :]):  # the longest first
             most = min(limit, int(self.spec.factor * min(length, self.spec.depth)))
             grown, sum_of = self._likeliest(index, state, most)
             if sum_of > worth:

@@ -1,4 +1,4 @@
-"""Drafting trees with an independent model."""
+"""Drafting chains or trees with a model of the same vocabulary."""
 
 from __future__ import annotations
 
@@ -11,10 +11,22 @@ from torch import Tensor
 from lenience.core.context import Context
 from lenience.core.protocols import Drafter
 from lenience.core.types import Draft
-from lenience.drafting.draft_model import most_drafted, wide_as_target
+from lenience.drafting.base import DrafterSetup
+from lenience.drafting.draft_model import ModelDrafter, most_drafted, wide_as_target
 from lenience.drafting.trees import Grown, Level, Tree, as_draft
 from lenience.models.lm import LM
-from lenience.models.session import Session
+from lenience.models.session import Session, tree_cache
+
+
+def model_drafter(lm: LM, setup: DrafterSetup) -> Drafter:
+    """What drafts chains or trees with a model of the same vocabulary."""
+    capacity = min(setup.capacity, lm.context_length or setup.capacity)
+    trees = not setup.tree.is_chain
+    cache = tree_cache(lm, setup.rows, capacity) if trees else None
+    session = Session(lm, setup.rows, capacity, cache, setup.profile)
+    if trees:
+        return TreeDrafter(session, setup.target, setup.tree)
+    return ModelDrafter(session, setup.target, setup.keep_states, setup.stop)
 
 
 class TreeDrafter(Drafter):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -13,14 +14,14 @@ from lenience.core.errors import InputError
 from lenience.core.protocols import Drafter
 from lenience.core.types import Draft
 from lenience.drafting.base import DrafterSetup, DrafterSpec
-from lenience.drafting.draft_model import ModelDrafter
+from lenience.drafting.cascade import Horizontal, Vertical
 from lenience.drafting.eagle import Eagle
 from lenience.drafting.heads import Blockwise, Medusa
 from lenience.drafting.lookup import Ngram, Suffix
 from lenience.drafting.merged import Merged
-from lenience.drafting.model_tree import TreeDrafter
+from lenience.drafting.model_tree import model_drafter
+from lenience.drafting.self_draft import Exit, Skip
 from lenience.models.lm import LM
-from lenience.models.session import Session, tree_cache
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class DraftModel(DrafterSpec):
     certain = False
     has_states = True
     grows_trees = True
+    drafts_by_model = True
     grid = ("model",)
 
     def models(self, setup: DrafterSetup) -> list[LM]:
@@ -39,13 +41,7 @@ class DraftModel(DrafterSpec):
 
     def build(self, setup: DrafterSetup) -> Drafter:
         assert setup.draft is not None
-        capacity = min(setup.capacity, setup.draft.context_length or setup.capacity)
-        trees = not setup.tree.is_chain
-        cache = tree_cache(setup.draft, setup.rows, capacity) if trees else None
-        session = Session(setup.draft, setup.rows, capacity, cache, setup.profile)
-        if trees:
-            return TreeDrafter(session, setup.target, setup.tree)
-        return ModelDrafter(session, setup.target, setup.keep_states, setup.stop)
+        return model_drafter(setup.draft, setup)
 
 
 class NoDrafter(Drafter):
@@ -60,20 +56,45 @@ class NoDrafter(Drafter):
         return Draft(tokens, torch.zeros(rows, dtype=torch.long, device=self.device))
 
 
+T = TypeVar("T")
+
 DRAFTERS: dict[str, type[DrafterSpec]] = {
-    drafter.name: drafter for drafter in (DraftModel, Ngram, Suffix, Medusa, Blockwise, Eagle)
+    drafter.name: drafter
+    for drafter in (DraftModel, Ngram, Suffix, Medusa, Blockwise, Eagle, Exit, Skip)
 }
 """A drafter is added here, and is then known to specs, certificates and the property tests."""
 
 
 def parse_drafter(drafter: str | DrafterSpec) -> DrafterSpec:
-    """A drafter from its spec, such as "model", or several as one, such as "ngram|model"; a
-    DrafterSpec is returned as it is. Raises InputError that names what is wrong with the spec."""
-    parts = spec.split(drafter, "|") if isinstance(drafter, str) else [drafter]
-    parsed = [spec.parse(part, "drafter", "drafter", DRAFTERS, DrafterSpec) for part in parts]
-    if len(parsed) == 1:
-        return parsed[0]
+    """A drafter from its spec, such as "model", or several as one, such as "ngram|model",
+    "ngram>model" or "model:4+ngram", where "|" binds least and "+" most; a DrafterSpec is returned
+    as it is. Raises InputError that names what is wrong with the spec."""
+    if not isinstance(drafter, str):
+        return spec.parse(drafter, "drafter", "drafter", DRAFTERS, DrafterSpec)
     try:
-        return Merged(tuple(parsed))
+        merged = [_vertical(part) for part in spec.split(drafter, "|")]
+        return merged[0] if len(merged) == 1 else Merged(tuple(merged))
     except InputError as error:
         raise InputError(f"drafter {drafter!r}: {error}") from None
+
+
+def _vertical(text: str) -> DrafterSpec:
+    *firsts, last = [_horizontal(part) for part in spec.split(text, ">")]
+    return Vertical(_only(firsts, ">"), last) if firsts else last
+
+
+def _horizontal(text: str) -> DrafterSpec:
+    *firsts, last = spec.split(text, "+")
+    then = spec.parse_term(last, "drafter", DRAFTERS)
+    if not firsts:
+        return then
+    name, *count = _only(firsts, "+").rsplit(":", 1)
+    if not count or not count[0].isdigit():
+        raise InputError(f"{firsts[0]}+: how many tokens come from it? Write {firsts[0]}:4+{then}")
+    return Horizontal(spec.parse_term(name, "drafter", DRAFTERS), int(count[0]), then)
+
+
+def _only(parts: list[T], mark: str) -> T:
+    if len(parts) > 1:
+        raise InputError(f"{mark} joins two drafters; leave the others out")
+    return parts[0]

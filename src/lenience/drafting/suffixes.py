@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 
 class Suffixes:
@@ -51,13 +51,23 @@ class Suffixes:
         self._count.append(count)
         return len(self._next) - 1
 
-    def matches(self) -> Iterator[tuple[int, int]]:
-        """The states of the text's ends that stood in it before, and how long these are, the
-        longest first; the empty one is none."""
-        at = self._link[self._last]
+    def matches(self, ahead: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
+        """The states of those ends of the text, followed by the tokens `ahead`, that stood in it
+        before, and how long these are, the longest first; the empty one is none."""
+        at, length = (self._last, self._length[self._last]) if ahead else self._shorter(self._last)
+        for token in ahead:
+            while at > 0 and token not in self._next[at]:
+                at, length = self._shorter(at)
+            if token in self._next[at]:
+                at, length = self._next[at][token], length + 1
         while at > 0:
-            yield at, self._length[at]
-            at = self._link[at]
+            yield at, length
+            at, length = self._shorter(at)
+
+    def _shorter(self, at: int) -> tuple[int, int]:
+        """The state of the longest end of a state's text that has another, and its length."""
+        link = max(self._link[at], 0)
+        return link, self._length[link]
 
     def followers(self, state: int) -> list[tuple[int, float, int]]:
         """What followed a state's text: each token, its share of what did, and the state after

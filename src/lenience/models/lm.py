@@ -205,13 +205,21 @@ class LM:
             model.to(torch.device(device))  # type: ignore[arg-type]
         return cls(model, tokenizer, name or source, role)
 
+    @property
+    def num_layers(self) -> int:
+        return int(self.model.config.get_text_config().num_hidden_layers)
+
+    def blocks(self, model: torch.nn.Module | None = None) -> torch.nn.ModuleList:
+        """The model's layers, or those of another `model` of the same kind; empty where they cannot
+        be told."""
+        parts = (model or self.model).modules()
+        lists = [part for part in parts if isinstance(part, torch.nn.ModuleList)]
+        return next((part for part in lists if len(part) == self.num_layers), torch.nn.ModuleList())
+
     def block(self, layer: int, model: torch.nn.Module | None = None) -> torch.nn.Module:
         """One of the model's layers, 1 the first and -1 the last, or that of another `model` of the
         same kind. Raises InputError where there is none."""
-        depth = self.model.config.get_text_config().num_hidden_layers
-        parts = (model or self.model).modules()
-        lists = [part for part in parts if isinstance(part, torch.nn.ModuleList)]
-        blocks = next((part for part in lists if len(part) == depth), torch.nn.ModuleList())
+        blocks = self.blocks(model)
         if not 1 <= abs(layer) <= len(blocks):
             has = f"{self.role} {self.name!r} has {len(blocks)}, 1 the first and -1 the last"
             raise InputError(f"layer {layer}: {has}")

@@ -1,0 +1,227 @@
+"""Drafters that draft for one another: one verifies what another proposes, or goes on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from lenience.core.context import Context, Row
+from lenience.core.errors import InputError
+from lenience.core.protocols import Drafter, Fitted
+from lenience.core.types import Draft, Reading, Verdict
+from lenience.drafting.base import DrafterSetup, DrafterSpec
+from lenience.drafting.draft_model import most_drafted, wide_as_target
+from lenience.drafting.stops import Fixed
+from lenience.drafting.trees import Chain, Grown, as_draft
+from lenience.models.lm import LM
+from lenience.models.session import Session
+
+
+@dataclass(frozen=True)
+class Vertical(DrafterSpec):
+    """`a>b`: what b drafts, for which a drafts in turn, so that b takes fewer passes; the windows
+    are those of b alone (cascade speculative drafting, Chen 2023, section 3.1)."""
+
+    first: DrafterSpec
+    then: DrafterSpec
+    name = "vertical"
+    certain = False
+    takes_stops = False
+
+    def __post_init__(self) -> None:
+        if not self.then.drafts_by_model:
+            raise InputError(f"{self}: {self.then} has no passes to save; join others")
+        if self.first.branches or self.first.fitted or self.first.needs_draft:
+            raise InputError(
+                f"{self}: {self.first} cannot draft for another drafter; take ngram, suffix, exit "
+                "or skip"
+            )
+
+    @cached_property
+    def needs_draft(self) -> bool:  # type: ignore[override]
+        return self.then.needs_draft
+
+    def check(self, target: LM, fingerprints: Callable[[], Mapping[str, str]]) -> None:
+        self.then.check(target, fingerprints)
+
+    def models(self, setup: DrafterSetup) -> list[LM]:
+        (lm,) = self.then.models(setup)
+        return [lm, *self.first.models(replace(setup, target=lm))]
+
+    def build(self, setup: DrafterSetup) -> Drafter:
+        (lm,) = self.then.models(setup)
+        self.first.check(lm, dict)
+        capacity = min(setup.capacity, lm.context_length or setup.capacity)
+        session = Session(lm, setup.rows, capacity, profile=setup.profile)
+        inner = replace(setup, target=lm, draft=None, stop=Fixed(), tree=Chain(), session=session)
+        return _VerticalDrafter(self.first.build(inner), session, setup)
+
+    def __str__(self) -> str:
+        return f"{self.first}>{self.then}"
+
+
+class _VerticalDrafter(Drafter):
+    def __init__(self, drafter: Drafter, session: Session, setup: DrafterSetup):
+        self.drafter, self.session = drafter, session
+        self.target = setup.target
+
+    def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
+        limits = most_drafted(self.session, self.target, ctx, room)
+        rows = [Row(row.noise, list(row.prefix), row.position) for row in ctx.rows]
+        inner = replace(ctx, rows=rows)
+        drafted = [list[int]() for _ in rows]
+        logits = [list[Tensor]() for _ in rows]
+        passes, read = 0, [0] * len(rows)
+        while any(left := [n - len(tokens) for n, tokens in zip(limits, drafted)]):
+            draft = self.drafter.propose(inner, left)  # of which one is this drafter's own
+            prefixes = [row.prefix for row in rows]
+            reading = self.session.read(prefixes, draft.width + 1, device_tokens=draft.tokens)
+            passes += 1 + draft.passes
+            read = [a + b for a, b in zip(read, reading.tokens_read)]
+            given = inner.process(wide_as_target(reading.logits, self.target), draft.tokens)
+            own = inner.draw(given).tolist()  # [B, W + 1]
+            windows = zip(rows, draft.tokens.tolist(), draft.lengths.tolist())
+            for b, (row, proposed, n) in enumerate(windows):
+                same = next((i for i in range(n) if proposed[i] != own[b][i]), n)
+                kept = own[b][: min(same + 1, left[b])]
+                ends = (i for i, token in enumerate(kept, 1) if token in self.target.eos_ids)
+                if (end := next(ends, None)) is not None:
+                    kept = kept[:end]
+                    limits[b] = len(drafted[b]) + end
+                drafted[b] += kept
+                logits[b] += given[b, : len(kept)]
+                row.prefix += kept
+                row.position += len(kept)
+                row.ahead += len(kept)
+        return replace(_chains(drafted, logits, self.target), passes=passes, tokens_read=read)
+
+    def move(self, source: int, to: int) -> None:
+        self.session.move(source, to)
+        self.drafter.move(source, to)
+
+
+@dataclass(frozen=True)
+class Horizontal(DrafterSpec):
+    """`a:4+b`: the first tokens of a window from a, as many as are named, and the later ones, which
+    are kept less often, from b, which may be cheaper (cascade speculative drafting, Chen 2023,
+    section 3.2)."""
+
+    first: DrafterSpec
+    count: int
+    then: DrafterSpec
+    name = "horizontal"
+    takes_stops = False
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise InputError(f"{self}: the first gives {self.count} tokens; name 1 or more")
+        for part in (self.first, self.then):
+            if part.branches:
+                raise InputError(f"{self}: {part} proposes trees; join drafters of chains")
+        if self.then.fitted:
+            raise InputError(
+                f"{self}: {self.then} goes on from what the target has read alone; name it first"
+            )
+
+    @cached_property
+    def needs_draft(self) -> bool:  # type: ignore[override]
+        return self.first.needs_draft or self.then.needs_draft
+
+    @cached_property
+    def certain(self) -> bool:  # type: ignore[override]
+        return self.first.certain and self.then.certain
+
+    @cached_property
+    def reads_last(self) -> bool:  # type: ignore[override]
+        return self.first.reads_last
+
+    @property
+    def fitted(self) -> tuple[Fitted, ...]:
+        return self.first.fitted
+
+    def relocated(self, path: Callable[[str], str]) -> Self:
+        return replace(self, first=self.first.relocated(path))
+
+    def check(self, target: LM, fingerprints: Callable[[], Mapping[str, str]]) -> None:
+        self.first.check(target, fingerprints)
+        self.then.check(target, fingerprints)
+
+    def features(self, target: LM) -> tuple[int | None, ...]:
+        return self.first.features(target)
+
+    def models(self, setup: DrafterSetup) -> list[LM]:
+        return self.first.models(setup) + self.then.models(setup)
+
+    def build(self, setup: DrafterSetup) -> Drafter:
+        parts = self.first.build(setup), self.then.build(setup)
+        return _HorizontalDrafter(*parts, self, setup.target)
+
+    def __str__(self) -> str:
+        return f"{self.first}:{self.count}+{self.then}"
+
+
+class _HorizontalDrafter(Drafter):
+    def __init__(self, first: Drafter, then: Drafter, spec: Horizontal, target: LM):
+        self.first, self.then, self.spec, self.target = first, then, spec, target
+
+    def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
+        narrow = replace(ctx, window=min(ctx.window, self.spec.count))
+        begun = self.first.propose(narrow, room)
+        tokens = [row[:n] for row, n in zip(begun.tokens.tolist(), begun.lengths.tolist())]
+        rows, left = [], []
+        for row, drafted, most in zip(ctx.rows, tokens, room):
+            n = len(drafted)
+            rows.append(Row(row.noise, row.prefix + drafted, row.position + n, ahead=n))
+            ended = bool(drafted) and drafted[-1] in self.target.eos_ids
+            left.append(1 if ended else min(most, ctx.window + 1) - len(drafted))
+        rest = self.then.propose(replace(ctx, rows=rows), left)
+        later = [row[:n] for row, n in zip(rest.tokens.tolist(), rest.lengths.tolist())]
+        logits = None
+        if not self.spec.certain:
+            logits = [
+                [*self._picked_from(begun, b, tokens[b]), *self._picked_from(rest, b, later[b])]
+                for b in range(len(rows))
+            ]
+        whole = [a + b for a, b in zip(tokens, later)]
+        read = [draft.tokens_read or [0] * len(rows) for draft in (begun, rest)]
+        return replace(
+            _chains(whole, logits, self.target),
+            passes=begun.passes + rest.passes,
+            tokens_read=[a + b for a, b in zip(*read)],
+        )
+
+    def _picked_from(self, draft: Draft, row: int, tokens: list[int]) -> list[Tensor]:
+        """[V] for each of a row's tokens: what it was picked from; where it was proposed for
+        certain, all is on it."""
+        if draft.logits is not None:
+            return list(draft.logits[row, : len(tokens)])
+        size = self.target.vocab_size
+        blank = torch.full((len(tokens), size), -torch.inf, device=self.target.device)
+        return list(blank.scatter(1, draft.tokens[row, : len(tokens), None], 0.0))
+
+    def move(self, source: int, to: int) -> None:
+        self.first.move(source, to)
+        self.then.move(source, to)
+
+    def observe(self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]) -> None:
+        self.first.observe(ctx, reading, verdicts)
+        self.then.observe(ctx, reading, verdicts)
+
+
+def _chains(
+    tokens: Sequence[list[int]], logits: Sequence[list[Tensor]] | None, target: LM
+) -> Draft:
+    """Windows of tokens, and for each [V] what it was picked from."""
+    grown = [Grown(row, [*range(-1, len(row) - 1)], [*range(len(row))]) for row in tokens]
+    width = max(map(len, tokens), default=0)
+    given = None
+    if logits is not None and width:
+        blank = torch.zeros(target.vocab_size, device=target.device)
+        padded = [[*row, *[blank] * (width - len(row))] for row in logits]
+        given = torch.stack([torch.stack(row) for row in padded])
+    return as_draft(grown, target.device, given, trees=False)
