@@ -43,11 +43,13 @@ from lenience.cli.options import (
 from lenience.cli.steps import (
     answer,
     audit_run,
+    build_datastore,
     certify_run,
     compare_run,
     fit_annotated,
     fit_drafter,
     fit_run,
+    fit_tree,
     mine_run,
     plan_run,
     tune_run,
@@ -58,6 +60,7 @@ from lenience.cli.tables import (
     print_drafter,
     print_profile,
     print_thresholds,
+    print_trees,
     unanswered,
 )
 from lenience.core.errors import InputError, first_line
@@ -83,6 +86,7 @@ EXAMPLES = {
     "mine": "lenience mine --out run --limit 1000 --target org/target --draft org/draft "
     "--task rows.jsonl --answer number-after:####",
     "fit": "lenience fit run --head mlp --ahead 12",
+    "datastore": "lenience datastore corpus.jsonl --out store --target org/target",
     "compare": "lenience compare --run run --rule exact --rule judge:run/judge@0.99 --out report",
     "certify": "lenience certify run --max-drop 0.01",
     "tune": "lenience tune run --max-drop 0.01",
@@ -265,7 +269,8 @@ def mine(
 @command
 def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> None:
     """Fit a judge to a run's journal and save it in RUN/judge; a stop condition for the drafter, in
-    RUN/stop or RUN/gate; or heads that draft, in RUN/medusa or RUN/blockwise.
+    RUN/stop or RUN/gate; a drafter, in RUN/medusa, RUN/blockwise or RUN/eagle; or a plan of trees,
+    in RUN/tree.json.
 
     Parameters
     ----------
@@ -277,6 +282,8 @@ def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> N
     flags = flags or FitFlags()
     if flags.drafter is not None:
         return _fit_drafter(run, flags, json)
+    if flags.tree:
+        return _fit_tree(run, flags, json)
     plan = flags.plan(run)
     if flags.annotated:
         from lenience.mining.annotated import read_annotated
@@ -295,6 +302,16 @@ def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> N
         _print_json({**head, "threshold": fitted.threshold, **fitted.metrics})
 
 
+def _fit_tree(run: Path, flags: FitFlags, json: bool) -> None:
+    flags.check_tree()
+    mined_with(run)  # raises where nothing is mined
+    models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
+    found = fit_tree(models.load(long=True), run, flags.with_ or "model")
+    planned = print_trees(found, run / "tree.json")
+    if json:
+        _print_json({"drafter": found.drafter, "shares": found.shares, "trees": planned})
+
+
 def _fit_drafter(run: Path, flags: FitFlags, json: bool) -> None:
     plan = flags.drafter_plan(run)
     mined_with(run)  # raises where nothing is mined
@@ -303,6 +320,38 @@ def _fit_drafter(run: Path, flags: FitFlags, json: bool) -> None:
     print_drafter(plan.kind, fitted.metrics, plan.out)
     if json:
         _print_json({"drafter": f"{plan.kind}:{plan.out}", **fitted.metrics})
+
+
+@command
+def datastore(
+    corpus: tuple[Path, ...],
+    /,
+    *,
+    out: Path,
+    field: str = "text",
+    target: str | None = None,
+    json: Json = False,
+) -> None:
+    """Build what --drafter datastore:OUT looks up in, from a corpus.
+
+    Parameters
+    ----------
+    corpus
+        Files: .jsonl, perhaps .jsonl.gz, of which each row is a document; any other is one.
+    out
+        The folder to write.
+    field
+        Where a row has its text.
+    target
+        Whose tokenizer is taken; by default the built-in target's.
+    """
+    store = build_datastore(corpus, out, field, target)
+    say(
+        f"{store.about['tokens']:,} tokens of {store.about['documents']:,} documents; use it as "
+        f"--drafter datastore:{out}"
+    )
+    if json:
+        _print_json({"drafter": f"datastore:{out}", **store.about})
 
 
 @command

@@ -163,6 +163,10 @@ class FitFlags:
     """Fit a drafter to the target's own answers in the run, used as --drafter medusa:RUN/medusa:
     medusa, heads on the target's last state, each with a vocabulary matrix of its own; blockwise,
     heads that share the target's; eagle, a layer on the target's states (EAGLE-3)."""
+    tree: Flag = False
+    """Measure what trees are planned by, used as --tree planned:16,path=RUN/tree.json."""
+    with_: Annotated[str | None, Parameter(name="--with")] = None
+    """With --tree: the drafter that is measured; the draft model by default."""
     heads: int | None = None
     """With --drafter medusa or blockwise: how many, each predicting a token further ahead; 4 by
     default."""
@@ -199,19 +203,7 @@ class FitFlags:
         from lenience.mining.drafters import DrafterPlan
 
         assert self.drafter is not None
-        usual = FitFlags(
-            drafter=self.drafter,
-            heads=self.heads,
-            out=self.out,
-            seed=self.seed,
-            target=self.target,
-            draft=self.draft,
-            device=self.device,
-        )
-        for item in fields(self):
-            if getattr(self, item.name) != getattr(usual, item.name):
-                flag = item.name.rstrip("_").replace("_", "-")
-                raise InputError(f"--{flag}: is of another head than --drafter's; leave it out")
+        self._refuse_others("drafter", "heads", "out", "seed", what="another head than --drafter's")
         if self.heads is not None and self.drafter == "eagle":
             raise InputError("--heads: eagle has none; leave it out")
         if self.heads is not None and not 1 <= self.heads <= MOST_HEADS:
@@ -219,6 +211,20 @@ class FitFlags:
         return DrafterPlan(
             self.drafter, self.out or run / self.drafter, self.heads or 4, seed=self.seed
         )
+
+    def check_tree(self) -> None:
+        """Raise InputError for what does not go together with `tree`."""
+        self._refuse_others("tree", "with_", what="a head, and --tree fits none")
+
+    def _refuse_others(self, *names: str, what: str) -> None:
+        """Raise InputError where other options are given than these and those of the models."""
+        usual = FitFlags()
+        for item in fields(self):
+            if item.name in (*names, "target", "draft", "device"):
+                continue
+            if getattr(self, item.name) != getattr(usual, item.name):
+                flag = item.name.rstrip("_").replace("_", "-")
+                raise InputError(f"--{flag}: is of {what}; leave it out")
 
     def plan(self, run: Path) -> HeadPlan:
         """The head that is asked for. Raises InputError for what does not go together."""
@@ -248,6 +254,8 @@ class FitFlags:
     def _check(self) -> None:
         if self.heads is not None:
             raise InputError("--heads: is how many --drafter fits; name that too")
+        if self.with_ is not None:
+            raise InputError("--with: is what --tree measures; name that too")
         if not 0 < self.recall <= 1:
             raise InputError(f"--recall {self.recall}: must be in (0, 1]")
         if not 0 <= self.seed < 2**32:

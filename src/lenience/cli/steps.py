@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from lenience.decoding.certified import Certificate
     from lenience.decoding.generation import Generation
     from lenience.decoding.pair import Pair
+    from lenience.drafting.datastore import Store
     from lenience.drafting.eagle_model import EagleWeights
     from lenience.drafting.heads import DraftHeads
+    from lenience.drafting.planning import Acceptance
     from lenience.evaluation.compare import CompareConfig
     from lenience.evaluation.table import Frontier
     from lenience.heads.head import Head
@@ -63,6 +65,27 @@ def fit_run(pair: Pair, run: Path, plan: HeadPlan) -> Head:
 
     with progress_bars() as show:
         return fit_run(pair, run, plan, show)
+
+
+def build_datastore(corpus: Sequence[Path], out: Path, field: str, target: str | None) -> Store:
+    from lenience.core.identity import tokenizer_fingerprint
+    from lenience.decoding.loading import EMBEDDED
+    from lenience.drafting.corpus import documents
+    from lenience.drafting.datastore import build_store
+    from lenience.models.lm import load_tokenizer
+
+    name = target or "built-in target"
+    tokenizer = load_tokenizer(target or str(EMBEDDED / "target"))
+    with progress_bars() as show:
+        found = documents(corpus, tokenizer, name, field, show)
+        return build_store(found, tokenizer_fingerprint(tokenizer), out)
+
+
+def fit_tree(pair: Pair, run: Path, drafter: str) -> Acceptance:
+    from lenience.mining.acceptance import fit_tree
+
+    with progress_bars() as show:
+        return fit_tree(pair, run, drafter, show)
 
 
 def fit_drafter(pair: Pair, run: Path, plan: DrafterPlan) -> DraftHeads | EagleWeights:

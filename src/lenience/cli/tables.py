@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lenience.decoding.certified import Certificate
     from lenience.decoding.generation import Generation
     from lenience.decoding.pair import Pair
+    from lenience.drafting.planning import Acceptance
     from lenience.evaluation.table import Frontier
     from lenience.heads.head import Head
 
@@ -298,6 +299,23 @@ def print_drafter(kind: str, metrics: Mapping[str, Any], folder: Path) -> None:
         f"{kept:.2f} tokens per pass on {held_out} samples held out, strictly; use it as "
         f"--drafter {kind}:{folder}"
     )
+
+
+def print_trees(found: Acceptance, path: Path) -> dict[str, float]:
+    """How often what is drafted is said, and what the best trees should keep by their sizes."""
+    from lenience.drafting.planning import best_shape
+
+    table = Table("drafted before", *(f"rank {i + 1}" for i in range(4)), box=None)
+    for depth, shares in enumerate(found.shares):
+        table.add_row(str(depth), *(f"{share:.3f}" for share in shares[:4]))
+    screen.print(table)
+    planned = {
+        f"planned:{nodes},path={path}": 1 + best_shape(found.shares, nodes)[1]
+        for nodes in (4, 8, 16, 32, 64)
+    }
+    for tree, kept in planned.items():
+        say(f"--tree {tree}: {kept:.2f} tokens per pass expected")
+    return planned
 
 
 def _alike(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:

@@ -245,13 +245,13 @@ class Pair:
         if rule.needs_sampling and setup.decoding.temperature == 0:
             raise InputError(f"rule {rule}: has no greedy form; give a temperature above 0")
         drafter.check(self.target, lambda: self.fingerprints)
-        if drafter.fitted:
+        if drafter.reads_last or drafter.features(self.target):
             self.target.check_states()
-            if drafter.reads_last and rule.layer is not None:
-                raise InputError(
-                    f"drafter {drafter}: reads the target's last states, and rule {rule} those "
-                    f"after layer {rule.layer}; take a judge of the last states"
-                )
+        if drafter.reads_last and rule.layer is not None:
+            raise InputError(
+                f"drafter {drafter}: reads the target's last states, and rule {rule} those after "
+                f"layer {rule.layer}; take a judge of the last states"
+            )
         if drafter.needs_draft and setup.decoding.window != 0:
             self.require_draft(f"drafter {drafter}")
         lacks_states = not drafter.has_states and (rule.reads_draft or stop.per_token)
@@ -377,7 +377,7 @@ class Pair:
         lengths = [min(capacity, (lm.context_length or capacity) + beyond) for lm, _ in cached]
         check_memory([(*one, n) for one, n in zip(cached, lengths)], rows)
         cache = tree_cache(reader, rows, lengths[0], states) if setup.branches else None
-        session = Session(reader, rows, lengths[0], cache, profile, states)
+        session = Session(reader, rows, lengths[0], cache, profile, states=states)
         session.torch_threads = self.torch_threads
         if spec is None:
             return session, NoDrafter(reader.device)

@@ -36,15 +36,22 @@ class Vertical(DrafterSpec):
     def __post_init__(self) -> None:
         if not self.then.drafts_by_model:
             raise InputError(f"{self}: {self.then} has no passes to save; join others")
-        if self.first.branches or self.first.fitted or self.first.needs_draft:
+        if self.first.branches or self.first.needs_draft or _reads_target(self.first):
             raise InputError(
-                f"{self}: {self.first} cannot draft for another drafter; take ngram, suffix, exit "
-                "or skip"
+                f"{self}: {self.first} cannot draft for another drafter; take one that "
+                "looks up, exit or skip"
             )
 
     @cached_property
     def needs_draft(self) -> bool:  # type: ignore[override]
         return self.then.needs_draft
+
+    @property
+    def fitted(self) -> tuple[Fitted, ...]:
+        return self.first.fitted
+
+    def relocated(self, path: Callable[[str], str]) -> Self:
+        return replace(self, first=self.first.relocated(path))
 
     def check(self, target: LM, fingerprints: Callable[[], Mapping[str, str]]) -> None:
         self.then.check(target, fingerprints)
@@ -72,37 +79,54 @@ class _VerticalDrafter(Drafter):
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         limits = most_drafted(self.session, self.target, ctx, room)
-        rows = [Row(row.noise, list(row.prefix), row.position) for row in ctx.rows]
-        inner = replace(ctx, rows=rows)
-        drafted = [list[int]() for _ in rows]
-        logits = [list[Tensor]() for _ in rows]
-        passes, read = 0, [0] * len(rows)
-        while any(left := [n - len(tokens) for n, tokens in zip(limits, drafted)]):
+        windows = [_Growing(row, limit) for row, limit in zip(ctx.rows, limits)]
+        inner = replace(ctx, rows=[window.row for window in windows])
+        passes, read = 0, [0] * len(windows)
+        while any(left := [window.limit - len(window.tokens) for window in windows]):
             draft = self.drafter.propose(inner, left)  # of which one is this drafter's own
-            prefixes = [row.prefix for row in rows]
+            prefixes = [window.row.prefix for window in windows]
             reading = self.session.read(prefixes, draft.width + 1, device_tokens=draft.tokens)
             passes += 1 + draft.passes
             read = [a + b for a, b in zip(read, reading.tokens_read)]
-            given = inner.process(wide_as_target(reading.logits, self.target), draft.tokens)
-            own = inner.draw(given).tolist()  # [B, W + 1]
-            windows = zip(rows, draft.tokens.tolist(), draft.lengths.tolist())
-            for b, (row, proposed, n) in enumerate(windows):
-                same = next((i for i in range(n) if proposed[i] != own[b][i]), n)
-                kept = own[b][: min(same + 1, left[b])]
-                ends = (i for i, token in enumerate(kept, 1) if token in self.target.eos_ids)
-                if (end := next(ends, None)) is not None:
-                    kept = kept[:end]
-                    limits[b] = len(drafted[b]) + end
-                drafted[b] += kept
-                logits[b] += given[b, : len(kept)]
-                row.prefix += kept
-                row.position += len(kept)
-                row.ahead += len(kept)
-        return replace(_chains(drafted, logits, self.target), passes=passes, tokens_read=read)
+            logits = inner.process(wide_as_target(reading.logits, self.target), draft.tokens)
+            own = inner.draw(logits).tolist()  # [B, W + 1]
+            proposed = [row[:n] for row, n in zip(draft.tokens.tolist(), draft.lengths.tolist())]
+            for window, tokens, said, given in zip(windows, proposed, own, logits):
+                window.keep(tokens, said, given, self.target.eos_ids)
+        tokens = [window.tokens for window in windows]
+        given = [window.logits for window in windows]
+        return replace(_chains(tokens, given, self.target), passes=passes, tokens_read=read)
 
     def move(self, source: int, to: int) -> None:
         self.session.move(source, to)
         self.drafter.move(source, to)
+
+
+class _Growing:
+    """A row's window while it is drafted and verified."""
+
+    def __init__(self, row: Row, limit: int):
+        self.row = Row(row.noise, list(row.prefix), row.position)
+        self.limit = limit
+        """How many tokens it may come to."""
+        self.tokens, self.logits = list[int](), list[Tensor]()
+        """The tokens, and [V] for each what it was picked from."""
+
+    def keep(
+        self, proposed: list[int], said: list[int], logits: Tensor, eos: frozenset[int]
+    ) -> None:
+        """Keep of what was proposed what is said too, and the token said after that; `logits` are
+        [W + 1, V]."""
+        n = next((i for i, token in enumerate(proposed) if token != said[i]), len(proposed))
+        kept = said[: min(n + 1, self.limit - len(self.tokens))]
+        ends = (i for i, token in enumerate(kept, 1) if token in eos)
+        if (end := next(ends, None)) is not None:
+            kept, self.limit = kept[:end], len(self.tokens) + end
+        self.tokens += kept
+        self.logits += logits[: len(kept)]
+        self.row.prefix += kept
+        self.row.position += len(kept)
+        self.row.ahead += len(kept)
 
 
 @dataclass(frozen=True)
@@ -123,7 +147,7 @@ class Horizontal(DrafterSpec):
         for part in (self.first, self.then):
             if part.branches:
                 raise InputError(f"{self}: {part} proposes trees; join drafters of chains")
-        if self.then.fitted:
+        if _reads_target(self.then):
             raise InputError(
                 f"{self}: {self.then} goes on from what the target has read alone; name it first"
             )
@@ -142,10 +166,10 @@ class Horizontal(DrafterSpec):
 
     @property
     def fitted(self) -> tuple[Fitted, ...]:
-        return self.first.fitted
+        return self.first.fitted + self.then.fitted
 
     def relocated(self, path: Callable[[str], str]) -> Self:
-        return replace(self, first=self.first.relocated(path))
+        return replace(self, first=self.first.relocated(path), then=self.then.relocated(path))
 
     def check(self, target: LM, fingerprints: Callable[[], Mapping[str, str]]) -> None:
         self.first.check(target, fingerprints)
@@ -211,6 +235,11 @@ class _HorizontalDrafter(Drafter):
     def observe(self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]) -> None:
         self.first.observe(ctx, reading, verdicts)
         self.then.observe(ctx, reading, verdicts)
+
+
+def _reads_target(part: DrafterSpec) -> bool:
+    """Whether it drafts with what the target made of the text."""
+    return bool(part.fitted) and not part.certain
 
 
 def _chains(

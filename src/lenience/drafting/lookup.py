@@ -4,7 +4,7 @@ No model drafts; the tokens are proposed for certain."""
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
@@ -19,6 +19,7 @@ from lenience.drafting.suffixes import Suffixes
 from lenience.drafting.trees import Dynamic, Grown, Tree, as_draft
 
 T = TypeVar("T", "_Ngrams", Suffixes)
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -163,49 +164,59 @@ class _NgramDrafter(_Lookup[_Ngrams]):
 class _SuffixDrafter(_Lookup[Suffixes]):
     def __init__(self, setup: DrafterSetup, spec: Suffix):
         super().__init__(setup)
-        self.spec = spec
-        self.nodes = None if setup.tree.is_chain else setup.tree.size
-        self.depth = getattr(setup.tree, "depth", None)
-        self.proposes_trees = self.nodes is not None
+        self.spec, self.tree = spec, setup.tree
+        self.proposes_trees = not setup.tree.is_chain
 
     def new_index(self) -> Suffixes:
         return Suffixes()
 
     def look_up(self, index: Suffixes, tokens: list[int], ahead: int, limit: int) -> Grown:
         best, worth = Grown(), 0.0
-        limit = min(limit, self.depth or limit)
         for state, length in index.matches(tokens[len(tokens) - ahead :]):  # the longest first
             most = min(limit, int(self.spec.factor * min(length, self.spec.depth)))
-            grown, sum_of = self._likeliest(index, state, most)
+            grown, sum_of = likeliest(
+                index.followers, state, most, self.tree, self.spec.least, self.target.eos_ids
+            )
             if sum_of > worth:
                 best, worth = grown, sum_of
         return best
 
-    def _likeliest(self, index: Suffixes, state: int, depth: int) -> tuple[Grown, float]:
-        """The likeliest tokens after a state by what followed there, and the sum of their paths'
-        shares: as a chain the likeliest after each, as a tree the likeliest paths."""
-        grown, worth = Grown(), 0.0
-        nodes = depth if self.nodes is None else self.nodes
-        # (−share of a path, in which order it was met, token, parent, state, depth)
-        waiting: list[tuple[float, int, int, int, int, int]] = []
-        order = count()
 
-        def meet(state: int, share: float, parent: int, deep: int) -> None:
-            for token, part, child in index.followers(state):
-                if share * part >= self.spec.least:
-                    one = (-share * part, next(order), token, parent, child, deep)
-                    heapq.heappush(waiting, one)
+def likeliest(
+    followers: Callable[[S], list[tuple[int, float, S]]],
+    state: S,
+    depth: int,
+    tree: Tree,
+    least: float,
+    eos: frozenset[int],
+) -> tuple[Grown, float]:
+    """The likeliest tokens after a state of an index, at most `depth` one after the other, and the
+    sum of their paths' shares of what followed, each of `least` or more: as a chain the likeliest
+    after each, as a tree the likeliest paths. `followers` says of a state each token that followed,
+    its share, and the state after it."""
+    grown, worth = Grown(), 0.0
+    depth = min(depth, getattr(tree, "depth", None) or depth)
+    nodes = depth if tree.is_chain else tree.size
+    # (−share of a path, in which order it was met, token, parent, state, depth)
+    waiting: list[tuple[float, int, int, int, S, int]] = []
+    order = count()
 
-        if depth:
-            meet(state, 1.0, -1, 1)
-        while waiting and len(grown.tokens) < nodes:
-            share, _, token, parent, child, deep = heapq.heappop(waiting)
-            if self.nodes is None:
-                waiting = []
-            grown.tokens.append(token)
-            grown.parents.append(parent)
-            grown.picked_from.append(0)
-            worth -= share
-            if deep < depth and token not in self.target.eos_ids:
-                meet(child, -share, len(grown.tokens) - 1, deep + 1)
-        return grown, worth
+    def meet(state: S, share: float, parent: int, deep: int) -> None:
+        for token, part, child in followers(state):
+            if share * part >= least:
+                one = (-share * part, next(order), token, parent, child, deep)
+                heapq.heappush(waiting, one)
+
+    if depth:
+        meet(state, 1.0, -1, 1)
+    while waiting and len(grown.tokens) < nodes:
+        share, _, token, parent, child, deep = heapq.heappop(waiting)
+        if tree.is_chain:
+            waiting = []
+        grown.tokens.append(token)
+        grown.parents.append(parent)
+        grown.picked_from.append(0)
+        worth -= share
+        if deep < depth and token not in eos:
+            meet(child, -share, len(grown.tokens) - 1, deep + 1)
+    return grown, worth

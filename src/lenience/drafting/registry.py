@@ -15,6 +15,7 @@ from lenience.core.protocols import Drafter
 from lenience.core.types import Draft
 from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.cascade import Horizontal, Vertical
+from lenience.drafting.datastore import Datastore
 from lenience.drafting.eagle import Eagle
 from lenience.drafting.heads import Blockwise, Medusa
 from lenience.drafting.lookup import Ngram, Suffix
@@ -60,7 +61,7 @@ T = TypeVar("T")
 
 DRAFTERS: dict[str, type[DrafterSpec]] = {
     drafter.name: drafter
-    for drafter in (DraftModel, Ngram, Suffix, Medusa, Blockwise, Eagle, Exit, Skip)
+    for drafter in (DraftModel, Ngram, Suffix, Medusa, Blockwise, Eagle, Exit, Skip, Datastore)
 }
 """A drafter is added here, and is then known to specs, certificates and the property tests."""
 

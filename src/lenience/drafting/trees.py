@@ -14,6 +14,7 @@ from lenience.core import spec
 from lenience.core.errors import InputError
 from lenience.core.transfer import to_device
 from lenience.core.types import Draft
+from lenience.drafting.planning import BUILT_IN, best_shape, load_acceptance
 
 LARGEST = 1024
 """How many tokens a tree may have."""
@@ -102,7 +103,7 @@ class Cartesian(Tree):
     tokens after the prefix, 3 after each of these, and 2 after each of those (Medusa, Cai 2024,
     section 2.1.2)."""
 
-    widths: tuple[int, ...]
+    widths: spec.NUMBERS
     name = "cartesian"
 
     def __post_init__(self) -> None:
@@ -130,30 +131,65 @@ class Cartesian(Tree):
         return shape
 
     def grow(self, expand: Expand, rows: int, depth: int, eos: frozenset[int]) -> list[Grown]:
-        shape, trees = self.shape(), [Grown() for _ in range(rows)]
-        inner, level = {parent for parent, _ in shape}, [-1]
-        asked = {-1: 0}  # where each token's distribution stands among those asked for
-        for deep in range(depth):
-            if deep:
-                tokens = [[tree.tokens[i] for i in level] for tree in trees]
-                parents = [asked[shape[i][0]] - 1 for i in level]
-                asked |= {i: len(asked) + n for n, i in enumerate(level)}
-                logs = expand(Level(tokens, [parents] * rows, deep - 1))
-            else:
-                logs = expand(None)
-            children = [i for i, (parent, _) in enumerate(shape) if parent in level]
-            widest = 1 + max(shape[i][1] for i in children)
-            best = logs.topk(min(widest, logs.shape[-1])).indices.tolist()
-            for tree, ranked in zip(trees, best):
-                for i in children:
-                    parent, rank = shape[i]
-                    tree.tokens.append(ranked[level.index(parent)][rank])
-                    tree.parents.append(parent)
-                    tree.picked_from.append(asked[parent])
-            level = [i for i in children if i in inner]
-            if not level:
-                break
-        return trees
+        return _grow_by_rank(self.shape(), expand, rows, depth)
+
+
+@dataclass(frozen=True)
+class Shape(Tree):
+    """A tree by how many children the prefix has, and then each token, level by level, each child
+    the most probable token that its siblings before it leave: `shape:2,1` has two tokens after the
+    prefix and one after the first of them; what is left out has none."""
+
+    children: spec.NUMBERS
+    name = "shape"
+
+    def __post_init__(self) -> None:
+        if min(self.children) < 0:
+            raise InputError(f"shape's {min(self.children)} children: must be 0 or more")
+        size = sum(self.children)
+        _check_size("shape", size)
+        if not size or len(self.children) > size + 1:
+            raise InputError(
+                f"{self}: says the children of {len(self.children) - 1} tokens, and has {size}; "
+                "leave out those of tokens that there are not"
+            )
+        for i, parent in enumerate(self.parents):
+            if parent >= i:
+                raise InputError(f"{self}: token {i + 1} would follow itself; name a tree")
+
+    @property
+    def parents(self) -> list[int]:
+        return [i - 1 for i, n in enumerate(self.children) for _ in range(n)]
+
+    @property
+    def size(self) -> int:
+        return sum(self.children)
+
+    def grow(self, expand: Expand, rows: int, depth: int, eos: frozenset[int]) -> list[Grown]:
+        ranks = [rank for n in self.children for rank in range(n)]
+        return _grow_by_rank([*zip(self.parents, ranks)], expand, rows, depth)
+
+
+@dataclass(frozen=True)
+class Planned(Tree):
+    """The tree of so many tokens of which the target should keep the most, by how often it says
+    what a drafter does (Sequoia, Chen 2024, section 3.1), as `lenience fit RUN --tree` measures in
+    RUN/tree.json; without a path, of the built-in pair's draft. It is a `Shape`."""
+
+    nodes: int
+    path: str = str(BUILT_IN)
+    name = "planned"
+
+    def __post_init__(self) -> None:
+        _check_size("planned", self.nodes)
+        if self.nodes < 1:
+            raise InputError(f"planned's nodes {self.nodes}: must be 1 or more")
+
+    def shape(self) -> Shape:
+        counts, _ = best_shape(load_acceptance(self.path).shares, self.nodes)
+        while counts[-1] == 0:
+            counts.pop()
+        return Shape(tuple(counts))
 
 
 @dataclass(frozen=True)
@@ -261,6 +297,36 @@ class _Pool:
         )
 
 
+def _grow_by_rank(
+    shape: Sequence[tuple[int, int]], expand: Expand, rows: int, depth: int
+) -> list[Grown]:
+    """Trees of a shape, see `Cartesian.shape`."""
+    trees = [Grown() for _ in range(rows)]
+    inner, level = {parent for parent, _ in shape}, [-1]
+    asked = {-1: 0}  # where each token's distribution stands among those asked for
+    for deep in range(depth):
+        if deep:
+            tokens = [[tree.tokens[i] for i in level] for tree in trees]
+            parents = [asked[shape[i][0]] - 1 for i in level]
+            asked |= {i: len(asked) + n for n, i in enumerate(level)}
+            logs = expand(Level(tokens, [parents] * rows, deep - 1))
+        else:
+            logs = expand(None)
+        children = [i for i, (parent, _) in enumerate(shape) if parent in level]
+        widest = 1 + max(shape[i][1] for i in children)
+        best = logs.topk(min(widest, logs.shape[-1])).indices.tolist()
+        for tree, ranked in zip(trees, best):
+            for i in children:
+                parent, rank = shape[i]
+                tree.tokens.append(ranked[level.index(parent)][rank])
+                tree.parents.append(parent)
+                tree.picked_from.append(asked[parent])
+        level = [i for i in children if i in inner]
+        if not level:
+            break
+    return trees
+
+
 def as_draft(
     grown: Sequence[Grown],
     device: torch.device,
@@ -288,10 +354,13 @@ def _check_size(name: str, size: int) -> None:
         raise InputError(f"{name}: a tree of {size} tokens or more; at most {LARGEST} are read")
 
 
-TREES: dict[str, type[Tree]] = {tree.name: tree for tree in (Chain, Cartesian, Dynamic)}
+TREES: dict[str, type[Tree]] = {
+    tree.name: tree for tree in (Chain, Cartesian, Dynamic, Planned, Shape)
+}
 
 
 def parse_tree(tree: str | Tree) -> Tree:
-    """A shape from its spec, such as "dynamic:16"; a Tree is returned as it is. Raises InputError
-    that names what is wrong with the spec."""
-    return spec.parse(tree, "tree", "tree", TREES, Tree)
+    """A shape from its spec, such as "dynamic:16", or from one that names where it is planned; a
+    Tree is returned as it is. Raises InputError that names what is wrong with the spec."""
+    parsed = spec.parse(tree, "tree", "tree", TREES, Tree)
+    return parsed.shape() if isinstance(parsed, Planned) else parsed

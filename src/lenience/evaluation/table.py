@@ -220,13 +220,13 @@ def machine(pair: Pair) -> str:
         name = torch.cuda.get_device_name(None if not own else pair.target.device)
         engine = "recorded passes" if pair.compiled else ""
     else:
-        name = f"{_processor()}, {os.cpu_count()} cores, {platform.system()}"
+        name = f"{processor()}, {os.cpu_count()} cores, {platform.system()}"
         engine = "ONNX Runtime" if pair.compiled else f"torch, {torch.get_num_threads()} threads"
     engine = engine if own else pair.engine_name
     return f"{name}, {engine}" if engine else name
 
 
-def _processor() -> str:
+def processor() -> str:
     try:
         with open("/proc/cpuinfo") as file:
             models = (line for line in file if line.startswith("model name"))

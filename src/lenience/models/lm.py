@@ -370,23 +370,7 @@ class LM:
     def tokenize(self, text: str, **options: Any) -> Any:
         """What the tokenizer makes of a text. Raises InputError for words that the vocabulary
         lacks."""
-        try:
-            return self.tokenizer(text, **options)
-        except Exception as error:
-            # a WordLevel vocabulary without an unknown token says only that it has none
-            known = self.tokenizer.get_vocab()
-            backend = getattr(self.tokenizer, "backend_tokenizer", None)
-            if backend is None or not backend.pre_tokenizer:
-                raise
-            pieces = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
-            unknown = [piece.strip("▁") for piece in pieces if piece not in known]
-            if not unknown:
-                raise
-            words = ", ".join(repr(word) for word in dict.fromkeys(unknown[:5]))
-            raise InputError(
-                f"the text holds what the vocabulary of {self.name!r} lacks: {words}; it knows "
-                "the words of its own task only"
-            ) from error
+        return tokenize(self.tokenizer, self.name, text, **options)
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """The text of tokens, `special` ones included or left out."""
@@ -398,6 +382,40 @@ class LM:
             ("tokens", pattern),
             lambda: tokens_with(self.tokenizer, pattern, self.vocab_size).to(self.device),
         )
+
+
+def tokenize(
+    tokenizer: PreTrainedTokenizerBase, name: str, text: str | list[str], **options: Any
+) -> Any:
+    """What a model's tokenizer makes of a text, or of each of several. Raises InputError for words
+    that the vocabulary lacks."""
+    try:
+        return tokenizer(text, **options)
+    except Exception as error:
+        # a WordLevel vocabulary without an unknown token says only that it has none
+        known = tokenizer.get_vocab()
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None or not backend.pre_tokenizer:
+            raise
+        whole = text if isinstance(text, str) else " ".join(text)
+        pieces = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(whole)]
+        unknown = [piece.strip("▁") for piece in pieces if piece not in known]
+        if not unknown:
+            raise
+        words = ", ".join(repr(word) for word in dict.fromkeys(unknown[:5]))
+        raise InputError(
+            f"the text holds what the vocabulary of {name!r} lacks: {words}; it knows the words of "
+            "its own task only"
+        ) from error
+
+
+def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hub name or local folder. Raises InputError where there is none."""
+    try:
+        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(source))
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        why = f"its tokenizer cannot be loaded ({first_line(error)})"
+        raise InputError(f"target {source!r}: {why}; give a Hub name or a folder") from error
 
 
 def _caps_attention(source: str, options: Mapping[str, Any]) -> bool:

@@ -1,0 +1,24 @@
+"""Measure by what trees are planned for the built-in pair's draft (`lenience.drafting.planning`),
+and keep it where `--tree planned:16` looks.
+
+    python recipes/built_in_tree.py
+"""
+
+from __future__ import annotations
+
+from lenience.decoding.loading import load_pair
+from lenience.drafting.planning import BUILT_IN
+from lenience.mining.acceptance import PROMPTS, measure_acceptance
+from lenience.tasks.wordmath_problems import problem, prompt
+
+
+def main() -> None:
+    pair = load_pair(compile=True)
+    prompts = [prompt(problem("heads", i)) for i in range(PROMPTS)]  # of no split of the task
+    found = measure_acceptance(pair, prompts, "model")
+    found.save(BUILT_IN)
+    print([round(row[0], 3) for row in found.shares], found.places)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The documents of users' corpora as tokens."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import IO, cast
+
+from transformers import PreTrainedTokenizerBase
+
+from lenience.core.errors import InputError
+from lenience.core.progress import Progress, silent
+from lenience.models.lm import tokenize
+
+BLOCK = 1 << 20
+"""How many characters are tokenized at once."""
+
+
+def documents(
+    files: Sequence[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    field: str = "text",
+    progress: Progress = silent,
+) -> Iterator[list[int]]:
+    """The token ids of the documents in files: each row of .jsonl, whose text stands in a field,
+    perhaps in .gz; else a file is a document. `name` is the model's whose tokenizer it is. Raises
+    InputError for what cannot be read."""
+    total, done = 0, 0
+    for file in files:
+        if not file.is_file():
+            raise InputError(f"corpus {file}: there is no such file")
+        total += file.stat().st_size
+    for file in files:
+        size = file.stat().st_size
+        rows = ".jsonl" in file.suffixes
+        with file.open("rb") as raw, _opened(raw, file) as text:
+            read = _rows(text, file, field) if rows else _text(text)
+            whole: list[int] = []
+            for texts in _blocks(read, file):
+                found = tokenize(tokenizer, name, texts, add_special_tokens=False)["input_ids"]
+                if rows:
+                    yield from found
+                else:
+                    whole += [id for part in found for id in part]
+                progress("corpus", done + min(raw.tell(), size), total)
+            if whole:
+                yield whole
+        done += size
+
+
+def _opened(raw: IO[bytes], file: Path) -> AbstractContextManager[IO[bytes]]:
+    if file.suffix == ".gz":
+        return cast(AbstractContextManager[IO[bytes]], gzip.open(raw))
+    return nullcontext(raw)
+
+
+def _text(file: IO[bytes]) -> Iterator[str]:
+    """A file's text, cut at the ends of lines."""
+    while lines := file.readlines(BLOCK):
+        yield b"".join(lines).decode()
+
+
+def _rows(file: IO[bytes], path: Path, field: str) -> Iterator[str]:
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            raise InputError(f"corpus {path}, line {number}: is not JSON") from None
+        text = row.get(field) if isinstance(row, dict) else None
+        if not isinstance(text, str):
+            raise InputError(
+                f"corpus {path}, line {number}: has no text in {field!r}; name --field"
+            )
+        yield text
+
+
+def _blocks(texts: Iterator[str], path: Path) -> Iterator[list[str]]:
+    """Texts together, as many as are tokenized at once."""
+    block, size = list[str](), 0
+    try:
+        for text in texts:
+            block.append(text)
+            size += len(text)
+            if size >= BLOCK:
+                yield block
+                block, size = [], 0
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+        raise InputError(f"corpus {path}: cannot be read as text ({error})") from None
+    if block:
+        yield block

@@ -1,0 +1,221 @@
+"""Drafting with what followed the same tokens in a corpus (REST, He 2023)."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lenience.core.context import Context
+from lenience.core.errors import InputError, first_line
+from lenience.core.files import digest_bytes, replacing, write_json
+from lenience.core.protocols import Drafter, Fitted
+from lenience.core.types import Draft
+from lenience.drafting.base import DrafterSetup, DrafterSpec
+from lenience.drafting.lookup import likeliest
+from lenience.drafting.trees import Dynamic, Grown, Tree, as_draft
+from lenience.models.lm import LM
+
+ABOUT, TOKENS, SUFFIXES = "datastore.json", "tokens.npy", "suffixes.npy"
+END = -1
+"""Stands between documents."""
+MEND = "`lenience datastore CORPUS --out PATH` makes one"
+
+
+@dataclass(frozen=True)
+class Store:
+    """A corpus that lies in files and is read where it is asked. Its tokens stand in reverse, so
+    that of all suffixes of the reversed corpus those that a reversed text begins with have its
+    longest end in common with it."""
+
+    path: str
+    tokens: NDArray[np.int32]
+    suffixes: NDArray[np.int32]
+    """Where the suffixes of `tokens` begin, in their order."""
+    about: Mapping[str, Any]
+    prompts: tuple[str, ...] | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the corpus."""
+        return str(self.about["fingerprint"])
+
+    def matches(self, text: Sequence[int], longest: int, shortest: int) -> range:
+        """Which of the suffixes have the longest end of a text in common with it, of at most
+        `longest` tokens; none where that is of less than `shortest`."""
+        wanted = list(text[: -longest - 1 : -1])
+        at = bisect_left(self.suffixes, wanted, key=self._beginning(len(wanted)))
+        beside = [self._common(i, wanted) for i in (at - 1, at) if 0 <= i < len(self.suffixes)]
+        n = max(beside, default=0)
+        if n < max(shortest, 1):
+            return range(0)
+        beginning = self._beginning(n)
+        first = bisect_left(self.suffixes, wanted[:n], 0, at, key=beginning)
+        return range(first, bisect_right(self.suffixes, wanted[:n], max(at - 1, 0), key=beginning))
+
+    def _beginning(self, n: int) -> Callable[[Any], list[int]]:
+        """What gives the first n tokens of a suffix."""
+        tokens = self.tokens
+        return lambda start: tokens[start : start + n].tolist()
+
+    def _common(self, i: int, wanted: list[int]) -> int:
+        start = self.suffixes[i]
+        held = self.tokens[start : start + len(wanted)].tolist()
+        return next(
+            (n for n, pair in enumerate(zip(held, wanted)) if pair[0] != pair[1]), len(held)
+        )
+
+    def followers(self, places: NDArray[np.int64]) -> list[tuple[int, float, NDArray[np.int64]]]:
+        """What followed the places of a text's last token: each token, its share of what did, and
+        its places."""
+        after = places[places > 0] - 1
+        found = self.tokens[after]
+        after, found = after[found != END], found[found != END]
+        values, which, counts = np.unique(found, return_inverse=True, return_counts=True)
+        return [
+            (int(token), n / len(found), after[which == i])
+            for i, (token, n) in enumerate(zip(values, counts))
+        ]
+
+
+def build_store(documents: Iterator[list[int]], tokenizer: str, out: Path) -> Store:
+    """Write a store of documents, each the ids of its tokens by a tokenizer of this fingerprint.
+    Raises InputError where there are none, or the library that sorts is missing."""
+    try:
+        from pydivsufsort import divsufsort
+    except ImportError:
+        raise InputError(
+            "a datastore is sorted by pydivsufsort: pip install 'lenience[datastore]'"
+        ) from None
+    parts: list[NDArray[np.int32]] = []
+    for document in documents:
+        parts += [np.array(document[::-1], np.int32), np.array([END], np.int32)]
+    if not any(len(part) for part in parts[::2]):
+        raise InputError("the corpus has no tokens; name files with text")
+    tokens = np.concatenate(parts[::-1])
+    suffixes = divsufsort(tokens - END).astype(np.int32)  # of numbers from 0 on
+    about = {
+        "tokens": int((tokens != END).sum()),
+        "documents": len(parts) // 2,
+        "tokenizer": tokenizer,
+        "fingerprint": digest_bytes(tokens.tobytes()),
+    }
+    for name, array in ((TOKENS, tokens), (SUFFIXES, suffixes)):
+        with replacing(out / name) as new, new.open("wb") as file:
+            np.save(file, array)
+    write_json(out / ABOUT, about)
+    return load_store(out)
+
+
+def load_store(folder: str | Path) -> Store:
+    """The store in a folder, mapped into memory. Raises InputError where there is none or it is
+    broken."""
+    path = Path(folder)
+    if not (path / ABOUT).is_file():
+        raise InputError(f"datastore {folder}: there is no {ABOUT} in it; {MEND}")
+    return _load(path, (path / ABOUT).stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=2)
+def _load(path: Path, changed: int) -> Store:
+    try:
+        about = json.loads((path / ABOUT).read_text())
+        # plain arrays on the mapped memory: a memmap's slices cost several times as much
+        arrays = [
+            np.asarray(np.load(path / name, mmap_mode="r", allow_pickle=False))
+            for name in (TOKENS, SUFFIXES)
+        ]
+        if len({len(array) for array in arrays}) > 1 or len(arrays[0]) != _size(about):
+            raise ValueError("its files are not of the same corpus")
+        return Store(str(path), arrays[0], arrays[1], about)
+    except (OSError, ValueError, LookupError, TypeError, EOFError) as error:
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"datastore {path}: is broken ({why}); build it again") from None
+
+
+def _size(about: Mapping[str, Any]) -> int:
+    return int(about["tokens"] + about["documents"])
+
+
+@dataclass(frozen=True)
+class Datastore(DrafterSpec):
+    """Propose what mostly followed the longest end of the text where it stands in a corpus (REST,
+    He 2023), of at most `longest` tokens and at least `shortest`; of many places `most` are looked
+    at. A proposed token's path has at least the share `least` of what followed."""
+
+    path: str
+    longest: int = 16
+    shortest: int = 2
+    most: int = 256
+    least: float = 0.1
+    name = "datastore"
+    grows_trees = True
+
+    def __post_init__(self) -> None:
+        for what, number in (("longest", self.longest), ("most", self.most)):
+            if number < 1:
+                raise InputError(f"datastore's {what} {number}: must be 1 or more")
+        if not 1 <= self.shortest <= self.longest:
+            raise InputError(
+                f"datastore's shortest {self.shortest}: must be from 1 to longest, {self.longest}"
+            )
+        if not 0 <= self.least <= 1:
+            raise InputError(f"datastore's least {self.least}: must be from 0 to 1")
+
+    @cached_property
+    def head(self) -> Store:
+        return load_store(self.path)
+
+    @property
+    def fitted(self) -> tuple[Fitted, ...]:
+        return (self,)
+
+    def relocated(self, path: Callable[[str], str]) -> Self:
+        return replace(self, path=path(self.path))
+
+    def check(self, target: LM, fingerprints: Callable[[], Mapping[str, str]]) -> None:
+        if self.head.about["tokenizer"] != target.tokenizer_fingerprint:
+            raise InputError(
+                f"datastore {self.path}: is of another tokenizer "
+                f"({self.head.about['tokenizer']}, this is {target.tokenizer_fingerprint}); build "
+                "it with this target"
+            )
+
+    def check_tree(self, tree: Tree) -> None:
+        if not isinstance(tree, Dynamic):
+            raise InputError(
+                f"drafter {self}: what followed has no ranks everywhere; with tree {tree} take "
+                "another, or --tree dynamic:NODES"
+            )
+
+    def build(self, setup: DrafterSetup) -> Drafter:
+        return _DatastoreDrafter(self, setup)
+
+    def look_up(self, text: Sequence[int], depth: int, tree: Tree, eos: frozenset[int]) -> Grown:
+        """What mostly followed a text's end, at most `depth` tokens one after the other."""
+        store = self.head
+        found = store.matches(text, self.longest, self.shortest)
+        step = -(-len(found) // self.most) or 1
+        places = store.suffixes[found.start : found.stop : step].astype(np.int64)
+        return likeliest(store.followers, places, depth, tree, self.least, eos)[0]
+
+
+class _DatastoreDrafter(Drafter):
+    def __init__(self, spec: Datastore, setup: DrafterSetup):
+        self.spec = spec
+        self.target, self.stop, self.tree = setup.target, setup.stop, setup.tree
+
+    def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
+        grown = []
+        for row, left in zip(ctx.rows, room):
+            limit = max(0, min(self.stop.max_tokens(row, ctx.window), left - 1))
+            asked = (row.prefix, limit, self.tree, self.target.eos_ids)
+            grown.append(self.spec.look_up(*asked) if limit else Grown())
+        return as_draft(grown, self.target.device, trees=not self.tree.is_chain)

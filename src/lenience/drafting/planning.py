@@ -1,0 +1,100 @@
+"""Trees that are planned: of all shapes of a size the one that should keep the most tokens
+(Sequoia, Chen 2024, section 3.1)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lenience.core.errors import InputError, first_line
+from lenience.core.files import write_json
+
+BUILT_IN = Path(__file__).parents[1] / "embedded" / "tree.json"
+MEND = "`lenience fit RUN --tree` measures it"
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How often the target says what a drafter does."""
+
+    drafter: str
+    shares: tuple[tuple[float, ...], ...]
+    """By how many drafted tokens stand before, and then by rank: of the places where these were
+    right, the share at which the target says the drafter's token of this rank."""
+    places: tuple[int, ...]
+    """By the same number: at how many places that was counted."""
+
+    def save(self, path: Path) -> None:
+        write_json(path, {"drafter": self.drafter, "shares": self.shares, "places": self.places})
+
+
+def load_acceptance(path: str | Path) -> Acceptance:
+    """Measured shares from a file. Raises InputError where there are none or they are broken."""
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(f"planned: there is no {file}; {MEND}")
+    return _load(file, file.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _load(file: Path, changed: int) -> Acceptance:
+    try:
+        said = json.loads(file.read_text())
+        shares = tuple(tuple(map(float, row)) for row in said["shares"])
+        if not shares or not all(len(row) == len(shares[0]) > 0 for row in shares):
+            raise ValueError("its shares are no table")
+        return Acceptance(str(said["drafter"]), shares, tuple(map(int, said["places"])))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"planned {file}: is broken ({why}); {MEND}") from None
+
+
+def best_shape(shares: Sequence[Sequence[float]], nodes: int) -> tuple[list[int], float]:
+    """Of all trees of at most so many tokens the one of which the target should keep the most, and
+    how many: the number of children of the prefix and of each token, level by level. `shares` are
+    an Acceptance's: a token's chance is its own, whatever the tokens before it are."""
+    depth, ranks = len(shares), len(shares[0])
+    # what n tokens are worth after a token of the level that is looked at
+    below: NDArray[np.float64] = np.zeros(nodes + 1)
+    splits: list[NDArray[np.int64]] = []
+    for level in reversed(range(depth)):
+        worth = np.concatenate([[0.0], 1 + below[:-1]])  # of a child with so many tokens in all
+        rest = np.zeros(nodes + 1)
+        split = np.zeros((ranks, nodes + 1), np.int64)
+        for rank in reversed(range(ranks)):
+            best = np.zeros(nodes + 1)
+            for n in range(1, nodes + 1):
+                values = shares[level][rank] * worth[1 : n + 1] + rest[n - 1 :: -1][:n]
+                at = int(values.argmax())
+                if values[at] > 0:
+                    best[n], split[rank, n] = values[at], at + 1
+            rest = best
+        below = rest
+        splits.insert(0, split)
+    return _counts(splits, nodes), float(below[nodes])
+
+
+def _counts(splits: Sequence[NDArray[np.int64]], nodes: int) -> list[int]:
+    """How many children the prefix and each token have, level by level; `splits` say of each level
+    [ranks, n] how many of n tokens that are left a child of a rank has with what follows it, 0
+    where there is none."""
+    counts, sizes = list[int](), [nodes]
+    for split in splits:
+        deeper = list[int]()
+        for left in sizes:
+            before = len(deeper)
+            for of_rank in split:
+                size = int(of_rank[left])
+                if not size:
+                    break
+                deeper.append(size - 1)
+                left -= size
+            counts.append(len(deeper) - before)
+        sizes = deeper
+    return counts + [0] * len(sizes)

@@ -1,0 +1,135 @@
+"""How often the target says what a drafter does, by rank and depth, measured on a run's prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lenience.core.context import Context
+from lenience.core.errors import InputError
+from lenience.core.progress import Progress, silent
+from lenience.core.protocols import Drafter
+from lenience.core.types import Draft, Reading, Verdict
+from lenience.decoding.pair import Pair
+from lenience.drafting.base import DrafterSetup, DrafterSpec
+from lenience.drafting.planning import Acceptance
+from lenience.drafting.registry import parse_drafter
+from lenience.drafting.trees import Shape
+from lenience.mining.features import check_models, journal_records
+from lenience.models.lm import LM, Prompt
+from lenience.runs.record import MinedSample
+
+DEPTH, RANKS = 12, 5
+"""How deep it is measured, and how many ranks."""
+PROMPTS, TOGETHER = 200, 8
+"""On how many prompts at most, and how many of them together."""
+
+
+def fit_tree(pair: Pair, run: Path, drafter: str, progress: Progress = silent) -> Acceptance:
+    """Measure on a run's prompts what trees are planned by, and keep it in RUN/tree.json. Raises
+    InputError where the run is of other models, or the drafter proposes no trees."""
+    check_models(pair, run)
+    prompts = []
+    for line, record in enumerate(journal_records(run), 1):
+        sample = MinedSample.read(record, f"{run / 'journal.jsonl'}, line {line}")
+        prompts.append(sample.prompt_ids)
+    found = measure_acceptance(pair, prompts[:PROMPTS], drafter, progress)
+    found.save(run / "tree.json")
+    return found
+
+
+def measure_acceptance(
+    pair: Pair, prompts: Sequence[Prompt], drafter: str, progress: Progress = silent
+) -> Acceptance:
+    """Answer prompts strictly, with trees that have several tokens at each depth, all of them after
+    the likeliest, and count which of them the target says."""
+    spec, counts = parse_drafter(drafter), _Counts()
+    if not spec.grows_trees:
+        raise InputError(f"--with {drafter}: proposes no trees; take another")
+    after_first = [RANKS, *[0] * (RANKS - 1)]
+    comb = Shape((RANKS, *after_first * (DEPTH - 2), RANKS))
+    answers = pair.as_completed(
+        prompts,
+        rule="exact",
+        drafter=_Counted(spec, counts),
+        tree=comb,
+        window=DEPTH,
+        batch_size=TOGETHER,
+    )
+    for n, _ in enumerate(answers, 1):
+        progress("decoding", n, len(prompts))
+    return Acceptance(str(spec), *counts.shares())
+
+
+@dataclass
+class _Counts:
+    """What the target said at the places of trees."""
+
+    said: NDArray[np.int64] = field(default_factory=lambda: np.zeros((DEPTH, RANKS), np.int64))
+    places: NDArray[np.int64] = field(default_factory=lambda: np.zeros(DEPTH, np.int64))
+
+    def add(self, verdict: Verdict) -> None:
+        for depth in range(DEPTH):
+            first = depth * RANKS
+            if first >= len(verdict.drafted):
+                return
+            self.places[depth] += 1
+            at = next((node for node in verdict.path if first <= node < first + RANKS), None)
+            if at is not None:
+                self.said[depth, at - first] += 1
+            if at != first:
+                return
+
+    def shares(self) -> tuple[tuple[tuple[float, ...], ...], tuple[int, ...]]:
+        seen = self.places > 0
+        table = self.said[seen] / self.places[seen, None]
+        return tuple(map(tuple, table.tolist())), tuple(self.places[seen].tolist())
+
+
+@dataclass(frozen=True)
+class _Counted(DrafterSpec):
+    """A drafter whose trees are counted."""
+
+    inner: DrafterSpec
+    counts: _Counts = field(compare=False)
+    name = "counted"
+    grows_trees = True
+
+    @property
+    def needs_draft(self) -> bool:  # type: ignore[override]
+        return self.inner.needs_draft
+
+    def check(self, target: LM, fingerprints: object) -> None:
+        self.inner.check(target, fingerprints)  # type: ignore[arg-type]
+
+    def features(self, target: LM) -> tuple[int | None, ...]:
+        return self.inner.features(target)
+
+    def models(self, setup: DrafterSetup) -> list[LM]:
+        return self.inner.models(setup)
+
+    def build(self, setup: DrafterSetup) -> Drafter:
+        return _Watch(self.inner.build(setup), self.counts)
+
+    def __str__(self) -> str:
+        return str(self.inner)
+
+
+class _Watch(Drafter):
+    def __init__(self, drafter: Drafter, counts: _Counts):
+        self.drafter, self.counts = drafter, counts
+
+    def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
+        return self.drafter.propose(ctx, room)
+
+    def move(self, source: int, to: int) -> None:
+        self.drafter.move(source, to)
+
+    def observe(self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]) -> None:
+        self.drafter.observe(ctx, reading, verdicts)
+        for verdict in verdicts:
+            self.counts.add(verdict)

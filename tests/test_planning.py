@@ -1,0 +1,158 @@
+"""Planned trees: the dynamic program against all trees, and what it is planned by."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import prompt_lists, quick
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lenience.core.errors import InputError
+from lenience.decoding.pair import Pair
+from lenience.drafting.planning import Acceptance, best_shape, load_acceptance
+from lenience.drafting.trees import Shape, parse_tree
+from lenience.mining.acceptance import DEPTH, RANKS, measure_acceptance
+
+
+@cache
+def all_trees(nodes: int) -> list[tuple[int, ...]]:
+    """All ordered trees of so many tokens after the prefix, by their children level by level."""
+    found = []
+    for counts in product(range(nodes + 1), repeat=nodes):
+        if sum(counts) != nodes:
+            continue
+        known = 1  # how many, the prefix included, are there when one's children are counted
+        for i, n in enumerate(counts):
+            if i >= known:
+                break
+            known += n
+        else:
+            found.append(counts)
+    return found
+
+
+def worth(counts: tuple[int, ...], shares: list[list[float]]) -> float:
+    """How many tokens a tree should keep, each token with the chance of its own path."""
+    chances, depths = [1.0], [0]
+    for at, n in enumerate(counts):
+        for rank in range(n):
+            deep = depths[at]
+            known = deep < len(shares) and rank < len(shares[deep])
+            chances.append(chances[at] * (shares[deep][rank] if known else 0.0))
+            depths.append(deep + 1)
+    return sum(chances[1:])
+
+
+@given(
+    nodes=st.integers(1, 6),
+    shares=st.lists(
+        st.lists(st.floats(0.01, 1.0), min_size=3, max_size=3).map(
+            lambda row: [share / sum(row) for share in sorted(row, reverse=True)]
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_the_plan_is_the_best_of_all_trees(nodes: int, shares: list[list[float]]) -> None:
+    counts, kept = best_shape(shares, nodes)
+    best = max(worth(tree, shares) for n in range(1, nodes + 1) for tree in all_trees(n))
+    assert kept == pytest.approx(best)
+    assert worth(tuple(counts), shares) == pytest.approx(kept)
+    assert sum(counts) <= nodes
+
+
+def test_a_plan_of_eight_is_the_best_of_all_trees() -> None:
+    shares = [[0.6, 0.2, 0.1], [0.5, 0.2, 0.1], [0.3, 0.3, 0.1], [0.9, 0.05, 0.01]]
+    _, kept = best_shape(shares, 8)
+    assert kept == pytest.approx(max(worth(tree, shares) for tree in all_trees(8)))
+
+
+def test_shapes_are_read_level_by_level() -> None:
+    shape = Shape((2, 1, 0, 2))
+    assert shape.parents == [-1, -1, 0, 2, 2] and shape.size == 5
+    assert str(shape) == "shape:2,1,0,2" and parse_tree(str(shape)) == shape
+    for spec, match in {
+        "shape:0": "says the children",
+        "shape:1,0,0,1": "says the children|follow itself",
+        "shape:1,0,1": "follow itself",
+        "shape:-1": "must be 0 or more",
+        "shape:2000": "at most 1024",
+        "planned:0": "must be 1 or more",
+        "planned:4,path=none.json": "there is no none.json",
+    }.items():
+        with pytest.raises(InputError, match=match):
+            parse_tree(spec)
+
+
+@quick(6)
+@given(prompts=prompt_lists(3), spec=st.sampled_from(["shape:2,1,0,2", "shape:3,2,1,1,1,0,1"]))
+def test_shapes_change_no_strict_answer(llama: Pair, prompts: list[list[int]], spec: str) -> None:
+    outs = llama.generate_batch(prompts, tree=spec, batch_size=2, max_new_tokens=24)
+    alone = llama.generate_batch(prompts, rule="target", max_new_tokens=24)
+    assert [out.tokens for out in outs] == [out.tokens for out in alone]
+    # the same tree as a cartesian one
+    one, other = (
+        llama.generate(prompts[0], tree=tree, max_new_tokens=24)
+        for tree in ("cartesian:3,2", "shape:3,2,2,2")
+    )
+    assert (one.drafted, one.target_passes) == (other.drafted, other.target_passes)
+
+
+def test_acceptance_is_counted_by_rank_and_depth(llama: Pair, tmp_path: Path) -> None:
+    prompts = [[i, 2 * i % 40 + 1] for i in range(1, 9)]
+    found = measure_acceptance(llama, prompts, "model")
+    assert len(found.shares) <= DEPTH and all(len(row) == RANKS for row in found.shares)
+    # by the book: after each token of the target's own answer, what rank it has for the draft
+    said, places = [0] * RANKS, 0
+    for prompt in prompts:
+        out = llama.generate(prompt, rule="target")
+        tokens = out.tokens
+        # a place that has room for the target's own token alone has no tree
+        ends = len(tokens) - (out.finish != "eos")
+        # the places at which a window begins: the comb's path is that of the draft's first ranks
+        at = 0
+        while at < ends:
+            text = prompt + tokens[:at]
+            kept = 0
+            for depth in range(DEPTH):
+                logits = llama.draft.model(torch.tensor([text + tokens[at : at + depth]])).logits
+                ranked = logits[0, -1].topk(RANKS).indices.tolist()
+                if at + depth >= len(tokens):
+                    break
+                token = tokens[at + depth]
+                if depth == 0:
+                    places += 1
+                    if token in ranked:
+                        said[ranked.index(token)] += 1
+                kept += token in ranked
+                if token != ranked[0]:
+                    break
+            at += kept + 1
+    assert places == found.places[0]
+    assert [n / places for n in said] == pytest.approx(list(found.shares[0]), abs=0.02)
+    found.save(tmp_path / "tree.json")
+    assert load_acceptance(tmp_path / "tree.json") == found
+    spec = f"planned:6,path={tmp_path / 'tree.json'}"
+    tree = parse_tree(spec)
+    assert isinstance(tree, Shape) and tree.size <= 6
+    out = llama.generate([5, 6], tree=spec, max_new_tokens=24)
+    assert out.tokens == llama.generate([5, 6], rule="target", max_new_tokens=24).tokens
+    with pytest.raises(InputError, match="proposes no trees"):
+        measure_acceptance(llama, prompts, "ngram")
+    (tmp_path / "tree.json").write_text(json.dumps({"drafter": "x", "shares": [[]], "places": []}))
+    with pytest.raises(InputError, match="is broken"):
+        parse_tree(spec)
+
+
+def test_a_plan_depends_on_what_was_measured(tmp_path: Path) -> None:
+    Acceptance("deep", ((0.9, 0.05),) * 8, (10,) * 8).save(tmp_path / "deep.json")
+    Acceptance("broad", ((0.3, 0.3),) * 8, (10,) * 8).save(tmp_path / "broad.json")
+    deep, broad = (parse_tree(f"planned:6,path={tmp_path}/{n}.json") for n in ("deep", "broad"))
+    assert str(deep) == "shape:1,1,1,1,1,1"
+    assert broad.children[0] == 2
