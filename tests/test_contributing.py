@@ -17,7 +17,11 @@ GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 EXAMPLES = dict(re.findall(r"```python\n# (src/\S+)\n(.*?)```", GUIDE, re.S))
 REGISTRIES = {
     "rules": ("rules/registry.py", "        Judge,\n", "        Judge,\n        Near,\n"),
-    "drafting": ("drafting/registry.py", "Medusa, Blockwise)", "Medusa, Blockwise, Repeat)"),
+    "drafting": (
+        "drafting/registry.py",
+        "Exit, Skip, Datastore)",
+        "Exit, Skip, Datastore, Repeat)",
+    ),
     "tasks": (
         "tasks/__init__.py",
         '"wordmath": WordMath}',

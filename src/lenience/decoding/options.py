@@ -40,11 +40,12 @@ class Decoding:
     run's certificate certifies."""
     drafter: str | DrafterSpec = "model"
     """What proposes tokens: model, the pair's draft model; ngram or suffix, what stood in the text
-    before; medusa:PATH or blockwise:PATH, fitted heads; or several, as in ngram|model
-    (docs/drafters.md)."""
+    before, or datastore:PATH, in a corpus; medusa:PATH, blockwise:PATH or eagle:PATH, what is
+    fitted to the target; exit:6 or skip:2,5, some of its layers; or several, as in ngram|model,
+    ngram>model and model:4+ngram (docs/drafters.md)."""
     tree: str | Tree = "chain"
-    """The shape of what is proposed: chain (one token after another, the default), dynamic:NODES or
-    cartesian:4,3,2, trees of which the deepest accepted path is kept."""
+    """The shape of what is proposed: chain (one token after another, the default), dynamic:NODES,
+    planned:NODES or cartesian:4,3,2, trees of which the deepest accepted path is kept."""
     window: int | Literal["auto"] = 8
     """How many tokens are drafted at most in a cycle, one after another, 8 or what a certificate
     binds if left out; auto measures which is fastest."""

@@ -199,22 +199,27 @@ class _HorizontalDrafter(Drafter):
         tokens = [row[:n] for row, n in zip(begun.tokens.tolist(), begun.lengths.tolist())]
         rows, left = [], []
         for row, drafted, most in zip(ctx.rows, tokens, room):
-            n = len(drafted)
+            n, ended = len(drafted), bool(drafted) and drafted[-1] in self.target.eos_ids
             rows.append(Row(row.noise, row.prefix + drafted, row.position + n, ahead=n))
-            ended = bool(drafted) and drafted[-1] in self.target.eos_ids
-            left.append(1 if ended else min(most, ctx.window + 1) - len(drafted))
+            left.append(1 if ended else min(most, ctx.window + 1) - n)
         rest = self.then.propose(replace(ctx, rows=rows), left)
-        later = [row[:n] for row, n in zip(rest.tokens.tolist(), rest.lengths.tolist())]
+        return self._joined(begun, rest)
+
+    def _joined(self, begun: Draft, rest: Draft) -> Draft:
+        """Windows whose last tokens stand in the second draft."""
+        first, later = (
+            [row[:n] for row, n in zip(draft.tokens.tolist(), draft.lengths.tolist())]
+            for draft in (begun, rest)
+        )
         logits = None
         if not self.spec.certain:
             logits = [
-                [*self._picked_from(begun, b, tokens[b]), *self._picked_from(rest, b, later[b])]
-                for b in range(len(rows))
+                self._picked_from(begun, b, tokens) + self._picked_from(rest, b, more)
+                for b, (tokens, more) in enumerate(zip(first, later))
             ]
-        whole = [a + b for a, b in zip(tokens, later)]
-        read = [draft.tokens_read or [0] * len(rows) for draft in (begun, rest)]
+        read = [draft.tokens_read or [0] * len(first) for draft in (begun, rest)]
         return replace(
-            _chains(whole, logits, self.target),
+            _chains([a + b for a, b in zip(first, later)], logits, self.target),
             passes=begun.passes + rest.passes,
             tokens_read=[a + b for a, b in zip(*read)],
         )

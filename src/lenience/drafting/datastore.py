@@ -204,7 +204,7 @@ class Datastore(DrafterSpec):
         found = store.matches(text, self.longest, self.shortest)
         step = -(-len(found) // self.most) or 1
         places = store.suffixes[found.start : found.stop : step].astype(np.int64)
-        return likeliest(store.followers, places, depth, tree, self.least, eos)[0]
+        return likeliest(store.followers, places, depth, tree, least=self.least, eos=eos)[0]
 
 
 class _DatastoreDrafter(Drafter):

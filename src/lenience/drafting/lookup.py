@@ -175,7 +175,12 @@ class _SuffixDrafter(_Lookup[Suffixes]):
         for state, length in index.matches(tokens[len(tokens) - ahead :]):  # the longest first
             most = min(limit, int(self.spec.factor * min(length, self.spec.depth)))
             grown, sum_of = likeliest(
-                index.followers, state, most, self.tree, self.spec.least, self.target.eos_ids
+                index.followers,
+                state,
+                most,
+                self.tree,
+                least=self.spec.least,
+                eos=self.target.eos_ids,
             )
             if sum_of > worth:
                 best, worth = grown, sum_of
