@@ -1,6 +1,7 @@
 """What drafters and trees bring on the built-in pair, strictly, one by one. Prints one JSON object.
 
-    python benchmarks/drafters.py
+    python recipes/built_in_heads.py --kind eagle --answers 2000 --epochs 8 --work heads-work
+    python benchmarks/drafters.py --eagle heads-work/eagle
 
 Decoders take turns on the same prompts; every answer is asserted to be
 the target's.
@@ -25,28 +26,35 @@ NEW = 160
 WINDOWS = (2, 3, 4, 6, 8, 16)
 
 
-def decoders() -> dict[str, dict[str, Any]]:
-    """What is compared, by name."""
+def decoders(eagle: str | None = None) -> dict[str, dict[str, Any]]:
+    """What is compared, by name; `eagle` is a folder of EAGLE's model for the built-in target."""
     found: dict[str, dict[str, Any]] = {"target": {"rule": "target"}}
     drafters = {"model": WINDOWS, "ngram": (2, 4, 8), "suffix": (4, 8), "medusa": (2, 3, 4)}
+    if eagle is not None:
+        drafters["eagle"] = (3, 4, 6, 8)
     trees = ("dynamic:8", "dynamic:16")
     for drafter, windows in drafters.items():
+        named = f"eagle:{eagle}" if drafter == "eagle" else drafter
         for window in windows:
-            found[f"{drafter}, window {window}"] = {"drafter": drafter, "window": window}
+            found[f"{drafter}, window {window}"] = {"drafter": named, "window": window}
         for tree in () if drafter == "ngram" else trees:
-            options = {"drafter": drafter, "tree": tree, "window": 16}
+            options = {"drafter": named, "tree": tree, "window": 16}
             found[f"{drafter}, {tree}"] = options
-    found["ngram|model, window 4"] = {"drafter": "ngram|model", "window": 4}
+    found["model, planned:16"] = {"drafter": "model", "tree": "planned:16", "window": 16}
+    for joined in ("ngram|model", "ngram>model", "model:2+ngram", "exit:6", "skip:4,5"):
+        found[f"{joined}, window 4"] = {"drafter": joined, "window": 4}
     return found
 
 
-def measure(pair: Pair, prompts: list[str], repeats: int) -> dict[str, Any]:
+def measure(
+    pair: Pair, prompts: list[str], repeats: int, eagle: str | None = None
+) -> dict[str, Any]:
     """Tokens per pass and per second of each decoder."""
     speeds: dict[str, list[float]] = defaultdict(list)
     about: dict[str, dict[str, Any]] = {}
     plain = [pair.generate(prompt, rule="target", max_new_tokens=NEW).tokens for prompt in prompts]
     for turn in range(repeats + 1):
-        for name, options in decoders().items():
+        for name, options in decoders(eagle).items():
             asked = {"rule": "exact", "max_new_tokens": NEW, **options}
             few = prompts[: 5 if turn == 0 else None]  # the first turn warms up
             began = time.perf_counter()
@@ -73,10 +81,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--eagle", help="a folder that `recipes/built_in_heads.py` made")
     given = parser.parse_args()
     pair = load_pair(compile=True)
     prompts = [sample.prompt for sample in islice(WordMath().samples("test"), given.prompts)]
-    rows = measure(pair, prompts, given.repeats)
+    rows = measure(pair, prompts, given.repeats, given.eagle)
     print(json.dumps({"machine": machine(pair), "prompts": len(prompts), "rows": rows}, indent=1))
 
 

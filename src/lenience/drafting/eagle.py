@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, Self
+from functools import cached_property, partial
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -21,9 +21,10 @@ from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.draft_model import ModelDrafter
 from lenience.drafting.eagle_model import EagleModel, EagleWeights, load_eagle
 from lenience.drafting.model_tree import TreeDrafter
-from lenience.models.kv_cache import PlainCache
-from lenience.models.lm import LM
-from lenience.models.session import Session, common
+from lenience.models.compile import compile_model
+from lenience.models.kv_cache import Forward, PlainCache
+from lenience.models.lm import LAST, LM
+from lenience.models.session import Batch, Session, common
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,10 @@ class Eagle(DrafterSpec):
         return [eagle_lm(self.head, setup.target)]
 
     def build(self, setup: DrafterSetup) -> Drafter:
-        assert setup.session is not None
-        session = FeatureSession(eagle_lm(self.head, setup.target), setup)
+        lm, backend = eagle_lm(self.head, setup.target), setup.target.backend
+        if backend and lm.device.type == "cpu":
+            compile_model(lm, export=backend.makes_others)
+        session = FeatureSession(lm, setup)
         if setup.tree.is_chain:
             drafter: Drafter = ModelDrafter(session, setup.target, stop=setup.stop)
         else:
@@ -90,6 +93,8 @@ def eagle_lm(weights: EagleWeights, target: LM) -> LM:
     def make() -> LM:
         config = copy.deepcopy(weights.config)
         config.max_position_embeddings = target.context_length or 1 << 20
+        # so that what is exported is told apart
+        config.lenience = [weights.fingerprint, weights.norm_before_residual, weights.norm_output]
         model = EagleModel(replace(weights, config=config), target)
         model.to(target.device, target.model.dtype)  # type: ignore[arg-type]
         return LM(model.requires_grad_(False), target.tokenizer, weights.path, "draft")
@@ -111,24 +116,6 @@ class _AfterTarget(Drafter):
         self.drafter.move(source, to)
 
 
-class _Inputs(PlainCache):
-    """Keys and values of a model that also reads, with each token, what was made of the one
-    before."""
-
-    def __init__(self, lm: LM, rows: int, capacity: int):
-        super().__init__(lm, rows, capacity, reads_ragged=True)
-        self.given: dict[int, Tensor] = {}
-        """[n, H] for the new tokens of each row that is read next."""
-
-    def further_inputs(self) -> dict[str, Any]:
-        if not self.given:
-            return {}
-        given, columns = [self.given[row] for row in self.slots.rows], self.slots.columns
-        longest = len(given[0]) if columns is None else columns.shape[1]
-        padded = [torch.nn.functional.pad(new, (0, 0, longest - len(new), 0)) for new in given]
-        return {"inputs": torch.stack(padded)}
-
-
 class FeatureSession(Session):
     """A session of EAGLE's model. Its rows lack the first token, since each is read with the
     features of the one before; tokens that were drafted are read with the model's own states until
@@ -136,8 +123,13 @@ class FeatureSession(Session):
 
     def __init__(self, lm: LM, setup: DrafterSetup):
         assert setup.session is not None
-        self.inputs = _Inputs(lm, setup.rows, setup.capacity)
-        super().__init__(lm, setup.rows, setup.capacity, self.inputs, setup.profile)
+        trees = not setup.tree.is_chain
+        backend = lm.backend_for(LAST, trees=trees)
+        make = backend.cache if backend else partial(PlainCache, reads_ragged=True)
+        cache = make(lm, setup.rows, setup.capacity)
+        super().__init__(lm, setup.rows, setup.capacity, cache, setup.profile)
+        self._inputs: dict[int, Tensor] = {}
+        """[n, H] for the new tokens of each row."""
         self.target = setup.session
         self._rows = [_Row() for _ in range(setup.rows)]
 
@@ -168,10 +160,18 @@ class FeatureSession(Session):
             self._prepared(row, sequence, num_states, tree)
             for row, (sequence, tree) in enumerate(zip(sequences, trees))
         ]
-        reading = super().read(shifted, num_states, parents=parents)
+        reading = super().read(shifted, num_states, lookahead=lookahead, parents=parents)
         for row, (new, states) in enumerate(zip(shifted, reading.hidden)):
-            self._rows[row].made |= dict(zip(range(len(new) - num_states, len(new)), states))
+            first = len(new) - num_states
+            self._rows[row].made |= {first + i: state for i, state in enumerate(states)}
         return reading
+
+    def _forward(self, batch: Batch, group: list[int]) -> Forward:
+        forward = super()._forward(batch, group)
+        given = [self._inputs[row] for row in forward.rows]
+        pad = torch.nn.functional.pad
+        padded = [pad(new, (0, 0, forward.length - len(new), 0)) for new in given]
+        return replace(forward, inputs=torch.stack(padded))
 
     def _prepared(self, row: int, sequence: list[int], num_states: int, tree: Parents) -> list[int]:
         """A sequence without its first token, with what its new tokens are read with laid ready."""
@@ -190,12 +190,18 @@ class FeatureSession(Session):
             state.made = {}
         state.read_with_features = max(with_features, num_known)
         first = min(common(self.tokens()[row], new), len(new) - num_states)
-        given = [self.lm.model.model.combine(features[first:num_known].to(self.lm.device))]
-        for i in range(max(first, num_known), len(new)):
-            before = tree[i - start + 1] if i >= start - 1 and tree else i - start
-            given.append(state.made[start - 1 + before][None])
-        self.inputs.given[row] = torch.cat(given)
+        own = self._own(state, range(max(first, num_known), len(new)), start, tree)
+        combined = self.lm.model.model.combine(features[first:num_known].to(self.lm.device))
+        self._inputs[row] = torch.cat([combined, *own])
         return new
+
+    @staticmethod
+    def _own(state: _Row, places: range, start: int, tree: Parents) -> Iterator[Tensor]:
+        """[1, H] each: what was made of the tokens before those at some places, `start` tokens of
+        the sequence standing before the tree."""
+        for i in places:
+            before = tree[i - start + 1] if i >= start - 1 and tree else i - start
+            yield state.made[start - 1 + before][None]
 
 
 @dataclass

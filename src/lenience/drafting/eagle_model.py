@@ -3,10 +3,11 @@ token before, or with what it made of that itself."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from pickle import UnpicklingError
@@ -16,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import (
@@ -261,6 +262,7 @@ class EagleModel(PreTrainedModel):
 
     def __init__(self, weights: EagleWeights, target: LM):
         super().__init__(weights.config)
+        self.made_of = weights, target
         own = weights.tensors.get("embed_tokens.weight")
         embedding = target.embedding if own is None else nn.Embedding.from_pretrained(own)
         self.model = EagleDecoder(weights, embedding)
@@ -278,6 +280,15 @@ class EagleModel(PreTrainedModel):
             offsets = weights.tensors["d2t"].long()
             self.ids = (torch.arange(len(offsets)) + offsets).to(target.device)
 
+    def with_attention(self, name: str) -> EagleModel:
+        """The same on the same weights, with another attention."""
+        weights, target = self.made_of
+        config = copy.deepcopy(weights.config)
+        other = EagleModel(replace(weights, config=config), target)
+        config._attn_implementation = name
+        other.load_state_dict(self.state_dict(), assign=True)
+        return other.eval()
+
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed_tokens
 
@@ -292,13 +303,18 @@ class EagleModel(PreTrainedModel):
         input_ids: Tensor,
         inputs: Tensor | None = None,
         past_key_values: Any = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
+        use_cache: bool = False,
         **options: Any,
     ) -> CausalLMOutputWithPast:
         """`inputs` [m, T, H]: with what of the token before each token is read."""
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
         out = self.model(input_ids, inputs, past_key_values=past_key_values, **options)
-        state = out.last_hidden_state[:, -logits_to_keep:]
-        return CausalLMOutputWithPast(logits=self.logits(state))
+        kept = logits_to_keep
+        state = out.last_hidden_state
+        state = state[:, -kept:] if isinstance(kept, int) else state[:, kept]
+        return CausalLMOutputWithPast(logits=self.logits(state), past_key_values=past_key_values)
 
     def logits(self, state: Tensor) -> Tensor:
         """[…, V] after states […, H]."""

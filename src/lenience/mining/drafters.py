@@ -70,12 +70,7 @@ def fit_to_answers(
     pair: Pair, answers: Sequence[Answer], plan: DrafterPlan, progress: Progress = silent
 ) -> DraftHeads | EagleWeights:
     """The same of any answers of the target's own."""
-    pair.target.check_states()
-    if len(answers) < LEAST:
-        raise InputError(
-            f"--drafter {plan.kind}: {len(answers)} answers to learn from, and {LEAST} are the "
-            "least; mine more"
-        )
+    _check(pair, answers, plan)
     num_held_out = max(1, round(HELD_OUT * len(answers)))
     epochs = EPOCHS[plan.kind] if plan.epochs is None else plan.epochs
     parts = answers[num_held_out:], answers[:num_held_out]
@@ -98,6 +93,15 @@ def fit_to_answers(
     fitted.save(plan.out)
     training.forget()
     return fitted
+
+
+def _check(pair: Pair, answers: Sequence[Answer], plan: DrafterPlan) -> None:
+    pair.target.check_states()
+    if len(answers) < LEAST:
+        raise InputError(
+            f"--drafter {plan.kind}: {len(answers)} answers to learn from, and {LEAST} are the "
+            "least; mine more"
+        )
 
 
 Part = tuple[Tensor, Tensor]

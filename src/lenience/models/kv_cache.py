@@ -51,6 +51,9 @@ class Forward:
     parents: Sequence[Parents] | None = None
     """[m][a]: where the last tokens of each row are a tree, which of them each one follows; some
     may be in the cache already."""
+    inputs: Tensor | None = None
+    """[m, T, H]: what a model that `reads_inputs` reads with each token; in what it goes on to by
+    itself these are its own states."""
 
     @property
     def length(self) -> int:
@@ -267,14 +270,16 @@ class PlainCache:
         if forward.parents is not None:
             sight = TreeSight.of(forward, self.lm.context_length).on(device)
         profile.add("cache")
-        outputs = self.forward(ids, forward.num_states, sight)
+        outputs = self.forward(ids, forward.num_states, sight, forward.inputs)
         profile.add(self.lm.role)
         return outputs
 
-    def forward(self, ids: Tensor, num_states: int, sight: Sight | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, ids: Tensor, num_states: int, sight: Sight | None, inputs: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The model's pass over `ids` [m, T], the slots being set; `sight` where it is not one row,
         or a tree."""
-        extra = self.further_inputs()
+        extra: dict[str, Any] = {} if inputs is None else {"inputs": inputs}
         if sight is not None:
             extra |= {"position_ids": sight.at, "attention_mask": self._masks(sight)}
         out = self.lm.model(
@@ -291,10 +296,6 @@ class PlainCache:
         return logits, hidden[:, -num_states:].to(
             logits.device
         )  # a model may lie on several devices
-
-    def further_inputs(self) -> dict[str, Any]:
-        """What the model reads beside the tokens, the slots being set."""
-        return {}
 
     def _masks(self, sight: Sight) -> Any:
         """What each query sees, as the model's attention wants it told."""

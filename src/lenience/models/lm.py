@@ -297,6 +297,11 @@ class LM:
         return tokenizer_fingerprint(self.tokenizer)
 
     @cached_property
+    def reads_inputs(self) -> bool:
+        """Whether it reads each token with what was made of the one before, see `Forward`."""
+        return "inputs" in inspect.signature(self.model.forward).parameters
+
+    @cached_property
     def reads_rows_apart(self) -> bool:
         """Whether what a row reads as depends on the rows that are read with it, so that they must
         be read one by one."""

@@ -21,7 +21,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -48,6 +48,9 @@ def export_graph(lm: LM, path: Path, states: States = LAST, trees: bool = False)
     more are read, each the most probable one after the one before. It also gives step_logits [N, m,
     V] and step_hidden [N, m, H], and its new states are [m, H, T + N, D].
 
+    A model that `reads_inputs` takes inputs [m, T, H] too, and each step of its loop its own last
+    states.
+
     A graph for `trees` takes, in place of pads and cached, the positions at [m, T] of the tokens
     and keys [m, C + T] of what they may see, cached and new, and related [m, T, C + T], which of it
     is not of another branch.
@@ -61,7 +64,8 @@ def export_graph(lm: LM, path: Path, states: States = LAST, trees: bool = False)
 
 
 Traced = dict[str, tuple[Any, Any]]
-"""The arguments of a module that is traced: each one's value, and which of its dimensions vary."""
+"""The arguments of a module that is traced: each one's value, and which of its dimensions vary; a
+list of values that have names of their own stands under these, joined by commas."""
 
 
 def _plain_graph(lm: LM, states: States) -> ir.Model:
@@ -79,11 +83,17 @@ def _tree_graph(lm: LM, states: States) -> ir.Model:
     past, past_varies = _arguments(lm, loops=False)["past"]
     arguments = {
         "ids": (torch.ones(2, 5, dtype=torch.long), {0: "m", 1: "T"}),
-        "at": (torch.arange(7, 12).repeat(2, 1), {0: "m", 1: "T"}),
-        "keys": (torch.arange(37).repeat(2, 1), {0: "m", 1: "K"}),
-        "related": (torch.ones(2, 5, 37, dtype=torch.bool), {0: "m", 1: "T", 2: "K"}),
+        "at,keys,related": (
+            [
+                torch.arange(7, 12).repeat(2, 1),
+                torch.arange(37).repeat(2, 1),
+                torch.ones(2, 5, 37, dtype=torch.bool),
+            ],
+            [{0: "m", 1: "T"}, {0: "m", 1: "K"}, {0: "m", 1: "T", 2: "K"}],
+        ),
         "kept": (torch.arange(2, 5), {0: "S"}),
         "past": (past, past_varies),
+        "inputs": _inputs(lm),
     }
     return _trace(_Branching(lm, states), arguments, _outputs(states, past))
 
@@ -92,18 +102,21 @@ def _looping_graph(lm: LM, states: States) -> ir.Model:
     """The first pass, and behind it a loop whose body is a step."""
     first, arguments = _First(lm, states), _arguments(lm, loops=True)
     past, past_varies = arguments["past"]
-    outputs = ["logits", "hidden", *_numbered("near", past), "token", "after", "places"]
+    outputs = ["logits", "hidden", *_numbered("near", past), "after", "places", "token"]
+    outputs += ["state"] if lm.reads_inputs else []
     model = _trace(first, arguments, outputs)
-    _, _, near, token, after, places = first(*(value for value, _ in arguments.values()))
+    values = first(*(value for value, _ in arguments.values()))
+    near, after, places, *said = values[2:]
+    names = ["token", "state"][: len(said)]
     arguments = {
         "i": (torch.tensor(1), {}),
-        "token": (token, {0: "m"}),
-        "after": (after, {0: "m"}),
-        "places": (places, {0: "m", 1: "P"}),
+        ",".join(names): (said, [{0: "m"}] * len(said)),
+        "after,places": ([after, places], [{0: "m"}, {0: "m", 1: "P"}]),
         "near": (near, [{0: "m", 2: "K"}] * len(near)),
         "past": (past, past_varies),
     }
-    outputs = ["next", *_numbered("later", past), "step_logits", "step_hidden"]
+    then = [f"{name}_then" for name in names]
+    outputs = [*then, *_numbered("later", past), "step_logits", "step_hidden"]
     _add_loop(model.graph, _trace(_Step(lm, states), arguments, outputs).graph, len(past))
     return model
 
@@ -114,12 +127,19 @@ def _arguments(lm: LM, loops: bool) -> Traced:
     past = [torch.randn(2, heads, 32, size) for _ in range(2 * layers)]
     return {
         "ids": (torch.ones(2, 5, dtype=torch.long), {0: "m", 1: "T"}),
-        "pads": (torch.tensor([0, 1]), {0: "m"}),
-        "cached": (torch.tensor([7, 9]), {0: "m"}),
+        "pads,cached": ([torch.tensor([0, 1]), torch.tensor([7, 9])], [{0: "m"}] * 2),
         "kept": (torch.arange(2, 5), {0: "S"}),
         "steps": (torch.arange(4), {0: "N"}) if loops else (None, None),
         "past": (past, [{0: "m", 2: "C"}] * len(past)),
+        "inputs": _inputs(lm),
     }
+
+
+def _inputs(lm: LM) -> tuple[Any, Any]:
+    """What a model that reads inputs is traced with."""
+    if not lm.reads_inputs:
+        return None, None
+    return torch.randn(2, 5, lm.hidden_size), {0: "m", 1: "T"}
 
 
 class _Twin(torch.nn.Module):
@@ -130,11 +150,7 @@ class _Twin(torch.nn.Module):
         self.lm, self.attention = lm, _Attention()
         name = f"lenience_graph_{id(self)}"
         ALL_ATTENTION_FUNCTIONS.register(name, self.attention)
-        model = lm.model
-        config = copy.deepcopy(model.config)
-        self.model = type(model)._from_config(config, attn_implementation=name, dtype=torch.float32)
-        self.model.load_state_dict(model.state_dict(), assign=True)
-        self.model.tie_weights()
+        self.model = _on_same_weights(lm.model, name)
         self.states, self.caught = states, dict[str | int | None, Tensor]()
         head = cast(torch.nn.Module, self.model.get_output_embeddings())
         head.register_forward_pre_hook(lambda _, args: self._catch("head", args[0]))
@@ -153,6 +169,7 @@ class _Twin(torch.nn.Module):
         kept: Tensor | int,
         past: list[Tensor],
         layers: list[_Layer],
+        inputs: Tensor | None = None,
     ) -> tuple[Any, ...]:
         """Logits, hidden states, perhaps features, and the new keys and values of `ids` [m, T]."""
         self.attention.past = past
@@ -164,11 +181,12 @@ class _Twin(torch.nn.Module):
             past_key_values=Cache(layers=list(layers)),
             use_cache=True,
             logits_to_keep=kept,
+            **({} if inputs is None else {"inputs": inputs}),
         )
         new = [cast(Tensor, states) for layer in layers for states in (layer.keys, layer.values)]
-        if self.states.layer is None:
+        if self.states.layer is None and inputs is None:
             hidden = self.caught["head"]
-        else:  # a layer gives those of all tokens
+        else:  # a layer, or a decoder whose norm belongs to its head, gives those of all tokens
             hidden = self.caught[self.states.layer]
             hidden = hidden[:, -kept:] if isinstance(kept, int) else hidden[:, kept]
         if not self.states.features:
@@ -181,20 +199,22 @@ class _First(_Twin):
     def forward(
         self,
         ids: Tensor,
-        pads: Tensor,
-        cached: Tensor,
+        where: list[Tensor],
         kept: Tensor,
         steps: Tensor | None,
         past: list[Tensor],
+        inputs: Tensor | None,
     ) -> tuple[Any, ...]:
         """The pass over what is given and, with `steps` [N], what the loop begins with: the new
         states with room for N more, the most probable token [m], its position [m], and the
         positions [m, C + T + N] of all states."""
+        pads, cached = where
         at, padding = positions(ids, pads, cached)
         columns = torch.arange(past[0].shape[2])
         old = torch.where(columns < cached[:, None], columns, NOWHERE)  # [m, C]
         keys = torch.cat([old, at.masked_fill(padding, NOWHERE)], 1)
-        read = self.read(ids, Sight(at, keys), kept, past, layers=[_Layer() for _ in past[::2]])
+        layers = [_Layer() for _ in past[::2]]
+        read = self.read(ids, Sight(at, keys), kept, past, layers=layers, inputs=inputs)
         if steps is None:
             return read
         logits, hidden, new = read
@@ -202,41 +222,45 @@ class _First(_Twin):
         near = [torch.nn.functional.pad(states, (0, 0, 0, steps.shape[0])) for states in new]
         token = logits[:, -1].argmax(-1)
         places = torch.cat([keys, after[:, None] + steps], 1)
-        return logits, hidden, near, token, after, places
+        state = [] if inputs is None else [hidden[:, -1]]
+        return logits, hidden, near, after, places, token, *state
 
 
 class _Branching(_Twin):
     def forward(
         self,
         ids: Tensor,
-        at: Tensor,
-        keys: Tensor,
-        related: Tensor,
+        sight: list[Tensor],
         kept: Tensor,
         past: list[Tensor],
+        inputs: Tensor | None,
     ) -> tuple[Any, ...]:
         """The pass over trees."""
         layers = [_Layer() for _ in past[::2]]
-        return self.read(ids, Sight(at, keys, related), kept, past, layers)
+        return self.read(ids, Sight(*sight), kept, past, layers=layers, inputs=inputs)
 
 
 class _Step(_Twin):
     def forward(
         self,
         i: Tensor,
-        token: Tensor,
-        after: Tensor,
-        places: Tensor,
+        said: list[Tensor],
+        where: list[Tensor],
         near: list[Tensor],
         past: list[Tensor],
     ) -> tuple[Any, ...]:
-        """A pass of the loop: the token after `token` [m], and `near` with its states in their
-        place."""
+        """A pass of the loop: the token after the one that was `said` [m], with which a model that
+        reads inputs also reads its state [m, H], and `near` with its states in their place."""
+        (token, *state), (after, places) = said, where
         at = (after + i)[:, None]  # [m, 1]
         here = (places[:, past[0].shape[2] :] == at)[:, None, :, None]  # [m, 1, K, 1]
         layers = [_Layer(here, *states) for states in zip(near[::2], near[1::2])]
-        logits, hidden, near = self.read(token[:, None], Sight(at, places), 1, past, layers)
-        return logits[:, -1].argmax(-1), near, logits[:, -1], hidden[:, -1]
+        inputs = state[0][:, None] if state else None
+        logits, hidden, near = self.read(
+            token[:, None], Sight(at, places), 1, past, layers=layers, inputs=inputs
+        )
+        carried = [hidden[:, -1]] if state else []
+        return logits[:, -1].argmax(-1), *carried, near, logits[:, -1], hidden[:, -1]
 
 
 class _Layer(CacheLayerMixin):
@@ -271,6 +295,17 @@ class _Layer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+def _on_same_weights(model: PreTrainedModel, attention: str) -> PreTrainedModel:
+    """Another model on the weights of one, with another attention."""
+    if make := getattr(model, "with_attention", None):
+        return cast(PreTrainedModel, make(attention))
+    config = copy.deepcopy(model.config)
+    other = type(model)._from_config(config, attn_implementation=attention, dtype=torch.float32)
+    other.load_state_dict(model.state_dict(), assign=True)
+    other.tie_weights()
+    return cast(PreTrainedModel, other)
 
 
 class _Attention:
@@ -339,7 +374,7 @@ def _trace(module: torch.nn.Module, arguments: Traced, outputs: list[str]) -> ir
     names: list[str] = []
     for name, (value, _) in arguments.items():
         if isinstance(value, list):
-            names += _numbered(name, value)
+            names += name.split(",") if name not in ("past", "near") else _numbered(name, value)
         elif value is not None:
             names.append(name)
     program = torch.onnx.export(
@@ -385,7 +420,8 @@ def _made_by(value: ir.Value | None) -> str:
 def _add_loop(graph: ir.Graph, step: ir.Graph, states: int) -> None:
     """Put a loop behind a graph, with the graph of a step as its body; what both read they
     share."""
-    carried = [value for value in step.inputs if str(value.name).startswith(("token", "near_"))]
+    goes_round = ("token", "near_", "state")
+    carried = [value for value in step.inputs if str(value.name).startswith(goes_round)]
     _share(graph, step, carried)
     body = _loop_body(step, carried)
     outside = {value.name: value for value in graph.outputs}
@@ -393,14 +429,17 @@ def _add_loop(graph: ir.Graph, step: ir.Graph, states: int) -> None:
     how_often = ir.Node("", "Shape", [steps], outputs=[ir.Value(name="often")])
     yes = ir.Value(name="yes", const_value=ir.tensor(np.array(True)))
     graph.register_initializer(yes)
-    begin = [outside["token"], *(outside[f"near_{i}"] for i in range(states))]
-    names = ["last", *(f"new_{i}" for i in range(states)), "step_logits", "step_hidden"]
+    said = [outside[name] for name in ("token", "state") if name in outside]
+    begin = [*said, *(outside[f"near_{i}"] for i in range(states))]
+    new = [f"new_{i}" for i in range(states)]
+    last = ["last", "last_state"][: len(said)]
+    names = [*last, *new, "step_logits", "step_hidden"]
     after = [ir.Value(name=name, type=end.type) for name, end in zip(names, body.outputs[1:])]
     inputs = [how_often.outputs[0], yes, *begin]
     loop = ir.Node("", "Loop", inputs, [ir.AttrGraph("body", body)], outputs=after)
     graph.extend([how_often, loop])
     graph.outputs.clear()
-    graph.outputs.extend([outside["logits"], outside["hidden"], *after[1:]])
+    graph.outputs.extend([outside["logits"], outside["hidden"], *after[len(said) :]])
 
 
 def _share(graph: ir.Graph, step: ir.Graph, carried: list[ir.Value]) -> None:

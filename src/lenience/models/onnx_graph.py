@@ -69,6 +69,7 @@ class Graph:
         self.feature_size: int | None = shapes["features"][-1] if "features" in shapes else None
         names = {item.name for item in inputs}
         self.can_loop, self.reads_trees = "steps" in names, "related" in names
+        self.reads_inputs = "inputs" in names
         self._others, self.makes_others = others, bool(others and others.makes)
         self.trees: Graph | None = None
         """What reads trees, once that was asked for."""
@@ -201,6 +202,7 @@ class GraphCache:
             cached_lengths=forward.cached_lengths,
             kv_length=forward.kv_length - rest,
             num_states=max(forward.num_states - rest, 1),
+            inputs=None if forward.inputs is None else forward.inputs[:, :half],
             parents=forward.parents and [tree[: len(tree) - rest] for tree in forward.parents],
         )
         second = replace(
@@ -208,6 +210,7 @@ class GraphCache:
             input_ids=[ids[half:] for ids in forward.input_ids],
             left_padding=[pad - gone for pad, gone in zip(forward.left_padding, padding)],
             cached_lengths=[n + half - pad for n, pad in zip(forward.cached_lengths, padding)],
+            inputs=None if forward.inputs is None else forward.inputs[:, half:],
             num_states=min(forward.num_states, rest),
         )
         parts = [self.read(first, profile), self.read(second, profile)]
@@ -229,13 +232,17 @@ class GraphCache:
             kv_length=forward.kv_length - rest,
             num_states=1,
             parents=None,
+            inputs=None if forward.inputs is None else forward.inputs[:, :-rest],
         )
         self.read(first, profile)
-        ids = [ids[-rest:] for ids in forward.input_ids]
-        nothing = [0] * len(ids)
-        return self.read(
-            replace(forward, input_ids=ids, left_padding=nothing, cached_lengths=cached), profile
+        last = replace(
+            forward,
+            input_ids=[ids[-rest:] for ids in forward.input_ids],
+            left_padding=[0] * len(cached),
+            cached_lengths=cached,
+            inputs=None if forward.inputs is None else forward.inputs[:, -rest:],
         )
+        return self.read(last, profile)
 
     def _graph(self, shape: _Shape) -> Graph:
         """What reads a shape."""
@@ -298,12 +305,17 @@ class _Call:
             width = past.shape[3] + length
             self.at, self.keys = np.zeros((m, length), np.int64), np.zeros((m, width), np.int64)
             self.related = np.zeros((m, length, width), np.bool_)
+        self.beside = np.zeros((m, length, graph.hidden_size), np.float32)
         self.inputs = self._inputs(shape)
         for name, value in self.inputs.items():
             self._bind_input(name, value)
         for i, layer in enumerate(past):
             self._bind_input(f"past_{i}", layer.numpy())
-        new_length = length + shape.lookahead
+        self._bind_outputs(m, length)
+
+    def _bind_outputs(self, m: int, length: int) -> None:
+        """Where a call leaves what it gives."""
+        graph, new_length = self.graph, length + self.lookahead
         self.new = torch.empty(2 * graph.layers, m, graph.heads, new_length, graph.head_size)
         for i, layer in enumerate(self.new):
             self._bind_output(f"new_{i}", layer)
@@ -324,6 +336,8 @@ class _Call:
             inputs |= {"pads": self.pads, "cached": self.cached}
         if self.graph.can_loop:
             inputs["steps"] = np.arange(shape.lookahead)
+        if self.graph.reads_inputs:
+            inputs["inputs"] = self.beside
         return inputs
 
     def _bind_input(self, name: str, value: NDArray[Any]) -> None:
@@ -361,6 +375,8 @@ class _Call:
         self.pads[rows], self.cached[rows] = forward.left_padding, forward.cached_lengths
         if forward.parents is not None:
             self._see(forward, places, longest)
+        if forward.inputs is not None:
+            self.beside[rows] = forward.inputs.numpy()
         np.minimum(self.ids, lm.vocab_size - 1, out=self.ids)
         self.graph.session.run_with_iobinding(self.binding)
         if whole:

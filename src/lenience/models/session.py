@@ -44,7 +44,7 @@ class _Tree:
 
 
 @dataclass(frozen=True)
-class _Batch:
+class Batch:
     """Sequences [B] that are to be read into rows of a cache, for `num_states` states of each."""
 
     rows: Sequence[int]
@@ -182,7 +182,7 @@ class Session:
         if len(groups) > 1 or not self.cache.can_loop:
             lookahead = 0
         lookahead = max(0, min([lookahead, *map(self.room, sequences)]))
-        batch = _Batch(
+        batch = Batch(
             rows,
             sequences,
             reused,
@@ -199,9 +199,14 @@ class Session:
         self.profile.add("cache")
         return reading
 
-    def _read_in_groups(self, batch: _Batch, groups: list[list[int]]) -> tuple[Tensor, Tensor]:
+    def _read_in_groups(self, batch: Batch, groups: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Logits and hidden states of a batch that is read in one pass or several."""
-        return _in_order([self.cache.read(batch.forward(g), self.profile) for g in groups], groups)
+        passes = [self._forward(batch, group) for group in groups]
+        return _in_order([self.cache.read(one, self.profile) for one in passes], groups)
+
+    def _forward(self, batch: Batch, group: list[int]) -> Forward:
+        """One pass over some of a batch's sequences."""
+        return batch.forward(group)
 
     def _keep_paths(
         self,
@@ -243,7 +248,7 @@ class Session:
         over = [max(0, -self.room(new)) for new in sequences]
         return [new[: len(new) - past] for new, past in zip(sequences, over)], over
 
-    def _fetch_later(self, cached: list[list[int]], batch: _Batch, reading: Reading) -> None:
+    def _fetch_later(self, cached: list[list[int]], batch: Batch, reading: Reading) -> None:
         """Start to copy the tokens [B, a] that the device has of the rows: those at their ends, for
         which LATER stands there, and those that were found after them."""
         ends = [len(row) for row in cached]
@@ -352,7 +357,8 @@ def reads_together_as_alone(lm: LM, cache: RowCache, states: States = LAST) -> b
     rows = _random_tokens(lm, [min(n, lm.context_length or n) for n in (8, 40, 23)])
     together = Session(lm, 3, cache=cache)
     together.read([row[:-3] for row in rows])
-    for num_states, lookahead in ((2, 0), (1, 3)):
+    # without a target there is nothing that its own states could follow
+    for num_states, lookahead in ((2, 0), (1, 0 if lm.reads_inputs else 3)):
         last = torch.tensor([row[-1:] for row in rows], device=lm.device)
         prefixes = [row[:-1] for row in rows]
         reading = together.read(prefixes, num_states, device_tokens=last, lookahead=lookahead)
@@ -361,14 +367,20 @@ def reads_together_as_alone(lm: LM, cache: RowCache, states: States = LAST) -> b
         rows = [row + more for row, more in zip(rows, found)]
         sessions = [Session(lm, cache=PlainCache(lm, 1, 256, states)) for _ in rows]
         alone = [own.read([row], n) for own, row in zip(sessions, rows)]
-        pairs = [(reading.hidden, torch.cat([one.hidden for one in alone]))]
-        if states.features:
-            for b, (own, row) in enumerate(zip(sessions, rows)):
-                given = together.features(b, row, 0)
-                pairs.append((given, own.features(0, row, 0)[: len(given)]))
-        if not all(_are_alike(lm, found, wanted) for found, wanted in pairs):
+        if not _are_alike(lm, reading.hidden, torch.cat([one.hidden for one in alone])):
+            return False
+        if states.features and not _have_features_of(together, sessions, rows):
             return False
     return True
+
+
+def _have_features_of(
+    together: Session, sessions: Sequence[Session], rows: Sequence[list[int]]
+) -> bool:
+    """Whether the rows of a session have the features that each has in a session of its own."""
+    given = [together.features(b, row, 0) for b, row in enumerate(rows)]
+    alone = [own.features(0, row, 0)[: len(one)] for own, row, one in zip(sessions, rows, given)]
+    return _are_alike(together.lm, torch.cat(given), torch.cat(alone))
 
 
 def tree_cache(lm: LM, rows: int, capacity: int, states: States = LAST) -> RowCache:
