@@ -204,6 +204,18 @@ def test_own_layers_are_exported_with_the_target(
     assert part.backend is not None and out.drafted
 
 
+def test_draws_that_helped_a_window_do_not_come_again() -> None:
+    # rules that decide on whole windows name a window's draws by where it began
+    row = Row(Noise(3, b"x"), [1, 2], position=10)
+    ahead = Row(Noise(3, b"x"), [1, 2, 5], position=11, ahead=1)
+    ctx = Context([row], temperature=1.0, fresh_noise_per_window=True)
+    inner = Context([ahead], temperature=1.0, fresh_noise_per_window=True)
+    later = Context([Row(Noise(3, b"x"), [1, 2, 5], position=11)], fresh_noise_per_window=True)
+    keys = ctx.noise_keys(3, "token")[0].tolist()
+    assert inner.noise_keys(2, "token")[0].tolist() == keys[1:]
+    assert not set(later.noise_keys(2, "token")[0].tolist()) & set(keys)
+
+
 REFUSED = {
     "exit:2": "has 2 layers; name one before the last",
     "skip:3": "layers 1 to 2",
@@ -234,6 +246,7 @@ def test_stops_end_windows_of_one_drafter(llama: Pair) -> None:
 
 def test_specs_of_joined_drafters_are_read_back() -> None:
     for text in ("ngram>model", "model:4+ngram", "ngram:max=5:2+model", "suffix|ngram>model",
-                 "ngram>skip:2,5", "exit:3:2+suffix"):  # fmt: skip
+                 "ngram>skip:2,5", "exit:3:2+suffix", 'medusa:"/c++/a>b"',
+                 'eagle:"/c++/run":2+ngram'):  # fmt: skip
         assert str(parse_drafter(text)) == text
         assert parse_drafter(str(parse_drafter(text))) == parse_drafter(text)

@@ -21,6 +21,8 @@ from lenience.core.profile import Profile
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.drafting.base import DrafterSetup
+from lenience.drafting.eagle import eagle_lm
+from lenience.drafting.eagle_model import load_eagle
 from lenience.drafting.registry import parse_drafter
 from lenience.drafting.stops import Fixed
 from lenience.drafting.trees import parse_tree
@@ -229,6 +231,28 @@ def test_eagle_learns_and_goes_on_after_a_stop(llama: Pair, tmp_path: Path) -> N
         _ = parse_drafter(spec).head
 
 
+def test_a_cast_model_keeps_its_frequencies_and_leaves_the_target(
+    checkpoints: Callable[[str], tuple[str, str]], tmp_path: Path
+) -> None:
+    target = load_pair(*checkpoints("llama"), dtype="bfloat16", compile=False).target
+    lm = eagle_lm(load_eagle(write(tmp_path, 1)), target)
+    assert lm.dtype == "bfloat16"
+    assert lm.model.model.rotary_emb.inv_freq.dtype == torch.float32
+    own = {id(module) for module in lm.model.modules()}
+    assert not own & {id(module) for module in target.model.modules()}
+    # and takes no memory for what is the target's
+    shared = {weight.data_ptr() for weight in target.model.parameters()}
+    assert lm.model.lm_head.weight.data_ptr() in shared
+    assert lm.model.model.embed_tokens.weight.data_ptr() in shared
+
+
+def test_prompts_of_one_token_are_learned_from(llama: Pair, tmp_path: Path) -> None:
+    fit = EagleFit(llama.target, [([4], [5, 6, 7])], [], seed=0)
+    ((tokens, features, wanted),) = [fit._read(fit.answers)]
+    assert tokens.tolist() == [[5, 6]] and wanted.tolist() == [[6, 7]]
+    assert features.shape == (1, 2, 3 * SIZE)
+
+
 def test_a_checkpoint_of_another_kind_is_refused(llama: Pair, tmp_path: Path) -> None:
     def refused(spec: str, match: str) -> None:
         with pytest.raises(InputError, match=match):
@@ -250,6 +274,10 @@ def test_a_checkpoint_of_another_kind_is_refused(llama: Pair, tmp_path: Path) ->
     save_file(saved, folder / "model.safetensors")
     refused(f"eagle:{folder}", "cannot be read.*up_proj")
     (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    refused(f"eagle:{folder}", "cannot be read")
+    torch.save([torch.ones(1)], folder / "pytorch_model.bin")
+    refused(f"eagle:{folder}", "cannot be read")
     torch.save({"fc.weight": Path("x")}, folder / "pytorch_model.bin")
     refused(f"eagle:{folder}", "holds more than tensors")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -13,11 +14,15 @@ from conftest import prompt_lists, quick
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lenience.cli import main
 from lenience.core.errors import InputError
+from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.drafting.planning import Acceptance, best_shape, load_acceptance
 from lenience.drafting.trees import Shape, parse_tree
 from lenience.mining.acceptance import DEPTH, RANKS, measure_acceptance
+from lenience.mining.search import MineConfig, mine
+from lenience.tasks import Sample, Task
 
 
 @cache
@@ -145,6 +150,8 @@ def test_acceptance_is_counted_by_rank_and_depth(llama: Pair, tmp_path: Path) ->
     assert out.tokens == llama.generate([5, 6], rule="target", max_new_tokens=24).tokens
     with pytest.raises(InputError, match="proposes no trees"):
         measure_acceptance(llama, prompts, "ngram")
+    with pytest.raises(InputError, match="has no ranks"):
+        measure_acceptance(llama, prompts, "suffix")
     (tmp_path / "tree.json").write_text(json.dumps({"drafter": "x", "shares": [[]], "places": []}))
     with pytest.raises(InputError, match="is broken"):
         parse_tree(spec)
@@ -156,3 +163,42 @@ def test_a_plan_depends_on_what_was_measured(tmp_path: Path) -> None:
     deep, broad = (parse_tree(f"planned:6,path={tmp_path}/{n}.json") for n in ("deep", "broad"))
     assert str(deep) == "shape:1,1,1,1,1,1"
     assert broad.children[0] == 2
+    # what answers depend on is the shape, whatever the file says later
+    decoding = Decoding(tree=f"planned:6,path={tmp_path}/deep.json")
+    assert decoding.tree == "shape:1,1,1,1,1,1"
+    Acceptance("none", ((0.0, 0.0),), (10,)).save(tmp_path / "none.json")
+    with pytest.raises(InputError, match="nothing of what was drafted was said"):
+        parse_tree(f"planned:6,path={tmp_path}/none.json")
+
+
+class Counting(Task):
+    name = "counting"
+
+    def samples(self, split: str) -> Iterator[Sample]:
+        for i in range(3):
+            yield Sample(f"{i}", f"w{1 + i} w{5 + i}", "w1")
+
+    def answer(self, text: str, sample: Sample | None = None) -> str | None:
+        return text.split()[-1] if text.split() else None
+
+
+def test_the_command_measures_a_run(
+    llama: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    mine(llama, Counting(), run, MineConfig(limit=2, max_new_tokens=24))
+    main(["fit", str(run), "--tree", "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert said["drafter"] == "model" and f"planned:16,path={run}/tree.json" in said["trees"]
+    kept = [*said["trees"].values()]
+    assert kept == sorted(kept) and kept[0] >= 1
+    for flags, match in {
+        ("--tree", "--heads", "2"): "--heads: is of a head, and --tree fits none",
+        ("--with", "model"): "--with: is what --tree measures",
+        ("--drafter", "eagle", "--heads", "2"): "--heads: eagle has none",
+        ("--tree", "--with", "ngram"): "--with ngram: proposes no trees",
+    }.items():
+        with pytest.raises(SystemExit) as ended:
+            main(["fit", str(run), *flags])
+        assert ended.value.code == 2
+        assert match in capsys.readouterr().err.replace("\n", " ")

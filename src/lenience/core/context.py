@@ -175,7 +175,8 @@ class Context:
         stands."""
         keys = []
         for row in self.rows:
-            what = f"{purpose}@{row.position}" if self.fresh_noise_per_window else purpose
+            began = row.position - row.ahead
+            what = f"{purpose}@{began}" if self.fresh_noise_per_window else purpose
             keys.append([row.noise.key(row.position + ahead + i, what) for i in range(n)])
         return to_device(keys, device or torch.device("cpu")).long().view(len(keys), n)
 

@@ -4,9 +4,9 @@
     term = name [":" args] ["@" number ["," args]]        args = arg {"," arg}
     arg = value | key "=" value
 
-A value that holds one of `@ , | & =` or a space stands in double quotes; the number is the field
-`threshold`. Fields that are keyword-only have no place without their key; one of several numbers,
-the last, takes all the values that are left.
+A value that holds one of `@ , | & = + >` or a space stands in double quotes; the number is the
+field `threshold`. Fields that are keyword-only have no place without their key; one of several
+numbers, the last, takes all the values that are left.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _fields(kind: Any) -> list[dataclasses.Field[Any]]:
 
 
 def _quote(text: str) -> str:
-    return f'"{text}"' if re.search(r"[@,|&=;\s]", text) else text
+    return f'"{text}"' if re.search(r"[@,|&=;+>\s]", text) else text
 
 
 def split(text: str, mark: str, limit: int = 0, *, escapes: bool = False) -> list[str]:

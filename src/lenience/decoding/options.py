@@ -72,6 +72,10 @@ class Decoding:
         for name, usual in (("stop", "fixed"), ("tree", "chain")):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, usual)
+        if str(self.tree).startswith("planned"):  # what it comes to is what answers depend on
+            from lenience.drafting.trees import parse_tree
+
+            object.__setattr__(self, "tree", str(parse_tree(self.tree)))
         if isinstance(self.stop_strings, str):
             object.__setattr__(self, "stop_strings", (self.stop_strings,))
         object.__setattr__(self, "stop_strings", tuple(self.stop_strings))

@@ -55,6 +55,8 @@ class Vertical(DrafterSpec):
 
     def check(self, target: LM, fingerprints: Callable[[], Mapping[str, str]]) -> None:
         self.then.check(target, fingerprints)
+        if not self.first.drafts_by_model:
+            self.first.check(target, fingerprints)
 
     def models(self, setup: DrafterSetup) -> list[LM]:
         (lm,) = self.then.models(setup)
@@ -62,7 +64,8 @@ class Vertical(DrafterSpec):
 
     def build(self, setup: DrafterSetup) -> Drafter:
         (lm,) = self.then.models(setup)
-        self.first.check(lm, dict)
+        if self.first.drafts_by_model:  # some of that model's layers
+            self.first.check(lm, dict)
         capacity = min(setup.capacity, lm.context_length or setup.capacity)
         session = Session(lm, setup.rows, capacity, profile=setup.profile)
         inner = replace(setup, target=lm, draft=None, stop=Fixed(), tree=Chain(), session=session)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -90,7 +91,7 @@ def _blocks(texts: Iterator[str], path: Path) -> Iterator[list[str]]:
             if size >= BLOCK:
                 yield block
                 block, size = [], 0
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise InputError(f"corpus {path}: cannot be read as text ({error})") from None
     if block:
         yield block

@@ -97,6 +97,7 @@ def eagle_lm(weights: EagleWeights, target: LM) -> LM:
         config.lenience = [weights.fingerprint, weights.norm_before_residual, weights.norm_output]
         model = EagleModel(replace(weights, config=config), target)
         model.to(target.device, target.model.dtype)  # type: ignore[arg-type]
+        model.restore_frequencies()
         return LM(model.requires_grad_(False), target.tokenizer, weights.path, "draft")
 
     return target.once(("eagle", weights.fingerprint), make)

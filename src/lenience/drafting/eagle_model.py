@@ -41,6 +41,17 @@ KNOWN = re.compile(
     r"|fc\.(weight|bias)|(norm|input_norm|fc_norm\.\d+|lm_head|embed_tokens)\.weight|d2t|t2d"
 )
 """The tensors of a checkpoint."""
+_BROKEN = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    EOFError,
+    SafetensorError,
+)
+"""What reading a broken checkpoint raises."""
 CONFIGURED = (
     "hidden_size",
     "intermediate_size",
@@ -217,7 +228,7 @@ class EagleDecoder(nn.Module):
         past_key_values: Any = None,
         **_options: Any,
     ) -> BaseModelOutputWithPast:
-        tokens = self.embed_tokens(input_ids).detach().to(self.fc.weight.dtype)
+        tokens = self.embed_tokens(input_ids).to(self.fc.weight.dtype)
         inputs = torch.zeros_like(tokens) if inputs is None else inputs
         if position_ids is None:
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -264,14 +275,19 @@ class EagleModel(PreTrainedModel):
         super().__init__(weights.config)
         self.made_of = weights, target
         own = weights.tensors.get("embed_tokens.weight")
-        embedding = target.embedding if own is None else nn.Embedding.from_pretrained(own)
+        # modules of its own on the target's weights, as it may be moved
+        weight = target.embedding.weight.detach() if own is None else own
+        embedding = nn.Embedding.from_pretrained(weight)
         self.model = EagleDecoder(weights, embedding)
         self.vocab_size, self.ids = target.vocab_size, cast(Tensor | None, None)
         """The second: which of the target's tokens each of its own is; None where they are the
         same."""
         self.norm: nn.Module | None = None
         if weights.is_first:
-            self.lm_head = cast(nn.Linear, target.model.get_output_embeddings())
+            bias = getattr(target.model.get_output_embeddings(), "bias", None)
+            parts = {"lm_head.weight": target.output_matrix.detach()}
+            parts |= {} if bias is None else {"lm_head.bias": bias.detach()}
+            self.lm_head = _linear(parts, "lm_head")
             return
         self.lm_head = _linear(weights.tensors, "lm_head")
         if not weights.norm_output:
@@ -288,6 +304,11 @@ class EagleModel(PreTrainedModel):
         config._attn_implementation = name
         other.load_state_dict(self.state_dict(), assign=True)
         return other.eval()
+
+    def restore_frequencies(self) -> None:
+        """Have the positions' frequencies in float32 again, once the model was cast."""
+        rotary = LlamaRotaryEmbedding(config=self.model.config)
+        self.model.rotary_emb = rotary.to(self.model.fc.weight.device)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed_tokens
@@ -394,7 +415,7 @@ def _load(path: Path, file: Path, changed: tuple[int, ...]) -> EagleWeights:
             f"eagle {path}: {file.name} holds more than tensors ({first_line(error)}); it is not "
             "loaded"
         ) from None
-    except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
+    except _BROKEN as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"eagle {path}: cannot be read ({why}); {MEND}") from None
 
@@ -422,6 +443,6 @@ def _features(about: Mapping[str, Any]) -> tuple[int, ...] | None:
     """After which layers the features are: SpecForge counts from 0, others from 1."""
     name = "eagle_aux_hidden_state_layer_ids"
     if about.get(name):
-        return tuple(about[name])
+        return tuple(map(int, about[name]))
     nested = (about.get("eagle_config") or {}).get(name)
-    return tuple(layer + 1 for layer in nested) if nested else None
+    return tuple(int(layer) + 1 for layer in nested) if nested else None

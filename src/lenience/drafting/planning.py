@@ -49,6 +49,8 @@ def _load(file: Path, changed: int) -> Acceptance:
         shares = tuple(tuple(map(float, row)) for row in said["shares"])
         if not shares or not all(len(row) == len(shares[0]) > 0 for row in shares):
             raise ValueError("its shares are no table")
+        if not any(shares[0]):
+            raise ValueError("nothing of what was drafted was said")
         return Acceptance(str(said["drafter"]), shares, tuple(map(int, said["places"])))
     except (OSError, ValueError, LookupError, TypeError) as error:
         why = f"{type(error).__name__}: {first_line(error)}"

@@ -86,13 +86,16 @@ def _vertical(text: str) -> DrafterSpec:
 
 def _horizontal(text: str) -> DrafterSpec:
     *firsts, last = spec.split(text, "+")
-    then = spec.parse_term(last, "drafter", DRAFTERS)
     if not firsts:
-        return then
+        return spec.parse_term(last, "drafter", DRAFTERS)
     name, *count = _only(firsts, "+").rsplit(":", 1)
     if not count or not count[0].isdigit():
-        raise InputError(f"{firsts[0]}+: how many tokens come from it? Write {firsts[0]}:4+{then}")
-    return Horizontal(spec.parse_term(name, "drafter", DRAFTERS), int(count[0]), then)
+        raise InputError(
+            f"{firsts[0]}+: how many tokens come from it? Write {firsts[0]}:4+{last}, or put a "
+            "path with + in double quotes"
+        )
+    first, then = (spec.parse_term(part, "drafter", DRAFTERS) for part in (name, last))
+    return Horizontal(first, int(count[0]), then)
 
 
 def _only(parts: list[T], mark: str) -> T:

@@ -18,7 +18,7 @@ from lenience.decoding.pair import Pair
 from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.planning import Acceptance
 from lenience.drafting.registry import parse_drafter
-from lenience.drafting.trees import Shape
+from lenience.drafting.trees import Shape, Tree
 from lenience.mining.features import check_models, journal_records
 from lenience.models.lm import LM, Prompt
 from lenience.runs.record import MinedSample
@@ -62,7 +62,13 @@ def measure_acceptance(
     )
     for n, _ in enumerate(answers, 1):
         progress("decoding", n, len(prompts))
-    return Acceptance(str(spec), *counts.shares())
+    shares, places = counts.shares()
+    if not any(share for row in shares for share in row):
+        raise InputError(
+            f"--with {drafter}: the target said nothing of what it drafted on {len(prompts)} "
+            "prompts; measure on more, or take another"
+        )
+    return Acceptance(str(spec), shares, places)
 
 
 @dataclass
@@ -102,6 +108,13 @@ class _Counted(DrafterSpec):
     @property
     def needs_draft(self) -> bool:  # type: ignore[override]
         return self.inner.needs_draft
+
+    @property
+    def reads_last(self) -> bool:  # type: ignore[override]
+        return self.inner.reads_last
+
+    def check_tree(self, tree: Tree) -> None:
+        self.inner.check_tree(tree)
 
     def check(self, target: LM, fingerprints: object) -> None:
         self.inner.check(target, fingerprints)  # type: ignore[arg-type]

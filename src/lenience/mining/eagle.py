@@ -123,7 +123,8 @@ class EagleFit:
         for b, (sequence, (prompt, _)) in enumerate(zip(sequences, batch)):
             n, whole = len(sequence) - 2, torch.tensor(sequence, device=device)
             tokens[b, :n] = whole[1:-1]
-            wanted[b, len(prompt) - 2 : n] = whole[len(prompt) :]
+            first = max(len(prompt) - 2, 0)
+            wanted[b, first:n] = whole[first + 2 :]
             features[b, :n] = session.features(b, sequence, 0)[:n].clone()
         return tokens, features, wanted
 

@@ -105,7 +105,7 @@ class Training:
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(saved[f"now.{name}"])
-                self.best[name] = saved[f"best.{name}"]
-                self.optimizer.state[weight] = {
-                    key: saved[f"{key}.{name}"] for key in ("exp_avg", "exp_avg_sq", "step")
-                }
+                self.best[name] = saved[f"best.{name}"].to(weight.device)
+                averages = ("exp_avg", "exp_avg_sq")
+                state = {key: saved[f"{key}.{name}"].to(weight.device) for key in averages}
+                self.optimizer.state[weight] = {**state, "step": saved[f"step.{name}"]}
