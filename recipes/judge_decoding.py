@@ -45,6 +45,7 @@ from lenience.mining.annotated import (
     read_annotated,
 )
 from lenience.mining.fit import HeadPlan
+from lenience.models.lm import States
 from lenience.models.session import Session
 from lenience.tasks import wordmath, wordmath_problems
 
@@ -106,7 +107,7 @@ def verdicts(
 ) -> tuple[list[bool], list[float]]:
     """Of each token of an answer, whether it is the target's own choice there, and the judge's
     score."""
-    state = Session(pair.target, layer=INPUTS.layer).read([prompt + ids], len(ids) + 1)
+    state = Session(pair.target, states=States(INPUTS.layer)).read([prompt + ids], len(ids) + 1)
     reading = Session(pair.target).read([prompt + ids], len(ids) + 1)
     best = reading.greedy_tokens[0, :-1].tolist()
     return [a == b for a, b in zip(best, ids)], torch.sigmoid(
