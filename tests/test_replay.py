@@ -66,7 +66,9 @@ def test_a_judge_on_a_layer_is_asked_of_recorded_passes(replayed, tmp_path: Path
     options = {"rule": f"judge:{tmp_path}@0.5", "window": 4}
     together = pair.generate_batch(asked, max_new_tokens=30, **options)
     assert_same(together, plain.generate_batch(asked, max_new_tokens=30, **options))
-    states = [Session(one.target, states=States(1)).read(asked[:1], 3).hidden for one in (pair, plain)]
+    states = [
+        Session(one.target, states=States(1)).read(asked[:1], 3).hidden for one in (pair, plain)
+    ]
     torch.testing.assert_close(*states, atol=2e-4, rtol=1e-3)
 
 
