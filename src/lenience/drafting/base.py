@@ -96,3 +96,15 @@ class DrafterSpec:
 
     def __str__(self) -> str:
         return spec.show(self.name, self)
+
+
+def check_fitted_to(
+    where: str, fitted_to: Mapping[str, str], fingerprints: Mapping[str, str]
+) -> None:
+    """Raise InputError where something was fitted to other parts of a pair than these."""
+    for part, value in fitted_to.items():
+        if fingerprints.get(part, value) != value:
+            raise InputError(
+                f"{where}: was fitted to another {part} ({value}, this is {fingerprints[part]}); "
+                "fit one for this target"
+            )

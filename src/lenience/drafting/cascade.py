@@ -206,14 +206,11 @@ class _HorizontalDrafter(Drafter):
             rows.append(Row(row.noise, row.prefix + drafted, row.position + n, ahead=n))
             left.append(1 if ended else min(most, ctx.window + 1) - n)
         rest = self.then.propose(replace(ctx, rows=rows), left)
-        return self._joined(begun, rest)
+        return self._joined(begun, rest, tokens)
 
-    def _joined(self, begun: Draft, rest: Draft) -> Draft:
-        """Windows whose last tokens stand in the second draft."""
-        first, later = (
-            [row[:n] for row, n in zip(draft.tokens.tolist(), draft.lengths.tolist())]
-            for draft in (begun, rest)
-        )
+    def _joined(self, begun: Draft, rest: Draft, first: list[list[int]]) -> Draft:
+        """Windows whose `first` tokens stand in one draft, and the last in another."""
+        later = [row[:n] for row, n in zip(rest.tokens.tolist(), rest.lengths.tolist())]
         logits = None
         if not self.spec.certain:
             logits = [

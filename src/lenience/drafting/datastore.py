@@ -19,8 +19,8 @@ from lenience.core.files import digest_bytes, replacing, write_json
 from lenience.core.protocols import Drafter, Fitted
 from lenience.core.types import Draft
 from lenience.drafting.base import DrafterSetup, DrafterSpec
-from lenience.drafting.lookup import likeliest
-from lenience.drafting.trees import Dynamic, Grown, Tree, as_draft
+from lenience.drafting.lookup import check_dynamic, likeliest
+from lenience.drafting.trees import Grown, Tree, as_draft
 from lenience.models.lm import LM
 
 ABOUT, TOKENS, SUFFIXES = "datastore.json", "tokens.npy", "suffixes.npy"
@@ -189,11 +189,7 @@ class Datastore(DrafterSpec):
             )
 
     def check_tree(self, tree: Tree) -> None:
-        if not isinstance(tree, Dynamic):
-            raise InputError(
-                f"drafter {self}: what followed has no ranks everywhere; with tree {tree} take "
-                "another, or --tree dynamic:NODES"
-            )
+        check_dynamic(self, tree)
 
     def build(self, setup: DrafterSetup) -> Drafter:
         return _DatastoreDrafter(self, setup)

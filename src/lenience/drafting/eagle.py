@@ -17,7 +17,7 @@ from lenience.core.errors import InputError
 from lenience.core.protocols import Drafter, Fitted
 from lenience.core.trees import Parents
 from lenience.core.types import Draft, Reading
-from lenience.drafting.base import DrafterSetup, DrafterSpec
+from lenience.drafting.base import DrafterSetup, DrafterSpec, check_fitted_to
 from lenience.drafting.draft_model import ModelDrafter
 from lenience.drafting.eagle_model import EagleModel, EagleWeights, load_eagle
 from lenience.drafting.model_tree import TreeDrafter
@@ -65,12 +65,7 @@ class Eagle(DrafterSpec):
 
     def check(self, target: LM, fingerprints: Callable[[], Mapping[str, str]]) -> None:
         self.head.check(target, self.features(target))
-        for part, value in self.head.fingerprints.items():
-            if fingerprints().get(part, value) != value:
-                raise InputError(
-                    f"eagle {self.path}: was fitted to another {part} ({value}, this is "
-                    f"{fingerprints()[part]}); fit one for this target"
-                )
+        check_fitted_to(f"eagle {self.path}", self.head.fingerprints, fingerprints())
 
     def models(self, setup: DrafterSetup) -> list[LM]:
         return [eagle_lm(self.head, setup.target)]

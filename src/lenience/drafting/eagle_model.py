@@ -116,7 +116,7 @@ class EagleWeights:
         states after the final norm."""
         if self.is_first:
             return (None,)
-        depth = target.model.config.get_text_config().num_hidden_layers
+        depth = target.num_layers
         return self.features or (min(2, depth), max(1, depth // 2), max(1, depth - 3))
 
     def save(self, folder: Path) -> None:

@@ -22,7 +22,7 @@ from lenience.core.errors import InputError, first_line
 from lenience.core.files import digest_bytes, replacing, write_json
 from lenience.core.protocols import Drafter, Fitted
 from lenience.core.types import Draft, Reading, Verdict
-from lenience.drafting.base import DrafterSetup, DrafterSpec
+from lenience.drafting.base import DrafterSetup, DrafterSpec, check_fitted_to
 from lenience.drafting.draft_model import wide_as_target
 from lenience.drafting.trees import Grown, Level, as_draft
 from lenience.models.lm import LM
@@ -136,12 +136,7 @@ class DraftHeads:
                     f"{where}: predicts {matrix.shape[0]} tokens, and the target has "
                     f"{target.vocab_size}; name heads of this target"
                 )
-        for part, value in self.fingerprints.items():
-            if fingerprints.get(part, value) != value:
-                raise InputError(
-                    f"{where}: was fitted to another {part} ({value}, this is "
-                    f"{fingerprints[part]}); fit one for this target"
-                )
+        check_fitted_to(where, self.fingerprints, fingerprints)
 
     def save(self, folder: Path) -> None:
         """Write medusa.safetensors and medusa.json, named by the kind, each whole or not at all."""

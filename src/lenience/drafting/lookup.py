@@ -65,14 +65,20 @@ class Suffix(DrafterSpec):
             raise InputError(f"suffix's least {self.least}: must be from 0 to 1")
 
     def check_tree(self, tree: Tree) -> None:
-        if not isinstance(tree, Dynamic):
-            raise InputError(
-                f"drafter {self}: what followed has no ranks everywhere; with tree {tree} take "
-                "another, or --tree dynamic:NODES"
-            )
+        check_dynamic(self, tree)
 
     def build(self, setup: DrafterSetup) -> Drafter:
         return _SuffixDrafter(setup, self)
+
+
+def check_dynamic(drafter: DrafterSpec, tree: Tree) -> None:
+    """Raise InputError for a tree by ranks, of which what is looked up has not as many
+    everywhere."""
+    if not isinstance(tree, Dynamic):
+        raise InputError(
+            f"drafter {drafter}: what followed has no ranks everywhere; with tree {tree} take "
+            "another, or --tree dynamic:NODES"
+        )
 
 
 @dataclass

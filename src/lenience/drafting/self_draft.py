@@ -39,13 +39,14 @@ class _OwnLayers(DrafterSpec):
         return [self._lm(setup.target)]
 
     def build(self, setup: DrafterSetup) -> Drafter:
-        lm = self._lm(setup.target)
-        if backend := setup.target.backend:
-            compile_model(lm, export=backend.makes_others)
-        return model_drafter(lm, setup)
+        return model_drafter(self._lm(setup.target), setup)
 
     def _lm(self, target: LM) -> LM:
-        return without_layers(target, self.left_out(target.num_layers))
+        """The model, compiled where the target is."""
+        lm = without_layers(target, self.left_out(target.num_layers))
+        if backend := target.backend:
+            compile_model(lm, export=backend.makes_others)
+        return lm
 
 
 @dataclass(frozen=True)

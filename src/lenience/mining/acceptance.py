@@ -19,9 +19,8 @@ from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.planning import Acceptance
 from lenience.drafting.registry import parse_drafter
 from lenience.drafting.trees import Shape, Tree
-from lenience.mining.features import check_models, journal_records
+from lenience.mining.features import check_models, mined_samples
 from lenience.models.lm import LM, Prompt
-from lenience.runs.record import MinedSample
 
 DEPTH, RANKS = 12, 5
 """How deep it is measured, and how many ranks."""
@@ -33,10 +32,7 @@ def fit_tree(pair: Pair, run: Path, drafter: str, progress: Progress = silent) -
     """Measure on a run's prompts what trees are planned by, and keep it in RUN/tree.json. Raises
     InputError where the run is of other models, or the drafter proposes no trees."""
     check_models(pair, run)
-    prompts = []
-    for line, record in enumerate(journal_records(run), 1):
-        sample = MinedSample.read(record, f"{run / 'journal.jsonl'}, line {line}")
-        prompts.append(sample.prompt_ids)
+    prompts = [sample.prompt_ids for sample in mined_samples(run)]
     found = measure_acceptance(pair, prompts[:PROMPTS], drafter, progress)
     found.save(run / "tree.json")
     return found

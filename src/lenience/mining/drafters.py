@@ -18,11 +18,10 @@ from lenience.decoding.pair import Pair
 from lenience.drafting.eagle_model import EagleWeights
 from lenience.drafting.heads import DraftHeads
 from lenience.mining.eagle import EagleFit
-from lenience.mining.features import check_models, journal_records
+from lenience.mining.features import check_models, mined_samples
 from lenience.mining.training import Answer, Schedule, Training
 from lenience.models.lm import LM
 from lenience.models.session import Session
-from lenience.runs.record import MinedSample
 from lenience.runs.uses import prompt_digest
 
 Kind = Literal["medusa", "blockwise", "eagle"]
@@ -59,10 +58,7 @@ def fit_drafter(
     started again, it goes on after the last epoch. Raises InputError where the run is of other
     models or has too few samples."""
     check_models(pair, run)
-    answers = []
-    for line, record in enumerate(journal_records(run), 1):
-        sample = MinedSample.read(record, f"{run / 'journal.jsonl'}, line {line}")
-        answers.append((sample.prompt_ids, sample.response_ids))
+    answers = [(sample.prompt_ids, sample.response_ids) for sample in mined_samples(run)]
     return fit_to_answers(pair, answers, plan, progress)
 
 

@@ -95,7 +95,7 @@ class EagleFit:
         t = tokens.shape[1]
         places = torch.arange(t, device=tokens.device)
         before = places[None] - places[:, None]  # [T, T]
-        cache, masks = DynamicCache(config=self.fitted.config), list[Tensor]()
+        cache = DynamicCache(config=self.fitted.config)
         inputs = self.model.model.combine(features)
         for k in range(STEPS):
             masks = [before <= -k, *(before == j - k for j in range(1, k + 1))]

@@ -88,6 +88,15 @@ def compute_features(
         path.unlink()  # of a longer journal
 
 
+def mined_samples(folder: Path) -> list[MinedSample]:
+    """The samples of a run's journal. Raises InputError where one cannot be read, too."""
+    journal = folder / "journal.jsonl"
+    return [
+        MinedSample.read(record, f"{journal}, line {line}")
+        for line, record in enumerate(journal_records(folder), 1)
+    ]
+
+
 def journal_records(folder: Path) -> list[dict[str, Any]]:
     """A run's journal. Raises InputError where it is empty, or a sample stands in it twice."""
     records = Journal(folder / "journal.jsonl").resume()
