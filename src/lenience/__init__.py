@@ -64,11 +64,13 @@ def rule(spec: str) -> Rule:
     return parse_rule(spec)
 
 
-def task(spec: str, **options: str | None) -> Task:
-    """Load a task by name ("wordmath"), from JSON files or as "file.py:Name".
+def task(spec: str, **options: Any) -> Task:
+    """Load a task by name ("wordmath"), a benchmark with its files ("gsm8k:shots=8", data="FILE or
+    FOLDER"), JSON files, or "file.py:Name".
 
-    Options: answer, same, prompt_field, reference_field and prompt_template; see
-    `lenience.tasks.load_task`. Raises InputError.
+    Options: data, grader and a benchmark's own, such as shots; of JSON files answer, same,
+    prompt_field, reference_field and prompt_template; see `lenience.tasks.load_task`. Raises
+    InputError.
     """
     from lenience.tasks import load_task
 

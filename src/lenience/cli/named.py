@@ -102,7 +102,7 @@ class TaskChoice:
     """How an answer to JSON rows is found: number-after:MARKER, last-number, boxed, choice,
     after:MARKER or regex:PATTERN."""
     same: str | None = None
-    """How answers are compared: number, text or choice; by default as fits --answer."""
+    """How answers are compared: number, text, choice or math; by default as fits --answer."""
     prompt_field: str | None = None
     """Where a row says its prompt, by default in "prompt" (text) or "messages" (chat)."""
     reference_field: str | None = None

@@ -4,9 +4,11 @@ say instead, again and again; many are held together."""
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import torch
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from lenience.decoding.pair import Pair
 
 T = TypeVar("T")
+K = TypeVar("K")
+AT_ONCE = 8
+"""Comparisons."""
 WINDOW = 4
 """Tokens drafted in a cycle of a continuation; it is exact, so the window changes its speed
 alone."""
@@ -46,9 +51,17 @@ class Predict:
     start: int
 
 
-Question = Continue | Predict
-Dialogue = Generator[Question, list[int], T]
-"""Yields questions, wants sent the tokens that answer them, and returns what it was held for."""
+@dataclass(frozen=True)
+class Compare:
+    """What does a comparison of answers give that takes its time, and is made beside decoding?"""
+
+    ask: Callable[[], bool | None]
+
+
+Question = Continue | Predict | Compare
+Dialogue = Generator[Question, Any, T]
+"""Yields questions, wants sent what answers them (the tokens, or what was compared), and returns
+what it was held for."""
 
 
 @dataclass
@@ -80,10 +93,11 @@ class Talk(Generic[T]):
         self._dialogue, self._together = dialogue, together
         self._began = time.perf_counter()
 
-    def ask(self, answer: list[int] | None) -> Question | None:
-        """The next question, after the `answer` to the one before it; None where it has ended."""
+    def ask(self, answer: Any) -> Question | None:
+        """The next question, after the `answer` to the one before it, if any; None where it has
+        ended."""
         try:
-            return next(self._dialogue) if answer is None else self._dialogue.send(answer)
+            return self._dialogue.send(answer)
         except StopIteration as end:
             seconds = (time.perf_counter() - self._began) / self._together
             self.cost.seconds = round(seconds, 3)
@@ -98,30 +112,83 @@ def converse(
     more than `capacity` tokens with its answer. A dialogue keeps its row of the caches from one
     continuation to the next, so that only what changed is read."""
     waiting, held = iter(enumerate(dialogues)), dict[int, _InLoop[T]]()
-    ended = list[Ended[T]]()
+    ended, decoding = list[Ended[T]](), set[int]()
+    comparisons = Comparisons[int]()
+
+    def request_of(number: int, answer: Any) -> Request | None:
+        """The next request of a dialogue that is held; None where it ends, or compares first."""
+        request = held[number].next_request(answer)
+        if isinstance(request, Compare):
+            comparisons.begin(number, request)
+        elif request is None:
+            ended.append(held.pop(number).result)
+        else:
+            decoding.add(number)
+            return request
+        return None
 
     def next_request(over: Request | None) -> Request | None:
         if over:
-            if request := held[over.number].next_request():
+            decoding.remove(over.number)
+            if request := request_of(over.number, held[over.number].tokens):
                 return request
-            ended.append(held.pop(over.number).result)
-        for number, dialogue in waiting:
-            held[number] = _InLoop(pair, Talk(number, dialogue, size), capacity)
-            if request := held[number].next_request():
+        while True:
+            if compared := comparisons.next(wait=False):
+                number, answer = compared
+            elif len(held) < 2 * size and (new := next(waiting, None)):
+                number, answer = new[0], None
+                held[number] = _InLoop(pair, Talk(number, new[1], size), capacity)
+            elif not decoding and (compared := comparisons.next(wait=True)):
+                number, answer = compared
+            else:
+                return None
+            if request := request_of(number, answer):
                 return request
-            ended.append(held.pop(number).result)
-        return None
 
     setup = pair.setup(Decoding(window=WINDOW))
     each_has = [pair.require_draft("mining")]
     session, drafter = pair.engine(setup, WINDOW, size, capacity + WINDOW, beside=each_has)
     processors = processors_of(pair.target, sampling=False) or None
     ctx = Context(window=WINDOW, processors=processors)
-    for request, step in decode(session, drafter, setup.rule, ctx, next_request, size=size):
-        held[request.number].add(step)
+    with comparisons:
+        for request, step in decode(session, drafter, setup.rule, ctx, next_request, size=size):
+            held[request.number].add(step)
+            yield from ended
+            ended.clear()
         yield from ended
-        ended.clear()
-    yield from ended
+
+
+class Comparisons(Generic[K]):
+    """Comparisons that are made in threads, beside decoding, each for a key."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(AT_ONCE)
+        self._running: dict[Future[bool | None], K] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def begin(self, key: K, question: Compare) -> None:
+        self._running[self._pool.submit(question.ask)] = key
+
+    def next(self, wait: bool) -> tuple[K, bool | None] | None:
+        """One that is done, with what it gave; None where none is, or where there are none. Raises
+        what it raised."""
+        if not self._running:
+            return None
+        done, _ = futures.wait(
+            self._running, None if wait else 0, return_when=futures.FIRST_COMPLETED
+        )
+        if not done:
+            return None
+        first = next(future for future in self._running if future in done)
+        return self._running.pop(first), first.result()
 
 
 class _InLoop(Generic[T]):
@@ -146,13 +213,19 @@ class _InLoop(Generic[T]):
         assert self.talk.ended is not None
         return self.talk.ended
 
-    def next_request(self) -> Request | None:
-        """The next continuation to decode; None where the dialogue has ended."""
-        question = self.talk.ask(self._tokens if self._ids else None)
+    @property
+    def tokens(self) -> list[int]:
+        """What answers the last continuation."""
+        return self._tokens
+
+    def next_request(self, answer: Any) -> Request | Compare | None:
+        """The next continuation to decode, or comparison to make, after the answer to the one
+        before; None where the dialogue has ended."""
+        question = self.talk.ask(answer)
         while isinstance(question, Predict):
             question = self.talk.ask(self._predict(question))
-        if question is None:
-            return None
+        if question is None or isinstance(question, Compare):
+            return question
         ids = list(question.ids)
         known = common([*self._ids, *self._tokens[:-1]], ids)
         self._target_unread = self._draft_unread = len(ids) - min(known, len(ids) - 1)

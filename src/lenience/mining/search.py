@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from lenience.core.errors import InputError
 from lenience.core.files import alone
 from lenience.core.progress import Progress, silent
 from lenience.decoding.certified import heads_in, setting_without_paths
-from lenience.decoding.dialogue import Continue, Dialogue, Ended, Predict
+from lenience.decoding.dialogue import Compare, Continue, Dialogue, Ended, Predict
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.mining.on_policy import check_policy, search_on_policy
@@ -135,7 +136,11 @@ class Miner:
         if token not in self.target.eos_ids and len(response) < self.max_new_tokens:
             left = self.max_new_tokens - len(response)
             response += yield Continue(prompt + response, left)
-        return response, self.task.same(self.answer(response), answer, self.sample)
+        found = self.answer(response)
+        if not self.task.compares_slowly or found == answer:
+            return response, self.task.same(found, answer, self.sample)
+        same: bool | None = yield Compare(partial(self.task.same, found, answer, self.sample))
+        return response, same
 
 
 def search(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,8 @@ class Score:
     correct: bool
     loss: float
     """From 0, nothing is lost, to 1."""
+    verdict: str = ""
+    """What tells more, such as why a program did not pass its tests."""
 
 
 class Task:
@@ -52,6 +54,17 @@ class Task:
     answer, agrees with none and is wrong; else that ends the run, naming the sample."""
     scores_by_reference: bool = False
     """Whether a response can be right only where the sample has a reference."""
+    compares_slowly: bool = False
+    """Whether comparing answers takes so long that mining does it beside decoding."""
+    measure: str = "accuracy"
+    """What the mean quality of responses is called: "accuracy", "pass@1", "ROUGE-L"."""
+    by_degree: bool = False
+    """Whether a response may be right in part: its quality is then 1 - its score's loss."""
+    beside_target: bool = False
+    """Whether no response is right or wrong by itself: its quality is then what `points` gives,
+    beside the target's own response."""
+    at_par: float = 1.0
+    """The quality of a response that is the target's own, where `beside_target`."""
 
     def samples(self, split: str) -> Iterable[Sample]:
         """The samples of a split, "train" or "test", always in the same order."""
@@ -77,6 +90,19 @@ class Task:
             correct = bool(self.correct(text, sample))
             scores.append(Score(correct, loss=float(not correct)))
         return scores
+
+    def points(self, triples: Sequence[tuple[str, str, Sample]]) -> list[float]:
+        """The quality in [0, 1] of each response beside the target's own, with their sample: by
+        default whether their answers agree."""
+        points = []
+        for text, own, sample in triples:
+            found = self.answer(text, sample), self.answer(own, sample)
+            points.append(float(text == own or self.same(*found, sample) is True))
+        return points
+
+    def attach(self, own_answers: Callable[[Sequence[Messages]], list[str]]) -> None:
+        """Take what tells the target's own answers to prompts, for a task whose prompts hold
+        them."""
 
     @property
     def compares(self) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lenience.core.errors import InputError
+from lenience.tasks.expressions import same_expression
 
 NUMBER = r"[-+−]?(?:\d[\d.,]*\d|\d|[.,]\d+)(?:\s?/\s?\d+)?"
 """A number as it stands in text, with what belongs to it."""
@@ -25,7 +26,8 @@ class Answers:
     """How answers are found and compared, and how that is written."""
 
     find: Find
-    normal: Callable[[str], object]
+    same: Callable[[str, str], bool | None]
+    """None where one cannot be read."""
     spec: str
     """As runs and certificates name it."""
 
@@ -101,19 +103,19 @@ def _last_number(_what: str) -> Find:
     return find
 
 
-def _boxed(_what: str) -> Find:
+def boxed(text: str) -> str | None:
     r"""What the last whole \boxed{…} holds."""
+    for begin in reversed([found.end() for found in re.finditer(r"\\f?boxed\s*\{", text)]):
+        depth = 1
+        for end in range(begin, len(text)):
+            depth += (text[end] == "{") - (text[end] == "}")
+            if not depth:
+                return text[begin:end].strip() or None
+    return None
 
-    def find(text: str) -> str | None:
-        for begin in reversed([found.end() for found in re.finditer(r"\\f?boxed\s*\{", text)]):
-            depth = 1
-            for end in range(begin, len(text)):
-                depth += (text[end] == "{") - (text[end] == "}")
-                if not depth:
-                    return text[begin:end].strip() or None
-        return None
 
-    return find
+def _boxed(_what: str) -> Find:
+    return boxed
 
 
 def _choice(_what: str) -> Find:
@@ -166,8 +168,21 @@ FINDERS: dict[str, tuple[Callable[[str], Find], str]] = {
 }
 """How answers are found, each with how they are compared where that is not said."""
 TAKES = {"number-after": "MARKER", "after": "MARKER", "regex": "PATTERN"}
-COMPARISONS: dict[str, Callable[[str], object]] = {
-    "number": number,
-    "text": lambda text: " ".join(text.casefold().split()) or None,
-    "choice": choice,
+
+
+def _equal(normal: Callable[[str], object]) -> Callable[[str, str], bool | None]:
+    """Compares what both come to."""
+
+    def same(a: str, b: str) -> bool | None:
+        left, right = normal(a), normal(b)
+        return None if left is None or right is None else left == right
+
+    return same
+
+
+COMPARISONS: dict[str, Callable[[str, str], bool | None]] = {
+    "number": _equal(number),
+    "text": _equal(lambda text: " ".join(text.casefold().split()) or None),
+    "choice": _equal(choice),
+    "math": same_expression,
 }

@@ -24,7 +24,7 @@ class JsonlTask(Task):
     follows the last MARKER), "last-number", "boxed" (the last \boxed{…}), "choice" (the letter that
     is chosen), "after:MARKER" (the rest of the line after the last MARKER) or "regex:PATTERN" (the
     last match; its first group, if it has one). `same` says how answers are compared: as "number",
-    "text" (case and spaces aside) or "choice"; by default as fits what is found, see
+    "text" (case and spaces aside), "choice" or "math" (math-verify, extra "math"); by default as fits what is found, see
     `lenience.tasks.finding`. A reference is searched for its answer in the same way and taken whole
     where nothing is found.
 
@@ -90,9 +90,7 @@ class JsonlTask(Task):
         return self._how.find(text)
 
     def same(self, a: str | None, b: str | None, sample: Sample | None = None) -> bool | None:
-        left = None if a is None else self._how.normal(a)
-        right = None if b is None else self._how.normal(b)
-        return None if left is None or right is None else left == right
+        return None if a is None or b is None else self._how.same(a, b)
 
 
 def _rows(paths: Sequence[Path], fields: Fields) -> Iterator[Row]:

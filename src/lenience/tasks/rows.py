@@ -127,12 +127,25 @@ def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
         yield where, value
 
 
+def _is_one_object(path: Path, text: str) -> bool:
+    """Whether a .json file is one object over many lines, and not one on each."""
+    if not path.name.endswith((".json", ".json.gz")):
+        return False
+    first = text.strip().split("\n")[0]
+    try:
+        json.loads(first)
+    except ValueError:
+        return True
+    return False
+
+
 def _values(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    if text.lstrip().startswith("["):
+    if text.lstrip().startswith("[") or _is_one_object(path, text):
         try:
             values = json.loads(text)
         except ValueError as error:
             raise InputError(f"{path}: not JSON ({error})") from None
+        values = values if isinstance(values, list) else [values]
         yield from ((f"{path}, row {number}", value) for number, value in enumerate(values, 1))
         return
     for number, line in enumerate(text.split("\n"), 1):

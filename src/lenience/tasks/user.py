@@ -13,10 +13,12 @@ from typing import Any, get_args
 
 from lenience.core.errors import InputError, first_line
 from lenience.core.files import digest_bytes
-from lenience.tasks.base import AnswerValue, Sample, Score, Task
+from lenience.tasks.base import AnswerValue, Messages, Sample, Score, Task
 
 NEEDED = ("name", "samples", "answer")
 DOCS = "see docs/your-own-task.md"
+TRAITS = ("compares_slowly", "measure", "by_degree", "beside_target", "at_par")
+"""What a task may say of itself."""
 
 
 def as_task(task: Any, where: str = "", version: str | None = None) -> Task:
@@ -42,10 +44,13 @@ class _CheckedTask(Task):
         self._task = task
         self.scores_by_reference = getattr(task, "scores_by_reference", False)
         self.failures_are_wrong = getattr(task, "failures_are_wrong", False)
+        for trait in TRAITS:
+            setattr(self, trait, getattr(task, trait, getattr(Task, trait)))
         self._told = False
         self._same, self._correct, self._score, self._loss, self._reads, self._reference = (
             _own(task, part) for part in ("same", "correct", "score", "loss", "reads", "reference")
         )
+        self._points, self._attach = _own(task, "points"), _own(task, "attach")
         self._answer = _given_sample(task.answer, 1)
         if self._same is not None:
             self._same = _given_sample(self._same, 2)
@@ -119,6 +124,20 @@ class _CheckedTask(Task):
             return list(self._score(pairs))
         except Exception:
             return [score for pair in pairs for score in self.score([pair])]
+
+    def points(self, triples: Sequence[tuple[str, str, Sample]]) -> list[float]:
+        if self._points is None:
+            return super().points(triples)
+        samples = [sample for _, _, sample in triples]
+        wrong = [0.0] * len(triples)
+        points = list(self._call("points", samples, partial(self._points, triples), wrong))
+        if len(points) != len(triples) or not all(0 <= one <= 1 for one in points):
+            raise self._wrong("points", points, samples[0], "give a number from 0 to 1 for each")
+        return points
+
+    def attach(self, own_answers: Callable[[Sequence[Messages]], list[str]]) -> None:
+        if self._attach is not None:
+            self._attach(own_answers)
 
     def loss(self, text: str, target_text: str, sample: Sample) -> float:
         loss = self._loss or super().loss

@@ -14,7 +14,16 @@ from weakref import finalize
 from lenience.core.errors import InputError, first_line
 from lenience.core.profile import Profile
 from lenience.core.types import Finish, Origin, Step, Trace
-from lenience.decoding.dialogue import WINDOW, Dialogue, Ended, Predict, Question, Talk
+from lenience.decoding.dialogue import (
+    WINDOW,
+    Compare,
+    Comparisons,
+    Continue,
+    Dialogue,
+    Ended,
+    Predict,
+    Talk,
+)
 from lenience.decoding.generation import Generation
 from lenience.decoding.options import Decoding, takes_options
 from lenience.decoding.pair import Pair, Setup
@@ -242,41 +251,47 @@ class VllmPair(Pair):
         waiting = chain([first], waiting)
         engines = [self._engine(kind) for kind in DIALOGUES]
         held: dict[str, _Asked[T]] = {}
+        comparisons = Comparisons[Talk[T]]()
+        asking = _Asking(setup, held, comparisons)
         try:
             while True:
                 ended = list[Ended[T]]()
-                while len(held) < size and (next_one := next(waiting, None)):
+                while compared := comparisons.next(wait=not held):
+                    ended += self._ask(*compared, asking)
+                while len(held) + len(comparisons) < size and (next_one := next(waiting, None)):
                     number, dialogue = next_one
-                    ended += self._ask(Talk(number, dialogue, size), None, setup, held)
+                    ended += self._ask(Talk(number, dialogue, size), None, asking)
                 given = [out for engine in engines for out in _stepped(engine)]
                 for out in given:
                     asked = held[out.request_id]
                     asked.add(out, self.target.vocab_size)
                     if out.finished:
                         del held[out.request_id]
-                        ended += self._ask(asked.talk, asked.tokens, setup, held)
+                        ended += self._ask(asked.talk, asked.tokens, asking)
                 yield from ended
-                if not held:
+                if not held and not len(comparisons):
                     return
         finally:
+            comparisons.__exit__()
             for engine in engines:
                 engine.abort_request(list(held))
 
-    def _ask(
-        self, talk: Talk[T], answer: list[int] | None, setup: Setup, held: dict[str, _Asked[T]]
-    ) -> list[Ended[T]]:
-        """Hand vLLM a dialogue's next question, and note it in `held`; gives what came of the
-        dialogue where there is none."""
+    def _ask(self, talk: Talk[T], answer: Any, asking: _Asking[T]) -> list[Ended[T]]:
+        """Hand vLLM a dialogue's next question, and note that; gives what came of the dialogue
+        where there is none."""
         question = talk.ask(answer)
         if question is None:
             return [talk.ended] if talk.ended else []
+        if isinstance(question, Compare):
+            asking.comparisons.begin(talk, question)
+            return []
         name = f"{KEY}-{next(self._numbers)}"
-        held[name] = _Asked(talk, question)
+        asking.held[name] = _Asked(talk, question)
         if isinstance(question, Predict):
             kind, params, ids = DIALOGUES[0], _predicting(), question.ids[:-1]
         else:
-            decoding = replace(setup.decoding, max_new_tokens=question.limit)
-            params = self._params(replace(setup, decoding=decoding), WINDOW)
+            decoding = replace(asking.setup.decoding, max_new_tokens=question.limit)
+            params = self._params(replace(asking.setup, decoding=decoding), WINDOW)
             kind, ids = DIALOGUES[1], question.ids
         self._running[kind].add_request(name, {"prompt_token_ids": list(ids)}, params)
         return []
@@ -287,12 +302,21 @@ class VllmPair(Pair):
         return self.setup(options).decoding
 
 
+@dataclass(frozen=True)
+class _Asking(Generic[T]):
+    """Dialogues while they are held: by the names of vLLM's requests, and those that compare."""
+
+    setup: Setup
+    held: dict[str, _Asked[T]]
+    comparisons: Comparisons[Talk[T]]
+
+
 @dataclass
 class _Asked(Generic[T]):
     """A question that a dialogue has put to vLLM."""
 
     talk: Talk[T]
-    question: Question
+    question: Continue | Predict
     tokens: list[int] = field(default_factory=list)
     """Of the answer, so far."""
 

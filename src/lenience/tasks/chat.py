@@ -1,0 +1,84 @@
+"""Open questions in two turns: MT-Bench, and Spec-Bench, which is laid out alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from lenience.core.errors import InputError
+from lenience.tasks.base import Messages, Sample
+from lenience.tasks.published import Published, chat
+from lenience.tasks.rows import Row
+
+OwnAnswers = Callable[[Sequence[Messages]], list[str]]
+
+
+@dataclass(kw_only=True)
+class MtBench(Published):
+    """MT-Bench (Zheng 2023), question.jsonl, rows {question_id, category, turns}; Spec-Bench's file
+    as well.
+
+    Each turn is a sample of its own. The second one's prompt holds the target's own answer to the
+    first, so that all decoders are asked the same. There is no right answer: a grader compares
+    answers with the target's own (--grader), as MT-Bench's pairwise mode does; without one they
+    agree where they are the same text. `category` takes one of the categories, such as math.
+    """
+
+    title: ClassVar[str] = "mtbench"
+    version = 1
+    max_new_tokens = 512
+    measure = "agreement"
+    beside_target = True
+    scores_by_reference = False
+    turns: Literal["both", "first"] = "both"
+    category: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._own_answers: OwnAnswers | None = None
+
+    def attach(self, own_answers: OwnAnswers) -> None:
+        self._own_answers = own_answers
+
+    def read(self, row: Row, where: str, role: str) -> Sample | None:
+        turns, category = list(row["turns"]), str(row.get("category", ""))
+        if not turns or not all(isinstance(turn, str) for turn in turns):
+            raise InputError('its "turns" is no list of texts')
+        if self.category and category != self.category:
+            return None
+        references = row.get("reference") or row.get("reference_answer") or []
+        known = {"category": category, "turns": turns, "references": references}
+        id = str(row["question_id"])
+        return Sample(id, chat(("user", turns[0])), None, known, group=id)
+
+    def samples(self, split: str) -> Iterator[Sample]:
+        questions = list(super().samples(split))
+        if not questions and self.category:
+            raise InputError(f"task mtbench: there is no category {self.category!r} in its file")
+        several = [one for one in questions if len(one.metadata["turns"]) > 1]
+        answers = dict[str, str]()
+        if several and self.turns == "both":
+            if self._own_answers is None:
+                raise InputError(
+                    "task mtbench: its second turns hold the target's own answers to the first; "
+                    "mine, compare and certify see to that, else write mtbench:turns=first"
+                )
+            first: list[Messages] = [chat(("user", one.metadata["turns"][0])) for one in several]
+            answers = dict(zip((one.id for one in several), self._own_answers(first)))
+        for question in questions:
+            yield self._turn(question, 1, question.prompt)
+            if question.id in answers:
+                one, two = question.metadata["turns"][:2]
+                said = chat(("user", one), ("assistant", answers[question.id]), ("user", two))
+                yield self._turn(question, 2, said)
+
+    def answer(self, text: str, sample: Sample | None = None) -> str | None:
+        return text.strip() or None
+
+    def _turn(self, question: Sample, number: int, prompt: str | Messages) -> Sample:
+        references = question.metadata["references"]
+        told = {"category": question.metadata["category"], "turn": number}
+        if len(references) >= number:
+            told["reference"] = references[number - 1]
+        return replace(question, id=f"{question.id}-{number}", prompt=prompt, metadata=told)

@@ -1,0 +1,309 @@
+"""Programming problems, scored by running what the model wrote in a sandbox: HumanEval and
+LiveCodeBench."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import json
+import pickle
+import re
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from functools import cached_property
+from pathlib import Path
+from threading import BoundedSemaphore
+from typing import Any, ClassVar, Literal, Self
+
+from lenience.core.errors import InputError
+from lenience.core.files import digest_bytes
+from lenience.tasks.base import Sample, Score
+from lenience.tasks.published import Published
+from lenience.tasks.rows import Row
+from lenience.tasks.sandbox import Limits, Sandbox, Verdict, sandbox, workers
+
+ITS_TESTS = "passes its tests"
+"""The reference of a problem without a solution."""
+MOST_REMEMBERED = 10_000
+"""Verdicts."""
+MOST_TESTS = 1 << 29
+"""Bytes of one problem's tests."""
+CODEX_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
+"""Where a completion of HumanEval ends (Chen 2021, section 2)."""
+PREAMBLE = (
+    "import string, re, datetime, collections, heapq, bisect, copy, math, random, statistics\n"
+    "import itertools, functools, operator, io, sys, json, typing\n"
+    "from string import *\nfrom re import *\nfrom datetime import *\nfrom collections import *\n"
+    "from heapq import *\nfrom bisect import *\nfrom copy import *\nfrom math import *\n"
+    "from random import *\nfrom statistics import *\nfrom itertools import *\n"
+    "from functools import *\nfrom operator import *\nfrom io import *\nfrom typing import *\n"
+    "sys.setrecursionlimit(50000)\n"
+)
+"""What LiveCodeBench imports before a solution."""
+
+
+@dataclass(kw_only=True)
+class CodeTask(Published):
+    """Problems whose answer is a program, right where it passes every test. Two programs agree
+    where both pass or both fail. `unsafe_local` runs them as this user, where no sandbox works."""
+
+    measure = "pass@1"
+    compares_slowly = True
+    scores_by_reference = False
+    unsafe_local: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._verdicts: dict[tuple[str, str], Verdict] = {}
+        self._free = BoundedSemaphore(workers())
+
+    def verdict(self, program: str, sample: Sample) -> Verdict:
+        """What comes of a program on the sample's tests."""
+        raise NotImplementedError
+
+    @cached_property
+    def sandbox(self) -> Sandbox:
+        return sandbox(self.unsafe_local)
+
+    def open(self, data: str) -> Self:
+        super().open(data)
+        _ = self.sandbox  # works here, or is refused before anything is decoded
+        return self
+
+    def same(self, a: str | None, b: str | None, sample: Sample | None = None) -> bool | None:
+        if a is None or b is None:
+            return None
+        if a == b:
+            return True
+        assert sample is not None
+        return self._known(a, sample).passed == self._known(b, sample).passed
+
+    def score(self, pairs: Sequence[tuple[str, Sample]]) -> list[Score]:
+        with ThreadPoolExecutor(workers()) as pool:
+            verdicts = list(pool.map(lambda pair: self._of_response(*pair), pairs))
+        return [
+            Score(one.passed, float(not one.passed), f"{one.kind}: {one.detail}".rstrip(": "))
+            for one in verdicts
+        ]
+
+    def _of_response(self, text: str, sample: Sample) -> Verdict:
+        program = self.answer(text, sample)
+        if program is None:
+            return Verdict("missing function", "no program in the response")
+        return self._known(program, sample)
+
+    def _known(self, program: str, sample: Sample) -> Verdict:
+        key = sample.id, digest_bytes(program.encode("utf-8", "replace"))
+        if key not in self._verdicts:
+            if len(self._verdicts) >= MOST_REMEMBERED:
+                self._verdicts.clear()
+            with self._free:
+                self._verdicts[key] = self.verdict(program, sample)
+        return self._verdicts[key]
+
+
+@dataclass(kw_only=True)
+class HumanEval(CodeTask):
+    """HumanEval (Chen 2021), HumanEval.jsonl.gz: 164 functions to complete, pass@1 of one answer.
+
+    form=completion shows the published prompt, and a completion ends where the paper ends it;
+    form=chat asks for the function in a code block. A response's last code block counts where it
+    has one, in both. The tests run beside the function, not with it, so that it cannot read what
+    they expect. Checked with the 164 canonical solutions, which pass, and a mutant of each, which
+    fails.
+    """
+
+    title: ClassVar[str] = "humaneval"
+    version = 1
+    max_new_tokens = 512
+    form: Literal["completion", "chat"] = "completion"
+    LIMITS: ClassVar[Limits] = Limits(seconds=10.0)
+
+    def read(self, row: Row, where: str, role: str) -> Sample | None:
+        kept = {name: str(row[name]) for name in ("prompt", "entry_point", "test")}
+        prompt = kept["prompt"]
+        if self.form == "chat":
+            prompt = (
+                "Complete the following Python function. Reply with the whole function in one "
+                f"code block.\n\n```python\n{prompt.rstrip()}\n```"
+            )
+        return Sample(str(row["task_id"]), prompt, row.get("canonical_solution"), kept)
+
+    def answer(self, text: str, sample: Sample | None = None) -> str | None:
+        if sample is None or not text.strip():
+            return None
+        prompt, entry = sample.metadata["prompt"], sample.metadata["entry_point"]
+        defined = re.compile(rf"^def {re.escape(entry)}\b", re.MULTILINE)
+        before = prompt[: found.start()] if (found := defined.search(prompt)) else ""
+        block = last_block(text)
+        if block is not None:
+            return prompt + block if block[:1].isspace() else f"{before}\n{block}"
+        if defined.search(text):
+            return f"{before}\n{text}"
+        ends = [text.find(stop) for stop in CODEX_STOPS if stop in text]
+        return str(prompt + text[: min(ends, default=len(text))])
+
+    def verdict(self, program: str, sample: Sample) -> Verdict:
+        kept = sample.metadata
+        tests = f"{kept['prompt']}\n    pass\n\n{kept['test']}\n"
+        return self.sandbox.check(program, kept["entry_point"], tests, self.LIMITS)
+
+
+@dataclass(kw_only=True)
+class LiveCodeBench(CodeTask):
+    """LiveCodeBench's code generation (Jain 2024), test.jsonl … test6.jsonl of
+    code_generation_lite: programs that read standard input, or methods of a class Solution.
+
+    `release` takes the first files, v1 to v6; `difficulty` one of easy, medium and hard; `since`
+    and `until` contests of some dates. The last code block of a response is run: 6 s for a test,
+    all tests must pass, outputs are compared line by line, numbers as decimals, as its own checker
+    does; numpy is not there. Checked on problems of both kinds made for the tests, with mutants.
+    """
+
+    title: ClassVar[str] = "livecodebench"
+    version = 1
+    max_new_tokens = 2048
+    release: str = ""
+    difficulty: Literal["all", "easy", "medium", "hard"] = "all"
+    since: str = ""
+    until: str = ""
+    LIMITS: ClassVar[Limits] = Limits(seconds=6.0, memory=4 << 30, output=16 << 20)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.release and not re.fullmatch(r"v[1-6]", self.release):
+            raise InputError(f"livecodebench's release must be v1 to v6, not {self.release!r}")
+        for name in ("since", "until"):
+            if (date := getattr(self, name)) and not re.fullmatch(r"\d{4}-\d\d-\d\d", date):
+                raise InputError(f"livecodebench's {name} must be as 2024-08-31, not {date!r}")
+
+    def _prepare(self, files: dict[str, list[Path]]) -> None:
+        if not self.release:
+            return
+        newest = int(self.release[1:])
+        wanted = {f"test{number if number > 1 else ''}" for number in range(1, newest + 1)}
+        found = {path.name.split(".")[0]: path for path in files.get("test", ())}
+        if lacking := sorted(wanted - found.keys()):
+            raise InputError(f"task livecodebench: release {self.release} lacks {lacking[0]}.jsonl")
+        files["test"] = [found[name] for name in sorted(wanted)]
+
+    def read(self, row: Row, where: str, role: str) -> Sample | None:
+        if self.difficulty not in ("all", row["difficulty"]):
+            return None
+        date = str(row.get("contest_date", ""))[:10]
+        if (self.since and date < self.since) or (self.until and date > self.until):
+            return None
+        kept = {
+            "public": row["public_test_cases"],
+            "private": row.get("private_test_cases", "[]"),
+            "function": json.loads(row.get("metadata") or "{}").get("func_name"),
+            "starter": row.get("starter_code") or "",
+        }
+        return Sample(str(row["question_id"]), _asked(row, kept["starter"]), ITS_TESTS, kept)
+
+    def answer(self, text: str, sample: Sample | None = None) -> str | None:
+        return last_block(text)
+
+    def verdict(self, program: str, sample: Sample) -> Verdict:
+        kept = sample.metadata
+        tests = [*tests_in(kept["public"]), *tests_in(kept["private"])]
+        left = time.monotonic() + (self.LIMITS.seconds + 1) * len(tests) + 5
+        stdin = [one for one in tests if one["testtype"] == "stdin"]
+        verdicts = self._by_input(program, stdin)
+        if len(stdin) < len(tests):
+            verdicts = self._by_calls(program, kept["function"], tests)
+        for verdict in verdicts:
+            if not verdict.passed:
+                return verdict
+            if time.monotonic() > left:
+                return Verdict("timeout", "of all tests together")
+        return Verdict("passed")
+
+    def _by_input(self, program: str, tests: Sequence[dict[str, str]]) -> Iterator[Verdict]:
+        for number, test in enumerate(tests, 1):
+            ended = self.sandbox.run(PREAMBLE + program, test["input"], self.LIMITS)
+            if ended.status != "ended":
+                yield Verdict(ended.status, f"test {number}")
+            elif ended.code:
+                yield Verdict("crash", (ended.err.strip().splitlines() or [""])[-1][-300:])
+            elif not same_output(ended.out, test["output"]):
+                yield Verdict("wrong answer", f"test {number}")
+            else:
+                yield Verdict("passed")
+
+    def _by_calls(
+        self, program: str, function: str | None, tests: Sequence[dict[str, str]]
+    ) -> Iterator[Verdict]:
+        if not function:
+            raise InputError("task livecodebench: a problem's metadata name no func_name")
+        given = [[json.loads(line) for line in one["input"].split("\n")] for one in tests]
+        values = self.sandbox.calls(PREAMBLE + program, function, given, self.LIMITS)
+        for number, (value, test) in enumerate(zip(values, tests), 1):
+            if isinstance(value, Verdict):
+                yield value
+                return
+            value = list(value) if isinstance(value, tuple) else value
+            right = value == json.loads(test["output"])
+            yield Verdict("passed") if right else Verdict("wrong answer", f"test {number}")
+
+
+def _asked(row: Row, starter: str) -> str:
+    wanted = (
+        "Write a Python program that reads the input from stdin and writes the answer to stdout."
+    )
+    if starter:
+        wanted = f"Write the solution in Python, on this code:\n```python\n{starter}\n```"
+    return (
+        f"### Question\n{row['question_content']}\n\n### Format\n{wanted} Put the code into one "
+        "block, ```python … ```.\n\n### Answer\n"
+    )
+
+
+def last_block(text: str) -> str | None:
+    """The last fenced code block of a response; one that is cut off ends with it."""
+    found = list(re.finditer(r"```[^\n`]*\n(.*?)(?:^```|\Z)", text, re.DOTALL | re.MULTILINE))
+    return found[-1][1] if found and found[-1][1].strip() else None
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Of texts alone: whatever would import something is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def tests_in(text: str) -> list[dict[str, str]]:
+    """LiveCodeBench's test cases: JSON, or JSON in a pickled text, compressed, in base 64. Raises
+    InputError."""
+    try:
+        if not text.lstrip().startswith("["):
+            packed = zlib.decompressobj().decompress(base64.b64decode(text), MOST_TESTS)
+            text = _PlainUnpickler(io.BytesIO(packed)).load()
+        tests = json.loads(text)
+        return [{name: one[name] for name in ("input", "output", "testtype")} for one in tests]
+    except (ValueError, KeyError, TypeError, EOFError, zlib.error, binascii.Error) as error:
+        raise InputError(f"task livecodebench: test cases cannot be read ({error!r})") from None
+    except (pickle.UnpicklingError, IndexError, AttributeError, MemoryError) as error:
+        raise InputError(f"task livecodebench: test cases cannot be read ({error!r})") from None
+
+
+def same_output(out: str, wanted: str) -> bool:
+    """Line by line, spaces around them aside; lines of numbers by their values."""
+    lines, right = ([line.strip() for line in text.strip().split("\n")] for text in (out, wanted))
+    if len(lines) != len(right):
+        return False
+    return all(a == b or _numbers(a) == _numbers(b) != [] for a, b in zip(lines, right))
+
+
+def _numbers(line: str) -> list[Decimal]:
+    """The numbers a line consists of; none where something else is in it."""
+    try:
+        numbers = [Decimal(part) for part in line.split()]
+    except InvalidOperation:
+        return []
+    return numbers if all(one.is_finite() for one in numbers) else []

@@ -1,0 +1,89 @@
+"""Whether two mathematical expressions are the same, by math-verify in a process of its own: what a
+model wrote may take sympy for ever."""
+
+from __future__ import annotations
+
+import json
+import selectors
+import subprocess
+import sys
+import threading
+from functools import cache
+from importlib.util import find_spec
+
+from lenience.core.errors import InputError
+
+SECONDS = 20.0
+"""For one comparison; math-verify gives up earlier by itself."""
+
+
+def same_expression(a: str, b: str) -> bool | None:
+    """Whether two expressions (LaTeX or plain) are equal; None where one cannot be read. One that
+    takes too long is not the same. Raises InputError without math-verify."""
+    if a.strip() == b.strip():
+        return True
+    return _comparer().ask(a, b)
+
+
+@cache
+def _comparer() -> _Comparer:
+    if find_spec("math_verify") is None:
+        raise InputError("comparing as math needs math-verify: pip install 'lenience[math]'")
+    return _Comparer()
+
+
+class _Comparer:
+    """A process that compares expressions, begun anew where it hangs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def ask(self, a: str, b: str) -> bool | None:
+        with self._lock:
+            process = self._process or self._start()
+            assert process.stdin and process.stdout
+            try:
+                process.stdin.write(json.dumps([a, b]) + "\n")
+                process.stdin.flush()
+            except BrokenPipeError:
+                return self._over()
+            with selectors.DefaultSelector() as ready:
+                ready.register(process.stdout, selectors.EVENT_READ)
+                line = process.stdout.readline() if ready.select(SECONDS) else ""
+            if not line:
+                return self._over()
+            same: bool | None = json.loads(line)
+            return same
+
+    def _start(self) -> subprocess.Popen[str]:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "lenience.tasks.expressions"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        return self._process
+
+    def _over(self) -> bool:
+        """Leave a process that hangs or has died; what it was asked is not the same."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+        self._process = None
+        return False
+
+
+def _answer(a: str, b: str) -> bool | None:
+    from math_verify import parse, verify
+
+    one, other = (parse(text if "$" in text else f"${text}$") for text in (a, b))
+    if not one or not other:
+        return None
+    return bool(verify(one, other))
+
+
+if __name__ == "__main__":
+    for asked in sys.stdin:
+        print(json.dumps(_answer(*json.loads(asked))), flush=True)

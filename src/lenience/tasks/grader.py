@@ -1,0 +1,249 @@
+"""Graders: language models that compare two answers, for tasks that have no right one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any, Protocol
+
+from filelock import FileLock
+
+from lenience.core.errors import InputError, first_line
+from lenience.core.files import cache_folder, digest
+from lenience.tasks.base import Messages, Sample, Score, Task
+
+AT_ONCE = 8
+"""Questions in flight."""
+ATTEMPTS = 5
+SECONDS = 120.0
+"""For one question."""
+KEYS = ("LENIENCE_GRADER_KEY", "OPENAI_API_KEY")
+INSTRUCTION = (
+    "You compare two answers of assistants to the last question of a user. Judge which one serves "
+    "the user better: is it right, does it do what was asked, is it complete and clear. Length, "
+    "order and names do not count. Explain in a few sentences, then end with a line that holds "
+    "[[A]] if answer A is better, [[B]] if answer B is better, or [[C]] if they are equally good."
+)
+
+
+class Grader(Protocol):
+    """Answers prompts."""
+
+    name: str
+    """As tasks and certificates name it."""
+
+    def ask(self, prompts: Sequence[Messages]) -> list[str]:
+        """The replies to prompts, in their order."""
+        ...
+
+
+class Endpoint:
+    """A server with OpenAI's API: `URL[,model=NAME]`, the first model that it lists by default. A
+    key is read from LENIENCE_GRADER_KEY or OPENAI_API_KEY. Asked greedily; what fails for the
+    moment is tried again, ATTEMPTS times in all, and then raises RuntimeError."""
+
+    def __init__(self, spec: str, wait: float = 1.0):
+        url, _, rest = spec.partition(",")
+        name, _, model = rest.partition("=")
+        if rest and (name != "model" or not model):
+            raise InputError(f"--grader {spec}: write URL or URL,model=NAME")
+        self.url, self._wait = url.rstrip("/"), wait
+        """`wait`: seconds before the second attempt, doubled before each further one."""
+        self.model = model or self._first_model()
+        self.name = f"{self.model} at {self.url}"
+
+    def ask(self, prompts: Sequence[Messages]) -> list[str]:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return list(pool.map(self._ask, prompts))
+
+    def _first_model(self) -> str:
+        try:
+            listed = self._request("models", None)["data"]
+            return str(listed[0]["id"])
+        except (RuntimeError, LookupError, TypeError) as error:
+            why = first_line(error)
+            raise InputError(f"--grader {self.url}: lists no model ({why}); give model=") from None
+
+    def _ask(self, messages: Messages) -> str:
+        body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": 1024}
+        try:
+            return str(self._request("chat/completions", body)["choices"][0]["message"]["content"])
+        except (LookupError, TypeError) as error:
+            raise RuntimeError(f"grader {self.name}: no reply in its answer ({error!r})") from None
+
+    def _request(self, path: str, body: dict[str, Any] | None) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if key := next((os.environ[name] for name in KEYS if os.environ.get(name)), None):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        for attempt in range(ATTEMPTS):
+            request = urllib.request.Request(f"{self.url}/{path}", data, headers)
+            try:
+                with urllib.request.urlopen(request, timeout=SECONDS) as response:
+                    return json.load(response)
+            except urllib.error.HTTPError as error:
+                why = f"{error.code} {error.reason}"
+                if error.code != 429 and error.code < 500:
+                    break
+            except (OSError, ValueError) as error:
+                why = first_line(error)
+            if attempt < ATTEMPTS - 1:
+                time.sleep(self._wait * 2**attempt)
+        raise RuntimeError(f"grader {self.url}: {path} failed ({why})")
+
+
+@dataclass
+class GradingCounts:
+    """How a grader judged so far, in pairs of answers that differ."""
+
+    pairs: int = 0
+    inconsistent: int = 0
+    """Where the other order of the two made it prefer the other one: a tie then."""
+    unread: int = 0
+    """Replies without a verdict, taken as a tie."""
+
+
+class Graded(Task):
+    """A task whose answers a grader compares with the target's own, in both orders.
+
+    Better or worse is what both orders say; all else is a tie. An answer agrees with the target's
+    own where it is not worse; its points, 1 for a win, 0.5 for a tie and 0 for a loss, make the win
+    rate (Zheng 2023). Replies are kept by their contents, so that nothing is asked twice.
+    """
+
+    compares_slowly = True
+    measure = "win rate"
+    beside_target = True
+    at_par = 0.5
+
+    def __init__(self, task: Task, grader: Grader):
+        self.task, self.grader = task, grader
+        self.max_new_tokens = task.max_new_tokens
+        self.version = task.version
+        self.name = f"{task.name} graded by {grader.name}"
+        self.counts = GradingCounts()
+        self._counted = set[str]()
+        self._replies = _Kept(cache_folder() / "graders" / f"{digest(grader.name, 6)}.jsonl")
+        self._lock = Lock()
+
+    @property
+    def reads(self) -> str:
+        return f"{self.task.reads} graded by {self.grader.name}"
+
+    @property
+    def label(self) -> str:
+        return self.task.label
+
+    def attach(self, own_answers: Callable[[Sequence[Messages]], list[str]]) -> None:
+        self.task.attach(own_answers)
+
+    def samples(self, split: str) -> Iterable[Sample]:
+        return self.task.samples(split)
+
+    def answer(self, text: str, sample: Sample | None = None) -> str | None:
+        return text.strip() or None
+
+    def same(self, a: str | None, b: str | None, sample: Sample | None = None) -> bool | None:
+        if a is None or b is None or sample is None:
+            return None
+        return self.points([(a, b, sample)])[0] >= 0.5
+
+    def score(self, pairs: Sequence[tuple[str, Sample]]) -> list[Score]:
+        return [Score(correct=False, loss=0.0) for _ in pairs]  # nothing by itself
+
+    def loss(self, text: str, target_text: str, sample: Sample) -> float:
+        return float(self.points([(text, target_text, sample)])[0] < 0.5)
+
+    def points(self, triples: Sequence[tuple[str, str, Sample]]) -> list[float]:
+        asked: dict[str, Messages] = {}
+        pairs: list[tuple[str, str] | None] = []
+        for text, other, sample in triples:
+            if text.strip() == other.strip():
+                pairs.append(None)
+                continue
+            orders = (_question(sample, text, other), _question(sample, other, text))
+            first, second = (digest(one, 16) for one in orders)
+            for key, question in zip((first, second), orders):
+                if key not in self._replies:
+                    asked[key] = question
+            pairs.append((first, second))
+        self._ask(asked)
+        return [0.5 if keys is None else self._points(*keys) for keys in pairs]
+
+    def _ask(self, asked: dict[str, Messages]) -> None:
+        """Put questions to the grader, each kept as it comes back."""
+        keys = list(asked)
+        for start in range(0, len(keys), AT_ONCE):
+            some = keys[start : start + AT_ONCE]
+            for key, reply in zip(some, self.grader.ask([asked[key] for key in some])):
+                self._replies.add(key, reply)
+
+    def _points(self, first: str, second: str) -> float:
+        """Of the answer that is A in the first question and B in the second."""
+        verdicts = [_verdict(self._replies[key]) for key in (first, second)]
+        if first not in self._counted:
+            with self._lock:
+                self._counted.add(first)
+                self.counts.pairs += 1
+                self.counts.unread += verdicts.count(None)
+                self.counts.inconsistent += verdicts in (["A", "A"], ["B", "B"])
+        if verdicts == ["A", "B"]:
+            return 1.0
+        return 0.0 if verdicts == ["B", "A"] else 0.5
+
+
+def _question(sample: Sample, a: str, b: str) -> Messages:
+    prompt = sample.prompt
+    if not isinstance(prompt, str):
+        prompt = "\n\n".join(f"{one['role'].capitalize()}: {one['content']}" for one in prompt)
+    reference = sample.reference or sample.metadata.get("reference")
+    told = f"[Reference answer]\n{reference}\n\n" if reference else ""
+    asked = (
+        f"[Conversation]\n{prompt}\n\n{told}[Answer A]\n{a.strip()}\n[End of answer A]\n\n"
+        f"[Answer B]\n{b.strip()}\n[End of answer B]"
+    )
+    return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": asked}]
+
+
+def _verdict(reply: str) -> str | None:
+    """The last verdict of a reply."""
+    found = re.findall(r"\[\[([ABC])\]\]", reply)
+    return found[-1] if found else None
+
+
+class _Kept:
+    """Replies in a file that several processes may add to, by the digest of what was asked."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._lock = Lock()
+        self._known: dict[str, str] = {}
+        if path.exists():
+            for line in path.read_text(encoding="utf-8").split("\n"):
+                try:
+                    record = json.loads(line)
+                    self._known[record["asked"]] = record["reply"]
+                except (ValueError, LookupError, TypeError):
+                    continue  # of a process that was killed as it wrote; it is asked again
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._known
+
+    def __getitem__(self, key: str) -> str:
+        return self._known[key]
+
+    def add(self, key: str, reply: str) -> None:
+        with self._lock:
+            self._known[key] = reply
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{self.path}.lock"), self.path.open("a", encoding="utf-8") as file:
+                file.write(f"\n{json.dumps({'asked': key, 'reply': reply})}")

@@ -1,0 +1,283 @@
+"""Benchmarks, read from the files that they are published as."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import random
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+
+from lenience.core import spec
+from lenience.core.errors import InputError
+from lenience.tasks.base import Messages, Sample, Task
+from lenience.tasks.rows import Row, read_rows
+
+JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+SUFFIXES = (*JSON, ".csv", ".parquet")
+ROLES = {"train": "train", "test": "test", "val": "validation", "valid": "validation"}
+ROLES |= {"validation": "validation", "dev": "dev"}
+WHOLE = "whole"
+"""The role of files whose names say none."""
+FOLDS = 5
+EXTRA = "pip install 'lenience[data]'"
+
+
+@dataclass(kw_only=True)
+class Published(Task):
+    """A benchmark. Its options are fields, `name:option=value` as its spec.
+
+    Of what is published as one set, a fifth is the split "test", and the rest "train"; `fold` says
+    which fifth, from 0 to 4, and sets=whole puts all of it into both.
+    """
+
+    scores_by_reference = True
+    title: ClassVar[str]
+    """What its spec begins with."""
+    train_roles: ClassVar[tuple[str, ...]] = ("train", "validation", "dev")
+    test_roles: ClassVar[tuple[str, ...]] = ("test", "validation", "dev")
+    fold: int = 4
+    sets: Literal["split", "whole"] = "split"
+
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(type(self)).items():
+            value = getattr(self, name, None)
+            if get_origin(kind) is Literal and value not in get_args(kind):
+                raise InputError(
+                    f"{self.title}'s {name} must be {' or '.join(get_args(kind))}, not {value!r}"
+                )
+        if not 0 <= self.fold < FOLDS:
+            raise InputError(f"{self.title}'s fold must be from 0 to {FOLDS - 1}, not {self.fold}")
+        self._given: dict[str, list[Sample]] = {}
+
+    def open(self, data: str) -> Self:
+        """Read the samples of files. Raises InputError where they are not this benchmark's."""
+        files = published_files(data)
+        self._prepare(files)
+        for role, paths in files.items():
+            samples = [one for path in paths for one in self._samples_of(path, role)]
+            self._given[role] = _distinct(samples, self.title)
+        if not any(self._given.values()):
+            raise InputError(f"task {self.title}, {data}: there is no problem in it")
+        self.version = type(self).version
+        self.name = f"{self.spec} ({_digest(files)}) version={self.version}"
+        return self
+
+    @property
+    def spec(self) -> str:
+        """Its name with the options that are not the defaults."""
+        return spec.show(self.title, self)
+
+    @property
+    def reads(self) -> str:
+        return f"{self.spec} version={self.version}"
+
+    def samples(self, split: str) -> Iterator[Sample]:
+        train, test = self._role(self.train_roles), self._role(self.test_roles)
+        if split not in ("train", "test"):
+            raise InputError(f"task {self.title} has no split {split!r}; it has train and test")
+        role = train if split == "train" else test
+        samples = self._chosen(self._given[role], split)
+        if train == test and self.sets == "split":
+            wanted = split == "test"
+            samples = [
+                one for one in samples if (fold_of(one.group or one.id) == self.fold) == wanted
+            ]
+        yield from samples
+
+    def read(self, row: Row, where: str, role: str) -> Sample | None:
+        """The sample of a row, its id empty where the row has none; None for one that the options
+        leave out. Raises InputError or KeyError where the row is of another benchmark."""
+        raise NotImplementedError
+
+    def _prepare(self, files: dict[str, list[Path]]) -> None:
+        """Look at the files before their samples are read."""
+
+    def _chosen(self, samples: list[Sample], split: str) -> list[Sample]:
+        """Of a split's samples those that are used."""
+        return samples
+
+    def _rows(self, path: Path) -> Iterator[tuple[str, Row]]:
+        return read_table(path)
+
+    def _samples_of(self, path: Path, role: str) -> Iterator[Sample]:
+        for number, (where, row) in enumerate(self._rows(path)):
+            try:
+                sample = self.read(row, where, role)
+            except InputError as error:
+                raise InputError(f"task {self.title}, {where}: {error}") from None
+            except (KeyError, TypeError, IndexError, ValueError) as error:
+                what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+                raise InputError(
+                    f"task {self.title}, {where}: {what}; it has {', '.join(row)}"
+                ) from None
+            if sample is not None:
+                yield sample if sample.id else replace(sample, id=f"{role}-{path.stem}-{number}")
+
+    def _role(self, roles: Sequence[str]) -> str:
+        """The first of some roles that there is, with samples that can be scored if any are."""
+        there = [one for one in (*roles, WHOLE) if self._given.get(one)]
+        there = there or [one for one in self._given if self._given[one]]
+        return next((one for one in there if self._given[one][0].reference is not None), there[0])
+
+
+def chat(*turns: tuple[str, str]) -> Messages:
+    """Messages of user and assistant, one after the other."""
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def fold_of(id: str) -> int:
+    """Which fifth of a set a sample is in."""
+    return zlib.crc32(id.encode()) % FOLDS
+
+
+def stratified(samples: Sequence[Sample], n: int, seed: int, stratum: str) -> list[Sample]:
+    """`n` samples, as many of each stratum (a key of their metadata) as its share of all, drawn by
+    a seed; in their order."""
+    if n >= len(samples):
+        return list(samples)
+    drawn = list(range(len(samples)))
+    random.Random(f"{seed}").shuffle(drawn)
+    strata: dict[Any, list[int]] = {}
+    for i in drawn:
+        strata.setdefault(samples[i].metadata.get(stratum), []).append(i)
+    shares = {name: n * len(some) / len(samples) for name, some in strata.items()}
+    taken = {name: int(share) for name, share in shares.items()}
+    rests = sorted(shares, key=lambda name: (taken[name] - shares[name], str(name)))
+    for name in rests[: n - sum(taken.values())]:
+        taken[name] += 1
+    kept = [i for name, some in strata.items() for i in some[: taken[name]]]
+    return [samples[i] for i in sorted(kept)]
+
+
+def _distinct(samples: list[Sample], title: str) -> list[Sample]:
+    seen = set[str]()
+    for sample in samples:
+        if sample.id in seen:
+            raise InputError(f"task {title}: the id {sample.id!r} comes twice in its files")
+        seen.add(sample.id)
+    return samples
+
+
+def _digest(files: dict[str, list[Path]]) -> str:
+    content = hashlib.sha256()
+    for role in sorted(files):
+        for path in files[role]:
+            with path.open("rb") as file:
+                content.update(hashlib.file_digest(file, "sha256").digest())
+    return content.hexdigest()[:12]
+
+
+def published_files(data: str) -> dict[str, list[Path]]:
+    """The files of a benchmark by their roles (train, validation, dev, test, or whole): a file,
+    several with commas, a folder, or a dataset of the Hub, org/name or org/name:FOLDER. Raises
+    InputError."""
+    given = [Path(one) for one in data.split(",")]
+    if len(given) == 1 and not given[0].exists():
+        given = [_from_hub(data)]
+    found = [(_role_of(path, path.parent), path) for path in given if path.is_file()]
+    for folder in given:
+        if folder.is_dir():
+            found += _in_folder(folder)
+        elif not folder.exists():
+            raise InputError(f"--data {folder}: there is no such file or folder")
+    for _, path in found:
+        if not path.name.lower().endswith(SUFFIXES):
+            raise InputError(f"--data {path}: is none of {', '.join(SUFFIXES)}")
+    if not found:
+        raise InputError(f"--data {data}: holds no file that ends in {', '.join(SUFFIXES)}")
+    files: dict[str, list[Path]] = {}
+    for role, path in found:
+        files.setdefault(role, []).append(path)
+    return files
+
+
+def _in_folder(folder: Path) -> list[tuple[str, Path]]:
+    """The files in a folder, with their roles. Raises InputError where it holds several
+    benchmarks."""
+    paths = [one for one in sorted(folder.rglob("*")) if one.name.lower().endswith(SUFFIXES)]
+    paths = [one for one in paths if one.is_file() and one.name != "dataset_infos.json"]
+    inside = {one.relative_to(folder).parts[0] for one in paths if one.parent != folder}
+    apart = sorted(one for one in inside if one.lower() != "data" and not _role_in(one))
+    if len(apart) > 1 and not any(_role_in(part) for part in inside):
+        names = ", ".join(apart[:6])
+        raise InputError(f"--data {folder}: holds several ({names}); name one of these folders")
+    return [(_role_of(path, folder), path) for path in paths]
+
+
+def _role_of(path: Path, top: Path) -> str:
+    """By a file's name, else by those of its folders inside another."""
+    names = [path.name, *reversed(path.relative_to(top).parts[:-1])]
+    return next((role for role in map(_role_in, names) if role), WHOLE)
+
+
+def _role_in(name: str) -> str | None:
+    found = re.search(r"(?<![a-z])(train|test|validation|valid|val|dev)(?![a-z])", name.lower())
+    return ROLES[found[1]] if found else None
+
+
+def _from_hub(data: str) -> Path:
+    """A dataset of the Hub, or one of its folders, as files here. Raises InputError."""
+    name, _, part = data.partition(":")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise InputError(f"--data {data}: there is no such file or folder")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = [f"{part}/*{end}" if part else f"*{end}" for end in SUFFIXES]
+    try:
+        folder = snapshot_download(name, repo_type="dataset", allow_patterns=patterns)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        why = str(error).strip().splitlines()[0]
+        raise InputError(f"--data {data}: is no file here, nor a dataset ({why:.120})") from None
+    return Path(folder) / part
+
+
+def read_table(path: Path) -> Iterator[tuple[str, Row]]:
+    """The rows of a file, each with where it stands. Raises InputError that names the line."""
+    name = path.name.lower()
+    if name.endswith(".parquet"):
+        return _numbered(path, _parquet_rows(path))
+    if name.endswith(".csv"):
+        return _numbered(path, _csv_rows(path))
+    return read_rows(path)
+
+
+def _numbered(path: Path, rows: Iterable[Row]) -> Iterator[tuple[str, Row]]:
+    return ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _csv_rows(path: Path) -> Iterator[Row]:
+    """By the names in its first line; a table of six columns without names is MMLU's own."""
+    csv.field_size_limit(1 << 24)
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            lines = list(csv.reader(file, strict=True))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"{path}: cannot be read ({error})") from None
+    if lines and len(lines[0]) == 6 and lines[0][5].strip() in "ABCD":
+        subject = re.sub(r"_(test|val|dev|train)$", "", path.stem).replace("_", " ")
+        for question, *choices, answer in lines:
+            yield {"question": question, "choices": choices, "answer": answer, "subject": subject}
+        return
+    for line in lines[1:]:
+        if len(line) != len(lines[0]):
+            raise InputError(f"{path}: a row has {len(line)} fields, the first {len(lines[0])}")
+        yield dict(zip(lines[0], line))
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise InputError(f"{path}: reading Parquet needs {EXTRA}") from None
+    try:
+        for batch in ParquetFile(path).iter_batches():
+            yield from batch.to_pylist()
+    except (OSError, ArrowException) as error:
+        raise InputError(f"{path}: cannot be read ({error})") from None

@@ -1,0 +1,436 @@
+"""Running programs that a model wrote, shut in: no network, no files but a folder of their own, no
+further processes, bounded time, memory and output.
+
+Two ways to shut in, each tried before it is used: namespaces, by bubblewrap; or, where a container
+forbids these, Landlock, dropped privileges and a read-only world. Under both, seccomp refuses
+sockets, signals to others, new processes, and what else a solution of a problem has no need of.
+What a program should have answered never enters its process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from lenience.core.errors import InputError
+from lenience.tasks import sandboxed
+
+Kind = Literal["bubblewrap", "landlock", "none"]
+CHILD = Path(sandboxed.__file__)
+EXTRA = "pip install 'lenience[code]'"
+FOLDER_BYTES = 64 << 20
+"""What a program may write into its folder, which is memory."""
+# fmt: off
+REFUSED = (
+    "socket", "bind", "connect", "listen", "accept", "accept4", "sendto", "sendmsg", "sendmmsg",
+    "kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_open",
+    "pidfd_send_signal", "pidfd_getfd", "fork", "vfork", "ptrace", "process_vm_readv",
+    "process_vm_writev", "kcmp", "unshare", "setns", "mount", "umount2", "pivot_root", "chroot",
+    "move_mount", "open_tree", "fsopen", "fsmount", "setuid", "setgid", "setreuid", "setregid",
+    "setresuid", "setresgid", "setgroups", "capset", "bpf", "perf_event_open", "userfaultfd",
+    "io_uring_setup", "io_uring_enter", "io_uring_register", "keyctl", "add_key", "request_key",
+    "open_by_handle_at", "name_to_handle_at", "memfd_create", "memfd_secret", "shmget", "shmat",
+    "msgget", "semget", "mq_open", "init_module", "finit_module", "delete_module", "kexec_load",
+    "reboot", "swapon", "swapoff", "acct", "sched_setaffinity", "sched_setscheduler",
+    "setpriority", "ioprio_set", "mknod", "mknodat",
+)
+# fmt: on
+"""System calls that no solution of a problem needs."""
+CLONE_THREAD = 0x10000
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may take."""
+
+    seconds: float = 10.0
+    """From its start to its end, or for one call."""
+    memory: int = 1 << 30
+    """Bytes of address space."""
+    output: int = 1 << 20
+    """Bytes it may write to its standard streams."""
+
+    def rlimits(self) -> dict[str, int]:
+        return {
+            "RLIMIT_AS": self.memory,
+            "RLIMIT_CPU": int(self.seconds) + 2,
+            "RLIMIT_FSIZE": FOLDER_BYTES,
+            "RLIMIT_NOFILE": 64,
+            "RLIMIT_CORE": 0,
+        }
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended, and what it wrote."""
+
+    status: Literal["ended", "timeout", "too much output"]
+    code: int
+    out: str = ""
+    err: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a program: "passed", "wrong answer", "timeout", "crash", "missing function" or
+    "too much output", and what tells more."""
+
+    kind: str
+    detail: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.kind == "passed"
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """A way to shut programs in; "none" is for those who accept what they run."""
+
+    kind: Kind
+
+    def run(self, program: str, given: str = "", limits: Limits = Limits()) -> Ended:
+        """Run a script on what it reads from its standard input."""
+        with self._started("main", program, limits) as process:
+            return _exchange(process, given.encode("utf-8", "replace"), limits)
+
+    def calls(
+        self, program: str, entry: str, arguments: Sequence[Sequence[Any]], limits: Limits
+    ) -> Iterator[Any | Verdict]:
+        """Call a function of a program again and again in one process: what each call returns, or
+        the Verdict that ends it."""
+        with self._started("calls", program, limits, entry=entry) as process:
+            replies = _Replies(process, limits)
+            ready = replies.next()
+            if isinstance(ready, Verdict):
+                yield ready
+                return
+            for given in arguments:
+                replies.ask(sandboxed.encode(list(given)))
+                answer = replies.next()
+                yield answer
+                if isinstance(answer, Verdict):
+                    return
+
+    def check(self, program: str, entry: str, tests: str, limits: Limits = Limits()) -> Verdict:
+        """Whether a function of `program` passes trusted `tests`, code that defines
+        `check(candidate)`; these run in a sandbox of their own, which the program cannot look
+        into."""
+        asked_read, asked_write = os.pipe()
+        told_read, told_write = os.pipe()
+        ends = {asked_read, asked_write, told_read, told_write}
+        try:
+            candidate = self._started(
+                "calls", program, limits, entry=entry, streams=(asked_read, told_write)
+            )
+            fds = {"calls": asked_write, "replies": told_read}
+            referee = self._started("referee", tests, limits, entry=entry, fds=fds)
+            with candidate, referee as process:
+                while ends:  # or a side's end would not be noticed by the other
+                    os.close(ends.pop())
+                ended = _exchange(process, b"", limits)
+        finally:
+            for end in ends:
+                os.close(end)
+        if ended.status != "ended":
+            return Verdict(ended.status)
+        try:
+            return Verdict(*json.loads(ended.out))
+        except (ValueError, TypeError):
+            raise RuntimeError(f"the sandbox's referee failed: {ended.err[-300:]}") from None
+
+    @contextmanager
+    def _started(
+        self,
+        mode: str,
+        program: str,
+        limits: Limits,
+        *,
+        fds: dict[str, int] | None = None,
+        streams: tuple[int, int] | None = None,
+        **asked: Any,
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """A process that runs in the sandbox, and nothing of which is left afterwards."""
+        fds = dict(fds or {})
+        with _content(program.encode("utf-8", "surrogatepass")) as file, _filter() as refused:
+            fds["program"] = file
+            confine = None
+            if self.kind == "landlock":
+                confine = {"readable": _readable(), "filter": refused, "user": _user_for_python()}
+                fds["filter"] = refused
+            asked |= {"mode": mode, "limits": limits.rlimits(), "confine": confine}
+            asked |= {name: fds[name] for name in fds if name != "filter"}
+            command = [*_python(), str(CHILD), json.dumps(asked)]
+            if self.kind == "bubblewrap":
+                fds["filter"] = refused
+                command = [*_bubblewrap(refused), *command]
+            given, told = streams or (subprocess.PIPE, subprocess.PIPE)
+            with tempfile.TemporaryDirectory() if self.kind == "none" else _nowhere() as folder:
+                process = subprocess.Popen(
+                    command,
+                    stdin=given,
+                    stdout=told,
+                    stderr=subprocess.DEVNULL if streams else subprocess.PIPE,
+                    pass_fds=tuple(fds.values()),
+                    cwd=folder,
+                    env={"PATH": "/usr/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
+                    start_new_session=True,
+                )
+                try:
+                    yield process
+                finally:
+                    _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, 9)
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream is not None:
+            with suppress(BrokenPipeError):
+                stream.close()
+    process.wait()
+
+
+@contextmanager
+def _nowhere() -> Iterator[str]:
+    yield "/"
+
+
+@contextmanager
+def _content(content: bytes) -> Iterator[int]:
+    """A file in memory that holds some content, to be read from its beginning."""
+    file = os.memfd_create("program")
+    try:
+        with os.fdopen(os.dup(file), "wb") as written:
+            written.write(content)
+        os.lseek(file, 0, os.SEEK_SET)
+        yield file
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def _filter() -> Iterator[int]:
+    with _content(_refused_calls()) as file:
+        yield file
+
+
+@cache
+def _refused_calls() -> bytes:
+    """The filter of system calls, as the kernel takes it. Raises InputError without pyseccomp."""
+    try:
+        import pyseccomp
+    except (ImportError, RuntimeError) as error:
+        raise InputError(f"task: programs are run shut in, which needs {EXTRA} ({error})") from None
+    refused = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+    for name in REFUSED:
+        with suppress(OSError, ValueError):  # this kernel's architecture has no such call
+            refused.add_rule(pyseccomp.ERRNO(1), name)
+    threads = pyseccomp.Arg(0, pyseccomp.MASKED_EQ, CLONE_THREAD, 0)
+    refused.add_rule(pyseccomp.ERRNO(1), "clone", threads)
+    refused.add_rule(pyseccomp.ERRNO(38), "clone3")  # glibc then calls clone, whose flags are seen
+    with tempfile.TemporaryFile() as file:
+        refused.export_bpf(file)
+        file.seek(0)
+        return file.read()
+
+
+def _python() -> list[str]:
+    """The interpreter, without site packages, without the folder it is in."""
+    executable = getattr(sys, "_base_executable", sys.executable)
+    return [os.path.realpath(executable), "-B", "-S", "-s", "-P"]
+
+
+def _readable() -> list[str]:
+    """What Python itself reads, and nothing of a user's."""
+    usual = ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/dev/null", "/dev/urandom"]
+    paths = [*usual, sys.base_prefix, str(CHILD)]
+    return [path for path in paths if os.path.exists(path)]
+
+
+@cache
+def _user_for_python() -> bool:
+    """Whether anybody may run this Python: it is in nobody's private folder."""
+    return all(one.stat().st_mode & 0o001 for one in Path(_python()[0]).parents)
+
+
+def _bubblewrap(refused: int) -> list[str]:
+    """The command that a sandbox's command follows."""
+    command = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
+    command += ["--seccomp", str(refused), "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534"]
+    for path in _readable():
+        if os.path.islink(path):
+            command += ["--symlink", os.readlink(path), path]
+        else:
+            bind = "--dev-bind" if path.startswith("/dev/") else "--ro-bind"
+            command += [bind, path, path]
+    command += ["--size", str(FOLDER_BYTES), "--tmpfs", "/box", "--chdir", "/box"]
+    command += ["--remount-ro", "/", "--setenv", "PYTHONHASHSEED", "0", "--setenv", "HOME", "/box"]
+    return [*command, "--setenv", "LANG", "C.UTF-8", "--"]
+
+
+def _exchange(process: subprocess.Popen[bytes], given: bytes, limits: Limits) -> Ended:
+    """Feed a process and read what it writes, until it has ended or went beyond its limits."""
+    assert process.stdin and process.stdout and process.stderr
+    written: dict[Any, bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
+    deadline = time.monotonic() + limits.seconds
+    left = memoryview(given)
+    os.set_blocking(process.stdin.fileno(), False)
+
+    def ended(status: Any) -> Ended:
+        out, err = (bytes(part[: limits.output]) for part in written.values())
+        code = process.wait() if status == "ended" else -1
+        return Ended(status, code, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"))
+
+    with selectors.DefaultSelector() as ready:
+        for stream in written:
+            ready.register(stream, selectors.EVENT_READ)
+        if left:
+            ready.register(process.stdin, selectors.EVENT_WRITE)
+        else:
+            process.stdin.close()
+        while any(stream in ready.get_map() for stream in written):
+            events = ready.select(max(0.0, deadline - time.monotonic()))
+            if not events and time.monotonic() >= deadline:
+                return ended("timeout")
+            for key, _ in events:
+                if key.fileobj is process.stdin:
+                    left = _feed(process, ready, left)
+                    continue
+                part = os.read(key.fd, 1 << 16)
+                written[key.fileobj] += part
+                if not part:
+                    ready.unregister(key.fileobj)
+                if len(written[key.fileobj]) > limits.output:
+                    return ended("too much output")
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return ended("timeout")
+    return ended("ended")
+
+
+def _feed(
+    process: subprocess.Popen[bytes], ready: selectors.BaseSelector, left: memoryview
+) -> memoryview:
+    """Write some of what is left of a process's input; close it where that is all."""
+    assert process.stdin
+    try:
+        left = left[os.write(process.stdin.fileno(), left[: 1 << 16]) :]
+    except BrokenPipeError:
+        left = left[:0]
+    if not left:
+        ready.unregister(process.stdin)
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+    return left
+
+
+class _Replies:
+    """What a process that answers calls replies, line by line."""
+
+    def __init__(self, process: subprocess.Popen[bytes], limits: Limits):
+        assert process.stdin and process.stdout
+        self._to, self._from, self._limits = process.stdin, process.stdout, limits
+        self._read = bytearray()
+        self._waiting = memoryview(b"")
+        """What of a call the process has not taken yet."""
+        os.set_blocking(self._to.fileno(), False)
+
+    def ask(self, content: Any) -> None:
+        self._waiting = memoryview(json.dumps(content).encode() + b"\n")
+
+    def next(self) -> Any | Verdict:
+        """The next value, or why there is none."""
+        deadline = time.monotonic() + self._limits.seconds
+        while b"\n" not in self._read:
+            if len(self._read) > sandboxed.LONGEST_LINE:
+                return Verdict("too much output")
+            if why := self._wait(deadline - time.monotonic()):
+                return why
+        line, _, self._read = self._read.partition(b"\n")
+        return _reply(bytes(line))
+
+    def _wait(self, seconds: float) -> Verdict | None:
+        """Until something was written or read; why it was not."""
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._from, selectors.EVENT_READ)
+            if self._waiting:
+                ready.register(self._to, selectors.EVENT_WRITE)
+            events = ready.select(max(0.0, seconds))
+        if not events:
+            return Verdict("timeout")
+        for key, _ in events:
+            if key.fileobj is self._to:
+                try:
+                    self._waiting = self._waiting[os.write(key.fd, self._waiting[: 1 << 16]) :]
+                except BrokenPipeError:
+                    self._waiting = self._waiting[:0]
+                continue
+            part = os.read(key.fd, 1 << 16)
+            if not part:
+                return Verdict("crash", "it ended without an answer")
+            self._read += part
+        return None
+
+
+def _reply(line: bytes) -> Any | Verdict:
+    try:
+        content = json.loads(line)
+        if "missing" in content:
+            return Verdict("missing function", str(content["missing"]))
+        if "raised" in content:
+            return Verdict("crash", str(content["raised"]))
+        return True if "ready" in content else sandboxed.decode(content["value"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return Verdict("wrong answer", f"unreadable: {error!r}")
+
+
+PROBE = "import os\nprint(sum(map(int, input().split())), os.getcwd())"
+"""Is run to see whether a sandbox works here."""
+
+
+def _works(kind: Kind) -> str:
+    """What a probe of a sandbox came to; empty where it works."""
+    if kind == "bubblewrap" and shutil.which("bwrap") is None:
+        return "bwrap is not installed"
+    ended = Sandbox(kind).run(PROBE, "1 2\n", Limits(seconds=30.0))
+    if ended.out.startswith("3 "):
+        return ""
+    return (ended.err.strip().splitlines() or [ended.status])[-1][:120]
+
+
+@cache
+def sandbox(unsafe_local: bool = False) -> Sandbox:
+    """The sandbox that works here. Raises InputError where none does, unless programs may run as
+    this very user (`unsafe_local`)."""
+    if unsafe_local:
+        return Sandbox("none")
+    why = []
+    kinds: tuple[Kind, ...] = ("bubblewrap", "landlock")
+    for kind in kinds:
+        if not (fault := _works(kind)):
+            return Sandbox(kind)
+        why.append(f"{kind}: {fault}")
+    raise InputError(
+        f"task: programs that a model wrote cannot be shut in here ({'; '.join(why)}); install "
+        "bubblewrap, or accept what they may do with --unsafe-local"
+    )
+
+
+def workers() -> int:
+    """How many programs run at once."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

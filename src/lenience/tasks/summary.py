@@ -1,0 +1,118 @@
+"""Texts without a right answer, scored by ROUGE against a person's: summaries and continuations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from lenience.core.errors import InputError
+from lenience.tasks.base import Sample, Score
+from lenience.tasks.published import Published
+from lenience.tasks.rows import Row
+
+TEXT_FIELDS = (("article", "highlights"), ("document", "summary"), ("text", "summary"))
+"""How sources and summaries are called: CNN/DailyMail, XSum, others."""
+
+
+@dataclass(kw_only=True)
+class RougeTask(Published):
+    """Texts scored by `rouge` against the reference, as F-measure with Porter stems, by rouge-score
+    (extra "rouge"); a response's loss is 1 - ROUGE, and it counts as right from 0.5 on. Two texts
+    agree where their ROUGE differs by at most `within`; what is lost beside the target's own text
+    is by how much its ROUGE is lower."""
+
+    version = 1
+    by_degree = True
+    rouge: Literal["rouge1", "rouge2", "rougeL", "rougeLsum"] = "rougeL"
+    within: float = 0.02
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.within <= 1:
+            raise InputError(f"{self.title}'s within must be from 0 to 1, not {self.within:g}")
+        self.measure = self.rouge.replace("rouge", "ROUGE-")
+
+    def answer(self, text: str, sample: Sample | None = None) -> str | None:
+        return text.strip() or None
+
+    def same(self, a: str | None, b: str | None, sample: Sample | None = None) -> bool | None:
+        if a is None or b is None:
+            return None
+        if sample is None or sample.reference is None:
+            return a == b
+        return abs(self.quality(a, sample) - self.quality(b, sample)) <= self.within
+
+    def quality(self, text: str, sample: Sample) -> float:
+        """ROUGE of a text, in [0, 1]."""
+        assert sample.reference is not None
+        scores = _scorer(self.rouge)(sample.reference, text)
+        return float(scores[self.rouge].fmeasure)
+
+    def score(self, pairs: Sequence[tuple[str, Sample]]) -> list[Score]:
+        losses = [1 - self.quality(text, sample) for text, sample in pairs]
+        return [Score(loss <= 0.5, loss) for loss in losses]
+
+    def loss(self, text: str, target_text: str, sample: Sample) -> float:
+        return max(0.0, self.quality(target_text, sample) - self.quality(text, sample))
+
+
+@dataclass(kw_only=True)
+class Summary(RougeTask):
+    """Summaries of articles (CNN/DailyMail, See 2017): rows {article, highlights}, or XSum's
+    {document, summary}."""
+
+    title: ClassVar[str] = "summary"
+    max_new_tokens = 160
+
+    def read(self, row: Row, where: str, role: str) -> Sample | None:
+        names = next((pair for pair in TEXT_FIELDS if set(pair) <= row.keys()), TEXT_FIELDS[0])
+        text, summary = (str(row[name]).strip() for name in names)
+        prompt = f"Summarize the following article in a few sentences.\n\n{text}\n\nSummary:"
+        return Sample(str(row.get("id", "")), prompt, summary)
+
+
+@dataclass(kw_only=True)
+class Continuation(RougeTask):
+    """Sentences to go on with, as with LM1B (Chelba 2013): a text file with one a line, or rows
+    {text}. The first `words` words are the prompt, and 20 tokens of the rest the reference, as
+    words."""
+
+    title: ClassVar[str] = "continuation"
+    max_new_tokens = 20
+    words: int = 10
+    FOLLOWING: ClassVar[int] = 16
+    """Words that 20 tokens about make."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.words < 1:
+            raise InputError(f"continuation's words must be 1 or more, not {self.words}")
+
+    def read(self, row: Row, where: str, role: str) -> Sample | None:
+        words = str(row["text"]).split()
+        rest = words[self.words : self.words + self.FOLLOWING]
+        if len(rest) < 2:  # too short a sentence to score
+            return None
+        return Sample(str(row.get("id", "")), " ".join(words[: self.words]), " ".join(rest))
+
+    def _rows(self, path: Path) -> Iterator[tuple[str, Row]]:
+        if path.suffix != ".txt":
+            yield from super()._rows(path)
+            return
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield f"{path}, line {number}", {"text": line}
+
+
+@cache
+def _scorer(rouge: str) -> Callable[[str, str], Any]:
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        raise InputError("ROUGE needs rouge-score: pip install 'lenience[rouge]'") from None
+    score: Callable[[str, str], Any] = RougeScorer([rouge], use_stemmer=True).score
+    return score
