@@ -21,6 +21,7 @@ from lenience.core.files import digest
 from lenience.core.noise import Noise, uniform
 from lenience.core.progress import Progress, silent
 from lenience.core.records import Record
+from lenience.decoding.asking import task_for
 from lenience.decoding.certified import (
     PREFIX,
     Certificate,
@@ -31,7 +32,7 @@ from lenience.decoding.generation import Generation
 from lenience.decoding.pair import Pair
 from lenience.models.lm import Prompt
 from lenience.runs.journal import Journal, Tail
-from lenience.tasks import Sample, Task, as_task, ungradable
+from lenience.tasks import Sample, Task, ungradable
 from lenience.tasks.rows import USUAL_FIELDS, Fields, read_rows
 
 _random = random.SystemRandom()
@@ -142,7 +143,7 @@ class Audit:
     ):
         config.check()
         self.certificate = _watchable(run)
-        self.pair, self.task, self.config = pair, as_task(task), config
+        self.pair, self.task, self.config = pair, task_for(pair, task), config
         binds = self.certificate.binds
         if self.task.reads != binds["reads"]:
             raise InputError(

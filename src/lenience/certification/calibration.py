@@ -319,6 +319,10 @@ def check_question(pair: Pair, task: Task, folder: Path, config: CertifyConfig) 
         for decoding in chain:
             pair.check(decoding)
     _check_run(task, folder)
+    if config.loss in ("paired", "net") and (task.beside_target or task.by_degree):
+        how = "are compared with the target's own" if task.beside_target else "are right by degree"
+        other = "task" if task.has_loss else "disagreement"
+        raise InputError(f"task {task.name!r}: its answers {how}; give --loss {other}")
     if config.loss == "task" and not task.has_loss:
         mend = "see docs/your-own-task.md"
         raise InputError(f"task {task.name!r}: has no loss(text, target_text, sample); {mend}")

@@ -25,6 +25,7 @@ from lenience.certification.withdrawal import account, as_it_stands, mark
 from lenience.core.files import read_json, write_json
 from lenience.core.progress import Progress, silent
 from lenience.core.records import Record
+from lenience.decoding.asking import task_for
 from lenience.decoding.certified import (
     FILE,
     Certificate,
@@ -40,7 +41,7 @@ from lenience.rules.registry import parse_spec
 from lenience.runs.answers import Answer
 from lenience.runs.record import mined_first
 from lenience.runs.uses import fitted_in, group_of
-from lenience.tasks import Task, as_task
+from lenience.tasks import Task
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -92,7 +93,7 @@ def certify(
     InputError, see `CertifyConfig`, `draw_rows` and `Labels`.
     """
     with calibration(
-        pair, as_task(task), folder, config, use="calibration", progress=progress
+        pair, task_for(pair, task, progress), folder, config, use="calibration", progress=progress
     ) as on:
         path = on.folder / FILE
         made = Certificate.read(read_json(path), str(path)) if path.exists() else None
@@ -274,7 +275,8 @@ def plan(
     in the pilot (at least a quarter of what is allowed), and how many target passes and minutes,
     with all stricter settings and the target alone."""
     asked = replace(config, limit=pilot, ids=config.ids[:pilot])
-    with calibration(pair, as_task(task), folder, asked, use="pilot", progress=progress) as on:
+    task = task_for(pair, task, progress)
+    with calibration(pair, task, folder, asked, use="pilot", progress=progress) as on:
         rows = [row for chain in on.chains() for row in _planned(on, config, chain)]
         share = on.attempt.share
     return Plan(

@@ -17,6 +17,7 @@ from lenience.core.errors import InputError
 from lenience.core.files import digest, read_json, write_json
 from lenience.core.progress import Progress, silent
 from lenience.core.records import Record
+from lenience.decoding.asking import task_for
 from lenience.decoding.certified import Certificate, heads_in, setting_without_paths
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
@@ -25,7 +26,7 @@ from lenience.evaluation.table import machine
 from lenience.runs.ledger import Ledger
 from lenience.runs.record import check_prompts
 from lenience.runs.uses import Draw
-from lenience.tasks import Sample, Task, as_task
+from lenience.tasks import Sample, Task
 from lenience.tasks.base import Messages
 
 WINDOWS = (2, 4, 8, 16, 32)
@@ -102,7 +103,7 @@ def tune(
     of strict decoding where leniency gains nothing. What was raced once on this machine stays.
     Raises InputError as `certify` does.
     """
-    task, question = as_task(task), config.question
+    task, question = task_for(pair, task, progress), config.question
     races = _races(pair, task, folder, config, progress)
     lossless = max(races.alone, races.strict, key=lambda raced: raced.tokens_per_second)
     chains = [_ever_faster(lossless, raced) for raced in races.lenient]

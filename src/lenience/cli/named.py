@@ -19,6 +19,7 @@ from lenience.core.files import read_json
 if TYPE_CHECKING:
     from lenience.decoding.pair import Pair
     from lenience.tasks import Task
+    from lenience.tasks.grader import Grader
 
 SETTINGS = "lenience.toml"
 """In a run folder: its models and its task."""
@@ -96,8 +97,15 @@ def _argument(text: str) -> tuple[str, Any]:
 @dataclass
 class TaskChoice:
     task: str | None = None
-    """A built-in task's name, wordmath by default, JSON files (rows.jsonl, or
-    train.jsonl,test.jsonl.gz), or file.py:Name."""
+    """wordmath (the default), a benchmark such as gsm8k:shots=8 with --data (docs/tasks.md), JSON
+    files (rows.jsonl, or train.jsonl,test.jsonl.gz), or file.py:Name."""
+    data: str | None = None
+    """A benchmark's files: a file, several with commas, a folder, or a dataset of the Hub."""
+    grader: str | None = None
+    """Who compares answers with the target's own, where none is right: the address of a server with
+    OpenAI's API (URL or URL,model=NAME), or a model's folder or Hub name."""
+    unsafe_local: Annotated[bool, Parameter(negative="", show_default=False)] = False
+    """Run programs that a model wrote as this user, where no sandbox works."""
     answer: str | None = None
     """How an answer to JSON rows is found: number-after:MARKER, last-number, boxed, choice,
     after:MARKER or regex:PATTERN."""
@@ -117,10 +125,22 @@ class TaskChoice:
         options = {name: value for name, value in vars(self).items() if name != "task"}
         if self.prompt_template is not None:
             options["prompt_template"] = self.prompt_template.replace("\\n", "\n")
+        if not options.pop("unsafe_local"):
+            options["unsafe_local"] = None
+        if self.grader is not None and not self.grader.startswith(("http://", "https://")):
+            options["grader"] = local_grader(self.grader)
         task = load_task(self.task or "wordmath", **options)
         if isinstance(task, JsonlTask) and task.unread:
             say(f"task {task.label}: {told_unread(task.unread)}")
         return task
+
+
+def local_grader(model: str) -> Grader:
+    """A model on this machine that compares answers."""
+    with loading():
+        from lenience.decoding.asking import ModelGrader
+
+        return ModelGrader(model)
 
 
 def is_run(folder: Path) -> bool:
@@ -167,7 +187,7 @@ def choice_of(run: Path, choice: TaskChoice) -> TaskChoice:
         kept = TaskChoice(mined)
     if choice.prompt_field is not None or choice.prompt_template is not None:
         kept = replace(kept, prompt_field=None, prompt_template=None)
-    others = {name: value for name, value in vars(choice).items() if value is not None}
+    others = {name: value for name, value in vars(choice).items() if value not in (None, False)}
     return replace(kept, **others)
 
 
@@ -187,8 +207,8 @@ def remember(run: Path, models: Models, choice: TaskChoice) -> None:
     where they are."""
     lines = ["# What the commands on this run take where no flag says otherwise."]
     for name, given in (("models", _others_than_usual(models, KEPT)), ("task", vars(choice))):
-        said = {key: value for key, value in given.items() if value is not None}
-        for key in said.keys() & {"target", "draft", "task"}:
+        said = {key: value for key, value in given.items() if isinstance(value, str)}
+        for key in said.keys() & {"target", "draft", "task", "data", "grader"}:
             said[key] = _located(said[key])
         lines += ["", f"[{name}]", *(f"{key} = {_quoted(said[key])}" for key in said)]
     text = "\n".join(lines) + "\n"

@@ -156,9 +156,9 @@ def audit_run(
 def compare_run(pair: Pair, task: Task, config: CompareConfig, out: Path | None) -> Frontier:
     """Compare, saying beforehand how long it will take, and print the table."""
     from lenience.evaluation.compare import Comparison
-    from lenience.tasks import as_task
 
-    comparison = Comparison(pair, as_task(task), config)
+    with progress_bars() as show:
+        comparison = Comparison(pair, task, config, show)
     with comparison.folder(out) as folder:
         with screen.status("estimating"):
             estimate = comparison.estimate(folder)

@@ -165,7 +165,8 @@ def print_table(frontier: Frontier) -> None:
     n = frontier.rows[0].n
     title = f"{frontier.task}, {n} prompts, {frontier.machine}"
     table = Table("rule", title=escape(title))
-    columns = ("window", "accuracy", "paired loss", "tokens/pass", "tokens/s", "s/right answer")
+    measure = frontier.measure
+    columns = ("window", measure, "paired loss", "tokens/pass", "tokens/s", "s/right answer")
     for column in columns:
         table.add_column(column, justify="right")
     for row in named(frontier.rows):
@@ -179,11 +180,24 @@ def print_table(frontier: Frontier) -> None:
         name = f"{escape(row.name)} [dim]{why(row)}[/]"
         table.add_row(name, str(row.window or "–"), accuracy, loss, *speeds)
     wide(120).print(table)
+    for one in frontier.rows:
+        if one.verdicts:
+            said = ", ".join(f"{count} {kind}" for kind, count in one.verdicts.items())
+            say(f"{one.rule}: {said}")
+    if frontier.grading:
+        say(graded(frontier.grading))
     if not any(row.accuracy for row in frontier.rows):
         say(
             "no answer is right, so no loss can be seen: look at how answers are found (--answer, "
             "--same), and at whether they are cut off (--max-new-tokens)"
         )
+
+
+def graded(grading: Mapping[str, int]) -> str:
+    """How a grader judged, as a line."""
+    pairs, otherwise, unread = (grading[key] for key in ("pairs", "inconsistent", "unread"))
+    text = f"the grader judged {pairs} pairs of answers, {otherwise} otherwise in the other order"
+    return f"{text}; {unread} replies held no verdict" if unread else text
 
 
 def _with_interval(share: float, interval: tuple[float, float]) -> str:

@@ -111,51 +111,79 @@ def converse(
     """Hold dialogues in our own loop, `size` of them together, each as it ends; no question has
     more than `capacity` tokens with its answer. A dialogue keeps its row of the caches from one
     continuation to the next, so that only what changed is read."""
-    waiting, held = iter(enumerate(dialogues)), dict[int, _InLoop[T]]()
-    ended, decoding = list[Ended[T]](), set[int]()
-    comparisons = Comparisons[int]()
-
-    def request_of(number: int, answer: Any) -> Request | None:
-        """The next request of a dialogue that is held; None where it ends, or compares first."""
-        request = held[number].next_request(answer)
-        if isinstance(request, Compare):
-            comparisons.begin(number, request)
-        elif request is None:
-            ended.append(held.pop(number).result)
-        else:
-            decoding.add(number)
-            return request
-        return None
-
-    def next_request(over: Request | None) -> Request | None:
-        if over:
-            decoding.remove(over.number)
-            if request := request_of(over.number, held[over.number].tokens):
-                return request
-        while True:
-            if compared := comparisons.next(wait=False):
-                number, answer = compared
-            elif len(held) < 2 * size and (new := next(waiting, None)):
-                number, answer = new[0], None
-                held[number] = _InLoop(pair, Talk(number, new[1], size), capacity)
-            elif not decoding and (compared := comparisons.next(wait=True)):
-                number, answer = compared
-            else:
-                return None
-            if request := request_of(number, answer):
-                return request
-
     setup = pair.setup(Decoding(window=WINDOW))
     each_has = [pair.require_draft("mining")]
     session, drafter = pair.engine(setup, WINDOW, size, capacity + WINDOW, beside=each_has)
     processors = processors_of(pair.target, sampling=False) or None
     ctx = Context(window=WINDOW, processors=processors)
-    with comparisons:
-        for request, step in decode(session, drafter, setup.rule, ctx, next_request, size=size):
-            held[request.number].add(step)
-            yield from ended
-            ended.clear()
-        yield from ended
+    with _Held(pair, dialogues, size, capacity) as held:
+        following = held.next_request
+        for request, step in decode(session, drafter, setup.rule, ctx, following, size=size):
+            held.add(request, step)
+            yield from held.ended()
+        yield from held.ended()
+
+
+class _Held(Generic[T]):
+    """The dialogues that are held in our own loop: `size` of them decode, and as many more may
+    compare meanwhile."""
+
+    def __init__(self, pair: Pair, dialogues: Iterable[Dialogue[T]], size: int, capacity: int):
+        self.pair, self.size, self.capacity = pair, size, capacity
+        self._waiting = iter(enumerate(dialogues))
+        self._held: dict[int, _InLoop[T]] = {}
+        self._ended: list[Ended[T]] = []
+        self._decoding: set[int] = set()
+        self._comparisons = Comparisons[int]()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._comparisons.close()
+
+    def add(self, request: Request, step: Step) -> None:
+        """Take note of what a cycle kept."""
+        self._held[request.number].add(step)
+
+    def ended(self) -> list[Ended[T]]:
+        """Those that have ended since."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def next_request(self, over: Request | None) -> Request | None:
+        """What is decoded in place of a request that is over, or of none: its dialogue goes on, or
+        one that has compared, or a new one."""
+        if over:
+            self._decoding.remove(over.number)
+            if request := self._go_on(over.number, self._held[over.number].tokens):
+                return request
+        while (number_answer := self._comparisons.next(wait=False) or self._new()) or (
+            not self._decoding and (number_answer := self._comparisons.next(wait=True))
+        ):
+            if request := self._go_on(*number_answer):
+                return request
+        return None
+
+    def _new(self) -> tuple[int, None] | None:
+        """A dialogue that begins; None where there is none, or no room for it."""
+        if len(self._held) >= 2 * self.size or not (new := next(self._waiting, None)):
+            return None
+        number, dialogue = new
+        self._held[number] = _InLoop(self.pair, Talk(number, dialogue, self.size), self.capacity)
+        return number, None
+
+    def _go_on(self, number: int, answer: Any) -> Request | None:
+        """The next request of a dialogue; None where it has ended, or compares first."""
+        request = self._held[number].next_request(answer)
+        if isinstance(request, Compare):
+            self._comparisons.begin(number, request)
+        elif request is None:
+            self._ended.append(self._held.pop(number).result)
+        else:
+            self._decoding.add(number)
+            return request
+        return None
 
 
 class Comparisons(Generic[K]):
@@ -165,10 +193,7 @@ class Comparisons(Generic[K]):
         self._pool = ThreadPoolExecutor(AT_ONCE)
         self._running: dict[Future[bool | None], K] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
     def __len__(self) -> int:

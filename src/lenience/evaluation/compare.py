@@ -18,10 +18,12 @@ from lenience.core.errors import InputError
 from lenience.core.files import alone, read_json, write_json
 from lenience.core.progress import Progress, silent
 from lenience.core.protocols import Fitted
+from lenience.decoding.asking import task_for
 from lenience.decoding.certified import heads_in, refuse_certified
 from lenience.decoding.generation import Generation
 from lenience.decoding.options import Decoding, given_options
 from lenience.decoding.pair import Pair
+from lenience.evaluation.quality import Quality, qualities
 from lenience.evaluation.table import (
     Example,
     Frontier,
@@ -37,7 +39,7 @@ from lenience.runs.journal import Journal, open_run
 from lenience.runs.ledger import Ledger
 from lenience.runs.record import check_prompts, describe
 from lenience.runs.uses import fitted_in
-from lenience.tasks import Sample, Task, as_task, take
+from lenience.tasks import Sample, Task, take
 
 DEFAULT_WINDOWS = (2, 4, 8, 16, 32)
 EXAMPLES = 3
@@ -162,7 +164,7 @@ def compare(
     that a machine's moods fall on all of them alike. With `out`, finished answers are kept there
     and a second call goes on from them. Raises InputError for a wrong rule, task or folder.
     """
-    run = Comparison(pair, as_task(task), config)
+    run = Comparison(pair, task, config, progress)
     with run.folder(out) as folder:
         return run.carry_out(folder, progress)
 
@@ -170,7 +172,8 @@ def compare(
 class Comparison:
     """A comparison of one pair on one task. Raises InputError where it cannot be made."""
 
-    def __init__(self, pair: Pair, task: Task, config: CompareConfig):
+    def __init__(self, pair: Pair, task: Task, config: CompareConfig, progress: Progress = silent):
+        task = task_for(pair, task, progress)
         self.pair, self.task, self.config = pair, task, config
         chooses = len(config.windows) > 1
         self.samples = take(task, "test", config.limit)
@@ -226,6 +229,7 @@ class Comparison:
         self._note_uses()
         settings = self._settings(folder / "windows.json", progress)
         rows = self._answers(settings, answers, progress)
+        quality = self._quality(settings, rows, progress)
         timings = self._timings(settings, folder / "timings.jsonl", progress)
         examples = [
             Example(
@@ -243,8 +247,10 @@ class Comparison:
                 **describe(self.pair, self.task, split="test"),
                 **shared,
                 "machine": machine(self.pair),
-                "rows": table(settings, rows, timings, self.shared),
-                "allocation": allocation(settings, rows, timings),
+                "measure": self.task.measure,
+                "grading": self.task.grading,
+                "rows": table(settings, rows, timings, self.shared, quality),
+                "allocation": allocation(settings, rows, timings, quality),
                 "examples": examples,
             },
             "comparison",
@@ -377,6 +383,21 @@ class Comparison:
             rows.append(answers.get(setting.decoding, self.samples, show, traced=traced))
         progress("decoding", total, total)
         return rows
+
+    def _quality(
+        self, settings: Sequence[Setting], rows: Sequence[Sequence[Answer]], progress: Progress
+    ) -> list[Quality]:
+        """How good the answers are; a grader is asked now."""
+        target = [setting.decoding.rule for setting in settings].index("target")
+        if self.task.beside_target:
+            progress("grading", 0, len(settings))
+        found = []
+        for number, answers in enumerate(rows, 1):
+            of_both = qualities(self.task, self.samples, [rows[target], answers], 0)
+            found.append(of_both[1])
+            if self.task.beside_target:
+                progress("grading", number, len(settings))
+        return found
 
     def _timings(
         self, settings: Sequence[Setting], path: Path, progress: Progress

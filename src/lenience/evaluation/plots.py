@@ -74,7 +74,7 @@ def plot(frontier: Frontier, certificate: Certificate | None = None) -> Any:
         axis.margins(x=0.15)
         axis.grid(alpha=0.25, linewidth=0.5)
         axis.spines[["top", "right"]].set_visible(False)
-    _scale_accuracy(axes[0], [row for _, row in rows])
+    _scale_accuracy(axes[0], [row for _, row in rows], frontier.measure)
     names = {text: line for axis in axes for line, text in zip(*axis.get_legend_handles_labels())}
     figure.legend(
         list(names.values()),
@@ -97,7 +97,7 @@ def _colors(families: Any) -> dict[str, str]:
     return COLORS | turns
 
 
-def _scale_accuracy(axis: Any, rows: Sequence[NamedRow]) -> None:
+def _scale_accuracy(axis: Any, rows: Sequence[NamedRow], measure: str) -> None:
     """Put accuracies on a logit scale, with a little room above the highest."""
     low = max(axis.get_ylim()[0], 0.02)
     high = max(_inside(row.accuracy_interval[1], 2 * row.n) for row in rows)
@@ -107,7 +107,7 @@ def _scale_accuracy(axis: Any, rows: Sequence[NamedRow]) -> None:
     ticks = [share for share in TICKS if low < share < high]
     axis.set_yticks(ticks, [f"{100 * share:.0f}" for share in ticks])
     axis.set_yticks([], minor=True)
-    axis.set_ylabel("right answers, %")
+    axis.set_ylabel("right answers, %" if measure == "accuracy" else f"{measure}, %")
 
 
 def _draw_labels(axis: Any, labels: Sequence[_Label]) -> None:

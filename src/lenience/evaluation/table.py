@@ -15,6 +15,7 @@ from scipy.stats import binomtest
 from lenience.core.records import Record
 from lenience.decoding.options import OWN, Decoding
 from lenience.decoding.pair import Pair
+from lenience.evaluation.quality import Quality, qualities
 from lenience.rules.registry import BASELINES
 from lenience.runs.answers import Answer
 from lenience.runs.record import ModelRecord
@@ -40,7 +41,7 @@ class Setting:
 
 class FrontierRow(Record):
     """The figures of one setting, each with its 95 % interval: exact binomial for shares, bootstrap
-    over prompts for ratios."""
+    over prompts for ratios and for quality by degree."""
 
     rule: str
     window: int
@@ -50,9 +51,11 @@ class FrontierRow(Record):
     n: int
     timed_n: int
     accuracy: float
+    """The share of right answers; of a task with another measure, its mean quality."""
     accuracy_interval: Interval
     paired_loss: float
-    """The share of prompts that the target alone gets right and this decoder wrong."""
+    """The share of prompts that the target alone gets right and this decoder wrong; by degree, the
+    mean of how much worse its answers are than the target's own."""
     paired_loss_interval: Interval
     paired_gain: float
     paired_gain_interval: Interval
@@ -65,6 +68,8 @@ class FrontierRow(Record):
     tokens_per_second_interval: Interval
     seconds_per_correct: float | None
     seconds_per_correct_interval: Interval | None
+    verdicts: dict[str, int] | None = None
+    """How often the task said what of its answers, such as why programs failed."""
     share_of_cap: float | None
     """The tokens per second as a share of the draft's alone, which nothing exceeds; None without
     a draft."""
@@ -101,6 +106,12 @@ class Frontier(Record, extra="allow"):
     tokenizer: str
     task: str
     task_version: int | str | None
+    measure: str = "accuracy"
+    """What `accuracy` and the losses are of: "accuracy", "pass@1", "ROUGE-L", "win rate" or
+    "agreement"."""
+    grading: dict[str, int] | None = None
+    """Of a grader: how many pairs it judged, how many otherwise in the other order, and how many
+    replies held no verdict."""
     split: str
     machine: str
     rows: list[FrontierRow]
@@ -113,14 +124,15 @@ def table(
     answers: Sequence[Sequence[Answer]],
     timings: Sequence[Sequence[float]],
     shared: Decoding,
+    quality: Sequence[Quality] | None = None,
 ) -> list[FrontierRow]:
     """One row a setting. `answers` holds each setting's answers to n samples, `timings` the seconds
-    of each of the first of them by setting; `shared` are the options that settings have in
-    common."""
+    of each of the first of them by setting; `shared` are the options that settings have in common;
+    `quality` says how good the answers are, where they are not just right or wrong."""
     seconds = np.array(timings, dtype=float)  # [timed_n, settings]
     rules = [setting.decoding.rule for setting in settings]
-    target_right = _column(answers[rules.index("target")], "correct").astype(bool)
-    figures = [_figures(given, seconds[:, i], target_right) for i, given in enumerate(answers)]
+    of_settings = quality or qualities(None, [], answers, rules.index("target"))
+    figures = [_figures(given, seconds[:, i], of_settings[i]) for i, given in enumerate(answers)]
     cap = figures[rules.index("draft")]["tokens_per_second"] if "draft" in rules else None
     rows = []
     for setting, of_setting in zip(settings, figures):
@@ -141,18 +153,17 @@ def _column(answers: Sequence[Answer], key: str) -> NDArray:
     return np.array([getattr(answer, key) for answer in answers], dtype=float)
 
 
-def _figures(answers: Sequence[Answer], seconds: NDArray, target_right: NDArray) -> dict[str, Any]:
+def _figures(answers: Sequence[Answer], seconds: NDArray, quality: Quality) -> dict[str, Any]:
     """The figures of one setting, by the names of a row's fields."""
     n, timed = len(answers), len(seconds)
-    right = _column(answers, "correct").astype(bool)
     tokens, passes = _column(answers, "tokens"), _column(answers, "target_passes")
     draws = np.random.default_rng(0).integers(0, n, (BOOTSTRAPS, n))
     timed_draws = np.random.default_rng(0).integers(0, timed, (BOOTSTRAPS, timed))
-    right_when_timed = right[:timed].astype(float)
-    figures: dict[str, Any] = {"n": n, "timed_n": timed}
-    figures |= _share("accuracy", int(right.sum()), n)
-    figures |= _share("paired_loss", int((target_right & ~right).sum()), n)
-    figures |= _share("paired_gain", int((~target_right & right).sum()), n)
+    right_when_timed = quality.values[:timed] * quality.counts  # else none is just right
+    figures: dict[str, Any] = {"n": n, "timed_n": timed, "verdicts": quality.verdicts}
+    figures |= _mean("accuracy", quality.values, draws)
+    figures |= _mean("paired_loss", quality.lost, draws)
+    figures |= _mean("paired_gain", quality.gained, draws)
     figures |= _ratio("tokens_per_pass", tokens, passes, draws)
     exact = _column(answers, "accepted_exact")
     figures |= _ratio("accepted_exact_per_pass", exact, passes, draws)
@@ -165,6 +176,7 @@ def allocation(
     settings: Sequence[Setting],
     answers: Sequence[Sequence[Answer]],
     timings: Sequence[Sequence[float]],
+    quality: Sequence[Quality] | None = None,
 ) -> list[AllocationPoint]:
     """The line of random allocation between target and draft, which any rule must beat (Holsman
     2025); no points where there is no draft."""
@@ -173,11 +185,12 @@ def allocation(
         return []
     alone = [rules.index(name) for name in BASELINES]
     seconds = np.array(timings, dtype=float)[:, alone]  # [timed_n, 2]
-    right, tokens, passes = (
+    tokens, passes = (
         np.array([_column(answers[i], key) for i in alone]).T  # [n, 2]
-        for key in ("correct", "tokens", "target_passes")
+        for key in ("tokens", "target_passes")
     )
-    lost = float((right[:, 0] * (1 - right[:, 1])).mean())
+    of_settings = quality or qualities(None, [], answers, rules.index("target"))
+    good, right, lost = _alone([of_settings[i] for i in alone])
     points = []
     for share in SHARES:
         mix = np.array([1 - share, share])
@@ -188,7 +201,7 @@ def allocation(
         points.append(
             AllocationPoint(
                 share=share,
-                accuracy=float((right @ mix).mean()),
+                accuracy=float((good @ mix).mean()),
                 paired_loss=share * lost,
                 tokens_per_pass=float((tokens @ mix).sum()) / read if read else None,
                 tokens_per_second=timed_tokens / timed_seconds,
@@ -198,9 +211,22 @@ def allocation(
     return points
 
 
-def _share(name: str, hits: int, n: int) -> dict[str, Any]:
-    interval = binomtest(hits, n).proportion_ci(0.95)
-    return {name: hits / n, f"{name}_interval": (float(interval.low), float(interval.high))}
+def _alone(quality: Sequence[Quality]) -> tuple[NDArray, NDArray, float]:
+    """Of the target's and the draft's answers: how good they are, [n, 2], which are right, where
+    that can be said, and what the draft loses."""
+    good = np.array([one.values for one in quality]).T
+    right = good if all(one.counts for one in quality) else np.zeros_like(good)
+    return good, right, float(quality[1].lost.mean())
+
+
+def _mean(name: str, values: NDArray, draws: NDArray) -> dict[str, Any]:
+    """A share where all values are 0 or 1, else a mean."""
+    if np.isin(values, (0.0, 1.0)).all():
+        hits, n = int(values.sum()), len(values)
+        interval = binomtest(hits, n).proportion_ci(0.95)
+        return {name: hits / n, f"{name}_interval": (float(interval.low), float(interval.high))}
+    low, high = np.quantile(values[draws].mean(1), [0.025, 0.975])
+    return {name: float(values.mean()), f"{name}_interval": (float(low), float(high))}
 
 
 def _ratio(name: str, above: NDArray, below: NDArray, draws: NDArray) -> dict[str, Any]:

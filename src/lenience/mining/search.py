@@ -13,6 +13,7 @@ from typing import Any
 from lenience.core.errors import InputError
 from lenience.core.files import alone
 from lenience.core.progress import Progress, silent
+from lenience.decoding.asking import task_for
 from lenience.decoding.certified import heads_in, setting_without_paths
 from lenience.decoding.dialogue import Compare, Continue, Dialogue, Ended, Predict
 from lenience.decoding.options import Decoding
@@ -32,7 +33,7 @@ from lenience.runs.record import (
     mined_samples,
 )
 from lenience.runs.uses import prompt_digest
-from lenience.tasks import Sample, Task, as_task, take
+from lenience.tasks import Sample, Task, take
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,12 @@ class MineConfig:
     """How often each swap that changed the answer is continued once more, by chance."""
     policy: Decoding | None = None
     """Whose answers are mined, and not the target's: the tokens that it kept by lenience."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise InputError(f"batch_size {self.batch_size}: must be 1 or more")
+        if self.policy:
+            check_policy(self.policy)
 
 
 @dataclass(frozen=True)
@@ -191,11 +198,7 @@ def mine(
     Returns what the journal then holds. Raises InputError where the folder was made with other
     models or options, its journal is broken, or memory has no room for the caches.
     """
-    task = as_task(task)
-    if config.batch_size < 1:
-        raise InputError(f"batch_size {config.batch_size}: must be 1 or more")
-    if config.policy:
-        check_policy(config.policy)
+    task = task_for(pair, task, progress)
     pair.require_draft("mining")
     drawn = "first" if config.first or mined_first(folder) else "random"
     samples = _choose(pair, task, config, drawn)
@@ -210,11 +213,10 @@ def mine(
         left = [sample for sample in samples if sample.id not in finished]
         done = len(samples) - len(left)
         progress("mining", done, len(samples))
-        found = (
-            search(pair, task, left, max_new_tokens, config.batch_size)
-            if policy is None
-            else search_on_policy(pair, task, left, policy, config.batch_size)
-        )
+        if policy is None:
+            found = search(pair, task, left, max_new_tokens, config.batch_size)
+        else:
+            found = search_on_policy(pair, task, left, policy, config.batch_size)
         for mined in found:
             journal.append(mined.to_json())
             done += 1

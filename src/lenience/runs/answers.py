@@ -37,6 +37,8 @@ class Answer(Record):
     correct: bool
     loss: float | None = None
     """As the task scored it, from 0 to 1."""
+    verdict: str = ""
+    """What the task says besides, such as why a program did not pass its tests."""
     tokens: int
     target_passes: int
     draft_passes: int = 0
@@ -150,6 +152,7 @@ class Answers:
             answer=decoded.answer,
             correct=score.correct,
             loss=score.loss,
+            verdict=score.verdict,
             tokens=len(out.tokens),
             target_passes=out.target_passes,
             draft_passes=out.draft_passes,

@@ -56,16 +56,12 @@ BENCHMARKS: dict[str, type[Published]] = {
     )
 }
 """Tasks that read the files of a published benchmark."""
+JSON_OPTIONS = ("answer", "same", "prompt_field", "reference_field", "prompt_template")
 
 
 def load_task(
     spec: str,
     *,
-    answer: str | None = None,
-    same: str | None = None,
-    prompt_field: str | None = None,
-    reference_field: str | None = None,
-    prompt_template: str | None = None,
     data: str | Path | None = None,
     grader: str | Grader | None = None,
     **options: Any,
@@ -75,39 +71,29 @@ def load_task(
     object in a file: "file.py:Name".
 
     `data` is where a benchmark's files are: a file, several with commas, a folder, or a dataset of
-    the Hub; `options` are its options, as in its spec. A `grader` compares answers with the
-    target's own: the address of a server with OpenAI's API, or what answers prompts (Grader).
-
-    The others are for JSON files. `answer` and `same` say how answers are found and compared, see
-    JsonlTask; `prompt_field` and `reference_field` where a row says its prompt and its reference,
-    by default "prompt" and "reference"; `prompt_template` makes a prompt of several fields: "Q:
+    the Hub. A `grader` compares answers with the target's own: the address of a server with
+    OpenAI's API, or what answers prompts (Grader). `options` are a benchmark's own, as in its spec,
+    or of JSON files: `answer` and `same` say how answers are found and compared, see JsonlTask;
+    `prompt_field` and `reference_field` where a row says its prompt and its reference, by default
+    "prompt" and "reference"; `prompt_template` makes a prompt of several fields: "Q:
     {question}\\nA:". Raises InputError.
     """
+    options = {name: value for name, value in options.items() if value is not None}
+    files = spec.split(",")
+    from_json = all(file.endswith(SUFFIXES) for file in files)
     if grader is not None:
-        inner = {"answer": answer, "same": same, "prompt_field": prompt_field}
-        inner |= {"reference_field": reference_field, "prompt_template": prompt_template}
-        if spec.endswith(SUFFIXES) and answer is None:
-            inner["answer"] = "last-number"  # which a grader does not ask for
-        task = load_task(spec, data=data, **inner, **options)
+        if from_json:
+            options.setdefault("answer", "last-number")  # which a grader does not ask for
+        task = load_task(spec, data=data, **options)
         return Graded(task, Endpoint(grader) if isinstance(grader, str) else grader)
     if spec.partition(":")[0] in BENCHMARKS:
-        given = dict(answer=answer, same=same, prompt_field=prompt_field)
-        given |= dict(reference_field=reference_field, prompt_template=prompt_template)
-        return _benchmark(spec, data, options, given)
+        return _benchmark(spec, data, options)
     if data is not None:
         raise InputError(f"data {data}: is for benchmarks: {', '.join(BENCHMARKS)}")
+    if from_json:
+        return _from_json([Path(file) for file in files], options)
     if options:
-        raise InputError(f"task {spec!r}: has no option {next(iter(options))!r}")
-    files = spec.split(",")
-    if all(file.endswith(SUFFIXES) for file in files):
-        named = {"prompt": prompt_field, "reference": reference_field, "template": prompt_template}
-        if prompt_field is not None and prompt_template is not None:
-            raise InputError("prompt_field and prompt_template: both say the prompt; give one")
-        fields = Fields(**{name: value for name, value in named.items() if value is not None})
-        return JsonlTask([Path(file) for file in files], answer, same, fields)
-    given = dict(answer=answer, same=same, prompt_field=prompt_field)
-    given |= dict(reference_field=reference_field, prompt_template=prompt_template)
-    _refuse(spec, given)
+        raise InputError(f"task {spec!r}: {next(iter(options))} is for tasks from JSON files")
     if spec in TASKS:
         return TASKS[spec]()
     file, _, name = spec.rpartition(":")
@@ -119,13 +105,23 @@ def load_task(
     )
 
 
-def _benchmark(
-    spec: str, data: str | Path | None, options: Mapping[str, Any], given: Mapping[str, str | None]
-) -> Task:
+def _from_json(paths: list[Path], options: Mapping[str, Any]) -> Task:
+    """A task from JSON files."""
+    if unknown := options.keys() - JSON_OPTIONS:
+        raise InputError(
+            f"task {paths[0]}: has no option {min(unknown)!r}; it has {', '.join(JSON_OPTIONS)}"
+        )
+    if {"prompt_field", "prompt_template"} <= options.keys():
+        raise InputError("prompt_field and prompt_template: both say the prompt; give one")
+    fields = {"prompt_field": "prompt", "reference_field": "reference"}
+    fields["prompt_template"] = "template"
+    said = {fields[name]: value for name, value in options.items() if name in fields}
+    return JsonlTask(paths, options.get("answer"), options.get("same"), Fields(**said))
+
+
+def _benchmark(spec: str, data: str | Path | None, options: Mapping[str, Any]) -> Task:
     """A benchmark from its spec with further options, and its files."""
-    _refuse(spec, given)
-    more = [f"{name}={str(value).lower()}" for name, value in options.items()]
-    if more:
+    if more := [f"{name}={str(value).lower()}" for name, value in options.items()]:
         spec += ("," if ":" in spec else ":") + ",".join(more)
     try:
         task = parse_term(spec, "task", BENCHMARKS)
@@ -134,12 +130,6 @@ def _benchmark(
     if data is None:
         raise InputError(f"task {spec!r}: name its files (--data FILE|FOLDER); see docs/tasks.md")
     return task.open(str(data))
-
-
-def _refuse(spec: str, given: Mapping[str, str | None]) -> None:
-    """Raise InputError for what is said of JSON files and these are none."""
-    if said := [name for name, value in given.items() if value is not None]:
-        raise InputError(f"task {spec!r}: {said[0]} is for tasks from JSON files")
 
 
 def _named(sample: Sample) -> Sample:

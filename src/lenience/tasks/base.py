@@ -100,6 +100,11 @@ class Task:
             points.append(float(text == own or self.same(*found, sample) is True))
         return points
 
+    @property
+    def grading(self) -> dict[str, int] | None:
+        """How a grader has judged so far; None without one."""
+        return None
+
     def attach(self, own_answers: Callable[[Sequence[Messages]], list[str]]) -> None:
         """Take what tells the target's own answers to prompts, for a task whose prompts hold
         them."""

@@ -93,9 +93,8 @@ class ChoiceTask(Published):
         if self.shots:
             about = f" about {question.subject}" if question.subject else ""
             solved = [f"{one.shown()}\nAnswer: {one.letter}\n\n" for one in shown]
-            prompt = (
-                self.head.format(about=about) + "".join(solved) + question.shown() + "\nAnswer:"
-            )
+            asked = f"{question.shown()}\nAnswer:"
+            prompt = self.head.format(about=about) + "".join(solved) + asked
         stratum = {"choices": len(letters), "stratum": question.subject or question.letter}
         return Sample(str(row.get("id", "")), prompt, question.letter, stratum)
 

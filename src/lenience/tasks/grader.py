@@ -10,15 +10,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from threading import Lock
 from typing import Any, Protocol
 
-from filelock import FileLock
-
 from lenience.core.errors import InputError, first_line
 from lenience.core.files import cache_folder, digest
+from lenience.core.kept import KeptTexts
 from lenience.tasks.base import Messages, Sample, Score, Task
 
 AT_ONCE = 8
@@ -132,7 +130,7 @@ class Graded(Task):
         self.name = f"{task.name} graded by {grader.name}"
         self.counts = GradingCounts()
         self._counted = set[str]()
-        self._replies = _Kept(cache_folder() / "graders" / f"{digest(grader.name, 6)}.jsonl")
+        self._replies = KeptTexts(cache_folder() / "graders" / f"{digest(grader.name, 6)}.jsonl")
         self._lock = Lock()
 
     @property
@@ -142,6 +140,10 @@ class Graded(Task):
     @property
     def label(self) -> str:
         return self.task.label
+
+    @property
+    def grading(self) -> dict[str, int]:
+        return asdict(self.counts)
 
     def attach(self, own_answers: Callable[[Sequence[Messages]], list[str]]) -> None:
         self.task.attach(own_answers)
@@ -218,32 +220,3 @@ def _verdict(reply: str) -> str | None:
     """The last verdict of a reply."""
     found = re.findall(r"\[\[([ABC])\]\]", reply)
     return found[-1] if found else None
-
-
-class _Kept:
-    """Replies in a file that several processes may add to, by the digest of what was asked."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self._lock = Lock()
-        self._known: dict[str, str] = {}
-        if path.exists():
-            for line in path.read_text(encoding="utf-8").split("\n"):
-                try:
-                    record = json.loads(line)
-                    self._known[record["asked"]] = record["reply"]
-                except (ValueError, LookupError, TypeError):
-                    continue  # of a process that was killed as it wrote; it is asked again
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._known
-
-    def __getitem__(self, key: str) -> str:
-        return self._known[key]
-
-    def add(self, key: str, reply: str) -> None:
-        with self._lock:
-            self._known[key] = reply
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(f"{self.path}.lock"), self.path.open("a", encoding="utf-8") as file:
-                file.write(f"\n{json.dumps({'asked': key, 'reply': reply})}")

@@ -24,9 +24,9 @@ class JsonlTask(Task):
     follows the last MARKER), "last-number", "boxed" (the last \boxed{…}), "choice" (the letter that
     is chosen), "after:MARKER" (the rest of the line after the last MARKER) or "regex:PATTERN" (the
     last match; its first group, if it has one). `same` says how answers are compared: as "number",
-    "text" (case and spaces aside), "choice" or "math" (math-verify, extra "math"); by default as fits what is found, see
-    `lenience.tasks.finding`. A reference is searched for its answer in the same way and taken whole
-    where nothing is found.
+    "text" (case and spaces aside), "choice" or "math" (math-verify, extra "math"); by default as
+    fits what is found, see `lenience.tasks.finding`. A reference is searched for its answer in the
+    same way and taken whole where nothing is found.
 
     Without a `split`, every fifth row is "test"; of several files, those named train… and test…
     hold these splits. Raises InputError that names the line, and what the references look like

@@ -28,6 +28,7 @@ from lenience.core.errors import InputError
 from lenience.tasks import sandboxed
 
 Kind = Literal["bubblewrap", "landlock", "none"]
+Status = Literal["ended", "timeout", "too much output"]
 CHILD = Path(sandboxed.__file__)
 EXTRA = "pip install 'lenience[code]'"
 FOLDER_BYTES = 64 << 20
@@ -76,7 +77,7 @@ class Limits:
 class Ended:
     """How a program ended, and what it wrote."""
 
-    status: Literal["ended", "timeout", "too much output"]
+    status: Status
     code: int
     out: str = ""
     err: str = ""
@@ -285,27 +286,38 @@ def _bubblewrap(refused: int) -> list[str]:
 def _exchange(process: subprocess.Popen[bytes], given: bytes, limits: Limits) -> Ended:
     """Feed a process and read what it writes, until it has ended or went beyond its limits."""
     assert process.stdin and process.stdout and process.stderr
-    written: dict[Any, bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
     deadline = time.monotonic() + limits.seconds
+    written: dict[Any, bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
+    status = _read_both(process, given, written, deadline, limits.output)
+    if status == "ended":
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            status = "timeout"
+    out, err = (part[: limits.output].decode("utf-8", "replace") for part in written.values())
+    code = -1 if process.returncode is None else process.returncode
+    return Ended(status, code, out, err)
+
+
+def _read_both(
+    process: subprocess.Popen[bytes],
+    given: bytes,
+    written: dict[Any, bytearray],
+    deadline: float,
+    most: int,
+) -> Status:
+    """Fill `written` until both streams are closed."""
+    assert process.stdin
     left = memoryview(given)
     os.set_blocking(process.stdin.fileno(), False)
-
-    def ended(status: Any) -> Ended:
-        out, err = (bytes(part[: limits.output]) for part in written.values())
-        code = process.wait() if status == "ended" else -1
-        return Ended(status, code, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"))
-
     with selectors.DefaultSelector() as ready:
         for stream in written:
             ready.register(stream, selectors.EVENT_READ)
-        if left:
-            ready.register(process.stdin, selectors.EVENT_WRITE)
-        else:
-            process.stdin.close()
+        ready.register(process.stdin, selectors.EVENT_WRITE)
         while any(stream in ready.get_map() for stream in written):
             events = ready.select(max(0.0, deadline - time.monotonic()))
             if not events and time.monotonic() >= deadline:
-                return ended("timeout")
+                return "timeout"
             for key, _ in events:
                 if key.fileobj is process.stdin:
                     left = _feed(process, ready, left)
@@ -314,13 +326,9 @@ def _exchange(process: subprocess.Popen[bytes], given: bytes, limits: Limits) ->
                 written[key.fileobj] += part
                 if not part:
                     ready.unregister(key.fileobj)
-                if len(written[key.fileobj]) > limits.output:
-                    return ended("too much output")
-    try:
-        process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return ended("timeout")
-    return ended("ended")
+                if len(written[key.fileobj]) > most:
+                    return "too much output"
+    return "ended"
 
 
 def _feed(
@@ -329,7 +337,8 @@ def _feed(
     """Write some of what is left of a process's input; close it where that is all."""
     assert process.stdin
     try:
-        left = left[os.write(process.stdin.fileno(), left[: 1 << 16]) :]
+        if left:
+            left = left[os.write(process.stdin.fileno(), left[: 1 << 16]) :]
     except BrokenPipeError:
         left = left[:0]
     if not left:

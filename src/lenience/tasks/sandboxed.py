@@ -11,6 +11,7 @@ line each; "referee" runs trusted tests against a function in another sandbox.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -28,6 +29,7 @@ LONGEST_LINE = 1 << 22
 TAGS: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 # Landlock (linux/landlock.h); its numbers are the same on all architectures
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+BENEATH_PATH = 1
 WRITE_FILE, READ_FILE, READ_DIR = 1 << 1, 1 << 2, 1 << 3
 RIGHTS_BY_ABI = (0, 13, 14, 15, 15, 16)
 """How many rights over files each version knows; later ones as the last."""
@@ -71,12 +73,9 @@ def decode(value: Any) -> Any:
         return {decode(key): decode(one) for key, one in content}
     if tag == "complex":
         return complex(float(content[0]), float(content[1]))
-    plain: dict[str, Any] = {
-        "int": int,
-        "float": float,
-        "bytes": bytes.fromhex,
-        "object": lambda name: object(),
-    }
+    if tag == "object":
+        return object()
+    plain: dict[str, Any] = {"int": int, "float": float, "bytes": bytes.fromhex}
     return plain[tag](content)
 
 
@@ -176,17 +175,17 @@ def confine(asked: dict[str, Any]) -> None:
     """Shut this process out of files (Landlock), of being another (capabilities, user) and of what
     a filter of system calls (seccomp) refuses. Raises OSError where the kernel cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
-    _call(libc.prctl, SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    _prctl(libc, SET_NO_NEW_PRIVS, 1)
     _landlock(libc, asked["readable"])
     if os.geteuid() == 0:
         _drop_privileges(libc, asked["user"])
-    _call(libc.prctl, SET_DUMPABLE, 0, 0, 0, 0)
+    _prctl(libc, SET_DUMPABLE, 0)
     if asked["filter"] is not None:
         with os.fdopen(asked["filter"], "rb") as file:
             program = file.read()
         code = ctypes.create_string_buffer(program)
         filled = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
-        _call(libc.prctl, SET_SECCOMP, 2, ctypes.create_string_buffer(filled), 0, 0)
+        _prctl(libc, SET_SECCOMP, 2, ctypes.create_string_buffer(filled))
 
 
 def _landlock(libc: Any, readable: list[str]) -> None:
@@ -201,7 +200,8 @@ def _landlock(libc: Any, readable: list[str]) -> None:
         if path == os.devnull:
             allowed |= WRITE_FILE
         at = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        _call(libc.syscall, ADD_RULE, rules, 1, struct.pack("=Qi", allowed, at), 0)
+        rule = struct.pack("=Qi", allowed, at)
+        _call(libc.syscall, *(ADD_RULE, rules, BENEATH_PATH, rule, 0))
         os.close(at)
     _call(libc.syscall, RESTRICT_SELF, rules, 0)
     os.close(rules)
@@ -210,14 +210,19 @@ def _landlock(libc: Any, readable: list[str]) -> None:
 def _drop_privileges(libc: Any, user: bool) -> None:
     """Of root; with `user`, to nobody."""
     for capability in range(64):
-        libc.prctl(CAPBSET_DROP, capability, 0, 0, 0)
+        with contextlib.suppress(OSError):  # this kernel knows fewer
+            _prctl(libc, CAPBSET_DROP, capability)
     os.setgroups([])
     if user:
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
     head = struct.pack("Ii", CAPABILITY_VERSION, 0)
     number = CAPSET.get(os.uname().machine, CAPSET["aarch64"])
-    _call(libc.syscall, number, head, struct.pack("6I", 0, 0, 0, 0, 0, 0))
+    _call(libc.syscall, number, head, bytes(24))
+
+
+def _prctl(libc: Any, option: int, *args: Any) -> None:
+    _call(libc.prctl, option, *(*args, 0, 0, 0)[:4])
 
 
 def _call(function: Any, *args: Any) -> int:

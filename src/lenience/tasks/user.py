@@ -56,6 +56,10 @@ class _CheckedTask(Task):
             self._same = _given_sample(self._same, 2)
 
     @property
+    def grading(self) -> dict[str, int] | None:
+        return getattr(self._task, "grading", None)
+
+    @property
     def has_loss(self) -> bool:
         return self._loss is not None
 

@@ -272,7 +272,7 @@ class VllmPair(Pair):
                 if not held and not len(comparisons):
                     return
         finally:
-            comparisons.__exit__()
+            comparisons.close()
             for engine in engines:
                 engine.abort_request(list(held))
 

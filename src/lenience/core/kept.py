@@ -1,0 +1,38 @@
+"""Texts that are kept by what they answer, so that nothing is asked twice. No torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from threading import Lock
+
+from filelock import FileLock
+
+
+class KeptTexts:
+    """Texts in a file that several processes may add to, by keys."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._lock = Lock()
+        self._known: dict[str, str] = {}
+        for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else ():
+            try:
+                record = json.loads(line)
+                self._known[record["key"]] = record["text"]
+            except (ValueError, LookupError, TypeError):
+                continue  # of a process that was killed as it wrote; it is asked again
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._known
+
+    def __getitem__(self, key: str) -> str:
+        return self._known[key]
+
+    def add(self, key: str, text: str) -> None:
+        """Keep a text, at once."""
+        with self._lock:
+            self._known[key] = text
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{self.path}.lock"), self.path.open("a", encoding="utf-8") as file:
+                file.write(f"\n{json.dumps({'key': key, 'text': text})}")

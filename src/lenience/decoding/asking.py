@@ -1,0 +1,69 @@
+"""What tasks ask models: the target's own answers, which some prompts hold, and what a local model
+says as a grader."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from lenience.core.errors import InputError
+from lenience.core.files import cache_folder, digest
+from lenience.core.kept import KeptTexts
+from lenience.core.progress import Progress, silent
+from lenience.decoding.loading import load_pair
+from lenience.decoding.pair import Pair
+from lenience.tasks import Task, as_task
+from lenience.tasks.base import Messages
+
+AT_ONCE = 16
+GRADER_TOKENS = 1024
+"""The length limit of a grader's reply."""
+
+
+def task_for(pair: Pair, task: Task, progress: Progress = silent) -> Task:
+    """A task whose prompts may hold the own answers of the pair's target."""
+    task = as_task(task)
+    task.attach(partial(own_answers, pair, task.max_new_tokens, progress))
+    return task
+
+
+def own_answers(
+    pair: Pair, max_new_tokens: int, progress: Progress, prompts: Sequence[Messages]
+) -> list[str]:
+    """The target's greedy answers to prompts; kept, so that they are decoded once."""
+    lm = pair.target
+    whose = digest([lm.fingerprint, lm.tokenizer_fingerprint, lm.dtype, max_new_tokens])
+    kept = KeptTexts(cache_folder() / "answers" / f"{whose}.jsonl")
+    keys = [digest(lm.encode(prompt), 16) for prompt in prompts]
+    left = [(key, prompt) for key, prompt in zip(keys, prompts) if key not in kept]
+    if left:
+        phase = "answering first turns"
+        progress(phase, 0, len(left))
+        answers = pair.as_completed(
+            [prompt for _, prompt in left],
+            rule="target",
+            max_new_tokens=max_new_tokens,
+            batch_size=AT_ONCE,
+        )
+        for done, (number, out) in enumerate(answers, 1):
+            kept.add(left[number][0], out.text.strip())
+            progress(phase, done, len(left))
+    return [kept[key] for key in keys]
+
+
+class ModelGrader:
+    """A grader on this machine: a model by its folder or Hub name, asked greedily through its chat
+    template. Raises InputError where it has none."""
+
+    def __init__(self, model: str, device: str = "auto"):
+        self._pair = load_pair(model, device=device)
+        if not getattr(self._pair.target.tokenizer, "chat_template", None):
+            raise InputError(f"--grader {model}: has no chat template; name a chat model")
+        self.name = f"{model} {self._pair.target.fingerprint[:12]}"
+
+    def ask(self, prompts: Sequence[Messages]) -> list[str]:
+        """The replies to prompts, in their order. Raises InputError for one that is too long."""
+        outs = self._pair.generate_batch(
+            list(prompts), rule="target", max_new_tokens=GRADER_TOKENS, batch_size=AT_ONCE
+        )
+        return [out.text for out in outs]

@@ -1,0 +1,77 @@
+"""How good answers are: right or wrong, by degree, or beside the target's own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lenience.runs.answers import Answer
+from lenience.tasks import Sample, Task
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+AT_ONCE = 32
+"""Answers that are put beside the target's own together, so that progress shows."""
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Of one setting's answers to n prompts, each [n] in [0, 1]."""
+
+    values: NDArray
+    lost: NDArray
+    """By how much an answer is worse than the target's own, as a share of that: 1 where the target
+    is right and it is wrong, or where a grader prefers the target's."""
+    gained: NDArray
+    verdicts: dict[str, int]
+    """How often the task said what, such as why programs failed."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether every answer is right or wrong."""
+        return bool(np.isin(self.values, (0.0, 1.0)).all())
+
+
+def qualities(
+    task: Task | None, samples: Sequence[Sample], answers: Sequence[Sequence[Answer]], target: int
+) -> list[Quality]:
+    """Of each setting's answers to `samples`; `target` is the number of the target's own. Without a
+    task they are right or wrong."""
+    if task is not None and task.beside_target:
+        return [_beside(task, samples, given, answers[target]) for given in answers]
+    own = _values(task, answers[target])
+    found = []
+    for given in answers:
+        values = _values(task, given)
+        lost, gained = np.maximum(0, own - values), np.maximum(0, values - own)
+        found.append(Quality(values, lost, gained, _verdicts(given)))
+    return found
+
+
+def _values(task: Task | None, answers: Sequence[Answer]) -> NDArray:
+    if task is not None and task.by_degree:
+        return np.array([1 - (one.loss or 0.0) for one in answers])
+    return np.array([float(one.correct) for one in answers])
+
+
+def _beside(
+    task: Task, samples: Sequence[Sample], answers: Sequence[Answer], own: Sequence[Answer]
+) -> Quality:
+    triples = [(one.text, alone.text, sample) for one, alone, sample in zip(answers, own, samples)]
+    points = list[float]()
+    for start in range(0, len(triples), AT_ONCE):
+        points += task.points(triples[start : start + AT_ONCE])
+    values, par = np.array(points), task.at_par
+    lost = np.maximum(0, par - values) / par
+    gained = np.maximum(0, values - par) / (1 - par) if par < 1 else np.zeros(len(values))
+    return Quality(values, lost, gained, _verdicts(answers))
+
+
+def _verdicts(answers: Sequence[Answer]) -> dict[str, int]:
+    counted = Counter(one.verdict.split(":")[0] for one in answers if one.verdict)
+    return dict(counted.most_common())
