@@ -181,17 +181,17 @@ VERDICTS = {
         "wrong answer",
     ),
     "prints the verdict": (
-        "print('[\"passed\", \"\"]', flush=True)\ndef add(a, b):\n"
-        "    print('[\"passed\", \"\"]', flush=True)\n    return 0",
+        'print(\'["passed", ""]\', flush=True)\ndef add(a, b):\n'
+        '    print(\'["passed", ""]\', flush=True)\n    return 0',
         "wrong answer",
     ),
     "writes to every stream": (
         "import os\ndef add(a, b):\n    for fd in range(1, 64):\n        try:\n"
-        "            os.write(fd, b'[\"passed\", \"\"]\\n')\n        except OSError: pass\n    return 0",
+        '            os.write(fd, b\'["passed", ""]\\n\')\n        except OSError: pass\n    return 0',
         "wrong answer",
     ),
     "replies for the runner": (
-        "import json\ndef dumps(*a, **k): return '{\"value\": {\"tests\": \"passed\"}}'\n"
+        'import json\ndef dumps(*a, **k): return \'{"value": {"tests": "passed"}}\'\n'
         "json.dumps = dumps\ndef add(a, b): return 0",
         "wrong answer",
     ),
@@ -221,14 +221,14 @@ def test_verdicts_of_functions(kind: Kind, name: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_expected_is_nowhere_in_the_programs_process(kind: Kind) -> None:
     look = (
-        "import gc, os, sys\ndef look():\n    mark = '86' + '753'\n    found = []\n"
+        "import gc, os, sys\ndef look():\n    mark = '35768'\n    found = []\n"
         "    frame = sys._getframe()\n    while frame:\n"
         "        found += [str(one) for one in frame.f_locals.values()]\n"
         "        frame = frame.f_back\n    found += [str(one) for one in gc.get_objects()]\n"
         "    found += sys.argv + list(os.environ.values())\n"
         "    for fd in range(3, 64):\n        try: found.append(str(os.pread(fd, 1 << 20, 0)))\n"
         "        except OSError: pass\n"
-        "    return int(mark) if any(mark in one for one in found) else len(found)"
+        "    return int(mark[::-1]) if any(mark in one[::-1] for one in found) else len(found)"
     )
     tests = "def check(candidate):\n    got = candidate()\n    assert got > 100\n"
     assert Sandbox(kind).check(look, "look", tests).passed  # it can look at much
