@@ -187,7 +187,8 @@ VERDICTS = {
     ),
     "writes to every stream": (
         "import os\ndef add(a, b):\n    for fd in range(1, 64):\n        try:\n"
-        '            os.write(fd, b\'["passed", ""]\\n\')\n        except OSError: pass\n    return 0',
+        "            os.write(fd, repr(['passed', '']).encode() + b'\\n')\n"
+        "        except OSError: pass\n    return 0",
         "wrong answer",
     ),
     "replies for the runner": (
@@ -285,10 +286,11 @@ def test_without_a_sandbox_nothing_is_run_unless_that_is_accepted(
     assert Sandbox("none").check(VERDICTS["right"][0], "add", SUM).passed
 
 
-def test_a_killed_parent_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_parent_leaves_nothing_behind(kind: Kind) -> None:
     code = (
         "from lenience.tasks.sandbox import *\nimport threading\n"
-        f"s = Sandbox('bubblewrap')\nprint('begun', flush=True)\n"
+        f"s = Sandbox('{kind}')\nprint('begun', flush=True)\n"
         "s.run('while True: pass', limits=Limits(seconds=60))"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)

@@ -86,10 +86,7 @@ class CodeTask(Published):
     def score(self, pairs: Sequence[tuple[str, Sample]]) -> list[Score]:
         with ThreadPoolExecutor(workers()) as pool:
             verdicts = list(pool.map(lambda pair: self._of_response(*pair), pairs))
-        return [
-            Score(one.passed, float(not one.passed), f"{one.kind}: {one.detail}".rstrip(": "))
-            for one in verdicts
-        ]
+        return [Score(one.passed, float(not one.passed), str(one)) for one in verdicts]
 
     def _of_response(self, text: str, sample: Sample) -> Verdict:
         program = self.answer(text, sample)
@@ -159,7 +156,8 @@ class LiveCodeBench(CodeTask):
     """LiveCodeBench's code generation (Jain 2024), test.jsonl … test6.jsonl of
     code_generation_lite: programs that read standard input, or methods of a class Solution.
 
-    `release` takes the first files, v1 to v6; `difficulty` one of easy, medium and hard; `since`
+    The prompt shows the problem and its starter code, and asks for one code block. `release` takes
+    the first files, v1 to v6; `difficulty` one of easy, medium and hard; `since`
     and `until` contests of some dates. The last code block of a response is run: 6 s for a test,
     all tests must pass, outputs are compared line by line, numbers as decimals, as its own checker
     does; numpy is not there. Checked on problems of both kinds made for the tests, with mutants.
@@ -211,7 +209,7 @@ class LiveCodeBench(CodeTask):
 
     def verdict(self, program: str, sample: Sample) -> Verdict:
         kept = sample.metadata
-        tests = [*tests_in(kept["public"]), *tests_in(kept["private"])]
+        tests = [*cases_in(kept["public"]), *cases_in(kept["private"])]
         left = time.monotonic() + (self.LIMITS.seconds + 1) * len(tests) + 5
         stdin = [one for one in tests if one["testtype"] == "stdin"]
         verdicts = self._by_input(program, stdin)
@@ -277,7 +275,7 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
-def tests_in(text: str) -> list[dict[str, str]]:
+def cases_in(text: str) -> list[dict[str, str]]:
     """LiveCodeBench's test cases: JSON, or JSON in a pickled text, compressed, in base 64. Raises
     InputError."""
     try:

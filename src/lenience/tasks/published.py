@@ -40,6 +40,7 @@ class Published(Task):
     """What its spec begins with."""
     train_roles: ClassVar[tuple[str, ...]] = ("train", "validation", "dev")
     test_roles: ClassVar[tuple[str, ...]] = ("test", "validation", "dev")
+    suffixes: ClassVar[tuple[str, ...]] = SUFFIXES
     fold: int = 4
     sets: Literal["split", "whole"] = "split"
 
@@ -56,7 +57,7 @@ class Published(Task):
 
     def open(self, data: str) -> Self:
         """Read the samples of files. Raises InputError where they are not this benchmark's."""
-        files = published_files(data)
+        files = published_files(data, self.suffixes)
         self._prepare(files)
         for role, paths in files.items():
             samples = [one for path in paths for one in self._samples_of(path, role)]
@@ -172,34 +173,34 @@ def _digest(files: dict[str, list[Path]]) -> str:
     return content.hexdigest()[:12]
 
 
-def published_files(data: str) -> dict[str, list[Path]]:
+def published_files(data: str, suffixes: tuple[str, ...]) -> dict[str, list[Path]]:
     """The files of a benchmark by their roles (train, validation, dev, test, or whole): a file,
-    several with commas, a folder, or a dataset of the Hub, org/name or org/name:FOLDER. Raises
-    InputError."""
+    several with commas, a folder, or a dataset of the Hub, org/name or org/name:FOLDER; with such
+    suffixes. Raises InputError."""
     given = [Path(one) for one in data.split(",")]
     if len(given) == 1 and not given[0].exists():
-        given = [_from_hub(data)]
+        given = [_from_hub(data, suffixes)]
     found = [(_role_of(path, path.parent), path) for path in given if path.is_file()]
     for folder in given:
         if folder.is_dir():
-            found += _in_folder(folder)
+            found += _in_folder(folder, suffixes)
         elif not folder.exists():
             raise InputError(f"--data {folder}: there is no such file or folder")
     for _, path in found:
-        if not path.name.lower().endswith(SUFFIXES):
-            raise InputError(f"--data {path}: is none of {', '.join(SUFFIXES)}")
+        if not path.name.lower().endswith(suffixes):
+            raise InputError(f"--data {path}: is none of {', '.join(suffixes)}")
     if not found:
-        raise InputError(f"--data {data}: holds no file that ends in {', '.join(SUFFIXES)}")
+        raise InputError(f"--data {data}: holds no file that ends in {', '.join(suffixes)}")
     files: dict[str, list[Path]] = {}
     for role, path in found:
         files.setdefault(role, []).append(path)
     return files
 
 
-def _in_folder(folder: Path) -> list[tuple[str, Path]]:
+def _in_folder(folder: Path, suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:
     """The files in a folder, with their roles. Raises InputError where it holds several
     benchmarks."""
-    paths = [one for one in sorted(folder.rglob("*")) if one.name.lower().endswith(SUFFIXES)]
+    paths = [one for one in sorted(folder.rglob("*")) if one.name.lower().endswith(suffixes)]
     paths = [one for one in paths if one.is_file() and one.name != "dataset_infos.json"]
     inside = {one.relative_to(folder).parts[0] for one in paths if one.parent != folder}
     apart = sorted(one for one in inside if one.lower() != "data" and not _role_in(one))
@@ -220,7 +221,7 @@ def _role_in(name: str) -> str | None:
     return ROLES[found[1]] if found else None
 
 
-def _from_hub(data: str) -> Path:
+def _from_hub(data: str, suffixes: tuple[str, ...]) -> Path:
     """A dataset of the Hub, or one of its folders, as files here. Raises InputError."""
     name, _, part = data.partition(":")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
@@ -228,7 +229,7 @@ def _from_hub(data: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = [f"{part}/*{end}" if part else f"*{end}" for end in SUFFIXES]
+    patterns = [f"{part}/*{end}" if part else f"*{end}" for end in suffixes]
     try:
         folder = snapshot_download(name, repo_type="dataset", allow_patterns=patterns)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

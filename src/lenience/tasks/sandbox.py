@@ -95,6 +95,11 @@ class Verdict:
     def passed(self) -> bool:
         return self.kind == "passed"
 
+    def __str__(self) -> str:
+        """As a line that no terminal takes for commands."""
+        text = f"{self.kind}: {self.detail}" if self.detail else self.kind
+        return "".join(char if char.isprintable() else " " for char in text)
+
 
 @dataclass(frozen=True)
 class Sandbox:

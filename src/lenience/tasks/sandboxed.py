@@ -33,7 +33,7 @@ BENEATH_PATH = 1
 WRITE_FILE, READ_FILE, READ_DIR = 1 << 1, 1 << 2, 1 << 3
 RIGHTS_BY_ABI = (0, 13, 14, 15, 15, 16)
 """How many rights over files each version knows; later ones as the last."""
-SET_NO_NEW_PRIVS, SET_SECCOMP, CAPBSET_DROP, SET_DUMPABLE = 38, 22, 24, 4
+SET_NO_NEW_PRIVS, SET_SECCOMP, CAPBSET_DROP, SET_DUMPABLE, SET_PDEATHSIG = 38, 22, 24, 4, 1
 CAPSET, CAPABILITY_VERSION = {"x86_64": 126, "aarch64": 91}, 0x20080522
 NOBODY = 65534
 
@@ -180,6 +180,7 @@ def confine(asked: dict[str, Any]) -> None:
     if os.geteuid() == 0:
         _drop_privileges(libc, asked["user"])
     _prctl(libc, SET_DUMPABLE, 0)
+    _prctl(libc, SET_PDEATHSIG, 9)  # what is left when the parent is killed ends too
     if asked["filter"] is not None:
         with os.fdopen(asked["filter"], "rb") as file:
             program = file.read()

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from lenience.core.errors import InputError
 from lenience.tasks.base import Sample, Score
-from lenience.tasks.published import Published
+from lenience.tasks.published import SUFFIXES, Published
 from lenience.tasks.rows import Row
 
 TEXT_FIELDS = (("article", "highlights"), ("document", "summary"), ("text", "summary"))
@@ -62,7 +62,7 @@ class RougeTask(Published):
 @dataclass(kw_only=True)
 class Summary(RougeTask):
     """Summaries of articles (CNN/DailyMail, See 2017): rows {article, highlights}, or XSum's
-    {document, summary}."""
+    {document, summary}. The prompt asks for a few sentences."""
 
     title: ClassVar[str] = "summary"
     max_new_tokens = 160
@@ -83,6 +83,7 @@ class Continuation(RougeTask):
     title: ClassVar[str] = "continuation"
     max_new_tokens = 20
     words: int = 10
+    suffixes: ClassVar[tuple[str, ...]] = (*SUFFIXES, ".txt")
     FOLLOWING: ClassVar[int] = 16
     """Words that 20 tokens about make."""
 
