@@ -9,6 +9,7 @@ import json
 import pickle
 import re
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,15 @@ def test_completions_and_code_blocks_are_run(human: HumanEval) -> None:
     assert [one.verdict.split(":")[0] for one in scores] == list(texts.values())
     assert [one.correct for one in scores] == [kind == "passed" for kind in texts.values()]
     assert all(one.verdict.isprintable() for one in scores)
+
+
+def test_tests_that_cannot_run_are_told(human: HumanEval) -> None:
+    (sample,) = human.samples("test")
+    for test in ("def check(", "import no_such_module", "x = 1"):
+        broken = replace(sample, id="Own/9", metadata={**sample.metadata, "test": test})
+        with pytest.raises(InputError, match="Own/9: its tests cannot be run"):
+            human.score([("    return 0\n", broken)])
+        human._verdicts.clear()
 
 
 def test_programs_agree_where_both_pass_or_both_fail(human: HumanEval) -> None:

@@ -134,21 +134,33 @@ class HumanEval(CodeTask):
     def answer(self, text: str, sample: Sample | None = None) -> str | None:
         if sample is None or not text.strip():
             return None
-        prompt, entry = sample.metadata["prompt"], sample.metadata["entry_point"]
-        defined = re.compile(rf"^def {re.escape(entry)}\b", re.MULTILINE)
-        before = prompt[: found.start()] if (found := defined.search(prompt)) else ""
+        prompt, before = sample.metadata["prompt"], _before(sample)
         block = last_block(text)
         if block is not None:
             return prompt + block if block[:1].isspace() else f"{before}\n{block}"
-        if defined.search(text):
+        if _definition(sample).search(text):
             return f"{before}\n{text}"
         ends = [text.find(stop) for stop in CODEX_STOPS if stop in text]
         return str(prompt + text[: min(ends, default=len(text))])
 
     def verdict(self, program: str, sample: Sample) -> Verdict:
-        kept = sample.metadata
-        tests = f"{kept['prompt']}\n    pass\n\n{kept['test']}\n"
-        return self.sandbox.check(program, kept["entry_point"], tests, self.LIMITS)
+        tests = f"{_before(sample)}\n{sample.metadata['test']}\n"
+        try:
+            return self.sandbox.check(program, sample.metadata["entry_point"], tests, self.LIMITS)
+        except InputError as error:
+            raise InputError(f"task humaneval, sample {sample.id}: {error}") from None
+
+
+def _definition(sample: Sample) -> re.Pattern[str]:
+    return re.compile(rf"^def {re.escape(sample.metadata['entry_point'])}\b", re.MULTILINE)
+
+
+def _before(sample: Sample) -> str:
+    """What of a prompt stands before the function to complete: imports, and functions that tests
+    may call."""
+    prompt: str = sample.metadata["prompt"]
+    found = _definition(sample).search(prompt)
+    return prompt[: found.start()] if found else ""
 
 
 @dataclass(kw_only=True)

@@ -133,7 +133,7 @@ class Sandbox:
     def check(self, program: str, entry: str, tests: str, limits: Limits = Limits()) -> Verdict:
         """Whether a function of `program` passes trusted `tests`, code that defines
         `check(candidate)`; these run in a sandbox of their own, which the program cannot look
-        into."""
+        into. Raises InputError where the tests cannot be run."""
         asked_read, asked_write = os.pipe()
         told_read, told_write = os.pipe()
         ends = {asked_read, asked_write, told_read, told_write}
@@ -153,9 +153,12 @@ class Sandbox:
         if ended.status != "ended":
             return Verdict(ended.status)
         try:
-            return Verdict(*json.loads(ended.out))
+            verdict = Verdict(*json.loads(ended.out))
         except (ValueError, TypeError):
             raise RuntimeError(f"the sandbox's referee failed: {ended.err[-300:]}") from None
+        if verdict.kind == "broken tests":
+            raise InputError(f"its tests cannot be run: {verdict.detail}")
+        return verdict
 
     @contextmanager
     def _started(

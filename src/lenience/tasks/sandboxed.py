@@ -158,11 +158,15 @@ def judge_by_tests(program: str, asked: dict[str, Any]) -> None:
         return answer()
 
     try:
-        answer()
         space: dict[str, Any] = {"__name__": "tests"}
-        exec(compile(program, "tests.py", "exec"), space)
+        try:
+            exec(compile(program, "tests.py", "exec"), space)
+            check = space["check"]
+        except Exception as error:
+            raise Failed("broken tests", _raised(error)["raised"]) from None
+        answer()
         space[asked["entry"]] = candidate  # tests may call it by its own name
-        space["check"](candidate)
+        check(candidate)
         verdict = ["passed", ""]
     except Failed as failed:
         verdict = list(failed.args)

@@ -1,0 +1,342 @@
+"""Tasks without right answers: graders, turns that hold the target's own answers; and whole runs of
+benchmarks on a tiny pair of characters."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import lenience
+from lenience.certification.certify import certify
+from lenience.certification.question import CertifyConfig
+from lenience.core.errors import InputError
+from lenience.decoding.loading import load_pair
+from lenience.decoding.pair import Pair
+from lenience.evaluation.compare import CompareConfig, compare
+from lenience.heads.fitting import FitConfig
+from lenience.heads.head import Inputs
+from lenience.mining.fit import HeadPlan, fit_run
+from lenience.mining.search import MineConfig, mine
+from lenience.tasks import Graded, Sample
+from lenience.tasks.grader import Endpoint
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+Judge = Callable[[str, str], str]
+
+
+class Server:
+    """A grader with OpenAI's API on the loopback, that judges by a rule and may fail at first."""
+
+    def __init__(self, judge: Judge, failures: list[int] | None = None):
+        self.judge, self.failures, self.asked = judge, failures or [], 0
+        lock = threading.Lock()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def reply(self, status: int, content: Any) -> None:
+                body = json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def do_GET(self) -> None:
+                self.reply(200, {"data": [{"id": "scripted"}]})
+
+            def do_POST(self) -> None:
+                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    server.asked += 1
+                    status = server.failures.pop() if server.failures else 200
+                if status != 200:
+                    self.reply(status, {"error": "no"})
+                    return
+                text = asked["messages"][-1]["content"]
+                a, b = (
+                    text.split(f"[Answer {one}]\n")[1].split(f"\n[End of answer {one}]")[0]
+                    for one in "AB"
+                )
+                content = f"Because.\n{server.judge(a, b)}"
+                self.reply(200, {"choices": [{"message": {"content": content}}]})
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._http.server_port}/v1"
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+
+def by_length(a: str, b: str) -> str:
+    """The longer answer is better."""
+    return "[[C]]" if len(a) == len(b) else "[[A]]" if len(a) > len(b) else "[[B]]"
+
+
+def by_digits(a: str, b: str) -> str:
+    """An answer is worse whose sum of digits is odd."""
+    odd = [sum(int(c) for c in text if c.isdigit()) % 2 for text in (a, b)]
+    return "[[C]]" if odd[0] == odd[1] else "[[B]]" if odd[0] else "[[A]]"
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def start(*args: Any) -> Server:
+        servers.append(Server(*args))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def rows(path: Path, content: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in content))
+    return path
+
+
+def questions(folder: Path, n: int = 6) -> Path:
+    content = [
+        {"question_id": i, "category": "math" if i % 2 else "writing",
+         "turns": [f"Say {i}.", f"And {i + 1}?"]}
+        for i in range(n)
+    ]  # fmt: skip
+    return rows(folder / "question.jsonl", content)
+
+
+SAMPLE = Sample("1", "Say it.", None)
+
+
+def test_a_grader_is_asked_in_both_orders(serve: Any, tmp_path: Path) -> None:
+    server = serve(by_length)
+    task = lenience.task("mtbench:turns=first", data=questions(tmp_path), grader=server.url)
+    assert task.measure == "win rate" and task.beside_target
+    triples = [("longer", "short", SAMPLE), ("a", "bcd", SAMPLE), ("ab", "cd", SAMPLE)]
+    assert task.points(triples) == [1.0, 0.0, 0.5]
+    assert server.asked == 6
+    assert task.points([("same ", "same", SAMPLE)]) == [0.5] and server.asked == 6
+    assert [task.same("longer", "short", SAMPLE), task.same("a", "bcd", SAMPLE)] == [True, False]
+    assert task.loss("a", "bcd", SAMPLE) == 1.0 and task.loss("longer", "short", SAMPLE) == 0.0
+    assert task.grading == {"pairs": 3, "inconsistent": 0, "unread": 0}
+    again = lenience.task("mtbench:turns=first", data=questions(tmp_path), grader=server.url)
+    assert again.points(triples) == [1.0, 0.0, 0.5] and server.asked == 6  # kept
+
+
+def test_what_both_orders_do_not_say_is_a_tie_and_counted(serve: Any, tmp_path: Path) -> None:
+    replies = {"first": "[[A]]", "dumb": "no idea", "last": "[[A]] at first, but [[B]]"}
+    server = serve(lambda a, b: replies[next(k for k in replies if k in a + b)])
+    task = lenience.task("mtbench:turns=first", data=questions(tmp_path), grader=server.url)
+    pairs = [("first", "x"), ("dumb", "x"), ("last", "x")]
+    assert task.points([(a, b, SAMPLE) for a, b in pairs]) == [0.5] * 3
+    assert task.grading == {"pairs": 3, "inconsistent": 2, "unread": 2}
+
+
+def test_failures_for_the_moment_are_tried_again_and_others_end(serve: Any) -> None:
+    ask = [[{"role": "user", "content": "[Answer A]\na\n[End of answer A]\n"
+             "[Answer B]\nb\n[End of answer B]"}]]  # fmt: skip
+    server = serve(by_length, [500, 429, 503])
+    assert Endpoint(server.url, wait=0.01).ask(ask) == ["Because.\n[[C]]"] and server.asked == 4
+    server = serve(by_length, [500] * 9)
+    with pytest.raises(RuntimeError, match="chat/completions failed \\(500"):
+        Endpoint(server.url, wait=0.01).ask(ask)
+    assert server.asked == 5
+    server = serve(by_length, [401] * 9)
+    with pytest.raises(RuntimeError, match="401"):
+        Endpoint(server.url, wait=0.01).ask(ask)
+    assert server.asked == 1
+    with pytest.raises(InputError, match="lists no model"):
+        Endpoint("http://127.0.0.1:9/v1", wait=0.001)
+    with pytest.raises(InputError, match="write URL or URL,model=NAME"):
+        Endpoint(f"{server.url},temperature=1")
+    assert Endpoint(f"{server.url},model=mine").name.startswith("mine at http")
+
+
+@pytest.fixture(scope="module")
+def chars(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A pair whose tokens are characters, most of what it says digits; the draft is the target with
+    some noise."""
+    letters = ["<eos>", "\n", *map(chr, range(32, 127))]
+    inner = Tokenizer(WordLevel({one: i for i, one in enumerate(letters)}, unk_token=" "))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    inner.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
+    tokenizer.chat_template = TEMPLATE
+    config = LlamaConfig(
+        vocab_size=len(letters), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=4096, eos_token_id=0, bos_token_id=None,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    target = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for layer in target.model.layers:
+            for name, part in layer.named_parameters():
+                if part.dim() > 1:  # so that what it says depends on the prompt
+                    part *= 12 if "self_attn" in name else 6
+        target.model.embed_tokens.weight *= 20
+        target.lm_head.weight[0] = 0
+        for likely in "0123456789 ":
+            target.lm_head.weight[letters.index(likely)] *= 4
+    draft = LlamaForCausalLM(config)
+    draft.load_state_dict(target.state_dict())
+    with torch.no_grad():
+        draft.lm_head.weight += 0.02 * torch.randn_like(draft.lm_head.weight)
+    folder = tmp_path_factory.mktemp("chars")
+    for name, model in (("target", target), ("draft", draft)):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder / "target", folder / "draft"
+
+
+@pytest.fixture(scope="module")
+def pair(chars: tuple[Path, Path]) -> Pair:
+    return load_pair(*map(str, chars), compile=False)
+
+
+def test_second_turns_hold_the_targets_own_answers(pair: Pair, tmp_path: Path) -> None:
+    task = lenience.task("mtbench:sets=whole", data=questions(tmp_path, 3))
+    with pytest.raises(InputError, match="mtbench:turns=first"):
+        list(task.samples("test"))
+    config = CompareConfig(
+        rules=("exact", "topk:3"), windows=(4,), timed=1, repeats=1, options={"max_new_tokens": 12}
+    )
+    task.max_new_tokens = 12
+    frontier = compare(pair, task, config)
+    samples = list(task.samples("test"))
+    assert [one.id for one in samples] == ["0-1", "0-2", "1-1", "1-2", "2-1", "2-2"]
+    assert [one.group for one in samples] == ["0", "0", "1", "1", "2", "2"]
+    first, second = samples[:2]
+    own = pair.generate(first.prompt, rule="target", max_new_tokens=12).text.strip()
+    assert second.prompt == [*first.prompt, {"role": "assistant", "content": own},
+                             {"role": "user", "content": "And 1?"}]  # fmt: skip
+    assert frontier.measure == "agreement" and frontier.rows[0].accuracy == 1.0
+    by_rule = {row.rule: row for row in frontier.rows}
+    assert by_rule["exact"].accuracy == 1.0 and by_rule["exact"].paired_loss == 0.0
+    lenient = by_rule["topk:3"]
+    assert lenient.accuracy < 1 and lenient.paired_loss == pytest.approx(1 - lenient.accuracy)
+
+
+def human_rows(n: int) -> list[dict[str, Any]]:
+    """Functions that digits alone may complete rightly."""
+    return [
+        {
+            "task_id": f"Own/{i}", "entry_point": "f", "canonical_solution": "2",
+            "prompt": f"def f(x):\n    return {i * 7919 % 1000} +",
+            "test": "def check(candidate):\n    assert candidate(1) % 2 == 1\n",
+        }
+        for i in range(n)
+    ]  # fmt: skip
+
+
+def gsm_rows(n: int) -> list[dict[str, Any]]:
+    return [{"question": f"{i} and {i}?", "answer": f"#### {2 * i}"} for i in range(n)]
+
+
+def task_of(name: str, folder: Path, serve: Any) -> Any:
+    if name == "gsm8k":
+        return lenience.task("gsm8k", data=rows(folder / "gsm.jsonl", gsm_rows(150)))
+    if name == "humaneval":
+        return lenience.task("humaneval", data=rows(folder / "human.jsonl", human_rows(150)))
+    server = serve(by_digits)
+    return lenience.task("mtbench:turns=first", data=questions(folder, 150), grader=server.url)
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "humaneval", "graded"])
+def test_from_mining_to_a_certificate(name: str, pair: Pair, serve: Any, tmp_path: Path) -> None:
+    task, run = task_of(name, tmp_path, serve), tmp_path / "run"
+    length = 3 if name == "humaneval" else 8
+    counts = mine(pair, task, run, MineConfig(limit=100, max_new_tokens=length))
+    assert counts.samples == 100 and counts.important >= 10
+    assert counts.mismatches - counts.important - counts.abstained >= 10
+    plan = HeadPlan(Inputs(("target", "draft"), ("draft", "previous")), run / "judge", FitConfig())
+    fit_run(pair, run, plan)
+    judge = f"judge:{run / 'judge'}@0.9"
+    config = CompareConfig(
+        rules=("exact", judge, "topk:4"), windows=(4,), timed=2, repeats=1,
+        options={"max_new_tokens": length}, limit=20,
+    )  # fmt: skip
+    frontier = compare(pair, task, config, tmp_path / "compared")
+    measure = {"gsm8k": "accuracy", "humaneval": "pass@1", "graded": "win rate"}[name]
+    assert frontier.measure == measure
+    by_rule = {row.rule: row for row in frontier.rows}
+    assert by_rule["exact"].paired_loss == 0.0 and by_rule["topk:4"].n == 20
+    if name == "graded":
+        assert by_rule["exact"].accuracy == 0.5 and by_rule["topk:4"].paired_loss > 0
+        assert frontier.grading and frontier.grading["inconsistent"] == 0
+    if name == "humaneval":
+        assert sum((by_rule["exact"].verdicts or {}).values()) == 20
+    loss = {"gsm8k": "disagreement", "humaneval": "disagreement", "graded": "task"}[name]
+    asked = CertifyConfig(
+        rules=(judge,), max_drop=0.4, confidence=0.9, loss=loss, limit=20,
+        options={"max_new_tokens": length, "window": 4}, thresholds=(0.9, 0.99),
+    )  # fmt: skip
+    certificate = certify(pair, task, run, asked)
+    assert 0 < certificate.n <= 20 and certificate.tried
+    if name == "graded":
+        with pytest.raises(InputError, match="compared with the target's own; give --loss task"):
+            certify(pair, task, run, CertifyConfig(rules=(judge,)))
+
+
+def test_a_graded_mine_that_is_killed_goes_on_to_the_same_journal(
+    chars: tuple[Path, Path], pair: Pair, serve: Any, tmp_path: Path
+) -> None:
+    server = serve(by_digits)
+    data = questions(tmp_path, 60)
+    command = [sys.executable, "-m", "lenience", "mine", "--task", "mtbench:turns=first"]
+    command += ["--data", str(data), "--grader", server.url, "--max-new-tokens", "8"]
+    command += ["--target", str(chars[0]), "--draft", str(chars[1]), "--limit", "30"]
+    command += ["--out", str(tmp_path / "killed"), "--batch-size", "4", "--no-compile"]
+    journal = tmp_path / "killed" / "journal.jsonl"
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    while time.monotonic() < until and process.poll() is None:
+        if journal.exists() and journal.read_text().count("\n") >= 5:
+            break
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert 5 <= journal.read_text().count("\n") < 30
+    task = lenience.task("mtbench:turns=first", data=data, grader=server.url)
+    mine(pair, task, tmp_path / "killed", MineConfig(limit=30, max_new_tokens=8))
+    mine(pair, task, tmp_path / "whole", MineConfig(limit=30, max_new_tokens=8))
+
+    def records(name: str) -> list[dict[str, Any]]:
+        lines = (tmp_path / name / "journal.jsonl").read_text().splitlines()
+        found = [json.loads(line) for line in lines]
+        for one in found:
+            one["cost"].pop("seconds")
+        return found
+
+    assert records("killed") == records("whole") and len(records("whole")) == 30
+
+
+def test_a_local_model_grades(chars: tuple[Path, Path], tmp_path: Path) -> None:
+    from lenience.decoding.asking import ModelGrader
+
+    grader = ModelGrader(str(chars[0]), device="cpu")
+    task = lenience.task("mtbench:turns=first", data=questions(tmp_path), grader=grader)
+    assert isinstance(task, Graded) and task.points([("a", "b", SAMPLE)]) == [0.5]
+    assert task.grading == {"pairs": 1, "inconsistent": 0, "unread": 2}  # random weights
