@@ -24,14 +24,17 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import lenience
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
+from lenience.cli import main
 from lenience.core.errors import InputError
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
+from lenience.evaluation.human import take_grades, write_page
 from lenience.heads.fitting import FitConfig
-from lenience.heads.head import Inputs
+from lenience.heads.head import Inputs, load_head
 from lenience.mining.fit import HeadPlan, fit_run
 from lenience.mining.search import MineConfig, mine
+from lenience.runs.uses import prompt_digest
 from lenience.tasks import Graded, Sample
 from lenience.tasks.grader import Endpoint
 
@@ -340,3 +343,77 @@ def test_a_local_model_grades(chars: tuple[Path, Path], tmp_path: Path) -> None:
     task = lenience.task("mtbench:turns=first", data=questions(tmp_path), grader=grader)
     assert isinstance(task, Graded) and task.points([("a", "b", SAMPLE)]) == [0.5]
     assert task.grading == {"pairs": 1, "inconsistent": 0, "unread": 2}  # random weights
+
+
+def test_people_grade_blinded_pairs(pair: Pair, tmp_path: Path) -> None:
+    task = lenience.task("gsm8k:sets=whole", data=rows(tmp_path / "gsm.jsonl", gsm_rows(30)))
+    out = tmp_path / "compared"
+    with pytest.raises(InputError, match="holds no comparison"):
+        write_page(out)
+    config = CompareConfig(
+        rules=("exact", "topk:4"), windows=(4,), timed=1, repeats=1, options={"max_new_tokens": 8}
+    )
+    compare(pair, task, config, out)
+    page = write_page(out)
+    assert page.pairs > 5 and page.pairs + page.alike == 30
+    html = page.path.read_text()
+    shown = json.loads(html.split('id="data">')[1].split("</script>")[0])
+    assert len(shown) == page.pairs and "topk" not in html and "target" not in html
+    own = {
+        (one["id"], one["text"])
+        for one in map(json.loads, (out / "compare.jsonl").read_text().splitlines())
+        if one["rule"] == "target"
+    }
+    ids = {prompt: id for id, prompt in json.loads((out / "prompts.json").read_text()).items()}
+    is_left = [(ids[one["prompt"]], one["left"]) in own for one in shown]
+    assert 0 < sum(is_left) < len(shown)
+    # the first is a tie, then the other's answer is better, but for the last
+    said = ["right" if left else "left" for left in is_left]
+    said[0], said[-1] = "tie", "left" if is_left[-1] else "right"
+    name = html.split('page = "')[1].split('"')[0]
+    filled = tmp_path / "grades.json"
+    filled.write_text(json.dumps({"page": name, "grades": dict(enumerate(said))}))
+    ((setting, grades),) = take_grades(out, filled).items()
+    assert "topk:4" in setting
+    assert (grades.n, grades.wins, grades.ties, grades.losses) == (
+        page.pairs, page.pairs - 2, 1, 1
+    )  # fmt: skip
+    assert grades.win_rate == pytest.approx((page.pairs - 1.5) / page.pairs)
+    low, high = grades.win_rate_interval
+    assert low < grades.win_rate < high
+    kept = [row["human"] for row in json.loads((out / "frontier.json").read_text())["rows"]]
+    assert [one["wins"] for one in kept if one] == [grades.wins]
+    assert "graded by people" in (out / "report.html").read_text()
+    for content, message in (
+        ({"page": "other", "grades": {"0": "tie"}}, "is of another page"),
+        ({"page": name, "grades": {"0": "best"}}, "a grade is left, tie or right"),
+        ({"page": name, "grades": {"99": "tie"}}, "a grade is left, tie or right"),
+        ({"page": name, "grades": {}}, "no pair is graded yet"),
+        (["tie"], "is not what the page saves"),
+    ):
+        filled.write_text(json.dumps(content))
+        with pytest.raises(InputError, match=message):
+            take_grades(out, filled)
+    with pytest.raises(InputError, match="is not in"):
+        write_page(out, ["topk:9"])
+
+
+def test_five_judges_decode_what_they_have_not_seen(
+    chars: tuple[Path, Path], pair: Pair, tmp_path: Path
+) -> None:
+    data, run = rows(tmp_path / "gsm.jsonl", gsm_rows(120)), tmp_path / "run"
+    command = ["mine", "--task", "gsm8k:sets=whole", "--data", str(data), "--out", str(run)]
+    command += ["--target", str(chars[0]), "--draft", str(chars[1]), "--max-new-tokens", "8"]
+    main([*command, "--no-compile", "--batch-size", "64"])
+    learned = []
+    for fold in range(5):
+        out = run / f"judge-{fold}"
+        main(["fit", str(run), "--fold", str(fold), "--out", str(out)])
+        task = lenience.task("gsm8k", data=data, fold=fold)
+        tested = {prompt_digest(pair.target.encode(one.prompt)) for one in task.samples("test")}
+        known = set(load_head(out).prompts or ())
+        assert len(known) + len(tested) == 120 and not known & tested
+        learned.append(tested)
+    assert len(set().union(*learned)) == 120
+    with pytest.raises(SystemExit):
+        main(["fit", str(run), "--fold", "5"])

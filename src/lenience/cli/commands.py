@@ -7,7 +7,7 @@ import json as jsonlib
 import os
 import sys
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +22,7 @@ from lenience.cli.named import (
     choice_of,
     is_run,
     known_run,
+    left_out,
     mined_with,
     models_of,
     remember,
@@ -58,6 +59,7 @@ from lenience.cli.tables import (
     print_answer,
     print_counts,
     print_drafter,
+    print_grades,
     print_profile,
     print_thresholds,
     print_trees,
@@ -88,6 +90,7 @@ EXAMPLES = {
     "fit": "lenience fit run --head mlp --ahead 12",
     "datastore": "lenience datastore corpus.jsonl --out store --target org/target",
     "compare": "lenience compare --run run --rule exact --rule judge:run/judge@0.99 --out report",
+    "grade": "lenience grade report, then lenience grade report --take grades.json",
     "certify": "lenience certify run --max-drop 0.01",
     "tune": "lenience tune run --max-drop 0.01",
     "audit": "lenience audit run live.jsonl --share 0.05",
@@ -295,7 +298,7 @@ def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> N
         mined_with(run)  # raises where nothing is mined
         models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
         pair = models.load(long=flags.gate)
-        fitted = fit_run(pair, run, plan)
+        fitted = fit_run(pair, run, replace(plan, without=left_out(pair, run, flags.fold)))
     print_thresholds(fitted, plan.out)
     if json:
         head = {flags.role: str(plan.out), "head": plan.config.kind}
@@ -494,6 +497,45 @@ def compare(
     if json:
         whole = frontier.to_json()
         _print_json({key: value for key, value in whole.items() if key != "examples"})
+
+
+@command
+def grade(
+    folder: Path,
+    /,
+    *,
+    take: Path | None = None,
+    rule: tuple[str, ...] = (),
+    limit: int = 50,
+    json: Json = False,
+) -> None:
+    """Let people grade a comparison: write a page of blinded pairs of answers, and take the file
+    that it saves.
+
+    Parameters
+    ----------
+    folder
+        Where compare --out put the comparison.
+    take
+        The file that the page saved; its grades go into the folder's frontier.json and report.html.
+    rule
+        Whose answers are shown beside the target's; by default of all but the strict rule.
+    limit
+        How many pairs of each.
+    """
+    from lenience.evaluation.human import take_grades, write_page
+
+    _check_limit(limit)
+    if take is None:
+        page = write_page(folder, rule, limit)
+        say(f"{page.pairs} pairs, {page.alike} more are the same text: open {page.path}")
+        if json:
+            _print_json({"page": str(page.path), "pairs": page.pairs, "alike": page.alike})
+        return
+    found = take_grades(folder, take)
+    print_grades(found)
+    if json:
+        _print_json({name: grades.to_json() for name, grades in found.items()})
 
 
 @command

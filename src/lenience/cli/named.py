@@ -191,6 +191,23 @@ def choice_of(run: Path, choice: TaskChoice) -> TaskChoice:
     return replace(kept, **others)
 
 
+def left_out(pair: Pair, run: Path, fold: int | None) -> frozenset[str]:
+    """The digests of the prompts that a benchmark's fold tests. Raises InputError for another
+    task."""
+    from lenience.decoding.asking import task_for
+    from lenience.runs.uses import prompt_digest
+    from lenience.tasks import Graded, Published
+
+    if fold is None:
+        return frozenset()
+    task = choice_of(run, TaskChoice()).load()
+    task = task.task if isinstance(task, Graded) else task
+    if not isinstance(task, Published):
+        raise InputError(f"--fold {fold}: is for benchmarks, and {run} was mined on {task.label}")
+    samples = task_for(pair, task.of_fold(fold)).samples("test")
+    return frozenset(prompt_digest(pair.target.encode(sample.prompt)) for sample in samples)
+
+
 def models_of(run: Path, models: Models | None) -> Models:
     """The models that were named, or else those that the run remembers or was mined with."""
     named = models or Models()

@@ -175,6 +175,9 @@ class FitFlags:
     1 by default."""
     also: tuple[Path, ...] = ()
     """Another run of the same pair to learn from; may be given again."""
+    fold: int | None = None
+    """Leave out a fifth of a benchmark's problems, 0 to 4: those that the task tests with
+    fold=K, so that five judges decode all of it out of fold."""
     soft: Flag = False
     """Let a judge learn from how often resampled continuations changed the answer (mine
     --resamples), and not only from whether the greedy one did."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lenience.decoding.generation import Generation
     from lenience.decoding.pair import Pair
     from lenience.drafting.planning import Acceptance
-    from lenience.evaluation.table import Frontier
+    from lenience.evaluation.table import Frontier, HumanGrades
     from lenience.heads.head import Head
 
 STYLES = {
@@ -191,6 +191,14 @@ def print_table(frontier: Frontier) -> None:
             "no answer is right, so no loss can be seen: look at how answers are found (--answer, "
             "--same), and at whether they are cut off (--max-new-tokens)"
         )
+
+
+def print_grades(found: Mapping[str, HumanGrades]) -> None:
+    """What people said of each setting."""
+    for setting, one in found.items():
+        share = _with_interval(one.win_rate, one.win_rate_interval)
+        counts = f"{one.wins} better, {one.ties} equally good, {one.losses} worse"
+        say(f"{escape(setting)}: {counts} than the target's own; win rate {share}")
 
 
 def graded(grading: Mapping[str, int]) -> str:

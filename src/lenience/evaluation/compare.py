@@ -225,6 +225,7 @@ class Comparison:
 
     def carry_out(self, folder: Path, progress: Progress) -> Frontier:
         """Choose windows, decode and time; the frontier is written into the folder."""
+        write_json(folder / "prompts.json", {one.id: one.prompt for one in self.samples})
         answers = Answers(self.pair, self.task, folder / "compare.jsonl", self.config.batch_size)
         self._note_uses()
         settings = self._settings(folder / "windows.json", progress)

@@ -55,11 +55,12 @@ class Shown:
 def write_certificate(path: Path, certificate: Certificate) -> None:
     """Write a certificate's page."""
     drawn = as_svg(rungs(certificate))
-    page = _template("certificate.html").render(made=certificate, rungs=drawn)
+    page = template("certificate.html").render(made=certificate, rungs=drawn)
     path.write_text(page, encoding="utf-8")
 
 
-def _template(name: str) -> Template:
+def template(name: str) -> Template:
+    """A page of the package's."""
     loader = PackageLoader("lenience", "templates")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True)
     environment.filters |= {"short": short, "setting": setting_name, "why": why}
@@ -124,7 +125,7 @@ def write_report(
     `certificate` marks what was certified, and says it, and the `headline` stands first."""
     drawn = as_svg(plot(frontier, certificate))
     path.with_name("frontier.svg").write_text(drawn, encoding="utf-8")
-    page = _template("report.html").render(
+    page = template("report.html").render(
         frontier=frontier,
         rows=named(frontier.rows),
         certificate=certificate,

@@ -39,6 +39,18 @@ class Setting:
     why: str = "given"
 
 
+class HumanGrades(Record):
+    """What people said of a setting's answers beside the target's own, where these differ."""
+
+    n: int
+    wins: int
+    ties: int
+    losses: int
+    win_rate: float
+    """A tie counts as half."""
+    win_rate_interval: Interval
+
+
 class FrontierRow(Record):
     """The figures of one setting, each with its 95 % interval: exact binomial for shares, bootstrap
     over prompts for ratios and for quality by degree."""
@@ -70,6 +82,7 @@ class FrontierRow(Record):
     seconds_per_correct_interval: Interval | None
     verdicts: dict[str, int] | None = None
     """How often the task said what of its answers, such as why programs failed."""
+    human: HumanGrades | None = None
     share_of_cap: float | None
     """The tokens per second as a share of the draft's alone, which nothing exceeds; None without
     a draft."""

@@ -35,6 +35,8 @@ class HeadPlan:
     """Further runs of the same pair that it learns from."""
     soft: bool = False
     """Learn from the share of resampled continuations that leave the answer as it is."""
+    without: frozenset[str] = frozenset()
+    """The digests of prompts that are left out."""
     of: str | None = None
     """Of a stop: the rule whose rejections it learns; None for what the strict rule would reject of
     the target's own answers."""
@@ -57,7 +59,7 @@ def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) 
     if plan.also or plan.soft:
         told = {"runs": len(runs), "soft": plan.soft}
         head = replace(head, metrics={**head.metrics, **told})
-    prompts = [content for one in runs for content in _prompts(one)]
+    prompts = [one for each in runs for one in _prompts(each) if one not in plan.without]
     head = replace(head, prompts=tuple(dict.fromkeys(prompts)))
     head.save(plan.out)
     progress(f"fitting the {role}", 1, 1)
@@ -76,7 +78,11 @@ def _examples(run: Path, plan: HeadPlan, asked: bool) -> tuple[Examples, list[st
     examples = load_features(run, plan.inputs, plan.config.role, plan.tau, of=plan.of)
     if plan.soft and (asked or (run / "resamples.jsonl").exists()):
         examples = replace(examples, shares=np.array(shares_harmless(run), dtype=np.float32))
-    return examples, _prompts(run)
+    prompts = _prompts(run)
+    if plan.without:
+        kept = np.array([content not in plan.without for content in prompts])
+        examples = examples.rows(kept[examples.samples])
+    return examples, prompts
 
 
 def _joined(parts: list[tuple[Examples, list[str]]]) -> Examples:

@@ -28,6 +28,7 @@ __all__ = [
     "TASKS",
     "Graded",
     "JsonlTask",
+    "Published",
     "Sample",
     "Score",
     "Task",

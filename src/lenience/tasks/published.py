@@ -57,7 +57,7 @@ class Published(Task):
 
     def open(self, data: str) -> Self:
         """Read the samples of files. Raises InputError where they are not this benchmark's."""
-        files = published_files(data, self.suffixes)
+        files, self._data = published_files(data, self.suffixes), data
         self._prepare(files)
         for role, paths in files.items():
             samples = [one for path in paths for one in self._samples_of(path, role)]
@@ -67,6 +67,10 @@ class Published(Task):
         self.version = type(self).version
         self.name = f"{self.spec} ({_digest(files)}) version={self.version}"
         return self
+
+    def of_fold(self, fold: int) -> Self:
+        """The same benchmark, its split "test" being a fold of it."""
+        return replace(self, fold=fold, sets="split").open(self._data)
 
     @property
     def spec(self) -> str:

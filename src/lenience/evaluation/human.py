@@ -1,0 +1,189 @@
+"""People as graders: a page of blinded pairs of answers from a comparison, and what they said."""
+
+from __future__ import annotations
+
+import json
+import random
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lenience.core.errors import InputError
+from lenience.core.files import digest, read_json, write_json
+from lenience.core.records import Record
+from lenience.decoding.options import Decoding
+from lenience.evaluation.pages import template, write_report
+from lenience.evaluation.table import BOOTSTRAPS, Frontier, HumanGrades
+from lenience.rules.registry import BASELINES
+from lenience.runs.answers import Answer
+from lenience.runs.journal import Journal
+
+PAGE, KEY = "grade.html", "grade-key.json"
+GRADES = {"left": 1.0, "tie": 0.5, "right": 0.0}
+"""What a person says of a pair, as points of the left answer."""
+
+
+class Pair(Record):
+    """Two answers to a prompt, as the key knows them."""
+
+    id: str
+    setting: str
+    target_left: bool
+
+
+class Key(Record):
+    """What the page does not tell: which answer is whose."""
+
+    page: str
+    pairs: list[Pair]
+
+
+@dataclass(frozen=True)
+class Page:
+    """What was written."""
+
+    path: Path
+    pairs: int
+    alike: int
+    """Prompts left out, as both answers are the same."""
+
+
+def write_page(folder: Path, rules: Sequence[str] = (), limit: int = 50) -> Page:
+    """Write the page of a comparison's folder: for each of `rules`, by default all that may differ
+    from the target, up to `limit` prompts with the target's answer and its own, in an order drawn
+    for each pair. Raises InputError for a folder without a comparison, or a rule that it has not.
+    """
+    answers, prompts = _answers(folder), _prompts(folder)
+    own = next((given for given in answers.values() if _rule(given) == "target"), None)
+    if own is None:
+        raise InputError(f"{folder}: its comparison is not finished; run it again first")
+    drawn = random.Random(secrets.token_hex(16))
+    pairs, alike = list[Pair](), 0
+    for setting in _chosen(folder, answers, rules):
+        differing = [id for id in own if own[id].text.strip() != answers[setting][id].text.strip()]
+        alike += len(own) - len(differing)
+        for id in differing[:limit]:
+            pairs.append(Pair(id=id, setting=setting, target_left=drawn.random() < 0.5))
+    if not pairs:
+        raise InputError(f"{folder}: no answer differs from the target's own; nothing to grade")
+    drawn.shuffle(pairs)
+    name = digest([one.to_json() for one in pairs])
+    write_json(folder / KEY, Key(page=name, pairs=pairs).to_json())
+    shown = [_blinded(one, prompts[one.id], own, answers[one.setting]) for one in pairs]
+    page = template(PAGE).render(page=name, pairs=shown, title=folder.name)
+    (folder / PAGE).write_text(page, encoding="utf-8")
+    return Page(folder / PAGE, len(pairs), alike)
+
+
+def _blinded(
+    pair: Pair, prompt: str, own: dict[str, Answer], others: dict[str, Answer]
+) -> dict[str, str]:
+    """What the page shows of a pair."""
+    left, right = own[pair.id].text, others[pair.id].text
+    if not pair.target_left:
+        left, right = right, left
+    return {"prompt": prompt, "left": left, "right": right}
+
+
+def take_grades(folder: Path, filled: Path) -> dict[str, HumanGrades]:
+    """Take the file that the page gave: the grades of each setting, kept in the comparison's
+    frontier and its report. Raises InputError for the file of another page."""
+    if not (folder / KEY).exists():
+        raise InputError(f"{folder}: has no page of pairs; lenience grade {folder} writes one")
+    key = Key.read(read_json(folder / KEY), str(folder / KEY))
+    try:
+        content = json.loads(filled.read_text(encoding="utf-8-sig"))
+        grades = {int(number): str(said) for number, said in content["grades"].items()}
+        page = content["page"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InputError(f"{filled}: is not what the page saves ({error!r:.80})") from None
+    if page != key.page:
+        raise InputError(f"{filled}: is of another page than {folder / PAGE}")
+    wrong = [said for number, said in grades.items() if said not in GRADES]
+    if wrong or not all(0 <= number < len(key.pairs) for number in grades):
+        raise InputError(f"{filled}: a grade is left, tie or right of a pair on the page")
+    if not grades:
+        raise InputError(f"{filled}: no pair is graded yet")
+    points: dict[str, list[float]] = {}
+    for number, said in grades.items():
+        pair = key.pairs[number]
+        left = GRADES[said]
+        points.setdefault(pair.setting, []).append(1 - left if pair.target_left else left)
+    found = {setting: _grades(given) for setting, given in points.items()}
+    _keep(folder, found)
+    return found
+
+
+def _grades(points: list[float]) -> HumanGrades:
+    counted, n = Counter(points), len(points)
+    draws = np.random.default_rng(0).integers(0, n, (BOOTSTRAPS, n))
+    low, high = np.quantile(np.array(points)[draws].mean(1), [0.025, 0.975])
+    return HumanGrades(
+        n=n,
+        wins=counted[1.0],
+        ties=counted[0.5],
+        losses=counted[0.0],
+        win_rate=sum(points) / n,
+        win_rate_interval=(float(low), float(high)),
+    )
+
+
+def _keep(folder: Path, found: dict[str, HumanGrades]) -> None:
+    """Put grades into the comparison's figures and report."""
+    frontier = Frontier.read(read_json(folder / "frontier.json"), str(folder / "frontier.json"))
+    settings = [record["decoding"] for record in read_json(folder / "windows.json")["settings"]]
+    names = {str(Decoding.of(setting)): i for i, setting in enumerate(settings)}
+    rows = list(frontier.rows)
+    for setting, grades in found.items():
+        number = names[setting]
+        rows[number] = rows[number].model_copy(update={"human": grades})
+    frontier = frontier.model_copy(update={"rows": rows})
+    write_json(folder / "frontier.json", frontier.to_json())
+    write_report(folder / "report.html", frontier)
+
+
+def _answers(folder: Path) -> dict[str, dict[str, Answer]]:
+    """The answers of each setting, by their samples."""
+    path = folder / "compare.jsonl"
+    if not path.exists() or not (folder / "frontier.json").exists():
+        raise InputError(
+            f"{folder}: holds no comparison; lenience compare --out {folder} makes one"
+        )
+    answers: dict[str, dict[str, Answer]] = {}
+    for line, record in Journal(path).numbered():
+        answer = Answer.read(record, f"{path}, line {line}")
+        answers.setdefault(answer.setting, {})[answer.id] = answer
+    return answers
+
+
+def _prompts(folder: Path) -> dict[str, str]:
+    path = folder / "prompts.json"
+    if not path.exists():
+        raise InputError(f"{folder}: an older comparison, which kept no prompts; make it again")
+    return {id: _shown(prompt) for id, prompt in read_json(path).items()}
+
+
+def _shown(prompt: Any) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"{one['role'].capitalize()}: {one['content']}" for one in prompt)
+
+
+def _rule(answers: dict[str, Answer]) -> str:
+    return next(iter(answers.values())).rule
+
+
+def _chosen(folder: Path, answers: dict[str, dict[str, Answer]], rules: Sequence[str]) -> list[str]:
+    """The settings whose answers are graded."""
+    by_rule = {setting: _rule(given) for setting, given in answers.items()}
+    if unknown := [rule for rule in rules if rule not in by_rule.values()]:
+        there = ", ".join(dict.fromkeys(by_rule.values()))
+        raise InputError(f"--rule {unknown[0]}: is not in {folder}, which compares {there}")
+    if rules:
+        return [setting for setting, rule in by_rule.items() if rule in rules]
+    return [setting for setting, rule in by_rule.items() if rule not in (*BASELINES, "exact")]
