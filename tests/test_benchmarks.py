@@ -126,9 +126,7 @@ def test_expressions_are_compared_by_their_values(a: str, b: str, same: bool) ->
 def test_math_in_a_file_for_each_problem_and_in_one(tmp_path: Path) -> None:
     row = {"problem": "Half?", "level": "Level 3", "type": "A", "solution": r"It is $\boxed{1/2}$."}
     for number in range(6):
-        path = (
-            tmp_path / "MATH" / ("test" if number % 2 else "train") / "algebra" / f"{number}.json"
-        )
+        path = tmp_path / "MATH" / ("test" if number % 2 else "train") / f"kind{number}" / "1.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(row, indent=2))
     task = lenience.task("math", data=tmp_path / "MATH")

@@ -174,7 +174,7 @@ def test_failures_for_the_moment_are_tried_again_and_others_end(serve: Any) -> N
         Endpoint("http://127.0.0.1:9/v1", wait=0.001)
     with pytest.raises(InputError, match="write URL or URL,model=NAME"):
         Endpoint(f"{server.url},temperature=1")
-    assert Endpoint(f"{server.url},model=mine").name.startswith("mine at http")
+    assert Endpoint(f"{server.url},model=mine").source.startswith("mine at http")
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from lenience.core.errors import InputError
 from lenience.core.files import cache_folder, digest
@@ -59,7 +60,7 @@ class ModelGrader:
         self._pair = load_pair(model, device=device)
         if not getattr(self._pair.target.tokenizer, "chat_template", None):
             raise InputError(f"--grader {model}: has no chat template; name a chat model")
-        self.name = f"{model} {self._pair.target.fingerprint[:12]}"
+        self.name = self.source = f"{Path(model).name} {self._pair.target.fingerprint[:12]}"
 
     def ask(self, prompts: Sequence[Messages]) -> list[str]:
         """The replies to prompts, in their order. Raises InputError for one that is too long."""

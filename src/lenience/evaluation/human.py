@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from lenience.core.errors import InputError
 from lenience.core.files import digest, read_json, write_json
 from lenience.core.records import Record
 from lenience.decoding.options import Decoding
-from lenience.evaluation.pages import template, write_report
+from lenience.evaluation.pages import as_text, template, write_report
 from lenience.evaluation.table import BOOTSTRAPS, Frontier, HumanGrades
 from lenience.rules.registry import BASELINES
 from lenience.runs.answers import Answer
@@ -165,13 +164,7 @@ def _prompts(folder: Path) -> dict[str, str]:
     path = folder / "prompts.json"
     if not path.exists():
         raise InputError(f"{folder}: an older comparison, which kept no prompts; make it again")
-    return {id: _shown(prompt) for id, prompt in read_json(path).items()}
-
-
-def _shown(prompt: Any) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return "\n\n".join(f"{one['role'].capitalize()}: {one['content']}" for one in prompt)
+    return {id: as_text(prompt) for id, prompt in read_json(path).items()}
 
 
 def _rule(answers: dict[str, Answer]) -> str:

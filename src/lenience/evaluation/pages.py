@@ -51,6 +51,10 @@ class Shown:
     lenient: int
     """How many of its tokens were kept by lenience."""
 
+    @property
+    def prompt(self) -> str:
+        return as_text(self.sample.prompt)
+
 
 def write_certificate(path: Path, certificate: Certificate) -> None:
     """Write a certificate's page."""
@@ -95,19 +99,28 @@ def details(frontier: Frontier) -> dict[str, Any]:
     ]
     prompts = [
         {
-            "prompt": str(sample.prompt),
-            "reference": sample.reference,
-            "results": [_result(result) for result in sample.results],
+            "prompt": as_text(sample.prompt),
+            "results": [_result(result, sample, frontier.measure) for result in sample.results],
         }
         for sample in frontier.examples
     ]
     return {"rows": rows, "prompts": prompts}
 
 
-def _result(result: Answer) -> dict[str, Any]:
+def as_text(prompt: Any) -> str:
+    """A prompt, messages with who says them."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"{one['role'].capitalize()}: {one['content']}" for one in prompt)
+
+
+def _result(result: Answer, sample: Example, measure: str) -> dict[str, Any]:
+    told = result.verdict
+    if measure == "accuracy":
+        verdict = "right" if result.correct else f"wrong ({sample.reference})"
+        told = f"the answer {result.answer} is {verdict}"
     return {
-        "answer": result.answer,
-        "correct": result.correct,
+        "told": told,
         "tokens": result.tokens,
         "passes": result.target_passes,
         "trace": result.trace or [],

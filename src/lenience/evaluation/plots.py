@@ -33,7 +33,7 @@ AXES = (
     ("tokens_per_second", "tokens per second"),
     ("seconds_per_correct", "seconds per right answer (fewer is better)"),
 )
-TICKS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
+TICKS = (0.1, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
 LABEL_SIZE = (88, 11)
 """About what a label covers, in pixels: one that is nearer to another is left out."""
 Numbered = list[tuple[int, NamedRow]]
@@ -58,14 +58,15 @@ def plot(frontier: Frontier, certificate: Certificate | None = None) -> Any:
     What is certified has a ring, at its window."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13.5, 5), layout="constrained")
-    axes = figure.subplots(1, len(AXES), sharey=True)
     rows = list(enumerate(named(frontier.rows)))
+    there = _axes_of(frontier)
+    figure = Figure(figsize=(4.5 * len(there), 5), layout="constrained")
+    axes = figure.subplots(1, len(there), sharey=True, squeeze=False)[0]
     fastest = [(i, row) for i, row in rows if not why(row)]
     colors = _colors(row.family for _, row in rows)
     certified = certificate.certified if certificate and certificate.holds else None
     labels = []
-    for number, (axis, (key, title)) in enumerate(zip(axes, AXES)):
+    for number, (axis, (key, title)) in enumerate(zip(axes, there)):
         shown = fastest if number else rows
         _draw_allocation(axis, key, frontier.allocation, rows[0][1].n)
         labels.append(_draw_marks(axis, number, shown, colors))
@@ -88,6 +89,12 @@ def plot(frontier: Frontier, certificate: Certificate | None = None) -> Any:
     for axis, of_axis in zip(axes, labels):
         _draw_labels(axis, of_axis)
     return figure
+
+
+def _axes_of(frontier: Frontier) -> list[tuple[str, str]]:
+    """The figures that a comparison has; without right answers there are no seconds for one."""
+    rows = frontier.rows
+    return [one for one in AXES if any(getattr(row, one[0]) is not None for row in rows)]
 
 
 def _colors(families: Any) -> dict[str, str]:

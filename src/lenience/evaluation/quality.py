@@ -30,11 +30,8 @@ class Quality:
     gained: NDArray
     verdicts: dict[str, int]
     """How often the task said what, such as why programs failed."""
-
-    @property
-    def counts(self) -> bool:
-        """Whether every answer is right or wrong."""
-        return bool(np.isin(self.values, (0.0, 1.0)).all())
+    counts: bool
+    """Whether every answer is right or wrong."""
 
 
 def qualities(
@@ -49,7 +46,8 @@ def qualities(
     for given in answers:
         values = _values(task, given)
         lost, gained = np.maximum(0, own - values), np.maximum(0, values - own)
-        found.append(Quality(values, lost, gained, _verdicts(given)))
+        counts = task is None or not task.by_degree
+        found.append(Quality(values, lost, gained, _verdicts(given), counts))
     return found
 
 
@@ -69,7 +67,7 @@ def _beside(
     values, par = np.array(points), task.at_par
     lost = np.maximum(0, par - values) / par
     gained = np.maximum(0, values - par) / (1 - par) if par < 1 else np.zeros(len(values))
-    return Quality(values, lost, gained, _verdicts(answers))
+    return Quality(values, lost, gained, _verdicts(answers), counts=False)
 
 
 def _verdicts(answers: Sequence[Answer]) -> dict[str, int]:

@@ -38,6 +38,8 @@ class Grader(Protocol):
 
     name: str
     """As tasks and certificates name it."""
+    source: str
+    """What its replies are kept under."""
 
     def ask(self, prompts: Sequence[Messages]) -> list[str]:
         """The replies to prompts, in their order."""
@@ -57,7 +59,7 @@ class Endpoint:
         self.url, self._wait = url.rstrip("/"), wait
         """`wait`: seconds before the second attempt, doubled before each further one."""
         self.model = model or self._first_model()
-        self.name = f"{self.model} at {self.url}"
+        self.name, self.source = self.model, f"{self.model} at {self.url}"
 
     def ask(self, prompts: Sequence[Messages]) -> list[str]:
         with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -76,7 +78,9 @@ class Endpoint:
         try:
             return str(self._request("chat/completions", body)["choices"][0]["message"]["content"])
         except (LookupError, TypeError) as error:
-            raise RuntimeError(f"grader {self.name}: no reply in its answer ({error!r})") from None
+            raise RuntimeError(
+                f"grader {self.source}: no reply in its answer ({error!r})"
+            ) from None
 
     def _request(self, path: str, body: dict[str, Any] | None) -> Any:
         headers = {"Content-Type": "application/json"}
@@ -130,7 +134,7 @@ class Graded(Task):
         self.name = f"{task.name} graded by {grader.name}"
         self.counts = GradingCounts()
         self._counted = set[str]()
-        self._replies = KeptTexts(cache_folder() / "graders" / f"{digest(grader.name, 6)}.jsonl")
+        self._replies = KeptTexts(cache_folder() / "graders" / f"{digest(grader.source, 6)}.jsonl")
         self._lock = Lock()
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import os
 import random
 import re
 import zlib
@@ -59,8 +60,9 @@ class Published(Task):
         """Read the samples of files. Raises InputError where they are not this benchmark's."""
         files, self._data = published_files(data, self.suffixes), data
         self._prepare(files)
+        top = Path(os.path.commonpath([path.parent for some in files.values() for path in some]))
         for role, paths in files.items():
-            samples = [one for path in paths for one in self._samples_of(path, role)]
+            samples = [one for path in paths for one in self._samples_of(path, role, top)]
             self._given[role] = _distinct(samples, self.title)
         if not any(self._given.values()):
             raise InputError(f"task {self.title}, {data}: there is no problem in it")
@@ -109,7 +111,8 @@ class Published(Task):
     def _rows(self, path: Path) -> Iterator[tuple[str, Row]]:
         return read_table(path)
 
-    def _samples_of(self, path: Path, role: str) -> Iterator[Sample]:
+    def _samples_of(self, path: Path, role: str, top: Path) -> Iterator[Sample]:
+        name = str(path.relative_to(top)).split(".")[0]
         for number, (where, row) in enumerate(self._rows(path)):
             try:
                 sample = self.read(row, where, role)
@@ -121,7 +124,7 @@ class Published(Task):
                     f"task {self.title}, {where}: {what}; it has {', '.join(row)}"
                 ) from None
             if sample is not None:
-                yield sample if sample.id else replace(sample, id=f"{role}-{path.stem}-{number}")
+                yield sample if sample.id else replace(sample, id=f"{name}-{number}")
 
     def _role(self, roles: Sequence[str]) -> str:
         """The first of some roles that there is, with samples that can be scored if any are."""
