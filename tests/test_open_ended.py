@@ -417,3 +417,22 @@ def test_five_judges_decode_what_they_have_not_seen(
     assert len(set().union(*learned)) == 120
     with pytest.raises(SystemExit):
         main(["fit", str(run), "--fold", "5"])
+
+
+def test_rows_without_references_are_compared_by_agreement(pair: Pair, tmp_path: Path) -> None:
+    data = rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i}?"} for i in range(60)])
+    task = lenience.task(str(data), answer="last-number")
+    config = CompareConfig(
+        rules=("exact", "topk:4"), windows=(4,), timed=1, repeats=1, options={"max_new_tokens": 6}
+    )
+    frontier = compare(pair, task, config)
+    by_rule = {row.rule: row for row in frontier.rows}
+    assert frontier.measure == "agreement" and by_rule["exact"].n == 12
+    assert by_rule["exact"].accuracy == 1.0 and by_rule["target"].seconds_per_correct is None
+    own, lenient = (
+        [task.answer(pair.generate(one.prompt, rule=rule, window=4, max_new_tokens=6).text)
+         for one in task.samples("test")]
+        for rule in ("target", "topk:4")
+    )  # fmt: skip
+    agree = sum(a == b for a, b in zip(own, lenient)) / 12
+    assert by_rule["topk:4"].accuracy == pytest.approx(agree) and agree < 1

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+AT_ONCE = 32
+"""Pairs of answers that a grader compares together."""
 ENOUGH = 50
 """On how many prompts the target's accuracy is looked at."""
 FEW = 500
@@ -143,10 +145,21 @@ class Calibration:
         lenient = self.answers(decoding, n, phase)
         if self.config.needs_references:
             self._check_target()
-        rows = zip(self.prompts.rows, self.beside(decoding, lenient), lenient)
+        own = self.beside(decoding, lenient)
+        if self.config.loss == "task" and self.task.beside_target:
+            self._compare_together(own, lenient)
+        rows = zip(self.prompts.rows, own, lenient)
         return np.array(
             [self._loss(sample, own, answer) if own else 0.0 for sample, own, answer in rows]
         )
+
+    def _compare_together(self, own: Sequence[Answer | None], lenient: Sequence[Answer]) -> None:
+        """Have a grader compare all answers, many at once; what it says is kept."""
+        rows = zip(lenient, own, self.prompts.rows)
+        triples = [(one.text, alone.text, sample) for one, alone, sample in rows if alone]
+        for start in range(0, len(triples), AT_ONCE):
+            self.task.points(triples[start : start + AT_ONCE])
+            self.progress("grading", min(start + AT_ONCE, len(triples)), len(triples))
 
     def _loss(self, sample: Sample, alone: Answer, lenient: Answer) -> float:
         """What is lost on one prompt, in [0, 1]."""

@@ -23,7 +23,7 @@ from lenience.decoding.certified import heads_in, refuse_certified
 from lenience.decoding.generation import Generation
 from lenience.decoding.options import Decoding, given_options
 from lenience.decoding.pair import Pair
-from lenience.evaluation.quality import Quality, qualities
+from lenience.evaluation.quality import Quality, beside_target, qualities
 from lenience.evaluation.table import (
     Example,
     Frontier,
@@ -186,12 +186,14 @@ class Comparison:
         self.decoders = config.decoders(self.shared, baselines)
         for decoder in self.decoders:
             pair.check(decoder.decoding)
-        for sample in self.samples if task.scores_by_reference else ():
-            if sample.reference is None:
-                raise InputError(
-                    f"task {task.name!r}: sample {sample.id} has no reference, and accuracy "
-                    "cannot be told without one"
-                )
+        lacking = [sample.id for sample in self.samples if sample.reference is None]
+        self.agreement = task.scores_by_reference and len(lacking) == len(self.samples)
+        """Whether answers are compared with the target's own, as there are no references."""
+        if task.scores_by_reference and lacking and not self.agreement:
+            raise InputError(
+                f"task {task.name!r}: sample {lacking[0]} has no reference, and accuracy "
+                "cannot be told without one; without any, agreement with the target is"
+            )
 
     @contextmanager
     def folder(self, out: Path | None) -> Iterator[Path]:
@@ -248,7 +250,7 @@ class Comparison:
                 **describe(self.pair, self.task, split="test"),
                 **shared,
                 "machine": machine(self.pair),
-                "measure": self.task.measure,
+                "measure": "agreement" if self.agreement else self.task.measure,
                 "grading": self.task.grading,
                 "rows": table(settings, rows, timings, self.shared, quality),
                 "allocation": allocation(settings, rows, timings, quality),
@@ -390,12 +392,16 @@ class Comparison:
     ) -> list[Quality]:
         """How good the answers are; a grader is asked now."""
         target = [setting.decoding.rule for setting in settings].index("target")
+        beside = self.task.beside_target or self.agreement
         if self.task.beside_target:
             progress("grading", 0, len(settings))
         found = []
         for number, answers in enumerate(rows, 1):
-            of_both = qualities(self.task, self.samples, [rows[target], answers], 0)
-            found.append(of_both[1])
+            own = rows[target]
+            if beside:
+                found.append(beside_target(self.task, self.samples, answers, own))
+            else:
+                found.append(qualities(self.task, [own, answers], 0)[1])
             if self.task.beside_target:
                 progress("grading", number, len(settings))
         return found

@@ -34,13 +34,9 @@ class Quality:
     """Whether every answer is right or wrong."""
 
 
-def qualities(
-    task: Task | None, samples: Sequence[Sample], answers: Sequence[Sequence[Answer]], target: int
-) -> list[Quality]:
-    """Of each setting's answers to `samples`; `target` is the number of the target's own. Without a
-    task they are right or wrong."""
-    if task is not None and task.beside_target:
-        return [_beside(task, samples, given, answers[target]) for given in answers]
+def qualities(task: Task | None, answers: Sequence[Sequence[Answer]], target: int) -> list[Quality]:
+    """Of each setting's answers, by themselves; `target` is the number of the target's own. Without
+    a task they are right or wrong."""
     own = _values(task, answers[target])
     found = []
     for given in answers:
@@ -57,9 +53,10 @@ def _values(task: Task | None, answers: Sequence[Answer]) -> NDArray:
     return np.array([float(one.correct) for one in answers])
 
 
-def _beside(
+def beside_target(
     task: Task, samples: Sequence[Sample], answers: Sequence[Answer], own: Sequence[Answer]
 ) -> Quality:
+    """Of answers to `samples` beside the target's own."""
     triples = [(one.text, alone.text, sample) for one, alone, sample in zip(answers, own, samples)]
     points = list[float]()
     for start in range(0, len(triples), AT_ONCE):

@@ -144,7 +144,7 @@ def table(
     `quality` says how good the answers are, where they are not just right or wrong."""
     seconds = np.array(timings, dtype=float)  # [timed_n, settings]
     rules = [setting.decoding.rule for setting in settings]
-    of_settings = quality or qualities(None, [], answers, rules.index("target"))
+    of_settings = quality or qualities(None, answers, rules.index("target"))
     figures = [_figures(given, seconds[:, i], of_settings[i]) for i, given in enumerate(answers)]
     cap = figures[rules.index("draft")]["tokens_per_second"] if "draft" in rules else None
     rows = []
@@ -202,7 +202,7 @@ def allocation(
         np.array([_column(answers[i], key) for i in alone]).T  # [n, 2]
         for key in ("tokens", "target_passes")
     )
-    of_settings = quality or qualities(None, [], answers, rules.index("target"))
+    of_settings = quality or qualities(None, answers, rules.index("target"))
     good, right, lost = _alone([of_settings[i] for i in alone])
     points = []
     for share in SHARES:
