@@ -254,6 +254,9 @@ def test_calls_go_on_in_one_process_until_one_fails(kind: Kind) -> None:
     found = list(Sandbox(kind).calls(program, "count", given, Limits()))
     assert found[:2] == [[1, 10], [2, 2]] and len(found) == 3
     assert found[2] == Verdict("crash", "ZeroDivisionError: integer division or modulo by zero")
+    busy = "def spin(n):\n    while n: n -= 1\n    return 'done'"
+    given = [[10_000_000]] * 10  # each in its time, all of them longer than one may take
+    assert list(Sandbox(kind).calls(busy, "spin", given, Limits(seconds=1.5))) == ["done"] * 10
     slow = "import time\ndef wait(s):\n    time.sleep(s)\n    return s"
     found = list(Sandbox(kind).calls(slow, "wait", [[0], [30], [0]], Limits(seconds=1)))
     assert found == [0, Verdict("timeout")]

@@ -63,10 +63,11 @@ class Limits:
     output: int = 1 << 20
     """Bytes it may write to its standard streams."""
 
-    def rlimits(self) -> dict[str, int]:
+    def rlimits(self, calls: int) -> dict[str, int]:
+        """For a process that may take `seconds` for each of some calls."""
         return {
             "RLIMIT_AS": self.memory,
-            "RLIMIT_CPU": int(self.seconds) + 2,
+            "RLIMIT_CPU": int(self.seconds * calls) + 2,
             "RLIMIT_FSIZE": FOLDER_BYTES,
             "RLIMIT_NOFILE": 64,
             "RLIMIT_CORE": 0,
@@ -117,7 +118,8 @@ class Sandbox:
     ) -> Iterator[Any | Verdict]:
         """Call a function of a program again and again in one process: what each call returns, or
         the Verdict that ends it."""
-        with self._started("calls", program, limits, entry=entry) as process:
+        count = len(arguments) + 1
+        with self._started("calls", program, limits, entry=entry, calls=count) as process:
             replies = _Replies(process, limits)
             ready = replies.next()
             if isinstance(ready, Verdict):
@@ -169,6 +171,7 @@ class Sandbox:
         *,
         fds: dict[str, int] | None = None,
         streams: tuple[int, int] | None = None,
+        calls: int = 1,
         **asked: Any,
     ) -> Iterator[subprocess.Popen[bytes]]:
         """A process that runs in the sandbox, and nothing of which is left afterwards."""
@@ -179,7 +182,7 @@ class Sandbox:
             if self.kind == "landlock":
                 confine = {"readable": _readable(), "filter": refused, "user": _user_for_python()}
                 fds["filter"] = refused
-            asked |= {"mode": mode, "limits": limits.rlimits(), "confine": confine}
+            asked |= {"mode": mode, "limits": limits.rlimits(calls), "confine": confine}
             asked |= {name: fds[name] for name in fds if name != "filter"}
             command = [*_python(), str(CHILD), json.dumps(asked)]
             if self.kind == "bubblewrap":
