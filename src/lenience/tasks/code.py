@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import BoundedSemaphore
 from typing import Any, ClassVar, Literal, Self
@@ -287,6 +287,7 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
+@lru_cache(maxsize=16)
 def cases_in(text: str) -> list[dict[str, str]]:
     """LiveCodeBench's test cases: JSON, or JSON in a pickled text, compressed, in base 64. Raises
     InputError."""

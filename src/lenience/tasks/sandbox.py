@@ -223,15 +223,11 @@ def _nowhere() -> Iterator[str]:
 
 @contextmanager
 def _content(content: bytes) -> Iterator[int]:
-    """A file in memory that holds some content, to be read from its beginning."""
-    file = os.memfd_create("program")
-    try:
-        with os.fdopen(os.dup(file), "wb") as written:
-            written.write(content)
-        os.lseek(file, 0, os.SEEK_SET)
-        yield file
-    finally:
-        os.close(file)
+    """A file without a name that holds some content, to be read from its beginning."""
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.seek(0)
+        yield file.fileno()
 
 
 @contextmanager
@@ -427,7 +423,10 @@ def _works(kind: Kind) -> str:
     """What a probe of a sandbox came to; empty where it works."""
     if kind == "bubblewrap" and shutil.which("bwrap") is None:
         return "bwrap is not installed"
-    ended = Sandbox(kind).run(PROBE, "1 2\n", Limits(seconds=30.0))
+    try:
+        ended = Sandbox(kind).run(PROBE, "1 2\n", Limits(seconds=30.0))
+    except OSError as error:
+        return str(error)
     if ended.out.startswith("3 "):
         return ""
     return (ended.err.strip().splitlines() or [ended.status])[-1][:120]
@@ -437,6 +436,8 @@ def _works(kind: Kind) -> str:
 def sandbox(unsafe_local: bool = False) -> Sandbox:
     """The sandbox that works here. Raises InputError where none does, unless programs may run as
     this very user (`unsafe_local`)."""
+    if os.name != "posix":
+        raise InputError("task: programs that a model wrote are run on Linux, or another Unix")
     if unsafe_local:
         return Sandbox("none")
     why = []

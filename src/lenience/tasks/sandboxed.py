@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import json
 import os
-import resource
 import struct
 import sys
 import traceback
@@ -245,6 +244,8 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     with os.fdopen(asked["program"], encoding="utf-8", errors="surrogatepass") as file:
         program = file.read()
+    import resource  # which only Unix has; the rest of this file is imported everywhere
+
     for name, value in asked["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
     if asked["confine"] is not None:
