@@ -68,6 +68,15 @@ ATTACKS = {
     "a handle on the parent": "import os\nos.pidfd_open(os.getppid())\nprint('IN')",
     "ptrace": "import ctypes, os\nif ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0:\n"
     "    print('IN')",
+    "a signal by a stream": "import fcntl, os, time\nr, w = os.pipe()\n"
+    "fcntl.fcntl(r, fcntl.F_SETOWN, TEST_PID)\nfcntl.fcntl(r, 10, 9)\n"
+    "fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC)\nos.write(w, b'x')\nprint('IN')",
+    "limits of the parent": "import os, resource as r\n"
+    "r.prlimit(os.getppid(), r.RLIMIT_NOFILE, (9, 9))\nprint('IN')",
+    "limits of the tests": "import resource as r\n"
+    "r.prlimit(TEST_PID, r.RLIMIT_CORE, (0, 0))\nprint('IN')",
+    "limits of its own": "import resource as r\n"
+    "r.setrlimit(r.RLIMIT_CPU, (r.RLIM_INFINITY, r.RLIM_INFINITY))\nprint('IN')",
     "becoming root": "import os\nos.setuid(0)\nos.setgid(0)\nprint('IN')",
     "a program of root's": "import os\nos.execv('/bin/su', ['su', '-c', 'echo IN'])",
     "mount": "import ctypes\nif ctypes.CDLL(None).mount(b'none', b'/', b'tmpfs', 0, 0) == 0:\n"

@@ -45,11 +45,15 @@ REFUSED = (
     "open_by_handle_at", "name_to_handle_at", "memfd_create", "memfd_secret", "shmget", "shmat",
     "msgget", "semget", "mq_open", "init_module", "finit_module", "delete_module", "kexec_load",
     "reboot", "swapon", "swapoff", "acct", "sched_setaffinity", "sched_setscheduler",
-    "setpriority", "ioprio_set", "mknod", "mknodat",
+    "setpriority", "ioprio_set", "mknod", "mknodat", "sched_setparam", "sched_setattr",
+    "migrate_pages", "move_pages", "process_madvise", "process_mrelease",
+    "shmctl", "semctl", "semop", "semtimedop", "msgctl", "msgsnd", "msgrcv", "mq_unlink", "syslog",
 )
 # fmt: on
 """System calls that no solution of a problem needs."""
 CLONE_THREAD = 0x10000
+SIGNALLING = (8, 10, 15)
+"""fcntl's F_SETOWN, F_SETSIG and F_SETOWN_EX, by which a stream signals another process."""
 
 
 @dataclass(frozen=True)
@@ -249,6 +253,11 @@ def _refused_calls() -> bytes:
             refused.add_rule(pyseccomp.ERRNO(1), name)
     threads = pyseccomp.Arg(0, pyseccomp.MASKED_EQ, CLONE_THREAD, 0)
     refused.add_rule(pyseccomp.ERRNO(1), "clone", threads)
+    of_others = pyseccomp.Arg(0, pyseccomp.NE, 0)
+    refused.add_rule(pyseccomp.ERRNO(1), "prlimit64", of_others)
+    for command in SIGNALLING:
+        owner = pyseccomp.Arg(1, pyseccomp.EQ, command)
+        refused.add_rule(pyseccomp.ERRNO(1), "fcntl", owner)
     refused.add_rule(pyseccomp.ERRNO(38), "clone3")  # glibc then calls clone, whose flags are seen
     with tempfile.TemporaryFile() as file:
         refused.export_bpf(file)
