@@ -179,6 +179,7 @@ def test_mmlu_from_its_own_tables_with_shots_of_the_subject(tmp_path: Path) -> N
             with path.open("w", newline="") as file:
                 rows = [[f"{subject} {role} {i},?", *"wxyz", letter] for i in range(n)]
                 csv.writer(file).writerows(rows)
+                file.write("\n")  # which some editions end with
     task = lenience.task("mmlu:shots=2", data=tmp_path)
     samples = list(task.samples("test"))
     assert len(samples) == 16 and len(list(task.samples("train"))) == 6
@@ -199,6 +200,9 @@ def test_mmlu_from_its_own_tables_with_shots_of_the_subject(tmp_path: Path) -> N
         sorted(one.metadata["stratum"] for one in chosen) == ["anatomy"] * 3 + ["world history"] * 3
     )
     assert [one.id for one in chosen] == [one.id for one in some.samples("test")]
+    table = [{"id": f"r{i}", "question": f"{i}?", **HUB} for i in range(200)]
+    one_set = lenience.task("arc:subset=20", data=jsonl(tmp_path / "arc.jsonl", table))
+    assert len(list(one_set.samples("test"))) == 20
     other = lenience.task("mmlu:subset=6,seed=4", data=tmp_path)
     assert [one.id for one in chosen] != [one.id for one in other.samples("test")]
 
@@ -326,6 +330,14 @@ def test_livecodebench_runs_programs_and_methods(tmp_path: Path) -> None:
         "print(1 / 0)": "crash",
         "x = [": "crash",
         "import sys\nsys.exit(0)": "wrong answer",
+        "print(sum(map(int, input().split())))\nsys.exit(1)": "passed",
+        "a, b = map(int, stdin.readline().split())\nprint(a + b)\nexit()": "passed",
+        "print(sum(map(int, input().split())) + pow(2, 5, 2))": "passed",
+        "x = bisect.bisect_left([1], 1) + random.randint(0, 0) + len(deque())\n"
+        "print(x + sum(map(int, input().split())))": "passed",
+        "assert len(str(10 ** 5000)) == 5001\nprint(sum(map(int, input().split())))": "passed",
+        "import threading\nt = threading.Thread(target=lambda: print(sum(map(int, "
+        "input().split()))))\nt.start()\nt.join()": "passed",
     }
     scores = task.score([(f"```python\n{one}\n```", by_input) for one in programs])
     assert [one.verdict.split(":")[0] for one in scores] == list(programs.values())
@@ -396,6 +408,7 @@ def test_outputs_are_compared_line_by_line_then_as_decimals() -> None:
     assert all(same_output(*pair) for pair in same)
     assert not any(same_output(*pair) for pair in other)
     assert last_block("x") is None and last_block("```python\na\n```\n```\nb\n```") == "b\n"
+    assert last_block("Use ```foo``` here.\n```python\na\n```") == "a\n"
 
 
 def test_rouge_is_rouge_scores_own(tmp_path: Path) -> None:
@@ -486,6 +499,7 @@ def test_the_task_is_known_by_its_options_and_its_files(tmp_path: Path) -> None:
         ("summary:within=2", "must be from 0 to 1"),
         ("arc", "lacks 'choices'"),
         ("gsm8k:shots=5", "5 rows are too few for 5 shots"),
+        ("arc:shots=2", "shots come from dev, train or validation"),
     ],
 )
 def test_wrong_options_and_files_of_others_are_told(

@@ -148,6 +148,24 @@ def test_a_grader_is_asked_in_both_orders(serve: Any, tmp_path: Path) -> None:
     assert again.points(triples) == [1.0, 0.0, 0.5] and server.asked == 6  # kept
 
 
+def test_a_worse_answer_is_lost_by_every_loss(serve: Any, pair: Pair, tmp_path: Path) -> None:
+    own: set[str] = set()  # the target's answers, which are always better
+    server = serve(lambda a, b: "[[A]]" if a in own else "[[B]]")
+    task = lenience.task("mtbench:turns=first", data=questions(tmp_path, 150), grader=server.url)
+    prompts = [one.prompt for one in task.samples("train")]
+    outs = pair.generate_batch(prompts, rule="target", max_new_tokens=8, batch_size=64)
+    own |= {out.text.strip() for out in outs}
+    found = {}
+    for loss in ("task", "disagreement"):
+        asked = CertifyConfig(
+            rules=("topk:4",), max_drop=0.5, confidence=0.9, loss=loss, limit=40,
+            options={"max_new_tokens": 8, "window": 4},
+        )  # fmt: skip
+        tried = certify(pair, task, tmp_path / loss, asked).tried
+        found[loss] = [(one.n, one.losses) for one in tried]
+    assert found["task"][0][1] > 0 and found["disagreement"][0][1] > 0
+
+
 def test_what_both_orders_do_not_say_is_a_tie_and_counted(serve: Any, tmp_path: Path) -> None:
     replies = {"first": "[[A]]", "dumb": "no idea", "last": "[[A]] at first, but [[B]]"}
     server = serve(lambda a, b: replies[next(k for k in replies if k in a + b)])
@@ -380,7 +398,7 @@ def test_people_grade_blinded_pairs(pair: Pair, tmp_path: Path) -> None:
     )  # fmt: skip
     assert grades.win_rate == pytest.approx((page.pairs - 1.5) / page.pairs)
     low, high = grades.win_rate_interval
-    assert low < grades.win_rate < high
+    assert low < grades.win_rate < high <= 1
     kept = [row["human"] for row in json.loads((out / "frontier.json").read_text())["rows"]]
     assert [one["wins"] for one in kept if one] == [grades.wins]
     assert "graded by people" in (out / "report.html").read_text()
@@ -396,6 +414,8 @@ def test_people_grade_blinded_pairs(pair: Pair, tmp_path: Path) -> None:
             take_grades(out, filled)
     with pytest.raises(InputError, match="is not in"):
         write_page(out, ["topk:9"])
+    with pytest.raises(InputError, match="would not take what was graded on it"):
+        write_page(out)
 
 
 def test_five_judges_decode_what_they_have_not_seen(

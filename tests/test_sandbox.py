@@ -77,6 +77,12 @@ ATTACKS = {
     "r.prlimit(TEST_PID, r.RLIMIT_CORE, (0, 0))\nprint('IN')",
     "limits of its own": "import resource as r\n"
     "r.setrlimit(r.RLIMIT_CPU, (r.RLIM_INFINITY, r.RLIM_INFINITY))\nprint('IN')",
+    "rights of a file": "import os\nos.chmod(SECRET_FILE, 0o777)\nprint('IN')",
+    "times of a file": "import os\nos.utime(SECRET_FILE, (0, 0))\nprint('IN')",
+    "a file cut short": "import os\nos.truncate(SECRET_FILE, 0)\nprint('IN')",
+    "attributes of a file": "import os\nos.setxattr(SECRET_FILE, 'user.x', b'x')\nprint('IN')",
+    "outliving the parent": "import ctypes\n"
+    "if ctypes.CDLL(None).prctl(1, 0, 0, 0, 0) == 0: print('IN')",
     "becoming root": "import os\nos.setuid(0)\nos.setgid(0)\nprint('IN')",
     "a program of root's": "import os\nos.execv('/bin/su', ['su', '-c', 'echo IN'])",
     "mount": "import ctypes\nif ctypes.CDLL(None).mount(b'none', b'/', b'tmpfs', 0, 0) == 0:\n"

@@ -32,7 +32,7 @@ from lenience.decoding.generation import Generation
 from lenience.decoding.pair import Pair
 from lenience.models.lm import Prompt
 from lenience.runs.journal import Journal, Tail
-from lenience.tasks import Sample, Task, ungradable
+from lenience.tasks import Published, Sample, Task, ungradable
 from lenience.tasks.rows import USUAL_FIELDS, Fields, read_rows
 
 _random = random.SystemRandom()
@@ -143,6 +143,11 @@ class Audit:
     ):
         config.check()
         self.certificate = _watchable(run)
+        if isinstance(getattr(task, "task", task), Published):
+            raise InputError(
+                f"task {task.label!r}: a benchmark's prompts are not live; audit those of JSON "
+                "rows, or of a task of your own"
+            )
         self.pair, self.task, self.config = pair, task_for(pair, task), config
         binds = self.certificate.binds
         if self.task.reads != binds["reads"]:

@@ -192,7 +192,7 @@ class Calibration:
         """Whether two responses have the same final answer."""
         if alone.text == lenient.text:
             return True
-        found: tuple[Any, Any] = alone.answer, lenient.answer
+        found: tuple[Any, Any] = lenient.answer, alone.answer
         return self.task.same(*found, sample) is True
 
     def _check_target(self) -> None:

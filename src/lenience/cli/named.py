@@ -196,14 +196,16 @@ def left_out(pair: Pair, run: Path, fold: int | None) -> frozenset[str]:
     task."""
     from lenience.decoding.asking import task_for
     from lenience.runs.uses import prompt_digest
-    from lenience.tasks import Graded, Published
+    from lenience.tasks import Published
 
     if fold is None:
         return frozenset()
-    task = choice_of(run, TaskChoice()).load()
-    task = task.task if isinstance(task, Graded) else task
-    if not isinstance(task, Published):
-        raise InputError(f"--fold {fold}: is for benchmarks, and {run} was mined on {task.label}")
+    task = replace(choice_of(run, TaskChoice()), grader=None).load()
+    if not isinstance(task, Published) or not task.is_one_set:
+        raise InputError(
+            f"--fold {fold}: is for benchmarks that are published as one set, and {run} was mined "
+            f"on {task.label}"
+        )
     samples = task_for(pair, task.of_fold(fold)).samples("test")
     return frozenset(prompt_digest(pair.target.encode(sample.prompt)) for sample in samples)
 

@@ -118,10 +118,17 @@ def converse(
     ctx = Context(window=WINDOW, processors=processors)
     with _Held(pair, dialogues, size, capacity) as held:
         following = held.next_request
-        for request, step in decode(session, drafter, setup.rule, ctx, following, size=size):
-            held.add(request, step)
+        try:
+            while held.goes_on():
+                for request, step in decode(
+                    session, drafter, setup.rule, ctx, following, size=size
+                ):
+                    held.add(request, step)
+                    yield from held.ended()
+                yield from held.ended()
+        except Exception:
             yield from held.ended()
-        yield from held.ended()
+            raise
 
 
 class _Held(Generic[T]):
@@ -135,6 +142,7 @@ class _Held(Generic[T]):
         self._ended: list[Ended[T]] = []
         self._decoding: set[int] = set()
         self._comparisons = Comparisons[int]()
+        self._begun = False
 
     def __enter__(self) -> Self:
         return self
@@ -151,6 +159,11 @@ class _Held(Generic[T]):
         ended, self._ended = self._ended, []
         return ended
 
+    def goes_on(self) -> bool:
+        """Whether there is something to decode, perhaps after a comparison, which is waited for."""
+        begun, self._begun = self._begun, True
+        return not begun or self._comparisons.wait()
+
     def next_request(self, over: Request | None) -> Request | None:
         """What is decoded in place of a request that is over, or of none: its dialogue goes on, or
         one that has compared, or a new one."""
@@ -158,9 +171,7 @@ class _Held(Generic[T]):
             self._decoding.remove(over.number)
             if request := self._go_on(over.number, self._held[over.number].tokens):
                 return request
-        while (number_answer := self._comparisons.next(wait=False) or self._new()) or (
-            not self._decoding and (number_answer := self._comparisons.next(wait=True))
-        ):
+        while number_answer := self._comparisons.next(wait=False) or self._new():
             if request := self._go_on(*number_answer):
                 return request
         return None
@@ -194,13 +205,19 @@ class Comparisons(Generic[K]):
         self._running: dict[Future[bool | None], K] = {}
 
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        """Leave those that run."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def __len__(self) -> int:
         return len(self._running)
 
     def begin(self, key: K, question: Compare) -> None:
         self._running[self._pool.submit(question.ask)] = key
+
+    def wait(self) -> bool:
+        """Until one is done; False where there are none."""
+        futures.wait(self._running, return_when=futures.FIRST_COMPLETED)
+        return bool(self._running)
 
     def next(self, wait: bool) -> tuple[K, bool | None] | None:
         """One that is done, with what it gave; None where none is, or where there are none. Raises

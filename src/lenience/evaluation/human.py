@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from lenience.core.errors import InputError
 from lenience.core.files import digest, read_json, write_json
 from lenience.core.records import Record
 from lenience.decoding.options import Decoding
 from lenience.evaluation.pages import as_text, template, write_report
-from lenience.evaluation.table import BOOTSTRAPS, Frontier, HumanGrades
+from lenience.evaluation.table import Frontier, HumanGrades
 from lenience.rules.registry import BASELINES
 from lenience.runs.answers import Answer
 from lenience.runs.journal import Journal
@@ -64,12 +63,17 @@ def write_page(folder: Path, rules: Sequence[str] = (), limit: int = 50) -> Page
     drawn = random.Random(secrets.token_hex(16))
     pairs, alike = list[Pair](), 0
     for setting in _chosen(folder, answers, rules):
-        differing = [id for id in own if own[id].text.strip() != answers[setting][id].text.strip()]
-        alike += len(own) - len(differing)
+        same, differing = _compared(prompts, own, answers[setting])
+        alike += len(same)
         for id in differing[:limit]:
             pairs.append(Pair(id=id, setting=setting, target_left=drawn.random() < 0.5))
     if not pairs:
         raise InputError(f"{folder}: no answer differs from the target's own; nothing to grade")
+    if (folder / KEY).exists():
+        raise InputError(
+            f"{folder / PAGE}: is there, and a new page would not take what was graded on it; "
+            f"delete {folder / KEY} to begin anew"
+        )
     drawn.shuffle(pairs)
     name = digest([one.to_json() for one in pairs])
     write_json(folder / KEY, Key(page=name, pairs=pairs).to_json())
@@ -77,6 +81,15 @@ def write_page(folder: Path, rules: Sequence[str] = (), limit: int = 50) -> Page
     page = template(PAGE).render(page=name, pairs=shown, title=folder.name)
     (folder / PAGE).write_text(page, encoding="utf-8")
     return Page(folder / PAGE, len(pairs), alike)
+
+
+def _compared(
+    ids: Iterable[str], own: dict[str, Answer], others: dict[str, Answer]
+) -> tuple[list[str], list[str]]:
+    """The prompts to which both answers are the same text, and those to which they are not."""
+    both = [id for id in ids if id in own and id in others]
+    same = [id for id in both if own[id].text.strip() == others[id].text.strip()]
+    return same, [id for id in both if id not in set(same)]
 
 
 def _blinded(
@@ -120,16 +133,23 @@ def take_grades(folder: Path, filled: Path) -> dict[str, HumanGrades]:
 
 def _grades(points: list[float]) -> HumanGrades:
     counted, n = Counter(points), len(points)
-    draws = np.random.default_rng(0).integers(0, n, (BOOTSTRAPS, n))
-    low, high = np.quantile(np.array(points)[draws].mean(1), [0.025, 0.975])
+    share = sum(points) / n
     return HumanGrades(
         n=n,
         wins=counted[1.0],
         ties=counted[0.5],
         losses=counted[0.0],
-        win_rate=sum(points) / n,
-        win_rate_interval=(float(low), float(high)),
+        win_rate=share,
+        win_rate_interval=_wilson(share, n),
     )
+
+
+def _wilson(share: float, n: int) -> tuple[float, float]:
+    """The 95 % interval of a share (Wilson 1927), which has a width where all say the same too."""
+    z = 1.96
+    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def _keep(folder: Path, found: dict[str, HumanGrades]) -> None:

@@ -137,6 +137,7 @@ class CommonsenseQa(ChoiceTask):
 
     title: ClassVar[str] = "csqa"
     train_roles: ClassVar[tuple[str, ...]] = ("train",)
+    shot_roles: ClassVar[tuple[str, ...]] = ("train",)
 
 
 def question_of(row: Row, where: str = "") -> Question:

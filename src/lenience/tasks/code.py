@@ -35,14 +35,16 @@ MOST_TESTS = 1 << 29
 """Bytes of one problem's tests."""
 CODEX_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 """Where a completion of HumanEval ends (Chen 2021, section 2)."""
-PREAMBLE = (
-    "import string, re, datetime, collections, heapq, bisect, copy, math, random, statistics\n"
-    "import itertools, functools, operator, io, sys, json, typing\n"
-    "from string import *\nfrom re import *\nfrom datetime import *\nfrom collections import *\n"
-    "from heapq import *\nfrom bisect import *\nfrom copy import *\nfrom math import *\n"
-    "from random import *\nfrom statistics import *\nfrom itertools import *\n"
-    "from functools import *\nfrom operator import *\nfrom io import *\nfrom typing import *\n"
-    "sys.setrecursionlimit(50000)\n"
+MODULES = (
+    "string re datetime collections heapq bisect copy math random statistics itertools functools "
+    "operator io sys json builtins typing"
+)
+PREAMBLE = "".join(
+    [
+        *(f"from {name} import *\n" for name in MODULES.split()),
+        *(f"import {name}\n" for name in MODULES.split() if name not in ("builtins", "typing")),
+        "sys.setrecursionlimit(50000)\nsys.set_int_max_str_digits(50000)\n",
+    ]
 )
 """What LiveCodeBench imports before a solution."""
 
@@ -96,12 +98,14 @@ class CodeTask(Published):
 
     def _known(self, program: str, sample: Sample) -> Verdict:
         key = sample.id, digest_bytes(program.encode("utf-8", "replace"))
-        if key not in self._verdicts:
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            with self._free:
+                verdict = self.verdict(program, sample)
             if len(self._verdicts) >= MOST_REMEMBERED:
                 self._verdicts.clear()
-            with self._free:
-                self._verdicts[key] = self.verdict(program, sample)
-        return self._verdicts[key]
+            self._verdicts[key] = verdict
+        return verdict
 
 
 @dataclass(kw_only=True)
@@ -251,14 +255,18 @@ class LiveCodeBench(CodeTask):
     ) -> Iterator[Verdict]:
         if not function:
             raise InputError("task livecodebench: a problem's metadata name no func_name")
-        given = [[json.loads(line) for line in one["input"].split("\n")] for one in tests]
+        try:
+            given = [[json.loads(line) for line in _lines(one["input"])] for one in tests]
+            wanted = [json.loads(one["output"]) for one in tests]
+        except ValueError as error:
+            raise InputError(f"task livecodebench: a test is no JSON ({error})") from None
         values = self.sandbox.calls(PREAMBLE + program, function, given, self.LIMITS)
-        for number, (value, test) in enumerate(zip(values, tests), 1):
+        for number, (value, expected) in enumerate(zip(values, wanted), 1):
             if isinstance(value, Verdict):
                 yield value
                 return
             value = list(value) if isinstance(value, tuple) else value
-            right = value == json.loads(test["output"])
+            right = value == expected
             yield Verdict("passed") if right else Verdict("wrong answer", f"test {number}")
 
 
@@ -274,9 +282,15 @@ def _asked(row: Row, starter: str) -> str:
     )
 
 
+def _lines(text: str) -> list[str]:
+    return [line for line in text.split("\n") if line.strip()]
+
+
 def last_block(text: str) -> str | None:
     """The last fenced code block of a response; one that is cut off ends with it."""
-    found = list(re.finditer(r"```[^\n`]*\n(.*?)(?:^```|\Z)", text, re.DOTALL | re.MULTILINE))
+    found = list(
+        re.finditer(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", text, re.DOTALL | re.MULTILINE)
+    )
     return found[-1][1] if found and found[-1][1].strip() else None
 
 

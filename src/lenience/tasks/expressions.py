@@ -22,11 +22,12 @@ def same_expression(a: str, b: str) -> bool | None:
     takes too long is not the same. Raises InputError without math-verify."""
     if a.strip() == b.strip():
         return True
-    return _comparer().ask(a, b)
+    return comparer().ask(a, b)
 
 
 @cache
-def _comparer() -> _Comparer:
+def comparer() -> _Comparer:
+    """The process that compares. Raises InputError without math-verify."""
     if find_spec("math_verify") is None:
         raise InputError("comparing as math needs math-verify: pip install 'lenience[math]'")
     return _Comparer()

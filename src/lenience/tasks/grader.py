@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from http.client import HTTPException, InvalidURL
 from threading import Lock
 from typing import Any, Protocol
 
@@ -96,7 +97,9 @@ class Endpoint:
                 why = f"{error.code} {error.reason}"
                 if error.code != 429 and error.code < 500:
                     break
-            except (OSError, ValueError) as error:
+            except InvalidURL as error:
+                raise InputError(f"--grader {self.url}: is no address ({error})") from None
+            except (OSError, ValueError, HTTPException) as error:
                 why = first_line(error)
             if attempt < ATTEMPTS - 1:
                 time.sleep(self._wait * 2**attempt)

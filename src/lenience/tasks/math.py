@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from lenience.core.errors import InputError
 from lenience.tasks.base import Messages, Sample
-from lenience.tasks.expressions import same_expression
+from lenience.tasks.expressions import comparer, same_expression
 from lenience.tasks.finding import boxed
 from lenience.tasks.published import Published, chat
 from lenience.tasks.rows import Row
@@ -119,6 +119,10 @@ class Math(Published):
     PROMPT: ClassVar[str] = (
         "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
     )
+
+    def open(self, data: str) -> Self:
+        comparer()  # is there, or is told before anything is decoded
+        return super().open(data)
 
     def read(self, row: Row, where: str, role: str) -> Sample | None:
         level = re.search(r"\d", str(row.get("level", "")))

@@ -59,8 +59,14 @@ class Published(Task):
     def open(self, data: str) -> Self:
         """Read the samples of files. Raises InputError where they are not this benchmark's."""
         files, self._data = published_files(data, self.suffixes), data
-        self._prepare(files)
-        top = Path(os.path.commonpath([path.parent for some in files.values() for path in some]))
+        try:
+            self._prepare(files)
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"task {self.title}, {data}: lacks {error}") from None
+        paths = [path.resolve().parent for some in files.values() for path in some]
+        top = Path(os.path.commonpath(paths))
         for role, paths in files.items():
             samples = [one for path in paths for one in self._samples_of(path, role, top)]
             self._given[role] = _distinct(samples, self.title)
@@ -88,13 +94,18 @@ class Published(Task):
         if split not in ("train", "test"):
             raise InputError(f"task {self.title} has no split {split!r}; it has train and test")
         role = train if split == "train" else test
-        samples = self._chosen(self._given[role], split)
-        if train == test and self.sets == "split":
+        samples = self._given[role]
+        if self.is_one_set and self.sets == "split":
             wanted = split == "test"
             samples = [
                 one for one in samples if (fold_of(one.group or one.id) == self.fold) == wanted
             ]
-        yield from samples
+        yield from self._chosen(samples, split)
+
+    @property
+    def is_one_set(self) -> bool:
+        """Whether it is published as one set, which is split here."""
+        return self._role(self.train_roles) == self._role(self.test_roles)
 
     def read(self, row: Row, where: str, role: str) -> Sample | None:
         """The sample of a row, its id empty where the row has none; None for one that the options
@@ -112,7 +123,7 @@ class Published(Task):
         return read_table(path)
 
     def _samples_of(self, path: Path, role: str, top: Path) -> Iterator[Sample]:
-        name = str(path.relative_to(top)).split(".")[0]
+        name = str(path.resolve().relative_to(top)).split(".")[0]
         for number, (where, row) in enumerate(self._rows(path)):
             try:
                 sample = self.read(row, where, role)
@@ -267,6 +278,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
             lines = list(csv.reader(file, strict=True))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path}: cannot be read ({error})") from None
+    lines = [line for line in lines if line]
     if lines and len(lines[0]) == 6 and lines[0][5].strip() in "ABCD":
         subject = re.sub(r"_(test|val|dev|train)$", "", path.stem).replace("_", " ")
         for question, *choices, answer in lines:

@@ -48,6 +48,9 @@ REFUSED = (
     "setpriority", "ioprio_set", "mknod", "mknodat", "sched_setparam", "sched_setattr",
     "migrate_pages", "move_pages", "process_madvise", "process_mrelease",
     "shmctl", "semctl", "semop", "semtimedop", "msgctl", "msgsnd", "msgrcv", "mq_unlink", "syslog",
+    "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat", "utime",
+    "utimes", "futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr", "removexattr",
+    "lremovexattr", "fremovexattr", "setxattrat", "removexattrat", "truncate",
 )
 # fmt: on
 """System calls that no solution of a problem needs."""
@@ -167,6 +170,15 @@ class Sandbox:
         return verdict
 
     @contextmanager
+    def _filter(self) -> Iterator[int]:
+        """A file of the system calls that are refused; none where nothing is."""
+        if self.kind == "none":
+            yield -1
+            return
+        with _content(_refused_calls()) as file:
+            yield file
+
+    @contextmanager
     def _started(
         self,
         mode: str,
@@ -180,7 +192,7 @@ class Sandbox:
     ) -> Iterator[subprocess.Popen[bytes]]:
         """A process that runs in the sandbox, and nothing of which is left afterwards."""
         fds = dict(fds or {})
-        with _content(program.encode("utf-8", "surrogatepass")) as file, _filter() as refused:
+        with _content(program.encode("utf-8", "surrogatepass")) as file, self._filter() as refused:
             fds["program"] = file
             confine = None
             if self.kind == "landlock":
@@ -234,12 +246,6 @@ def _content(content: bytes) -> Iterator[int]:
         yield file.fileno()
 
 
-@contextmanager
-def _filter() -> Iterator[int]:
-    with _content(_refused_calls()) as file:
-        yield file
-
-
 @cache
 def _refused_calls() -> bytes:
     """The filter of system calls, as the kernel takes it. Raises InputError without pyseccomp."""
@@ -258,6 +264,8 @@ def _refused_calls() -> bytes:
     for command in SIGNALLING:
         owner = pyseccomp.Arg(1, pyseccomp.EQ, command)
         refused.add_rule(pyseccomp.ERRNO(1), "fcntl", owner)
+    on_death = pyseccomp.Arg(0, pyseccomp.EQ, 1)  # PR_SET_PDEATHSIG, which is set before
+    refused.add_rule(pyseccomp.ERRNO(1), "prctl", on_death)
     refused.add_rule(pyseccomp.ERRNO(38), "clone3")  # glibc then calls clone, whose flags are seen
     with tempfile.TemporaryFile() as file:
         refused.export_bpf(file)
@@ -418,7 +426,7 @@ def _reply(line: bytes) -> Any | Verdict:
         if "missing" in content:
             return Verdict("missing function", str(content["missing"]))
         if "raised" in content:
-            return Verdict("crash", str(content["raised"]))
+            return Verdict("crash", str(content["raised"])[-300:])
         return True if "ready" in content else sandboxed.decode(content["value"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return Verdict("wrong answer", f"unreadable: {error!r}")

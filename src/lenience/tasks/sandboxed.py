@@ -79,8 +79,10 @@ def decode(value: Any) -> Any:
 
 
 def run_main(program: str, asked: dict[str, Any]) -> None:
-    """As a script, with the process's own standard streams."""
-    exec(compile(program, "program.py", "exec"), {"__name__": "__main__"})
+    """As a script, with the process's own standard streams; it may end by sys.exit."""
+    space = {"__name__": "__main__", "exit": sys.exit, "quit": sys.exit}
+    with contextlib.suppress(SystemExit):
+        exec(compile(program, "program.py", "exec"), space)
 
 
 def answer_calls(program: str, asked: dict[str, Any]) -> None:
@@ -143,7 +145,7 @@ def judge_by_tests(program: str, asked: dict[str, Any]) -> None:
             if "missing" in content:
                 raise Failed("missing function", content["missing"])
             if "raised" in content:
-                raise Failed("crash", content["raised"])
+                raise Failed("crash", str(content["raised"])[-300:])
             return content if "ready" in content else decode(content["value"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Failed("wrong answer", f"unreadable: {error!r}") from None

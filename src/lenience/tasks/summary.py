@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from lenience.core.errors import InputError
 from lenience.tasks.base import Sample, Score
@@ -34,6 +34,10 @@ class RougeTask(Published):
         if not 0 <= self.within <= 1:
             raise InputError(f"{self.title}'s within must be from 0 to 1, not {self.within:g}")
         self.measure = self.rouge.replace("rouge", "ROUGE-")
+
+    def open(self, data: str) -> Self:
+        _scorer(self.rouge)  # is there, or is told before anything is decoded
+        return super().open(data)
 
     def answer(self, text: str, sample: Sample | None = None) -> str | None:
         return text.strip() or None
@@ -103,7 +107,10 @@ class Continuation(RougeTask):
         if path.suffix != ".txt":
             yield from super()._rows(path)
             return
-        lines = path.read_text(encoding="utf-8").splitlines()
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{path}: cannot be read ({error})") from None
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield f"{path}, line {number}", {"text": line}
