@@ -90,7 +90,7 @@ EXAMPLES = {
     "fit": "lenience fit run --head mlp --ahead 12",
     "datastore": "lenience datastore corpus.jsonl --out store --target org/target",
     "compare": "lenience compare --run run --rule exact --rule judge:run/judge@0.99 --out report",
-    "grade": "lenience grade report, then lenience grade report --take grades.json",
+    "grade": "lenience grade report --take grades.json",
     "certify": "lenience certify run --max-drop 0.01",
     "tune": "lenience tune run --max-drop 0.01",
     "audit": "lenience audit run live.jsonl --share 0.05",
