@@ -8,6 +8,7 @@ import gzip
 import json
 import pickle
 import re
+import shutil
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -146,6 +147,7 @@ ORIGINAL = {
     "id": "q1",
     "answerKey": "C",
     "question": {
+        "question_concept": "sky",
         "stem": "Sky?",
         "choices": [{"label": one, "text": f"c{one}"} for one in "ABCDE"],
     },
@@ -201,8 +203,9 @@ def test_mmlu_from_its_own_tables_with_shots_of_the_subject(tmp_path: Path) -> N
     )
     assert [one.id for one in chosen] == [one.id for one in some.samples("test")]
     table = [{"id": f"r{i}", "question": f"{i}?", **HUB} for i in range(200)]
-    one_set = lenience.task("arc:subset=20", data=jsonl(tmp_path / "arc.jsonl", table))
+    one_set = lenience.task("arc:subset=20", data=jsonl(tmp_path / "arc" / "all.jsonl", table))
     assert len(list(one_set.samples("test"))) == 20
+    shutil.rmtree(tmp_path / "arc")
     other = lenience.task("mmlu:subset=6,seed=4", data=tmp_path)
     assert [one.id for one in chosen] != [one.id for one in other.samples("test")]
 
@@ -498,6 +501,7 @@ def test_the_task_is_known_by_its_options_and_its_files(tmp_path: Path) -> None:
         ("livecodebench:since=May", "must be as 2024-08-31"),
         ("summary:within=2", "must be from 0 to 1"),
         ("arc", "lacks 'choices'"),
+        ("math:level=7", "level must be 1 to 5"),
         ("gsm8k:shots=5", "5 rows are too few for 5 shots"),
         ("arc:shots=2", "shots come from dev, train or validation"),
     ],
@@ -538,3 +542,59 @@ def test_every_benchmark_states_its_source_prompt_and_scorer(name: str) -> None:
     assert re.search(r"\b20\d\d\b", said), said
     assert "prompt" in said.lower() and len(said) > 200
     assert isinstance(Sample("a", "b", None).metadata, dict)
+
+
+def hub_rows(role: str, n: int) -> list[dict[str, Any]]:
+    return [{"question": f"{role} {i}?", "choices": list("wxyz"), "answer": 1} for i in range(n)]
+
+
+def test_a_folder_of_several_sets_is_refused_and_formats_are_not_counted_twice(
+    tmp_path: Path,
+) -> None:
+    for subject in ("all", "anatomy"):
+        (tmp_path / "mmlu" / subject).mkdir(parents=True)
+        for role in ("test", "dev"):
+            table = pa.Table.from_pylist(hub_rows(role, 3))
+            pq.write_table(table, tmp_path / "mmlu" / subject / f"{role}-00000-of-00001.parquet")
+    (tmp_path / "mmlu" / "auxiliary_train").mkdir()
+    pq.write_table(
+        pa.Table.from_pylist(hub_rows("train", 2)),
+        tmp_path / "mmlu" / "auxiliary_train" / "train-00000-of-00001.parquet",
+    )
+    with pytest.raises(InputError, match=r"holds several \(all, anatomy\); name one"):
+        lenience.task("mmlu", data=tmp_path / "mmlu")
+    task = lenience.task("mmlu", data=tmp_path / "mmlu" / "all")
+    assert len(list(task.samples("test"))) == 3
+    question = {"stem": "Sky?", "choices": [{"label": "A", "text": "red"}]}
+    row = {"id": "a1", "answerKey": "A", "question": question}
+    jsonl(tmp_path / "ARC-Easy" / "ARC-Easy-Test.jsonl", [row])
+    (tmp_path / "ARC-Easy" / "ARC-Easy-Test.csv").write_text("questionID,question\na1,Sky?\n")
+    arc = lenience.task("arc:sets=whole", data=tmp_path / "ARC-Easy")
+    assert [one.id for one in arc.samples("test")] == ["a1"]
+
+
+def test_files_of_another_choice_benchmark_are_told(tmp_path: Path) -> None:
+    data = jsonl(tmp_path / "dev_rand_split.jsonl", [ORIGINAL])
+    for name in ("arc", "mmlu"):
+        with pytest.raises(InputError, match="is a row of csqa; write --task csqa"):
+            lenience.task(name, data=data)
+
+
+def test_folds_of_what_has_a_test_set_are_refused(tmp_path: Path) -> None:
+    for role in ("train", "test"):
+        jsonl(tmp_path / f"{role}.jsonl", gsm_rows(4))
+    for spec in ("gsm8k:fold=1", "gsm8k:sets=whole"):
+        with pytest.raises(InputError, match="has a test set of its own"):
+            lenience.task(spec, data=tmp_path)
+    assert len(list(lenience.task("gsm8k", data=tmp_path).samples("test"))) == 4
+
+
+def test_a_math_verify_that_does_not_work_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "math_verify.py").write_text("raise ImportError('no sympy here')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    from lenience.tasks.expressions import _Comparer
+
+    with pytest.raises(InputError, match=r"math-verify does not work here .*no sympy here"):
+        _Comparer().ask("1/2", "0.5")

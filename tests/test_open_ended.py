@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ import lenience
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
 from lenience.cli import main
+from lenience.cli.named import Models, TaskChoice, choice_of, remember
 from lenience.core.errors import InputError
+from lenience.decoding.asking import without_long
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
@@ -42,7 +45,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-Judge = Callable[[str, str], str]
+Judge = Callable[[str, str], str | None]
 
 
 class Server:
@@ -77,7 +80,8 @@ class Server:
                     text.split(f"[Answer {one}]\n")[1].split(f"\n[End of answer {one}]")[0]
                     for one in "AB"
                 )
-                content = f"Because.\n{server.judge(a, b)}"
+                said = server.judge(a, b)
+                content = None if said is None else f"Because.\n{said}"
                 self.reply(200, {"choices": [{"message": {"content": content}}]})
 
             def log_message(self, *_: Any) -> None:
@@ -149,7 +153,7 @@ def test_a_grader_is_asked_in_both_orders(serve: Any, tmp_path: Path) -> None:
     assert task.points([("same ", "same", SAMPLE)]) == [0.5] and server.asked == 6
     assert [task.same("longer", "short", SAMPLE), task.same("a", "bcd", SAMPLE)] == [True, False]
     assert task.loss("a", "bcd", SAMPLE) == 1.0 and task.loss("longer", "short", SAMPLE) == 0.0
-    assert task.grading == {"pairs": 3, "inconsistent": 0, "unread": 0}
+    assert task.grading == {"pairs": 3, "decided": 2, "inconsistent": 0, "unread": 0}
     again = lenience.task("mtbench:turns=first", data=questions(tmp_path), grader=server.url)
     assert again.points(triples) == [1.0, 0.0, 0.5] and server.asked == 6  # kept
 
@@ -178,7 +182,52 @@ def test_what_both_orders_do_not_say_is_a_tie_and_counted(serve: Any, tmp_path: 
     task = lenience.task("mtbench:turns=first", data=questions(tmp_path), grader=server.url)
     pairs = [("first", "x"), ("dumb", "x"), ("last", "x")]
     assert task.points([(a, b, SAMPLE) for a, b in pairs]) == [0.5] * 3
-    assert task.grading == {"pairs": 3, "inconsistent": 2, "unread": 2}
+    assert task.grading == {"pairs": 3, "decided": 0, "inconsistent": 2, "unread": 2}
+
+
+def test_a_grader_that_does_not_grade_is_refused(serve: Any, tmp_path: Path) -> None:
+    for reply, message in (
+        (None, "20 of 20 replies hold no verdict"),
+        ("I can't.", '20 of 20 replies hold no verdict, such as "Because. I can\'t."'),
+        ("[[A]]", "prefers an answer by its place in 10 of 10 pairs"),
+    ):
+        server = serve(lambda a, b, reply=reply: reply)
+        task = lenience.task("mtbench:turns=first", data=questions(tmp_path), grader=server.url)
+        assert task.points([(f"{i}", "x", SAMPLE) for i in range(9)]) == [0.5] * 9
+        with pytest.raises(InputError, match=message):
+            task.points([("9", "x", SAMPLE)])
+
+
+def test_replies_without_a_verdict_are_asked_for_again(serve: Any, tmp_path: Path) -> None:
+    server = serve(lambda a, b: None)
+    data = questions(tmp_path)
+    task = lenience.task("mtbench:turns=first", data=data, grader=server.url)
+    assert task.points([("longer", "short", SAMPLE)] * 2) == [0.5] * 2 and server.asked == 2
+    server.judge = by_length
+    task = lenience.task("mtbench:turns=first", data=data, grader=server.url)
+    assert task.points([("longer", "short", SAMPLE)]) == [1.0] and server.asked == 4
+
+
+def test_an_interrupt_ends_what_waits_for_a_grader(
+    chars: tuple[Path, Path], serve: Any, tmp_path: Path
+) -> None:
+    over = threading.Event()
+    server = serve(lambda a, b: str(over.wait(100)))
+    command = [sys.executable, "-m", "lenience", "mine", "--task", "mtbench:turns=first"]
+    command += ["--data", str(questions(tmp_path, 60)), "--grader", server.url]
+    command += ["--target", str(chars[0]), "--draft", str(chars[1]), "--max-new-tokens", "8"]
+    command += ["--out", str(tmp_path / "run"), "--no-compile"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 120
+    while time.monotonic() < until and process.poll() is None and not server.asked:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    try:
+        _, said = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        over.set()
+    assert server.asked and process.returncode == 1 and "lenience: stopped;" in said
 
 
 def test_failures_for_the_moment_are_tried_again_and_others_end(serve: Any) -> None:
@@ -286,7 +335,7 @@ def task_of(name: str, folder: Path, serve: Any) -> Any:
     if name == "gsm8k":
         return lenience.task("gsm8k", data=rows(folder / "gsm.jsonl", gsm_rows(150)))
     if name == "humaneval":
-        return lenience.task("humaneval", data=rows(folder / "human.jsonl", human_rows(150)))
+        return lenience.task("humaneval", data=rows(folder / "human.jsonl", human_rows(200)))
     server = serve(by_digits)
     return lenience.task("mtbench:turns=first", data=questions(folder, 150), grader=server.url)
 
@@ -319,9 +368,19 @@ def test_from_mining_to_a_certificate(name: str, pair: Pair, serve: Any, tmp_pat
     asked = CertifyConfig(
         rules=(judge,), max_drop=0.4, confidence=0.9, loss=loss, limit=20,
         options={"max_new_tokens": length, "window": 4}, thresholds=(0.9, 0.99),
+        allow_weak_target=True,
     )  # fmt: skip
     certificate = certify(pair, task, run, asked)
     assert 0 < certificate.n <= 20 and certificate.tried
+    said = {"gsm8k": "final answer is not", "humaneval": "passes its tests", "graded": "prefers"}
+    assert said[name] in certificate.loss_is
+    assert (certificate.grading is not None) == (name == "graded")
+    if name == "humaneval":  # two programs that fail agree
+        weak = replace(
+            asked, rules=("topk:2",), thresholds=(), allow_weak_target=False, max_drop=0.05
+        )
+        with pytest.raises(InputError, match=r"the target answers \d+ of 20 prompts rightly"):
+            certify(pair, task, run, weak)
     if name == "graded":
         with pytest.raises(InputError, match="compared with the target's own; give --loss task"):
             certify(pair, task, run, CertifyConfig(rules=(judge,)))
@@ -366,7 +425,7 @@ def test_a_local_model_grades(chars: tuple[Path, Path], tmp_path: Path) -> None:
     grader = ModelGrader(str(chars[0]), device="cpu")
     task = lenience.task("mtbench:turns=first", data=questions(tmp_path), grader=grader)
     assert isinstance(task, Graded) and task.points([("a", "b", SAMPLE)]) == [0.5]
-    assert task.grading == {"pairs": 1, "inconsistent": 0, "unread": 2}  # random weights
+    assert task.grading == {"pairs": 1, "decided": 0, "inconsistent": 0, "unread": 2}  # random
 
 
 def test_people_grade_blinded_pairs(pair: Pair, tmp_path: Path) -> None:
@@ -408,6 +467,8 @@ def test_people_grade_blinded_pairs(pair: Pair, tmp_path: Path) -> None:
     kept = [row["human"] for row in json.loads((out / "frontier.json").read_text())["rows"]]
     assert [one["wins"] for one in kept if one] == [grades.wins]
     assert "graded by people" in (out / "report.html").read_text()
+    again = compare(pair, task, config, out)
+    assert [row.human.wins for row in again.rows if row.human] == [grades.wins]
     for content, message in (
         ({"page": "other", "grades": {"0": "tie"}}, "is of another page"),
         ({"page": name, "grades": {"0": "best"}}, "a grade is left, tie or right"),
@@ -422,6 +483,69 @@ def test_people_grade_blinded_pairs(pair: Pair, tmp_path: Path) -> None:
         write_page(out, ["topk:9"])
     with pytest.raises(InputError, match="would not take what was graded on it"):
         write_page(out)
+
+
+def test_what_two_settings_say_alike_is_graded_once(pair: Pair, tmp_path: Path) -> None:
+    task = lenience.task("gsm8k:sets=whole", data=rows(tmp_path / "gsm.jsonl", gsm_rows(20)))
+    out = tmp_path / "compared"
+    config = CompareConfig(
+        settings=("topk:4; window=4", "topk:5; window=4"), windows=(4,), timed=1, repeats=1,
+        options={"max_new_tokens": 8},
+    )  # fmt: skip
+    compare(pair, task, config, out)
+    page = write_page(out)
+    html = page.path.read_text()
+    shown = json.loads(html.split('id="data">')[1].split("</script>")[0])
+    contents = {(one["prompt"], *sorted((one["left"], one["right"]))) for one in shown}
+    assert len(contents) == len(shown) == page.pairs
+    filled = tmp_path / "grades.json"
+    name = html.split('page = "')[1].split('"')[0]
+    said = dict.fromkeys(range(page.pairs), "tie")
+    filled.write_text(json.dumps({"page": name, "grades": said}))
+    grades = take_grades(out, filled)
+    assert len(grades) == 2 and sum(one.n for one in grades.values()) > page.pairs
+
+
+def test_another_option_of_a_runs_benchmark_keeps_its_files_and_grader(tmp_path: Path) -> None:
+    run, data = tmp_path / "run", questions(tmp_path)
+    grader = "http://127.0.0.1:1/v1,model=one"
+    remember(run, Models(), TaskChoice(task="mtbench", data=str(data), grader=grader))
+    fold = choice_of(run, TaskChoice(task="mtbench:fold=0"))
+    assert (fold.task, fold.data, fold.grader) == ("mtbench:fold=0", str(data), grader)
+    assert choice_of(run, TaskChoice(task="wordmath")).grader is None
+    with pytest.raises(InputError, match="is a server's address; begin it with http://"):
+        TaskChoice(task="mtbench", data=str(data), grader="localhost:8000/v1").load()
+    with pytest.raises(InputError, match="is no address; write http://HOST:PORT/v1"):
+        lenience.task("mtbench", data=data, grader="/models/grader")
+    with pytest.raises(InputError, match="there is no task 'mtbenhc'"):
+        lenience.task("mtbenhc", data=data)
+
+
+def test_prompts_that_are_too_long_are_named_or_left_out(pair: Pair, tmp_path: Path) -> None:
+    content = gsm_rows(12)
+    content[3]["question"] = "x" * 5000
+    task = lenience.task("gsm8k:sets=whole", data=rows(tmp_path / "gsm.jsonl", content))
+    asked = CertifyConfig(rules=("topk:2",), loss="disagreement", options={"max_new_tokens": 8})
+    long = r"sample gsm-3: the prompt has 50\d\d tokens, .* or leave such out \(--skip-long\)"
+    with pytest.raises(InputError, match=long):
+        certify(pair, task, tmp_path / "run", asked)
+    with pytest.raises(InputError, match=long):
+        mine(pair, task, tmp_path / "mined", MineConfig(max_new_tokens=8))
+    shorter = without_long(pair, task)
+    counts = mine(pair, shorter, tmp_path / "mined", MineConfig(max_new_tokens=8))
+    assert counts.samples == 11 and shorter.left_out == {"gsm-3"}
+
+
+def test_prompts_that_a_judge_has_learned_from_are_counted(pair: Pair, tmp_path: Path) -> None:
+    task = lenience.task("gsm8k:sets=whole", data=rows(tmp_path / "gsm.jsonl", gsm_rows(80)))
+    mine(pair, task, tmp_path / "run", MineConfig(limit=50, max_new_tokens=8))
+    plan = HeadPlan(Inputs(("target",), ("draft",)), tmp_path / "run" / "judge", FitConfig())
+    fit_run(pair, tmp_path / "run", plan)
+    config = CompareConfig(
+        rules=(f"judge:{tmp_path / 'run' / 'judge'}@0.9",), windows=(4,), timed=1, repeats=1,
+        options={"max_new_tokens": 8},
+    )  # fmt: skip
+    assert compare(pair, task, config).learned_from == 50
 
 
 def test_five_judges_decode_what_they_have_not_seen(

@@ -31,6 +31,7 @@ from lenience.decoding.certified import (
 )
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
+from lenience.evaluation.quality import values
 from lenience.rules.registry import parse_rule
 from lenience.runs.answers import Answer, Answers
 from lenience.runs.journal import open_run
@@ -143,7 +144,7 @@ class Calibration:
     def losses(self, decoding: Decoding, n: int, phase: str = "") -> NDArray:
         """[n] in [0, 1], of the target alone against a setting; 0 where a label is asked for."""
         lenient = self.answers(decoding, n, phase)
-        if self.config.needs_references:
+        if self.config.needs_target_right(self.task):
             self._check_target()
         own = self.beside(decoding, lenient)
         if self.config.loss == "task" and self.task.beside_target:
@@ -198,24 +199,27 @@ class Calibration:
     def _check_target(self) -> None:
         """Raise InputError where the target is right on none of the first prompts, or on too
         few."""
-        samples, alone = self.prompts.first(ENOUGH), self._looked_at()
-        if any(sample.reference is None for sample in samples):
+        samples = self.prompts.first(ENOUGH)
+        if self.config.needs_references and any(sample.reference is None for sample in samples):
             return
-        right, least = sum(one.correct for one in alone), self.config.least_accuracy
+        task, right, least = self.task, self._right(samples), self.config.least_accuracy
         more = self.prompts.first(FEW if not least else ENOUGH)
-        if not right and not any(one.correct for one in self.alone(more)):
+        if not right and not self._right(more):
+            other = ", or bound the disagreement (--loss disagreement)"
             raise InputError(
-                f"task {self.task.name!r}: the target answers none of {len(more)} "
-                "prompts rightly, so nothing can be lost; look at how answers are found (--answer, "
-                "--same), or bound the disagreement (--loss disagreement)"
+                f"task {task.name!r}: {_weak(task, 0, len(more))}, so nothing can be lost; look at "
+                f"how answers are found (--answer, --same){'' if task.same_where_wrong else other}"
             )
-        if right < least * len(alone):
+        if right < least * len(samples):
             raise InputError(
-                f"task {self.task.name!r}: the target answers {right} of {len(alone)} prompts "
-                f"rightly, so at most that can be lost, and any decoder would do; {least:.0%} are "
-                "asked for: look at how answers are found and at --max-new-tokens, or give "
-                "--allow-weak-target"
+                f"task {task.name!r}: {_weak(task, right, len(samples))}, so at most that can be "
+                f"lost, and any decoder would do; {least:.0%} are asked for: look at how answers "
+                "are found and at --max-new-tokens, or give --allow-weak-target"
             )
+
+    def _right(self, samples: Sequence[Sample]) -> float:
+        """How many samples the target answers rightly, those that are right in part as such."""
+        return float(values(self.task, self.alone(samples)).sum())
 
     def _looked_at(self) -> list[Answer]:
         """The target's answers that tell its accuracy."""
@@ -238,8 +242,8 @@ class Calibration:
             passed=tried.passed,
             hopeless=tried.futile,
             tokens_per_pass=tokens_per_pass(lenient),
-            accuracy=float(np.mean([one.correct for one in lenient])),
-            target_accuracy=float(np.mean([one.correct for one in self._looked_at()])),
+            accuracy=float(values(self.task, lenient).mean()),
+            target_accuracy=float(values(self.task, self._looked_at()).mean()),
             tokens_per_second=self.config.speeds.get(str(decoding)),
         )
 
@@ -274,6 +278,13 @@ class Calibration:
             for sample, loss, alone, lenient in rows
             if loss > at_par and alone
         ]
+
+
+def _weak(task: Task, right: float, n: int) -> str:
+    """How seldom the target is right."""
+    if task.by_degree:
+        return f"the target's {task.measure} is {right / n:.3f} on {n} prompts"
+    return f"the target answers {f'{right:g}' if right else 'none'} of {n} prompts rightly"
 
 
 def tokens_per_pass(answers: Iterable[Answer]) -> float:
@@ -338,6 +349,8 @@ def check_question(pair: Pair, task: Task, folder: Path, config: CertifyConfig) 
         raise InputError(f"task {task.name!r}: its answers {how}; give --loss {other}")
     if config.loss == "task" and not task.has_loss:
         mend = "see docs/your-own-task.md"
+        if task.beside_target:
+            mend = "give --loss disagreement, or a --grader"
         raise InputError(f"task {task.name!r}: has no loss(text, target_text, sample); {mend}")
 
 

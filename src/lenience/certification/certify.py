@@ -19,7 +19,7 @@ from lenience.certification.calibration import (
     calibration,
     tokens_per_pass,
 )
-from lenience.certification.question import BINARY, LOSSES, CertifyConfig
+from lenience.certification.question import BINARY, CertifyConfig
 from lenience.certification.sequential_tests import FUTILITY, fixed_sequence_test
 from lenience.certification.withdrawal import account, as_it_stands, mark
 from lenience.core.files import read_json, write_json
@@ -162,7 +162,7 @@ def _certificate(on: Calibration, folder: Path) -> Certificate:
         max_drop=config.max_drop,
         confidence=config.confidence,
         loss=config.loss,
-        loss_is=LOSSES[config.loss],
+        loss_is=config.loss_of(on.task),
         n=shown.n,
         losses=shown.losses,
         upper_bound=shown.upper_bound,
@@ -176,6 +176,7 @@ def _certificate(on: Calibration, folder: Path) -> Certificate:
         promises_not=PROMISES_NOT,
         tried=tuple(row for chain in outcome.tried for row in chain),
         lost=tuple(on.lost_samples(setting, shown.n)),
+        grading=on.task.grading,
         reason=None if best else _reason(config, shown),
         needed=None if best else _needed(on, setting, shown),
         decoded=on.decoded,

@@ -22,6 +22,7 @@ from lenience.core.errors import InputError
 from lenience.decoding.options import Decoding, given_options
 from lenience.rules.registry import BASELINES
 from lenience.rules.settings import ladder
+from lenience.tasks import Task
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,9 +31,10 @@ Loss = Literal["paired", "net", "disagreement", "task"]
 LOSSES: dict[str, str] = {
     "paired": "the share of prompts that the target alone answers rightly and this decoder wrongly",
     "net": "the target's accuracy minus this decoder's",
-    "disagreement": "the share of prompts on which this decoder's final answer is not the target's",
-    "task": "the mean loss that the task returns",
+    "disagreement": Task.disagreement_is,
+    "task": Task.loss_is,
 }
+"""What each bounds, but for tasks that say it of themselves."""
 BINARY = ("paired", "disagreement")
 """The losses that are 0 or 1 for each prompt."""
 EVER_NAMED = ("window", "stop", "temperature")
@@ -159,6 +161,17 @@ class CertifyConfig:
     @property
     def needs_references(self) -> bool:
         return self.loss in ("paired", "net")
+
+    def needs_target_right(self, task: Task) -> bool:
+        """Whether no more can be lost than the target gets right."""
+        if self.loss == "disagreement":
+            return task.same_where_wrong
+        return self.needs_references or task.by_degree
+
+    def loss_of(self, task: Task) -> str:
+        """What is bounded, in words."""
+        of_task = {"disagreement": task.disagreement_is, "task": task.loss_is}
+        return of_task.get(self.loss, LOSSES[self.loss])
 
     @property
     def bound(self) -> float:

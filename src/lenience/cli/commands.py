@@ -9,6 +9,7 @@ import sys
 import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import cyclopts
@@ -20,6 +21,7 @@ from lenience.cli.named import (
     Models,
     TaskChoice,
     choice_of,
+    fitting,
     is_run,
     known_run,
     left_out,
@@ -56,6 +58,8 @@ from lenience.cli.steps import (
     tune_run,
 )
 from lenience.cli.tables import (
+    found_by,
+    graded,
     print_answer,
     print_counts,
     print_drafter,
@@ -252,7 +256,8 @@ def mine(
     pair = models.load(long=True)
     if not is_run(out):
         remember(out, models, choice)
-    counts = mine_run(pair, task, out, config)
+    with fitting(pair, task, choice) as fits:
+        counts = mine_run(pair, fits, out, config)
     remember(out, models, choice)
     parts = [
         f"{counts.samples} samples",
@@ -262,9 +267,12 @@ def mine(
     ]
     say(", ".join(parts))
     if counts.unanswered:
-        say(unanswered(counts.unanswered, counts.samples, counts.cut_off))
+        found = found_by(task)
+        say(unanswered(counts.unanswered, counts.samples, counts.cut_off, found))
+    if task.grading:
+        say(graded(task.grading))
     if counts.abstained < counts.mismatches:
-        say(f"next: lenience fit {out}")
+        say(f"next: lenience fit {quote(str(out))}")
     if json:
         _print_json({"run": str(out), **asdict(counts)})
 
@@ -379,13 +387,15 @@ def certify(
     flags = flags or CertifyFlags()
     _check_limit(flags.limit)
     config = flags.config(run, given(decoding))
-    task = choice_of(run, choice or TaskChoice()).load()
+    choice = choice_of(run, choice or TaskChoice())
+    task = choice.load()
     needs_draft = _needs_draft(given(decoding))
     pair = models_of(run, models).load(long=True, needs_draft=needs_draft)
-    if flags.plan:
-        outcome = plan_run(pair, task, run, config, flags.pilot).to_json()
-    else:
-        outcome = certify_run(pair, task, run, config).to_json()
+    with fitting(pair, task, choice) as fits:
+        if flags.plan:
+            outcome = plan_run(pair, fits, run, config, flags.pilot).to_json()
+        else:
+            outcome = certify_run(pair, fits, run, config).to_json()
     if json:
         _print_json({"run": str(run), **outcome})
 
@@ -412,11 +422,13 @@ def tune(
     flags = flags or TuneFlags()
     _check_limit(flags.limit)
     config = flags.config(run)
-    task = choice_of(run, choice or TaskChoice()).load()
+    choice = choice_of(run, choice or TaskChoice())
+    task = choice.load()
     models = models_of(run, models)
     models.refuse_vllm("tune")
     pair = models.load(long=True)
-    tuned = tune_run(pair, task, run, config)
+    with fitting(pair, task, choice) as fits:
+        tuned = tune_run(pair, fits, run, config)
     if json:
         races, certificate = tuned.races.to_json(), tuned.certificate.to_json()
         _print_json({"run": str(run), "races": races, **certificate})
@@ -487,7 +499,8 @@ def compare(
     task = choice.load()
     needs_draft = any(_needs_draft(vars(one)) for one in config.decodings())
     pair = models.load(long=True, needs_draft=needs_draft)
-    frontier = compare_run(pair, task, config, flags.out)
+    with fitting(pair, task, choice) as fits:
+        frontier = compare_run(pair, fits, config, flags.out)
     if flags.out is not None:
         from lenience.evaluation.pages import write_report
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -106,6 +108,8 @@ class TaskChoice:
     OpenAI's API (URL or URL,model=NAME), or a model's folder or Hub name."""
     unsafe_local: Annotated[bool, Parameter(negative="", show_default=False)] = False
     """Run programs that a model wrote as this user, where no sandbox works."""
+    skip_long: Annotated[bool, Parameter(negative="", show_default=False)] = False
+    """Leave out prompts that are longer than the models can read."""
     answer: str | None = None
     """How an answer to JSON rows is found: number-after:MARKER, last-number, boxed, choice,
     after:MARKER or regex:PATTERN."""
@@ -120,14 +124,16 @@ class TaskChoice:
 
     def load(self) -> Task:
         from lenience.tasks import JsonlTask, load_task
+        from lenience.tasks.grader import is_address
         from lenience.tasks.rows import told_unread
 
-        options = {name: value for name, value in vars(self).items() if name != "task"}
+        others = ("task", "skip_long")
+        options = {name: value for name, value in vars(self).items() if name not in others}
         if self.prompt_template is not None:
             options["prompt_template"] = self.prompt_template.replace("\\n", "\n")
         if not options.pop("unsafe_local"):
             options["unsafe_local"] = None
-        if self.grader is not None and not self.grader.startswith(("http://", "https://")):
+        if self.grader is not None and not is_address(self.grader):
             options["grader"] = local_grader(self.grader)
         task = load_task(self.task or "wordmath", **options)
         if isinstance(task, JsonlTask) and task.unread:
@@ -136,7 +142,10 @@ class TaskChoice:
 
 
 def local_grader(model: str) -> Grader:
-    """A model on this machine that compares answers."""
+    """A model on this machine that compares answers. Raises InputError for what looks like a
+    server."""
+    if re.match(r"[\w.-]+:\d+", model) and not Path(model).exists():
+        raise InputError(f"--grader {model}: is a server's address; begin it with http://")
     with loading():
         from lenience.decoding.asking import ModelGrader
 
@@ -176,7 +185,8 @@ def choice_of(run: Path, choice: TaskChoice) -> TaskChoice:
     from lenience.tasks import TASKS
 
     kept = _kept(run, "task", TaskChoice)
-    if choice.task is not None and _located(choice.task) != kept.task:
+    named = _located(choice.task) if choice.task is not None else kept.task
+    if named != kept.task and not _same_benchmark(named, kept.task):
         return choice
     if kept.task is None:
         mined = "wordmath"
@@ -189,6 +199,34 @@ def choice_of(run: Path, choice: TaskChoice) -> TaskChoice:
         kept = replace(kept, prompt_field=None, prompt_template=None)
     others = {name: value for name, value in vars(choice).items() if value not in (None, False)}
     return replace(kept, **others)
+
+
+def _same_benchmark(one: str | None, other: str | None) -> bool:
+    """Whether two specs are of one benchmark, perhaps with other options."""
+    from lenience.tasks import BENCHMARKS
+
+    title = (one or "").partition(":")[0]
+    return title in BENCHMARKS and title == (other or "").partition(":")[0]
+
+
+@contextmanager
+def fitting(pair: Pair, task: Task, choice: TaskChoice) -> Iterator[Task]:
+    """A task for a pair, without the prompts that are too long where that is asked; how many were
+    left out is told afterwards."""
+    if not choice.skip_long:
+        yield task
+        return
+    from lenience.decoding.asking import without_long
+
+    shorter = without_long(pair, task)
+    try:
+        yield shorter
+    finally:
+        if shorter.left_out:
+            say(
+                f"{len(shorter.left_out)} prompts of task {task.label} are longer than the models "
+                "can read, and were left out"
+            )
 
 
 def left_out(pair: Pair, run: Path, fold: int | None) -> frozenset[str]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lenience.drafting.planning import Acceptance
     from lenience.evaluation.table import Frontier, HumanGrades
     from lenience.heads.head import Head
+    from lenience.tasks import Task
 
 STYLES = {
     "draft": "black on bright_blue",
@@ -58,6 +59,8 @@ def print_certificate(run: Path, certificate: Certificate) -> None:
         cells = [str(row.window), str(row.n), f"{row.losses:g}", f"{row.upper_bound:.2%}"]
         table.add_row(escape(setting_name(row)), *cells, f"{row.tokens_per_pass:.2f}", verdict)
     wide(100).print(table)
+    if certificate.grading:
+        say(graded(certificate.grading))
     level = certificate.level if certificate.level is not None else 1 - certificate.confidence
     say(f"attempt {certificate.attempt} on such prompts, tested at level {level:.3g}")
     if certificate.withdrawn:
@@ -88,6 +91,15 @@ def _say_why_not(run: Path, certificate: Certificate) -> None:
             f"the run's earlier certificate, of a loss of at most {limit}, stays: certified:{run} "
             f"is {earlier.certified.rule}"
         )
+
+
+def found_by(task: Task) -> str:
+    """How a task's answers are found, as a person may change it."""
+    from lenience.tasks import JsonlTask
+
+    if isinstance(task, JsonlTask):
+        return "how answers are found (--answer)"
+    return f"how task {task.label} finds answers"
 
 
 def print_races(races: Races) -> None:
@@ -148,13 +160,14 @@ def print_plan(plan: Plan) -> None:
     say(f"{least}; – is more than the error is spent over")
 
 
-def unanswered(samples: int, of: int, cut_off: int) -> str:
-    """That in so many samples the target's own response holds no answer, and what to change."""
+def unanswered(samples: int, of: int, cut_off: int, found: str) -> str:
+    """That in so many samples the target's own response holds no answer, and what to change;
+    `found` says how answers are."""
     text = f"in {samples} of {of} samples no answer is found in the target's own response"
     if not cut_off:
-        return f"{text}: look at how answers are found (--answer)"
+        return f"{text}: look at {found}"
     ends = f"{text}; {cut_off} of these responses end at the length limit"
-    further = "" if cut_off == samples else ", and look at how answers are found (--answer)"
+    further = "" if cut_off == samples else f", and look at {found}"
     return f"{ends}: raise --max-new-tokens{further}"
 
 
@@ -180,31 +193,43 @@ def print_table(frontier: Frontier) -> None:
         name = f"{escape(row.name)} [dim]{why(row)}[/]"
         table.add_row(name, str(row.window or "–"), accuracy, loss, *speeds)
     wide(120).print(table)
-    for one in frontier.rows:
-        if one.verdicts:
-            said = ", ".join(f"{count} {kind}" for kind, count in one.verdicts.items())
-            say(f"{one.rule}: {said}")
+    for row in named(frontier.rows):
+        if row.verdicts:
+            said = ", ".join(f"{count} {kind}" for kind, count in row.verdicts.items())
+            window = f", window {row.window}" if row.window else ""
+            say(f"{row.name}{window}: {said}")
     if frontier.grading:
         say(graded(frontier.grading))
+    if frontier.learned_from:
+        say(
+            f"a judge has learned from {frontier.learned_from} of these {n} prompts, and is better "
+            "on them than it will be on others: compare on prompts that were not mined"
+        )
     if not any(row.accuracy for row in frontier.rows):
         say(
-            "no answer is right, so no loss can be seen: look at how answers are found (--answer, "
-            "--same), and at whether they are cut off (--max-new-tokens)"
+            f"{measure} is 0 for every decoder, so no loss can be seen: look at how answers are "
+            "found, and at whether they are cut off (--max-new-tokens)"
         )
 
 
 def print_grades(found: Mapping[str, HumanGrades]) -> None:
     """What people said of each setting."""
     for setting, one in found.items():
-        share = _with_interval(one.win_rate, one.win_rate_interval)
+        low, high = one.win_rate_interval
+        share = f"{one.win_rate:.1%} ({low:.1%}–{high:.1%})"
         counts = f"{one.wins} better, {one.ties} equally good, {one.losses} worse"
-        say(f"{escape(setting)}: {counts} than the target's own; win rate {share}")
+        say(f"{setting}: {counts} than the target's own; win rate {share}")
 
 
 def graded(grading: Mapping[str, int]) -> str:
     """How a grader judged, as a line."""
-    pairs, otherwise, unread = (grading[key] for key in ("pairs", "inconsistent", "unread"))
-    text = f"the grader judged {pairs} pairs of answers, {otherwise} otherwise in the other order"
+    pairs, decided, otherwise, unread = (
+        grading.get(key, 0) for key in ("pairs", "decided", "inconsistent", "unread")
+    )
+    text = (
+        f"the grader judged {pairs} pairs of answers that differ: one better in both orders in "
+        f"{decided}, by its place alone in {otherwise}"
+    )
     return f"{text}; {unread} replies held no verdict" if unread else text
 
 
@@ -303,7 +328,8 @@ def _print_judge(head: Head, folder: Path) -> None:
     screen.print(table)
     say(f"{_auc(head)}; use it as {Judge(str(folder), head.threshold)}")
     if (important := head.metrics["important"]) < TELLING:
-        samples = -(-head.metrics["samples"] * TELLING // important)
+        mined = len(head.prompts or ()) or head.metrics["samples"]
+        samples = -(-mined * TELLING // important)
         say(
             f"{important} important mismatches say little of the strict end: {TELLING} tell a "
             f"recall of 0.99 from 1, so learn from about {samples} samples"

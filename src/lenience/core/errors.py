@@ -1,10 +1,14 @@
-"""The one error that means "what was given is wrong"; torch-free, so that every module may raise
+"""The errors that mean "what was given is wrong"; torch-free, so that every module may raise
 it."""
 
 
 class InputError(ValueError):
     """Wrong input. The message is one line that names the thing and the mend; the command line
     exits with 2."""
+
+
+class TooLong(InputError):
+    """A prompt leaves a model no room for an answer."""
 
 
 def first_line(error: BaseException) -> str:

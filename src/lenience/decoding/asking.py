@@ -13,8 +13,9 @@ from lenience.core.kept import KeptTexts
 from lenience.core.progress import Progress, silent
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
-from lenience.tasks import Task, as_task
+from lenience.tasks import Sample, Task, as_task
 from lenience.tasks.base import Messages
+from lenience.tasks.user import CheckedTask
 
 AT_ONCE = 16
 GRADER_TOKENS = 1024
@@ -26,6 +27,17 @@ def task_for(pair: Pair, task: Task, progress: Progress = silent) -> Task:
     task = as_task(task)
     task.attach(partial(own_answers, pair, task.max_new_tokens, progress))
     return task
+
+
+def without_long(pair: Pair, task: Task) -> CheckedTask:
+    """A task without the samples whose prompts a model cannot read, which its `left_out` names."""
+    models = [lm for lm in pair.models.values() if lm.context_length]
+
+    def fits(sample: Sample) -> bool:
+        ids = pair.target.encode(sample.prompt, any_length=True)
+        return all(len(ids) < lm.context_length for lm in models if lm.context_length)
+
+    return as_task(task).only(fits)
 
 
 def own_answers(

@@ -132,6 +132,8 @@ class Certificate(Record):
     tried: tuple[TriedSetting, ...] = ()
     lost: tuple[LostSample, ...] = ()
     """The prompts on which quality was lost, with both answers."""
+    grading: dict[str, int] | None = None
+    """How a grader judged, see `lenience.tasks.grader.GradingCounts`."""
     reason: str | None = None
     """Why nothing is certified."""
     needed: int | None = None

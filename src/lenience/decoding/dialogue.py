@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
@@ -15,6 +15,7 @@ import torch
 from lenience.core.context import Context, Row
 from lenience.core.noise import Noise
 from lenience.core.types import Step
+from lenience.core.workers import Workers
 from lenience.decoding.loop import Request, decode
 from lenience.decoding.options import Decoding
 from lenience.decoding.response import Response
@@ -201,18 +202,20 @@ class Comparisons(Generic[K]):
     """Comparisons that are made in threads, beside decoding, each for a key."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(AT_ONCE)
+        self._workers = Workers[bool | None](AT_ONCE)
         self._running: dict[Future[bool | None], K] = {}
 
     def close(self) -> None:
         """Leave those that run."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for future in self._running:
+            future.cancel()
+        self._workers.close()
 
     def __len__(self) -> int:
         return len(self._running)
 
     def begin(self, key: K, question: Compare) -> None:
-        self._running[self._pool.submit(question.ask)] = key
+        self._running[self._workers.submit(question.ask)] = key
 
     def wait(self) -> bool:
         """Until one is done; False where there are none."""

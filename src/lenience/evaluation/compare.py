@@ -23,6 +23,7 @@ from lenience.decoding.certified import heads_in, refuse_certified
 from lenience.decoding.generation import Generation
 from lenience.decoding.options import Decoding, given_options
 from lenience.decoding.pair import Pair
+from lenience.evaluation.human import GRADING_FILES, with_grades
 from lenience.evaluation.quality import Quality, beside_target, qualities
 from lenience.evaluation.table import (
     Example,
@@ -38,7 +39,7 @@ from lenience.runs.answers import Answer, Answers
 from lenience.runs.journal import Journal, open_run
 from lenience.runs.ledger import Ledger
 from lenience.runs.record import check_prompts, describe
-from lenience.runs.uses import fitted_in
+from lenience.runs.uses import fitted_in, prompt_digest
 from lenience.tasks import Sample, Task, take
 
 DEFAULT_WINDOWS = (2, 4, 8, 16, 32)
@@ -252,12 +253,14 @@ class Comparison:
                 "machine": machine(self.pair),
                 "measure": "agreement" if self.agreement else self.task.measure,
                 "grading": self.task.grading,
+                "learned_from": self._learned_from(),
                 "rows": table(settings, rows, timings, self.shared, quality),
                 "allocation": allocation(settings, rows, timings, quality),
                 "examples": examples,
             },
             "comparison",
         )
+        frontier = with_grades(folder, frontier)
         write_json(folder / "frontier.json", frontier.to_json())
         return frontier
 
@@ -301,6 +304,13 @@ class Comparison:
             ledger = Ledger(run, self.pair.fingerprints)
             for use, samples in used.items():
                 ledger.note(lm, samples, use=use, key="compare", task=task)
+
+    def _learned_from(self) -> int:
+        """How many of the prompts a head that is compared has learned from."""
+        heads = self.config.heads().values()
+        known = {content for head in heads for content in head.head.prompts or ()}
+        encoded = (self.pair.target.encode(sample.prompt) for sample in self.samples)
+        return sum(prompt_digest(ids) in known for ids in encoded)
 
     def _chooses_window(self, decoder: Decoder) -> bool:
         return len(self.config.windows) > 1 and not decoder.names_window
@@ -437,5 +447,5 @@ class Comparison:
 
 def discard(out: Path) -> None:
     """Forget a comparison, so that its folder takes another one."""
-    for name in ("compare.json", "compare.jsonl", "timings.jsonl", "windows.json"):
+    for name in ("compare.json", "compare.jsonl", "timings.jsonl", "windows.json", *GRADING_FILES):
         (out / name).unlink(missing_ok=True)

@@ -21,7 +21,8 @@ from lenience.rules.registry import BASELINES
 from lenience.runs.answers import Answer
 from lenience.runs.journal import Journal
 
-PAGE, KEY = "grade.html", "grade-key.json"
+PAGE, KEY, GRADED = "grade.html", "grade-key.json", "graded.json"
+GRADING_FILES = (PAGE, KEY, GRADED)
 GRADES = {"left": 1.0, "tie": 0.5, "right": 0.0}
 """What a person says of a pair, as points of the left answer."""
 
@@ -30,7 +31,8 @@ class Pair(Record):
     """Two answers to a prompt, as the key knows them."""
 
     id: str
-    setting: str
+    settings: list[str]
+    """All whose answer is the one beside the target's."""
     target_left: bool
 
 
@@ -60,13 +62,7 @@ def write_page(folder: Path, rules: Sequence[str] = (), limit: int = 50) -> Page
     own = next((given for given in answers.values() if _rule(given) == "target"), None)
     if own is None:
         raise InputError(f"{folder}: its comparison is not finished; run it again first")
-    drawn = random.Random(secrets.token_hex(16))
-    pairs, alike = list[Pair](), 0
-    for setting in _chosen(folder, answers, rules):
-        same, differing = _compared(prompts, own, answers[setting])
-        alike += len(same)
-        for id in differing[:limit]:
-            pairs.append(Pair(id=id, setting=setting, target_left=drawn.random() < 0.5))
+    pairs, alike = _pairs(prompts, own, answers, _chosen(folder, answers, rules), limit)
     if not pairs:
         raise InputError(f"{folder}: no answer differs from the target's own; nothing to grade")
     if (folder / KEY).exists():
@@ -74,13 +70,35 @@ def write_page(folder: Path, rules: Sequence[str] = (), limit: int = 50) -> Page
             f"{folder / PAGE}: is there, and a new page would not take what was graded on it; "
             f"delete {folder / KEY} to begin anew"
         )
-    drawn.shuffle(pairs)
     name = digest([one.to_json() for one in pairs])
     write_json(folder / KEY, Key(page=name, pairs=pairs).to_json())
-    shown = [_blinded(one, prompts[one.id], own, answers[one.setting]) for one in pairs]
+    shown = [_blinded(one, prompts[one.id], own, answers[one.settings[0]]) for one in pairs]
     page = template(PAGE).render(page=name, pairs=shown, title=folder.name)
     (folder / PAGE).write_text(page, encoding="utf-8")
     return Page(folder / PAGE, len(pairs), alike)
+
+
+def _pairs(
+    prompts: Iterable[str],
+    own: dict[str, Answer],
+    answers: dict[str, dict[str, Answer]],
+    settings: Sequence[str],
+    limit: int,
+) -> tuple[list[Pair], int]:
+    """What is shown, in random order: each setting's answers to at most `limit` prompts beside the
+    target's `own`, what two settings say alike once; and how many are the same as the target's."""
+    drawn = random.Random(secrets.token_hex(16))
+    by_content, alike = dict[tuple[str, str], Pair](), 0
+    for setting in settings:
+        same, differing = _compared(prompts, own, answers[setting])
+        alike += len(same)
+        for id in differing[:limit]:
+            new = Pair(id=id, settings=[], target_left=drawn.random() < 0.5)
+            text = answers[setting][id].text.strip()
+            by_content.setdefault((id, text), new).settings.append(setting)
+    pairs = list(by_content.values())
+    drawn.shuffle(pairs)
+    return pairs, alike
 
 
 def _compared(
@@ -108,6 +126,22 @@ def take_grades(folder: Path, filled: Path) -> dict[str, HumanGrades]:
     if not (folder / KEY).exists():
         raise InputError(f"{folder}: has no page of pairs; lenience grade {folder} writes one")
     key = Key.read(read_json(folder / KEY), str(folder / KEY))
+    points: dict[str, list[float]] = {}
+    for number, said in _said(folder, key, filled).items():
+        pair, left = key.pairs[number], GRADES[said]
+        for setting in pair.settings:
+            points.setdefault(setting, []).append(1 - left if pair.target_left else left)
+    found = {setting: _grades(given) for setting, given in points.items()}
+    write_json(folder / GRADED, {setting: one.to_json() for setting, one in found.items()})
+    frontier = Frontier.read(read_json(folder / "frontier.json"), str(folder / "frontier.json"))
+    frontier = with_grades(folder, frontier)
+    write_json(folder / "frontier.json", frontier.to_json())
+    write_report(folder / "report.html", frontier)
+    return found
+
+
+def _said(folder: Path, key: Key, filled: Path) -> dict[int, str]:
+    """What the file that a page gave says of its pairs. Raises InputError for another file."""
     try:
         content = json.loads(filled.read_text(encoding="utf-8-sig"))
         grades = {int(number): str(said) for number, said in content["grades"].items()}
@@ -121,14 +155,22 @@ def take_grades(folder: Path, filled: Path) -> dict[str, HumanGrades]:
         raise InputError(f"{filled}: a grade is left, tie or right of a pair on the page")
     if not grades:
         raise InputError(f"{filled}: no pair is graded yet")
-    points: dict[str, list[float]] = {}
-    for number, said in grades.items():
-        pair = key.pairs[number]
-        left = GRADES[said]
-        points.setdefault(pair.setting, []).append(1 - left if pair.target_left else left)
-    found = {setting: _grades(given) for setting, given in points.items()}
-    _keep(folder, found)
-    return found
+    return grades
+
+
+def with_grades(folder: Path, frontier: Frontier) -> Frontier:
+    """A comparison's figures with what people have said of it."""
+    if not (folder / GRADED).exists():
+        return frontier
+    known = read_json(folder / GRADED)
+    settings = [record["decoding"] for record in read_json(folder / "windows.json")["settings"]]
+    rows = [
+        row.model_copy(update={"human": HumanGrades.read(known[name], str(folder / GRADED))})
+        if (name := str(Decoding.of(setting))) in known
+        else row
+        for setting, row in zip(settings, frontier.rows, strict=True)
+    ]
+    return frontier.model_copy(update={"rows": rows})
 
 
 def _grades(points: list[float]) -> HumanGrades:
@@ -150,20 +192,6 @@ def _wilson(share: float, n: int) -> tuple[float, float]:
     middle = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def _keep(folder: Path, found: dict[str, HumanGrades]) -> None:
-    """Put grades into the comparison's figures and report."""
-    frontier = Frontier.read(read_json(folder / "frontier.json"), str(folder / "frontier.json"))
-    settings = [record["decoding"] for record in read_json(folder / "windows.json")["settings"]]
-    names = {str(Decoding.of(setting)): i for i, setting in enumerate(settings)}
-    rows = list(frontier.rows)
-    for setting, grades in found.items():
-        number = names[setting]
-        rows[number] = rows[number].model_copy(update={"human": grades})
-    frontier = frontier.model_copy(update={"rows": rows})
-    write_json(folder / "frontier.json", frontier.to_json())
-    write_report(folder / "report.html", frontier)
 
 
 def _answers(folder: Path) -> dict[str, dict[str, Answer]]:

@@ -37,17 +37,18 @@ class Quality:
 def qualities(task: Task | None, answers: Sequence[Sequence[Answer]], target: int) -> list[Quality]:
     """Of each setting's answers, by themselves; `target` is the number of the target's own. Without
     a task they are right or wrong."""
-    own = _values(task, answers[target])
+    own = values(task, answers[target])
     found = []
     for given in answers:
-        values = _values(task, given)
-        lost, gained = np.maximum(0, own - values), np.maximum(0, values - own)
+        of_each = values(task, given)
+        lost, gained = np.maximum(0, own - of_each), np.maximum(0, of_each - own)
         counts = task is None or not task.by_degree
-        found.append(Quality(values, lost, gained, _verdicts(given), counts))
+        found.append(Quality(of_each, lost, gained, _verdicts(given), counts))
     return found
 
 
-def _values(task: Task | None, answers: Sequence[Answer]) -> NDArray:
+def values(task: Task | None, answers: Sequence[Answer]) -> NDArray:
+    """How good answers are by themselves, each in [0, 1]."""
     if task is not None and task.by_degree:
         return np.array([1 - (one.loss or 0.0) for one in answers])
     return np.array([float(one.correct) for one in answers])
@@ -61,10 +62,10 @@ def beside_target(
     points = list[float]()
     for start in range(0, len(triples), AT_ONCE):
         points += task.points(triples[start : start + AT_ONCE])
-    values, par = np.array(points), task.at_par
-    lost = np.maximum(0, par - values) / par
-    gained = np.maximum(0, values - par) / (1 - par) if par < 1 else np.zeros(len(values))
-    return Quality(values, lost, gained, _verdicts(answers), counts=False)
+    of_each, par = np.array(points), task.at_par
+    lost = np.maximum(0, par - of_each) / par
+    gained = np.maximum(0, of_each - par) / (1 - par) if par < 1 else np.zeros(len(of_each))
+    return Quality(of_each, lost, gained, _verdicts(answers), counts=False)
 
 
 def _verdicts(answers: Sequence[Answer]) -> dict[str, int]:

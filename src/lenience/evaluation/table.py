@@ -123,8 +123,10 @@ class Frontier(Record, extra="allow"):
     """What `accuracy` and the losses are of: "accuracy", "pass@1", "ROUGE-L", "win rate" or
     "agreement"."""
     grading: dict[str, int] | None = None
-    """Of a grader: how many pairs it judged, how many otherwise in the other order, and how many
-    replies held no verdict."""
+    """How a grader judged, see `lenience.tasks.grader.GradingCounts`."""
+    learned_from: int = 0
+    """How many of the prompts a head that is compared has learned from: on those it is better than
+    it will be on others."""
     split: str
     machine: str
     rows: list[FrontierRow]

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from lenience.core.errors import InputError, first_line
+from lenience.core.errors import InputError, TooLong, first_line
 from lenience.core.identity import tokenizer_fingerprint, tokens_with, weights_fingerprint
 
 if TYPE_CHECKING:
@@ -332,12 +332,13 @@ class LM:
             return {"full_attention": full, "sliding_attention": sliding}
         return {"full_attention": full if kinds else sliding}
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, any_length: bool = False) -> list[int]:
         """Token ids of a prompt: ids as they are, also as a tensor, an array or what a tokenizer
         gives for one text; text and messages through the chat template, where there is one.
 
         Raises InputError for an empty prompt, ids out of range, messages without a template, words
-        that the vocabulary lacks and a prompt that leaves no room in the context.
+        that the vocabulary lacks and, but for `any_length`, a prompt that leaves no room in the
+        context.
         """
         prompt = _plain(prompt)
         if _is_list(prompt, int):
@@ -367,9 +368,9 @@ class LM:
                 f"the prompt holds token ids outside 0…{self.vocab_size - 1}, the vocabulary of "
                 f"{self.name!r}"
             )
-        if self.context_length and len(ids) >= self.context_length:
+        if not any_length and self.context_length and len(ids) >= self.context_length:
             room = f"{self.name!r} has room for {self.context_length - 1} and a new one"
-            raise InputError(f"the prompt has {len(ids)} tokens, {room}; shorten it")
+            raise TooLong(f"the prompt has {len(ids)} tokens, {room}; shorten it")
         return ids
 
     def tokenize(self, text: str, **options: Any) -> Any:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from lenience.core.progress import Progress, silent
 from lenience.core.records import Record
+from lenience.core.workers import Workers
 from lenience.decoding.generation import Generation
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
@@ -194,7 +196,7 @@ class _Scoring:
 
     def __init__(self, task: Task, keep: Callable[[_Decoded, Score], None]):
         self.task, self.keep = task, keep
-        self._pool = ThreadPoolExecutor(1)
+        self._worker = Workers[Scored](1)
         self._waiting: list[_Decoded] = []
         self._running: Future[Scored] | None = None
 
@@ -215,7 +217,7 @@ class _Scoring:
                 self._next()
             except Exception as error:
                 errors.append(error)
-        self._pool.shutdown()
+        self._worker.close()
         if errors:
             raise errors[0]
 
@@ -223,7 +225,7 @@ class _Scoring:
         """Hand over what has been scored, waiting for it, and have the next ones scored."""
         scored, error = self._running.result() if self._running else ([], None)
         part, self._waiting = self._waiting[:MOST_SCORED], self._waiting[MOST_SCORED:]
-        self._running = self._pool.submit(self._score, part) if part else None
+        self._running = self._worker.submit(partial(self._score, part)) if part else None
         for decoded, score in scored:
             self.keep(decoded, score)
         if error:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lenience.core.errors import InputError
+from lenience.core.errors import InputError, TooLong
 from lenience.core.files import read_json
 from lenience.core.records import Record
 from lenience.core.version import VERSION
@@ -17,6 +17,7 @@ from lenience.tasks.base import AnswerValue
 
 if TYPE_CHECKING:
     from lenience.decoding.pair import Pair
+    from lenience.models.lm import LM
 
 
 class ModelRecord(Record):
@@ -146,6 +147,15 @@ def describe(pair: Pair, task: Task, **options: Any) -> dict[str, Any]:
     }
 
 
+def encoded(lm: LM, task: Task, sample: Sample) -> list[int]:
+    """The token ids of a sample's prompt. Raises InputError that names the sample."""
+    try:
+        return lm.encode(sample.prompt)
+    except InputError as error:
+        mend = ", or leave such out (--skip-long)" if isinstance(error, TooLong) else ""
+        raise InputError(f"task {task.name!r}, sample {sample.id}: {error}{mend}") from None
+
+
 def check_prompts(
     pair: Pair, task: Task, samples: Sequence[Sample], max_new_tokens: int | None
 ) -> int:
@@ -154,10 +164,7 @@ def check_prompts(
     if max_new_tokens is not None and max_new_tokens < 1:
         raise InputError(f"max_new_tokens {max_new_tokens}: must be 1 or more")
     for sample in samples:
-        try:
-            ids = pair.target.encode(sample.prompt)
-            if pair.draft is not None:  # both must have room for it
-                pair.draft.encode(ids)
-        except InputError as error:
-            raise InputError(f"task {task.name!r}, sample {sample.id}: {error}") from None
+        encoded(pair.target, task, sample)
+        if pair.draft is not None:  # both must have room for it
+            encoded(pair.draft, task, sample)
     return max_new_tokens or task.max_new_tokens

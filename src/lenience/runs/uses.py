@@ -16,7 +16,7 @@ from lenience.core.errors import InputError
 from lenience.core.files import digest, read_json
 from lenience.core.records import Record
 from lenience.runs.journal import Journal
-from lenience.runs.record import mined_samples
+from lenience.runs.record import encoded, mined_samples
 from lenience.tasks import Sample, Task, take
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def draw_rows(lm: LM, task: Task, draw: Draw, uses: Iterable[Use]) -> list[Sampl
             break
         if sample.id in rows.by_id and rows.by_id[sample.id].key == draw.key:
             continue  # its own already, for this or another use
-        used_for = rows.take(sample, prompt_digest(lm.encode(sample.prompt)))
+        used_for = rows.take(sample, prompt_digest(encoded(lm, task, sample)))
         if used_for is None:
             drawn.append(sample)
         elif draw.ids:
@@ -200,6 +200,7 @@ class _Rows:
     """Which rows of a task are used."""
 
     def __init__(self, task: Task, samples: Sequence[Sample], uses: Iterable[Use]):
+        self._task = task
         self._samples = {sample.id: sample for sample in samples}
         self.by_id = dict[str, Use]()
         self._elsewhere: Counter[str] = Counter()
@@ -218,7 +219,7 @@ class _Rows:
         if self._elsewhere:
             grouped = [one for one in self._samples.values() if group_of(one) is not None]
             for sample in grouped:
-                if self._elsewhere[prompt_digest(lm.encode(sample.prompt))]:
+                if self._elsewhere[prompt_digest(encoded(lm, self._task, sample))]:
                     self._groups.add(group_of(sample))
 
     def own(self, draw: Draw) -> list[Sample]:

@@ -89,21 +89,21 @@ def load_task(
         return Graded(task, Endpoint(grader) if isinstance(grader, str) else grader)
     if spec.partition(":")[0] in BENCHMARKS:
         return _benchmark(spec, data, options)
+    known = ", ".join([*TASKS, *BENCHMARKS])
+    file, _, name = spec.rpartition(":")
+    if not (from_json or spec in TASKS or file.endswith(".py")):
+        raise InputError(
+            f"there is no task {spec!r}; name one of {known}, a FILE.jsonl or a file.py:Name"
+        )
     if data is not None:
-        raise InputError(f"data {data}: is for benchmarks: {', '.join(BENCHMARKS)}")
+        raise InputError(
+            f"data {data}: is for benchmarks, {', '.join(BENCHMARKS)}, and the task is {spec!r}"
+        )
     if from_json:
         return _from_json([Path(file) for file in files], options)
     if options:
         raise InputError(f"task {spec!r}: {next(iter(options))} is for tasks from JSON files")
-    if spec in TASKS:
-        return TASKS[spec]()
-    file, _, name = spec.rpartition(":")
-    if file.endswith(".py"):
-        return task_in_file(Path(file), name)
-    known = ", ".join([*TASKS, *BENCHMARKS])
-    raise InputError(
-        f"there is no task {spec!r}; name one of {known}, a FILE.jsonl or a file.py:Name"
-    )
+    return TASKS[spec]() if spec in TASKS else task_in_file(Path(file), name)
 
 
 def _from_json(paths: list[Path], options: Mapping[str, Any]) -> Task:

@@ -65,6 +65,15 @@ class Task:
     beside the target's own response."""
     at_par: float = 1.0
     """The quality of a response that is the target's own, where `beside_target`."""
+    same_where_wrong: bool = False
+    """Whether two responses agree where both are wrong: then no more can disagree than the target
+    gets right."""
+    loss_is: str = "the mean loss that the task returns"
+    """What `loss` is on average, as a certificate says it."""
+    disagreement_is: str = (
+        "the share of prompts on which this decoder's final answer is not the target's"
+    )
+    """What the share of responses that are not the `same` is, as a certificate says it."""
 
     def samples(self, split: str) -> Iterable[Sample]:
         """The samples of a split, "train" or "test", always in the same order."""

@@ -31,12 +31,19 @@ class MtBench(Published):
     measure = "agreement"
     beside_target = True
     scores_by_reference = False
+    disagreement_is = "the share of prompts on which this decoder's text is not the target's"
     turns: Literal["both", "first"] = "both"
     category: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._own_answers: OwnAnswers | None = None
+        self._categories = set[str]()
+
+    @property
+    def choices(self) -> str:
+        there = ", ".join(sorted(self._categories))
+        return f"category={self.category} is none of {there}" if self.category else ""
 
     def attach(self, own_answers: OwnAnswers) -> None:
         self._own_answers = own_answers
@@ -45,6 +52,7 @@ class MtBench(Published):
         turns, category = list(row["turns"]), str(row.get("category", ""))
         if not turns or not all(isinstance(turn, str) for turn in turns):
             raise InputError('its "turns" is no list of texts')
+        self._categories.add(category)
         if self.category and category != self.category:
             return None
         references = row.get("reference") or row.get("reference_answer") or []
@@ -54,8 +62,6 @@ class MtBench(Published):
 
     def samples(self, split: str) -> Iterator[Sample]:
         questions = list(super().samples(split))
-        if not questions and self.category:
-            raise InputError(f"task mtbench: there is no category {self.category!r} in its file")
         several = [one for one in questions if len(one.metadata["turns"]) > 1]
         answers = dict[str, str]()
         if several and self.turns == "both":

@@ -78,13 +78,13 @@ class ChoiceTask(Published):
             )
         for path in files[role]:
             for where, row in self._rows(path):
-                question = question_of(row, where)
+                question = self._question(row, where)
                 shown = self._shown.setdefault(question.subject, [])
                 if len(shown) < self.shots:
                     shown.append(question)
 
     def read(self, row: Row, where: str, role: str) -> Sample | None:
-        question = question_of(row, where)
+        question = self._question(row, where)
         shown = self._shown.get(question.subject, [])
         if question in shown:
             return None
@@ -97,6 +97,11 @@ class ChoiceTask(Published):
             prompt = self.head.format(about=about) + "".join(solved) + asked
         stratum = {"choices": len(letters), "stratum": question.subject or question.letter}
         return Sample(str(row.get("id", "")), prompt, question.letter, stratum)
+
+    def _question(self, row: Row, where: str) -> Question:
+        if (whose := _origin(row)) and whose != self.title:
+            raise InputError(f"is a row of {whose}; write --task {whose}")
+        return question_of(row, where)
 
     def _chosen(self, samples: list[Sample], split: str) -> list[Sample]:
         if split != "test" or not self.subset:
@@ -138,6 +143,16 @@ class CommonsenseQa(ChoiceTask):
     title: ClassVar[str] = "csqa"
     train_roles: ClassVar[tuple[str, ...]] = ("train",)
     shot_roles: ClassVar[tuple[str, ...]] = ("train",)
+
+
+def _origin(row: Row) -> str | None:
+    """Of which of these benchmarks a row is, by its fields."""
+    asked = row.get("question")
+    if "question_concept" in row or (isinstance(asked, Mapping) and "question_concept" in asked):
+        return "csqa"
+    if isinstance(asked, Mapping) or isinstance(row.get("choices"), Mapping):
+        return "arc"
+    return "mmlu" if {"choices", "answer"} <= row.keys() else None
 
 
 def question_of(row: Row, where: str = "") -> Question:

@@ -57,6 +57,11 @@ class CodeTask(Published):
     measure = "pass@1"
     compares_slowly = True
     scores_by_reference = False
+    same_where_wrong = True
+    disagreement_is = (
+        "the share of prompts on which, of this decoder's program and the target's, one passes "
+        "its tests and the other does not"
+    )
     unsafe_local: bool = False
 
     def __post_init__(self) -> None:
@@ -82,7 +87,8 @@ class CodeTask(Published):
             return None
         if a == b:
             return True
-        assert sample is not None
+        if sample is None:  # its tests are the sample's
+            return None
         return self._known(a, sample).passed == self._known(b, sample).passed
 
     def score(self, pairs: Sequence[tuple[str, Sample]]) -> list[Score]:

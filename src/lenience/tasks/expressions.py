@@ -13,6 +13,7 @@ from importlib.util import find_spec
 
 from lenience.core.errors import InputError
 
+COMMAND = [sys.executable, "-m", "lenience.tasks.expressions"]
 SECONDS = 20.0
 """For one comparison; math-verify gives up earlier by itself."""
 
@@ -34,11 +35,13 @@ def comparer() -> _Comparer:
 
 
 class _Comparer:
-    """A process that compares expressions, begun anew where it hangs."""
+    """A process that compares expressions, begun anew where it hangs or dies."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
+        self._works = False
+        """Whether it has ever answered."""
 
     def ask(self, a: str, b: str) -> bool | None:
         with self._lock:
@@ -48,18 +51,20 @@ class _Comparer:
                 process.stdin.write(json.dumps([a, b]) + "\n")
                 process.stdin.flush()
             except BrokenPipeError:
-                return self._over()
+                return self._over(process, hangs=False)
             with selectors.DefaultSelector() as ready:
                 ready.register(process.stdout, selectors.EVENT_READ)
-                line = process.stdout.readline() if ready.select(SECONDS) else ""
+                hangs = not ready.select(SECONDS)
+            line = "" if hangs else process.stdout.readline()
             if not line:
-                return self._over()
+                return self._over(process, hangs)
+            self._works = True
             same: bool | None = json.loads(line)
             return same
 
     def _start(self) -> subprocess.Popen[str]:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "lenience.tasks.expressions"],
+            COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -67,13 +72,25 @@ class _Comparer:
         )
         return self._process
 
-    def _over(self) -> bool:
-        """Leave a process that hangs or has died; what it was asked is not the same."""
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
+    def _over(self, process: subprocess.Popen[str], hangs: bool) -> bool:
+        """Leave a process that hangs or has died; what it was asked is not the same. Raises
+        InputError where none has answered anything yet, nor does."""
+        process.kill()
+        process.wait()
         self._process = None
+        if not (hangs or self._works):
+            _check()
         return False
+
+
+def _check() -> None:
+    """Raise InputError where a process cannot compare a number with itself."""
+    ended = subprocess.run(
+        COMMAND, input='["1", "1.0"]', capture_output=True, text=True, timeout=60, check=False
+    )
+    if ended.stdout.strip() != "true":
+        lines = ended.stderr.strip().splitlines() or [f"it ended with {ended.returncode}"]
+        raise InputError(f"math-verify does not work here ({lines[-1][:200]}); install it anew")
 
 
 def _answer(a: str, b: str) -> bool | None:

@@ -8,8 +8,8 @@ import re
 import time
 import urllib.error
 import urllib.request
+import warnings
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from http.client import HTTPException, InvalidURL
 from threading import Lock
@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from lenience.core.errors import InputError, first_line
 from lenience.core.files import cache_folder, digest
 from lenience.core.kept import KeptTexts
+from lenience.core.workers import each
 from lenience.tasks.base import Messages, Sample, Score, Task
 
 AT_ONCE = 8
@@ -25,6 +26,8 @@ AT_ONCE = 8
 ATTEMPTS = 5
 SECONDS = 120.0
 """For one question."""
+ENOUGH = 10
+"""Pairs of answers that tell whether a grader grades at all."""
 KEYS = ("LENIENCE_GRADER_KEY", "OPENAI_API_KEY")
 INSTRUCTION = (
     "You compare two answers of assistants to the last question of a user. Judge which one serves "
@@ -43,7 +46,7 @@ class Grader(Protocol):
     """What its replies are kept under."""
 
     def ask(self, prompts: Sequence[Messages]) -> list[str]:
-        """The replies to prompts, in their order."""
+        """The replies to prompts, in their order; "" for one that is empty."""
         ...
 
 
@@ -57,14 +60,15 @@ class Endpoint:
         name, _, model = rest.partition("=")
         if rest and (name != "model" or not model):
             raise InputError(f"--grader {spec}: write URL or URL,model=NAME")
+        if not is_address(url):
+            raise InputError(f"--grader {spec}: is no address; write http://HOST:PORT/v1")
         self.url, self._wait = url.rstrip("/"), wait
         """`wait`: seconds before the second attempt, doubled before each further one."""
         self.model = model or self._first_model()
         self.name, self.source = self.model, f"{self.model} at {self.url}"
 
     def ask(self, prompts: Sequence[Messages]) -> list[str]:
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            return list(pool.map(self._ask, prompts))
+        return each(self._ask, prompts, AT_ONCE)
 
     def _first_model(self) -> str:
         try:
@@ -72,12 +76,16 @@ class Endpoint:
             return str(listed[0]["id"])
         except (RuntimeError, LookupError, TypeError) as error:
             why = first_line(error)
-            raise InputError(f"--grader {self.url}: lists no model ({why}); give model=") from None
+            mend = "" if self.url.endswith("/v1") else f"write {self.url}/v1, or "
+            raise InputError(
+                f"--grader {self.url}: lists no model ({why}); {mend}give model="
+            ) from None
 
     def _ask(self, messages: Messages) -> str:
         body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": 1024}
         try:
-            return str(self._request("chat/completions", body)["choices"][0]["message"]["content"])
+            message = self._request("chat/completions", body)["choices"][0]["message"]
+            return str(message["content"] or "")
         except (LookupError, TypeError) as error:
             raise RuntimeError(
                 f"grader {self.source}: no reply in its answer ({error!r})"
@@ -94,7 +102,7 @@ class Endpoint:
                 with urllib.request.urlopen(request, timeout=SECONDS) as response:
                     return json.load(response)
             except urllib.error.HTTPError as error:
-                why = f"{error.code} {error.reason}"
+                why = f"{error.code} {error.reason}: {_said(error)}"
                 if error.code != 429 and error.code < 500:
                     break
             except InvalidURL as error:
@@ -102,8 +110,22 @@ class Endpoint:
             except (OSError, ValueError, HTTPException) as error:
                 why = first_line(error)
             if attempt < ATTEMPTS - 1:
+                warnings.warn(f"grader {self.url}: {why}; it is asked again", stacklevel=2)
                 time.sleep(self._wait * 2**attempt)
         raise RuntimeError(f"grader {self.url}: {path} failed ({why})")
+
+
+def is_address(text: str) -> bool:
+    """Whether a grader is a server's address."""
+    return text.startswith(("http://", "https://"))
+
+
+def _said(error: urllib.error.HTTPError) -> str:
+    """What a server said of an error, in a line."""
+    try:
+        return " ".join(error.read(2000).decode("utf-8", "replace").split())[:300]
+    except (OSError, HTTPException):
+        return ""
 
 
 @dataclass
@@ -111,10 +133,26 @@ class GradingCounts:
     """How a grader judged so far, in pairs of answers that differ."""
 
     pairs: int = 0
+    decided: int = 0
+    """Where both orders of the two made it prefer the same one."""
     inconsistent: int = 0
     """Where the other order of the two made it prefer the other one: a tie then."""
     unread: int = 0
     """Replies without a verdict, taken as a tie."""
+
+    @property
+    def fault(self) -> str | None:
+        """What shows, after ENOUGH pairs, that these are no judgements."""
+        if self.pairs < ENOUGH:
+            return None
+        if self.unread > self.pairs:
+            return f"{self.unread} of {2 * self.pairs} replies hold no verdict"
+        if not self.decided and 2 * self.inconsistent > self.pairs:
+            return (
+                f"it prefers an answer by its place in {self.inconsistent} of {self.pairs} pairs, "
+                "and has decided none"
+            )
+        return None
 
 
 class Graded(Task):
@@ -122,13 +160,16 @@ class Graded(Task):
 
     Better or worse is what both orders say; all else is a tie. An answer agrees with the target's
     own where it is not worse; its points, 1 for a win, 0.5 for a tie and 0 for a loss, make the win
-    rate (Zheng 2023). Replies are kept by their contents, so that nothing is asked twice.
+    rate (Zheng 2023). Replies with a verdict are kept by their contents, so that none is asked for
+    twice. Raises InputError where its replies are no judgements, see `GradingCounts.fault`.
     """
 
     compares_slowly = True
     measure = "win rate"
     beside_target = True
     at_par = 0.5
+    loss_is = "the share of prompts on which the grader prefers the target's answer"
+    disagreement_is = loss_is
 
     def __init__(self, task: Task, grader: Grader):
         self.task, self.grader = task, grader
@@ -137,7 +178,9 @@ class Graded(Task):
         self.name = f"{task.name} graded by {grader.name}"
         self.counts = GradingCounts()
         self._counted = set[str]()
-        self._replies = KeptTexts(cache_folder() / "graders" / f"{digest(grader.source, 6)}.jsonl")
+        self._kept = KeptTexts(cache_folder() / "graders" / f"{digest(grader.source, 6)}.jsonl")
+        self._unread = dict[str, str]()
+        """Replies without a verdict, by their questions."""
         self._lock = Lock()
 
     @property
@@ -182,29 +225,40 @@ class Graded(Task):
             orders = (_question(sample, text, other), _question(sample, other, text))
             first, second = (digest(one, 16) for one in orders)
             for key, question in zip((first, second), orders):
-                if key not in self._replies:
+                if key not in self._kept and key not in self._unread:
                     asked[key] = question
             pairs.append((first, second))
         self._ask(asked)
         return [0.5 if keys is None else self._points(*keys) for keys in pairs]
 
     def _ask(self, asked: dict[str, Messages]) -> None:
-        """Put questions to the grader, each kept as it comes back."""
+        """Put questions to the grader; a reply with a verdict is kept as it comes back."""
         keys = list(asked)
         for start in range(0, len(keys), AT_ONCE):
             some = keys[start : start + AT_ONCE]
             for key, reply in zip(some, self.grader.ask([asked[key] for key in some])):
-                self._replies.add(key, reply)
+                if _verdict(reply):
+                    self._kept.add(key, reply)
+                else:
+                    self._unread[key] = reply
 
     def _points(self, first: str, second: str) -> float:
         """Of the answer that is A in the first question and B in the second."""
-        verdicts = [_verdict(self._replies[key]) for key in (first, second)]
-        if first not in self._counted:
-            with self._lock:
+        verdicts = [
+            _verdict(self._kept[key]) if key in self._kept else None for key in (first, second)
+        ]
+        with self._lock:
+            if first not in self._counted:
                 self._counted.add(first)
                 self.counts.pairs += 1
+                self.counts.decided += verdicts in (["A", "B"], ["B", "A"])
                 self.counts.unread += verdicts.count(None)
                 self.counts.inconsistent += verdicts in (["A", "A"], ["B", "B"])
+            fault = self.counts.fault
+        if fault:
+            reply = next(iter(self._unread.values()), "")
+            such = f", such as {' '.join(reply.split())[:80]!r}" if "verdict" in fault else ""
+            raise InputError(f"grader {self.grader.name}: {fault}{such}; name another model")
         if verdicts == ["A", "B"]:
             return 1.0
         return 0.0 if verdicts == ["B", "A"] else 0.5

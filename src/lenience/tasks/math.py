@@ -120,6 +120,11 @@ class Math(Published):
         "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.level <= 5:
+            raise InputError(f"math's level must be 1 to 5, or 0 for all, not {self.level}")
+
     def open(self, data: str) -> Self:
         comparer()  # is there, or is told before anything is decoded
         return super().open(data)

@@ -71,7 +71,13 @@ class Published(Task):
             samples = [one for path in paths for one in self._samples_of(path, role, top)]
             self._given[role] = _distinct(samples, self.title)
         if not any(self._given.values()):
-            raise InputError(f"task {self.title}, {data}: there is no problem in it")
+            why = f" that its options take ({self.choices})" if self.choices else ""
+            raise InputError(f"task {self.title}, {data}: there is no problem in it{why}")
+        if not self.is_one_set and (self.fold, self.sets) != (type(self).fold, type(self).sets):
+            raise InputError(
+                f"task {self.title}, {data}: has a test set of its own; fold and sets are for what "
+                "is published as one set"
+            )
         self.version = type(self).version
         self.name = f"{self.spec} ({_digest(files)}) version={self.version}"
         return self
@@ -111,6 +117,11 @@ class Published(Task):
         """The sample of a row, its id empty where the row has none; None for one that the options
         leave out. Raises InputError or KeyError where the row is of another benchmark."""
         raise NotImplementedError
+
+    @property
+    def choices(self) -> str:
+        """Which options leave out samples, where any were given."""
+        return self.spec.partition(":")[2]
 
     def _prepare(self, files: dict[str, list[Path]]) -> None:
         """Look at the files before their samples are read."""
@@ -220,12 +231,27 @@ def _in_folder(folder: Path, suffixes: tuple[str, ...]) -> list[tuple[str, Path]
     benchmarks."""
     paths = [one for one in sorted(folder.rglob("*")) if one.name.lower().endswith(suffixes)]
     paths = [one for one in paths if one.is_file() and one.name != "dataset_infos.json"]
+    paths = _each_once(paths, suffixes)
     inside = {one.relative_to(folder).parts[0] for one in paths if one.parent != folder}
-    apart = sorted(one for one in inside if one.lower() != "data" and not _role_in(one))
-    if len(apart) > 1 and not any(_role_in(part) for part in inside):
-        names = ", ".join(apart[:6])
+    apart = {one for one in inside if one.lower() != "data" and not _role_in(one)}
+    parts = ((one, one.relative_to(folder).parts[0]) for one in paths)
+    whole = {part for one, part in parts if part in apart and _role_in(one.name)}
+    several = sorted(apart if apart == inside else whole)
+    if len(several) > 1:
+        names = ", ".join(several[:6])
         raise InputError(f"--data {folder}: holds several ({names}); name one of these folders")
     return [(_role_of(path, folder), path) for path in paths]
+
+
+def _each_once(paths: Sequence[Path], suffixes: tuple[str, ...]) -> list[Path]:
+    """Of files that are the same in several formats, those of the first suffix."""
+    ends = {
+        path: next(end for end in suffixes if path.name.lower().endswith(end)) for path in paths
+    }
+    first: dict[Path, Path] = {}
+    for path in sorted(paths, key=lambda one: suffixes.index(ends[one])):
+        first.setdefault(path.parent / path.name[: -len(ends[path])], path)
+    return [path for path in paths if path in first.values()]
 
 
 def _role_of(path: Path, top: Path) -> str:

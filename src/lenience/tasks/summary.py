@@ -26,6 +26,7 @@ class RougeTask(Published):
 
     version = 1
     by_degree = True
+    same_where_wrong = True
     rouge: Literal["rouge1", "rouge2", "rougeL", "rougeLsum"] = "rougeL"
     within: float = 0.02
 
@@ -34,6 +35,11 @@ class RougeTask(Published):
         if not 0 <= self.within <= 1:
             raise InputError(f"{self.title}'s within must be from 0 to 1, not {self.within:g}")
         self.measure = self.rouge.replace("rouge", "ROUGE-")
+        self.loss_is = f"by how much {self.measure} is lower than the target's, on average"
+        self.disagreement_is = (
+            f"the share of prompts on which {self.measure} is not the target's within "
+            f"{self.within:g}"
+        )
 
     def open(self, data: str) -> Self:
         _scorer(self.rouge)  # is there, or is told before anything is decoded
@@ -104,7 +110,7 @@ class Continuation(RougeTask):
         return Sample(str(row.get("id", "")), " ".join(words[: self.words]), " ".join(rest))
 
     def _rows(self, path: Path) -> Iterator[tuple[str, Row]]:
-        if path.suffix != ".txt":
+        if path.suffix.lower() != ".txt":
             yield from super()._rows(path)
             return
         try:

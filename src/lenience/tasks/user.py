@@ -7,6 +7,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -17,23 +18,32 @@ from lenience.tasks.base import AnswerValue, Messages, Sample, Score, Task
 
 NEEDED = ("name", "samples", "answer")
 DOCS = "see docs/your-own-task.md"
-TRAITS = ("compares_slowly", "measure", "by_degree", "beside_target", "at_par")
+TRAITS = (
+    "compares_slowly",
+    "measure",
+    "by_degree",
+    "beside_target",
+    "at_par",
+    "same_where_wrong",
+    "loss_is",
+    "disagreement_is",
+)
 """What a task may say of itself."""
 
 
-def as_task(task: Any, where: str = "", version: str | None = None) -> Task:
+def as_task(task: Any, where: str = "", version: str | None = None) -> CheckedTask:
     """A task from any object with a task's methods, where what these give or raise is told by the
     sample's name; `answer(text)` and `same(a, b)` may leave out the sample. A `version` takes the
     place of the task's own. Raises InputError that names what is missing, and `where`."""
-    if isinstance(task, _CheckedTask) and version is None:
+    if isinstance(task, CheckedTask) and version is None:
         return task
     if lacking := [part for part in NEEDED if not hasattr(task, part)]:
         name = where or type(task).__name__
         raise InputError(f"task {name}: lacks {', '.join(lacking)}; {DOCS}")
-    return _CheckedTask(task, version)
+    return CheckedTask(task, version)
 
 
-class _CheckedTask(Task):
+class CheckedTask(Task):
     """The methods of a task over those of an object, each called as it is declared and its result
     checked."""
 
@@ -46,6 +56,9 @@ class _CheckedTask(Task):
         self.failures_are_wrong = getattr(task, "failures_are_wrong", False)
         for trait in TRAITS:
             setattr(self, trait, getattr(task, trait, getattr(Task, trait)))
+        self.left_out = set[str]()
+        """The ids of samples that do not fit."""
+        self._fits: Callable[[Sample], bool] = lambda _: True
         self._told = False
         self._same, self._correct, self._score, self._loss, self._reads, self._reference = (
             _own(task, part) for part in ("same", "correct", "score", "loss", "reads", "reference")
@@ -77,7 +90,16 @@ class _CheckedTask(Task):
                 raise InputError(
                     f"task {self.name!r}: samples gave {sample!r:.60}, which is no Sample; {DOCS}"
                 )
-            yield sample
+            if self._fits(sample):
+                yield sample
+            else:
+                self.left_out.add(sample.id)
+
+    def only(self, fits: Callable[[Sample], bool]) -> CheckedTask:
+        """The same task without the samples that do not fit."""
+        task = copy(self)
+        task.left_out, task._fits = set(), fits
+        return task
 
     def reference(self, given: str) -> str:
         return self._reference(given) if self._reference else super().reference(given)

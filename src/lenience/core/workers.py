@@ -1,0 +1,60 @@
+"""Threads for work that waits for others. Unlike those of an executor they do not hold up the
+process's end: what waits for a server that hangs is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+A = TypeVar("A")
+
+
+class Workers(Generic[T]):
+    """At most `most` threads, begun as they are needed."""
+
+    def __init__(self, most: int):
+        self._most, self._begun = most, 0
+        self._waiting = SimpleQueue[tuple[Future[T], Callable[[], T]] | None]()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Do work as soon as a thread is free."""
+        future = Future[T]()
+        self._waiting.put((future, work))
+        if self._begun < self._most:
+            self._begun += 1
+            Thread(target=self._work, daemon=True).start()
+        return future
+
+    def close(self) -> None:
+        """Leave what runs; each thread ends after what was submitted."""
+        for _ in range(self._begun):
+            self._waiting.put(None)
+        self._begun = 0
+
+    def _work(self) -> None:
+        while item := self._waiting.get():
+            future, work = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+
+def each(function: Callable[[A], Any], values: Iterable[A], most: int) -> list[Any]:
+    """What a function gives for values, in their order, `most` of them at once. Raises what the
+    first that fails raises, and begins no further ones then."""
+    workers = Workers[Any](most)
+    futures = [workers.submit(partial(function, value)) for value in values]
+    try:
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
+        workers.close()
