@@ -17,7 +17,9 @@ import torch
 
 import lenience
 from lenience import InputError
-from lenience.decoding.dialogue import WINDOW, Continue, Predict
+from lenience.core.recall import Recall, Recollection
+from lenience.decoding import dialogue
+from lenience.decoding.dialogue import LONGEST_ON_CPU, Continue, Dialogue, Predict
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Inputs
@@ -246,8 +248,72 @@ def test_only_what_changed_is_read(llama: Pair, tmp_path: Path) -> None:
         # only the first reads the prompt, which a fresh prefill at each swap would read again
         new = len(record["prompt_ids"]) + len(record["final_ids"])
         assert (
-            record["cost"]["target_tokens"] <= new + (WINDOW + 1) * record["cost"]["target_passes"]
+            record["cost"]["target_tokens"]
+            <= new + (LONGEST_ON_CPU + 1) * record["cost"]["target_passes"]
         )
+
+
+def again(prompts: list[list[int]], limit: int, times: int) -> Dialogue[list[list[int]]]:
+    """How the target goes on from prompts, asked several times."""
+    answers = []
+    for _ in range(times):
+        for ids in prompts:
+            answers.append((yield Continue(ids, limit)))
+    return answers
+
+
+@pytest.mark.parametrize("window", [2, 8, 32])
+def test_what_was_said_before_is_recalled(
+    window: int, llama: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dialogue, "LONGEST_ON_CPU", window)
+    prompts = [[3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8, 7, 6, 5, 4, 3, 2, 1, 3, 4]]
+    own = [llama.generate(ids, rule="target", max_new_tokens=60).tokens for ids in prompts]
+    dialogues = [again(prompts, 60, 3), again(prompts[::-1], 60, 1)]
+    capacity = 60 + max(map(len, prompts))
+    first, second = sorted(
+        llama.converse(dialogues, size=2, capacity=capacity), key=lambda one: one.number
+    )
+    assert first.result == own * 3 and second.result == own[::-1]
+    assert first.cost.target_passes < 2.2 * second.cost.target_passes
+
+
+def test_the_cost_of_a_search_does_not_depend_on_its_company(llama: Pair) -> None:
+    prompts = [[[3, 4, i], [i]] for i in range(2, 10)]
+    found = []
+    for size in (1, 3, 8):
+        ended = llama.converse([again(some, 30, 2) for some in prompts], size=size, capacity=40)
+        costs = [(one.number, one.cost) for one in ended]
+        found.append(
+            sorted((n, c.target_passes, c.target_tokens, c.draft_tokens) for n, c in costs)
+        )
+    assert found[0] == found[1] == found[2]
+
+
+def test_the_longest_end_is_looked_up_and_the_latest_of_equals() -> None:
+    known = Recollection()
+    for text in ([1, 2, 3, 4, 5], [9, 2, 3, 4, 6], [8, 1, 2, 3, 4, 7]):
+        Recall(known, 0, []).end(text)
+
+    def following(end: list[int], least: int = 3) -> list[int] | None:
+        place = known.find(end, least)
+        return None if place is None else known.following(place, 9)[0]
+
+    assert following([2, 3, 4]) == [7] and following([0, 1, 2, 3, 4]) == [7]
+    assert following([9, 2, 3, 4]) == [6]
+    assert following([3, 4]) is None and following([2, 3, 4], least=4) is None
+
+
+def test_what_the_draft_wanted_is_known_of_what_was_kept() -> None:
+    known = Recollection()
+    one = Recall(known, 0, [1, 2], [None, None])
+    one.ahead = [3, 4, 5]  # 3 and 4 were proposed; 3 was kept, and 6 follows
+    one.go_on([1, 2, 3, 6])
+    one.ahead = [7, 8]  # 7 was kept; of what follows nothing was asked
+    one.end([1, 2, 3, 6, 7, 9, 9])
+    place = known.find([1, 2, 3], 3)
+    assert place is not None
+    assert known.following(place, 9) == ([6, 7, 9, 9], [4, 7, 8, None])
 
 
 SCRIPT = """

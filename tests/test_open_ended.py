@@ -39,7 +39,8 @@ from lenience.mining.fit import HeadPlan, fit_run
 from lenience.mining.search import MineConfig, mine
 from lenience.runs.uses import prompt_digest
 from lenience.tasks import Graded, Sample
-from lenience.tasks.grader import Endpoint
+from lenience.tasks.code import HumanEval
+from lenience.tasks.grader import RIGHT, Endpoint
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -160,6 +161,7 @@ def test_a_grader_is_asked_in_both_orders(serve: Any, tmp_path: Path) -> None:
 
 def test_a_worse_answer_is_lost_by_every_loss(serve: Any, pair: Pair, tmp_path: Path) -> None:
     own: set[str] = set()  # the target's answers, which are always better
+    own.add(RIGHT)
     server = serve(lambda a, b: "[[A]]" if a in own else "[[B]]")
     task = lenience.task("mtbench:turns=first", data=questions(tmp_path, 150), grader=server.url)
     prompts = [one.prompt for one in task.samples("train")]
@@ -198,6 +200,17 @@ def test_a_grader_that_does_not_grade_is_refused(serve: Any, tmp_path: Path) -> 
             task.points([("9", "x", SAMPLE)])
 
 
+@pytest.mark.parametrize("reply", [None, "[[A]]", "[[C]]", "I cannot say."])
+def test_a_grader_that_cannot_tell_nonsense_is_refused_before_anything_is_mined(
+    reply: str | None, serve: Any, pair: Pair, tmp_path: Path
+) -> None:
+    server = serve(lambda a, b: reply)
+    task = lenience.task("mtbench:turns=first", data=questions(tmp_path), grader=server.url)
+    with pytest.raises(InputError, match=r"does not tell 'The capital of France is Paris\.' from"):
+        mine(pair, task, tmp_path / "run", MineConfig(max_new_tokens=8))
+    assert server.asked == 2 and not (tmp_path / "run" / "journal.jsonl").exists()
+
+
 def test_replies_without_a_verdict_are_asked_for_again(serve: Any, tmp_path: Path) -> None:
     server = serve(lambda a, b: None)
     data = questions(tmp_path)
@@ -212,14 +225,14 @@ def test_an_interrupt_ends_what_waits_for_a_grader(
     chars: tuple[Path, Path], serve: Any, tmp_path: Path
 ) -> None:
     over = threading.Event()
-    server = serve(lambda a, b: str(over.wait(100)))
+    server = serve(lambda a, b: by_length(a, b) if RIGHT in (a, b) else str(over.wait(100)))
     command = [sys.executable, "-m", "lenience", "mine", "--task", "mtbench:turns=first"]
     command += ["--data", str(questions(tmp_path, 60)), "--grader", server.url]
     command += ["--target", str(chars[0]), "--draft", str(chars[1]), "--max-new-tokens", "8"]
     command += ["--out", str(tmp_path / "run"), "--no-compile"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 120
-    while time.monotonic() < until and process.poll() is None and not server.asked:
+    while time.monotonic() < until and process.poll() is None and server.asked < 3:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     try:
@@ -227,7 +240,7 @@ def test_an_interrupt_ends_what_waits_for_a_grader(
     finally:
         process.kill()
         over.set()
-    assert server.asked and process.returncode == 1 and "lenience: stopped;" in said
+    assert server.asked > 2 and process.returncode == 1 and "lenience: stopped;" in said
 
 
 def test_failures_for_the_moment_are_tried_again_and_others_end(serve: Any) -> None:
@@ -243,7 +256,7 @@ def test_failures_for_the_moment_are_tried_again_and_others_end(serve: Any) -> N
     with pytest.raises(RuntimeError, match="401"):
         Endpoint(server.url, wait=0.01).ask(ask)
     assert server.asked == 1
-    with pytest.raises(InputError, match="lists no model"):
+    with pytest.raises(InputError, match=r"Connection refused.*is a server there"):
         Endpoint("http://127.0.0.1:9/v1", wait=0.001)
     with pytest.raises(InputError, match="write URL or URL,model=NAME"):
         Endpoint(f"{server.url},temperature=1")
@@ -513,6 +526,9 @@ def test_another_option_of_a_runs_benchmark_keeps_its_files_and_grader(tmp_path:
     fold = choice_of(run, TaskChoice(task="mtbench:fold=0"))
     assert (fold.task, fold.data, fold.grader) == ("mtbench:fold=0", str(data), grader)
     assert choice_of(run, TaskChoice(task="wordmath")).grader is None
+    code = rows(tmp_path / "human.jsonl", human_rows(10))
+    unsafe = TaskChoice(task="humaneval", data=str(code), unsafe_local=True).load()
+    assert isinstance(unsafe, HumanEval) and unsafe.sandbox.kind == "none"
     with pytest.raises(InputError, match="is a server's address; begin it with http://"):
         TaskChoice(task="mtbench", data=str(data), grader="localhost:8000/v1").load()
     with pytest.raises(InputError, match="is no address; write http://HOST:PORT/v1"):

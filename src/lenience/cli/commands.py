@@ -69,7 +69,7 @@ from lenience.cli.tables import (
     print_trees,
     unanswered,
 )
-from lenience.core.errors import InputError, first_line
+from lenience.core.errors import InputError, RunError, first_line
 from lenience.core.version import VERSION
 
 if TYPE_CHECKING:
@@ -594,6 +594,8 @@ def main(argv: list[str] | None = None) -> None:
         _fail(first_line(error), 2)
     except KeyboardInterrupt:
         _fail("stopped; finished samples are kept, the same command goes on from them", 1)
+    except RunError as error:
+        _fail(first_line(error), 1)
     except Exception as error:
         if os.environ.get("LENIENCE_DEBUG"):
             raise

@@ -131,8 +131,9 @@ class TaskChoice:
         options = {name: value for name, value in vars(self).items() if name not in others}
         if self.prompt_template is not None:
             options["prompt_template"] = self.prompt_template.replace("\\n", "\n")
-        if not options.pop("unsafe_local"):
-            options["unsafe_local"] = None
+        options["unsafe_local"] = self.unsafe_local or None
+        if self.grader == "":
+            raise InputError("--grader: is empty; name a server's address, or a model")
         if self.grader is not None and not is_address(self.grader):
             options["grader"] = local_grader(self.grader)
         task = load_task(self.task or "wordmath", **options)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lenience.core.noise import Noise, gumbel_argmax
+from lenience.core.recall import Recall
 from lenience.core.transfer import to_device
 from lenience.core.types import Step
 
@@ -34,6 +35,8 @@ class Row:
     state: Tensor | None = None
     """[H]: the target's state that its last token was predicted from, where the drafter reads
     it."""
+    recall: Recall | None = None
+    """What earlier texts of the same search tell of it."""
     schedule: int = 0
     """How many tokens a stop condition's schedule has come to allow."""
     lenient: int = 0

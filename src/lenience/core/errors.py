@@ -7,6 +7,11 @@ class InputError(ValueError):
     exits with 2."""
 
 
+class RunError(RuntimeError):
+    """What a run needs beside what was given does not work. The message is one line; the command
+    line exits with 1."""
+
+
 class TooLong(InputError):
     """A prompt leaves a model no room for an answer."""
 

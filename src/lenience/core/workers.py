@@ -3,6 +3,7 @@ process's end: what waits for a server that hangs is left."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
@@ -10,6 +11,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Generic, TypeVar
 
+ENDING = 1.0
+"""Seconds in which threads that have nothing left to do end."""
 T = TypeVar("T")
 A = TypeVar("A")
 
@@ -18,23 +21,27 @@ class Workers(Generic[T]):
     """At most `most` threads, begun as they are needed."""
 
     def __init__(self, most: int):
-        self._most, self._begun = most, 0
+        self._most = most
+        self._threads = list[Thread]()
         self._waiting = SimpleQueue[tuple[Future[T], Callable[[], T]] | None]()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Do work as soon as a thread is free."""
         future = Future[T]()
         self._waiting.put((future, work))
-        if self._begun < self._most:
-            self._begun += 1
-            Thread(target=self._work, daemon=True).start()
+        if len(self._threads) < self._most:
+            self._threads.append(Thread(target=self._work, daemon=True))
+            self._threads[-1].start()
         return future
 
     def close(self) -> None:
-        """Leave what runs; each thread ends after what was submitted."""
-        for _ in range(self._begun):
+        """Let threads end after what was submitted, and leave those that take longer."""
+        for _ in self._threads:
             self._waiting.put(None)
-        self._begun = 0
+        until = time.monotonic() + ENDING
+        for thread in self._threads:  # one that ends as the process does would abort it
+            thread.join(max(0.0, until - time.monotonic()))
+        self._threads = []
 
     def _work(self) -> None:
         while item := self._waiting.get():

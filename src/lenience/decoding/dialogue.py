@@ -7,18 +7,20 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import torch
 
 from lenience.core.context import Context, Row
 from lenience.core.noise import Noise
+from lenience.core.recall import Recall, Recollection
 from lenience.core.types import Step
 from lenience.core.workers import Workers
 from lenience.decoding.loop import Request, decode
 from lenience.decoding.options import Decoding
 from lenience.decoding.response import Response
+from lenience.drafting.recalled import Recalled
 from lenience.models.generation_config import processors_of
 from lenience.models.session import Session, common
 from lenience.models.threads import torch_threads
@@ -31,8 +33,11 @@ K = TypeVar("K")
 AT_ONCE = 8
 """Comparisons."""
 WINDOW = 4
-"""Tokens drafted in a cycle of a continuation; it is exact, so the window changes its speed
-alone."""
+"""Tokens drafted in a cycle of a continuation in another engine; it is exact, so the window changes
+its speed alone."""
+LONGEST, LONGEST_ON_CPU = 32, 8
+"""Those in our own loop, at most. A CPU takes the longer the more it reads, and all rows are read
+as wide as the widest."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +117,12 @@ def converse(
     """Hold dialogues in our own loop, `size` of them together, each as it ends; no question has
     more than `capacity` tokens with its answer. A dialogue keeps its row of the caches from one
     continuation to the next, so that only what changed is read."""
-    setup = pair.setup(Decoding(window=WINDOW))
     each_has = [pair.require_draft("mining")]
-    session, drafter = pair.engine(setup, WINDOW, size, capacity + WINDOW, beside=each_has)
+    window = LONGEST_ON_CPU if pair.target.device.type == "cpu" else LONGEST
+    setup = replace(pair.setup(Decoding(window=window)), drafter=Recalled())
+    session, drafter = pair.engine(setup, window, size, capacity + window, beside=each_has)
     processors = processors_of(pair.target, sampling=False) or None
-    ctx = Context(window=WINDOW, processors=processors)
+    ctx = Context(window=window, processors=processors)
     with _Held(pair, dialogues, size, capacity) as held:
         following = held.next_request
         try:
@@ -250,8 +256,10 @@ class _InLoop(Generic[T]):
         self._ctx = Context([Row(self._noise)], processors=processors)
         self._ids, self._tokens = list[int](), list[int]()
         """The continuation that is being decoded."""
-        self._target_unread = self._draft_unread = 0
-        """How many tokens of it a model has not read."""
+        self._target_unread = 0
+        """How many tokens of it the target has not read."""
+        self._earlier = Recollection()
+        self._recall: Recall | None = None
 
     @property
     def result(self) -> Ended[T]:
@@ -271,12 +279,15 @@ class _InLoop(Generic[T]):
             question = self.talk.ask(self._predict(question))
         if question is None or isinstance(question, Compare):
             return question
-        ids = list(question.ids)
-        known = common([*self._ids, *self._tokens[:-1]], ids)
-        self._target_unread = self._draft_unread = len(ids) - min(known, len(ids) - 1)
+        if self._recall is not None:
+            self._recall.end([*self._ids, *self._tokens])
+        ids, before = list(question.ids), [*self._ids, *self._tokens]
+        known = common(before[:-1], ids)
+        self._target_unread = len(ids) - min(known, len(ids) - 1)
         self._ids, self._tokens = ids, []
-        response = Response(self.target, question.limit, len(ids))
-        return Request(Row(self._noise, list(ids)), response, self.talk.number)
+        self._recall = Recall(self._earlier, common(before, ids), list(ids), [None] * len(ids))
+        row = Row(self._noise, list(ids), recall=self._recall)
+        return Request(row, Response(self.target, question.limit, len(ids)), self.talk.number)
 
     def add(self, step: Step) -> None:
         """Take note of what a cycle kept."""
@@ -285,12 +296,7 @@ class _InLoop(Generic[T]):
         cost.target_passes += 1
         cost.target_tokens += self._target_unread + step.drafted
         self._target_unread = 1
-        if step.drafted:
-            cost.draft_tokens += self._draft_unread + step.drafted - 1
-            whole = step.accepted_exact + step.accepted_lenient == step.drafted
-            self._draft_unread = 2 if whole else 1  # of a whole window the last token too
-        else:
-            self._draft_unread += len(step.tokens)
+        cost.draft_tokens += step.draft_tokens
 
     def _predict(self, question: Predict) -> list[int]:
         """The draft reads the tokens in one parallel pass."""

@@ -15,7 +15,7 @@ from http.client import HTTPException, InvalidURL
 from threading import Lock
 from typing import Any, Protocol
 
-from lenience.core.errors import InputError, first_line
+from lenience.core.errors import InputError, RunError, first_line
 from lenience.core.files import cache_folder, digest
 from lenience.core.kept import KeptTexts
 from lenience.core.workers import each
@@ -53,7 +53,7 @@ class Grader(Protocol):
 class Endpoint:
     """A server with OpenAI's API: `URL[,model=NAME]`, the first model that it lists by default. A
     key is read from LENIENCE_GRADER_KEY or OPENAI_API_KEY. Asked greedily; what fails for the
-    moment is tried again, ATTEMPTS times in all, and then raises RuntimeError."""
+    moment is tried again, ATTEMPTS times in all, and then raises RunError."""
 
     def __init__(self, spec: str, wait: float = 1.0):
         url, _, rest = spec.partition(",")
@@ -74,12 +74,14 @@ class Endpoint:
         try:
             listed = self._request("models", None)["data"]
             return str(listed[0]["id"])
-        except (RuntimeError, LookupError, TypeError) as error:
-            why = first_line(error)
-            mend = "" if self.url.endswith("/v1") else f"write {self.url}/v1, or "
-            raise InputError(
-                f"--grader {self.url}: lists no model ({why}); {mend}give model="
-            ) from None
+        except RunError as error:
+            why, lists = first_line(error), " 404 " in str(error)
+            mend = "is a server there?"
+            if lists:
+                mend = "give the address that ends in /v1, or model=NAME"
+            raise InputError(f"--grader {self.url}: {why}; {mend}") from None
+        except (LookupError, TypeError):
+            raise InputError(f"--grader {self.url}: lists no model; give model=NAME") from None
 
     def _ask(self, messages: Messages) -> str:
         body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": 1024}
@@ -87,9 +89,7 @@ class Endpoint:
             message = self._request("chat/completions", body)["choices"][0]["message"]
             return str(message["content"] or "")
         except (LookupError, TypeError) as error:
-            raise RuntimeError(
-                f"grader {self.source}: no reply in its answer ({error!r})"
-            ) from None
+            raise RunError(f"grader {self.source}: no reply in its answer ({error!r})") from None
 
     def _request(self, path: str, body: dict[str, Any] | None) -> Any:
         headers = {"Content-Type": "application/json"}
@@ -112,12 +112,17 @@ class Endpoint:
             if attempt < ATTEMPTS - 1:
                 warnings.warn(f"grader {self.url}: {why}; it is asked again", stacklevel=2)
                 time.sleep(self._wait * 2**attempt)
-        raise RuntimeError(f"grader {self.url}: {path} failed ({why})")
+        raise RunError(f"grader {self.url}: {path} failed ({why})")
+
+
+PROBE = Sample("probe", "What is the capital of France?", None)
+RIGHT, WRONG = "The capital of France is Paris.", "Banana 1."
+"""Answers to the probe, between which every grader must decide."""
 
 
 def is_address(text: str) -> bool:
     """Whether a grader is a server's address."""
-    return text.startswith(("http://", "https://"))
+    return re.match(r"https?://[^/]", text) is not None
 
 
 def _said(error: urllib.error.HTTPError) -> str:
@@ -161,7 +166,8 @@ class Graded(Task):
     Better or worse is what both orders say; all else is a tie. An answer agrees with the target's
     own where it is not worse; its points, 1 for a win, 0.5 for a tie and 0 for a loss, make the win
     rate (Zheng 2023). Replies with a verdict are kept by their contents, so that none is asked for
-    twice. Raises InputError where its replies are no judgements, see `GradingCounts.fault`.
+    twice. Raises InputError where its replies are no judgements, see `GradingCounts.fault`, and
+    before a run where it does not prefer the right answer to a simple question.
     """
 
     compares_slowly = True
@@ -196,7 +202,24 @@ class Graded(Task):
         return asdict(self.counts)
 
     def attach(self, own_answers: Callable[[Sequence[Messages]], list[str]]) -> None:
+        self._probe()
         self.task.attach(own_answers)
+
+    def _probe(self) -> None:
+        """Raise InputError for a grader that cannot tell a right answer from nonsense."""
+        orders = _question(PROBE, RIGHT, WRONG), _question(PROBE, WRONG, RIGHT)
+        keys = [digest(one, 16) for one in orders]
+        self._ask({key: one for key, one in zip(keys, orders) if key not in self._kept})
+        verdicts = [self._verdict(key) for key in keys]
+        if verdicts != ["A", "B"]:
+            said = " and ".join(f"[[{one}]]" if one else "no verdict" for one in verdicts)
+            raise InputError(
+                f"grader {self.grader.name}: does not tell {RIGHT!r} from {WRONG!r} as an answer "
+                f"to {PROBE.prompt!r} (it gives {said}, for [[A]] and [[B]]); name another model"
+            )
+
+    def _verdict(self, key: str) -> str | None:
+        return _verdict(self._kept[key]) if key in self._kept else None
 
     def samples(self, split: str) -> Iterable[Sample]:
         return self.task.samples(split)
@@ -244,9 +267,7 @@ class Graded(Task):
 
     def _points(self, first: str, second: str) -> float:
         """Of the answer that is A in the first question and B in the second."""
-        verdicts = [
-            _verdict(self._kept[key]) if key in self._kept else None for key in (first, second)
-        ]
+        verdicts = [self._verdict(key) for key in (first, second)]
         with self._lock:
             if first not in self._counted:
                 self._counted.add(first)

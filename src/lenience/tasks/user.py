@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from lenience.core.errors import InputError, first_line
+from lenience.core.errors import InputError, RunError, first_line
 from lenience.core.files import digest_bytes
 from lenience.tasks.base import AnswerValue, Messages, Sample, Score, Task
 
@@ -184,7 +184,7 @@ class CheckedTask(Task):
         first of them told; else raises RuntimeError that names the samples."""
         try:
             return method()
-        except InputError:
+        except (InputError, RunError):
             raise
         except Exception as error:
             why = f"{type(error).__name__}: {first_line(error)}"

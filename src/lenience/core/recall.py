@@ -1,0 +1,78 @@
+"""What earlier texts of a search tell of the one that is being written: how they went on after the
+same tokens, and where the draft would have said something else. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+MATCHES = (16, 12, 8, 6, 4, 3)
+"""Of how many tokens ends of a text are looked up, the longest first."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in an earlier text, which goes on there."""
+
+    text: int
+    at: int
+
+
+class Recollection:
+    """The texts of a search, as they are finished."""
+
+    def __init__(self) -> None:
+        self._texts: list[list[int]] = []
+        self._guesses: list[list[int | None]] = []
+        self._places: dict[tuple[int, ...], Place] = {}
+        self.last_read: list[int] = []
+        """What the draft has read last of them, so that what it reads again can be counted."""
+
+    def add(self, text: list[int], guesses: list[int | None], start: int) -> None:
+        """Remember a text, with the draft's guess for each of its tokens where it is known; from
+        `start` on it is new."""
+        number = len(self._texts)
+        self._texts.append(text)
+        self._guesses.append(guesses)
+        for at in range(start, len(text) + 1):
+            for n in MATCHES:
+                if n <= at:
+                    self._places[tuple(text[at - n : at])] = Place(number, at)
+
+    def find(self, end: Sequence[int], least: int) -> Place | None:
+        """Where the longest end of a text stood last, of `least` tokens or more."""
+        for n in MATCHES:
+            if least <= n <= len(end) and (place := self._places.get(tuple(end[-n:]))):
+                return place
+        return None
+
+    def following(self, place: Place, most: int) -> tuple[list[int], list[int | None]]:
+        """At most so many tokens that followed a place, and the draft's guesses for them."""
+        part = slice(place.at, place.at + most)
+        return self._texts[place.text][part], self._guesses[place.text][part]
+
+
+@dataclass
+class Recall:
+    """A text while it is written, and what is recalled of others."""
+
+    of: Recollection
+    start: int
+    """From where on it is new."""
+    text: list[int]
+    guesses: list[int | None] = field(default_factory=list)
+    """The draft's, for each token of the text."""
+    ahead: list[int | None] = field(default_factory=list)
+    """Those for the tokens of the window that was drafted last, and the one after it."""
+
+    def go_on(self, prefix: Sequence[int]) -> None:
+        """Take note of what was kept: the beginning of the window, and a token after it."""
+        for i, token in enumerate(prefix[len(self.text) :]):
+            self.guesses.append(self.ahead[i] if i < len(self.ahead) else None)
+            self.text.append(token)
+        self.ahead = []
+
+    def end(self, text: Sequence[int]) -> None:
+        """Remember the text, which is finished."""
+        self.go_on(text)
+        self.of.add(self.text, self.guesses, self.start)
