@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import lenience
 from lenience import InputError
@@ -121,9 +125,9 @@ def test_a_swap_that_changes_the_answer_is_not_kept_for_the_next_one() -> None:
     assert (2,) in asked and (1, 4) in asked
 
 
-def test_an_answer_that_cannot_be_parsed_abstains_and_is_never_the_same() -> None:
+def test_an_answer_that_cannot_be_parsed_is_another_one_and_the_targets_own_abstains() -> None:
     found, _ = scripted(target={(): [1, 9, 7, 0], (2,): [3, 0]}, guesses={(): 2})
-    assert found.mismatches == [mismatch(0, 1, 2, None)]
+    assert found.mismatches == [mismatch(0, 1, 2, True)]
     assert found.final_response == [1, 9, 7, 0]
     # neither own nor swapped answer can be parsed: None == None is not "the same"
     found, asked = scripted(target={(): [1, 3, 0]}, guesses={(): 2, (1, 3): 4})
@@ -140,7 +144,7 @@ def test_eos_is_a_token_like_any_other() -> None:
         guesses={(1, 9): EOS, (1, 9, 7, 6): 3},
     )
     assert found.mismatches == [
-        mismatch(2, 7, 0, None),
+        mismatch(2, 7, 0, True),
         mismatch(4, 0, 3, True),
     ]  # "1 9" has nothing after the 9
     assert found.final_response == [1, 9, 7, 6, 0]
@@ -157,6 +161,62 @@ def test_the_whole_length_is_bounded_throughout() -> None:
     assert len(found.target_response) == 6
     assert found.mismatches == [mismatch(0, 1, 2, False), mismatch(5, 1, 3, False)]
     assert found.final_response == [2, 9, 7, 1, 1, 3]
+
+
+@given(seed=st.integers(0, 10_000), agree=st.integers(0, 9), limit=st.integers(1, 14))
+def test_what_takes_no_important_token_has_the_targets_answer(
+    seed: int, agree: int, limit: int
+) -> None:
+    """Appendix A on models that are functions of their prefixes: whoever takes the draft's token
+    but where it is important has the target's answer, if there is one."""
+
+    def says(who: str, prefix: tuple[int, ...]) -> int:
+        draws = random.Random(f"{seed} {who} {prefix}")
+        return draws.choice([0, 1, 2, 9, 9, 3])
+
+    def draft(prefix: tuple[int, ...]) -> int:
+        same = random.Random(f"{seed} agree {prefix}").randrange(10) < agree
+        return says("target" if same else "draft", prefix)
+
+    def written(
+        choose: Callable[[tuple[int, ...]], int], prefix: tuple[int, ...] = (), most: int = limit
+    ) -> list[int]:
+        tokens = list(prefix)
+        while len(tokens) < most and (not tokens or tokens[-1] != EOS):
+            tokens.append(choose(tuple(tokens)))
+        return tokens[len(prefix) :]
+
+    def reply(question: Continue | Predict) -> list[int]:
+        ids = tuple(question.ids[1:])
+        if isinstance(question, Continue):
+            return written(lambda p: says("target", p), ids, len(ids) + question.limit)
+        return [draft(ids[:i]) for i in range(question.start - 1, len(ids))]
+
+    task = LastAfterNine()
+    search = Miner(task, Sample("s", "", None), ScriptedTarget(), limit).search([100])
+    question = next(search)
+    try:
+        while True:
+            question = search.send(reply(question))
+    except StopIteration as end:
+        found: Found = end.value
+
+    def answer(tokens: list[int]) -> str | None:
+        return task.answer(ScriptedTarget().decode(tokens))
+
+    own = answer(written(lambda p: says("target", p)))
+    assert found.answer == own
+    if own is None:
+        assert all(one.important is None for one in found.mismatches)
+        return
+    important = {one.position: one for one in found.mismatches if one.important}
+
+    def leniently(prefix: tuple[int, ...]) -> int:
+        return says("target", prefix) if len(prefix) in important else draft(prefix)
+
+    assert written(leniently) == found.final_response and answer(found.final_response) == own
+    if answer(written(draft)) != own:
+        assert important
 
 
 # ---- on real models

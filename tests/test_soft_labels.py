@@ -47,7 +47,7 @@ def test_important_swaps_are_continued_by_chance(llama: Pair, tmp_path: Path) ->
                 )
                 text = llama.target.decode(response + out.tokens)
                 same = task.same(task.answer(text), record["answers"]["target"])
-                expected[record["id"], at, number] = same
+                expected[record["id"], at, number] = same is True
     assert drawn == expected
     assert set(drawn.values()) >= {True, False}
 

@@ -51,7 +51,7 @@ class _Answered:
 
     @property
     def lost(self) -> bool:
-        return self.same is False
+        return self.answer is not None and not self.same
 
 
 def search_on_policy(
@@ -157,8 +157,7 @@ def _labelled(
         response = (settled + out.tokens)[:most]
         found = task.answer(pair.target.decode(response), one.sample)
         same = task.same(found, one.answer, one.sample)
-        important = None if same is None else not same
-        labelled.append(mismatch.model_copy(update={"important": important}))
+        labelled.append(mismatch.model_copy(update={"important": not same}))
         if not same:
             break
         final = response

@@ -80,9 +80,9 @@ def _left(folder: Path, swaps: Sequence[Swap], times: int) -> list[tuple[int, Sw
     ]
 
 
-def _same(task: Task, text: str, mined: MinedSample, sample: Sample) -> bool | None:
+def _same(task: Task, text: str, mined: MinedSample, sample: Sample) -> bool:
     own: Any = mined.answers.target
-    return task.same(task.answer(text, sample), own, sample)
+    return task.same(task.answer(text, sample), own, sample) is True
 
 
 def _important(folder: Path, pair: Pair) -> Iterator[Swap]:

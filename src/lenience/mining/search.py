@@ -71,7 +71,7 @@ class MinedCounts:
     mismatches: int
     important: int
     abstained: int
-    """Of how many mismatches no answer was found that could be compared."""
+    """Of how many mismatches nothing can be said, as the target's own response holds no answer."""
     unanswered: int = 0
     """In how many samples none was found in the target's own response."""
     cut_off: int = 0
@@ -94,7 +94,9 @@ class Found:
 
 
 class Miner:
-    """Searches one sample for important tokens (AutoJudge, Garipov 2025, algorithm 1)."""
+    """Searches one sample for important tokens (AutoJudge, Garipov 2025, algorithm 1). A swap after
+    which no answer is found is important, as it is not the target's own: so a response that takes
+    the draft's token wherever that is not important has the target's own answer (appendix A)."""
 
     def __init__(self, task: Task, sample: Sample, target: LM, max_new_tokens: int):
         self.task, self.sample = task, sample
@@ -124,7 +126,7 @@ class Miner:
                         position=i,
                         target_token=response[i],
                         draft_token=guesses[i],
-                        important=None if same is None else not same,
+                        important=None if answer is None else not same,
                     )
                 )
                 if same:
@@ -136,7 +138,7 @@ class Miner:
         self, prompt: list[int], before: list[int], token: int, answer: str | None
     ) -> Dialogue[tuple[list[int], bool | None]]:
         """Put `token` after `before` and let the target go on: the new response, and whether its
-        answer is the same."""
+        answer is the same; neither where there is none to compare it with."""
         if answer is None:
             return [], None
         response = [*before, token]

@@ -55,7 +55,7 @@ class Mismatch(Record):
     target_token: int
     draft_token: int
     important: bool | None
-    """None where the answer could not be parsed."""
+    """None where the target's own response held no answer."""
 
 
 class MinedAnswers(Record):
@@ -99,7 +99,7 @@ class Resample(Record):
     number: int
     """The seed of the draw, from 1 on."""
     same: bool | None
-    """Whether the answer is the target's own; None where it could not be parsed."""
+    """Whether the answer is the target's own; null says nothing."""
 
 
 def read_run(folder: Path) -> RunRecord:
