@@ -146,6 +146,10 @@ def test_the_command_fits_and_the_judge_decodes(checkpoints, tmp_path: Path) -> 
     assert told["auc_out_of_fold"] > 0.95 and told["important"] == 40 and told["head"] == "adamw"
     about = json.loads((tmp_path / "errors" / "judge" / "judge.json").read_text())
     assert about["inputs"]["layer"] == -1 and "draft" not in about["fingerprints"]
+    assert about["threshold"] == told["threshold"] == 0.5
+    other = last_json(run("fit", "--from", "annotated", path, *pair, "--recall", 0.9, "--json"))
+    by_recall = {row["recall"]: row["threshold"] for row in other["thresholds"]}
+    assert other["threshold"] == by_recall[0.9] != 0.5
     rule = f"judge:{tmp_path / 'errors' / 'judge'}@0.5"
     out = last_json(
         run("generate", "w5 w9", "--rule", rule, *pair, "--max-new-tokens", 20, "--json")

@@ -54,6 +54,21 @@ def last_json(done: subprocess.CompletedProcess[str]) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def test_what_mining_will_take_is_told_and_the_pilot_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "a run"
+    short = ("--out", out, "--no-compile", "--json")
+    done = run("mine", *short, "--plan", 100, "--limit", 3)
+    told = last_json(done)
+    plan = told["plan"]
+    assert plan["pilot"] == 3 and told["important"] == pytest.approx(3 * plan["important"])
+    assert plan["samples"] == -(-100 * 3 // told["important"])
+    assert f"next: lenience mine --out '{out}' --limit {plan['samples']}" in done.stderr
+    journal = (out / "journal.jsonl").read_text().splitlines()
+    assert last_json(run("mine", *short, "--limit", 4))["samples"] == 4
+    assert (out / "journal.jsonl").read_text().splitlines()[:3] == journal
+    assert run("mine", *short, "--plan", 0).returncode == 2
+
+
 def test_generate_prints_the_answer() -> None:
     done = spawn("generate", PROBLEM)
     assert done.returncode == 0 and done.stdout.strip().endswith("The final answer is 29.")

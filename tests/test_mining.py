@@ -28,9 +28,10 @@ from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Inputs
 from lenience.mining.features import compute_features, load_features
+from lenience.mining.forecast import forecast
 from lenience.mining.search import Found, MineConfig, Miner, mine, search
 from lenience.runs.journal import Journal
-from lenience.runs.record import Mismatch
+from lenience.runs.record import MinedAnswers, MinedSample, MiningCost, Mismatch
 from lenience.tasks import Sample, Task
 
 # ---- a scripted model: a response is a list of numbers, 0 is EOS, and the answer is what follows
@@ -578,3 +579,36 @@ def test_a_mined_sample_of_the_built_in_task(built_in: Pair) -> None:
     kept = [m for m in record["mismatches"] if m["important"]]
     assert all(record["final_ids"][m["position"]] == m["target_token"] for m in kept)
     json.dumps(record)
+
+
+# ---- what it will take
+
+
+def mined_sample(number: int, important: int, harmless: int) -> MinedSample:
+    labels = [True] * important + [False] * harmless
+    return MinedSample(
+        id=str(number),
+        prompt_ids=[1],
+        response_ids=[2],
+        final_ids=[2],
+        mismatches=[mismatch(i, 1, 2, label) for i, label in enumerate(labels)],
+        answers=MinedAnswers(target="1", final="1", reference=None),
+        cost=MiningCost(target_passes=10, target_tokens=20, draft_tokens=30, seconds=0.5),
+    )
+
+
+def test_a_forecast_known_by_hand() -> None:
+    samples = [mined_sample(i, important, 4) for i, important in enumerate([1, 3, 1, 3])]
+    found = forecast(samples, 100)
+    assert (found.pilot, found.important, found.mismatches) == (4, 2.0, 6.0)
+    # s = 2 / sqrt(3), half of the interval 3.1824 * s / 2
+    half = 3.182446 * (2 / 3**0.5) / 2
+    assert found.important_interval == pytest.approx((2 - half, 2 + half), rel=1e-5)
+    assert found.samples == 50 and found.seconds == 25.0
+    assert (found.target_passes, found.target_tokens, found.draft_tokens) == (500, 1000, 1500)
+    assert found.samples_interval[0] == -(-100 // (2 + half))
+    unsure = forecast([mined_sample(0, 0, 1), mined_sample(1, 2, 1)], 10)
+    assert unsure.samples == 10 and unsure.samples_interval[1] is None
+    for few in ([], samples[:1], [mined_sample(0, 0, 1)] * 3):
+        with pytest.raises(InputError, match="too few to tell from; give --limit"):
+            forecast(few, 10)

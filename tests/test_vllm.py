@@ -391,8 +391,8 @@ def test_mining_in_vllm_finds_the_labels_of_our_own_loop(
         of_theirs, of_ours = vars(there), vars(here)
         costs = [record.pop("cost") for record in (of_theirs, of_ours)]
         assert of_theirs == of_ours and len(there.mismatches) > 5
-        # the first token of a continuation is a pass of its own in vLLM
-        assert 1 <= costs[0].target_passes / costs[1].target_passes < 1.3
+        # our own loop drafts with earlier responses too, and in wider windows
+        assert 1 <= costs[0].target_passes / costs[1].target_passes < 3
         # its prefix cache holds whole blocks alone
         assert 1 <= costs[0].target_tokens / costs[1].target_tokens < 3
     run = tmp_path / in_vllm.engine_name

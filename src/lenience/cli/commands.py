@@ -53,21 +53,20 @@ from lenience.cli.steps import (
     fit_drafter,
     fit_run,
     fit_tree,
+    forecast_run,
     mine_run,
     plan_run,
     tune_run,
 )
 from lenience.cli.tables import (
-    found_by,
-    graded,
     print_answer,
     print_counts,
     print_drafter,
     print_grades,
+    print_mined,
     print_profile,
     print_thresholds,
     print_trees,
-    unanswered,
 )
 from lenience.core.errors import InputError, RunError, first_line
 from lenience.core.version import VERSION
@@ -259,22 +258,14 @@ def mine(
     with fitting(pair, task, choice) as fits:
         counts = mine_run(pair, fits, out, config)
     remember(out, models, choice)
-    parts = [
-        f"{counts.samples} samples",
-        f"{counts.mismatches} mismatches",
-        f"{counts.important} important",
-        f"{counts.abstained} without a parseable answer",
-    ]
-    say(", ".join(parts))
-    if counts.unanswered:
-        found = found_by(task)
-        say(unanswered(counts.unanswered, counts.samples, counts.cut_off, found))
-    if task.grading:
-        say(graded(task.grading))
-    if counts.abstained < counts.mismatches:
+    print_mined(counts, task)
+    whole: dict[str, Any] = {"run": str(out), **asdict(counts)}
+    if flags and flags.plan:
+        whole["plan"] = asdict(forecast_run(out, flags.plan))
+    elif counts.abstained < counts.mismatches:
         say(f"next: lenience fit {quote(str(out))}")
     if json:
-        _print_json({"run": str(out), **asdict(counts)})
+        _print_json(whole)
 
 
 @command

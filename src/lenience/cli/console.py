@@ -15,8 +15,8 @@ screen = Console(stderr=True)
 
 
 def say(text: str) -> None:
-    """Print text as it is."""
-    screen.print(text, highlight=False, markup=False)
+    """Print text as it is; a command in it can be copied, however narrow the screen is."""
+    screen.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def wide(width: int) -> Console:

@@ -112,11 +112,21 @@ class MineFlags:
     target's: which of the tokens that it kept by lenience changed the answer. Into a run folder of
     its own, which fit --also takes."""
 
+    plan: int | None = None
+    """Mine a pilot alone, of 8 samples or --limit, and say what so many important mismatches will
+    take; mining without it then goes on from there."""
+
     def config(self) -> MineConfig:
         """What is mined. Raises InputError for what is wrong with it, before models are loaded."""
+        from lenience.mining.forecast import PILOT
         from lenience.mining.on_policy import check_policy
         from lenience.mining.search import MineConfig
 
+        options = {name: value for name, value in vars(self).items() if name != "plan"}
+        if self.plan is not None:
+            if self.plan < 1:
+                raise InputError(f"--plan {self.plan}: must be 1 or more important mismatches")
+            options["limit"] = self.limit or PILOT
         if self.resamples < 0:
             raise InputError(f"--resamples {self.resamples}: must be 0 or more")
         if self.policy is not None and self.resamples:
@@ -124,7 +134,7 @@ class MineFlags:
         policy = None if self.policy is None else Decoding.parse(self.policy)
         if policy is not None:
             check_policy(policy)
-        return MineConfig(**{**vars(self), "policy": policy})
+        return MineConfig(**{**options, "policy": policy})
 
 
 @Parameter(name="*")
@@ -134,9 +144,10 @@ class FitFlags:
     """logistic, as AutoJudge has it; mlp, with a hidden layer, which tells better where there is
     much to learn from; adamw, as Judge Decoding has it, the default for annotated answers; or adam,
     as SPRINTER has it, the default for a gate."""
-    recall: float = 0.9
-    """The share of important tokens that the judge's own threshold must reject; other thresholds
-    are listed too."""
+    recall: float | None = None
+    """The share of important tokens that the judge's own threshold must reject, 0.9 by default;
+    other thresholds are listed too. Of annotated answers the threshold is 0.5 where this is not
+    given, as in the paper."""
     models: str | None = None
     """Whose hidden states a judge reads: target, draft or, by default, both, with a comma."""
     tokens: str | None = None
@@ -243,7 +254,10 @@ class FitFlags:
             raise InputError(f"{run}: is a file; {mend}")
         if file := next((one for one in (folder, *folder.parents) if one.is_file()), None):
             raise InputError(f"--out {folder}: {file} is a file; name another folder")
-        config = FitConfig(kind=kind, role=role, recall=self.recall, seed=self.seed)
+        recall = self.recall
+        if recall is None and not self.annotated:
+            recall = FitConfig.recall
+        config = FitConfig(kind=kind, role=role, recall=recall, seed=self.seed)
         return HeadPlan(
             self._inputs(),
             folder,
@@ -259,7 +273,7 @@ class FitFlags:
             raise InputError("--heads: is how many --drafter fits; name that too")
         if self.with_ is not None:
             raise InputError("--with: is what --tree measures; name that too")
-        if not 0 < self.recall <= 1:
+        if self.recall is not None and not 0 < self.recall <= 1:
             raise InputError(f"--recall {self.recall}: must be in (0, 1]")
         if not 0 <= self.seed < 2**32:
             raise InputError(f"--seed {self.seed}: must be from 0 to 2**32 - 1")

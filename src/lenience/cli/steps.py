@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from lenience.cli.console import duration, progress_bars, say, screen
 from lenience.cli.tables import (
     gained,
+    planned,
     print_audit,
     print_certificate,
     print_plan,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from lenience.mining.annotated import Annotated
     from lenience.mining.drafters import DrafterPlan
     from lenience.mining.fit import HeadPlan
+    from lenience.mining.forecast import Forecast
     from lenience.mining.search import MineConfig, MinedCounts
     from lenience.tasks import Task
 
@@ -58,6 +61,17 @@ def mine_run(pair: Pair, task: Task, out: Path, config: MineConfig) -> MinedCoun
 
     with progress_bars() as show:
         return mine(pair, task, out, config, show)
+
+
+def forecast_run(out: Path, labels: int) -> Forecast:
+    """Tell what mining so many important mismatches will take, and print it."""
+    from lenience.mining.forecast import forecast
+    from lenience.runs.journal import Journal
+    from lenience.runs.record import mined_samples
+
+    found = forecast(list(mined_samples(Journal(out / "journal.jsonl"))), labels)
+    say(planned(found, quote(str(out))))
+    return found
 
 
 def fit_run(pair: Pair, run: Path, plan: HeadPlan) -> Head:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lenience.cli.console import say, screen, wide
+from lenience.cli.console import duration, say, screen, wide
 
 if TYPE_CHECKING:
     from lenience.certification.audit import Audit, State
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from lenience.drafting.planning import Acceptance
     from lenience.evaluation.table import Frontier, HumanGrades
     from lenience.heads.head import Head
+    from lenience.mining.forecast import Forecast
+    from lenience.mining.search import MinedCounts
     from lenience.tasks import Task
 
 STYLES = {
@@ -102,6 +104,23 @@ def found_by(task: Task) -> str:
     return f"how task {task.label} finds answers"
 
 
+def planned(found: Forecast, run: str) -> str:
+    """What mining will take."""
+    low, high = found.important_interval
+    fewest, most = found.samples_interval
+    to = f"{most:,}" if most else "many more"
+    lines = [
+        f"by {found.pilot} samples: {found.mismatches:.1f} mismatches a sample, "
+        f"{found.important:.1f} of them important ({low:.1f}–{high:.1f})",
+        f"{found.labels:,} important ones take about {found.samples:,} samples "
+        f"({fewest:,}–{to}): {duration(found.seconds)} on this machine, {found.target_passes:,} "
+        f"passes of the target, which reads {found.target_tokens:,} tokens, and "
+        f"{found.draft_tokens:,} tokens of the draft",
+        f"next: lenience mine --out {run} --limit {found.samples}",
+    ]
+    return "\n".join(lines)
+
+
 def print_races(races: Races) -> None:
     """The settings that were the fastest of their groups."""
     from lenience.decoding.options import Decoding
@@ -158,6 +177,21 @@ def print_plan(plan: Plan) -> None:
     wide(100).print(table)
     least = f"a setting that never loses anything takes {plan.least} prompts"
     say(f"{least}; – is more than the error is spent over")
+
+
+def print_mined(counts: MinedCounts, task: Task) -> None:
+    """What a run holds."""
+    parts = [
+        f"{counts.samples} samples",
+        f"{counts.mismatches} mismatches",
+        f"{counts.important} important",
+        f"{counts.abstained} of which nothing can be said",
+    ]
+    say(", ".join(parts))
+    if counts.unanswered:
+        say(unanswered(counts.unanswered, counts.samples, counts.cut_off, found_by(task)))
+    if task.grading:
+        say(graded(task.grading))
 
 
 def unanswered(samples: int, of: int, cut_off: int, found: str) -> str:

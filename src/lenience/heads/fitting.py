@@ -51,8 +51,9 @@ class FitConfig:
     role: Role = "judge"
     """A stop and a gate learn which tokens the target rejects, or which are not acceptable, as a
     judge learns which mismatches are important."""
-    recall: float = 0.9
-    """Of important mismatches, at which a judge's own threshold stands."""
+    recall: float | None = 0.9
+    """Of important mismatches, at which a judge's own threshold stands; None for a threshold of
+    0.5 (Judge Decoding)."""
     seed: int = 0
     mend: str = MINE_MORE
     """What to do where there is too little to learn from."""
@@ -132,12 +133,12 @@ def fit_head(
         metrics |= {"c": c, "auc_by_c": {f"{c:g}": auc for c, auc in auc_by_c.items()}}
     fitted = _fit(examples, c, config).on_raw(mean, scale)
     important = ~examples.harmless
-    is_judge = config.role == "judge"
+    recall = config.recall if config.role == "judge" else None
     return Head(
         weight=torch.from_numpy(fitted.weight),
         bias=fitted.bias,
         inputs=inputs,
-        threshold=threshold_at(scores, important, config.recall) if is_judge else 0.5,
+        threshold=0.5 if recall is None else threshold_at(scores, important, recall),
         fingerprints=dict(fingerprints),
         metrics=metrics,
         role=config.role,

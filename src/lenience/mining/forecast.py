@@ -1,0 +1,67 @@
+"""What mining will take, told from what was mined."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.stats import t
+
+from lenience.core.errors import InputError
+from lenience.runs.record import MinedSample
+
+PILOT = 8
+"""Samples that a forecast is made from."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What so many important mismatches will take on this machine, by what `pilot` samples took."""
+
+    labels: int
+    pilot: int
+    mismatches: float
+    """A sample; and of them important ones, with their 95 % interval by Student's t."""
+    important: float
+    important_interval: tuple[float, float]
+    samples: int
+    samples_interval: tuple[int, int | None]
+    """None where the pilot does not exclude that there are none."""
+    target_passes: int
+    target_tokens: int
+    draft_tokens: int
+    seconds: float
+
+
+def forecast(mined: Sequence[MinedSample], labels: int) -> Forecast:
+    """What `labels` important mismatches will take. Raises InputError where the samples are too few
+    or hold none."""
+    counts = np.array([sum(bool(one.important) for one in sample.mismatches) for sample in mined])
+    if len(mined) < 2 or not counts.any():
+        raise InputError(
+            f"--plan {labels}: {len(mined)} samples hold {int(counts.sum())} important mismatches, "
+            "too few to tell from; give --limit for a larger pilot"
+        )
+    n, mean = len(counts), float(counts.mean())
+    half = float(t.ppf(0.975, n - 1) * counts.std(ddof=1) / math.sqrt(n))
+    low, high = max(0.0, mean - half), mean + half
+    samples = math.ceil(labels / mean)
+
+    def whole(name: str) -> float:
+        return samples * sum(float(getattr(one.cost, name)) for one in mined) / n
+
+    return Forecast(
+        labels=labels,
+        pilot=n,
+        mismatches=sum(len(one.mismatches) for one in mined) / n,
+        important=mean,
+        important_interval=(low, high),
+        samples=samples,
+        samples_interval=(math.ceil(labels / high), math.ceil(labels / low) if low else None),
+        target_passes=round(whole("target_passes")),
+        target_tokens=round(whole("target_tokens")),
+        draft_tokens=round(whole("draft_tokens")),
+        seconds=whole("seconds"),
+    )
