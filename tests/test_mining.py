@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lenience
 from lenience import InputError
@@ -30,6 +31,7 @@ from lenience.heads.head import Inputs
 from lenience.mining.features import compute_features, load_features
 from lenience.mining.forecast import forecast
 from lenience.mining.search import Found, MineConfig, Miner, mine, search
+from lenience.models.session import Session
 from lenience.runs.journal import Journal
 from lenience.runs.record import MinedAnswers, MinedSample, MiningCost, Mismatch
 from lenience.tasks import Sample, Task
@@ -337,6 +339,34 @@ def test_what_was_said_before_is_recalled(
     )
     assert first.result == own * 3 and second.result == own[::-1]
     assert first.cost.target_passes < 2.2 * second.cost.target_passes
+
+
+def test_ids_that_the_draft_lacks_are_not_read_by_it(
+    checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = checkpoints("llama")
+    model = AutoModelForCausalLM.from_pretrained(target)
+    size = model.config.vocab_size
+    torch.manual_seed(0)
+    model.resize_token_embeddings(size + 8, mean_resizing=False)
+    with torch.no_grad():
+        model.lm_head.weight[size:] *= 8  # so that they are said
+    model.save_pretrained(tmp_path / "wider")
+    AutoTokenizer.from_pretrained(target).save_pretrained(tmp_path / "wider")
+    pair = load_pair(str(tmp_path / "wider"), draft, dtype="float32", compile=False)
+    prompts = [[3, 4, 5], [7, 8]]
+    own = [pair.generate(ids, rule="target", max_new_tokens=40).tokens for ids in prompts]
+    assert any(token >= size for tokens in own for token in tokens)
+    read = Session.read
+
+    def watched(session: Session, sequences: list[list[int]], *args, **options):
+        # a lookup past an embedding's end may give anything, and raise nothing
+        assert all(token < session.lm.vocab_size for ids in sequences for token in ids)
+        return read(session, sequences, *args, **options)
+
+    monkeypatch.setattr(Session, "read", watched)
+    (ended,) = pair.converse([again(prompts, 40, 3)], size=1, capacity=43)
+    assert ended.result == own * 3
 
 
 def test_the_cost_of_a_search_does_not_depend_on_its_company(llama: Pair) -> None:

@@ -82,7 +82,7 @@ class _RecalledDrafter(Drafter):
     def _extend(self, windows: Sequence[_Window]) -> None:
         """Let the draft read what is recalled for each window, and take what it leaves of it."""
         for one in windows:
-            one.recollect()
+            one.recollect(self.session.lm.vocab_size)
         states = 1 + max(len(one.recalled) for one in windows)
         together = [one for one in windows if len(one.sequence) >= states]
         apart = [one for one in windows if len(one.sequence) < states]  # all of them is too short
@@ -127,14 +127,16 @@ class _Window:
         """How many more tokens may be proposed."""
         return 0 if self._over else self.limit - len(self.tokens)
 
-    def recollect(self) -> None:
-        """Look up what follows, for the draft to read."""
+    def recollect(self, known_ids: int) -> None:
+        """Look up what follows, for the draft to read, up to an id that only the target has."""
         if self._place is None:
             self._place = self._found(LEAST_MATCH)
         self.recalled, self.wanted = [], []
         if self._place is not None:
             most = min(self.left, READ_AT_ONCE)
             self.recalled, self.wanted = self.recall.of.following(self._place, most)
+            of_target = (i for i, token in enumerate(self.recalled) if token >= known_ids)
+            self.recalled = self.recalled[: next(of_target, None)]
         self.sequence = [*self.recall.text, *self.tokens, *self.recalled]
         known = common(self.recall.of.last_read, self.sequence)
         self.tokens_read += max(len(self.recalled) + 1, len(self.sequence) - known)
