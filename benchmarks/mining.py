@@ -15,13 +15,17 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lenience.decoding import dialogue
-from lenience.decoding.dialogue import Continue, Dialogue, Ended
+from lenience.decoding.dialogue import (
+    LONGEST,
+    LONGEST_ON_CPU,
+    Continue,
+    Dialogue,
+    Ended,
+    converse,
+)
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.drafting.base import DrafterSpec
@@ -55,18 +59,9 @@ class Book:
                 self.tokens += len(question.ids) + len(answer) - 1
 
 
-@contextmanager
-def drafting(drafter: type[DrafterSpec] | Any, window: int) -> Iterator[None]:
-    """While continuations are drafted so."""
-    before = dialogue.Recalled, dialogue.LONGEST_ON_CPU
-    dialogue.Recalled, dialogue.LONGEST_ON_CPU = drafter, window
-    try:
-        yield
-    finally:
-        dialogue.Recalled, dialogue.LONGEST_ON_CPU = before
-
-
-def mined(pair: Pair, limit: int, book: Book) -> tuple[list[Ended[Found]], float]:
+def mined(
+    pair: Pair, limit: int, book: Book, drafter: DrafterSpec, window: int
+) -> tuple[list[Ended[Found]], float]:
     """What is found on the first samples of the training split, and the seconds it took."""
     task = WordMath()
     samples = take(task, "train", limit)
@@ -76,7 +71,7 @@ def mined(pair: Pair, limit: int, book: Book) -> tuple[list[Ended[Found]], float
     dialogues = (book.counted(one.search(prompt)) for one, prompt in zip(miners, prompts))
     began = time.perf_counter()
     capacity = max(map(len, prompts)) + most
-    ended = list(pair.converse(dialogues, size=AT_ONCE, capacity=capacity))
+    ended = list(converse(pair, dialogues, AT_ONCE, capacity, drafter, window))
     seconds = time.perf_counter() - began
     return sorted(ended, key=lambda one: one.number), seconds
 
@@ -94,17 +89,16 @@ def main() -> None:
     args = parser.parse_args()
     pair = load_pair(compile=True)
     kinds = {
-        "plainly": (lambda: parse_drafter("model"), 4),
-        "recalling": (Recalled, dialogue.LONGEST_ON_CPU),
-        "wide": (Recalled, dialogue.LONGEST),
+        "plainly": (parse_drafter("model"), 4),
+        "recalling": (Recalled(), LONGEST_ON_CPU),
+        "wide": (Recalled(), LONGEST),
     }
     rows: dict[str, Any] = {}
     labels = []
     for name, (drafter, window) in kinds.items():
         book = Book()
-        with drafting(drafter, window):
-            mined(pair, 2, Book())  # warm-up
-            ended, seconds = mined(pair, args.limit, book)
+        mined(pair, 2, Book(), drafter, window)  # warm-up
+        ended, seconds = mined(pair, args.limit, book, drafter, window)
         labels.append([one.result for one in ended])
         rows["book"] = {"target_passes": book.passes, "target_tokens": book.tokens}
         rows[name] = {**counts(ended), "seconds": seconds}

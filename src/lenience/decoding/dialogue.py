@@ -20,6 +20,7 @@ from lenience.core.workers import Workers
 from lenience.decoding.loop import Request, decode
 from lenience.decoding.options import Decoding
 from lenience.decoding.response import Response
+from lenience.drafting.base import DrafterSpec
 from lenience.drafting.recalled import Recalled
 from lenience.models.generation_config import processors_of
 from lenience.models.session import Session, common
@@ -112,15 +113,23 @@ class Talk(Generic[T]):
 
 
 def converse(
-    pair: Pair, dialogues: Iterable[Dialogue[T]], size: int, capacity: int
+    pair: Pair,
+    dialogues: Iterable[Dialogue[T]],
+    size: int,
+    capacity: int,
+    drafter: DrafterSpec | None = None,
+    window: int | None = None,
 ) -> Iterator[Ended[T]]:
     """Hold dialogues in our own loop, `size` of them together, each as it ends; no question has
     more than `capacity` tokens with its answer. A dialogue keeps its row of the caches from one
-    continuation to the next, so that only what changed is read."""
+    continuation to the next, so that only what changed is read. Continuations are drafted by what
+    the dialogue recalls, as wide as pays on the device, where no `drafter` and `window` are
+    named."""
     each_has = [pair.require_draft("mining")]
-    window = LONGEST_ON_CPU if pair.target.device.type == "cpu" else LONGEST
-    setup = replace(pair.setup(Decoding(window=window)), drafter=Recalled())
-    session, drafter = pair.engine(setup, window, size, capacity + window, beside=each_has)
+    if window is None:
+        window = LONGEST_ON_CPU if pair.target.device.type == "cpu" else LONGEST
+    setup = replace(pair.setup(Decoding(window=window)), drafter=drafter or Recalled())
+    session, drafting = pair.engine(setup, window, size, capacity + window, beside=each_has)
     processors = processors_of(pair.target, sampling=False) or None
     ctx = Context(window=window, processors=processors)
     with _Held(pair, dialogues, size, capacity) as held:
@@ -128,7 +137,7 @@ def converse(
         try:
             while held.goes_on():
                 for request, step in decode(
-                    session, drafter, setup.rule, ctx, following, size=size
+                    session, drafting, setup.rule, ctx, following, size=size
                 ):
                     held.add(request, step)
                     yield from held.ended()
