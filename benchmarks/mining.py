@@ -71,7 +71,7 @@ def mined(
     dialogues = (book.counted(one.search(prompt)) for one, prompt in zip(miners, prompts))
     began = time.perf_counter()
     capacity = max(map(len, prompts)) + most
-    ended = list(converse(pair, dialogues, AT_ONCE, capacity, drafter, window))
+    ended = list(converse(pair, dialogues, AT_ONCE, capacity, drafter=drafter, window=window))
     seconds = time.perf_counter() - began
     return sorted(ended, key=lambda one: one.number), seconds
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
-from docstring_parser import parse_from_object
 
 from lenience.core.errors import InputError
-from lenience.decoding.options import Decoding, option_types
+from lenience.decoding.options import Decoding, option_types, told_options
 
 if TYPE_CHECKING:
     from lenience.certification.question import CertifyConfig
@@ -39,8 +38,7 @@ Json = Annotated[
 def decoding_flags(name: str, *leave_out: str, **other_helps: str) -> Any:
     """A class of flags, one for each option of decoding but those that are left out; their help is
     the option's docstring, where there is no other."""
-    helps = {item.arg_name: item.description for item in parse_from_object(Decoding).params}
-    helps |= other_helps
+    helps = {**told_options(Decoding), **other_helps}
     options: list[tuple[str, Any, Any]] = []
     for option, kind in option_types().items():
         if option in leave_out:
@@ -73,7 +71,9 @@ else:
         "fastest, on prompts of its own.",
         seed="Of the sampling, and of which prompts are drawn.",
     )
-    CompareDecoding = decoding_flags("CompareDecoding", "rule", "window")
+    CompareDecoding = decoding_flags(
+        "CompareDecoding", "rule", "window", seed="Of the sampling, 0 by default."
+    )
 
 
 def given(flags: object | None) -> dict[str, Any]:

@@ -74,6 +74,8 @@ class Context:
     """How many tokens are drafted at most in a cycle, one after the other."""
     on_trees: bool = False
     """Whether the windows are paths of trees, whose tokens were chosen for certain."""
+    logprobs: bool = False
+    """Whether it is told how probable the target found what is kept."""
 
     @property
     def greedy(self) -> bool:

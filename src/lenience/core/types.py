@@ -110,6 +110,8 @@ class Verdict:
     """For each drafted token, the judge's score where one was asked."""
     parents: Sequence[int] | None = None
     """For each drafted token, which one it follows, see `Draft.parents`."""
+    logprobs: Sequence[float] | None = None
+    """Of each token that is kept and of the next one, where it is asked for."""
 
     @property
     def num_accepted(self) -> int:
@@ -138,14 +140,15 @@ class Verdict:
 @dataclass(frozen=True)
 class Trace:
     """Where one new token came from; `score` is the judge's for the drafted token at this place,
-    where it was asked."""
+    and `logprob` the logarithm of the target's probability, where they were asked."""
 
     token: int
     origin: Origin
     score: float | None = None
+    logprob: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Step:
     """What one cycle kept."""
 
@@ -166,6 +169,10 @@ class Step:
     """How many tokens the target read."""
     draft_passes: int = 0
     draft_tokens: int = 0
+
+    def __repr__(self) -> str:
+        end = f", ended by {self.finish}" if self.finish else ""
+        return f"<Step {self.text!r}: {len(self.trace)} tokens, {self.drafted} drafted{end}>"
 
     @property
     def tokens(self) -> list[int]:

@@ -19,6 +19,8 @@ class Generation:
     """The draft window, as it was given or picked."""
     stop: str = "fixed"
     """What ended drafting earlier, as it was given or picked."""
+    seed: int | None = None
+    """Of its sampling, as it was given or drawn; None where it is greedy."""
     tokens: list[int] = field(default_factory=list)
     """The new tokens, EOS included if it was reached."""
     text: str = ""
@@ -45,6 +47,12 @@ class Generation:
         text = self.text if len(self.text) <= SHOWN else f"{self.text[: SHOWN - 1]}…"
         counts = f"{len(self.tokens)} tokens, {self.tokens_per_pass:.2f} per pass"
         return f"<Generation {text!r}: {counts}, ended by {self.finish or 'nothing yet'}>"
+
+    @property
+    def logprobs(self) -> list[float | None]:
+        """Of each token, where that was asked for: the logarithm of the probability that the target
+        gave it after those before it, at temperature 1; None where the target did not read it."""
+        return [entry.logprob for entry in self.trace]
 
     @property
     def tokens_per_pass(self) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from lenience.core.context import Context, Row
 from lenience.core.protocols import Drafter, Rule
@@ -124,6 +125,19 @@ def _unread(drafted: list[int]) -> Verdict:
     return Verdict(drafted, list(range(n)), next_token=None, exact=[False] * n, scores=[None] * n)
 
 
+def _with_logprobs(verdict: Verdict, logits: Tensor) -> Verdict:
+    """A verdict with how probable the target found what it keeps, by its `logits` [W + 1, V] before
+    temperature and processors."""
+    if verdict.next_token is None:
+        return verdict
+    # each token is predicted by the state after the one before it, and state 0 by the prefix
+    states = [0, *(i + 1 for i in verdict.path)]
+    tokens = [*(verdict.drafted[i] for i in verdict.path), verdict.next_token]
+    logprobs = torch.log_softmax(logits[states].float(), -1)  # [k + 1, V]
+    chosen = logprobs[torch.arange(len(tokens)), torch.tensor(tokens)]
+    return replace(verdict, logprobs=chosen.tolist())
+
+
 def _judge(
     session: Session,
     drafter: Drafter,
@@ -140,11 +154,14 @@ def _judge(
     else:
         sequences = [prefix + more for prefix, more in zip(prefixes, draft.tokens.tolist())]
         reading = session.read(sequences, n, rows=rows, parents=draft.parents)
+    told = reading.logits
     if ctx.processors and draft.parents is None:
         reading = replace(reading, logits=ctx.process(reading.logits, draft.tokens))
     session.profile.add("rest")
     decide = rule if draft.parents is None else partial(judge_trees, rule)
     verdicts = decide(draft, reading, ctx)
+    if ctx.logprobs:
+        verdicts = [_with_logprobs(one, row) for one, row in zip(verdicts, told)]
     session.profile.add("rule")
     drafter.observe(ctx, reading, verdicts)
     return reading.tokens_read, verdicts

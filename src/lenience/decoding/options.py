@@ -7,11 +7,14 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping
+import textwrap
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_type_hints
+
+from docstring_parser import parse_from_object
 
 from lenience.core import spec
 from lenience.core.errors import InputError
@@ -64,7 +67,7 @@ class Decoding:
     """Sample among the fewest tokens that hold this share of the probability; by default as the
     target's generation_config says."""
     seed: int = 0
-    """Of the sampling."""
+    """Of the sampling; generate draws one for each prompt where none is given, and says which."""
     stop_strings: tuple[str, ...] = ()
     """End the answer before this text; may be given again."""
 
@@ -78,6 +81,8 @@ class Decoding:
             object.__setattr__(self, "tree", str(parse_tree(self.tree)))
         if isinstance(self.stop_strings, str):
             object.__setattr__(self, "stop_strings", (self.stop_strings,))
+        if not isinstance(self.stop_strings, Iterable):
+            raise InputError(f"stop_strings {self.stop_strings!r}: give a text, or several")
         object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
         for text in self.stop_strings:
             if not isinstance(text, str):
@@ -200,8 +205,10 @@ ELSEWHERE = {
     "logits_processor": "those that the target's generation_config asks for are applied",
     "max_length": "max_new_tokens counts the answer alone",
     "num_beams": "one answer is decoded; give a temperature, and prompts as often as you like",
-    "num_return_sequences": "give generate_batch the prompt as often, with a seed for each call",
-    "output_scores": "trace holds where each token came from, and the rule's score",
+    "num_return_sequences": "give generate_batch the prompt as often; without a seed each answer "
+    "is drawn by itself",
+    "output_logits": "logprobs=True tells how probable the target found each token",
+    "output_scores": "logprobs=True tells how probable the target found each token",
     "return_dict_in_generate": "a Generation holds tokens, text and counts",
     "stop_token_ids": "stop_strings end an answer, and the target's generation_config names EOS",
     "stopping_criteria": "stop_strings and max_new_tokens end an answer",
@@ -283,21 +290,37 @@ def given_options(text: str) -> dict[str, Any]:
 
 def takes_options(function: F) -> F:
     """Show the options of decoding among a function's keywords, for help() and editors."""
-    return _with_keywords(function, Decoding(), option_types())
+    return _with_keywords(
+        function, Decoding, {**option_types(), "seed": int | None}, {"seed": None}
+    )
 
 
 def takes_loading(function: F) -> F:
     """Show the options of loading among a function's keywords."""
-    return _with_keywords(function, Loading(), get_type_hints(Loading))
+    return _with_keywords(function, Loading, get_type_hints(Loading), {})
 
 
-def _with_keywords(function: F, defaults: object, types: Mapping[str, Any]) -> F:
-    signature = inspect.signature(function)
+@cache
+def told_options(kind: Hashable) -> Mapping[str, str]:
+    """What each option is, as its docstring says."""
+    found = parse_from_object(kind).params
+    return {one.arg_name: " ".join((one.description or "").split()) for one in found}
+
+
+def _with_keywords(
+    function: F, kind: Any, types: Mapping[str, Any], others: Mapping[str, Any]
+) -> F:
+    """Show the fields of a class among a function's keywords, their defaults where there are no
+    `others`, and what they are in its docstring."""
+    signature, defaults = inspect.signature(function), kind()
     shown = [item for item in signature.parameters.values() if item.kind is not item.VAR_KEYWORD]
-    kind = inspect.Parameter.KEYWORD_ONLY
+    keyword = inspect.Parameter.KEYWORD_ONLY
     for name, annotation in types.items():
-        default = getattr(defaults, name)
-        shown.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
+        default = others.get(name, getattr(defaults, name))
+        shown.append(inspect.Parameter(name, keyword, default=default, annotation=annotation))
     with_options: Any = function
     with_options.__signature__ = signature.replace(parameters=shown)
+    told = (f"{name}: {text}" for name, text in told_options(kind).items())
+    lines = (textwrap.fill(one, 88, subsequent_indent="    ") for one in told)
+    with_options.__doc__ = "\n\n".join([inspect.getdoc(function) or "", "Options:", *lines])
     return function

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,7 +47,7 @@ from lenience.drafting.stops import Fixed, Stop, parse_stop
 from lenience.drafting.trees import Chain, Tree, parse_tree
 from lenience.models.compile import compile_model
 from lenience.models.generation_config import processors_of
-from lenience.models.lm import LAST, LM, Prompt, States
+from lenience.models.lm import LAST, LM, Prompt, States, several
 from lenience.models.memory import check_memory
 from lenience.models.session import Session, check_trees, tree_cache
 from lenience.rules.combine import as_rule
@@ -54,6 +55,26 @@ from lenience.rules.registry import BASELINES, parse_rule, refuse_forbidden
 from lenience.rules.strict import Exact
 
 T = TypeVar("T")
+BATCH_SIZE = 16
+"""Prompts that are answered together."""
+SEED_BITS = 31
+"""Of a seed that is drawn."""
+
+
+@dataclass(frozen=True)
+class Telling:
+    """What is told of an answer beside its tokens."""
+
+    profile: Profile | None = None
+    """What is told where the time goes."""
+    logprobs: bool = False
+    """Whether it is told how probable the target found each token."""
+    stream: bool = False
+    """Whether each step has its text."""
+
+    def __post_init__(self) -> None:
+        if self.profile is not None and not isinstance(self.profile, Profile):
+            raise InputError(f"profile {self.profile!r:.60}: give a Profile()")
 
 
 @dataclass(frozen=True)
@@ -67,11 +88,22 @@ class Setup:
     """None where one model decodes alone."""
     reader: LM
     tree: Tree = field(default_factory=Chain)
+    seeds_by_prompt: bool = False
+    """Whether each prompt has a seed of its own, as none was given."""
 
     @property
     def branches(self) -> bool:
         """Whether a window may be a tree."""
         return self.drafter is not None and (self.drafter.branches or not self.tree.is_chain)
+
+    def seed(self, number: int) -> int:
+        """Of the sampling of the answer to a prompt, by its number."""
+        return self.decoding.seed + (number if self.seeds_by_prompt else 0)
+
+    def answer(self, prompt: list[int], window: int, number: int) -> Generation:
+        """The answer to a prompt, to be filled."""
+        seed = self.seed(number) if self.decoding.temperature else None
+        return Generation(prompt, window, str(self.stop), seed)
 
     def columns(self, window: int) -> int:
         """How many tokens are read at most after a prefix, by any model."""
@@ -134,53 +166,74 @@ class Pair:
 
     @takes_options
     def generate(
-        self, prompt: Prompt, *, profile: Profile | None = None, **options: Any
+        self,
+        prompt: Prompt,
+        *,
+        profile: Profile | None = None,
+        logprobs: bool = False,
+        **options: Any,
     ) -> Generation:
-        """Answer one prompt: text, chat messages or a list of ids. The options are those of
-        `lenience.decoding.options.Decoding`, where each is explained; a `profile` is told where the
-        time goes. Raises InputError for an unusable prompt or wrong options."""
-        return self.generate_batch([prompt], batch_size=1, profile=profile, **options)[0]
+        """Answer one prompt: text, chat messages, or token ids as a list, an array, a tensor or
+        what a tokenizer gives. A `profile` is told where the time goes; with `logprobs` the answer
+        says how probable the target found each of its tokens. Raises InputError for an unusable
+        prompt or wrong options."""
+        told: dict[str, Any] = {"profile": profile, "logprobs": logprobs}
+        return self.generate_batch([prompt], batch_size=1, **told, **options)[0]
 
     @takes_options
     def generate_batch(
         self,
         prompts: Sequence[Prompt],
         *,
-        batch_size: int = 16,
+        batch_size: int | None = BATCH_SIZE,
         profile: Profile | None = None,
+        logprobs: bool = False,
         **options: Any,
     ) -> list[Generation]:
         """Answer many prompts, `batch_size` of them together: the answers that `generate` gives one
-        by one, in the order of the prompts. A finished answer's place is taken by the next prompt
-        at once. An answer's `seconds` run from its own start to its end, others being decoded
-        beside it.
+        by one, in the order of the prompts, which may also be one padded batch of ids. A finished
+        answer's place is taken by the next prompt at once. An answer's `seconds` run from its own
+        start to its end, others being decoded beside it.
 
         Raises InputError, before any work, for an unusable prompt, wrong options or a cache that
         memory has no room for.
         """
-        answers = dict(
-            self.as_completed(prompts, batch_size=batch_size, profile=profile, **options)
-        )
-        return [answers[i] for i in range(len(prompts))]
+        told: dict[str, Any] = {"profile": profile, "logprobs": logprobs}
+        answers = dict(self.as_completed(prompts, batch_size=batch_size, **told, **options))
+        return [answers[i] for i in range(len(answers))]
 
     @takes_options
     def as_completed(
         self,
         prompts: Sequence[Prompt],
         *,
-        batch_size: int = 16,
+        batch_size: int | None = BATCH_SIZE,
         profile: Profile | None = None,
+        logprobs: bool = False,
         **options: Any,
     ) -> Iterator[tuple[int, Generation]]:
         """As `generate_batch`, but gives each answer, with its prompt's number, as soon as it is
         finished."""
-        return self._completed(prompts, self.setup(options), batch_size, profile)
+        size = BATCH_SIZE if batch_size is None else batch_size
+        if not isinstance(size, int) or size < 1:
+            raise InputError(f"batch_size {batch_size!r}: must be a whole number, 1 or more")
+        setup, telling = self._seeded(options), Telling(profile, logprobs)
+        return self._completed(several(prompts), setup, size, telling)
+
+    def _seeded(self, options: Mapping[str, Any]) -> Setup:
+        """What options come to, with a seed that is drawn where samples want one and none is
+        given."""
+        setup = self.setup(options)
+        if not setup.decoding.temperature or options.get("seed") is not None:
+            return setup
+        drawn = setup.decoding.with_options({"seed": secrets.randbits(SEED_BITS)})
+        return replace(setup, decoding=drawn, seeds_by_prompt=True)
 
     def _completed(
-        self, prompts: Sequence[Prompt], setup: Setup, batch_size: int, profile: Profile | None
+        self, prompts: Sequence[Prompt], setup: Setup, batch_size: int, telling: Telling
     ) -> Iterator[tuple[int, Generation]]:
         """Answer prompts; everything that can be wrong is told before the first."""
-        outs, steps = self._decode(prompts, setup, batch_size, profile)
+        outs, steps = self._decode(prompts, setup, batch_size, telling)
         return self._finished(outs, steps, setup.decoding)
 
     def _finished(
@@ -198,12 +251,16 @@ class Pair:
 
     @takes_options
     def stream(
-        self, prompt: Prompt, *, profile: Profile | None = None, **options: Any
+        self,
+        prompt: Prompt,
+        *,
+        profile: Profile | None = None,
+        logprobs: bool = False,
+        **options: Any,
     ) -> Iterator[Step]:
-        """Answer one prompt step by step; `step.text` is what each cycle adds. The options are
-        those of `generate`."""
-        setup = self.setup(options)
-        _, steps = self._decode([prompt], setup, 1, profile, stream=True)
+        """Answer one prompt step by step; `step.text` is what each cycle adds."""
+        telling = Telling(profile, logprobs, stream=True)
+        _, steps = self._decode([prompt], self._seeded(options), 1, telling)
         return (step for _, step in steps)
 
     def setup(self, options: Mapping[str, Any] | Decoding) -> Setup:
@@ -300,31 +357,29 @@ class Pair:
         prompts: Sequence[Prompt],
         setup: Setup,
         batch_size: int,
-        profile: Profile | None,
-        stream: bool = False,
+        telling: Telling,
     ) -> tuple[list[Generation], Iterator[tuple[Request, Step]]]:
         """The answers to be filled, and their steps as they are decoded; everything that can be
         wrong is told before the first."""
-        if batch_size < 1:
-            raise InputError(f"batch_size {batch_size}: must be 1 or more")
         ids = [setup.reader.encode(prompt) for prompt in prompts]
         size = min(batch_size, len(ids))
         window, setup = self._settled(ids, size, setup)
         decoding, reader = setup.decoding, setup.reader
-        ctx = self._context(setup, window)
+        ctx = replace(self._context(setup, window), logprobs=telling.logprobs)
+        profile = telling.profile
         if profile:
             profile.wait_by(_waiting({lm.device for lm in self.models.values()}))
         longest = max(map(len, ids), default=0) + decoding.max_new_tokens + setup.columns(window)
         session, drafter = self.engine(setup, window, size, longest, profile=profile)
 
         def request(number: int, prompt: list[int]) -> Request:
-            row = Row(Noise.for_prompt(decoding.seed, prompt), list(prompt))
+            row = Row(Noise.for_prompt(setup.seed(number), prompt), list(prompt))
             stops = decoding.stop_strings
-            response = Response(reader, decoding.max_new_tokens, len(prompt), stops, stream)
+            response = Response(reader, decoding.max_new_tokens, len(prompt), stops, telling.stream)
             return Request(row, response, number)
 
         requests = (request(i, prompt) for i, prompt in enumerate(ids))
-        outs = [Generation(prompt, window, str(setup.stop)) for prompt in ids]
+        outs = [setup.answer(prompt, window, number) for number, prompt in enumerate(ids)]
         steps = decode(session, drafter, setup.rule, ctx, lambda _: next(requests, None), size=size)
         return outs, steps
 
@@ -467,7 +522,7 @@ class Pair:
         widest = replace(setup.decoding, window=max(CANDIDATES), max_new_tokens=PILOT_TOKENS)
         decoding = replace(widest, stop_strings=())
         some = ids[:PILOT_PROMPTS]
-        _, steps = self._decode(some, replace(setup, decoding=decoding), size, None)
+        _, steps = self._decode(some, replace(setup, decoding=decoding), size, Telling())
         return [(step.drafted, step.kept) for _, step in steps]
 
     def _cycle_seconds(self, ids: list[list[int]], size: int, setup: Setup) -> dict[int, float]:

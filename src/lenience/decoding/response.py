@@ -77,14 +77,16 @@ def _entries(verdict: Verdict) -> list[Trace]:
     unread = verdict.next_token is None
     lenient: Origin = "draft-trusted" if unread else "draft-lenient"
     entries = []
-    for i in verdict.path:
+    logprobs: Sequence[float | None] = verdict.logprobs or [None] * (len(verdict.path) + 1)
+    for i, logprob in zip(verdict.path, logprobs):
         origin: Origin = "draft" if verdict.exact[i] else lenient
-        entries.append(Trace(verdict.drafted[i], origin, verdict.scores[i]))
+        entries.append(Trace(verdict.drafted[i], origin, verdict.scores[i], logprob))
     if verdict.next_token is None:
         return entries
     if verdict.rejected is None:
-        return [*entries, Trace(verdict.next_token, "bonus")]
-    return [*entries, Trace(verdict.next_token, "correction", verdict.scores[verdict.rejected])]
+        return [*entries, Trace(verdict.next_token, "bonus", None, logprobs[-1])]
+    score = verdict.scores[verdict.rejected]
+    return [*entries, Trace(verdict.next_token, "correction", score, logprobs[-1])]
 
 
 class TextStream:

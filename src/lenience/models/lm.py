@@ -448,6 +448,24 @@ def _refuse_unless_rollable(model: PreTrainedModel, what: str) -> None:
         )
 
 
+def several(prompts: Any) -> list[Prompt]:
+    """Prompts one by one, also of a padded batch: a tensor or an array of ids [m, T], or what a
+    tokenizer gives for texts. Raises InputError for a single one."""
+    if isinstance(prompts, str):
+        raise InputError("prompts: is one text; give a list, or ask generate for one")
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:
+        rows = prompts["input_ids"]
+        masks = prompts.get("attention_mask")
+        if len(rows) and isinstance(rows[0], int):
+            raise InputError("prompts: are the ids of one; give a list, or ask generate for one")
+        given = [rows] if masks is None else [rows, masks]
+        return [_plain(dict(zip(("input_ids", "attention_mask"), one))) for one in zip(*given)]
+    try:
+        return list(prompts)
+    except TypeError:
+        raise InputError(f"prompts: give a list of them, not {prompts!r:.60}") from None
+
+
 def _plain(prompt: Any) -> Any:
     """Token ids as a list where they come as a tensor or an array, alone or as a batch of one, or
     as what a tokenizer gives, whose padding is left out; anything else as it is."""

@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar
 from weakref import finalize
 
 from lenience.core.errors import InputError, first_line
-from lenience.core.profile import Profile
 from lenience.core.types import Finish, Origin, Step, Trace
 from lenience.decoding.dialogue import (
     WINDOW,
@@ -26,7 +25,7 @@ from lenience.decoding.dialogue import (
 )
 from lenience.decoding.generation import Generation
 from lenience.decoding.options import Decoding, takes_options
-from lenience.decoding.pair import Pair, Setup
+from lenience.decoding.pair import Pair, Setup, Telling
 from lenience.integrations.vllm.asked import ANY, KEY
 from lenience.integrations.vllm.checks import check_reads, needs_draft_probs, vllm_version
 from lenience.models.generation_config import processors_of
@@ -119,12 +118,12 @@ class VllmPair(Pair):
         raise InputError("stream: runs in our own loop; ask vLLM for whole answers (generate)")
 
     def _completed(
-        self, prompts: Sequence[Prompt], setup: Setup, batch_size: int, profile: Profile | None
+        self, prompts: Sequence[Prompt], setup: Setup, batch_size: int, telling: Telling
     ) -> Iterator[tuple[int, Generation]]:
-        if batch_size < 1:
-            raise InputError(f"batch_size {batch_size}: must be 1 or more")
-        if profile is not None:
+        if telling.profile is not None:
             raise InputError("profile: tells of our own loop; vLLM has profilers of its own")
+        if telling.logprobs:
+            raise InputError("logprobs: are of our own loop; ask vLLM itself for them")
         ids = [setup.reader.encode(prompt) for prompt in prompts]
         return self._answers(setup, ids, batch_size)
 
@@ -138,7 +137,6 @@ class VllmPair(Pair):
         role = "draft" if decoding.rule == "draft" else "target"
         kind = Kind(role, window, bool(window and decoding.temperature))
         engine = self._engine(kind)
-        params = self._params(setup, window)
         waiting = iter(enumerate(prompts))
         active: dict[str, _Answer] = {}
         try:
@@ -146,8 +144,9 @@ class VllmPair(Pair):
                 while len(active) < batch_size and (next_one := next(waiting, None)):
                     number, prompt = next_one
                     name = f"{KEY}-{next(self._numbers)}"
-                    out = Generation(list(prompt), window, str(setup.stop))
+                    out = setup.answer(list(prompt), window, number)
                     active[name] = _Answer(number, out, setup.reader, decoding)
+                    params = self._params(setup, window, number)
                     engine.add_request(name, {"prompt_token_ids": prompt}, params)
                 if not active:
                     return
@@ -161,7 +160,8 @@ class VllmPair(Pair):
             if active:
                 engine.abort_request(list(active))
 
-    def _params(self, setup: Setup, window: int) -> Any:
+    def _params(self, setup: Setup, window: int, number: int) -> Any:
+        """How vLLM is to answer a prompt, by its number."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -175,7 +175,7 @@ class VllmPair(Pair):
             temperature=decoding.temperature,
             top_k=top_k or 0,
             top_p=1.0 if top_p is None else top_p,
-            seed=decoding.seed if decoding.temperature else None,
+            seed=setup.seed(number) if decoding.temperature else None,
             max_tokens=decoding.max_new_tokens,
             stop=list(decoding.stop_strings),
             extra_args=dial,
@@ -291,7 +291,7 @@ class VllmPair(Pair):
             kind, params, ids = DIALOGUES[0], _predicting(), question.ids[:-1]
         else:
             decoding = replace(asking.setup.decoding, max_new_tokens=question.limit)
-            params = self._params(replace(asking.setup, decoding=decoding), WINDOW)
+            params = self._params(replace(asking.setup, decoding=decoding), WINDOW, 0)
             kind, ids = DIALOGUES[1], question.ids
         self._running[kind].add_request(name, {"prompt_token_ids": list(ids)}, params)
         return []
