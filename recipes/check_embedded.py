@@ -27,7 +27,8 @@ from lenience.core.files import read_json
 from lenience.core.profile import Profile
 from lenience.decoding.loading import EMBEDDED, load_pair
 from lenience.decoding.pair import Pair
-from lenience.models.lm import LM, Prompt
+from lenience.models.lm import LM
+from lenience.models.prompts import Prompt
 from lenience.models.session import Session
 from lenience.runs.journal import Journal
 from lenience.runs.record import mined_samples

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import pydoc
+import shutil
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
-from lenience import InputError
+from lenience import InputError, load_pair
+from lenience.cli import main
+from lenience.cli.named import models_of
 from lenience.core.profile import Profile
 from lenience.decoding.options import Decoding, names
 from lenience.decoding.pair import Pair
@@ -85,3 +90,90 @@ def test_help_tells_every_option() -> None:
         assert f"\n    {name}: " in told, name
     assert "seed: int | None = None" in told
     assert Decoding().rule in told
+
+
+TEMPLATE = (
+    "{% if enable_thinking %}w9 {% endif %}"
+    "{% for m in messages %}{{ 'w3' if m.role == 'system' else 'w1' }} {{ m.content }} {% endfor %}"
+    "w2"
+)
+
+
+@pytest.fixture
+def chatting(checkpoints, tmp_path) -> str:
+    """A target with a chat template; its draft has none."""
+    target, _ = checkpoints("llama")
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.chat_template = TEMPLATE
+    folder = tmp_path / "chatting"
+    shutil.copytree(target, folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("how", "prompt", "ids"),
+    [
+        ({}, "w5", [1, 5, 2]),
+        ({"chat": True}, "w5", [1, 5, 2]),
+        ({"chat": False}, "w5", [5]),
+        ({"system": "w7"}, "w5", [3, 7, 1, 5, 2]),
+        ({"system": "w7"}, [{"role": "system", "content": "w8"}], [3, 8, 2]),
+        ({"template_options": {"enable_thinking": True}}, "w5", [9, 1, 5, 2]),
+    ],
+)
+def test_text_goes_through_the_chat_template_as_asked(
+    how: dict, prompt: object, ids: list[int], chatting: str, checkpoints
+) -> None:
+    pair = load_pair(chatting, checkpoints("llama")[1], dtype="float32", **how)
+    assert pair.generate(prompt, max_new_tokens=2).prompt_tokens == ids
+    by_draft = pair.generate(prompt, rule="draft", max_new_tokens=2)
+    assert by_draft.prompt_tokens == ids, "the draft answers what the target is asked"
+
+
+def test_a_certificate_binds_how_prompts_are_made(chatting: str) -> None:
+    ways = [
+        {},
+        {"chat": False},
+        {"system": "w7"},
+        {"system": "w8"},
+        {"template_options": {"enable_thinking": True}},
+        {"template_options": {"enable_thinking": False}},
+    ]
+    bound = [load_pair(chatting, dtype="float32", **way) for way in ways]
+    templates = [str(pair.binding(Decoding())["template"]) for pair in bound]
+    assert len(set(templates)) == len(ways)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"chat": False, "system": "w7"}, "system: .* was told to use no chat template"),
+        ({"template_options": {"thinking": True}}, "template option thinking: .* has none"),
+        ({"template_options": {"enable_thinking": object()}}, "what JSON can hold"),
+    ],
+)
+def test_what_a_template_cannot_do_is_refused(how: dict, says: str, chatting: str) -> None:
+    with pytest.raises(InputError, match=says):
+        load_pair(chatting, **how)
+    with pytest.raises(InputError, match=r"chat: .* has no chat template"):
+        load_pair(chat=True)
+
+
+def test_a_run_remembers_how_prompts_are_made(chatting: str, checkpoints, tmp_path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "w{i}", "reference": "w1"}}\n' for i in range(5, 11)))
+    run, draft = str(tmp_path / "run"), checkpoints("llama")[1]
+    task = ["--task", str(rows), "--answer", "regex:w\\d+"]
+    models = ["--target", chatting, "--draft", draft, "--dtype", "float32", "--no-compile"]
+    asked = ["--system", "w7", "--template-option", "enable_thinking=true"]
+    mine = ["mine", "--out", run, "--limit", "2", "--max-new-tokens", "6"]
+    main([*mine, *task, *models, *asked])
+    (tmp_path / "run" / "lenience.toml").unlink()
+    remembered = models_of(tmp_path / "run", None)
+    assert (remembered.system, remembered.template_option) == ("w7", ("enable_thinking=true",))
+    main([*mine, *task, "--no-compile"])
+    with pytest.raises(SystemExit):
+        main([*mine, *task, "--system", "w8"])
+    first = json.loads((tmp_path / "run" / "journal.jsonl").read_text().split("\n")[0])
+    assert first["prompt_ids"][:3] == [9, 3, 7]

@@ -30,7 +30,7 @@ from lenience.decoding.certified import (
 )
 from lenience.decoding.generation import Generation
 from lenience.decoding.pair import Pair
-from lenience.models.lm import Prompt
+from lenience.models.prompts import Prompt
 from lenience.runs.journal import Journal, Tail
 from lenience.tasks import Published, Sample, Task, ungradable
 from lenience.tasks.rows import USUAL_FIELDS, Fields, read_rows

@@ -384,7 +384,8 @@ def _asked(pair: Pair, task: Task, config: CertifyConfig, use: str) -> dict[str,
     binds = [pair.binding(decoding) for chain in chains for decoding in chain]
     asked = describe(pair, task, use=use, question=question, binds=binds)
     asked["models"] = {role: {**model, "name": ""} for role, model in asked["models"].items()}
-    return {key: value for key, value in asked.items() if key not in ("versions", "pair")}
+    # how prompts are made is among what is bound
+    return {key: value for key, value in asked.items() if key not in ("versions", "pair", "chat")}
 
 
 def _without_digest(name: str) -> str:

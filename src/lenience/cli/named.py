@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 SETTINGS = "lenience.toml"
 """In a run folder: its models and its task."""
-KEPT = ("target", "draft", "dtype", "device")
+SEVERAL, SWITCHES = ("template_option",), ("chat", "unsafe_local", "skip_long")
+"""What is kept there and no text."""
+KEPT = ("target", "draft", "dtype", "device", "chat", "system", "template_option")
 
 
 @Parameter(name="*", group=Group("Models and engine", sort_key=2))
@@ -39,6 +41,14 @@ class Models:
     """float32, bfloat16, …; by default the checkpoint's own."""
     device: str = "auto"
     """cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
+    chat: bool | None = None
+    """Give prompts to the target through its chat template, or --no-chat as they are; by default
+    through it where it has one."""
+    system: str | None = None
+    """What the system says before the prompt, through the chat template."""
+    template_option: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = ()
+    """What else the chat template reads, NAME=VALUE, such as enable_thinking=false; may be given
+    again."""
     compile: bool | None = None
     """Export the models for ONNX Runtime, kept for the next time; by default where the work is long
     and they are small."""
@@ -56,7 +66,9 @@ class Models:
         with loading():
             from lenience.decoding.loading import load_pair
 
-            options = {"dtype": self.dtype, "device": self.device, "compile": False}
+            options = {name: getattr(self, name) for name in ("dtype", "device", "chat", "system")}
+            given = dict(_argument("--template-option", one) for one in self.template_option)
+            options |= {"compile": False, "template_options": given}
             if self.engine == "vllm":
                 if self.device == "auto":  # the memory of a GPU is vLLM's
                     options["device"] = "cpu"
@@ -81,14 +93,14 @@ class Models:
         except ImportError as error:
             raise InputError(f"--engine vllm: {error}; docs/vllm.md says how it comes") from None
 
-        return VllmPair(pair, dict(map(_argument, self.engine_arg)))
+        return VllmPair(pair, dict(_argument("--engine-arg", one) for one in self.engine_arg))
 
 
-def _argument(text: str) -> tuple[str, Any]:
+def _argument(flag: str, text: str) -> tuple[str, Any]:
     """The name and the value of NAME=VALUE, which is JSON where it can be read as such."""
     name, found, value = text.partition("=")
     if not (name and found):
-        raise InputError(f"--engine-arg {text!r}: write NAME=VALUE")
+        raise InputError(f"{flag} {text!r}: write NAME=VALUE")
     try:
         return name, json.loads(value)
     except ValueError:
@@ -176,6 +188,10 @@ def mined_with(run: Path) -> Models:
         raise InputError(f"{run / 'run.json'}: its models lack {lacking.pop()}; mine anew")
     dtypes = {model.dtype for model in record.models.values()}
     models = Models(dtype=dtypes.pop() if len(dtypes) == 1 else "auto")
+    if record.chat:
+        models.chat, models.system = record.chat.get("use"), record.chat.get("system")
+        options = record.chat.get("options", {}).items()
+        models.template_option = tuple(f"{name}={json.dumps(value)}" for name, value in options)
     if record.pair != "built-in":
         models.target, models.draft = (record.models[role].name for role in ("target", "draft"))
     return models
@@ -265,10 +281,13 @@ def remember(run: Path, models: Models, choice: TaskChoice) -> None:
     where they are."""
     lines = ["# What the commands on this run take where no flag says otherwise."]
     for name, given in (("models", _others_than_usual(models, KEPT)), ("task", vars(choice))):
-        said = {key: value for key, value in given.items() if isinstance(value, str)}
+        said = {key: value for key, value in given.items() if value not in (None, False, ())}
+        said.pop("unsafe_local", None)  # is asked for each time
+        if given.get("chat") is False:
+            said["chat"] = False
         for key in said.keys() & {"target", "draft", "task", "data", "grader"}:
             said[key] = _located(said[key])
-        lines += ["", f"[{name}]", *(f"{key} = {_quoted(said[key])}" for key in said)]
+        lines += ["", f"[{name}]", *(f"{key} = {_as_toml(said[key])}" for key in said)]
     text = "\n".join(lines) + "\n"
     path = run / SETTINGS
     try:
@@ -285,9 +304,9 @@ def _others_than_usual(models: Models, names: Iterable[str]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value != getattr(Models(), name)}
 
 
-def _quoted(text: str) -> str:
-    """As a text of TOML's, whose escapes are JSON's but for those of pairs of surrogates."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+def _as_toml(value: str | bool | tuple[str, ...]) -> str:
+    """As TOML has it, whose escapes are JSON's but for those of pairs of surrogates."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _located(value: str) -> str:
@@ -326,6 +345,17 @@ def _kept(run: Path, section: str, kind: type[Section]) -> Section:
         if others:
             raise InputError(f"{path}: has {min(others)}, which is unknown here; take it out")
         for key, value in values.items():
-            if not isinstance(value, str):
-                raise InputError(f"{path}: {key} must be a text, in quotes")
+            values[key] = _kept_value(path, key, value)
     return kind(**content.get(section, {}))
+
+
+def _kept_value(path: Path, key: str, value: Any) -> Any:
+    """What a line of RUN/lenience.toml says. Raises InputError where it is of a wrong type."""
+    if key in SEVERAL:
+        if isinstance(value, list) and all(isinstance(one, str) for one in value):
+            return tuple(value)
+        raise InputError(f"{path}: {key} must be a list of texts, in quotes")
+    kind, what = (bool, "true or false") if key in SWITCHES else (str, "a text, in quotes")
+    if not isinstance(value, kind):
+        raise InputError(f"{path}: {key} must be {what}")
+    return value

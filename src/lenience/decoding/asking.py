@@ -70,7 +70,7 @@ class ModelGrader:
 
     def __init__(self, model: str, device: str = "auto"):
         self._pair = load_pair(model, device=device)
-        if not getattr(self._pair.target.tokenizer, "chat_template", None):
+        if not self._pair.target.chats:
             raise InputError(f"--grader {model}: has no chat template; name a chat model")
         self.name = self.source = f"{Path(model).name} {self._pair.target.fingerprint[:12]}"
 

@@ -15,6 +15,7 @@ from lenience.core.errors import InputError
 from lenience.decoding.options import Loading, takes_loading
 from lenience.decoding.pair import Pair
 from lenience.models.lm import LM
+from lenience.models.prompts import Chat
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
 """Where the built-in pair lies, and the journal of a mining run on it."""
@@ -48,6 +49,8 @@ def load_pair(
             draft_lm = None if draft is None else _load(draft, "draft", loading)
             name = target_lm.name if draft_lm is None else f"{target_lm.name} + {draft_lm.name}"
             pair = Pair(target_lm, draft_lm, name)
+    pair.target.chat = Chat(loading.chat, loading.system, loading.template_options or {})
+    pair.target.chat.check(pair.target.tokenizer, f"target {pair.target.name!r}")
     if loading.compile is not False:
         pair.compile(export=bool(loading.compile))
     return pair

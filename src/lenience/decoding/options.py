@@ -180,6 +180,12 @@ class Loading:
     exports where earlier ones lie in the cache, and False does not."""
     tokenizer: Any = None
     """Of models that are loaded already."""
+    chat: bool | None = None
+    """Whether text goes through the target's chat template; by default where it has one."""
+    system: str | None = None
+    """What the system says first, where messages do not begin with that."""
+    template_options: dict[str, Any] | None = None
+    """What else the chat template reads, such as enable_thinking."""
     target_kwargs: dict[str, Any] | None = None
     """What reaches the target's from_pretrained (device_map, quantization_config, …)."""
     draft_kwargs: dict[str, Any] | None = None

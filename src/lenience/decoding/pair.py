@@ -47,8 +47,9 @@ from lenience.drafting.stops import Fixed, Stop, parse_stop
 from lenience.drafting.trees import Chain, Tree, parse_tree
 from lenience.models.compile import compile_model
 from lenience.models.generation_config import processors_of
-from lenience.models.lm import LAST, LM, Prompt, States, several
+from lenience.models.lm import LAST, LM, States
 from lenience.models.memory import check_memory
+from lenience.models.prompts import Prompt, several
 from lenience.models.session import Session, check_trees, tree_cache
 from lenience.rules.combine import as_rule
 from lenience.rules.registry import BASELINES, parse_rule, refuse_forbidden
@@ -163,6 +164,13 @@ class Pair:
     @property
     def compiled(self) -> bool:
         return all(lm.backend is not None for lm in self.models.values())
+
+    def encode(self, prompt: Prompt, reader: LM) -> list[int]:
+        """The ids of a prompt as the target has it, whichever of the models reads it. Raises
+        InputError, see `LM.encode`."""
+        own = reader is self.target
+        ids = self.target.encode(prompt, any_length=not own)
+        return ids if own else reader.encode(ids)
 
     @takes_options
     def generate(
@@ -361,7 +369,7 @@ class Pair:
     ) -> tuple[list[Generation], Iterator[tuple[Request, Step]]]:
         """The answers to be filled, and their steps as they are decoded; everything that can be
         wrong is told before the first."""
-        ids = [setup.reader.encode(prompt) for prompt in prompts]
+        ids = [self.encode(prompt, setup.reader) for prompt in prompts]
         size = min(batch_size, len(ids))
         window, setup = self._settled(ids, size, setup)
         decoding, reader = setup.decoding, setup.reader
@@ -461,20 +469,27 @@ class Pair:
         """What lenient answers depend on besides the options: the models with their dtypes, the
         tokenizer, its chat template, the target's generation_config, and the heads of the rule, of
         the stop condition and of the drafter."""
-        template = getattr(self.target.tokenizer, "chat_template", None)
         heads = heads_in(decoding)
-        content = hashlib.blake2b(str(template).encode(), digest_size=8).hexdigest()
         return {
             "models": {
                 role: {"fingerprint": lm.fingerprint, "dtype": lm.dtype}
                 for role, lm in self.models.items()
             },
             "tokenizer": self.target.tokenizer_fingerprint,
-            "template": content if template else None,
+            "template": self._template(),
             "generation_config": self.target.generation_settings(),
             "heads": [head.head.fingerprint for head in heads],
             "drafter": drafter_without_paths(decoding.drafter),
         }
+
+    def _template(self) -> str | dict[str, Any] | None:
+        """The chat template that prompts go through, by its digest, with what is not usual."""
+        lm = self.target
+        template, spec = lm.chat.template_of(lm.tokenizer), lm.chat.spec
+        if template is None:
+            return None
+        content = hashlib.blake2b(template.encode(), digest_size=8).hexdigest()
+        return content if spec is None else {"content": content, **spec}
 
     @takes_options
     def settle(self, prompts: Sequence[Prompt], *, batch_size: int = 1, **options: Any) -> Decoding:
@@ -485,7 +500,7 @@ class Pair:
         cycle takes at each window is measured. It is picked once for a rule, a drafter, a stop
         condition, the sampling and a batch size, and then stays."""
         setup = self.setup(options)
-        ids = [setup.reader.encode(prompt) for prompt in prompts]
+        ids = [self.encode(prompt, setup.reader) for prompt in prompts]
         window, setup = self._settled(ids, min(batch_size, len(ids)), setup)
         return replace(setup.decoding, window=window)
 

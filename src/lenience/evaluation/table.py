@@ -117,6 +117,7 @@ class Frontier(Record, extra="allow"):
     pair: str
     models: dict[str, ModelRecord]
     tokenizer: str
+    chat: dict[str, Any] | None = None
     task: str
     task_version: int | str | None
     measure: str = "accuracy"

@@ -20,7 +20,8 @@ from lenience.drafting.planning import Acceptance
 from lenience.drafting.registry import parse_drafter
 from lenience.drafting.trees import Shape, Tree
 from lenience.mining.features import check_models, mined_samples
-from lenience.models.lm import LM, Prompt
+from lenience.models.lm import LM
+from lenience.models.prompts import Prompt
 
 DEPTH, RANKS = 12, 5
 """How deep it is measured, and how many ranks."""

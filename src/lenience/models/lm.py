@@ -26,11 +26,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lenience.core.errors import InputError, TooLong, first_line
 from lenience.core.identity import tokenizer_fingerprint, tokens_with, weights_fingerprint
+from lenience.models.prompts import Chat, Prompt, is_ids, plain, refuse_unusable
 
 if TYPE_CHECKING:
     from lenience.models.kv_cache import Backend
-
-Prompt = str | Sequence[int] | list[dict[str, str]]
 
 T = TypeVar("T")
 
@@ -99,6 +98,8 @@ class LM:
         _refuse_unless_rollable(model, f"{role} {name!r}")
         self.lock = threading.RLock()
         """Held while something is found out about the model or it is exported."""
+        self.chat = Chat()
+        """How it is given text and messages."""
         self.backend: Backend | None = None
         """The way it is read in place of its own forward, see lenience.models.compile."""
         self._known: dict[Hashable, Any] = {}
@@ -332,6 +333,11 @@ class LM:
             return {"full_attention": full, "sliding_attention": sliding}
         return {"full_attention": full if kinds else sliding}
 
+    @property
+    def chats(self) -> bool:
+        """Whether text and messages go through a chat template."""
+        return self.chat.template_of(self.tokenizer) is not None
+
     def encode(self, prompt: Prompt, any_length: bool = False) -> list[int]:
         """Token ids of a prompt: ids as they are, also as a tensor, an array or what a tokenizer
         gives for one text; text and messages through the chat template, where there is one.
@@ -340,27 +346,19 @@ class LM:
         that the vocabulary lacks and, but for `any_length`, a prompt that leaves no room in the
         context.
         """
-        prompt = _plain(prompt)
-        if _is_list(prompt, int):
+        prompt = plain(prompt)
+        refuse_unusable(prompt)
+        if is_ids(prompt):
             ids = cast(list[int], list(prompt))
-        elif not (isinstance(prompt, str) or _is_list(prompt, dict)):
-            several = isinstance(prompt, list) and len(prompt) and isinstance(prompt[0], str | list)
-            mend = "; generate_batch takes several" if several else ""
-            raise InputError(
-                f"a prompt is text, chat messages or a list of token ids, not {prompt!r:.60}{mend}"
-            )
-        elif getattr(self.tokenizer, "chat_template", None):
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            apply: Any = self.tokenizer.apply_chat_template
-            ids = list(
-                apply(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-            )
+        elif self.chats:
+            what = f"{self.role} {self.name!r}"
+            ids = self.chat.ids(cast(str | list[dict[str, str]], prompt), self.tokenizer, what)
         elif isinstance(prompt, str):
             ids = cast(list[int], self.tokenize(prompt)["input_ids"])
         else:
-            raise InputError(
-                f"{self.role} {self.name!r} has no chat template; give the prompt as text"
-            )
+            why = "goes through no chat template (--no-chat)" if self.chat.use is False else ""
+            why = why or "has no chat template"
+            raise InputError(f"{self.role} {self.name!r} {why}; give the prompt as text")
         if not ids:
             raise InputError("the prompt is empty; give some text or token ids")
         if not all(0 <= item < self.vocab_size for item in ids):
@@ -446,43 +444,3 @@ def _refuse_unless_rollable(model: PreTrainedModel, what: str) -> None:
             f"{what}: {kind} keeps a state that cannot be rolled back to an earlier token, which "
             "speculative decoding needs; use a decoder-only attention model"
         )
-
-
-def several(prompts: Any) -> list[Prompt]:
-    """Prompts one by one, also of a padded batch: a tensor or an array of ids [m, T], or what a
-    tokenizer gives for texts. Raises InputError for a single one."""
-    if isinstance(prompts, str):
-        raise InputError("prompts: is one text; give a list, or ask generate for one")
-    if isinstance(prompts, Mapping) and "input_ids" in prompts:
-        rows = prompts["input_ids"]
-        masks = prompts.get("attention_mask")
-        if len(rows) and isinstance(rows[0], int):
-            raise InputError("prompts: are the ids of one; give a list, or ask generate for one")
-        given = [rows] if masks is None else [rows, masks]
-        return [_plain(dict(zip(("input_ids", "attention_mask"), one))) for one in zip(*given)]
-    try:
-        return list(prompts)
-    except TypeError:
-        raise InputError(f"prompts: give a list of them, not {prompts!r:.60}") from None
-
-
-def _plain(prompt: Any) -> Any:
-    """Token ids as a list where they come as a tensor or an array, alone or as a batch of one, or
-    as what a tokenizer gives, whose padding is left out; anything else as it is."""
-    if isinstance(prompt, Mapping) and "input_ids" in prompt:
-        ids, mask = (_row(prompt.get(name)) for name in ("input_ids", "attention_mask"))
-        return ids if mask is None else [token for token, seen in zip(ids, mask) if seen]
-    return _row(prompt)
-
-
-def _row(ids: Any) -> Any:
-    if hasattr(ids, "tolist"):
-        ids = ids.tolist()
-    is_batch_of_one = isinstance(ids, list) and len(ids) == 1 and isinstance(ids[0], list)
-    return ids[0] if is_batch_of_one else ids
-
-
-def _is_list(prompt: object, of: type) -> bool:
-    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
-        return False
-    return all(isinstance(item, of) for item in prompt)

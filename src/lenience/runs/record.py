@@ -37,6 +37,8 @@ class RunRecord(Record):
     pair: str
     models: dict[str, ModelRecord]
     tokenizer: str
+    chat: dict[str, Any] | None = None
+    """How text and messages became prompts, where not as usual."""
     task: str
     task_version: int | str | None = None
     split: str
@@ -141,16 +143,18 @@ def describe(pair: Pair, task: Task, **options: Any) -> dict[str, Any]:
         "pair": pair.name,
         "models": models,
         "tokenizer": pair.target.tokenizer_fingerprint,
+        "chat": pair.target.chat.spec,
         "task": task.name,
         "task_version": task.version,
         **options,
     }
 
 
-def encoded(lm: LM, task: Task, sample: Sample) -> list[int]:
-    """The token ids of a sample's prompt. Raises InputError that names the sample."""
+def encoded(lm: LM, task: Task, sample: Sample, prompt: list[int] | None = None) -> list[int]:
+    """The token ids of a sample's prompt, or of a `prompt` in its place. Raises InputError that
+    names the sample."""
     try:
-        return lm.encode(sample.prompt)
+        return lm.encode(prompt or sample.prompt)
     except InputError as error:
         mend = ", or leave such out (--skip-long)" if isinstance(error, TooLong) else ""
         raise InputError(f"task {task.name!r}, sample {sample.id}: {error}{mend}") from None
@@ -164,7 +168,7 @@ def check_prompts(
     if max_new_tokens is not None and max_new_tokens < 1:
         raise InputError(f"max_new_tokens {max_new_tokens}: must be 1 or more")
     for sample in samples:
-        encoded(pair.target, task, sample)
+        ids = encoded(pair.target, task, sample)
         if pair.draft is not None:  # both must have room for it
-            encoded(pair.draft, task, sample)
+            encoded(pair.draft, task, sample, ids)
     return max_new_tokens or task.max_new_tokens

@@ -21,7 +21,8 @@ from lenience.tasks import Sample, Task, take
 
 if TYPE_CHECKING:
     from lenience.core.protocols import Fitted
-    from lenience.models.lm import LM, Prompt
+    from lenience.models.lm import LM
+    from lenience.models.prompts import Prompt
 
 RUN_FILES = ("run.json", "journal.jsonl", "uses.jsonl")
 """What says of a folder that it is a run's."""

@@ -29,7 +29,8 @@ from lenience.decoding.pair import Pair, Setup, Telling
 from lenience.integrations.vllm.asked import ANY, KEY
 from lenience.integrations.vllm.checks import check_reads, needs_draft_probs, vllm_version
 from lenience.models.generation_config import processors_of
-from lenience.models.lm import LM, Prompt
+from lenience.models.lm import LM
+from lenience.models.prompts import Prompt
 
 T = TypeVar("T")
 OF_PAIR = (
@@ -124,7 +125,7 @@ class VllmPair(Pair):
             raise InputError("profile: tells of our own loop; vLLM has profilers of its own")
         if telling.logprobs:
             raise InputError("logprobs: are of our own loop; ask vLLM itself for them")
-        ids = [setup.reader.encode(prompt) for prompt in prompts]
+        ids = [self.encode(prompt, setup.reader) for prompt in prompts]
         return self._answers(setup, ids, batch_size)
 
     def _answers(

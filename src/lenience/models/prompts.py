@@ -1,0 +1,141 @@
+"""Prompts in all the forms that users have them in, and how text and messages become ids."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from transformers import PreTrainedTokenizerBase
+
+from lenience.core.errors import InputError, first_line
+
+Prompt = str | Sequence[int] | list[dict[str, str]]
+"""Text, token ids, or chat messages."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How text and messages become a prompt."""
+
+    use: bool | None = None
+    """Whether through the tokenizer's chat template; None where it has one."""
+    system: str | None = None
+    """What the system says first, where messages do not begin with that."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What else the template reads, such as enable_thinking."""
+
+    @property
+    def spec(self) -> dict[str, Any] | None:
+        """What is not as usual, as JSON; None where nothing is."""
+        spec: dict[str, Any] = {} if self.use is None else {"use": self.use}
+        if self.system is not None:
+            spec["system"] = self.system
+        return (spec | ({"options": dict(self.options)} if self.options else {})) or None
+
+    def template_of(self, tokenizer: PreTrainedTokenizerBase) -> str | None:
+        """The chat template that prompts go through; None where they go through none."""
+        template = getattr(tokenizer, "chat_template", None)
+        return None if self.use is False or not template else str(template)
+
+    def check(self, tokenizer: PreTrainedTokenizerBase, model: str) -> None:
+        """Raise InputError for what a model's template cannot do."""
+        template = self.template_of(tokenizer)
+        asked = {
+            "chat": self.use,
+            "system": self.system is not None,
+            "template option": self.options,
+        }
+        if template is None and (what := next((name for name in asked if asked[name]), None)):
+            why = "was told to use no" if self.use is False else "has no"
+            raise InputError(f"{what}: {model} {why} chat template; leave it out")
+        for name in self.options:
+            if not re.search(rf"\b{re.escape(name)}\b", template or ""):
+                raise InputError(f"template option {name}: the chat template of {model} has none")
+        try:
+            json.dumps(self.spec)
+        except TypeError as error:
+            raise InputError(f"template options: {error}; give what JSON can hold") from None
+
+    def ids(
+        self, prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, model: str
+    ) -> list[int]:
+        """Token ids of text or messages through the template. Raises InputError where it refuses
+        them."""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if self.system is not None and messages and messages[0].get("role") != "system":
+            messages = [{"role": "system", "content": self.system}, *messages]
+        apply: Any = tokenizer.apply_chat_template
+        try:
+            return list(
+                apply(
+                    messages,
+                    add_generation_prompt=True,
+                    tokenize=True,
+                    return_dict=False,
+                    **self.options,
+                )
+            )
+        except Exception as error:
+            raise InputError(f"{model}: its chat template fails ({first_line(error)})") from error
+
+
+def several(prompts: Any) -> list[Prompt]:
+    """Prompts one by one, also of a padded batch: a tensor or an array of ids [m, T], or what a
+    tokenizer gives for texts. Raises InputError for a single one."""
+    if isinstance(prompts, str):
+        raise InputError("prompts: is one text; give a list, or ask generate for one")
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:
+        rows = prompts["input_ids"]
+        masks = prompts.get("attention_mask")
+        if len(rows) and isinstance(rows[0], int):
+            raise InputError("prompts: are the ids of one; give a list, or ask generate for one")
+        given = [rows] if masks is None else [rows, masks]
+        return [plain(dict(zip(("input_ids", "attention_mask"), one))) for one in zip(*given)]
+    try:
+        return list(prompts)
+    except TypeError:
+        raise InputError(f"prompts: give a list of them, not {prompts!r:.60}") from None
+
+
+def plain(prompt: Any) -> Any:
+    """Token ids as a list where they come as a tensor or an array, alone or as a batch of one, or
+    as what a tokenizer gives, whose padding is left out; anything else as it is."""
+    if isinstance(prompt, Mapping) and "input_ids" in prompt:
+        ids, mask = (_row(prompt.get(name)) for name in ("input_ids", "attention_mask"))
+        return ids if mask is None else [token for token, seen in zip(ids, mask) if seen]
+    return _row(prompt)
+
+
+def is_ids(prompt: Any) -> bool:
+    return _is_list(prompt, int)
+
+
+def is_messages(prompt: Any) -> bool:
+    return _is_list(prompt, dict)
+
+
+def refuse_unusable(prompt: Any) -> None:
+    """Raise InputError for what is no prompt."""
+    if isinstance(prompt, str) or is_ids(prompt) or is_messages(prompt):
+        return
+    many = isinstance(prompt, list) and len(prompt) and isinstance(prompt[0], str | list)
+    mend = "; generate_batch takes several" if many else ""
+    raise InputError(
+        f"a prompt is text, chat messages or a list of token ids, not {prompt!r:.60}{mend}"
+    )
+
+
+def _row(ids: Any) -> Any:
+    if hasattr(ids, "tolist"):
+        ids = ids.tolist()
+    is_batch_of_one = isinstance(ids, list) and len(ids) == 1 and isinstance(ids[0], list)
+    return ids[0] if is_batch_of_one else ids
+
+
+def _is_list(prompt: object, of: type) -> bool:
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        return False
+    return all(isinstance(item, of) for item in cast(Sequence[object], prompt))
