@@ -132,7 +132,10 @@ def audit_file(watch: Audit, prompts: list[tuple[str, str]], **more) -> list[Sta
 
 def answers(pair: Pair, task: Echo, rule: str, prompts: list[str], **options) -> list[str]:
     outs = pair.generate_batch(
-        prompts, rule=rule, max_new_tokens=task.max_new_tokens, **{"window": 4, **options}
+        prompts,
+        rule=rule,
+        max_new_tokens=task.max_new_tokens,
+        **{"window": 4, "seed": 0, **options},
     )
     return [out.text for out in outs]
 

@@ -156,7 +156,7 @@ class Audit:
                 f"{self.task.reads!r}; name the same --task, --answer and --same"
             )
         options = certified_options(self.certificate, run)
-        self.options = pair.certified(options | {"rule": f"{PREFIX}{run}"})
+        self.options = {"seed": 0} | pair.certified(options | {"rule": f"{PREFIX}{run}"})
         self.alpha = 1 - config.confidence
         self.alarm = Alarm(self.certificate.max_drop, self.alpha)
         self.losses, self.drifted, self.seen = list[float](), False, 0

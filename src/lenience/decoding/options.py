@@ -67,7 +67,8 @@ class Decoding:
     """Sample among the fewest tokens that hold this share of the probability; by default as the
     target's generation_config says."""
     seed: int = 0
-    """Of the sampling; generate draws one for each prompt where none is given, and says which."""
+    """Of the sampling; where none is given generate draws one for each prompt, and says which, but
+    for a certified rule, for which it is 0."""
     stop_strings: tuple[str, ...] = ()
     """End the answer before this text; may be given again."""
 

@@ -229,10 +229,11 @@ class Pair:
         return self._completed(several(prompts), setup, size, telling)
 
     def _seeded(self, options: Mapping[str, Any]) -> Setup:
-        """What options come to, with a seed that is drawn where samples want one and none is
-        given."""
-        setup = self.setup(options)
-        if not setup.decoding.temperature or options.get("seed") is not None:
+        """What options come to, with a seed that is drawn where samples want one and none is given.
+        That of a certified rule stays: an audit compares with the target's own sample by the same
+        draws."""
+        setup, given = self.setup(options), options.get("seed") is not None
+        if not setup.decoding.temperature or given or is_certified(options.get("rule")):
             return setup
         drawn = setup.decoding.with_options({"seed": secrets.randbits(SEED_BITS)})
         return replace(setup, decoding=drawn, seeds_by_prompt=True)
