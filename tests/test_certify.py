@@ -11,12 +11,16 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
+from conftest import quick
+from hypothesis import strategies as st
 from scipy.stats import beta
 
 import lenience
@@ -248,8 +252,53 @@ def test_what_is_certified_is_decoded_and_nothing_else(
     ):
         with pytest.raises(InputError, match=f"certified with {name} "):
             llama.generate(prompts[0], rule=rule, **{name: value})
-    with pytest.raises(InputError, match="stop_strings"):
-        llama.generate(prompts[0], rule=rule, stop_strings="w1")
+
+
+@pytest.fixture(scope="module")
+def lenient(llama: Pair, task: Echo, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A certified rule that accepts much."""
+    run = tmp_path_factory.mktemp("lenient")
+    asked = question(rules=("topk:5",), max_drop=0.95, home=run)
+    assert certify(llama, task, run, asked)["certified"]
+    return f"certified:{run}"
+
+
+@quick(25)
+@hypothesis.given(
+    number=st.integers(0, 19),
+    most=st.integers(1, 12),
+    stops=st.lists(st.integers(1, 40), max_size=3),
+)
+def test_an_answer_that_ends_sooner_is_the_beginning_of_a_certified_one(
+    llama: Pair, lenient: str, number: int, most: int, stops: list[int]
+) -> None:
+    pair, rule, prompt = llama, lenient, Echo.prompt(number)
+    whole = pair.generate(prompt, rule=rule)
+    texts = tuple(f" w{one} " for one in stops)
+    out = pair.generate(prompt, rule=rule, max_new_tokens=most, stop_strings=texts)
+    assert out.tokens == whole.tokens[: len(out.tokens)] and whole.text.startswith(out.text)
+    ends = [whole.text.index(text) for text in texts if text in whole.text]
+    if len(out.tokens) < most and out.finish != "eos":
+        assert out.finish == "stop" and len(out.text) == min(ends)
+    assert not any(text in out.text for text in texts)
+
+
+def test_the_stop_strings_that_were_certified_stay(llama: Pair, task: Echo, tmp_path: Path) -> None:
+    task = copy(task)
+    task.stop_strings = ("w5 ", "w17")
+    made = certify(llama, task, tmp_path, question(max_drop=0.9))
+    assert made["binds"]["stop_strings"] == ["w5 ", "w17"]
+    rule, asked = made["certified"]["rule"], [task.prompt(i) for i in range(20)]
+    stopping = {"stop_strings": task.stop_strings}
+    wanted = answers(llama, task, rule, asked, **stopping)
+    assert wanted != answers(llama, task, rule, asked)
+    for own in ({}, stopping, {"stop_strings": "w17"}):
+        outs = llama.generate_batch(asked, rule=f"certified:{tmp_path}", **own)
+        assert [out.text for out in outs] == wanted
+    again = certify(llama, task, tmp_path, question(max_drop=0.9))
+    assert again == made, "the same question"
+    task.stop_strings = ("w5 ",)
+    assert certify(llama, task, tmp_path, question(max_drop=0.9))["key"] != made["key"]
 
 
 def test_other_models_and_dtypes_are_refused(

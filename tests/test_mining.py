@@ -230,6 +230,7 @@ class ParityTask:
     up to an odd number."""
 
     name, max_new_tokens = "parity", 24
+    stop_strings = ()
 
     def samples(self, split: str):
         for i in range(60):
@@ -266,16 +267,29 @@ def brute_force(pair: Pair, task: ParityTask, prompt: list[int]) -> tuple[list[i
         )
         return out[0, len(ids) :].tolist()
 
+    def stopped(response: list[int]) -> list[int]:
+        """Up to the token with which the text first holds a stop string."""
+        for n in range(1, len(response)):
+            if any(stop in pair.target.decode(response[:n]) for stop in task.stop_strings):
+                return response[:n]
+        return response
+
+    def answer_of(response: list[int]) -> str | None:
+        text = pair.target.decode(response)
+        ends = [text.index(stop) for stop in task.stop_strings if stop in text]
+        return task.answer(text[: min(ends, default=len(text))])
+
     limit = task.max_new_tokens
-    response = greedy(pair.target.model, prompt, limit)
-    answer, at, found = task.answer(pair.target.decode(response)), 0, []
+    response = stopped(greedy(pair.target.model, prompt, limit))
+    answer, at, found = answer_of(response), 0, []
     while at < len(response):
         guess = greedy(pair.draft.model, prompt + response[:at], 1)[0]
         if guess != response[at]:
             swapped = [*response[:at], guess]
             if guess != 0 and len(swapped) < limit:
                 swapped += greedy(pair.target.model, prompt + swapped, limit - len(swapped))
-            same = task.same(task.answer(pair.target.decode(swapped)), answer)
+            swapped = stopped(swapped)
+            same = task.same(answer_of(swapped), answer)
             found.append((at, response[at], guess, None if same is None else not same))
             response = swapped if same else response
         at += 1
@@ -283,16 +297,25 @@ def brute_force(pair: Pair, task: ParityTask, prompt: list[int]) -> tuple[list[i
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
-def test_mining_equals_a_search_from_scratch(batch_size: int, llama: Pair, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stops", [False, True])
+def test_mining_equals_a_search_from_scratch(
+    batch_size: int, stops: bool, llama: Pair, tmp_path: Path
+) -> None:
     task = ParityTask()
+    if stops:  # of two tokens each, that the target says, so that a swap may complete one
+        prompts = [one.prompt for one in list(task.samples("train"))[:30]]
+        outs = llama.generate_batch(prompts, max_new_tokens=24)
+        task.stop_strings = tuple(llama.target.decode(out.tokens[14:16]) for out in outs)
     mined(llama, task, tmp_path, limit=8, batch_size=batch_size)
-    labels = set()
+    labels, lengths = set(), set()
     for record in lines(tmp_path):
+        lengths.add(len(record["final_ids"]))
         final, found = brute_force(llama, task, record["prompt_ids"])
         assert record["final_ids"] == final
         assert [tuple(mismatch.values()) for mismatch in record["mismatches"]] == found
         labels |= {important for *_, important in found}
     assert labels >= {True, False}
+    assert not stops or len(lengths) > 2
 
 
 def test_only_what_changed_is_read(llama: Pair, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_an_option_is_one_line(tmp_path: Path) -> None:
 def test_options_are_the_keywords_of_what_decodes() -> None:
     for function in (Pair.generate, Pair.generate_batch, Pair.stream):
         assert set(names()) <= inspect.signature(function).parameters.keys()
-    assert {"rule", "seed", "stop_strings"} == set(names()) - set(bound_names())
+    assert {"rule", "seed"} == set(names()) - set(bound_names())
 
 
 @given(

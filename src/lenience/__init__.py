@@ -68,8 +68,8 @@ def task(spec: str, **options: Any) -> Task:
     """Load a task by name ("wordmath"), a benchmark with its files ("gsm8k:shots=8", data="FILE or
     FOLDER"), JSON files, or "file.py:Name".
 
-    Options: data, grader and a benchmark's own, such as shots; of JSON files answer, same,
-    prompt_field, reference_field and prompt_template; see `lenience.tasks.load_task`. Raises
+    Options: data, grader, stop_strings and a benchmark's own, such as shots; of JSON files answer,
+    same, prompt_field, reference_field and prompt_template; see `lenience.tasks.load_task`. Raises
     InputError.
     """
     from lenience.tasks import load_task

@@ -36,7 +36,7 @@ from lenience.rules.registry import parse_rule
 from lenience.runs.answers import Answer, Answers
 from lenience.runs.journal import open_run
 from lenience.runs.ledger import Attempt, Ledger
-from lenience.runs.record import check_prompts, describe
+from lenience.runs.record import check_prompts, describe, for_task
 from lenience.tasks import Sample, Task
 
 if TYPE_CHECKING:
@@ -315,10 +315,9 @@ def calibration(
     place = folder / use / key
     ledger = Ledger(folder, pair.fingerprints, config.home)
     prompts = Prompts(ledger, pair.target, task, draw_of(config, key, use))
-    length = config.options.get("max_new_tokens")
-    max_new_tokens = check_prompts(pair, task, prompts.rows, length)
+    check_prompts(pair, task, prompts.rows)
     check_references(task, config, prompts.rows)
-    decoding = replace(config.decoding, max_new_tokens=max_new_tokens)
+    decoding = for_task(config.decoding, config.options, task)
     open_run(place, asked, "asked.json")
     with alone(place, "question"):
         if config.decoding.window == "auto":
@@ -379,6 +378,8 @@ def _asked(pair: Pair, task: Task, config: CertifyConfig, use: str) -> dict[str,
         ]
     question["thresholds"] = []
     question["stop"] = stop_without_paths(config.decoding.stop)
+    if task.stop_strings:
+        question.setdefault("stop_strings", list(task.stop_strings))
     if "drafter" in question:
         question["drafter"] = drafter_without_paths(config.decoding.drafter)
     binds = [pair.binding(decoding) for chain in chains for decoding in chain]

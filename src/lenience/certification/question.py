@@ -104,8 +104,6 @@ class CertifyConfig:
             )
         if "rule" in self.options:
             raise InputError("options: rule is said in rules")
-        if self.decoding.stop_strings:
-            raise InputError("stop_strings: answers are certified to their end; leave them out")
 
     @cached_property
     def decoding(self) -> Decoding:

@@ -24,7 +24,7 @@ from lenience.decoding.pair import Pair
 from lenience.drafting.registry import DRAFTERS
 from lenience.evaluation.table import machine
 from lenience.runs.ledger import Ledger
-from lenience.runs.record import check_prompts
+from lenience.runs.record import check_prompts, for_task
 from lenience.runs.uses import Draw
 from lenience.tasks import Sample, Task
 from lenience.tasks.base import Messages
@@ -127,8 +127,7 @@ def _ever_faster(fastest: Raced, chain: Iterable[Raced]) -> list[Raced]:
 def _races(pair: Pair, task: Task, folder: Path, config: TuneConfig, progress: Progress) -> Races:
     """The races, or what they came to before."""
     question = config.question
-    length = question.options.get("max_new_tokens") or task.max_new_tokens
-    shared = replace(question.decoding, max_new_tokens=length)
+    shared = for_task(question.decoding, question.options, task)
     chains = question.chains(shared)
     check_question(pair, task, folder, question)
     groups = [[replace(shared, rule="exact", window=0)]]
@@ -188,7 +187,7 @@ def _prompts(
                 f"{question.split!r} are fresh, and a race needs {LEAST_PROMPTS}; name another "
                 "--split"
             )
-        check_prompts(pair, task, samples, question.options.get("max_new_tokens"))
+        check_prompts(pair, task, samples)
         ledger.note(pair.target, samples, use="tuning", key=key, task=task)
     return samples, folder / "tuning" / key
 

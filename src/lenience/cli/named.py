@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SETTINGS = "lenience.toml"
 """In a run folder: its models and its task."""
-SEVERAL, SWITCHES = ("template_option",), ("chat", "unsafe_local", "skip_long")
+SEVERAL, SWITCHES = ("template_option", "stop_string"), ("chat", "unsafe_local", "skip_long")
 """What is kept there and no text."""
 KEPT = ("target", "draft", "dtype", "device", "chat", "system", "template_option")
 
@@ -122,6 +122,8 @@ class TaskChoice:
     """Run programs that a model wrote as this user, where no sandbox works."""
     skip_long: Annotated[bool, Parameter(negative="", show_default=False)] = False
     """Leave out prompts that are longer than the models can read."""
+    stop_string: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = ()
+    """End answers before this text, in which \\n is a new line; may be given again."""
     answer: str | None = None
     """How an answer to JSON rows is found: number-after:MARKER, last-number, boxed, choice,
     after:MARKER or regex:PATTERN."""
@@ -139,8 +141,9 @@ class TaskChoice:
         from lenience.tasks.grader import is_address
         from lenience.tasks.rows import told_unread
 
-        others = ("task", "skip_long")
+        others = ("task", "skip_long", "stop_string")
         options = {name: value for name, value in vars(self).items() if name not in others}
+        options["stop_strings"] = [one.replace("\\n", "\n") for one in self.stop_string]
         if self.prompt_template is not None:
             options["prompt_template"] = self.prompt_template.replace("\\n", "\n")
         options["unsafe_local"] = self.unsafe_local or None
@@ -214,7 +217,7 @@ def choice_of(run: Path, choice: TaskChoice) -> TaskChoice:
         kept = TaskChoice(mined)
     if choice.prompt_field is not None or choice.prompt_template is not None:
         kept = replace(kept, prompt_field=None, prompt_template=None)
-    others = {name: value for name, value in vars(choice).items() if value not in (None, False)}
+    others = {name: value for name, value in vars(choice).items() if value not in (None, False, ())}
     return replace(kept, **others)
 
 

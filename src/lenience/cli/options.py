@@ -72,7 +72,7 @@ else:
         seed="Of the sampling, and of which prompts are drawn.",
     )
     CompareDecoding = decoding_flags(
-        "CompareDecoding", "rule", "window", seed="Of the sampling, 0 by default."
+        "CompareDecoding", "rule", "window", "stop_strings", seed="Of the sampling, 0 by default."
     )
 
 

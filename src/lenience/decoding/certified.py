@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ BOUND_BESIDE = (
     "models", "tokenizer", "template", "generation_config", "heads", "task", "reads", "data",
 )  # fmt: skip
 """What a certificate binds besides the options of decoding."""
-FROM_CERTIFICATE = ("window", "stop", "drafter", "tree", "max_new_tokens")
+FROM_CERTIFICATE = ("window", "stop", "drafter", "tree", "max_new_tokens", "stop_strings")
 """The options that are the certificate's where a caller leaves them out; others are the
 defaults."""
 
@@ -186,9 +186,8 @@ def resolve(rule: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
         warnings.warn(f"{rule}: {why}; decoding strictly", stacklevel=2)
         strict = "speculative" if options.get("temperature") else "exact"
         return {**options, "rule": strict}, {}
-    if options.get("stop_strings"):
-        raise InputError(f"{rule}: answers were certified to their end; leave stop_strings out")
     binds = certificate.binds
+    options = _to_their_end(options, binds)
     defaults = Decoding().to_json()
     for name in bound_names():
         default = binds[name] if name in FROM_CERTIFICATE else defaults[name]
@@ -201,12 +200,46 @@ def resolve(rule: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     return {**certified_options(certificate, folder), **options}, binds
 
 
+@dataclass(frozen=True)
+class Sooner:
+    """Where a caller wants the answers of a certified rule to end that were certified to a later
+    end. They are decoded as they were certified, windows and all, and then cut off: what is given
+    is the beginning of a certified answer."""
+
+    max_new_tokens: int | None = None
+    stop_strings: tuple[str, ...] = ()
+
+
+def sooner(given: Mapping[str, Any], decoding: Decoding) -> Sooner:
+    """Where options want the answers of a certified rule to end, as its `decoding` does not."""
+    most, stops = given.get("max_new_tokens"), _stops(given)
+    further = tuple(one for one in stops if one not in decoding.stop_strings)
+    return Sooner(most if most and most < decoding.max_new_tokens else None, further)
+
+
+def _to_their_end(options: Mapping[str, Any], binds: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that end answers where they were certified to end; what ends them sooner is left
+    out, see `Sooner`. Raises InputError for what no decoding can use."""
+    asked = Decoding.of({name: options.get(name) for name in ("max_new_tokens", "stop_strings")})
+    kept = dict(options)
+    if options.get("max_new_tokens") and asked.max_new_tokens < binds["max_new_tokens"]:
+        del kept["max_new_tokens"]
+    kept.pop("stop_strings", None)  # those of the certificate end answers too
+    return kept
+
+
+def _stops(options: Mapping[str, Any]) -> tuple[str, ...]:
+    return Decoding.of({"stop_strings": options.get("stop_strings")}).stop_strings
+
+
 def _comparable(name: str, value: Any) -> Any:
     """An option's value as it is compared: of a spec, without where its heads lie."""
     if name == "stop":
         return stop_without_paths(value)
     if name == "drafter":
         return drafter_without_paths(value)
+    if name == "stop_strings":
+        return list(value)
     return str(parse_tree(value)) if name == "tree" else value
 
 

@@ -43,11 +43,12 @@ as wide as the widest."""
 
 @dataclass(frozen=True)
 class Continue:
-    """How does the target go on after `ids`, greedily, until EOS, which is included, or for `limit`
-    new tokens?"""
+    """How does the target go on after `ids`, greedily, until EOS, which is included, a stop string
+    or for `limit` new tokens?"""
 
     ids: list[int]
     limit: int
+    stop_strings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -296,7 +297,8 @@ class _InLoop(Generic[T]):
         self._ids, self._tokens = ids, []
         self._recall = Recall(self._earlier, common(before, ids), list(ids), [None] * len(ids))
         row = Row(self._noise, list(ids), recall=self._recall)
-        return Request(row, Response(self.target, question.limit, len(ids)), self.talk.number)
+        response = Response(self.target, question.limit, len(ids), question.stop_strings)
+        return Request(row, response, self.talk.number)
 
     def add(self, step: Step) -> None:
         """Take note of what a cycle kept."""

@@ -230,9 +230,9 @@ NUMBERS: Mapping[object, str] = {
     float | None: "a number, or None",
 }
 """The types of options that are numbers, and how errors call them."""
-UNBOUND = ("rule", "seed", "stop_strings")
-"""What a certificate does not bind: the rule, which it certifies; the seed, as losses are averages;
-and stop strings, which are refused beside it."""
+UNBOUND = ("rule", "seed")
+"""What a certificate does not bind: the rule, which it certifies, and the seed, as losses are
+averages."""
 
 
 def names() -> tuple[str, ...]:

@@ -30,11 +30,13 @@ from lenience.decoding.auto_window import (
     stopped,
 )
 from lenience.decoding.certified import (
+    Sooner,
     check_binding,
     drafter_without_paths,
     heads_in,
     is_certified,
     resolve,
+    sooner,
 )
 from lenience.decoding.dialogue import Dialogue, Ended, converse
 from lenience.decoding.generation import Generation
@@ -89,6 +91,8 @@ class Setup:
     """None where one model decodes alone."""
     reader: LM
     tree: Tree = field(default_factory=Chain)
+    sooner: Sooner = field(default_factory=Sooner)
+    """Where answers end before the end that was certified."""
     seeds_by_prompt: bool = False
     """Whether each prompt has a seed of its own, as none was given."""
 
@@ -96,6 +100,16 @@ class Setup:
     def branches(self) -> bool:
         """Whether a window may be a tree."""
         return self.drafter is not None and (self.drafter.branches or not self.tree.is_chain)
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Of an answer as it is given."""
+        return self.sooner.max_new_tokens or self.decoding.max_new_tokens
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """What answers end before."""
+        return (*self.decoding.stop_strings, *self.sooner.stop_strings)
 
     def seed(self, number: int) -> int:
         """Of the sampling of the answer to a prompt, by its number."""
@@ -243,19 +257,19 @@ class Pair:
     ) -> Iterator[tuple[int, Generation]]:
         """Answer prompts; everything that can be wrong is told before the first."""
         outs, steps = self._decode(prompts, setup, batch_size, telling)
-        return self._finished(outs, steps, setup.decoding)
+        return self._finished(outs, steps, setup)
 
     def _finished(
-        self, outs: list[Generation], steps: Iterator[tuple[Request, Step]], decoding: Decoding
+        self, outs: list[Generation], steps: Iterator[tuple[Request, Step]], setup: Setup
     ) -> Iterator[tuple[int, Generation]]:
         for request, step in steps:
             out = outs[request.number]
             out.add(step)
             if not step.finish:
                 continue
-            text = None if decoding.stop_strings else self.target.decode(out.tokens)
+            text = None if setup.stop_strings else self.target.decode(out.tokens)
             seconds = time.perf_counter() - request.began
-            out.end(seconds, text, by_draft=decoding.rule == "draft")
+            out.end(seconds, text, by_draft=setup.decoding.rule == "draft")
             yield request.number, out
 
     @takes_options
@@ -276,23 +290,26 @@ class Pair:
         """What options come to on this pair. Raises InputError where a spec is wrong, a head is not
         for these models, a rule has no meaning at this temperature, or what was certified
         differs."""
-        decoding = options if isinstance(options, Decoding) else None
-        if decoding and is_certified(decoding.rule):
-            options, decoding = decoding.changed(), None
-        if decoding is None:
-            assert not isinstance(options, Decoding)
-            certified = is_certified(options.get("rule"))
-            decoding = Decoding.of(self.certified(options) if certified else options)
+        ends = Sooner()
+        if isinstance(options, Decoding) and is_certified(options.rule):
+            options = options.changed()
+        if isinstance(options, Decoding):
+            decoding = options
+        elif is_certified(options.get("rule")):
+            decoding = Decoding.of(self.certified(options))
+            ends = sooner(options, decoding)
+        else:
+            decoding = Decoding.of(options)
         stop, drafter = parse_stop(decoding.stop), parse_drafter(decoding.drafter)
         tree = parse_tree(decoding.tree)
         if decoding.rule in BASELINES:
             reader = self.target
             if decoding.rule == "draft":
                 reader = self.require_draft("rule draft")
-            setup = Setup(decoding, as_rule(Exact()), stop, None, reader)
+            setup = Setup(decoding, as_rule(Exact()), stop, None, reader, sooner=ends)
         else:
             rule = parse_rule(decoding.rule)
-            setup = Setup(decoding, rule, stop, drafter, reader=self.target, tree=tree)
+            setup = Setup(decoding, rule, stop, drafter, self.target, tree=tree, sooner=ends)
             self._check_together(setup, drafter)
         refuse_forbidden(setup.rule if setup.drafter else str(decoding.rule))
         if stop.skips_verification:
@@ -383,8 +400,14 @@ class Pair:
 
         def request(number: int, prompt: list[int]) -> Request:
             row = Row(Noise.for_prompt(setup.seed(number), prompt), list(prompt))
-            stops = decoding.stop_strings
-            response = Response(reader, decoding.max_new_tokens, len(prompt), stops, telling.stream)
+            response = Response(
+                reader,
+                decoding.max_new_tokens,
+                len(prompt),
+                setup.stop_strings,
+                stream=telling.stream,
+                shown=setup.max_new_tokens,
+            )
             return Request(row, response, number)
 
         requests = (request(i, prompt) for i, prompt in enumerate(ids))

@@ -22,6 +22,8 @@ class Response:
     stop_strings: Sequence[str] = ()
     stream: bool = False
     """Whether steps carry their text; with stop strings they always do."""
+    shown: int | None = None
+    """How many new tokens are given at most, where that is less than what may be drafted."""
     new: int = 0
     finish: Finish | None = None
 
@@ -69,7 +71,22 @@ class Response:
             return "eos"
         if self._text and self._text.stopped:
             return "stop"
+        if self.new == self.shown:
+            return "length"
         return self._cut if self.room == 0 else None
+
+
+def until_stop(lm: LM, tokens: Sequence[int], stop_strings: Sequence[str]) -> tuple[list[int], str]:
+    """A response's tokens up to the one that completes a stop string, and the text before it; all
+    of them where there is none."""
+    if not stop_strings:
+        return list(tokens), lm.decode(tokens)
+    stream, text = TextStream(lm, stop_strings), ""
+    for n, token in enumerate(tokens, 1):
+        text += stream.push(token)
+        if stream.stopped:
+            return list(tokens[:n]), text
+    return list(tokens), text + stream.flush()
 
 
 def _entries(verdict: Verdict) -> list[Trace]:

@@ -38,7 +38,7 @@ from lenience.rules.settings import expand
 from lenience.runs.answers import Answer, Answers
 from lenience.runs.journal import Journal, open_run
 from lenience.runs.ledger import Ledger
-from lenience.runs.record import check_prompts, describe
+from lenience.runs.record import check_prompts, describe, for_task
 from lenience.runs.uses import fitted_in, prompt_digest
 from lenience.tasks import Sample, Task, take
 
@@ -179,10 +179,8 @@ class Comparison:
         chooses = len(config.windows) > 1
         self.samples = take(task, "test", config.limit)
         self.tuning_samples = take(task, "train", None)[-config.tuning :] if chooses else []
-        given = config.options.get("max_new_tokens")
-        prompts = [*self.samples, *self.tuning_samples]
-        max_new_tokens = check_prompts(pair, task, prompts, given)
-        self.shared = replace(config.shared, max_new_tokens=max_new_tokens)
+        check_prompts(pair, task, [*self.samples, *self.tuning_samples])
+        self.shared = for_task(config.shared, config.options, task)
         baselines = BASELINES if pair.draft else ("target",)
         self.decoders = config.decoders(self.shared, baselines)
         for decoder in self.decoders:

@@ -15,6 +15,7 @@ from lenience.decoding.certified import refuse_certified
 from lenience.decoding.generation import Generation
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
+from lenience.decoding.response import until_stop
 from lenience.models.generation_config import processors_of
 from lenience.models.session import Session
 from lenience.rules.registry import BASELINES, parse_rule
@@ -76,7 +77,7 @@ def search_on_policy(
         for one in lost:
             one.continued = [next(outs) for _ in one.kept]
         seconds = (time.perf_counter() - began) / len(part)
-        yield from (_record(pair, task, one, policy.max_new_tokens, seconds) for one in answered)
+        yield from (_record(pair, task, one, policy, seconds) for one in answered)
 
 
 def _answer(
@@ -117,9 +118,12 @@ def _kept(pair: Pair, out: Generation) -> list[Mismatch]:
     ]
 
 
-def _record(pair: Pair, task: Task, one: _Answered, most: int, seconds: float) -> MinedSample:
+def _record(
+    pair: Pair, task: Task, one: _Answered, policy: Decoding, seconds: float
+) -> MinedSample:
     """The journal's record of an answer."""
-    final, mismatches = _labelled(pair, task, one, most)
+    final, mismatches = _labelled(pair, task, one, policy)
+    _, text = until_stop(pair.target, final, policy.stop_strings)
     outs = [one.lenient, *one.continued, *([] if one.own is one.lenient else [one.own])]
     return MinedSample(
         id=one.sample.id,
@@ -129,7 +133,7 @@ def _record(pair: Pair, task: Task, one: _Answered, most: int, seconds: float) -
         mismatches=mismatches,
         answers=MinedAnswers(
             target=one.answer,
-            final=task.answer(pair.target.decode(final), one.sample),
+            final=task.answer(text, one.sample),
             reference=one.sample.reference,
         ),
         cost=MiningCost(
@@ -142,10 +146,10 @@ def _record(pair: Pair, task: Task, one: _Answered, most: int, seconds: float) -
 
 
 def _labelled(
-    pair: Pair, task: Task, one: _Answered, most: int
+    pair: Pair, task: Task, one: _Answered, policy: Decoding
 ) -> tuple[list[int], list[Mismatch]]:
-    """The response with the harmless tokens that were kept, and what is known of each; a response
-    has at most `most` tokens."""
+    """The response with the harmless tokens that were kept, and what is known of each; it ends
+    where one of the policy does."""
     if not one.lost:
         label = {"important": None if one.same is None else False}
         return one.lenient.tokens, [mismatch.model_copy(update=label) for mismatch in one.kept]
@@ -154,8 +158,9 @@ def _labelled(
         settled = one.lenient.tokens[: mismatch.position + 1]
         if final[: mismatch.position] != settled[:-1]:
             break  # a tie of the target's, read in other company
-        response = (settled + out.tokens)[:most]
-        found = task.answer(pair.target.decode(response), one.sample)
+        whole = (settled + out.tokens)[: policy.max_new_tokens]
+        response, text = until_stop(pair.target, whole, policy.stop_strings)
+        found = task.answer(text, one.sample)
         same = task.same(found, one.answer, one.sample)
         labelled.append(mismatch.model_copy(update={"important": not same}))
         if not same:

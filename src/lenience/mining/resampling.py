@@ -13,6 +13,7 @@ from lenience.core.errors import InputError
 from lenience.core.progress import Progress, silent
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
+from lenience.decoding.response import until_stop
 from lenience.runs.journal import Journal
 from lenience.runs.record import MinedSample, Mismatch, Resample, mined_samples
 from lenience.tasks import Sample, Task
@@ -54,14 +55,18 @@ def resample(
     progress("resampling", ready, total)
     for number, group in groupby(left, key=lambda one: one[0]):
         drawn = Decoding(
-            temperature=TEMPERATURE, seed=number, max_new_tokens=resampling.max_new_tokens
+            temperature=TEMPERATURE,
+            seed=number,
+            max_new_tokens=resampling.max_new_tokens,
+            stop_strings=task.stop_strings,
         )
         of_number = [swap for _, swap in group]
         prompts = [swap[0].prompt_ids + _swapped(*swap) for swap in of_number]
         outs = pair.as_completed(prompts, batch_size=resampling.batch_size, **vars(drawn))
         for i, out in outs:
             mined, mismatch = swap = of_number[i]
-            text = pair.target.decode(_swapped(*swap) + out.tokens)
+            response = _swapped(*swap) + out.tokens
+            _, text = until_stop(pair.target, response, task.stop_strings)
             same = _same(task, text, mined, by_id[mined.id])
             line = Resample(id=mined.id, position=mismatch.position, number=number, same=same)
             journal.append(line.to_json())

@@ -18,6 +18,7 @@ from lenience.decoding.certified import heads_in, setting_without_paths
 from lenience.decoding.dialogue import Compare, Continue, Dialogue, Ended, Predict
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
+from lenience.decoding.response import until_stop
 from lenience.mining.on_policy import check_policy, search_on_policy
 from lenience.mining.resampling import Resampling, resample
 from lenience.models.lm import LM
@@ -29,6 +30,7 @@ from lenience.runs.record import (
     Mismatch,
     check_prompts,
     describe,
+    for_task,
     mined_first,
     mined_samples,
 )
@@ -61,6 +63,17 @@ class MineConfig:
             raise InputError(f"batch_size {self.batch_size}: must be 1 or more")
         if self.policy:
             check_policy(self.policy)
+
+    def decoding(self, task: Task) -> Decoding:
+        """How the target's own responses are decoded."""
+        options = {"max_new_tokens": self.max_new_tokens}
+        return for_task(Decoding.of(options), options, task)
+
+    def asked(self, decoding: Decoding) -> dict[str, Any]:
+        """What the run says of it."""
+        stops = list(decoding.stop_strings) or None
+        limits = {"max_new_tokens": decoding.max_new_tokens, "stop_strings": stops}
+        return limits | {"seed": self.seed}
 
 
 @dataclass(frozen=True)
@@ -104,12 +117,13 @@ class Miner:
 
     def answer(self, response: list[int]) -> str | None:
         """The final answer in a response."""
-        return self.task.answer(self.target.decode(response), self.sample)
+        _, text = until_stop(self.target, response, self.task.stop_strings)
+        return self.task.answer(text, self.sample)
 
     def search(self, prompt: list[int]) -> Dialogue[Found]:
         """Try each mismatch from left to right, and keep the swaps that leave the answer as it
         is."""
-        own = yield Continue(prompt, self.max_new_tokens)
+        own = yield Continue(prompt, self.max_new_tokens, self.task.stop_strings)
         answer = self.answer(own)
         response, mismatches, start = own, list[Mismatch](), 0
         while start < len(response):
@@ -142,14 +156,24 @@ class Miner:
         if answer is None:
             return [], None
         response = [*before, token]
-        if token not in self.target.eos_ids and len(response) < self.max_new_tokens:
+        stops = self.task.stop_strings
+        if not self._ends(response):
             left = self.max_new_tokens - len(response)
-            response += yield Continue(prompt + response, left)
+            response += yield Continue(prompt + response, left, stops)
+            # a stop string may have begun before the swap
+            response, _ = until_stop(self.target, response, stops)
         found = self.answer(response)
         if not self.task.compares_slowly or found == answer:
             return response, self.task.same(found, answer, self.sample)
         same: bool | None = yield Compare(partial(self.task.same, found, answer, self.sample))
         return response, same
+
+    def _ends(self, response: list[int]) -> bool:
+        """Whether a response ends with its last token."""
+        if response[-1] in self.target.eos_ids or len(response) >= self.max_new_tokens:
+            return True
+        stops = self.task.stop_strings
+        return any(stop in self.target.decode(response) for stop in stops)
 
 
 def search(
@@ -204,10 +228,11 @@ def mine(
     pair.require_draft("mining")
     drawn = "first" if config.first or mined_first(folder) else "random"
     samples = _choose(pair, task, config, drawn)
-    max_new_tokens = check_prompts(pair, task, samples, config.max_new_tokens)
-    asked = dict(max_new_tokens=max_new_tokens, seed=config.seed, drawn=drawn)
-    policy, told = _policy(pair, config.policy, max_new_tokens)
-    open_run(folder, describe(pair, task, split="train", policy=told, **asked))
+    check_prompts(pair, task, samples)
+    decoding = config.decoding(task)
+    policy, told = _policy(pair, config.policy, decoding)
+    asked = config.asked(decoding) | {"drawn": drawn, "policy": told}
+    open_run(folder, describe(pair, task, split="train", **asked))
     with alone(folder, "mining"):
         journal = Journal(folder / "journal.jsonl")
         journal.resume()
@@ -216,7 +241,7 @@ def mine(
         done = len(samples) - len(left)
         progress("mining", done, len(samples))
         if policy is None:
-            found = search(pair, task, left, max_new_tokens, config.batch_size)
+            found = search(pair, task, left, decoding.max_new_tokens, config.batch_size)
         else:
             found = search_on_policy(pair, task, left, policy, config.batch_size)
         for mined in found:
@@ -225,9 +250,9 @@ def mine(
             progress("mining", done, len(samples))
         journal.sort([sample.id for sample in samples])
         if config.resamples:
-            resampling = Resampling(config.resamples, max_new_tokens, config.batch_size)
+            resampling = Resampling(config.resamples, decoding.max_new_tokens, config.batch_size)
             resample(pair, task, folder, samples, resampling, progress=progress)
-        return _counts(journal, max_new_tokens)
+        return _counts(journal, decoding.max_new_tokens)
 
 
 def _choose(pair: Pair, task: Task, config: MineConfig, drawn: str) -> list[Sample]:
@@ -250,12 +275,12 @@ def _choose(pair: Pair, task: Task, config: MineConfig, drawn: str) -> list[Samp
 
 
 def _policy(
-    pair: Pair, policy: Decoding | None, max_new_tokens: int
+    pair: Pair, policy: Decoding | None, like: Decoding
 ) -> tuple[Decoding | None, dict[str, Any] | None]:
     """Whose answers are mined, and what the run says of it."""
     if policy is None:
         return None, None
-    policy = replace(policy, max_new_tokens=max_new_tokens)
+    policy = replace(policy, max_new_tokens=like.max_new_tokens, stop_strings=like.stop_strings)
     pair.check(policy)
     heads = [head.head.fingerprint for head in heads_in(policy)]
     return policy, {"setting": str(setting_without_paths(policy)), "heads": heads}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from lenience.core.errors import InputError, TooLong
 from lenience.core.files import read_json
 from lenience.core.records import Record
 from lenience.core.version import VERSION
-from lenience.decoding.options import OWN
+from lenience.decoding.options import OWN, Decoding
 from lenience.runs.journal import Journal
 from lenience.tasks import Sample, Task
 from lenience.tasks.base import AnswerValue
@@ -43,6 +43,8 @@ class RunRecord(Record):
     task_version: int | str | None = None
     split: str
     max_new_tokens: int
+    stop_strings: tuple[str, ...] | None = None
+    """What responses end before."""
     seed: int
     drawn: str | None = None
     """Which of the split's samples were mined: "random" ones by the seed, or its "first"."""
@@ -160,15 +162,18 @@ def encoded(lm: LM, task: Task, sample: Sample, prompt: list[int] | None = None)
         raise InputError(f"task {task.name!r}, sample {sample.id}: {error}{mend}") from None
 
 
-def check_prompts(
-    pair: Pair, task: Task, samples: Sequence[Sample], max_new_tokens: int | None
-) -> int:
-    """Raise InputError, before any work, for the first sample whose prompt a model cannot read;
-    returns the length limit."""
-    if max_new_tokens is not None and max_new_tokens < 1:
-        raise InputError(f"max_new_tokens {max_new_tokens}: must be 1 or more")
+def for_task(decoding: Decoding, options: Mapping[str, Any], task: Task) -> Decoding:
+    """A decoding with the task's length limit and stop strings where `options` name none."""
+    own = {"max_new_tokens": task.max_new_tokens, "stop_strings": task.stop_strings}
+    return decoding.with_options(
+        {name: value for name, value in own.items() if options.get(name) is None}
+    )
+
+
+def check_prompts(pair: Pair, task: Task, samples: Sequence[Sample]) -> None:
+    """Raise InputError, before any work, for the first sample whose prompt a model cannot
+    read."""
     for sample in samples:
         ids = encoded(pair.target, task, sample)
         if pair.draft is not None:  # both must have room for it
             encoded(pair.draft, task, sample, ids)
-    return max_new_tokens or task.max_new_tokens

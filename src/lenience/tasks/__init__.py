@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -65,6 +65,7 @@ def load_task(
     *,
     data: str | Path | None = None,
     grader: str | Grader | None = None,
+    stop_strings: Sequence[str] | None = None,
     **options: Any,
 ) -> Task:
     """Load a task by its built-in name, as a benchmark with its files ("gsm8k:shots=8", see
@@ -73,12 +74,22 @@ def load_task(
 
     `data` is where a benchmark's files are: a file, several with commas, a folder, or a dataset of
     the Hub. A `grader` compares answers with the target's own: the address of a server with
-    OpenAI's API, or what answers prompts (Grader). `options` are a benchmark's own, as in its spec,
+    OpenAI's API, or what answers prompts (Grader). Responses end before `stop_strings`, as before
+    EOS. `options` are a benchmark's own, as in its spec,
     or of JSON files: `answer` and `same` say how answers are found and compared, see JsonlTask;
     `prompt_field` and `reference_field` where a row says its prompt and its reference, by default
     "prompt" and "reference"; `prompt_template` makes a prompt of several fields: "Q:
     {question}\\nA:". Raises InputError.
     """
+    task = _load(spec, data, grader, options)
+    if stop_strings:
+        task.stop_strings = tuple(stop_strings)
+    return task
+
+
+def _load(
+    spec: str, data: str | Path | None, grader: str | Grader | None, options: Mapping[str, Any]
+) -> Task:
     options = {name: value for name, value in options.items() if value is not None}
     files = spec.split(",")
     from_json = all(file.endswith(SUFFIXES) for file in files)

@@ -46,6 +46,8 @@ class Task:
 
     name: str
     max_new_tokens: int = 256
+    stop_strings: tuple[str, ...] = ()
+    """What a response ends before, beside EOS."""
     version: int | str | None = None
     """Raised when the same responses would be answered or scored otherwise: a run is not gone on
     with then."""

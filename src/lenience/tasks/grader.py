@@ -179,7 +179,7 @@ class Graded(Task):
 
     def __init__(self, task: Task, grader: Grader):
         self.task, self.grader = task, grader
-        self.max_new_tokens = task.max_new_tokens
+        self.max_new_tokens, self.stop_strings = task.max_new_tokens, task.stop_strings
         self.version = task.version
         self.name = f"{task.name} graded by {grader.name}"
         self.counts = GradingCounts()

@@ -19,6 +19,7 @@ from lenience.tasks.base import AnswerValue, Messages, Sample, Score, Task
 NEEDED = ("name", "samples", "answer")
 DOCS = "see docs/your-own-task.md"
 TRAITS = (
+    "stop_strings",
     "compares_slowly",
     "measure",
     "by_degree",

@@ -238,7 +238,6 @@ PLAIN = (
     "frequency_penalty",
     "repetition_penalty",
     "min_tokens",
-    "stop",
     "bad_words",
     "structured_outputs",
     "allowed_token_ids",
@@ -262,7 +261,11 @@ def check_certified(certificate: Certificate, params: Any) -> None:
     ends = config.get("eos_token_id")
     known = set(ends if isinstance(ends, list) else [ends])
     asked["stop_token_ids"] = sorted(set(params.stop_token_ids or ()) - known), []
-    asked["max_tokens"] = params.max_tokens, binds["max_new_tokens"]
+    if params.max_tokens is None or params.max_tokens > binds["max_new_tokens"]:  # fewer may be
+        asked["max_tokens"] = params.max_tokens, binds["max_new_tokens"]
+    given = params.stop if isinstance(params.stop, list) else [params.stop or ""]
+    if not set(binds["stop_strings"]) <= set(given):  # more may be
+        asked["stop"] = params.stop, binds["stop_strings"]
     asked["temperature"] = params.temperature, binds["temperature"]
     if params.temperature:
         for name, off in (("top_k", 0), ("top_p", 1.0)):

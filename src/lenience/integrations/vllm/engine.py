@@ -146,7 +146,7 @@ class VllmPair(Pair):
                     number, prompt = next_one
                     name = f"{KEY}-{next(self._numbers)}"
                     out = setup.answer(list(prompt), window, number)
-                    active[name] = _Answer(number, out, setup.reader, decoding)
+                    active[name] = _Answer(number, out, setup)
                     params = self._params(setup, window, number)
                     engine.add_request(name, {"prompt_token_ids": prompt}, params)
                 if not active:
@@ -177,8 +177,8 @@ class VllmPair(Pair):
             top_k=top_k or 0,
             top_p=1.0 if top_p is None else top_p,
             seed=setup.seed(number) if decoding.temperature else None,
-            max_tokens=decoding.max_new_tokens,
-            stop=list(decoding.stop_strings),
+            max_tokens=setup.max_new_tokens,
+            stop=list(setup.stop_strings),
             extra_args=dial,
             output_kind=RequestOutputKind.DELTA,
             skip_special_tokens=True,
@@ -291,7 +291,11 @@ class VllmPair(Pair):
         if isinstance(question, Predict):
             kind, params, ids = DIALOGUES[0], _predicting(), question.ids[:-1]
         else:
-            decoding = replace(asking.setup.decoding, max_new_tokens=question.limit)
+            decoding = replace(
+                asking.setup.decoding,
+                max_new_tokens=question.limit,
+                stop_strings=question.stop_strings,
+            )
             params = self._params(replace(asking.setup, decoding=decoding), WINDOW, 0)
             kind, ids = DIALOGUES[1], question.ids
         self._running[kind].add_request(name, {"prompt_token_ids": list(ids)}, params)
@@ -373,8 +377,8 @@ def _stepped(engine: Any) -> list[Any]:
 class _Answer:
     """An answer while vLLM gives it step by step."""
 
-    def __init__(self, number: int, out: Generation, reader: LM, decoding: Decoding):
-        self.number, self.out, self.reader, self.decoding = number, out, reader, decoding
+    def __init__(self, number: int, out: Generation, setup: Setup):
+        self.number, self.out, self.setup, self.reader = number, out, setup, setup.reader
         self.began = time.perf_counter()
         self.parts: list[str] = []
 
@@ -392,10 +396,10 @@ class _Answer:
             self.out.add(replace(step, finish=finish))
         if given.finished:
             text = "".join(self.parts)
-            if not self.decoding.stop_strings:
+            if not self.setup.stop_strings:
                 text = self.reader.decode(self.out.tokens)
             seconds = time.perf_counter() - self.began
-            self.out.end(seconds, text, by_draft=self.decoding.rule == "draft")
+            self.out.end(seconds, text, by_draft=self.setup.decoding.rule == "draft")
 
 
 def _finish(part: Any, tokens: Sequence[int], reader: LM) -> Finish:
