@@ -305,7 +305,8 @@ def test_mining_equals_a_search_from_scratch(
     if stops:  # of two tokens each, that the target says, so that a swap may complete one
         prompts = [one.prompt for one in list(task.samples("train"))[:30]]
         outs = llama.generate_batch(prompts, max_new_tokens=24)
-        task.stop_strings = tuple(llama.target.decode(out.tokens[14:16]) for out in outs)
+        said = (out.tokens[14:16] for out in outs if len(out.tokens) >= 16)
+        task.stop_strings = tuple(map(llama.target.decode, said))
     mined(llama, task, tmp_path, limit=8, batch_size=batch_size)
     labels, lengths = set(), set()
     for record in lines(tmp_path):
