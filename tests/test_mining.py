@@ -290,7 +290,7 @@ def brute_force(pair: Pair, task: ParityTask, prompt: list[int]) -> tuple[list[i
                 swapped += greedy(pair.target.model, prompt + swapped, limit - len(swapped))
             swapped = stopped(swapped)
             same = task.same(answer_of(swapped), answer)
-            found.append((at, response[at], guess, None if same is None else not same))
+            found.append((at, response[at], guess, None if answer is None else not same))
             response = swapped if same else response
         at += 1
     return response, found
