@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import (
+    AutoTokenizer,
     Gemma2Config,
     GPT2Config,
     GPTNeoConfig,
@@ -197,3 +198,22 @@ def judge(tmp_path_factory: pytest.TempPathFactory, llama: Pair) -> str:
     weight = torch.randn(width, generator=torch.Generator().manual_seed(1)) / 4
     Head(weight, 0.0, Inputs(), 0.5, llama.fingerprints).save(folder)
     return f"judge:{folder}@0.5"
+
+
+TEMPLATE = (
+    "{% if enable_thinking %}w9 {% endif %}"
+    "{% for m in messages %}{{ 'w3' if m.role == 'system' else 'w1' }} {{ m.content }} {% endfor %}"
+    "w2"
+)
+
+
+@pytest.fixture
+def chatting(checkpoints, tmp_path) -> str:
+    """A target with a chat template; its draft has none."""
+    target, _ = checkpoints("llama")
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.chat_template = TEMPLATE
+    folder = tmp_path / "chatting"
+    shutil.copytree(target, folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import pydoc
-import shutil
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from lenience import InputError, load_pair
 from lenience.cli import main
@@ -90,25 +88,6 @@ def test_help_tells_every_option() -> None:
         assert f"\n    {name}: " in told, name
     assert "seed: int | None = None" in told
     assert Decoding().rule in told
-
-
-TEMPLATE = (
-    "{% if enable_thinking %}w9 {% endif %}"
-    "{% for m in messages %}{{ 'w3' if m.role == 'system' else 'w1' }} {{ m.content }} {% endfor %}"
-    "w2"
-)
-
-
-@pytest.fixture
-def chatting(checkpoints, tmp_path) -> str:
-    """A target with a chat template; its draft has none."""
-    target, _ = checkpoints("llama")
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    tokenizer.chat_template = TEMPLATE
-    folder = tmp_path / "chatting"
-    shutil.copytree(target, folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.mark.parametrize(

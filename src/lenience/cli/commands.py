@@ -13,7 +13,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import cyclopts
-from cyclopts import App, Parameter
+from cyclopts import App, Group, Parameter
 
 from lenience.cli.console import loading, say, screen
 from lenience.cli.named import (
@@ -39,10 +39,11 @@ from lenience.cli.options import (
     GenerateFlags,
     Json,
     MineFlags,
-    ShownFlags,
+    PromptFlags,
     TuneFlags,
     given,
 )
+from lenience.cli.prompts import STDIN, prompt_of
 from lenience.cli.steps import (
     answer,
     audit_run,
@@ -74,6 +75,8 @@ from lenience.core.version import VERSION
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from lenience.cli.prompts import Asked
+    from lenience.decoding.generation import Generation
     from lenience.decoding.pair import Pair
 
 F = TypeVar("F", bound="Callable[..., None]")
@@ -86,6 +89,7 @@ app = App(
 EXAMPLES = {
     "demo": "lenience demo --out demo",
     "generate": 'lenience generate "…" --rule certified:run --show',
+    "chat": "lenience chat --target org/target --draft org/draft",
     "init": "lenience init run --target org/target --draft org/draft --task rows.jsonl "
     "--answer number-after:####",
     "mine": "lenience mine --out run --limit 1000 --target org/target --draft org/draft "
@@ -99,13 +103,22 @@ EXAMPLES = {
     "audit": "lenience audit run live.jsonl --share 0.05",
 }
 """One of each command, in the order of use."""
+GROUPS = {
+    Group("Decode", sort_key=1): ("demo", "generate", "chat"),
+    Group("Learn a judge", sort_key=2): ("init", "mine", "fit", "datastore"),
+    Group("Compare and certify", sort_key=3): ("compare", "grade", "certify", "tune", "audit"),
+}
+"""Of commands."""
+LONG = 100
+"""Prompts from which on it pays to export the models."""
 
 
 def command(function: F) -> F:
     """Make a function a command, with its place and its example."""
     name = function.__name__
     place, example = list(EXAMPLES).index(name), f"Example: {EXAMPLES[name]}"
-    app.command(function, sort_key=place, help_epilogue=example)
+    group = next(group for group, names in GROUPS.items() if name in names)
+    app.command(function, group=group, sort_key=place, help_epilogue=example)
     return function
 
 
@@ -114,48 +127,100 @@ def generate(
     prompt: str | None = None,
     /,
     *,
+    prompts: PromptFlags | None = None,
     run: Path | None = None,
     flags: GenerateFlags | None = None,
-    shown: ShownFlags | None = None,
     models: Models | None = None,
     json: Json = False,
 ) -> None:
-    """Answer one prompt.
+    """Answer a prompt, or many.
 
     Parameters
     ----------
     prompt
-        The prompt; without it, standard input or, for the built-in pair at a terminal, one of its
-        task's problems.
+        The prompt, @FILE for a file's text, or - for standard input, which is also read where there
+        is none; for the built-in pair at a terminal, one of its task's problems.
     run
         A run folder whose models are taken where no flag names others; that of a rule certified:RUN
         is taken anyway.
     """
-    from lenience.decoding.certified import is_certified, run_of
-
     options = given(flags)
     drafts = _check_specs(options)
-    models = models or Models()
-    if run is not None:
-        models = models_of(known_run(run), models)
-    elif is_certified(options.get("rule")) and is_run(run_of(options["rule"])):
-        models = models_of(run_of(options["rule"]), models)
-    pair = models.load(needs_draft=_needs_draft(options))
-    if prompt is None:
-        prompt = _prompt(pair)
-    shown = shown or ShownFlags()
-    out, measured = answer(pair, prompt, options, shown.profile)
-    if shown.show or not json:
-        print_answer(pair, out, shown.show)
+    prompts = prompts or PromptFlags()
+    many = prompts.many(prompt)
+    one = None if many else prompt_of(prompt, prompts.messages)
+    models = _models_for(options, run, models)
+    pair = models.load(needs_draft=_needs_draft(options), long=len(many) >= LONG)
+    if many:
+        _answer_many(pair, many, options, prompts.batch_size, json=json)
+        return
+    asked = _one_of_its_problems(pair) if one is None else one
+    out, measured = answer(pair, asked, options, prompts.profile)
+    if prompts.show or not json:
+        print_answer(pair, out, prompts.show)
     print_counts(out, picked=options.get("window") == "auto" and drafts)
     if measured:
         print_profile(measured)
     if json:
-        trace = [[entry.token, entry.origin, entry.score] for entry in out.trace]
-        whole = {"prompt": prompt, **vars(out), "tokens_per_pass": out.tokens_per_pass}
+        whole = _as_json(out, asked)
         if measured:
             whole["profile"] = {"cycles": measured.cycles, "seconds": measured.seconds}
-        _print_json(whole | {"trace": trace})
+        _print_json(whole)
+
+
+@command
+def chat(
+    *,
+    run: Path | None = None,
+    flags: GenerateFlags | None = None,
+    models: Models | None = None,
+) -> None:
+    """Answer line by line what is typed, the models staying loaded.
+
+    Parameters
+    ----------
+    run
+        A run folder whose models are taken where no flag names others; that of a rule certified:RUN
+        is taken anyway.
+    """
+    from lenience.cli.prompts import chat
+
+    options = given(flags)
+    _check_specs(options)
+    models = _models_for(options, run, models)
+    chat(models.load(needs_draft=_needs_draft(options)), options)
+
+
+def _models_for(options: Mapping[str, Any], run: Path | None, models: Models | None) -> Models:
+    """The models that are named, or else those of a run or of the run that a rule is certified
+    in."""
+    from lenience.decoding.certified import is_certified, run_of
+
+    models = models or Models()
+    if run is not None:
+        return models_of(known_run(run), models)
+    if is_certified(options.get("rule")) and is_run(run_of(options["rule"])):
+        return models_of(run_of(options["rule"]), models)
+    return models
+
+
+def _answer_many(
+    pair: Pair, asked: list[Asked], options: Mapping[str, Any], batch_size: int, *, json: bool
+) -> None:
+    """Print the answers to many prompts, each when all before it are there."""
+    from lenience.cli.steps import answers
+
+    for (id, prompt), out in zip(asked, answers(pair, asked, options, batch_size)):
+        if json:
+            _print_json({"id": id, **_as_json(out, prompt)})
+        else:
+            print(f"── {id}\n{out.text}", flush=True)
+
+
+def _as_json(out: Generation, prompt: Any) -> dict[str, Any]:
+    trace = [[entry.token, entry.origin, entry.score] for entry in out.trace]
+    whole = {"prompt": prompt, **vars(out), "tokens_per_pass": out.tokens_per_pass}
+    return whole | {"trace": trace}
 
 
 def _check_specs(options: Mapping[str, Any]) -> bool:
@@ -198,9 +263,8 @@ def _needs_draft(options: Mapping[str, Any]) -> bool:
     return options.get("window") != 0 and parse_drafter(options.get("drafter", "model")).needs_draft
 
 
-def _prompt(pair: Pair) -> str:
-    if not sys.stdin.isatty():
-        return sys.stdin.read().rstrip("\n")
+def _one_of_its_problems(pair: Pair) -> str:
+    """What the built-in pair is asked where nothing is."""
     if pair.name != "built-in":
         raise InputError("PROMPT: give a prompt, as an argument or on standard input")
     from lenience.tasks import WordMath
@@ -578,8 +642,10 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line. Exit status: 0 done, 1 the run failed, 2 the arguments or the input are
     wrong."""
     warnings.formatwarning = lambda message, *_, **__: f"lenience: {message}\n"
+    given = sys.argv[1:] if argv is None else argv
+    given = [STDIN if one == "-" else one for one in given]  # which would be taken for a flag
     try:
-        command, bound, _ = app.parse_args(argv, exit_on_error=False, print_error=False)
+        command, bound, _ = app.parse_args(given, exit_on_error=False, print_error=False)
         command(*bound.args, **bound.kwargs)
     except (InputError, cyclopts.CycloptsError) as error:
         _fail(first_line(error), 2)

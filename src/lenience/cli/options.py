@@ -7,20 +7,23 @@ from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
 from lenience.core.errors import InputError
-from lenience.decoding.options import Decoding, option_types, told_options
+from lenience.decoding.options import Decoding, default_options, option_types, told_options
 
 if TYPE_CHECKING:
     from lenience.certification.question import CertifyConfig
     from lenience.certification.tune import TuneConfig
+    from lenience.cli.prompts import Asked
     from lenience.evaluation.compare import CompareConfig
     from lenience.heads.head import Inputs, Role
     from lenience.mining.drafters import DrafterPlan
     from lenience.mining.fit import HeadPlan
     from lenience.mining.search import MineConfig
 
+OWN_DEFAULTS = ("window", "max_new_tokens", "seed")
+"""Options whose help says what they are where they are left out."""
 MOST_HEADS = 32
 """Of a drafter."""
 Flag = Annotated[bool, Parameter(negative="", show_default=False)]
@@ -46,11 +49,19 @@ def decoding_flags(name: str, *leave_out: str, **other_helps: str) -> Any:
         several = kind == tuple[str, ...]
         flag = "--" + (option.removesuffix("s") if several else option).replace("_", "-")
         optional: Any = kind | None
-        annotated = Annotated[optional, Parameter(name=flag, help=helps[option], negative="")]
+        told = {"help": helps[option], "show_default": _usual(option)}
+        annotated = Annotated[optional, Parameter(name=flag, negative="", **told)]
         options.append((option, annotated, None))
     flags = make_dataclass(name, options)
     flags.__module__ = __name__  # or cyclopts takes it for one of Python's own types
-    return Parameter(name="*")(flags)
+    return Parameter(name="*", group=Group("Decoding", sort_key=1))(flags)
+
+
+def _usual(option: str) -> Any:
+    """What shows the default of an option of decoding, whose flag has none itself so that it is
+    known whether it was given."""
+    usual = default_options()[option]
+    return bool(usual) and option not in OWN_DEFAULTS and (lambda _: usual)
 
 
 if TYPE_CHECKING:
@@ -84,11 +95,33 @@ def given(flags: object | None) -> dict[str, Any]:
 
 @Parameter(name="*")
 @dataclass
-class ShownFlags:
+class PromptFlags:
+    messages: Path | None = None
+    """A JSON file of chat messages that are the prompt."""
+    prompts: Path | None = None
+    """A file of many prompts: JSON rows with prompt or messages and perhaps id, or lines of text.
+    With --json each answer is an object on a line of its own."""
+    batch_size: int = 16
+    """How many of these are answered together."""
     show: Flag = False
     """Colour every token by where it came from."""
     profile: Flag = False
     """Say where the time goes; the prompt is answered once before, which is not counted."""
+
+    def many(self, prompt: str | None) -> list[Asked]:
+        """The prompts of a file, none where there is no file. Raises InputError for what does not
+        go together."""
+        from lenience.cli.prompts import prompts_in
+
+        if self.batch_size < 1:
+            raise InputError(f"--batch-size {self.batch_size}: must be 1 or more")
+        if self.prompts is None:
+            return []
+        if prompt is not None or self.messages is not None:
+            raise InputError("--prompts: are all prompts; leave the other one out")
+        if self.show or self.profile:
+            raise InputError("--prompts: is for many; leave --show and --profile out")
+        return prompts_in(self.prompts)
 
 
 @Parameter(name="*")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from lenience.mining.fit import HeadPlan
     from lenience.mining.forecast import Forecast
     from lenience.mining.search import MineConfig, MinedCounts
+    from lenience.models.prompts import Prompt
     from lenience.tasks import Task
 
 
@@ -185,8 +186,25 @@ def compare_run(pair: Pair, task: Task, config: CompareConfig, out: Path | None)
     return frontier
 
 
+def answers(
+    pair: Pair, asked: Sequence[tuple[str, Prompt]], options: Mapping[str, Any], batch_size: int
+) -> Iterator[Generation]:
+    """The answers to many prompts, in their order."""
+    with progress_bars() as show:
+        show("answering", 0, len(asked))
+        prompts, given = [prompt for _, prompt in asked], 0
+        waiting: dict[int, Generation] = {}
+        answered = pair.as_completed(prompts, batch_size=batch_size, **options)
+        for done, (number, out) in enumerate(answered, 1):
+            waiting[number] = out
+            show("answering", done, len(asked))
+            while given in waiting:
+                yield waiting.pop(given)
+                given += 1
+
+
 def answer(
-    pair: Pair, prompt: str, options: Mapping[str, Any], profiled: bool
+    pair: Pair, prompt: Prompt, options: Mapping[str, Any], profiled: bool
 ) -> tuple[Generation, Profile | None]:
     """One answer; where the time goes is measured the second time."""
     if options.get("window") == "auto":

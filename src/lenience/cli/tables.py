@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from lenience.cli.console import duration, say, screen, wide
 
@@ -37,6 +38,14 @@ STYLES = {
     "bonus": "black on white",
 }
 """Of tokens, by where they came from."""
+MARKS = {
+    "draft": ("", ""),
+    "draft-lenient": ("«", "»"),
+    "draft-trusted": ("‹", "›"),
+    "correction": ("[", "]"),
+    "bonus": ("(", ")"),
+}
+"""The same where there are no colours."""
 PARTS = {
     "draft": "passes of the draft",
     "target": "passes of the target",
@@ -279,11 +288,18 @@ def print_answer(pair: Pair, out: Generation, coloured: bool) -> None:
         print(out.text)
         return
     console = Console(force_terminal=True if sys.stdout.isatty() else None, soft_wrap=True)
+    plain = console.no_color or not console.is_terminal
     for text, entry in zip(pieces(pair.target, out.tokens), out.trace):
-        console.print(text, style=STYLES[entry.origin], end="", markup=False, highlight=False)
+        before, after = MARKS[entry.origin] if plain else ("", "")
+        console.print(Text(f"{before}{text}{after}", STYLES[entry.origin]), end="")
+    console.print("\n")
+    for origin, style in STYLES.items():
+        before, after = MARKS[origin] if plain else (" ", " ")
+        console.print(
+            f"{before}{origin}{after}", style=style, end="", markup=False, highlight=False
+        )
+        console.print("  ", end="")
     console.print()
-    legend = "  ".join(f"[{style}] {origin} [/]" for origin, style in STYLES.items())
-    console.print(legend, highlight=False)
 
 
 def print_counts(out: Generation, picked: bool = False) -> None:
@@ -295,6 +311,7 @@ def print_counts(out: Generation, picked: bool = False) -> None:
         f"{out.tokens_per_second:.0f} tokens/s",
         f"{out.accepted_lenient} gained by lenience",
         f"ended by {out.finish}",
+        *([] if out.seed is None else [f"seed {out.seed}"]),
     ]
     stop = "" if out.stop == "fixed" else f", with stop {out.stop}"
     more = f"; window {out.window} was picked as the fastest here{stop}" if picked else ""

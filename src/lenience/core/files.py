@@ -13,7 +13,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from lenience.core.errors import InputError
+from lenience.core.errors import InputError, RunError
 
 
 def data_folder() -> Path:
@@ -36,15 +36,25 @@ def cache_folder() -> Path:
 def replacing(path: Path) -> Iterator[Path]:
     """Give a path to write to, which takes the place of `path` when the block ends well: whatever
     happens, `path` is whole. Folders are made where they are missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    with written(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield new
+            with new.open("rb") as file:
+                os.fsync(file.fileno())
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
+
+
+@contextmanager
+def written(path: Path) -> Iterator[None]:
+    """While a file is written. Raises RunError that names it where the disk is full or refuses."""
     try:
-        yield new
-        with new.open("rb") as file:
-            os.fsync(file.fileno())
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror or error})") from error
 
 
 @contextmanager
@@ -70,8 +80,13 @@ def alone(folder: Path, work: str) -> Iterator[None]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a value whole or not at all."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text whole or not at all."""
     with replacing(path) as new:
-        new.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        new.write_text(text, encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lenience.core.errors import InputError
-from lenience.core.files import digest, read_json, write_json
+from lenience.core.files import digest, read_json, write_json, write_text
 from lenience.core.records import Record
 from lenience.decoding.options import Decoding
 from lenience.evaluation.pages import as_text, template, write_report
@@ -74,7 +74,7 @@ def write_page(folder: Path, rules: Sequence[str] = (), limit: int = 50) -> Page
     write_json(folder / KEY, Key(page=name, pairs=pairs).to_json())
     shown = [_blinded(one, prompts[one.id], own, answers[one.settings[0]]) for one in pairs]
     page = template(PAGE).render(page=name, pairs=shown, title=folder.name)
-    (folder / PAGE).write_text(page, encoding="utf-8")
+    write_text(folder / PAGE, page)
     return Page(folder / PAGE, len(pairs), alike)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, Template
 
+from lenience.core.files import write_text
 from lenience.decoding.certified import Certificate
 from lenience.evaluation.names import NamedRow, named, setting_name, short, why
 from lenience.evaluation.plots import as_svg, plot, rungs
@@ -60,7 +61,7 @@ def write_certificate(path: Path, certificate: Certificate) -> None:
     """Write a certificate's page."""
     drawn = as_svg(rungs(certificate))
     page = template("certificate.html").render(made=certificate, rungs=drawn)
-    path.write_text(page, encoding="utf-8")
+    write_text(path, page)
 
 
 def template(name: str) -> Template:
@@ -137,7 +138,7 @@ def write_report(
     """Write report.html and, beside it, frontier.svg; `mining` adds what was mined and fitted,
     `certificate` marks what was certified, and says it, and the `headline` stands first."""
     drawn = as_svg(plot(frontier, certificate))
-    path.with_name("frontier.svg").write_text(drawn, encoding="utf-8")
+    write_text(path.with_name("frontier.svg"), drawn)
     page = template("report.html").render(
         frontier=frontier,
         rows=named(frontier.rows),
@@ -151,4 +152,4 @@ def write_report(
         headline=headline,
         n=frontier.rows[0].n,
     )
-    path.write_text(page, encoding="utf-8")
+    write_text(path, page)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lenience.core.errors import InputError
-from lenience.core.files import read_json, replacing, write_json
+from lenience.core.files import read_json, replacing, write_json, written
 
 
 class Journal:
@@ -64,7 +64,11 @@ class Journal:
 
     def append(self, *records: dict[str, Any]) -> None:
         """Add finished records, on the disk when this returns."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with written(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._append(records)
+
+    def _append(self, records: Sequence[dict[str, Any]]) -> None:
         with self.path.open("ab") as file:
             file.writelines(map(_line, records))
             file.flush()

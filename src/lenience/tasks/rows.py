@@ -46,7 +46,7 @@ class Fields:
         if self.template is not None:
             return self._filled(row)
         prompt = row.get(self.prompt)
-        if prompt is None and _is_chat(row.get("messages")):
+        if prompt is None and is_chat(row.get("messages")):
             messages: Messages = row["messages"]
             return messages
         if not isinstance(prompt, str):
@@ -99,7 +99,8 @@ def _instead(row: Mapping[str, Any], what: str) -> str:
     return f"; it has {', '.join(row)}{mend}"
 
 
-def _is_chat(messages: object) -> bool:
+def is_chat(messages: object) -> bool:
+    """Whether something is a list of chat messages."""
     if not isinstance(messages, list) or not messages:
         return False
     return all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in messages)

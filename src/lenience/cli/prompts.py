@@ -1,0 +1,122 @@
+"""Prompts as the command line is given them, and a chat."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lenience.cli.console import say, screen
+from lenience.cli.tables import print_counts
+from lenience.core.errors import InputError, first_line
+
+if TYPE_CHECKING:
+    from lenience.decoding.pair import Pair
+    from lenience.tasks.base import Messages
+
+    Asked = tuple[str, str | Messages]
+    """A prompt with its id."""
+
+STDIN = "@-"
+"""A prompt that stands for standard input; - is taken for it."""
+HELP = "/new begins anew, /quit or Ctrl-D ends"
+
+
+def prompt_of(given: str | None, messages: Path | None) -> str | Messages | None:
+    """One prompt: text as it is, STDIN for standard input, "@FILE" for a file's text, or a file of
+    chat messages; None where none is given. Raises InputError."""
+    if messages is not None:
+        if given is not None:
+            raise InputError("--messages: is a prompt itself; leave the other one out")
+        return _messages(messages)
+    if given == STDIN or (given is None and not sys.stdin.isatty()):
+        return sys.stdin.read().rstrip("\n")
+    if given is None or not given.startswith("@"):
+        return given
+    return _text(Path(given[1:]), "PROMPT").rstrip("\n")
+
+
+def _text(path: Path, what: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{what} {path}: cannot be read ({first_line(error)})") from None
+
+
+def _messages(path: Path) -> Messages:
+    from lenience.tasks.rows import is_chat
+
+    shape = '[{"role": "user", "content": "…"}, …]'
+    try:
+        found: Any = json.loads(_text(path, "--messages"))
+    except ValueError as error:
+        raise InputError(f"--messages {path}: not JSON ({error}); write {shape}") from None
+    found = found.get("messages") if isinstance(found, dict) else found
+    if not is_chat(found):
+        raise InputError(f"--messages {path}: holds no chat; write {shape}")
+    chat: Messages = found
+    return chat
+
+
+def prompts_in(path: Path) -> list[Asked]:
+    """The prompts in a file, each with its id: rows of JSON with prompt or messages, or the lines
+    of a text. Raises InputError that names the line."""
+    from lenience.tasks.jsonl import SUFFIXES
+    from lenience.tasks.rows import USUAL_FIELDS, read_rows
+
+    found: list[Asked] = []
+    if path.name.endswith(SUFFIXES):
+        for number, (where, row) in enumerate(read_rows(path), 1):
+            try:
+                found.append((str(row.get("id", number)), USUAL_FIELDS.prompt_of(row)))
+            except InputError as error:
+                raise InputError(f"{where}: {error}") from None
+    else:
+        lines = enumerate(_text(path, "--prompts").splitlines(), 1)
+        found = [(str(number), line) for number, line in lines if line.strip()]
+    if not found:
+        raise InputError(f"--prompts {path}: holds none")
+    return found
+
+
+def chat(pair: Pair, options: Mapping[str, Any]) -> None:
+    """Answer what is typed, line by line, until it ends. Through a chat template each answer knows
+    those before it; without one each line is a prompt by itself."""
+    from lenience.decoding.generation import Generation
+
+    how = "" if pair.target.chats else "; the target has no chat template: each line stands alone"
+    say(f"{HELP}{how}")
+    said: Messages = []
+    while (line := _line()) is not None:
+        if line == "/new":
+            said = []
+        if line in ("", "/new"):
+            continue
+        asked = [*said, {"role": "user", "content": line}]
+        out, began = Generation([]), time.perf_counter()
+        try:
+            for step in pair.stream(asked if pair.target.chats else line, **options):
+                out.add(step)
+                print(step.text, end="", flush=True)
+        except InputError as error:  # such as a chat that has grown too long
+            say(f"lenience: {first_line(error)}")
+            continue
+        except KeyboardInterrupt:  # ends the answer, not the chat
+            out.finish = "Ctrl-C"
+        print(flush=True)
+        out.seconds = time.perf_counter() - began
+        print_counts(out)
+        said = [*asked, {"role": "assistant", "content": out.text}]
+
+
+def _line() -> str | None:
+    """What is typed next; None at the end."""
+    try:
+        typed = input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        screen.print()
+        return None
+    return None if typed == "/quit" else typed
