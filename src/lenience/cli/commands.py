@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from lenience.cli.prompts import Asked
     from lenience.decoding.generation import Generation
     from lenience.decoding.pair import Pair
+    from lenience.tasks import Task
 
 F = TypeVar("F", bound="Callable[..., None]")
 app = App(
@@ -109,8 +110,10 @@ GROUPS = {
     Group("Compare and certify", sort_key=3): ("compare", "grade", "certify", "tune", "audit"),
 }
 """Of commands."""
-LONG = 100
-"""Prompts from which on it pays to export the models."""
+MANY = 10_000
+"""Samples, or tokens, where it is not known how many: it pays to export the models."""
+USED, CONTINUED = 0.5, 20
+"""How much of its length limit an answer takes, and how many times a mined one is written."""
 
 
 def command(function: F) -> F:
@@ -150,7 +153,7 @@ def generate(
     many = prompts.many(prompt)
     one = None if many else prompt_of(prompt, prompts.messages)
     models = _models_for(options, run, models)
-    pair = models.load(needs_draft=_needs_draft(options), long=len(many) >= LONG)
+    pair = models.load(needs_draft=_needs_draft(options), tokens=len(many) * _length(options))
     if many:
         _answer_many(pair, many, options, prompts.batch_size, json=json)
         return
@@ -316,7 +319,8 @@ def mine(
     choice = choice_of(out, choice or TaskChoice())
     models = models_of(out, models)
     task = choice.load()
-    pair = models.load(long=True)
+    limit, length = config.limit or MANY, config.decoding(task).max_new_tokens
+    pair = models.load(tokens=limit * length * USED * CONTINUED)
     if not is_run(out):
         remember(out, models, choice)
     with fitting(pair, task, choice) as fits:
@@ -360,7 +364,7 @@ def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> N
     else:
         mined_with(run)  # raises where nothing is mined
         models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
-        pair = models.load(long=flags.gate)
+        pair = models.load(tokens=MANY if flags.gate else 0)
         fitted = fit_run(pair, run, replace(plan, without=left_out(pair, run, flags.fold)))
     print_thresholds(fitted, plan.out)
     if json:
@@ -372,7 +376,7 @@ def _fit_tree(run: Path, flags: FitFlags, json: bool) -> None:
     flags.check_tree()
     mined_with(run)  # raises where nothing is mined
     models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
-    found = fit_tree(models.load(long=True), run, flags.with_ or "model")
+    found = fit_tree(models.load(tokens=MANY), run, flags.with_ or "model")
     planned = print_trees(found, run / "tree.json")
     if json:
         _print_json({"drafter": found.drafter, "shares": found.shares, "trees": planned})
@@ -382,7 +386,7 @@ def _fit_drafter(run: Path, flags: FitFlags, json: bool) -> None:
     plan = flags.drafter_plan(run)
     mined_with(run)  # raises where nothing is mined
     models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
-    fitted = fit_drafter(models.load(long=True), run, plan)
+    fitted = fit_drafter(models.load(tokens=MANY), run, plan)
     print_drafter(plan.kind, fitted.metrics, plan.out)
     if json:
         _print_json({"drafter": f"{plan.kind}:{plan.out}", **fitted.metrics})
@@ -445,7 +449,9 @@ def certify(
     choice = choice_of(run, choice or TaskChoice())
     task = choice.load()
     needs_draft = _needs_draft(given(decoding))
-    pair = models_of(run, models).load(long=True, needs_draft=needs_draft)
+    answers = flags.pilot if flags.plan else config.num_prompts()
+    tokens = 2 * answers * _length(config.options, task)
+    pair = models_of(run, models).load(tokens, needs_draft)
     with fitting(pair, task, choice) as fits:
         if flags.plan:
             outcome = plan_run(pair, fits, run, config, flags.pilot).to_json()
@@ -481,7 +487,8 @@ def tune(
     task = choice.load()
     models = models_of(run, models)
     models.refuse_vllm("tune")
-    pair = models.load(long=True)
+    answers = config.question.num_prompts()
+    pair = models.load(2 * answers * _length(config.question.options, task))
     with fitting(pair, task, choice) as fits:
         tuned = tune_run(pair, fits, run, config)
     if json:
@@ -522,7 +529,7 @@ def audit(
     read_certificate(run)
     config = AuditConfig(share=flags.share, confidence=flags.confidence, seed=flags.seed)
     config.check()
-    pair = models_of(run, models).load(long=len(rows) > 100)
+    pair = models_of(run, models).load(len(rows) * _length({}, task))
     state = audit_run(pair, task, run, rows, config, batch_size=flags.batch_size)
     if json:
         _print_json({"run": str(run), **vars(state)})
@@ -553,7 +560,8 @@ def compare(
         choice, models = choice_of(known_run(run), choice), models_of(run, models)
     task = choice.load()
     needs_draft = any(_needs_draft(vars(one)) for one in config.decodings())
-    pair = models.load(long=True, needs_draft=needs_draft)
+    answers = len(config.decodings()) * (config.limit or MANY)
+    pair = models.load(answers * _length(config.options, task), needs_draft)
     with fitting(pair, task, choice) as fits:
         frontier = compare_run(pair, fits, config, flags.out)
     if flags.out is not None:
@@ -627,6 +635,12 @@ def demo(*, out: Path = Path("demo"), fresh: int = 8, limit: int = 100, json: Js
     figures = tell(out, fresh, limit)
     if json:
         _print_json(figures)
+
+
+def _length(options: Mapping[str, Any], task: Task | None = None) -> float:
+    """About how many tokens an answer takes."""
+    usual = 256 if task is None else task.max_new_tokens
+    return USED * (options.get("max_new_tokens") or usual)
 
 
 def _check_limit(limit: int | None) -> None:

@@ -58,7 +58,7 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
         raise InputError(f"--out {out}: is a file; name a folder")
     with loading():
         pair = load_pair(compile=False)
-    compile_pair(pair, None, long=True)
+    compile_pair(pair, True, 0)
     folder = out / "run"
     counts = _mine(pair, folder, fresh)
     head = _fit(pair, folder)

@@ -58,8 +58,9 @@ class Models:
     """An argument of vLLM's own, NAME=VALUE, such as tensor_parallel_size=2; may be given
     again."""
 
-    def load(self, long: bool = False, needs_draft: bool = True) -> Pair:
-        """`long`: there is so much to decode that exporting the models pays. Raises InputError
+    def load(self, tokens: float = 0, needs_draft: bool = True) -> Pair:
+        """`tokens`: about how many new ones are to be decoded, so that it is known whether
+        exporting the models pays. Raises InputError
         where a draft is needed and none is named, or vLLM is not installed."""
         if self.target is not None and self.draft is None and needs_draft:
             raise InputError("--draft: name the draft too, or a --drafter that needs none")
@@ -76,7 +77,7 @@ class Models:
             pair = load_pair(self.target, self.draft, **options)
         if self.engine_arg:
             raise InputError(f"--engine-arg {self.engine_arg[0]}: is for --engine vllm")
-        compile_pair(pair, self.compile, long)
+        compile_pair(pair, self.compile, tokens)
         return pair
 
     def refuse_vllm(self, command: str) -> None:

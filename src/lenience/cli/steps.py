@@ -43,18 +43,34 @@ if TYPE_CHECKING:
     from lenience.tasks import Task
 
 
-def compile_pair(pair: Pair, wanted: bool | None, long: bool) -> None:
-    """Read the models through exported graphs, if that is `wanted` or, where None is said, if
-    graphs are in the cache or the work is `long` and they can be made."""
-    from lenience.models.compile import refuses
+def compile_pair(pair: Pair, wanted: bool | None, tokens: float) -> None:
+    """Read the models through exported graphs, if that is `wanted` or, where None is said, if they
+    are in the cache or can be made in less time than they save on as many new `tokens`."""
+    from lenience.models.compile import compile_model, export_seconds, refuses, saved_seconds
 
-    models = pair.models.values()
+    models = list(pair.models.values())
     fits = not any(refuses(lm) or lm.device.type != "cpu" for lm in models)
-    if wanted or (wanted is None and long and fits):
-        with screen.status("compiling the models"):
-            pair.compile()
-    elif wanted is None:
+    if wanted is False:
+        return
+    if not wanted and not (tokens and fits):
         pair.compile(export=False)
+        return
+    takes = export_seconds(models) if fits else 0.0
+    saves = 0.0 if wanted or not takes else saved_seconds(models) * tokens
+    if not wanted and takes > saves:
+        say(
+            f"the models are read through torch: exporting them takes about {duration(takes)}, "
+            f"more than it saves here, about {duration(saves)} (--compile does it anyway)"
+        )
+        pair.compile(export=False)
+        return
+    if takes:
+        say(f"exporting the models for ONNX Runtime, once, about {duration(takes)}")
+    with progress_bars() as show:
+        for done, lm in enumerate(models):
+            show("exporting" if takes else "loading graphs", done, len(models))
+            compile_model(lm)
+        show("exporting" if takes else "loading graphs", len(models), len(models))
 
 
 def mine_run(pair: Pair, task: Task, out: Path, config: MineConfig) -> MinedCounts:
