@@ -36,6 +36,7 @@ from lenience.cli.options import (
     CompareDecoding,
     CompareFlags,
     FitFlags,
+    Flag,
     GenerateFlags,
     Json,
     MineFlags,
@@ -102,12 +103,14 @@ EXAMPLES = {
     "certify": "lenience certify run --max-drop 0.01",
     "tune": "lenience tune run --max-drop 0.01",
     "audit": "lenience audit run live.jsonl --share 0.05",
+    "push": "lenience push run/judge org/name --license apache-2.0",
 }
 """One of each command, in the order of use."""
 GROUPS = {
     Group("Decode", sort_key=1): ("demo", "generate", "chat"),
     Group("Learn a judge", sort_key=2): ("init", "mine", "fit", "datastore"),
     Group("Compare and certify", sort_key=3): ("compare", "grade", "certify", "tune", "audit"),
+    Group("Give to others", sort_key=4): ("push",),
 }
 """Of commands."""
 MANY = 10_000
@@ -443,12 +446,16 @@ def certify(
     run
         The run folder; it records which prompts have been used for what, and none is used twice.
     """
+    from lenience.tasks import take
+
     flags = flags or CertifyFlags()
     _check_limit(flags.limit)
     config = flags.config(run, given(decoding))
     choice = choice_of(run, choice or TaskChoice())
     task = choice.load()
     needs_draft = _needs_draft(given(decoding))
+    if config.split not in ("train", "test"):
+        take(task, config.split, 1)  # raises where there is none, before the models are loaded
     answers = flags.pilot if flags.plan else config.num_prompts()
     tokens = 2 * answers * _length(config.options, task)
     pair = models_of(run, models).load(tokens, needs_draft)
@@ -612,6 +619,37 @@ def grade(
     print_grades(found)
     if json:
         _print_json({name: grades.to_json() for name, grades in found.items()})
+
+
+@command
+def push(
+    head: Path,
+    name: str,
+    /,
+    *,
+    license: str | None = None,
+    private: Flag = False,
+    json: Json = False,
+) -> None:
+    """Put a fitted head on the Hugging Face Hub, with a card that says what it is.
+
+    Parameters
+    ----------
+    head
+        The head's folder, such as RUN/judge.
+    name
+        Its name there, org/name; others use it as --rule judge:hf:org/name@T.
+    license
+        For the card, such as apache-2.0.
+    private
+        Where there is no such repository yet, make a private one.
+    """
+    from lenience.evaluation.cards import push
+
+    place = push(head, name, license, private)
+    say(f"{head} is at {place}")
+    if json:
+        _print_json({"head": f"hf:{name}", "at": place})
 
 
 @command

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from lenience.core.errors import InputError
 from lenience.core.files import read_json
+from lenience.core.hub import is_on_hub
 from lenience.core.protocols import Rule
 from lenience.core.records import Record
 from lenience.decoding.options import OWN, Decoding, bound_names
@@ -262,7 +263,8 @@ def certified_options(certificate: Certificate, folder: Path) -> dict[str, Any]:
     heads, binds = certificate.certified.heads, certificate.binds
 
     def path_now(path: str) -> str:
-        return str(run / heads.get(path, path))
+        found = heads.get(path, path)
+        return found if is_on_hub(found) else str(run / found)
 
     options = {name: binds[name] for name in bound_names()}
     rule = _relocated(certificate.certified.rule, path_now)
@@ -288,6 +290,9 @@ def head_paths(decoding: Decoding, folder: Path) -> dict[str, str]:
     these: within the run folder, or else on this machine."""
     paths = {}
     for head in heads_in(decoding):
+        if is_on_hub(head.path):
+            paths[head.path] = head.path
+            continue
         whole = Path(head.path).resolve()
         within = os.path.relpath(whole, folder.resolve())
         paths[head.path] = str(whole) if within.startswith("..") else within

@@ -67,7 +67,8 @@ def write_certificate(path: Path, certificate: Certificate) -> None:
 def template(name: str) -> Template:
     """A page of the package's."""
     loader = PackageLoader("lenience", "templates")
-    environment = Environment(loader=loader, autoescape=True, trim_blocks=True)
+    pages = name.endswith(".html")
+    environment = Environment(loader=loader, autoescape=pages, trim_blocks=True)
     environment.filters |= {"short": short, "setting": setting_name, "why": why}
     return environment.get_template(name)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from lenience.core.context import Context
 from lenience.core.errors import InputError
 from lenience.core.files import digest_bytes, replacing, write_json
+from lenience.core.hub import local
 from lenience.core.types import Draft, Reading
 from lenience.heads import lookahead
 
@@ -215,7 +216,7 @@ class Head:
 def load_head(folder: str | Path, role: Role = "judge") -> Head:
     """The head saved in a folder for a role. Raises InputError where there is none or it is
     broken."""
-    path = Path(folder)
+    path = local(folder)
     if not (path / f"{role}.json").is_file():
         how = "lenience fit RUN" + ("" if role == "judge" else f" --{role}")
         raise InputError(

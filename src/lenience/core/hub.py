@@ -1,0 +1,66 @@
+"""Heads on the Hugging Face Hub: "hf:org/name" is a folder of it. $LENIENCE_HUB may name a local
+folder that serves in its place. No torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from lenience.core.errors import InputError, RunError, first_line
+from lenience.core.files import written
+
+PREFIX = "hf:"
+FETCHED = ("*.json", "*.safetensors")
+"""Of a repository."""
+
+
+def is_on_hub(path: str | Path) -> bool:
+    return str(path).startswith(PREFIX)
+
+
+def local(path: str | Path) -> Path:
+    """The folder that a path names, fetched where it is on the Hub. Raises InputError where there
+    is none, or it cannot be fetched."""
+    if not is_on_hub(path):
+        return Path(path)
+    name = _checked(str(path).removeprefix(PREFIX))
+    if served := os.environ.get("LENIENCE_HUB"):
+        folder = Path(served) / name
+        if not folder.is_dir():
+            raise InputError(f"{path}: there is none in LENIENCE_HUB, {served}")
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(FETCHED)))
+    except Exception as error:  # of the network, of the Hub, of what is not there
+        raise InputError(f"{path}: cannot be fetched ({first_line(error)})") from error
+
+
+def upload(folder: Path, name: str, private: bool) -> str:
+    """Put a folder's files on the Hub as "org/name", and say where they are. Raises InputError for
+    a name that can be none, and RunError where the Hub refuses."""
+    name = _checked(name)
+    if served := os.environ.get("LENIENCE_HUB"):
+        place = Path(served) / name
+        with written(place):
+            shutil.copytree(folder, place, dirs_exist_ok=True)
+        return str(place)
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        made = api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder)
+    except Exception as error:
+        mend = "log in with `hf auth login`"
+        raise RunError(f"{name}: cannot be pushed ({first_line(error)}); {mend}") from error
+    return str(made)
+
+
+def _checked(name: str) -> str:
+    if not re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", name):
+        raise InputError(f"{name}: is no name on the Hub; write org/name")
+    return name

@@ -1,0 +1,114 @@
+"""Heads that are given to others: a card that says what one is, and the Hub."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from lenience.core.errors import InputError
+from lenience.core.hub import PREFIX, upload
+from lenience.decoding.certified import FILE, Certificate, read_certificate
+from lenience.evaluation.pages import template
+from lenience.heads.head import Head, Role, load_head
+from lenience.runs.record import RunRecord, read_run
+
+ROLES: tuple[Role, ...] = ("judge", "stop", "gate")
+
+
+def push(folder: Path, name: str, licence: str | None, private: bool) -> str:
+    """Put a fitted head on the Hub as "org/name", with a card that says what it was fitted to, how
+    well it tells, and what its run certified; gives where it is. Raises InputError where the folder
+    holds none, and RunError where the Hub refuses."""
+    role = next((one for one in ROLES if (folder / f"{one}.json").is_file()), None)
+    if role is None:
+        raise InputError(f"{folder}: holds no head; name one that lenience fit saved, RUN/judge")
+    head, run = load_head(folder, role), folder.parent
+    certificate = _certificate(run, head)
+    with TemporaryDirectory() as made:
+        for file in (f"{role}.json", f"{role}.safetensors"):
+            shutil.copyfile(folder / file, Path(made) / file)
+        if certificate is not None:
+            shutil.copyfile(run / FILE, Path(made) / FILE)
+        record = read_run(run) if (run / "run.json").is_file() else None
+        text = card(head, name, licence, record, certificate)
+        (Path(made) / "README.md").write_text(text, encoding="utf-8")
+        return upload(Path(made), name, private)
+
+
+def card(
+    head: Head,
+    name: str,
+    licence: str | None,
+    record: RunRecord | None,
+    certificate: Certificate | None,
+) -> str:
+    """A head's card, in Markdown."""
+    models = {} if record is None else {role: one.name for role, one in record.models.items()}
+    return template("card.md").render(
+        name=name,
+        role=head.role,
+        licence=licence,
+        bases=[one for one in models.values() if one.count("/") == 1 and not Path(one).exists()],
+        target=models.get("target", "TARGET"),
+        draft=models.get("draft", "DRAFT"),
+        facts=list(_facts(head, record)),
+        used=_used(head, name),
+        fingerprints=list(head.fingerprints.items()),
+        thresholds=head.metrics.get("thresholds", ()),
+        certificate=_told(certificate),
+    )
+
+
+def _facts(head: Head, record: RunRecord | None) -> Iterator[tuple[str, Any]]:
+    """What a head is, a fact a row."""
+    metrics = head.metrics
+    if record is not None:
+        for role, model in record.models.items():
+            yield role, model.name
+        yield "task", record.task
+    if "samples" in metrics:
+        data = f"{metrics['mismatches']} mismatches of {metrics['samples']} samples"
+        important = metrics.get("important")
+        yield "fitted to", data + (f", {important} of them important" if important else "")
+    reads = f"states of {' and '.join(head.inputs.models)} after {' and '.join(head.inputs.tokens)}"
+    yield "reads", reads
+    yield "kind", head.kind
+    if "auc_out_of_fold" in metrics:
+        low, high = metrics.get("auc_interval", (None, None))
+        interval = "" if low is None else f" (95 %: {low:.3f}–{high:.3f})"
+        yield "AUC out of fold", f"{metrics['auc_out_of_fold']:.3f}{interval}"
+    yield "its own threshold", f"{head.threshold:.6g}"
+
+
+def _used(head: Head, name: str) -> str:
+    """A rule or a stop condition with a head of the Hub."""
+    asked = f"{PREFIX}{name}@{head.threshold:.6g}"
+    return {"judge": f"judge:{asked}", "stop": f"exact; stop=head:{asked}"}.get(
+        head.role, f"exact; stop=gate:{asked}"
+    )
+
+
+def _certificate(run: Path, head: Head) -> Certificate | None:
+    """The certificate of a run that certifies a setting with this head."""
+    if not (run / FILE).is_file():
+        return None
+    certificate = read_certificate(run)
+    bound = head.fingerprint in certificate.binds["heads"]
+    return certificate if certificate.holds and bound else None
+
+
+def _told(certificate: Certificate | None) -> str:
+    """What a certificate says, in one sentence."""
+    if certificate is None or certificate.certified is None:
+        return "There is none: what it loses was not bounded."
+    one = certificate.certified
+    return (
+        f"With {certificate.confidence:.4g} confidence the loss ({certificate.loss}) of threshold "
+        f"{one.threshold:.6g} at window {one.window} is at most {certificate.max_drop:.2%}, by "
+        f"{certificate.n} prompts of {certificate.binds['task']}, at {one.tokens_per_pass:.2f} "
+        "tokens per pass; certificate.json says what it binds. It holds in the run folder that it "
+        "was made in: certify anew for other prompts."
+    )
