@@ -266,8 +266,8 @@ def test_a_stopped_comparison_goes_on(llama: Pair, tmp_path: Path) -> None:
             assert [row[key] for key in ("n", "accuracy", "tokens_per_pass")] == [
                 same[key] for key in ("n", "accuracy", "tokens_per_pass")
             ]
-    with pytest.raises(InputError, match="rules"):
-        compare(llama, ParityTask(), ["exact"], windows=(2, 4), limit=8, tuning=2, out=tmp_path)
+    with pytest.raises(InputError, match="tuning"):
+        compare(llama, ParityTask(), ["exact"], windows=(2, 4), limit=8, tuning=3, out=tmp_path)
 
 
 def test_times_of_another_machine_are_measured_again(llama: Pair, tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_a_comparison_with_a_judge_that_was_fitted_anew_is_another_one(
     compare(*given, windows=(3,), limit=2, out=tmp_path / "c")
     head.threshold = 0.75  # as another --recall gives it
     head.save(tmp_path / "judge")
-    with pytest.raises(InputError, match="heads"):
+    with pytest.raises(InputError, match="has been fitted anew"):
         compare(*given, windows=(3,), limit=2, out=tmp_path / "c")
 
 
@@ -454,8 +454,44 @@ def test_a_decoder_that_names_its_window_leaves_the_other_to_choose(
     assert {(row.window, row.why) for row in rows if row.rule == "exact"} >= {(8, "given")}
     assert {row.window for row in rows if row.rule == "exact"} & {2, 4}
     comparing.compare(llama, ParityTask(), chosen, tmp_path)
-    with pytest.raises(InputError, match="made with settings"):
-        comparing.compare(llama, ParityTask(), named, tmp_path)
+    joined = comparing.compare(llama, ParityTask(), named, tmp_path).rows
+    assert {(row.rule, row.why) for row in joined} == {(row.rule, row.why) for row in rows}
+
+
+def test_further_rules_join_a_comparison_and_nothing_is_decoded_again(
+    llama: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"windows": (2, 4), "limit": 6, "tuning": 2, "timed": 2, "repeats": 1, "out": tmp_path}
+    _, first = compare(llama, ParityTask(), ["exact", "topk:2"], **given)
+    answers = (tmp_path / "compare.jsonl").read_text()
+    timed = [json.loads(line) for line in (tmp_path / "timings.jsonl").read_text().splitlines()]
+    decoded: list[str] = []
+    as_completed = Pair.as_completed
+
+    def watched(self: Pair, prompts: object, **options: object) -> object:
+        decoded.append(str(options.get("rule")))
+        return as_completed(self, prompts, **options)
+
+    monkeypatch.setattr(Pair, "as_completed", watched)
+    _, both = compare(llama, ParityTask(), ["topk:3"], **given)
+    assert set(decoded) == {"topk:3"}
+    assert (tmp_path / "compare.jsonl").read_text().startswith(answers)
+    of_first = [row for row in both["rows"] if row["rule"] != "topk:3"]
+    assert [(row["rule"], row["window"], row["why"]) for row in of_first] == [
+        (row["rule"], row["window"], row["why"]) for row in first["rows"]
+    ]
+    for before, row in zip(first["rows"], of_first):
+        assert row["accuracy"] == before["accuracy"]
+        assert row["tokens_per_second"] == before["tokens_per_second"]
+    assert {row["why"] for row in both["rows"] if row["rule"] == "topk:3"} >= {"fastest"}
+    decoded.clear()
+    _, again = compare(llama, ParityTask(), ["exact"], **given)
+    assert not decoded and again["rows"] == both["rows"]
+    # as earlier versions wrote them: a list of the settings' seconds, and no decoders
+    lists = [{**one, "seconds": list(one["seconds"].values())} for one in timed]
+    (tmp_path / "timings.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lists))
+    compare(llama, ParityTask(), ["exact"], **given)
+    assert set(decoded) <= {"topk:3"}
 
 
 def test_a_comparison_with_any_stop_strings_is_gone_on_with(llama: Pair, tmp_path: Path) -> None:

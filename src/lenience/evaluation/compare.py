@@ -4,7 +4,7 @@ intervals."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -43,6 +43,8 @@ from lenience.runs.uses import fitted_in, prompt_digest
 from lenience.tasks import Sample, Task, take
 
 DEFAULT_WINDOWS = (2, 4, 8, 16, 32)
+GROWING = ("rules", "settings", "heads")
+"""What of compare.json grows as decoders are compared with those that a folder has."""
 EXAMPLES = 3
 """How many prompts' answers are kept for the report, token by token."""
 
@@ -139,6 +141,15 @@ class Decoder:
     decoding: Decoding
     names_window: bool
 
+    def to_json(self) -> dict[str, Any]:
+        return {"names_window": self.names_window, **self.decoding.to_json()}
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> Decoder:
+        """From what `to_json` gives."""
+        options = {name: one for name, one in value.items() if name != "names_window"}
+        return cls(Decoding.of(options), value["names_window"])
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -183,6 +194,7 @@ class Comparison:
         self.shared = for_task(config.shared, config.options, task)
         baselines = BASELINES if pair.draft else ("target",)
         self.decoders = config.decoders(self.shared, baselines)
+        self.heads = {path: head.head.fingerprint for path, head in config.heads().items()}
         for decoder in self.decoders:
             pair.check(decoder.decoding)
         lacking = [sample.id for sample in self.samples if sample.reference is None]
@@ -196,33 +208,51 @@ class Comparison:
 
     @contextmanager
     def folder(self, out: Path | None) -> Iterator[Path]:
-        """Where finished work is kept: `out`, if it was asked for the same, or a folder for the
-        time being."""
+        """Where finished work is kept: `out`, whose decoders are compared with those of this
+        comparison if all else was asked for the same, or a folder for the time being."""
         if out is None:
             with TemporaryDirectory() as temporary:
                 yield Path(temporary)
             return
+        self._take_in(out)
+        open_run(out, self._asked(), "compare.json")
+        with alone(out, "comparison"):
+            yield out
+
+    def _asked(self) -> dict[str, Any]:
+        """What compare.json says."""
         config, shared = self.config, self.shared.to_json()
         shared = {name: shared[name] for name in shared if name not in ("rule", "window")}
-        heads = {path: head.head.fingerprint for path, head in config.heads().items()}
-        asked = describe(
+        return describe(
             self.pair,
             self.task,
             split="test",
             rules=[str(one.decoding.rule) for one in self.decoders],
-            settings=[
-                {"names_window": one.names_window, **one.decoding.to_json()}
-                for one in self.decoders
-            ],
+            settings=[one.to_json() for one in self.decoders],
             windows=list(config.windows),
             tuning=config.tuning,
-            heads=heads,
+            heads=self.heads,
             generation_config=self.pair.target.generation_settings(),
             **shared,
         )
-        open_run(out, asked, "compare.json")
-        with alone(out, "comparison"):
-            yield out
+
+    def _take_in(self, out: Path) -> None:
+        """Join the decoders that a folder's comparison has with those that are asked for now.
+        Raises InputError where anything else differs."""
+        path, windows = out / "compare.json", out / "windows.json"
+        before = read_json(path) if path.exists() else {}
+        if "settings" not in before:
+            return
+        open_run(out, self._asked() | {name: before[name] for name in GROWING}, path.name)
+        had = [Decoder.of(one) for one in before["settings"]]
+        heads = {head.path: head.head.fingerprint for one in had for head in heads_in(one.decoding)}
+        if changed := [head for head in heads if heads[head] != before["heads"].get(head)]:
+            raise InputError(f"{out}: {changed[0]} has been fitted anew since; name another folder")
+        self.decoders = [*had, *(one for one in self.decoders if one not in had)]
+        self.heads = heads | self.heads
+        if windows.exists() and "decoders" not in (chosen := read_json(windows)):
+            write_json(windows, chosen | {"decoders": [one.to_json() for one in had]})
+        write_json(path, before | {name: self._asked()[name] for name in GROWING})
 
     def carry_out(self, folder: Path, progress: Progress) -> Frontier:
         """Choose windows, decode and time; the frontier is written into the folder."""
@@ -273,8 +303,9 @@ class Comparison:
         if folder is not None:
             tuned = 0 if (folder / "windows.json").exists() else tuned
             kept = sum(1 for _ in Journal(folder / "compare.jsonl"))
-            known = sum(1 for _ in Journal(folder / "timings.jsonl"))
-        one_by_one = tuned + settings * max(0, timed - known)
+            times = (len(one["seconds"]) for one in Journal(folder / "timings.jsonl"))
+            known = self.config.repeats * sum(times)
+        one_by_one = tuned + max(0, settings * timed - known)
         together = max(0, settings * len(self.samples) - kept)
         if not one_by_one + together:
             return Estimate(0.0, 0)
@@ -316,12 +347,18 @@ class Comparison:
     def _settings(self, path: Path, progress: Progress) -> list[Setting]:
         """Each decoder at its fastest and at the widest window, or at the one that it names; the
         strict rule also at the judges'. What was chosen once stays."""
-        if path.exists():
-            chosen = read_json(path)["settings"]
-            return [Setting(Decoding.of(one["decoding"]), one["why"]) for one in chosen]
         settings: dict[Decoding, Setting] = {}
+        done: list[Decoder] = []
+        if path.exists():
+            before = read_json(path)
+            done = [Decoder.of(one) for one in before.get("decoders", ())] or self.decoders
+            for one in before["settings"]:
+                decoding = Decoding.of(one["decoding"])
+                settings[decoding] = Setting(decoding, one["why"])
         choosing = []
         for decoder in self.decoders:
+            if decoder in done:
+                continue
             decoding = decoder.decoding
             if decoding.rule in BASELINES:
                 decoding = replace(decoding, window=0)
@@ -330,11 +367,12 @@ class Comparison:
                 continue
             elif not decoder.names_window:
                 decoding = replace(decoding, window=self.config.windows[0])
-            settings[decoding] = Setting(decoding)
+            settings.setdefault(decoding, Setting(decoding))
         if choosing:
             self._add_chosen(settings, self._fastest(choosing, progress))
         chosen = [{"decoding": one.decoding.to_json(), "why": one.why} for one in settings.values()]
-        write_json(path, {"settings": chosen})
+        decoders = [one.to_json() for one in self.decoders]
+        write_json(path, {"settings": chosen, "decoders": decoders})
         return list(settings.values())
 
     def _add_chosen(
@@ -348,7 +386,8 @@ class Comparison:
         for decoding in fastest:
             at = replace(decoding, window=widest)
             settings.setdefault(at, Setting(at, "widest"))
-        strict = next((one for one in fastest if one.rule == "exact"), None)
+        choosing = [one.decoding for one in self.decoders if self._chooses_window(one)]
+        strict = next((one for one in choosing if one.rule == "exact"), None)
         for decoding, window in fastest.items():
             if strict is not None and parse_spec(str(decoding.rule)).heads:
                 at = replace(strict, window=window)
@@ -422,25 +461,40 @@ class Comparison:
         samples, repeats = self.samples[: self.config.timed], self.config.repeats
         here = {"machine": machine(self.pair), "repeats": repeats}
         journal = Journal(path)
-        known = {one["id"]: one for one in journal.resume() if here.items() <= one.items()}
-        if len(known) < len(samples):
-            for setting in settings:
+        texts = [str(setting.decoding) for setting in settings]
+        known: dict[str, dict[str, float]] = {sample.id: {} for sample in samples}
+        for one in journal.resume():
+            if here.items() <= one.items() and one["id"] in known:
+                known[one["id"]] |= _by_setting(one["seconds"], texts)
+        for setting, text in zip(settings, texts):
+            if any(text not in seconds for seconds in known.values()):
                 self._generate(samples[0], setting.decoding)  # warm-up
         for done, sample in enumerate(samples):
             progress("timing", done, len(samples))
-            if sample.id not in known:
-                turns = [self._turn(sample, settings) for _ in range(repeats)]
-                seconds = np.median(turns, 0).round(6).tolist()
-                known[sample.id] = {"id": sample.id, **here, "seconds": seconds}
-                journal.append(known[sample.id])
+            left = [one for one, text in zip(settings, texts) if text not in known[sample.id]]
+            if left:
+                found = self._timed(sample, left, repeats)
+                known[sample.id] |= found
+                journal.append({"id": sample.id, **here, "seconds": found})
         progress("timing", len(samples), len(samples))
-        return [known[sample.id]["seconds"] for sample in samples]
+        return [[known[sample.id][text] for text in texts] for sample in samples]
 
-    def _turn(self, sample: Sample, settings: Iterable[Setting]) -> list[float]:
-        return [self._generate(sample, setting.decoding).seconds for setting in settings]
+    def _timed(self, sample: Sample, settings: Sequence[Setting], repeats: int) -> dict[str, float]:
+        """Each setting's seconds on a sample, the median of repeats in which all take turns."""
+        turns = [
+            [self._generate(sample, one.decoding).seconds for one in settings]
+            for _ in range(repeats)
+        ]
+        seconds = np.median(turns, 0).round(6).tolist()
+        return dict(zip((str(one.decoding) for one in settings), seconds))
 
     def _generate(self, sample: Sample, decoding: Decoding) -> Generation:
         return self.pair.generate(sample.prompt, **vars(decoding))
+
+
+def _by_setting(seconds: Any, settings: Sequence[str]) -> Mapping[str, float]:
+    """What a line of timings.jsonl says of each setting; older ones list the first settings'."""
+    return seconds if isinstance(seconds, dict) else dict(zip(settings, seconds))
 
 
 def discard(out: Path) -> None:
