@@ -16,6 +16,7 @@ from lenience import InputError
 from lenience.decoding.options import Decoding, names
 from lenience.decoding.pair import Pair
 from lenience.evaluation import compare as comparing
+from lenience.evaluation.advice import recommended
 from lenience.evaluation.compare import CompareConfig
 from lenience.evaluation.names import family, named, short
 from lenience.evaluation.pages import Mining, example, write_report
@@ -351,6 +352,27 @@ def frontier_of(found: list[dict]) -> Frontier:
     return Frontier(**about, rows=found, allocation=[], examples=[])
 
 
+@pytest.mark.parametrize(
+    ("seconds", "says"),
+    [
+        # of the target, the draft, strict decoding, top-2 (loses one in 200), top-9 (one in 10)
+        ((1.0, 0.1, 0.5, 0.4, 0.2), ("topk:2 at window 8", "2.50 times the target", "1.25 times")),
+        ((1.0, 0.1, 0.4, 0.5, 0.2), ("strict decoding", "2.50 times the target alone; it loses")),
+        ((0.3, 0.1, 0.4, 0.5, 0.2), ("the target alone", "at most 1% was faster")),
+    ],
+)
+def test_the_fastest_that_hardly_loses_is_recommended(
+    seconds: tuple[float, ...], says: tuple[str, ...]
+) -> None:
+    wrong = (0, 150, 0, 1, 20)
+    answers = [[result(10, 5, i >= some) for i in range(200)] for some in wrong]
+    names = ("target", "draft", "exact", "topk:2", "topk:9")
+    settings = [setting(name, 8, "fastest" if i > 1 else "") for i, name in enumerate(names)]
+    told = recommended(frontier_of(rows(settings, answers, [list(seconds)] * 5)))
+    assert all(one in told for one in says), told
+    assert ("0.5% of 200 prompts" in told) == ("topk:2" in told)
+
+
 def test_accuracies_near_1_are_on_the_plot() -> None:
     answers = [[result(10, 5, i >= wrong) for i in range(500)] for wrong in (2, 300, 2)]
     found = rows(
@@ -426,6 +448,8 @@ def test_the_report_stands_alone_and_holds_every_token(llama: Pair, tmp_path: Pa
     links = re.findall(r"(?:src|href)=\"([^\"]*)\"", page)
     assert all(link.startswith("#") for link in links), "nothing is fetched"
     assert "<svg" in page and "25.0 %" in page and "0.875" in page
+    assert "Recommended here: " in page and page.index("Recommended") < page.index("<svg")
+    assert page.count('tabindex="0"') == len(frontier["rows"])
     shown = example(Frontier(**frontier))
     assert shown is not None
     spans = re.findall(r'<span class="t ([a-z-]+)" title', page)

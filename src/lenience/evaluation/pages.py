@@ -10,6 +10,7 @@ from jinja2 import Environment, PackageLoader, Template
 
 from lenience.core.files import write_text
 from lenience.decoding.certified import Certificate
+from lenience.evaluation.advice import recommended
 from lenience.evaluation.names import NamedRow, named, setting_name, short, why
 from lenience.evaluation.plots import as_svg, plot, rungs
 from lenience.evaluation.table import Example, Frontier
@@ -137,8 +138,10 @@ def write_report(
     headline: str = "",
 ) -> None:
     """Write report.html and, beside it, frontier.svg; `mining` adds what was mined and fitted,
-    `certificate` marks what was certified, and says it, and the `headline` stands first."""
+    `certificate` marks what was certified, and says it, and the `headline` stands first: what is
+    recommended, where there is no other."""
     drawn = as_svg(plot(frontier, certificate))
+    narrow = as_svg(plot(frontier, certificate, narrow=True))
     write_text(path.with_name("frontier.svg"), drawn)
     page = template("report.html").render(
         frontier=frontier,
@@ -146,11 +149,12 @@ def write_report(
         certificate=certificate,
         rungs=as_svg(rungs(certificate)) if certificate else "",
         plot=drawn,
+        narrow=narrow,
         example=example(frontier),
         details=details(frontier),
         origins=ORIGINS,
         mining=mining,
-        headline=headline,
+        headline=headline or recommended(frontier),
         n=frontier.rows[0].n,
     )
     write_text(path, page)

@@ -50,18 +50,19 @@ class _Label:
     """Whether it is drawn first, as there may be no room for all."""
 
 
-def plot(frontier: Frontier, certificate: Certificate | None = None) -> Any:
+def plot(frontier: Frontier, certificate: Certificate | None = None, narrow: bool = False) -> Any:
     """The frontier as a matplotlib figure: accuracy against tokens per pass and, at the rules'
     fastest windows, against tokens per second and seconds per right answer, with bands of 95 % and
     the line of random allocation. Accuracies are drawn on a logit scale, which parts those near 1;
     a label that would cover another is left out. The mark of row i has the id mark-i-0, -1 and -2.
-    What is certified has a ring, at its window."""
+    What is certified has a ring, at its window. A `narrow` one has its parts one above the
+    other."""
     from matplotlib.figure import Figure
 
     rows = list(enumerate(named(frontier.rows)))
     there = _axes_of(frontier)
-    figure = Figure(figsize=(4.5 * len(there), 5), layout="constrained")
-    axes = figure.subplots(1, len(there), sharey=True, squeeze=False)[0]
+    figure = Figure(layout="constrained")
+    axes = _parts(figure, len(there), narrow)
     fastest = [(i, row) for i, row in rows if not why(row)]
     colors = _colors(row.family for _, row in rows)
     certified = certificate.certified if certificate and certificate.holds else None
@@ -76,6 +77,23 @@ def plot(frontier: Frontier, certificate: Certificate | None = None) -> Any:
         axis.grid(alpha=0.25, linewidth=0.5)
         axis.spines[["top", "right"]].set_visible(False)
     _scale_accuracy(axes[0], [row for _, row in rows], frontier.measure)
+    for axis in axes[1:] if narrow else ():
+        axis.set_ylabel(axes[0].get_ylabel())
+    _add_legend(figure, axes, columns=3 if narrow else 9)
+    figure.draw_without_rendering()  # so that data can be told in pixels
+    for axis, of_axis in zip(axes, labels):
+        _draw_labels(axis, of_axis)
+    return figure
+
+
+def _parts(figure: Any, count: int, narrow: bool) -> list[Any]:
+    """Axes side by side or, where it is narrow, one above the other."""
+    figure.set_size_inches(*((4.2, 4.2 * count) if narrow else (4.5 * count, 5)))
+    parts = (count, 1) if narrow else (1, count)
+    return list(figure.subplots(*parts, sharey=True, squeeze=False).flatten())
+
+
+def _add_legend(figure: Any, axes: Sequence[Any], columns: int) -> None:
     names = {text: line for axis in axes for line, text in zip(*axis.get_legend_handles_labels())}
     figure.legend(
         list(names.values()),
@@ -83,12 +101,8 @@ def plot(frontier: Frontier, certificate: Certificate | None = None) -> Any:
         frameon=False,
         fontsize=8,
         loc="outside lower center",
-        ncols=9,
+        ncols=columns,
     )
-    figure.draw_without_rendering()  # so that data can be told in pixels
-    for axis, of_axis in zip(axes, labels):
-        _draw_labels(axis, of_axis)
-    return figure
 
 
 def _axes_of(frontier: Frontier) -> list[tuple[str, str]]:
