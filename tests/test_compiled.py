@@ -24,7 +24,7 @@ from test_batch import assert_same
 import lenience
 from lenience.decoding import loop
 from lenience.decoding.loading import load_pair
-from lenience.decoding.pair import Pair
+from lenience.decoding.pair import Pair, Telling
 from lenience.models.compile import compile_model, graph_path
 from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.lm import LM, States
@@ -161,7 +161,11 @@ def test_a_compiled_pair_answers_as_a_plain_one(
     assert pair.compiled
     how = (judge if how[0] == "judge" else how[0], how[1])
     options = dict(
-        zip(("rule", "temperature"), how), window=window, max_new_tokens=30, batch_size=size
+        zip(("rule", "temperature"), how),
+        window=window,
+        max_new_tokens=30,
+        batch_size=size,
+        seed=0,
     )
     assert_same(pair.generate_batch(asked, **options), llama.generate_batch(asked, **options))
 
@@ -337,7 +341,7 @@ def test_torch_has_one_thread_beside_graphs_and_gets_back_what_it_had(
     try:
         setup = built_in.setup({"window": 4, "max_new_tokens": 20})
         ids = [built_in.target.encode(prompt) for prompt in ("Ann has 5 apples.", "Bob has 6.")]
-        _, steps = built_in._decode(ids, setup, 2, None)
+        _, steps = built_in._decode(ids, setup, 2, Telling())
         for _ in steps:
             assert torch.get_num_threads() == 3
         assert set(seen) == {1}

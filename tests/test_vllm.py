@@ -510,18 +510,22 @@ def test_a_certificate_made_with_vllm_is_served_and_binds_it(
     sample = next(load_task("wordmath").samples("test"))
     (out,) = serving.generate([sample.prompt], params(max_tokens=200), use_tqdm=False)
     assert tokens(out) == greedily(pair, sample.prompt, 200) and counts(out)["passes"] > 5
-    with pytest.raises(VLLMValidationError, match=r"max_tokens 160.*were certified with"):
-        serving.generate([sample.prompt], params(), use_tqdm=False)
+    for sooner in ({"max_tokens": 5}, {"max_tokens": 200, "stop": ["="]}):
+        (begun,) = serving.generate([sample.prompt], params(**sooner), use_tqdm=False)
+        assert 0 < len(tokens(begun)) < len(tokens(out))
+        assert tokens(out)[: len(tokens(begun))] == tokens(begun)
+    with pytest.raises(VLLMValidationError, match=r"max_tokens 201.*were certified with"):
+        serving.generate([sample.prompt], params(max_tokens=201), use_tqdm=False)
     serving.llm_engine.engine_core.shutdown()
     processor = SimpleNamespace(vllm_config=config)
     taken = params(max_tokens=200)
     hooks._requested(None, processor, taken)
     hooks._requested(None, processor, params("exact", max_tokens=9, temperature=1))
+    hooks._requested(None, processor, params(max_tokens=9, stop=["."]))
     for given, message in (
-        (params(), "max_tokens 160.*were certified with"),
+        (params(max_tokens=201), "max_tokens 201.*were certified with"),
         (params(max_tokens=200, temperature=0.5), "temperature.*were certified with"),
         (params(max_tokens=200, repetition_penalty=1.2), "repetition_penalty.*were certified"),
-        (params(max_tokens=200, stop=["."]), "stop.*were certified with"),
         (params(max_tokens=200, stop_token_ids=[13]), "stop_token_ids.*were certified with"),
         (params(1.5, max_tokens=200), "certified at one setting"),
     ):
