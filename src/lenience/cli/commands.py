@@ -194,6 +194,7 @@ def chat(
     options = given(flags)
     _check_specs(options)
     models = _models_for(options, run, models)
+    models.refuse_vllm("chat")
     chat(models.load(needs_draft=_needs_draft(options)), options)
 
 
