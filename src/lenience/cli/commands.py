@@ -574,10 +574,11 @@ def compare(
         frontier = compare_run(pair, fits, config, flags.out)
     if flags.out is not None:
         from lenience.evaluation.pages import write_report
+        from lenience.evaluation.plots import no_figures
 
         report = flags.out / "report.html"
         write_report(report, frontier)
-        say(f"report: {report}")
+        say(f"report: {report}   {no_figures()}".rstrip())
     if json:
         whole = frontier.to_json()
         _print_json({key: value for key, value in whole.items() if key != "examples"})

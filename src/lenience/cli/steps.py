@@ -46,13 +46,22 @@ if TYPE_CHECKING:
 def compile_pair(pair: Pair, wanted: bool | None, tokens: float) -> None:
     """Read the models through exported graphs, if that is `wanted` or, where None is said, if they
     are in the cache or can be made in less time than they save on as many new `tokens`."""
-    from lenience.models.compile import compile_model, export_seconds, refuses, saved_seconds
+    from lenience.models.compile import (
+        NEEDS_ONNX,
+        compile_model,
+        export_seconds,
+        refuses,
+        saved_seconds,
+    )
 
     models = list(pair.models.values())
-    fits = not any(refuses(lm) or lm.device.type != "cpu" for lm in models)
+    refused = [refuses(lm) for lm in models]
+    fits = not any(refused) and all(lm.device.type == "cpu" for lm in models)
     if wanted is False:
         return
     if not wanted and not (tokens and fits):
+        if tokens and NEEDS_ONNX in refused:
+            say(f"the models are read through torch: {NEEDS_ONNX}")
         pair.compile(export=False)
         return
     takes = export_seconds(models) if fits else 0.0

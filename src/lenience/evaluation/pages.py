@@ -12,7 +12,7 @@ from lenience.core.files import write_text
 from lenience.decoding.certified import Certificate
 from lenience.evaluation.advice import recommended
 from lenience.evaluation.names import NamedRow, named, setting_name, short, why
-from lenience.evaluation.plots import as_svg, plot, rungs
+from lenience.evaluation.plots import as_svg, no_figures, plot, rungs
 from lenience.evaluation.table import Example, Frontier
 from lenience.rules.registry import terms
 from lenience.runs.answers import Answer
@@ -60,9 +60,13 @@ class Shown:
 
 def write_certificate(path: Path, certificate: Certificate) -> None:
     """Write a certificate's page."""
-    drawn = as_svg(rungs(certificate))
-    page = template("certificate.html").render(made=certificate, rungs=drawn)
+    page = template("certificate.html").render(made=certificate, rungs=_rungs(certificate))
     write_text(path, page)
+
+
+def _rungs(certificate: Certificate) -> str:
+    """The figure of what a certificate tried, or why there is none."""
+    return no_figures() or as_svg(rungs(certificate))
 
 
 def template(name: str) -> Template:
@@ -137,17 +141,19 @@ def write_report(
     certificate: Certificate | None = None,
     headline: str = "",
 ) -> None:
-    """Write report.html and, beside it, frontier.svg; `mining` adds what was mined and fitted,
-    `certificate` marks what was certified, and says it, and the `headline` stands first: what is
-    recommended, where there is no other."""
-    drawn = as_svg(plot(frontier, certificate))
-    narrow = as_svg(plot(frontier, certificate, narrow=True))
-    write_text(path.with_name("frontier.svg"), drawn)
+    """Write report.html and, beside it, where figures can be drawn, frontier.svg; `mining` adds
+    what was mined and fitted, `certificate` marks what was certified, and says it, and the
+    `headline` stands first: what is recommended, where there is no other."""
+    drawn = narrow = no_figures()
+    if not drawn:
+        drawn = as_svg(plot(frontier, certificate))
+        narrow = as_svg(plot(frontier, certificate, narrow=True))
+        write_text(path.with_name("frontier.svg"), drawn)
     page = template("report.html").render(
         frontier=frontier,
         rows=named(frontier.rows),
         certificate=certificate,
-        rungs=as_svg(rungs(certificate)) if certificate else "",
+        rungs=_rungs(certificate) if certificate else "",
         plot=drawn,
         narrow=narrow,
         example=example(frontier),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from lenience.decoding.certified import Certificate, Certified
@@ -48,6 +49,11 @@ class _Label:
     color: str
     first: bool
     """Whether it is drawn first, as there may be no room for all."""
+
+
+def no_figures() -> str:
+    """Why pages have no figures, and the mend; empty where they have."""
+    return "" if find_spec("matplotlib") else "without figures: pip install 'lenience[plots]'"
 
 
 def plot(frontier: Frontier, certificate: Certificate | None = None, narrow: bool = False) -> Any:

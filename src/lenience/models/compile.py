@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -21,10 +22,15 @@ from lenience.core.files import cache_folder
 from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.kv_cache import Backend
 from lenience.models.lm import LAST, LM, States
-from lenience.models.onnx_export import FORMAT, export_graph
 from lenience.models.onnx_graph import Graph, Others, load
 from lenience.models.session import reads_together_as_alone, reads_trees_as_paths
 
+FORMAT = 1
+"""Of the graphs: raised when the same model would be exported to another one, so that graphs kept
+before are not used."""
+NEEDS_ONNX = "exported passes need ONNX Runtime: pip install 'lenience[onnx]'"
+EXPORTERS = ("onnx_ir", "onnxruntime", "onnxscript")
+"""What the extra `onnx` brings."""
 TRIED = 5
 """Passes that are timed."""
 LARGEST = 1 << 28
@@ -99,8 +105,14 @@ def _backend(lm: LM, path: Path | None, export: bool) -> Backend:
     if path is None:
         return CudaGraphs()
     if not path.exists():
-        export_graph(lm, path)
+        _write_graph(lm, path)
     return load(path, _others(export))
+
+
+def _write_graph(lm: LM, path: Path, states: States = LAST, trees: bool = False) -> None:
+    from lenience.models.onnx_export import export_graph  # of an extra, and slow to import
+
+    export_graph(lm, path, states, trees)
 
 
 def _others(export: bool, states: States = LAST) -> Others:
@@ -145,7 +157,7 @@ def _another(
         return None
     try:
         if not path.exists():
-            export_graph(lm, path, export.states, export.trees)
+            _write_graph(lm, path, export.states, export.trees)
         graph = load(path, None if export.trees else _others(export.makes, export.states))
         if reads_rightly(graph):
             return graph
@@ -173,7 +185,7 @@ def refuses(lm: LM) -> str | None:
         return "its weights are not all float32"
     if sum(weight.numel() for weight in lm.model.parameters()) > LARGEST:
         return f"it has more than {LARGEST >> 20} Mi parameters"
-    return None
+    return None if all(map(find_spec, EXPORTERS)) else NEEDS_ONNX
 
 
 def graph_path(lm: LM, states: States = LAST, trees: bool = False) -> Path:

@@ -29,9 +29,6 @@ from lenience.core.files import replacing
 from lenience.models.kv_cache import NOWHERE, Sight, positions
 from lenience.models.lm import LAST, LM, States
 
-FORMAT = 1
-"""Of the graphs: raised when the same model would be exported to another one, so that graphs kept
-before are not used."""
 _TRACING = threading.RLock()
 
 
