@@ -49,9 +49,27 @@ def run(*args: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(args, status, out.getvalue(), err.getvalue())
 
 
+GUIDE = Path(__file__).parents[1] / "docs" / "guide.md"
+
+
+def documented(args: list[str]) -> tuple[set[str], set[str]]:
+    """The keys that the guide names for a command, and those that it names for some options."""
+    told = {}
+    for line in GUIDE.read_text().splitlines():
+        if line.startswith("| `"):
+            command, keys, *other = (re.findall("`([^`]+)`", cell) for cell in line[2:].split("|"))
+            told[command[0]] = set(keys), {key for cell in other for key in cell}
+    keys, other = told[next(name for name in reversed(told) if {*name.split()} <= {*args})]
+    return (keys | told["certify"][0] if "tune" in args else keys), other
+
+
 def last_json(done: subprocess.CompletedProcess[str]) -> dict:
+    """The object that a command printed, whose keys are those of the guide."""
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    told = json.loads(done.stdout.splitlines()[-1])
+    keys, other = documented([*map(str, done.args)])
+    assert keys <= set(told) <= keys | other
+    return told
 
 
 def test_what_mining_will_take_is_told_and_the_pilot_is_kept(tmp_path: Path) -> None:

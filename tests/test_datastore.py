@@ -13,6 +13,7 @@ import pytest
 from conftest import make_tokenizer, prompt_lists, quick
 from hypothesis import given
 from hypothesis import strategies as st
+from test_cli import documented
 
 from lenience.cli import main
 from lenience.core.errors import InputError
@@ -160,6 +161,7 @@ def test_the_command_and_its_refusals(
 
     assert status(str(tmp_path / "corpus.txt"), "--json") == 0
     about = json.loads(capsys.readouterr().out)
+    assert set(about) == documented(["datastore"])[0]
     assert about["documents"] == 1 and about["drafter"] == f"datastore:{out}"
     with pytest.raises(InputError, match="of another tokenizer"):
         llama.generate("w1", drafter=f"datastore:{out}")

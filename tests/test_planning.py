@@ -13,6 +13,7 @@ import torch
 from conftest import prompt_lists, quick
 from hypothesis import given
 from hypothesis import strategies as st
+from test_cli import documented
 
 from lenience.cli import main
 from lenience.core.errors import InputError
@@ -189,6 +190,7 @@ def test_the_command_measures_a_run(
     mine(llama, Counting(), run, MineConfig(limit=2, max_new_tokens=24))
     main(["fit", str(run), "--tree", "--json"])
     said = json.loads(capsys.readouterr().out)
+    assert set(said) == documented(["fit", "--tree"])[0]
     assert said["drafter"] == "model" and f"planned:16,path={run}/tree.json" in said["trees"]
     kept = [*said["trees"].values()]
     assert kept == sorted(kept) and kept[0] >= 1
