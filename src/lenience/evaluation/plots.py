@@ -35,8 +35,10 @@ AXES = (
     ("seconds_per_correct", "seconds per right answer (fewer is better)"),
 )
 TICKS = (0.1, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
-LABEL_SIZE = (88, 11)
-"""About what a label covers, in pixels: one that is nearer to another is left out."""
+LABEL_SIZE = (64, 9)
+"""About what a label covers, in points."""
+LABEL_STEPS = 14
+"""How many heights of a label it may be moved from its mark."""
 Numbered = list[tuple[int, NamedRow]]
 """Rows with their numbers in the table."""
 
@@ -60,7 +62,7 @@ def plot(frontier: Frontier, certificate: Certificate | None = None, narrow: boo
     """The frontier as a matplotlib figure: accuracy against tokens per pass and, at the rules'
     fastest windows, against tokens per second and seconds per right answer, with bands of 95 % and
     the line of random allocation. Accuracies are drawn on a logit scale, which parts those near 1;
-    a label that would cover another is left out. The mark of row i has the id mark-i-0, -1 and -2.
+    a label that would cover another is moved, with a line to its mark. The mark of row i has the id mark-i-0, -1 and -2.
     What is certified has a ring, at its window. A `narrow` one has its parts one above the
     other."""
     from matplotlib.figure import Figure
@@ -138,21 +140,36 @@ def _scale_accuracy(axis: Any, rows: Sequence[NamedRow], measure: str) -> None:
 
 
 def _draw_labels(axis: Any, labels: Sequence[_Label]) -> None:
-    """Label marks where there is room."""
-    taken: list[Any] = []
+    """Label marks, each as near as there is room for it, above or below, right or left."""
+    width, height = LABEL_SIZE
+    points = 72 / axis.figure.dpi
+    shifts = [
+        (x, 4 + sign * height * step)
+        for step in range(LABEL_STEPS)
+        for sign in ((1, -1) if step else (1,))
+        for x in (4, -4 - width)
+    ]
+    ends = axis.get_window_extent().extents * points
+    taken: list[tuple[float, float]] = []
+
+    def crowded(place: tuple[float, float]) -> tuple[int, bool]:
+        covers = sum(abs(place[0] - x) < width and abs(place[1] - y) < height for x, y in taken)
+        inside = ends[0] <= place[0] <= ends[2] - width and ends[1] <= place[1] <= ends[3] - height
+        return covers, not inside
+
     for label in sorted(labels, key=lambda label: not label.first):
-        at = axis.transData.transform((label.x, label.y))
-        width, height = LABEL_SIZE
-        if all(abs(at[0] - x) > width or abs(at[1] - y) > height for x, y in taken):
-            taken.append(at)
-            axis.annotate(
-                label.text,
-                (label.x, label.y),
-                fontsize=7,
-                color=label.color,
-                xytext=(4, 4),
-                textcoords="offset points",
-            )
+        x, y = axis.transData.transform((label.x, label.y)) * points
+        dx, dy = min(shifts, key=lambda shift: crowded((x + shift[0], y + shift[1])))
+        taken.append((x + dx, y + dy))
+        axis.annotate(
+            label.text,
+            (label.x, label.y),
+            fontsize=7,
+            color=label.color,
+            xytext=(dx, dy),
+            textcoords="offset points",
+            arrowprops={"arrowstyle": "-", "color": label.color, "alpha": 0.4, "linewidth": 0.5},
+        )
 
 
 def _draw_ring(axis: Any, key: str, rows: Numbered, certified: Certified | None) -> None:
