@@ -27,7 +27,6 @@ READER = """
 <pre id="told"></pre>
 <script>
 const frame = document.querySelector("iframe");
-addEventListener("error", event => { document.getElementById("told").textContent = event.message; });
 frame.addEventListener("load", () => {
   const page = frame.contentDocument, inside = frame.contentWindow, saved = [], told = {};
   const shown = node => node.getBoundingClientRect().width > 0;

@@ -62,9 +62,9 @@ def plot(frontier: Frontier, certificate: Certificate | None = None, narrow: boo
     """The frontier as a matplotlib figure: accuracy against tokens per pass and, at the rules'
     fastest windows, against tokens per second and seconds per right answer, with bands of 95 % and
     the line of random allocation. Accuracies are drawn on a logit scale, which parts those near 1;
-    a label that would cover another is moved, with a line to its mark. The mark of row i has the id mark-i-0, -1 and -2.
-    What is certified has a ring, at its window. A `narrow` one has its parts one above the
-    other."""
+    a label that would cover another is moved, with a line to its mark. The mark of row i has the id
+    mark-i-0, -1 and -2. What is certified has a ring, at its window. A `narrow` one has its parts
+    one above the other."""
     from matplotlib.figure import Figure
 
     rows = list(enumerate(named(frontier.rows)))
@@ -140,36 +140,41 @@ def _scale_accuracy(axis: Any, rows: Sequence[NamedRow], measure: str) -> None:
 
 
 def _draw_labels(axis: Any, labels: Sequence[_Label]) -> None:
-    """Label marks, each as near as there is room for it, above or below, right or left."""
-    width, height = LABEL_SIZE
+    """Label marks, each as near as there is room for it."""
     points = 72 / axis.figure.dpi
-    shifts = [
-        (x, 4 + sign * height * step)
-        for step in range(LABEL_STEPS)
-        for sign in ((1, -1) if step else (1,))
-        for x in (4, -4 - width)
-    ]
-    ends = axis.get_window_extent().extents * points
+    left, bottom, right, top = axis.get_window_extent().extents * points
+    width, height = LABEL_SIZE
     taken: list[tuple[float, float]] = []
-
-    def crowded(place: tuple[float, float]) -> tuple[int, bool]:
-        covers = sum(abs(place[0] - x) < width and abs(place[1] - y) < height for x, y in taken)
-        inside = ends[0] <= place[0] <= ends[2] - width and ends[1] <= place[1] <= ends[3] - height
-        return covers, not inside
-
     for label in sorted(labels, key=lambda label: not label.first):
         x, y = axis.transData.transform((label.x, label.y)) * points
-        dx, dy = min(shifts, key=lambda shift: crowded((x + shift[0], y + shift[1])))
-        taken.append((x + dx, y + dy))
+        places = [(x + dx, y + dy) for dx, dy in _shifts()]
+        inside = [
+            (x, y) for x, y in places if left <= x <= right - width and bottom <= y <= top - height
+        ]
+        place = min(inside or places, key=lambda place: _covered(place, taken))
+        taken.append(place)
         axis.annotate(
             label.text,
             (label.x, label.y),
             fontsize=7,
             color=label.color,
-            xytext=(dx, dy),
+            xytext=(place[0] - x, place[1] - y),
             textcoords="offset points",
             arrowprops={"arrowstyle": "-", "color": label.color, "alpha": 0.4, "linewidth": 0.5},
         )
+
+
+def _shifts() -> list[tuple[float, float]]:
+    """Where a label may stand from its mark, in points, the nearest first."""
+    width, height = LABEL_SIZE
+    steps = [sign * step for step in range(LABEL_STEPS) for sign in ((1, -1) if step else (1,))]
+    return [(x, 4 + height * step) for step in steps for x in (4, -4 - width)]
+
+
+def _covered(place: tuple[float, float], taken: Sequence[tuple[float, float]]) -> int:
+    """How many labels one at a place would cover."""
+    width, height = LABEL_SIZE
+    return sum(abs(place[0] - x) < width and abs(place[1] - y) < height for x, y in taken)
 
 
 def _draw_ring(axis: Any, key: str, rows: Numbered, certified: Certified | None) -> None:
