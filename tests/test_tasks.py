@@ -278,6 +278,10 @@ def test_rows_that_have_other_names_are_told_how_to_be_read(tmp_path: Path) -> N
     ):
         with pytest.raises(InputError, match=says):
             lenience.task(path, **options)
+    turns = str(write(tmp_path / "turns.jsonl", [{"turns": ["Say 1.", "And 2?"]}]))
+    for options in ({}, {"prompt_field": "turns"}):
+        with pytest.raises(InputError, match="has turns; --task mtbench"):
+            lenience.task(turns, **options)
     with pytest.raises(InputError, match="prompt_field is for tasks from JSON files"):
         lenience.task("wordmath", prompt_field="question")
     whole = json.dumps({"question": "x", "prompt": "y", "answer": "#### 1"})

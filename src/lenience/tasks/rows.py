@@ -50,6 +50,8 @@ class Fields:
             messages: Messages = row["messages"]
             return messages
         if not isinstance(prompt, str):
+            if isinstance(prompt or row.get("turns"), list):
+                raise InputError("has turns; --task mtbench --data FILE asks one after the other")
             raise InputError(
                 f'needs a "{self.prompt}" (text) or "messages" (a list of '
                 f'{{"role", "content"}}){_instead(row, "prompt")}'
