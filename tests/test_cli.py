@@ -253,6 +253,11 @@ def test_the_whole_path_on_a_users_own_pair_and_task(checkpoints, tmp_path: Path
     assert fitted["threshold"] == next(
         row["threshold"] for row in fitted["thresholds"] if row["recall"] == 0.8
     )
+    curve = last_json(run("fit", folder, "--curve", "--json"))["curve"]
+    assert [row["samples"] for row in curve] == sorted({row["samples"] for row in curve})
+    whole = {key: fitted[key] for key in set(curve[-1]) - {"accepted"}}
+    whole["accepted"] = next(r["accepted"] for r in fitted["thresholds"] if r["recall"] == 0.99)
+    assert curve[-1] == whole and len(curve) > 1, "all of the samples are what fit takes"
     rules = [
         "--rule",
         "exact",

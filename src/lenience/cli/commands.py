@@ -51,6 +51,7 @@ from lenience.cli.steps import (
     build_datastore,
     certify_run,
     compare_run,
+    curve_run,
     fit_annotated,
     fit_drafter,
     fit_run,
@@ -63,6 +64,7 @@ from lenience.cli.steps import (
 from lenience.cli.tables import (
     print_answer,
     print_counts,
+    print_curve,
     print_drafter,
     print_grades,
     print_mined,
@@ -369,11 +371,20 @@ def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> N
         mined_with(run)  # raises where nothing is mined
         models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
         pair = models.load(tokens=MANY if flags.gate else 0)
-        fitted = fit_run(pair, run, replace(plan, without=left_out(pair, run, flags.fold)))
+        plan = replace(plan, without=left_out(pair, run, flags.fold))
+        if flags.curve:
+            return _print_curve(curve_run(pair, run, plan), json)
+        fitted = fit_run(pair, run, plan)
     print_thresholds(fitted, plan.out)
     if json:
         head = {flags.role: str(plan.out), "head": plan.config.kind}
         _print_json({**head, "threshold": fitted.threshold, **fitted.metrics})
+
+
+def _print_curve(rows: list[dict[str, Any]], json: bool) -> None:
+    print_curve(rows)
+    if json:
+        _print_json({"curve": rows})
 
 
 def _fit_tree(run: Path, flags: FitFlags, json: bool) -> None:

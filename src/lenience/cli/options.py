@@ -225,6 +225,9 @@ class FitFlags:
     soft: Flag = False
     """Let a judge learn from how often resampled continuations changed the answer (mine
     --resamples), and not only from whether the greedy one did."""
+    curve: Flag = False
+    """Say what the head comes to when fitted to an eighth, a quarter, a half and all of the
+    samples, and so what more of them would bring; save none."""
     out: Path | None = None
     """Save the head in another folder."""
     seed: int = 0
@@ -312,6 +315,8 @@ class FitFlags:
             raise InputError(f"--seed {self.seed}: must be from 0 to 2**32 - 1")
         if self.stop and self.gate:
             raise InputError("--gate: is another head than --stop's; fit them one after the other")
+        if self.curve and self.annotated:
+            raise InputError("--curve: is of mined samples; leave it out")
         if self.soft and (self.annotated or self.role != "judge"):
             raise InputError("--soft: is for judges of mined mismatches; leave it out")
         if self.also and self.annotated:

@@ -107,6 +107,13 @@ def fit_run(pair: Pair, run: Path, plan: HeadPlan) -> Head:
         return fit_run(pair, run, plan, show)
 
 
+def curve_run(pair: Pair, run: Path, plan: HeadPlan) -> list[dict[str, Any]]:
+    from lenience.mining.fit import learning_curve
+
+    with progress_bars() as show:
+        return learning_curve(pair, run, plan, show)
+
+
 def build_datastore(corpus: Sequence[Path], out: Path, field: str, target: str | None) -> Store:
     from lenience.core.identity import tokenizer_fingerprint
     from lenience.decoding.loading import EMBEDDED

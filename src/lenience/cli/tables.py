@@ -387,6 +387,26 @@ def _print_judge(head: Head, folder: Path) -> None:
         )
 
 
+def print_curve(rows: Sequence[Mapping[str, Any]]) -> None:
+    """What a head comes to by how many samples it learns from, and what more would bring."""
+    from lenience.mining.fit import CURVE_RECALL
+
+    accepts = f"unimportant accepted at a recall of {CURVE_RECALL:g}"
+    table = Table("samples", "important", "AUC out of fold", accepts, box=None)
+    for row in rows:
+        low, high = row["auc_interval"]
+        auc = f"{row['auc_out_of_fold']:.3f} ({low:.3f}–{high:.3f})"
+        table.add_row(str(row["samples"]), str(row["important"]), auc, f"{row['accepted']:.3f}")
+    screen.print(table)
+    if len(rows) > 1:
+        half, whole = rows[-2:]
+        auc, accepted = (whole[key] - half[key] for key in ("auc_out_of_fold", "accepted"))
+        say(
+            f"the last doubling brought {auc:+.3f} of AUC and {accepted:+.3f} of what is accepted; "
+            f"{2 * whole['samples']} samples would rarely bring more than that again"
+        )
+
+
 def print_drafter(kind: str, metrics: Mapping[str, Any], folder: Path) -> None:
     """What a fitted drafter comes to on the samples held out, and how to use it."""
     table = Table("drafted token", "right", box=None)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from lenience.core.errors import InputError
 from lenience.core.progress import Progress, silent
 from lenience.decoding.certified import heads_of
 from lenience.decoding.pair import Pair
@@ -18,6 +20,9 @@ from lenience.mining.resampling import shares_harmless
 from lenience.runs.journal import Journal
 from lenience.runs.record import mined_samples
 from lenience.runs.uses import note_uses, prompt_digest
+
+CURVE_SHARES, CURVE_RECALL = (0.125, 0.25, 0.5, 1.0), 0.99
+"""Of the samples that a learning curve is fitted to, and where its judges are compared."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +51,8 @@ def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) 
     """Compute the hidden states that a head is fitted to, fit it and save it."""
     role = plan.config.role
     runs = (run, *plan.also)
-    for one in runs:
-        compute_features(pair, one, plan.inputs, role, progress, of=plan.of)
+    examples = _computed(pair, run, plan, progress)
     progress(f"fitting the {role}", 0, 1)
-    examples = _joined([_examples(one, plan, asked=one == run) for one in runs])
     head = fit_head(examples, plan.inputs, pair.fingerprints, plan.config)
     if role == "gate":
         head = replace(head, metrics={**head.metrics, "tau": plan.tau})
@@ -64,6 +67,42 @@ def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) 
     head.save(plan.out)
     progress(f"fitting the {role}", 1, 1)
     return head
+
+
+def learning_curve(
+    pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent
+) -> list[dict[str, Any]]:
+    """What a head comes to by how much it learns from: an eighth of the samples, drawn by the
+    plan's seed, a quarter, a half and all. Each row has samples, mismatches, important,
+    auc_out_of_fold, auc_interval and accepted, the share of unimportant mismatches that a threshold
+    accepts which rejects CURVE_RECALL of the important ones. Sizes that are too few to fit are left
+    out; raises InputError where all are. Nothing is saved but hidden states."""
+    examples = _computed(pair, run, plan, progress)
+    order = np.random.default_rng(plan.config.seed).permutation(np.unique(examples.samples))
+    rows: list[dict[str, Any]] = []
+    for done, share in enumerate(CURVE_SHARES):
+        progress("fitting", done, len(CURVE_SHARES))
+        drawn = order[: max(1, round(share * len(order)))]
+        part = examples.rows(np.isin(examples.samples, drawn))
+        try:
+            head = fit_head(part, plan.inputs, pair.fingerprints, plan.config)
+        except InputError:
+            if share == 1:
+                raise
+            continue
+        (at,) = (row for row in head.metrics["thresholds"] if row["recall"] == CURVE_RECALL)
+        kept = ("samples", "mismatches", "important", "auc_out_of_fold", "auc_interval")
+        rows.append({**{key: head.metrics[key] for key in kept}, "accepted": at["accepted"]})
+    progress("fitting", len(CURVE_SHARES), len(CURVE_SHARES))
+    return rows
+
+
+def _computed(pair: Pair, run: Path, plan: HeadPlan, progress: Progress) -> Examples:
+    """What a head of a plan learns from."""
+    runs = (run, *plan.also)
+    for one in runs:
+        compute_features(pair, one, plan.inputs, plan.config.role, progress, of=plan.of)
+    return _joined([_examples(one, plan, asked=one == run) for one in runs])
 
 
 def _prompts(run: Path) -> list[str]:
