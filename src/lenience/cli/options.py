@@ -513,7 +513,8 @@ class CompareFlags:
     """How many samples are decoded together where quality is measured."""
     out: Path | None = None
     """A folder for frontier.json and report.html; with it, a comparison that was stopped goes
-    on, and further rules join the one that is there."""
+    on, and further rules join the one that is there: its answers are kept, and all are timed anew,
+    in turn."""
 
     def config(self, options: Mapping[str, Any]) -> CompareConfig:
         """What is compared. Raises InputError for what is wrong with it, before models are

@@ -298,13 +298,15 @@ class Comparison:
         chosen = [one for one in drafting if self._chooses_window(one)]
         settings = len(self.decoders) + len(chosen)
         timed = min(self.config.timed, len(self.samples)) * self.config.repeats
-        tuned = len(chosen) * len(self.config.windows) * len(self.tuning_samples)
         kept = known = 0
+        new = self.decoders
         if folder is not None:
-            tuned = 0 if (folder / "windows.json").exists() else tuned
+            new = self._not_chosen_yet(folder / "windows.json")
             kept = sum(1 for _ in Journal(folder / "compare.jsonl"))
-            times = (len(one["seconds"]) for one in Journal(folder / "timings.jsonl"))
-            known = self.config.repeats * sum(times)
+            times = {one["id"]: len(one["seconds"]) for one in Journal(folder / "timings.jsonl")}
+            known = 0 if new else self.config.repeats * sum(times.values())
+        racing = sum(one in new for one in chosen)
+        tuned = racing * len(self.config.windows) * (1 + len(self.tuning_samples))
         one_by_one = tuned + max(0, settings * timed - known)
         together = max(0, settings * len(self.samples) - kept)
         if not one_by_one + together:
@@ -312,6 +314,14 @@ class Comparison:
         alone, among_others = self._seconds_an_answer()
         seconds = one_by_one * alone + together * among_others
         return Estimate(seconds, one_by_one + together)
+
+    def _not_chosen_yet(self, path: Path) -> list[Decoder]:
+        """The decoders whose windows a folder does not say."""
+        if not path.exists():
+            return self.decoders
+        before = read_json(path).get("decoders")
+        done = self.decoders if before is None else [Decoder.of(one) for one in before]
+        return [one for one in self.decoders if one not in done]
 
     def _seconds_an_answer(self) -> tuple[float, float]:
         """What an answer of the target takes alone, and in a batch."""
@@ -456,26 +466,25 @@ class Comparison:
     def _timings(
         self, settings: Sequence[Setting], path: Path, progress: Progress
     ) -> list[list[float]]:
-        """For each timed sample, every setting's seconds. Those of another machine or of other
-        repeats are measured again."""
+        """For each timed sample, every setting's seconds, all measured in turn. Those of another
+        machine or of other repeats are measured again, and so are all where one is missing: what
+        was measured at another time, beside other work, says nothing of which is faster."""
         samples, repeats = self.samples[: self.config.timed], self.config.repeats
         here = {"machine": machine(self.pair), "repeats": repeats}
         journal = Journal(path)
         texts = [str(setting.decoding) for setting in settings]
-        known: dict[str, dict[str, float]] = {sample.id: {} for sample in samples}
+        known: dict[str, Mapping[str, float]] = {sample.id: {} for sample in samples}
         for one in journal.resume():
             if here.items() <= one.items() and one["id"] in known:
-                known[one["id"]] |= _by_setting(one["seconds"], texts)
-        for setting, text in zip(settings, texts):
-            if any(text not in seconds for seconds in known.values()):
+                known[one["id"]] = _by_setting(one["seconds"], texts)
+        if not all(set(texts) <= set(seconds) for seconds in known.values()):
+            for setting in settings:
                 self._generate(samples[0], setting.decoding)  # warm-up
         for done, sample in enumerate(samples):
             progress("timing", done, len(samples))
-            left = [one for one, text in zip(settings, texts) if text not in known[sample.id]]
-            if left:
-                found = self._timed(sample, left, repeats)
-                known[sample.id] |= found
-                journal.append({"id": sample.id, **here, "seconds": found})
+            if not set(texts) <= set(known[sample.id]):
+                known[sample.id] = self._timed(sample, settings, repeats)
+                journal.append({"id": sample.id, **here, "seconds": known[sample.id]})
         progress("timing", len(samples), len(samples))
         return [[known[sample.id][text] for text in texts] for sample in samples]
 
