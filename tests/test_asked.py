@@ -16,7 +16,7 @@ from lenience.core.profile import Profile
 from lenience.decoding.options import Decoding, names
 from lenience.decoding.pair import Pair
 
-PROMPTS = [[5, 9, 13], [7, 21]]
+PROMPTS, PAD = [[5, 9, 13], [7, 21]], 0
 
 
 @pytest.mark.parametrize("how", [{}, {"rule": "topk:3"}, {"tree": "dynamic:8"}, {"window": 0}])
@@ -63,6 +63,9 @@ def test_a_padded_batch_is_its_prompts(llama: Pair) -> None:
         ({"prompts": 5}, "give a list of them"),
         ({"prompts": {"input_ids": [1, 2]}}, "are the ids of one"),
         ({"prompts": [1, 2]}, "a prompt is text"),
+        ({"prompts": [[True, False]]}, "a prompt is text"),
+        ({"prompts": torch.tensor([[1, 2], [PAD, 2]])}, f"the padding token {PAD}"),
+        ({"prompts": {"input_ids": torch.tensor([[2, PAD], [1, 2]])}}, f"padding token {PAD}"),
         ({"prompts": [[1]], "batch_size": "a"}, "batch_size 'a': must be a whole number"),
         ({"prompts": [[1]], "profile": 3}, r"give a Profile\(\)"),
         ({"prompts": [[1]], "stop_strings": 3}, "stop_strings 3"),

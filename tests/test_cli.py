@@ -151,6 +151,8 @@ def test_show_colours_without_losing_text() -> None:
         (["tune", "{tmp}", "--rule", "topk", "--stop", "confidence:2"], "least chance 2.0"),
         (["compare", "--setting", 'exact; stop="fixed'], "a double quote is not closed"),
         (["compare", "--rule", "judge:{tmp}@0.5", "--limit", "2"], "no judge.json"),
+        (["compare", "--rule", "judge:{tmp}@99"], "percent? write 0.99"),
+        (["compare", "--rule", "judge:{tmp}@1.5"], "must be from 0 to 1"),
         (["compare", "--rule", "exact", "--limit", "0"], "--limit 0"),
         (["decode"], "decode"),
         (["generate", "Ann", "--dtype", "float99"], "float99"),

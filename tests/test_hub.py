@@ -11,6 +11,7 @@ from test_cli import run
 
 from lenience import InputError
 from lenience.decoding.certified import head_paths, is_certified
+from lenience.decoding.loading import EMBEDDED
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.evaluation.cards import push
@@ -55,6 +56,10 @@ def test_the_card_says_what_the_head_is(fitted: str, hub: Path) -> None:
     for value in head.fingerprints.values():
         assert value in body
     assert "There is none: what it loses was not bounded." in body
+    assert 'lenience.load_pair("TARGET", "DRAFT")' in body
+    (Path(fitted).parent / "run.json").write_text((EMBEDDED / "run/run.json").read_text())
+    push(Path(fitted), "org/built-in", "apache-2.0", private=False)
+    assert "lenience.load_pair()\n" in (hub / "org/built-in/README.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["judge", "org/", "../x", "org/na me", "a/b/c"])

@@ -780,13 +780,19 @@ def test_a_judge_alone_means_exact_or_judge(tmp_path: Path, llama: Pair) -> None
     assert lenient.accepted_lenient > 0
     exact = llama.generate([5, 9], max_new_tokens=40)
     assert (
-        llama.generate([5, 9], rule=f"judge:{tmp_path}@1.1", max_new_tokens=40).tokens
+        llama.generate(
+            [5, 9], rule=f"judge:{tmp_path}@{math.nextafter(1, 2)}", max_new_tokens=40
+        ).tokens
         == exact.tokens
     )
     everything = llama.generate([5, 9], rule=f"judge:{tmp_path}@0", max_new_tokens=40)
     assert {entry.origin for entry in everything.trace} <= {"draft", "draft-lenient", "bonus"}
     sampled = llama.generate(
-        [5, 9], rule=f"judge:{tmp_path}@1.1", temperature=1.0, max_new_tokens=40, seed=0
+        [5, 9],
+        rule=f"judge:{tmp_path}@{math.nextafter(1, 2)}",
+        temperature=1.0,
+        max_new_tokens=40,
+        seed=0,
     )
     drawn = {"rule": "speculative", "temperature": 1.0, "max_new_tokens": 40, "seed": 0}
     assert sampled.tokens == llama.generate([5, 9], **drawn).tokens

@@ -195,7 +195,7 @@ def test_prompts_come_as_users_of_transformers_have_them(llama: Pair) -> None:
 def test_options_of_other_libraries_are_told_where_they_are(llama: Pair) -> None:
     for name, says in (
         ("do_sample", "a temperature above 0 samples"),
-        ("generation_config", "temperature, top_k and top_p overrule it"),
+        ("generation_config", "say temperature, top_k and top_p here"),
         ("stopping_criteria", "stop_strings"),
         ("num_return_sequences", "generate_batch"),
         ("temprature", "there are rule, drafter"),

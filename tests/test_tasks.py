@@ -302,7 +302,7 @@ def test_rows_that_have_other_names_are_told_how_to_be_read(tmp_path: Path) -> N
     "row, options, says",
     [
         ("{", {}, "line 2: not JSON"),
-        ({"prompt": 5}, {}, "line 2: needs"),
+        ({"prompt": 5}, {}, 'line 2: its "prompt" is no text: 5'),
         ({"prompt": "y", "id": "1"}, {}, "'1' has come before"),
         ({"question": "x"}, {}, 'line 2: needs a "prompt"'),
         ({"prompt": "x"}, {"answer": "x"}, "regex:PATTERN"),

@@ -240,7 +240,9 @@ class Pair:
         if not isinstance(size, int) or size < 1:
             raise InputError(f"batch_size {batch_size!r}: must be a whole number, 1 or more")
         setup, telling = self._seeded(options), Telling(profile, logprobs)
-        return self._completed(several(prompts), setup, size, telling)
+        return self._completed(
+            several(prompts, self.target.tokenizer.pad_token_id), setup, size, telling
+        )
 
     def _seeded(self, options: Mapping[str, Any]) -> Setup:
         """What options come to, with a seed that is drawn where samples want one and none is given.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -52,14 +53,21 @@ def card(
         role=head.role,
         licence=licence,
         bases=[one for one in models.values() if one.count("/") == 1 and not Path(one).exists()],
-        target=models.get("target", "TARGET"),
-        draft=models.get("draft", "DRAFT"),
+        pair=_loaded(models),
         facts=list(_facts(head, record)),
         used=_used(head, name),
         fingerprints=list(head.fingerprints.items()),
         thresholds=head.metrics.get("thresholds", ()),
         certificate=_told(certificate),
     )
+
+
+def _loaded(models: Mapping[str, str]) -> str:
+    """What load_pair is given for these models by their names."""
+    names = [models.get(role, role.upper()) for role in ("target", "draft")]
+    if names == ["built-in target", "built-in draft"]:
+        return ""
+    return ", ".join(map(json.dumps, names))
 
 
 def _facts(head: Head, record: RunRecord | None) -> Iterator[tuple[str, Any]]:

@@ -162,7 +162,7 @@ def _check_enough(examples: Examples, config: FitConfig) -> None:
     }[config.role]
     raise InputError(
         f"{int(important.sum())} {what} of {len(examples)} {among}, in {groups} samples: too few "
-        f"to fit a {config.role}; {config.mend}"
+        f"to fit a {config.role}, which takes {LEAST_SAMPLES} such samples; {config.mend}"
     )
 
 

@@ -358,7 +358,9 @@ class LM:
         else:
             why = "goes through no chat template (--no-chat)" if self.chat.use is False else ""
             why = why or "has no chat template"
-            raise InputError(f"{self.role} {self.name!r} {why}; give the prompt as text")
+            raise InputError(
+                f"{self.role} {self.name!r} {why}; messages need one, and text goes without"
+            )
         if not ids:
             raise InputError("the prompt is empty; give some text or token ids")
         if not all(0 <= item < self.vocab_size for item in ids):

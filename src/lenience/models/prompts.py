@@ -82,9 +82,10 @@ class Chat:
             raise InputError(f"{model}: its chat template fails ({first_line(error)})") from error
 
 
-def several(prompts: Any) -> list[Prompt]:
-    """Prompts one by one, also of a padded batch: a tensor or an array of ids [m, T], or what a
-    tokenizer gives for texts. Raises InputError for a single one."""
+def several(prompts: Any, pad: int | None = None) -> list[Prompt]:
+    """Prompts one by one, also of a batch: a tensor or an array of ids [m, T], or what a tokenizer
+    gives for texts, whose padding is left out. Raises InputError for a single one, and for a batch
+    whose rows begin or end with the token `pad` and that says not what is padding."""
     if isinstance(prompts, str):
         raise InputError("prompts: is one text; give a list, or ask generate for one")
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
@@ -93,11 +94,23 @@ def several(prompts: Any) -> list[Prompt]:
         if len(rows) and isinstance(rows[0], int):
             raise InputError("prompts: are the ids of one; give a list, or ask generate for one")
         given = [rows] if masks is None else [rows, masks]
+        if masks is None:
+            _refuse_padding(rows, pad)
         return [plain(dict(zip(("input_ids", "attention_mask"), one))) for one in zip(*given)]
+    _refuse_padding(prompts, pad)
     try:
         return list(prompts)
     except TypeError:
         raise InputError(f"prompts: give a list of them, not {prompts!r:.60}") from None
+
+
+def _refuse_padding(rows: Any, pad: int | None) -> None:
+    rows = rows.tolist() if hasattr(rows, "tolist") else ()
+    if any(isinstance(row, list) and pad in (row[:1] + row[-1:]) for row in rows):
+        raise InputError(
+            f"prompts: a row begins or ends with the padding token {pad}; give what the tokenizer "
+            "gave, with its attention_mask, or lists without padding"
+        )
 
 
 def plain(prompt: Any) -> Any:
@@ -138,4 +151,7 @@ def _row(ids: Any) -> Any:
 def _is_list(prompt: object, of: type) -> bool:
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
         return False
-    return all(isinstance(item, of) for item in cast(Sequence[object], prompt))
+    return all(
+        isinstance(item, of) and not isinstance(item, bool)
+        for item in cast(Sequence[object], prompt)
+    )

@@ -32,8 +32,8 @@ class Judge(Learned, Lenient):
     role = "judge"
     implies_strict = True
     has_threshold = True
-    highest = 2
-    """Above 1 nothing is accepted."""
+    highest = math.nextafter(1, 2)
+    """Which accepts nothing, where some important token has a score of 1."""
 
     def __post_init__(self) -> None:
         Learned.__post_init__(self)

@@ -46,6 +46,8 @@ class JsonlTask(Task):
         paths = [path] if isinstance(path, Path) else list(path)
         self.fields = fields
         self._rows = list(_rows(paths, self.fields))
+        if not self._rows:
+            raise InputError(f"task file {', '.join(map(str, paths))}: has no rows")
         if answer is None:
             references = [self.fields.reference_of(row) for row in self._rows[:20]]
             told = proposed([one for one in references if one is not None])

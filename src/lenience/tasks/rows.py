@@ -52,6 +52,8 @@ class Fields:
         if not isinstance(prompt, str):
             if isinstance(prompt or row.get("turns"), list):
                 raise InputError("has turns; --task mtbench --data FILE asks one after the other")
+            if prompt is not None:
+                raise InputError(f'its "{self.prompt}" is no text: {prompt!r:.40}')
             raise InputError(
                 f'needs a "{self.prompt}" (text) or "messages" (a list of '
                 f'{{"role", "content"}}){_instead(row, "prompt")}'
