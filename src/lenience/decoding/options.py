@@ -208,7 +208,8 @@ ELSEWHERE = {
     "attention_mask": "prompts of a batch may have any lengths: give each without padding",
     "do_sample": "a temperature above 0 samples",
     "eos_token_id": "it is the target's generation_config's; stop_strings end an answer too",
-    "generation_config": "the target's own penalties and EOS are applied; say temperature, top_k and top_p here",
+    "generation_config": "the target's own penalties and EOS are applied; "
+    "say temperature, top_k and top_p here",
     "logits_processor": "those that the target's generation_config asks for are applied",
     "max_length": "max_new_tokens counts the answer alone",
     "num_beams": "one answer is decoded; give a temperature, and prompts as often as you like",
