@@ -51,6 +51,9 @@ def test_a_padded_batch_is_its_prompts(llama: Pair) -> None:
     mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
     padded = {"input_ids": ids, "attention_mask": mask}
     assert [out.tokens for out in llama.generate_batch(padded, max_new_tokens=9)] == wanted
+    texts = llama.tokenizer(["w1 w2 w3", "w4"], padding=True, return_tensors="pt")
+    alone = [llama.generate(text, max_new_tokens=9).tokens for text in ("w1 w2 w3", "w4")]
+    assert [out.tokens for out in llama.generate_batch(texts, max_new_tokens=9)] == alone
     even = np.array([PROMPTS[0], PROMPTS[0]])
     outs = llama.generate_batch(even, max_new_tokens=9)
     assert [out.tokens for out in outs] == [wanted[0]] * 2

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
@@ -179,6 +180,11 @@ class Pair:
     def compiled(self) -> bool:
         return all(lm.backend is not None for lm in self.models.values())
 
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The target's, whose ids prompts and answers are."""
+        return self.target.tokenizer
+
     def encode(self, prompt: Prompt, reader: LM) -> list[int]:
         """The ids of a prompt as the target has it, whichever of the models reads it. Raises
         InputError, see `LM.encode`."""
@@ -240,9 +246,7 @@ class Pair:
         if not isinstance(size, int) or size < 1:
             raise InputError(f"batch_size {batch_size!r}: must be a whole number, 1 or more")
         setup, telling = self._seeded(options), Telling(profile, logprobs)
-        return self._completed(
-            several(prompts, self.target.tokenizer.pad_token_id), setup, size, telling
-        )
+        return self._completed(several(prompts, self.tokenizer.pad_token_id), setup, size, telling)
 
     def _seeded(self, options: Mapping[str, Any]) -> Setup:
         """What options come to, with a seed that is drawn where samples want one and none is given.
