@@ -18,14 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lenience.decoding.dialogue import (
-    LONGEST,
-    LONGEST_ON_CPU,
-    Continue,
-    Dialogue,
-    Ended,
-    converse,
-)
+from lenience.decoding.branches import LONGEST, LONGEST_ON_CPU, Conversing, converse
+from lenience.decoding.dialogue import Continue, Dialogue, Ended
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.drafting.base import DrafterSpec
@@ -60,7 +54,7 @@ class Book:
 
 
 def mined(
-    pair: Pair, limit: int, book: Book, drafter: DrafterSpec, window: int
+    pair: Pair, limit: int, book: Book, drafter: DrafterSpec, window: int, in_flight: int = 1
 ) -> tuple[list[Ended[Found]], float]:
     """What is found on the first samples of the training split, and the seconds it took."""
     task = WordMath()
@@ -71,7 +65,8 @@ def mined(
     dialogues = (book.counted(one.search(prompt)) for one, prompt in zip(miners, prompts))
     began = time.perf_counter()
     capacity = max(map(len, prompts)) + most
-    ended = list(converse(pair, dialogues, AT_ONCE, capacity, drafter=drafter, window=window))
+    how = Conversing(AT_ONCE, capacity, in_flight=in_flight, drafter=drafter, window=window)
+    ended = list(converse(pair, dialogues, how))
     seconds = time.perf_counter() - began
     return sorted(ended, key=lambda one: one.number), seconds
 

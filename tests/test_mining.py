@@ -23,8 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lenience
 from lenience import InputError
 from lenience.core.recall import Recall, Recollection
-from lenience.decoding import dialogue
-from lenience.decoding.dialogue import LONGEST_ON_CPU, Continue, Dialogue, Predict
+from lenience.decoding import branches
+from lenience.decoding.branches import LONGEST_ON_CPU
+from lenience.decoding.dialogue import Continue, Dialogue, Predict
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Inputs
@@ -296,11 +297,17 @@ def brute_force(pair: Pair, task: ParityTask, prompt: list[int]) -> tuple[list[i
     return response, found
 
 
-@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize(("batch_size", "in_flight"), [(1, 1), (5, 1), (1, 3), (4, 5)])
 @pytest.mark.parametrize("stops", [False, True])
 def test_mining_equals_a_search_from_scratch(
-    batch_size: int, stops: bool, llama: Pair, tmp_path: Path
+    batch_size: int,
+    in_flight: int,
+    stops: bool,
+    llama: Pair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(branches, "IN_FLIGHT_ON_CPU", in_flight)
     task = ParityTask()
     if stops:  # of two tokens each, that the target says, so that a swap may complete one
         prompts = [one.prompt for one in list(task.samples("train"))[:30]]
@@ -353,7 +360,7 @@ def again(prompts: list[list[int]], limit: int, times: int) -> Dialogue[list[lis
 def test_what_was_said_before_is_recalled(
     window: int, llama: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dialogue, "LONGEST_ON_CPU", window)
+    monkeypatch.setattr(branches, "LONGEST_ON_CPU", window)
     prompts = [[3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8, 7, 6, 5, 4, 3, 2, 1, 3, 4]]
     own = [llama.generate(ids, rule="target", max_new_tokens=60).tokens for ids in prompts]
     dialogues = [again(prompts, 60, 3), again(prompts[::-1], 60, 1)]
@@ -403,6 +410,24 @@ def test_the_cost_of_a_search_does_not_depend_on_its_company(llama: Pair) -> Non
             sorted((n, c.target_passes, c.target_tokens, c.draft_tokens) for n, c in costs)
         )
     assert found[0] == found[1] == found[2]
+
+
+def test_continuations_in_flight_share_passes_whatever_the_company(
+    llama: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cost(name: str, in_flight: int, batch_size: int) -> list[tuple[int, int, int]]:
+        monkeypatch.setattr(branches, "IN_FLIGHT_ON_CPU", in_flight)
+        mined(llama, ParityTask(), tmp_path / name, limit=9, batch_size=batch_size)
+        costs = [record["cost"] for record in lines(tmp_path / name)]
+        return [(c["target_passes"], c["target_tokens"], c["unused_tokens"]) for c in costs]
+
+    alone, few, many = (cost(f"at {n}", 4, n) for n in (1, 3, 8))
+    assert alone == few == many
+    by_one = cost("one in flight", 1, 3)
+    passes, tokens, unused = (sum(column) for column in zip(*few))
+    passes_by_one, _, unused_by_one = (sum(column) for column in zip(*by_one))
+    assert unused_by_one == 0 < unused < tokens
+    assert passes < 0.75 * passes_by_one
 
 
 def test_the_longest_end_is_looked_up_and_the_latest_of_equals() -> None:

@@ -38,6 +38,10 @@ class Drafter(Protocol):
         """Make the row at `source` the row at `to`."""
         return
 
+    def copy(self, source: int, to: int) -> None:
+        """Begin the row at `to` as the row at `source`; what is not copied is read again."""
+        return
+
     def observe(self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]) -> None:
         """Take note of what the target read of the rows' windows, and what is kept of them."""
         return

@@ -25,8 +25,6 @@ class Recollection:
         self._texts: list[list[int]] = []
         self._guesses: list[list[int | None]] = []
         self._places: dict[tuple[int, ...], Place] = {}
-        self.last_read: list[int] = []
-        """What the draft has read last of them, so that what it reads again can be counted."""
 
     def add(self, text: list[int], guesses: list[int | None], start: int) -> None:
         """Remember a text, with the draft's guess for each of its tokens where it is known; from
@@ -64,6 +62,18 @@ class Recall:
     """The draft's, for each token of the text."""
     ahead: list[int | None] = field(default_factory=list)
     """Those for the tokens of the window that was drafted last, and the one after it."""
+    last_read: list[int] = field(default_factory=list)
+    """What the draft has read last, so that what it reads again can be counted."""
+    ended: bool = False
+
+    def beginning_of(self, text: list[int]) -> Recall:
+        """What is recalled for another text, which has its beginning in common with this one."""
+        same = next(
+            (i for i, pair in enumerate(zip(self.text, text)) if pair[0] != pair[1]),
+            min(len(self.text), len(text)),
+        )
+        guesses = [*self.guesses[:same], *[None] * (len(text) - same)]
+        return Recall(self.of, same, list(text), guesses, last_read=self.last_read)
 
     def go_on(self, prefix: Sequence[int]) -> None:
         """Take note of what was kept: the beginning of the window, and a token after it."""
@@ -74,5 +84,7 @@ class Recall:
 
     def end(self, text: Sequence[int]) -> None:
         """Remember the text, which is finished."""
-        self.go_on(text)
-        self.of.add(self.text, self.guesses, self.start)
+        if not self.ended:
+            self.ended = True
+            self.go_on(text)
+            self.of.add(self.text, self.guesses, self.start)

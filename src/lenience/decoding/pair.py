@@ -30,6 +30,7 @@ from lenience.decoding.auto_window import (
     learned_stops,
     stopped,
 )
+from lenience.decoding.branches import Conversing, converse
 from lenience.decoding.certified import (
     Sooner,
     check_binding,
@@ -39,7 +40,7 @@ from lenience.decoding.certified import (
     resolve,
     sooner,
 )
-from lenience.decoding.dialogue import Dialogue, Ended, converse
+from lenience.decoding.dialogue import Dialogue, Ended
 from lenience.decoding.generation import Generation
 from lenience.decoding.loop import Request, decode
 from lenience.decoding.options import OWN, Decoding, takes_options
@@ -397,7 +398,7 @@ class Pair:
         size = min(batch_size, len(ids))
         window, setup = self._settled(ids, size, setup)
         decoding, reader = setup.decoding, setup.reader
-        ctx = replace(self._context(setup, window), logprobs=telling.logprobs)
+        ctx = replace(self.context(setup, window), logprobs=telling.logprobs)
         profile = telling.profile
         if profile:
             profile.wait_by(_waiting({lm.device for lm in self.models.values()}))
@@ -421,7 +422,7 @@ class Pair:
         steps = decode(session, drafter, setup.rule, ctx, lambda _: next(requests, None), size=size)
         return outs, steps
 
-    def _context(self, setup: Setup, window: int) -> Context:
+    def context(self, setup: Setup, window: int) -> Context:
         """The sampling parameters, what is left out being the model's own."""
         decoding, reader = setup.decoding, setup.reader
         config = reader.model.generation_config
@@ -482,7 +483,7 @@ class Pair:
         """Hold dialogues, `size` of them together, and give each as it ends; no question has more
         than `capacity` tokens with its answer. Raises InputError where memory has no room for the
         caches."""
-        return converse(self, dialogues, size, capacity)
+        return converse(self, dialogues, Conversing(size, capacity))
 
     def certified(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """What options with the rule "certified:RUN" come to: the rule, the window and the length
@@ -581,7 +582,7 @@ class Pair:
         session, drafter = self.engine(setup, widest, size, capacity)
         seed = setup.decoding.seed
         rows = [Row(Noise.for_prompt(seed, prompt), list(prompt)) for prompt in prompts]
-        ctx = self._context(setup, widest)
+        ctx = self.context(setup, widest)
         return cycle_seconds(session, drafter, setup.rule, ctx, rows)
 
 

@@ -27,7 +27,7 @@ LEAST_MATCH, MATCH_AGAIN = 3, 4
 one."""
 SURE, UNSURE = 0.9, 0.5
 """Of the draft, in its most probable token."""
-LEAST_SHARE = 0.4
+LEAST_SHARE = 0.5
 """A window ends where the chance that all of it is kept falls below this."""
 AGREED, AGREED_UNSURELY, AS_BEFORE, DRAFTED_SURELY, RECALLED = 0.999, 0.975, 0.98, 0.965, 0.6
 """How often the target says a token that both say, the draft being sure or not; that was said where
@@ -103,6 +103,9 @@ class _RecalledDrafter(Drafter):
     def move(self, source: int, to: int) -> None:
         self.session.move(source, to)
 
+    def copy(self, source: int, to: int) -> None:
+        self.session.copy(source, to)
+
 
 class _Window:
     """A row's window while it is drafted."""
@@ -138,9 +141,9 @@ class _Window:
             of_target = (i for i, token in enumerate(self.recalled) if token >= known_ids)
             self.recalled = self.recalled[: next(of_target, None)]
         self.sequence = [*self.recall.text, *self.tokens, *self.recalled]
-        known = common(self.recall.of.last_read, self.sequence)
+        known = common(self.recall.last_read, self.sequence)
         self.tokens_read += max(len(self.recalled) + 1, len(self.sequence) - known)
-        self.recall.of.last_read = self.sequence
+        self.recall.last_read = self.sequence
 
     def take(self, said: Sequence[int], probs: Sequence[float], eos: frozenset[int]) -> None:
         """Go on with what was recalled as far as the draft lets it stand, and with a token of its

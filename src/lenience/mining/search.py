@@ -123,11 +123,11 @@ class Miner:
     def search(self, prompt: list[int]) -> Dialogue[Found]:
         """Try each mismatch from left to right, and keep the swaps that leave the answer as it
         is."""
-        own = yield Continue(prompt, self.max_new_tokens, self.task.stop_strings)
+        own = yield self._continue(prompt, [])
         answer = self.answer(own)
         response, mismatches, start = own, list[Mismatch](), 0
         while start < len(response):
-            predicted = yield Predict(prompt + response, len(prompt) + start)
+            predicted = yield Predict(prompt + response, len(prompt) + start, len(prompt))
             guesses = dict(enumerate(predicted, start))
             differing = [i for i, token in guesses.items() if token != response[i]]
             start = len(response)
@@ -158,8 +158,7 @@ class Miner:
         response = [*before, token]
         stops = self.task.stop_strings
         if not self._ends(response):
-            left = self.max_new_tokens - len(response)
-            response += yield Continue(prompt + response, left, stops)
+            response += yield self._continue(prompt, response)
             # a stop string may have begun before the swap
             response, _ = until_stop(self.target, response, stops)
         found = self.answer(response)
@@ -167,6 +166,10 @@ class Miner:
             return response, self.task.same(found, answer, self.sample)
         same: bool | None = yield Compare(partial(self.task.same, found, answer, self.sample))
         return response, same
+
+    def _continue(self, prompt: list[int], response: list[int]) -> Continue:
+        left, stops = self.max_new_tokens - len(response), self.task.stop_strings
+        return Continue(prompt + response, left, stops, len(prompt), searches=True)
 
     def _ends(self, response: list[int]) -> bool:
         """Whether a response ends with its last token."""

@@ -94,8 +94,8 @@ class RowCache(Protocol):
         """The session that used the cache is gone."""
         ...
 
-    def move(self, source: int, to: int) -> None:
-        """Make the row at `source` the row at `to`."""
+    def copy(self, source: int, to: int, length: int) -> None:
+        """Make the first `length` columns of the row at `to` those of the row at `source`."""
         ...
 
     def gather(self, row: int, start: int, columns: list[int]) -> None:
@@ -238,9 +238,9 @@ class PlainCache:
 
     def on_session_closed(self) -> None: ...
 
-    def move(self, source: int, to: int) -> None:
+    def copy(self, source: int, to: int, length: int) -> None:
         for states in self.kept():
-            states[to] = states[source]
+            states[to, :, :length] = states[source, :, :length]
 
     def gather(self, row: int, start: int, columns: list[int]) -> None:
         for states in self.kept():

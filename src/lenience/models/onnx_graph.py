@@ -134,9 +134,9 @@ class GraphCache:
 
     def on_session_closed(self) -> None: ...
 
-    def move(self, source: int, to: int) -> None:
-        self.states[:, to] = self.states[:, source]
-        self._features[to] = self._features[source]
+    def copy(self, source: int, to: int, length: int) -> None:
+        self.states[:, to, :, :length] = self.states[:, source, :, :length]
+        self._features[to, :length] = self._features[source, :length]
 
     def gather(self, row: int, start: int, columns: list[int]) -> None:
         kept, states = slice(start, start + len(columns)), self.states[:, row]

@@ -124,13 +124,18 @@ class Session:
     @torch.inference_mode()
     def move(self, source: int, to: int) -> None:
         """Make the row at `source` the row at `to`."""
+        self.copy(source, to)
+        self.cut(source, 0)
+
+    @torch.inference_mode()
+    def copy(self, source: int, to: int) -> None:
+        """Make the row at `to` another one of that at `source`."""
         tokens = self.tokens()
-        moved, tokens[to], tokens[source] = tokens[source], [], []
-        tree = self._trees.pop(source, None)
+        tokens[to] = []  # a copy that fails leaves nothing that is believed
         self._trees.pop(to, None)
-        self.cache.move(source, to)
-        tokens[to] = moved
-        if tree:
+        self.cache.copy(source, to, len(tokens[source]))
+        tokens[to] = list(tokens[source])
+        if tree := self._trees.get(source):
             self._trees[to] = tree
 
     def cut(self, row: int, length: int) -> None:

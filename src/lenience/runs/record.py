@@ -76,6 +76,9 @@ class MiningCost(Record):
 
     target_passes: int
     target_tokens: int
+    unused_tokens: int = 0
+    """Of the target's, those of continuations that were begun before it was known whether they
+    would be asked for, and were not."""
     draft_tokens: int
     seconds: float
 

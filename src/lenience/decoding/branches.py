@@ -1,0 +1,397 @@
+"""Dialogues in our own loop. Continuations of many are decoded together, and of each also those
+that it is likely to ask for next, so that a search takes fewer passes of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+
+from lenience.core.context import Context, Row
+from lenience.core.noise import Noise
+from lenience.core.protocols import Drafter, Rule
+from lenience.core.recall import Recall, Recollection
+from lenience.core.types import Step
+from lenience.decoding.dialogue import (
+    Compare,
+    Comparisons,
+    Continue,
+    Dialogue,
+    Ended,
+    Predict,
+    Talk,
+)
+from lenience.decoding.loop import cycle
+from lenience.decoding.options import Decoding
+from lenience.decoding.response import Response
+from lenience.drafting.base import DrafterSpec
+from lenience.drafting.recalled import Recalled
+from lenience.models.session import Session, common
+from lenience.models.threads import torch_threads
+
+if TYPE_CHECKING:
+    from lenience.decoding.pair import Pair
+
+T = TypeVar("T")
+LONGEST, LONGEST_ON_CPU = 32, 8
+"""Tokens drafted in a cycle, at most. A CPU takes the longer the more it reads, and all rows are
+read as wide as the widest."""
+IN_FLIGHT, IN_FLIGHT_ON_CPU = 3, 1
+"""Continuations of a dialogue that are decoded together: the one that was asked for, and others
+that rest on it. A wrong guess throws away what rests on it: fewer passes, and more tokens."""
+
+
+@dataclass(frozen=True)
+class Conversing:
+    """How dialogues are held."""
+
+    size: int
+    """How many together."""
+    capacity: int
+    """How many tokens a question has at most with its answer."""
+    sampling: Decoding = field(default_factory=Decoding)
+    """How the target goes on: temperature, truncation and seed."""
+    in_flight: int | None = None
+    """Continuations of a dialogue that are decoded together; by default as many as pay on the
+    device."""
+    drafter: DrafterSpec = field(default_factory=Recalled)
+    """What drafts the continuations."""
+    window: int | None = None
+    """Tokens drafted in a cycle; by default as many as pay on the device."""
+
+
+@dataclass(eq=False)
+class Branch:
+    """A continuation while it is decoded."""
+
+    dialogue: int
+    """Its number."""
+    question: Continue
+    row: Row
+    response: Response
+    recall: Recall
+    unread: int
+    """How many tokens of it the target has not read."""
+    tokens_read: int = 0
+    """By the target."""
+    dropped: bool = False
+    searched: int = 0
+    """Up to where it has been looked through for a place where the draft would put another
+    token."""
+
+    def __post_init__(self) -> None:
+        self.searched = len(self.question.ids)
+
+    @property
+    def text(self) -> list[int]:
+        return self.row.prefix
+
+    @property
+    def tokens(self) -> list[int]:
+        """The answer so far."""
+        return self.text[len(self.question.ids) :]
+
+    @property
+    def is_over(self) -> bool:
+        return self.dropped or self.response.finish is not None
+
+    def keep(self, step: Step) -> int:
+        """Take note of what a cycle kept; gives how many tokens the target read for it."""
+        self.row.keep(step)
+        self.recall.go_on(self.text)
+        read, self.unread = self.unread + step.drafted, 1
+        self.tokens_read += read
+        return read
+
+    def next_question(self, eos: frozenset[int]) -> Continue | None:
+        """How the target goes on after the draft's token at the next place where that is another
+        one; None where none is known yet."""
+        asked = self.question
+        while asked.searches and self.searched < len(self.text):
+            at, self.searched = self.searched, self.searched + 1
+            guess = self.recall.guesses[at]
+            left = asked.limit - (at + 1 - len(asked.ids))
+            if guess in (None, self.text[at]) or guess in eos or left < 1:
+                continue  # nothing is continued after an end
+            assert guess is not None
+            return replace(asked, ids=[*self.text[:at], guess], limit=left)
+        return None
+
+
+def converse(pair: Pair, dialogues: Iterable[Dialogue[T]], how: Conversing) -> Iterator[Ended[T]]:
+    """Hold dialogues in our own loop, and give each as it ends. What continuations have in common
+    is read once. Raises InputError where memory has no room for the caches."""
+    table = _Table(pair, dialogues, how)
+    try:
+        while table.goes_on():
+            table.cycle()
+            yield from table.ended()
+        yield from table.ended()
+    except Exception:
+        yield from table.ended()
+        raise
+    finally:
+        table.close()
+
+
+class _Table(Generic[T]):
+    """The dialogues that are held: `size` of them have continuations that are decoded, and as many
+    more may compare meanwhile."""
+
+    def __init__(self, pair: Pair, dialogues: Iterable[Dialogue[T]], how: Conversing):
+        each_has = [pair.require_draft("mining")]
+        on_cpu = pair.target.device.type == "cpu"
+        window = how.window or (LONGEST_ON_CPU if on_cpu else LONGEST)
+        in_flight = how.in_flight or (IN_FLIGHT_ON_CPU if on_cpu else IN_FLIGHT)
+        how = replace(how, in_flight=in_flight)
+        setup = pair.setup(replace(how.sampling, rule="exact", window=window))
+        setup = replace(setup, drafter=how.drafter)
+        self._pair, self._how, self._ctx = pair, how, pair.context(setup, window)
+        rows, capacity = how.size * in_flight, how.capacity + window
+        session, drafter = pair.engine(setup, window, rows, capacity, beside=each_has)
+        self._rows = _Rows(session, drafter, setup.rule)
+        self._waiting = iter(enumerate(dialogues))
+        self._held: dict[int, _Held[T]] = {}
+        self._seated = list[int]()
+        """Those that have continuations which are decoded."""
+        self._compared = list[tuple[int, Any]]()
+        """Those that wait for rows, with what their comparison gave."""
+        self._ended = list[Ended[T]]()
+        self._comparisons = Comparisons[int]()
+
+    def close(self) -> None:
+        self._comparisons.close()
+
+    def ended(self) -> list[Ended[T]]:
+        """Those that have ended since."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def goes_on(self) -> bool:
+        """Give free rows to dialogues, and say whether there is something to decode, perhaps after
+        a comparison, which is waited for."""
+        self._seat()
+        while not self._rows.branches and self._comparisons.wait():
+            self._seat()
+        return bool(self._rows.branches)
+
+    def cycle(self) -> None:
+        """Decode a cycle of each continuation, and let dialogues go on whose answers are there."""
+        read = self._rows.cycle(self._ctx)
+        for number in list(self._seated):
+            held = self._held[number]
+            held.count(*read[number])
+            if held.has_answer:
+                self._ask(number, held.take_answer())
+            held.search()
+        self._settle()
+
+    def _seat(self) -> None:
+        """Let dialogues go on that have compared, and new ones begin, while there are rows."""
+        while compared := self._comparisons.next(wait=False):
+            self._compared.append(compared)
+        for number, answer in self._compared:
+            if number in self._seated:
+                self._ask(number, answer)
+        self._compared = [one for one in self._compared if one[0] not in self._seated]
+        self._settle()
+        while len(self._seated) < self._how.size and (following := self._following()):
+            self._seated.append(following[0])
+            self._ask(*following)
+            self._settle()
+
+    def _following(self) -> tuple[int, Any] | None:
+        """A dialogue that has compared, with what that gave, or one that begins; None where there
+        is none, or where too many compare."""
+        if self._compared:
+            return self._compared.pop(0)
+        if len(self._held) >= 2 * self._how.size or not (new := next(self._waiting, None)):
+            return None
+        number, dialogue = new
+        talk = Talk(number, dialogue, self._how.size)
+        self._held[number] = _Held(self._pair, talk, self._ctx, self._how, self._rows)
+        return number, None
+
+    def _ask(self, number: int, answer: Any) -> None:
+        """Give a dialogue its answer, and note what it wants next."""
+        held = self._held[number]
+        question = held.go_on(answer)
+        if question is not None:
+            self._comparisons.begin(number, question)
+        if ended := held.talk.ended:
+            self._held.pop(number)
+            self._ended.append(ended)
+
+    def _settle(self) -> None:
+        """Give rows to what has begun, and those of what is over to others."""
+        self._rows.settle()
+        decoding = {branch.dialogue for branch in self._rows.branches}
+        self._seated = [number for number in self._seated if number in decoding]
+
+
+class _Held(Generic[T]):
+    """A dialogue while it is held. What it takes is counted as if it were held alone, so that it
+    does not depend on the company."""
+
+    def __init__(self, pair: Pair, talk: Talk[T], ctx: Context, how: Conversing, rows: _Rows):
+        self.talk, self.target, self._how, self._rows = talk, pair.target, how, rows
+        self._in_flight = how.in_flight or 1
+        draft = pair.require_draft("mining")
+        self._draft = Session(draft, capacity=min(how.capacity, draft.context_length or 1 << 30))
+        self._threads, self._ctx = pair.torch_threads, ctx
+        self._branches = list[Branch]()
+        """Each, but for the first, rests on the one before: on that its answer is the same."""
+        self._waits = False
+        """Whether the first one was asked for."""
+        self._earlier = Recollection()
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether the continuation that was asked for is over."""
+        return self._waits and self._branches[0].is_over
+
+    def take_answer(self) -> list[int]:
+        """What answers the question."""
+        self._waits = False
+        return self._branches.pop(0).tokens
+
+    def count(self, target_tokens: int, draft_tokens: int) -> None:
+        """Count a cycle in which the models read so many tokens."""
+        cost = self.talk.cost
+        cost.target_passes += 1
+        cost.target_tokens += target_tokens
+        cost.draft_tokens += draft_tokens
+        for branch in self._branches:
+            if branch.is_over:
+                branch.recall.end(branch.text)
+
+    def go_on(self, answer: Any) -> Compare | None:
+        """Give the dialogue answers until it has to wait for one; a comparison is to be made
+        then."""
+        question = self.talk.ask(answer)
+        while question is not None and not isinstance(question, Compare):
+            if isinstance(question, Predict):
+                question = self.talk.ask(self._predict(question))
+                continue
+            self._begin(question)
+            if not self.has_answer:
+                return None
+            question = self.talk.ask(self.take_answer())
+        if question is None:
+            self._drop()
+        return question
+
+    def search(self) -> None:
+        """Begin what is likely to be asked for after the last continuation."""
+        if self._branches and len(self._branches) < self._in_flight:
+            last = self._branches[-1]
+            if question := last.next_question(self.target.eos_ids):
+                self._branches.append(self._branch(question, last))
+
+    def _begin(self, question: Continue) -> None:
+        """Decode what is asked for, unless that is done already."""
+        self._waits = True
+        if self._branches and self._branches[0].question == question:
+            return
+        known = self._rows.of(self.talk.number)
+        self._drop()
+        source = max(known, key=lambda one: common(one.text[:-1], question.ids), default=None)
+        self._branches = [self._branch(question, source)]
+
+    def _drop(self) -> None:
+        """Leave all continuations."""
+        for branch in self._branches:
+            branch.dropped = True
+            branch.recall.end(branch.text)
+            self.talk.cost.unused_tokens += branch.tokens_read
+        self._branches = []
+
+    def _branch(self, question: Continue, source: Branch | None) -> Branch:
+        """A continuation that begins as another one, whose row it takes or copies."""
+        ids, of_prompt = list(question.ids), question.prompt_length
+        noise = Noise.for_prompt(self._how.sampling.seed, ids[:of_prompt])
+        recall = Recall(self._earlier, 0, ids[:], [None] * len(ids))
+        unread = len(ids)
+        if source:
+            recall = source.recall.beginning_of(ids)
+            unread -= min(common(source.text[:-1], ids), len(ids) - 1)
+        row = Row(noise, ids, position=len(ids) - of_prompt, recall=recall)
+        response = Response(self.target, question.limit, len(ids), question.stop_strings)
+        branch = Branch(self.talk.number, question, row, response, recall, unread)
+        self._rows.begin(branch, source)
+        return branch
+
+    def _predict(self, question: Predict) -> list[int]:
+        """The draft reads the tokens in one parallel pass."""
+        before: Sequence[int] = question.ids[:-1]
+        noise = Noise.for_prompt(self._how.sampling.seed, question.ids[: question.prompt_length])
+        at = Row(noise, position=question.start - question.prompt_length)
+        ctx = replace(self._ctx, rows=[at])
+        with torch_threads(self._threads), torch.inference_mode():
+            reading = self._draft.read([list(before)], len(question.ids) - question.start)
+            # [1, len(ids) - start, V]
+            logits = ctx.process(reading.logits, torch.tensor([before]))
+            predicted = ctx.draw(logits[..., : self.target.vocab_size])[0].tolist()
+        self.talk.cost.draft_tokens += reading.tokens_read[0]
+        return predicted
+
+
+class _Rows:
+    """Continuations in the rows of the caches, the first of them side by side."""
+
+    def __init__(self, session: Session, drafter: Drafter, rule: Rule):
+        self.session, self.drafter, self.rule = session, drafter, rule
+        self.branches = list[Branch]()
+        self._beginning = list[tuple[Branch, Branch | None]]()
+
+    def of(self, dialogue: int) -> list[Branch]:
+        """A dialogue's continuations that have rows, also those that are just over."""
+        return [branch for branch in self.branches if branch.dialogue == dialogue]
+
+    def begin(self, branch: Branch, source: Branch | None) -> None:
+        """Give a continuation a row when things are settled, that of another one, or a copy."""
+        self._beginning.append((branch, source))
+
+    def cycle(self, ctx: Context) -> dict[int, tuple[int, int]]:
+        """Decode a cycle of each; gives how many tokens the target and the draft have read for each
+        dialogue."""
+        ctx = replace(ctx, rows=[branch.row for branch in self.branches])
+        room = [branch.response.room for branch in self.branches]
+        draft, _, verdicts = cycle(self.session, self.drafter, self.rule, ctx, room)
+        drafted = draft.tokens_read or [0] * len(self.branches)
+        read: dict[int, tuple[int, int]] = {}
+        for branch, verdict, by_draft in zip(self.branches, verdicts, drafted):
+            by_target = branch.keep(branch.response.clip(verdict))
+            before = read.get(branch.dialogue, (0, 0))
+            read[branch.dialogue] = (before[0] + by_target, before[1] + by_draft)
+        return read
+
+    def settle(self) -> None:
+        """Give rows to what begins, first those of continuations that are over, and close the
+        gaps that are left."""
+        begin = [(branch, source) for branch, source in self._beginning if not branch.dropped]
+        free = {i for i, branch in enumerate(self.branches) if branch.is_over}
+        at = {id(branch): i for i, branch in enumerate(self.branches)}
+        copied = list[tuple[Branch, int | None]]()
+        for branch, source in begin:
+            place = at.get(id(source))
+            if place in free:
+                free.remove(place)
+                self.branches[place] = branch
+            else:
+                copied.append((branch, place))
+        for branch, place in copied:
+            to = free.pop() if free else len(self.branches)
+            self.branches[to : to + 1] = [branch]
+            if place is not None:
+                self.session.copy(place, to)
+                self.drafter.copy(place, to)
+        for gap in sorted(free, reverse=True):
+            last = self.branches.pop()
+            if gap < len(self.branches):
+                self.branches[gap] = last
+                self.session.move(len(self.branches), gap)
+                self.drafter.move(len(self.branches), gap)
+        self._beginning = []
