@@ -16,20 +16,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import CONFIGS
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lenience
 from lenience import InputError
+from lenience.core.noise import Noise, uniform
 from lenience.core.recall import Recall, Recollection
 from lenience.decoding import branches
 from lenience.decoding.branches import LONGEST_ON_CPU
 from lenience.decoding.dialogue import Continue, Dialogue, Predict
 from lenience.decoding.loading import load_pair
+from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Inputs
 from lenience.mining.features import compute_features, load_features
+from lenience.mining.fit import HeadPlan, fit_run
 from lenience.mining.forecast import forecast
 from lenience.mining.search import Found, MineConfig, Miner, mine, search
 from lenience.models.session import Session
@@ -295,6 +299,103 @@ def brute_force(pair: Pair, task: ParityTask, prompt: list[int]) -> tuple[list[i
             response = swapped if same else response
         at += 1
     return response, found
+
+
+def by_gumbel(pair: Pair, task: ParityTask, prompt: list[int], temperature: float, seed: int):
+    """Algorithm 1 for sampled answers (AutoJudge, appendix A): both models take the token of the
+    largest log-probability plus Gumbel noise, which is the place's own; each token by a pass from
+    scratch."""
+    noise = Noise.for_prompt(seed, prompt)
+
+    def says(model: torch.nn.Module, response: list[int]) -> int:
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + response])).logits[0, -1].double().numpy()
+        lanes = np.arange(1, len(logits) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        key = np.uint64(noise.key(len(response), "token") % 2**64)
+        numbers = uniform(torch.from_numpy((lanes + key).view(np.int64))).numpy()
+        return int((logits / temperature - np.log(-np.log(numbers))).argmax())
+
+    def continued(response: list[int]) -> list[int]:
+        whole = list(response)
+        while len(whole) < task.max_new_tokens and whole[-1:] != [0]:
+            whole.append(says(pair.target.model, whole))
+        return whole
+
+    def answer(response: list[int]) -> str | None:
+        return task.answer(pair.target.decode(response))
+
+    response = continued([])
+    own, at, found = answer(response), 0, []
+    while at < len(response):
+        guess = says(pair.draft.model, response[:at])
+        if guess != response[at]:
+            swapped = continued([*response[:at], guess])
+            same = task.same(answer(swapped), own)
+            found.append((at, response[at], guess, None if own is None else not same))
+            response = swapped if same else response
+        at += 1
+    return response, found
+
+
+@pytest.mark.parametrize(("in_flight", "seed"), [(1, 0), (3, 0), (3, 7)])
+def test_sampled_answers_are_mined_under_one_noise(
+    in_flight: int, seed: int, llama: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(branches, "IN_FLIGHT_ON_CPU", in_flight)
+    task = ParityTask()
+    mined(llama, task, tmp_path, limit=6, temperature=0.7, draw_seed=seed, batch_size=4)
+    own, labels = [], set()
+    for record in lines(tmp_path):
+        final, found = by_gumbel(llama, task, record["prompt_ids"], 0.7, seed)
+        assert record["final_ids"] == final
+        assert [tuple(mismatch.values()) for mismatch in record["mismatches"]] == found
+        own.append(record["response_ids"])
+        labels |= {important for *_, important in found}
+    assert labels >= {True, False}
+    prompts = [record["prompt_ids"] for record in lines(tmp_path)]
+    options = {"rule": "target", "temperature": 0.7, "seed": seed, "max_new_tokens": 24}
+    assert own == [out.tokens for out in llama.generate_batch(prompts, **options)]
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - {"llama", "qwen2"}))
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_architectures_are_mined_by_the_book(
+    name: str, temperature: float, pairs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(branches, "IN_FLIGHT_ON_CPU", 3)
+    pair, task = pairs(name), ParityTask()
+    mined(pair, task, tmp_path, limit=3, temperature=temperature)
+    for record in lines(tmp_path):
+        prompt = record["prompt_ids"]
+        if temperature:
+            final, found = by_gumbel(pair, task, prompt, temperature, seed=0)
+        else:
+            final, found = brute_force(pair, task, prompt)
+        assert record["final_ids"] == final
+        assert [tuple(mismatch.values()) for mismatch in record["mismatches"]] == found
+
+
+def test_judges_of_sampled_answers_are_bound_to_the_temperature(
+    llama: Pair, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    mined(llama, ParityTask(), run, limit=40, temperature=0.7)
+    with pytest.raises(InputError, match="was made with temperature"):
+        mine(llama, ParityTask(), run, MineConfig(limit=41, temperature=0.8))
+    head = fit_run(llama, run, HeadPlan(Inputs(), run / "judge"))
+    assert head.temperature == 0.7
+    rule = f"judge:{run / 'judge'}@0.5"
+    llama.generate([3, 4], rule=rule, temperature=0.7, seed=0, max_new_tokens=8)
+    for temperature in (0.0, 1.0):
+        with pytest.raises(InputError, match="learned from answers at temperature"):
+            llama.generate([3, 4], rule=rule, temperature=temperature)
+    llama.generate([3, 4], rule=f"judge:{run / 'judge'},unchecked=true@0.5", max_new_tokens=8)
+    with pytest.raises(InputError, match="leave out --ahead"):
+        fit_run(llama, run, HeadPlan(Inputs(ahead=4), run / "ahead"))
+    greedy = tmp_path / "greedy"
+    mined(llama, ParityTask(), greedy, limit=2)
+    with pytest.raises(InputError, match="fit one judge for each"):
+        fit_run(llama, run, HeadPlan(Inputs(), run / "both", also=(greedy,)))
 
 
 @pytest.mark.parametrize(("batch_size", "in_flight"), [(1, 1), (5, 1), (1, 3), (4, 5)])
@@ -646,7 +747,7 @@ def test_a_mined_sample_of_the_built_in_task(built_in: Pair) -> None:
     are not."""
     task = lenience.task("wordmath")
     sample = next(iter(task.samples("train")))
-    (found,) = search(built_in, task, [sample], task.max_new_tokens, 1)
+    (found,) = search(built_in, task, [sample], Decoding(max_new_tokens=320), 1)
     record = found.to_json()
     assert (
         record["answers"]["target"]

@@ -137,6 +137,15 @@ class MineFlags:
     """Take the split's first samples, instead of random ones."""
     seed: int = 0
     """Of the choice of samples."""
+    temperature: float = 0.0
+    """Mine answers that are drawn at this temperature, as they will be decoded; a judge of them is
+    bound to it."""
+    top_k: int | None = None
+    """Draw from so many most probable tokens; by default as the model's own configuration says."""
+    top_p: float | None = None
+    """Draw from the most probable tokens that have this probability together; likewise."""
+    draw_seed: int = 0
+    """Of these draws."""
     resamples: int = 0
     """Continue each swap that changed the answer so many times more, by chance: fit --soft learns
     from how many of these change it too."""

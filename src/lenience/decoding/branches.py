@@ -319,7 +319,14 @@ class _Held(Generic[T]):
             unread -= min(common(source.text[:-1], ids), len(ids) - 1)
         row = Row(noise, ids, position=len(ids) - of_prompt, recall=recall)
         response = Response(self.target, question.limit, len(ids), question.stop_strings)
-        branch = Branch(self.talk.number, question, row, response, recall, unread)
+        branch = Branch(
+            dialogue=self.talk.number,
+            question=question,
+            row=row,
+            response=response,
+            recall=recall,
+            unread=unread,
+        )
         self._rows.begin(branch, source)
         return branch
 

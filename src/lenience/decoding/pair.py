@@ -325,6 +325,8 @@ class Pair:
         for part in (setup.rule, stop):
             part.check(lambda: self.fingerprints, sizes)
         heads = (*setup.rule.heads, *stop.heads)
+        for one in heads:
+            one.check_temperature(decoding.temperature)
         for role in {role for one in heads for role in one.head.inputs.models}:
             self.models[role].check_states()
         return setup
@@ -478,12 +480,17 @@ class Pair:
         return session, spec.build(replace(needs, session=session))
 
     def converse(
-        self, dialogues: Iterable[Dialogue[T]], *, size: int, capacity: int
+        self,
+        dialogues: Iterable[Dialogue[T]],
+        *,
+        size: int,
+        capacity: int,
+        sampling: Decoding | None = None,
     ) -> Iterator[Ended[T]]:
         """Hold dialogues, `size` of them together, and give each as it ends; no question has more
-        than `capacity` tokens with its answer. Raises InputError where memory has no room for the
-        caches."""
-        return converse(self, dialogues, Conversing(size, capacity))
+        than `capacity` tokens with its answer. The target goes on as `sampling` has it, or
+        greedily. Raises InputError where memory has no room for the caches."""
+        return converse(self, dialogues, Conversing(size, capacity, sampling or Decoding()))
 
     def certified(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """What options with the rule "certified:RUN" come to: the rule, the window and the length

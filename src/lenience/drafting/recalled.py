@@ -6,6 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
 from lenience.core.context import Context, Row
 from lenience.core.protocols import Drafter
 from lenience.core.recall import MATCHES, Place, Recall, Recollection
@@ -69,7 +72,7 @@ class _RecalledDrafter(Drafter):
         passes = 0
         while passes < ROUNDS and (open_ones := [one for one in windows if one.left]):
             passes += 1
-            self._extend(open_ones)
+            self._extend(open_ones, ctx)
         for one in windows:
             one.recall.ahead = one.guesses
         grown = [
@@ -79,7 +82,7 @@ class _RecalledDrafter(Drafter):
         draft = as_draft(grown, self.target.device, trees=False)
         return replace(draft, passes=passes, tokens_read=[one.tokens_read for one in windows])
 
-    def _extend(self, windows: Sequence[_Window]) -> None:
+    def _extend(self, windows: Sequence[_Window], ctx: Context) -> None:
         """Let the draft read what is recalled for each window, and take what it leaves of it."""
         for one in windows:
             one.recollect(self.session.lm.vocab_size)
@@ -87,15 +90,14 @@ class _RecalledDrafter(Drafter):
         together = [one for one in windows if len(one.sequence) >= states]
         apart = [one for one in windows if len(one.sequence) < states]  # all of them is too short
         for some in ([together] if together else []) + [[one] for one in apart]:
-            self._read(some)
+            self._read(some, ctx)
 
-    def _read(self, windows: Sequence[_Window]) -> None:
+    def _read(self, windows: Sequence[_Window], ctx: Context) -> None:
         states = 1 + max(len(one.recalled) for one in windows)
         sequences, rows = [one.sequence for one in windows], [one.row for one in windows]
         reading = self.session.read(sequences, states, rows=rows)
         logits = wide_as_target(reading.logits, self.target)[..., : self.target.vocab_size]
-        best, tokens = logits.float().max(-1)
-        probs = (best - logits.float().logsumexp(-1)).exp()
+        tokens, probs = _said(logits, windows, ctx)
         for one, said, sure in zip(windows, tokens.tolist(), probs.tolist()):
             n = len(one.recalled) + 1
             one.take(said[-n:], sure[-n:], self.target.eos_ids)
@@ -195,6 +197,22 @@ class _Window:
         self.guesses.append(guess)
         self._over |= token in eos or self._share < LEAST_SHARE
         return not self._over
+
+
+def _said(logits: Tensor, windows: Sequence[_Window], ctx: Context) -> tuple[Tensor, Tensor]:
+    """What the draft says [m, n] where it has these logits [m, n, V], greedily or drawn on the
+    keys of the rows' places, and how probable that is."""
+    if ctx.greedy:
+        best, tokens = logits.float().max(-1)
+        return tokens, (best - logits.float().logsumexp(-1)).exp()
+    n = logits.shape[1]
+    drawn = []
+    for one, of_row in zip(windows, logits):
+        read = len(one.tokens) + len(one.recalled) + 1 - n
+        row = replace(ctx, rows=[ctx.rows[one.row]])
+        drawn.append(row.draw(of_row[None], ahead=read))
+    tokens = torch.cat(drawn)
+    return tokens, ctx.probs(logits).gather(-1, tokens[..., None])[..., 0]
 
 
 def _chance(sure: float) -> float:

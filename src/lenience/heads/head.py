@@ -99,6 +99,8 @@ class Head:
     role: Role = "judge"
     """What it is for: "judge", or "stop" or "gate" for a head that says when to stop drafting; its
     files are named by it."""
+    temperature: float = 0.0
+    """At which the answers were drawn that it learned from; 0 for greedy ones."""
     layer: tuple[Tensor, Tensor] | None = None
     """[F, N] and [N] float32, the scaling of the inputs folded in"""
     _weights: dict[torch.device, list[tuple[Tensor, Tensor]]] = field(
@@ -206,6 +208,7 @@ class Head:
             "fingerprint": self.fingerprint,
             "inputs": asdict(self.inputs),
             "threshold": self.threshold,
+            "temperature": self.temperature,
             "fingerprints": self.fingerprints,
             "metrics": self.metrics,
             "prompts": list(self.prompts),
@@ -244,6 +247,7 @@ def _load(path: Path, role: Role, changed: int) -> Head:
             prompts=tuple(about.get("prompts", ())),
             folder=str(path),
             role=role,
+            temperature=about.get("temperature", 0.0),
             layer=(tensors["layer.weight"], tensors["layer.bias"]) if has_layer else None,
         )
         if about["fingerprint"] != head.fingerprint:
@@ -293,3 +297,13 @@ class Learned:
         """Raise InputError where the head cannot run on models of these fingerprints and hidden
         sizes."""
         self.head.check({} if self.unchecked else fingerprints(), sizes)
+
+    def check_temperature(self, temperature: float) -> None:
+        """Raise InputError where the head learned from answers that were drawn at another
+        temperature; one that learned from greedy answers may be asked at any."""
+        learned = self.head.temperature
+        if learned and learned != temperature and not self.unchecked:
+            raise InputError(
+                f"{self.role} {self.path}: learned from answers at temperature {learned:g}, not "
+                f"{temperature:g}; decode at that, or add ,unchecked=true to its spec"
+            )

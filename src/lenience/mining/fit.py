@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from lenience.mining.annotated import Annotated, annotated_examples
 from lenience.mining.features import compute_features, load_features
 from lenience.mining.resampling import shares_harmless
 from lenience.runs.journal import Journal
-from lenience.runs.record import mined_samples
+from lenience.runs.record import mined_samples, read_run
 from lenience.runs.uses import note_uses, prompt_digest
 
 CURVE_SHARES, CURVE_RECALL = (0.125, 0.25, 0.5, 1.0), 0.99
@@ -32,7 +32,7 @@ class HeadPlan:
     inputs: Inputs
     out: Path
     """The folder that it is saved in."""
-    config: FitConfig
+    config: FitConfig = field(default_factory=FitConfig)
     tau: float = 1.0
     """Of a gate: a token is acceptable where draft / target of its probabilities is at most
     this."""
@@ -63,7 +63,8 @@ def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) 
         told = {"runs": len(runs), "soft": plan.soft}
         head = replace(head, metrics={**head.metrics, **told})
     prompts = [one for each in runs for one in _prompts(each) if one not in plan.without]
-    head = replace(head, prompts=tuple(dict.fromkeys(prompts)))
+    temperature = read_run(run).temperature
+    head = replace(head, prompts=tuple(dict.fromkeys(prompts)), temperature=temperature)
     head.save(plan.out)
     progress(f"fitting the {role}", 1, 1)
     return head
@@ -100,6 +101,18 @@ def learning_curve(
 def _computed(pair: Pair, run: Path, plan: HeadPlan, progress: Progress) -> Examples:
     """What a head of a plan learns from."""
     runs = (run, *plan.also)
+    temperatures = {one: read_run(one).temperature for one in runs}
+    for one, temperature in temperatures.items():
+        if temperature != temperatures[run]:
+            raise InputError(
+                f"{one}: was mined at temperature {temperature:g}, and {run} at "
+                f"{temperatures[run]:g}; fit one judge for each"
+            )
+    if temperatures[run] and plan.inputs.ahead is not None:
+        raise InputError(
+            f"{run}: was mined at temperature {temperatures[run]:g}, and a judge that looks ahead "
+            "learns from windows that are drafted greedily; leave out --ahead"
+        )
     for one in runs:
         compute_features(pair, one, plan.inputs, plan.config.role, progress, of=plan.of)
     return _joined([_examples(one, plan, asked=one == run) for one in runs])

@@ -57,8 +57,21 @@ class MineConfig:
     """How often each swap that changed the answer is continued once more, by chance."""
     policy: Decoding | None = None
     """Whose answers are mined, and not the target's: the tokens that it kept by lenience."""
+    temperature: float = 0.0
+    """At which the target answers. Above 0 target and draft are drawn on the same keys, so that a
+    swap is compared with what the target says under the same noise (AutoJudge, appendix A)."""
+    top_k: int | None = None
+    """The truncation of these draws; None for the model's own."""
+    top_p: float | None = None
+    draw_seed: int = 0
+    """Of these draws."""
 
     def __post_init__(self) -> None:
+        if self.temperature and (self.policy or self.resamples):
+            what = "policy" if self.policy else "resamples"
+            raise InputError(f"{what}: is of greedy answers; leave it or the temperature out")
+        if not self.temperature and (self.top_k, self.top_p) != (None, None):
+            raise InputError("top_k, top_p: are of draws; give a temperature too")
         if self.batch_size < 1:
             raise InputError(f"batch_size {self.batch_size}: must be 1 or more")
         if self.policy:
@@ -66,14 +79,17 @@ class MineConfig:
 
     def decoding(self, task: Task) -> Decoding:
         """How the target's own responses are decoded."""
-        options = {"max_new_tokens": self.max_new_tokens}
+        names = ("max_new_tokens", "temperature", "top_k", "top_p")
+        options = {name: getattr(self, name) for name in names} | {"seed": self.draw_seed}
         return for_task(Decoding.of(options), options, task)
 
     def asked(self, decoding: Decoding) -> dict[str, Any]:
         """What the run says of it."""
         stops = list(decoding.stop_strings) or None
         limits = {"max_new_tokens": decoding.max_new_tokens, "stop_strings": stops}
-        return limits | {"seed": self.seed}
+        sampling = ("temperature", "top_k", "top_p", "draw_seed") if self.temperature else ()
+        drawn = {name: getattr(self, name) for name in sampling}
+        return limits | drawn | {"seed": self.seed}
 
 
 @dataclass(frozen=True)
@@ -180,9 +196,11 @@ class Miner:
 
 
 def search(
-    pair: Pair, task: Task, samples: Sequence[Sample], max_new_tokens: int, batch_size: int
+    pair: Pair, task: Task, samples: Sequence[Sample], decoding: Decoding, batch_size: int
 ) -> Iterator[MinedSample]:
-    """What is found on `samples`, as each is finished; `batch_size` searches are held together."""
+    """What is found on `samples`, as each is finished, where the target answers as `decoding` has
+    it; `batch_size` searches are held together."""
+    max_new_tokens = decoding.max_new_tokens
     shorter = min(lm.context_length or 1 << 30 for lm in pair.models.values())
     prompts = [pair.target.encode(sample.prompt) for sample in samples]
     miners = [
@@ -192,7 +210,7 @@ def search(
     dialogues = (miner.search(prompt) for miner, prompt in zip(miners, prompts))
     size = min(batch_size, len(samples))
     capacity = max(map(len, prompts), default=0) + max_new_tokens
-    for ended in pair.converse(dialogues, size=size, capacity=capacity):
+    for ended in pair.converse(dialogues, size=size, capacity=capacity, sampling=decoding):
         yield _record(miners[ended.number], ended)
 
 
@@ -244,7 +262,7 @@ def mine(
         done = len(samples) - len(left)
         progress("mining", done, len(samples))
         if policy is None:
-            found = search(pair, task, left, decoding.max_new_tokens, config.batch_size)
+            found = search(pair, task, left, decoding, config.batch_size)
         else:
             found = search_on_policy(pair, task, left, policy, config.batch_size)
         for mined in found:

@@ -46,6 +46,11 @@ class RunRecord(Record):
     stop_strings: tuple[str, ...] | None = None
     """What responses end before."""
     seed: int
+    temperature: float = 0.0
+    """At which target and draft were drawn, with their truncation and seed."""
+    top_k: int | None = None
+    top_p: float | None = None
+    draw_seed: int | None = None
     drawn: str | None = None
     """Which of the split's samples were mined: "random" ones by the seed, or its "first"."""
     policy: dict[str, Any] | None = None

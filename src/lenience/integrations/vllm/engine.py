@@ -240,10 +240,16 @@ class VllmPair(Pair):
         return {**super().binding(decoding), "engine": self.engine_name}
 
     def converse(
-        self, dialogues: Iterable[Dialogue[T]], *, size: int, capacity: int
+        self,
+        dialogues: Iterable[Dialogue[T]],
+        *,
+        size: int,
+        capacity: int,
+        sampling: Decoding | None = None,
     ) -> Iterator[Ended[T]]:
         """As `Pair.converse`: the target goes on in one vLLM, whose prefix cache holds what was
         read before, and the draft's tokens are another one's log-probabilities of a prompt."""
+        _refuse_sampling(sampling)
         setup = self.setup(Decoding(window=WINDOW))
         self.require_draft("mining")
         waiting: Iterator[tuple[int, Dialogue[T]]] = enumerate(dialogues)
@@ -305,6 +311,15 @@ class VllmPair(Pair):
     def settle(self, prompts: Sequence[Prompt], *, batch_size: int = 1, **options: Any) -> Decoding:
         """The options as they are: no window is picked."""
         return self.setup(options).decoding
+
+
+def _refuse_sampling(sampling: Decoding | None) -> None:
+    """Raise InputError where dialogues are to be drawn."""
+    if sampling and sampling.temperature:
+        raise InputError(
+            f"temperature {sampling.temperature:g}: what is drawn for both models on the same keys "
+            "is mined in our own loop; leave out --engine vllm"
+        )
 
 
 @dataclass(frozen=True)
