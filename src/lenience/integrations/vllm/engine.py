@@ -270,11 +270,7 @@ class VllmPair(Pair):
                     ended += self._ask(Talk(number, dialogue, size), None, asking)
                 given = [out for engine in engines for out in _stepped(engine)]
                 for out in given:
-                    asked = held[out.request_id]
-                    asked.add(out, self.target.vocab_size)
-                    if out.finished:
-                        del held[out.request_id]
-                        ended += self._ask(asked.talk, asked.tokens, asking)
+                    ended += self._take(out, asking)
                 yield from ended
                 if not held and not len(comparisons):
                     return
@@ -282,6 +278,16 @@ class VllmPair(Pair):
             comparisons.close()
             for engine in engines:
                 engine.abort_request(list(held))
+
+    def _take(self, out: Any, asking: _Asking[T]) -> list[Ended[T]]:
+        """Take what a step of vLLM's gave of an answer, and let its dialogue go on where that is
+        finished."""
+        asked = asking.held[out.request_id]
+        asked.add(out, self.target.vocab_size)
+        if not out.finished:
+            return []
+        del asking.held[out.request_id]
+        return self._ask(asked.talk, asked.tokens, asking)
 
     def _ask(self, talk: Talk[T], answer: Any, asking: _Asking[T]) -> list[Ended[T]]:
         """Hand vLLM a dialogue's next question, and note that; gives what came of the dialogue
