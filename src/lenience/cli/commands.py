@@ -21,6 +21,7 @@ from lenience.cli.named import (
     Models,
     TaskChoice,
     choice_of,
+    crew_of,
     fitting,
     is_run,
     known_run,
@@ -330,7 +331,8 @@ def mine(
     if not is_run(out):
         remember(out, models, choice)
     with fitting(pair, task, choice) as fits:
-        counts = mine_run(pair, fits, out, config)
+        crew = crew_of(flags or MineFlags(), models, choice)
+        counts = mine_run(pair, fits, out, config, crew)
     remember(out, models, choice)
     print_mined(counts, task)
     whole: dict[str, Any] = {"run": str(out), **asdict(counts)}

@@ -19,7 +19,9 @@ from lenience.core.errors import InputError
 from lenience.core.files import read_json
 
 if TYPE_CHECKING:
+    from lenience.cli.options import MineFlags
     from lenience.decoding.pair import Pair
+    from lenience.mining.crew import Crew
     from lenience.tasks import Task
     from lenience.tasks.grader import Grader
 
@@ -67,9 +69,7 @@ class Models:
         with loading():
             from lenience.decoding.loading import load_pair
 
-            options = {name: getattr(self, name) for name in ("dtype", "device", "chat", "system")}
-            given = dict(_argument("--template-option", one) for one in self.template_option)
-            options |= {"compile": False, "template_options": given}
+            options = self.loading() | {"compile": False}
             if self.engine == "vllm":
                 if self.device == "auto":  # the memory of a GPU is vLLM's
                     options["device"] = "cpu"
@@ -79,6 +79,12 @@ class Models:
             raise InputError(f"--engine-arg {self.engine_arg[0]}: is for --engine vllm")
         compile_pair(pair, self.compile, tokens)
         return pair
+
+    def loading(self) -> dict[str, Any]:
+        """The options of `load_pair` but for compile, in plain values."""
+        options = {name: getattr(self, name) for name in ("dtype", "device", "chat", "system")}
+        given = dict(_argument("--template-option", one) for one in self.template_option)
+        return options | {"template_options": given}
 
     def refuse_vllm(self, command: str) -> None:
         """Raise InputError where vLLM is asked to do what it does not do for us."""
@@ -137,25 +143,54 @@ class TaskChoice:
     prompt_template: str | None = None
     """A prompt made of a row's fields, such as 'Q: {question}\\nA:', in which \\n is a new line."""
 
-    def load(self) -> Task:
-        from lenience.tasks import JsonlTask, load_task
-        from lenience.tasks.grader import is_address
-        from lenience.tasks.rows import told_unread
-
+    def loading(self) -> dict[str, Any]:
+        """The arguments of `load_task`, in plain values."""
         others = ("task", "skip_long", "stop_string")
         options = {name: value for name, value in vars(self).items() if name not in others}
         options["stop_strings"] = [one.replace("\\n", "\n") for one in self.stop_string]
         if self.prompt_template is not None:
             options["prompt_template"] = self.prompt_template.replace("\\n", "\n")
         options["unsafe_local"] = self.unsafe_local or None
+        return {"spec": self.task or "wordmath", **options}
+
+    def load(self) -> Task:
+        from lenience.tasks import JsonlTask, load_task
+        from lenience.tasks.grader import is_address
+        from lenience.tasks.rows import told_unread
+
+        options = self.loading()
         if self.grader == "":
             raise InputError("--grader: is empty; name a server's address, or a model")
         if self.grader is not None and not is_address(self.grader):
             options["grader"] = local_grader(self.grader)
-        task = load_task(self.task or "wordmath", **options)
+        task = load_task(**options)
         if isinstance(task, JsonlTask) and task.unread:
             say(f"task {task.label}: {told_unread(task.unread)}")
         return task
+
+
+def crew_of(flags: MineFlags, models: Models, choice: TaskChoice) -> Crew | None:
+    """The workers that flags ask for; None for none. Raises InputError for what workers cannot make
+    anew."""
+    from lenience.mining.crew import ProcessCrew
+    from lenience.mining.ray_crew import RayCrew
+    from lenience.mining.worker import WorkerPlan
+    from lenience.models.threads import cores
+    from lenience.tasks.grader import is_address
+
+    if flags.workers is None and flags.ray is None:
+        return None
+    models.refuse_vllm("mining by workers")
+    if choice.grader is not None and not is_address(choice.grader):
+        raise InputError(f"--grader {choice.grader}: workers ask a server; give its address")
+    names = {"target": models.target, "draft": models.draft}
+    compiled = {"compile": False if models.compile is False else None}
+    threads = 1 if flags.workers is None else max(1, cores() // flags.workers)
+    plan = WorkerPlan({**names, **models.loading(), **compiled}, choice.loading(), threads)
+    if flags.ray is not None:
+        return RayCrew(plan, flags.ray, flags.workers)
+    assert flags.workers is not None
+    return ProcessCrew(plan, flags.workers)
 
 
 def local_grader(model: str) -> Grader:

@@ -124,6 +124,10 @@ class PromptFlags:
         return prompts_in(self.prompts)
 
 
+BESIDE = ("plan", "workers", "ray")
+"""What of mining's flags says how it is done, and not what."""
+
+
 @Parameter(name="*")
 @dataclass
 class MineFlags:
@@ -154,6 +158,12 @@ class MineFlags:
     target's: which of the tokens that it kept by lenience changed the answer. Into a run folder of
     its own, which fit --also takes."""
 
+    workers: int | None = None
+    """Search by so many processes, each with its own models and, where there are several, its own
+    GPU."""
+    ray: str | None = None
+    """Search by actors on the Ray cluster at this address, or "local" for this machine alone: as
+    many as it has room for, or --workers; nodes may come and go."""
     plan: int | None = None
     """Mine a pilot alone, of 8 samples or --limit, and say what so many important mismatches will
     take; mining without it then goes on from there."""
@@ -164,7 +174,7 @@ class MineFlags:
         from lenience.mining.on_policy import check_policy
         from lenience.mining.search import MineConfig
 
-        options = {name: value for name, value in vars(self).items() if name != "plan"}
+        options = {name: value for name, value in vars(self).items() if name not in BESIDE}
         if self.plan is not None:
             if self.plan < 1:
                 raise InputError(f"--plan {self.plan}: must be 1 or more important mismatches")
@@ -173,6 +183,10 @@ class MineFlags:
             raise InputError(f"--resamples {self.resamples}: must be 0 or more")
         if self.policy is not None and self.resamples:
             raise InputError("--resamples: is of swaps that were mined without --policy")
+        if self.workers is not None and self.workers < 1:
+            raise InputError(f"--workers {self.workers}: must be 1 or more")
+        if self.policy is not None and (self.workers, self.ray) != (None, None):
+            raise InputError("--policy: is mined in this process; leave out --workers and --ray")
         policy = None if self.policy is None else Decoding.parse(self.policy)
         if policy is not None:
             check_policy(policy)

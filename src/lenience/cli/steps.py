@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lenience.evaluation.table import Frontier
     from lenience.heads.head import Head
     from lenience.mining.annotated import Annotated
+    from lenience.mining.crew import Crew
     from lenience.mining.drafters import DrafterPlan
     from lenience.mining.fit import HeadPlan
     from lenience.mining.forecast import Forecast
@@ -82,11 +83,13 @@ def compile_pair(pair: Pair, wanted: bool | None, tokens: float) -> None:
         show("exporting" if takes else "loading graphs", len(models), len(models))
 
 
-def mine_run(pair: Pair, task: Task, out: Path, config: MineConfig) -> MinedCounts:
+def mine_run(
+    pair: Pair, task: Task, out: Path, config: MineConfig, crew: Crew | None = None
+) -> MinedCounts:
     from lenience.mining.search import mine
 
     with progress_bars() as show:
-        return mine(pair, task, out, config, show)
+        return mine(pair, task, out, config, show, crew)
 
 
 def forecast_run(out: Path, labels: int) -> Forecast:

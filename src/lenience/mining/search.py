@@ -19,8 +19,10 @@ from lenience.decoding.dialogue import Compare, Continue, Dialogue, Ended, Predi
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.decoding.response import until_stop
+from lenience.mining.crew import Crew, mined_by
 from lenience.mining.on_policy import check_policy, search_on_policy
 from lenience.mining.resampling import Resampling, resample
+from lenience.mining.worker import Part, identity_of
 from lenience.models.lm import LM
 from lenience.runs.journal import Journal, open_run
 from lenience.runs.record import (
@@ -238,11 +240,13 @@ def mine(
     folder: Path,
     config: MineConfig = MineConfig(),
     progress: Progress = silent,
+    crew: Crew | None = None,
 ) -> MinedCounts:
     """Mine a task's training samples into a run folder; what its journal holds is not done again. A
     finished sample is in the journal at once; when all are, they are put into the task's order.
 
-    Returns what the journal then holds. Raises InputError where the folder was made with other
+    The search is made by a `crew` of workers where there is one; the journal is then the same.
+    Returns what it then holds. Raises InputError where the folder was made with other
     models or options, its journal is broken, or memory has no room for the caches.
     """
     task = task_for(pair, task, progress)
@@ -252,6 +256,8 @@ def mine(
     check_prompts(pair, task, samples)
     decoding = config.decoding(task)
     policy, told = _policy(pair, config.policy, decoding)
+    if crew is not None and policy is not None:
+        raise InputError("workers: search the target's own answers; leave out the policy")
     asked = config.asked(decoding) | {"drawn": drawn, "policy": told}
     open_run(folder, describe(pair, task, split="train", **asked))
     with alone(folder, "mining"):
@@ -261,10 +267,12 @@ def mine(
         left = [sample for sample in samples if sample.id not in finished]
         done = len(samples) - len(left)
         progress("mining", done, len(samples))
-        if policy is None:
-            found = search(pair, task, left, decoding, config.batch_size)
-        else:
+        if policy is not None:
             found = search_on_policy(pair, task, left, policy, config.batch_size)
+        elif crew is not None and left:
+            found = _by_crew(pair, task, crew, _part(left, decoding, config.batch_size))
+        else:
+            found = search(pair, task, left, decoding, config.batch_size)
         for mined in found:
             journal.append(mined.to_json())
             done += 1
@@ -274,6 +282,16 @@ def mine(
             resampling = Resampling(config.resamples, decoding.max_new_tokens, config.batch_size)
             resample(pair, task, folder, samples, resampling, progress=progress)
         return _counts(journal, decoding.max_new_tokens)
+
+
+def _part(samples: Sequence[Sample], decoding: Decoding, batch_size: int) -> Part:
+    return Part([sample.id for sample in samples], decoding.changed(), batch_size)
+
+
+def _by_crew(pair: Pair, task: Task, crew: Crew, work: Part) -> Iterator[MinedSample]:
+    """What a crew's workers find, as each sample is finished."""
+    for record in mined_by(crew, work, identity_of(pair, task)):
+        yield MinedSample.read(record, "a worker's record")
 
 
 def _choose(pair: Pair, task: Task, config: MineConfig, drawn: str) -> list[Sample]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,6 +16,7 @@ from torch import Tensor
 from lenience.core.profile import Profile
 from lenience.models.kv_cache import NOWHERE, Forward, TreeSight
 from lenience.models.lm import LM, States
+from lenience.models.threads import cores
 
 FIRST_CAPACITY = 160
 """How many tokens a row of a new cache can hold before it grows."""
@@ -97,11 +97,7 @@ def _share_threads() -> None:
     from the draft."""
     import onnxruntime
 
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
-        cores = os.cpu_count() or 1
-    onnxruntime.set_global_thread_pool_sizes(cores, 1)
+    onnxruntime.set_global_thread_pool_sizes(cores(), 1)
 
 
 class GraphCache:

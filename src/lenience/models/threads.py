@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,3 +30,21 @@ def torch_threads(number: int | None) -> Iterator[None]:
     finally:
         with _lock:
             torch.set_num_threads(_found.pop())
+
+
+_limit: list[int] = []
+
+
+def limit_threads(number: int) -> None:
+    """Let torch and graphs that are loaded from now on have so many threads in this process."""
+    torch.set_num_threads(number)
+    _limit[:] = [number]
+
+
+def cores() -> int:
+    """How many threads graphs share: those of the process's cores, or fewer by `limit_threads`."""
+    try:
+        found = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        found = os.cpu_count() or 1
+    return min([found, *_limit])

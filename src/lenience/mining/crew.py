@@ -1,0 +1,304 @@
+"""Mining by several workers. The driver alone writes the journal; what a worker had not finished
+when it was lost is done by others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from queue import SimpleQueue
+from threading import Condition, Thread
+from typing import Any, Protocol, Self
+
+from lenience.core.errors import InputError, RunError
+from lenience.mining.worker import Part, WorkerPlan
+
+MOST_AT_ONCE = 4
+"""A worker is handed so many times the samples that it searches together, fewer at the end."""
+LOST_IN_A_ROW = 3
+"""So many workers may be lost, one after the other, without one sample being finished."""
+ENDING = 5.0
+"""Seconds that threads have to end."""
+
+
+class WorkerLost(Exception):
+    """A worker is gone, with what is known of why."""
+
+
+class HiredWorker(Protocol):
+    """A worker, as the driver sees it."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """See `Worker.identity`."""
+        ...
+
+    def mine(self, part: Part) -> Iterator[dict[str, Any]]:
+        """The records of its samples, as each is finished. Raises WorkerLost, and InputError or
+        RunError where the work itself cannot be done."""
+        ...
+
+    def close(self) -> None:
+        """It is not wanted any more."""
+        ...
+
+
+class Crew(Protocol):
+    """Where workers come from."""
+
+    @property
+    def most(self) -> int | None:
+        """How many there are at most; None for as many as there is room for."""
+        ...
+
+    @property
+    def at_once(self) -> bool:
+        """Whether they begin together, or each when the one before is ready."""
+        ...
+
+    def hire(self, number: int) -> HiredWorker | None:
+        """A worker that is ready, perhaps after waiting for room; None once the crew is closed.
+        Raises as HiredWorker.mine."""
+        ...
+
+    def close(self) -> None:
+        """No more are wanted."""
+        ...
+
+
+class ProcessCrew:
+    """Processes on this machine, each with its own models; where there are GPUs, each has one."""
+
+    at_once = True
+
+    def __init__(self, plan: WorkerPlan, number: int):
+        if number < 1:
+            raise InputError(f"workers {number}: must be 1 or more")
+        self.plan, self.most = plan, number
+        self._processes = list[_Process]()
+
+    def hire(self, number: int) -> HiredWorker | None:
+        self._processes.append(_Process(number))
+        return self._processes[-1].started(self.plan)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.close()
+
+
+class _Process:
+    def __init__(self, number: int):
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "lenience.mining.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={**os.environ, **_device(number)},
+            text=True,
+            encoding="utf-8",
+        )
+        self.identity = dict[str, Any]()
+
+    def started(self, plan: WorkerPlan) -> Self:
+        """It, when it has its models. Raises as `mine`."""
+        self._tell(plan.to_json())
+        self.identity = self._message()["ready"]
+        return self
+
+    def mine(self, part: Part) -> Iterator[dict[str, Any]]:
+        self._tell(part.to_json())
+        while "mined" in (message := self._message()):
+            yield message["mined"]
+
+    def close(self) -> None:
+        self._process.kill()  # it keeps nothing
+        self._process.wait()
+
+    def _tell(self, message: Any) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise self._lost() from None
+
+    def _message(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line.endswith("\n"):
+            raise self._lost()
+        message: dict[str, Any] = json.loads(line)
+        if "error" in message:
+            raise (InputError if message["is_input"] else RunError)(message["error"])
+        return message
+
+    def _lost(self) -> WorkerLost:
+        status = self._process.wait()
+        self._errors.seek(0)
+        said = self._errors.read().decode(errors="replace").strip().splitlines()
+        return WorkerLost(f"ended with status {status}" + (f": {said[-1]}" if said else ""))
+
+
+def _device(number: int) -> dict[str, str]:
+    """The GPU of the `number`-th process, where there are several."""
+    import torch
+
+    if not torch.cuda.is_available() or torch.cuda.device_count() < 2:
+        return {}
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+    return {"CUDA_VISIBLE_DEVICES": devices[number % len(devices)]}
+
+
+class _Board:
+    """What is left to do, shared by the threads of the workers."""
+
+    def __init__(self, ids: Sequence[str]):
+        self.changed = Condition()
+        self._left, self._out = list(ids), set[str]()
+        self._workers, self._lost_in_a_row = 0, 0
+        self.closed = False
+
+    def take(self, most: int) -> list[str]:
+        """What a worker does next: fewer where little is left, so that all end together; nothing
+        once everything is done."""
+        with self.changed:
+            while not self._left and self._out and not self.closed:
+                self.changed.wait()
+            if self.closed:
+                return []
+            share = -(-len(self._left) // (2 * max(1, self._workers)))
+            taken = self._left[: min(most, share)]
+            del self._left[: len(taken)]
+            self._out |= set(taken)
+            return taken
+
+    def done(self, id: str) -> None:
+        with self.changed:
+            self._out.discard(id)
+            self._lost_in_a_row = 0
+            self.changed.notify_all()
+
+    def give_back(self, ids: Sequence[str]) -> None:
+        """Those of some samples that are not done are for others, first of all."""
+        with self.changed:
+            unfinished = [id for id in ids if id in self._out]
+            self._out -= set(unfinished)
+            self._left[:0] = unfinished
+            self.changed.notify_all()
+
+    def joined(self, by: int) -> None:
+        """So many workers more are at work."""
+        with self.changed:
+            self._workers += by
+
+    def lost(self) -> bool:
+        """A worker is gone; says whether another one should be tried."""
+        with self.changed:
+            self._lost_in_a_row += 1
+            return self._lost_in_a_row < LOST_IN_A_ROW
+
+    def close(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+
+def mined_by(crew: Crew, work: Part, identity: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The records of samples that a crew's workers search, as each is finished; `identity` is the
+    driver's own. Raises RunError where workers are lost one after the other, or are not of the
+    driver's models, and what a worker raises."""
+    threads = _Threads(crew, work, identity)
+    threads.start()
+    try:
+        for _ in work.ids:
+            found = threads.found.get()
+            if isinstance(found, BaseException):
+                raise found
+            yield found
+    finally:
+        threads.close()
+
+
+class _Threads:
+    """The threads that wait for workers, one each."""
+
+    def __init__(self, crew: Crew, work: Part, identity: Mapping[str, Any]):
+        self.crew, self.work, self.identity = crew, work, identity
+        self.board = _Board(work.ids)
+        self.found = SimpleQueue[dict[str, Any] | BaseException]()
+        self._threads = list[Thread]()
+
+    def start(self) -> None:
+        for _ in range((self.crew.most or 1) if self.crew.at_once else 1):
+            self._add()
+
+    def close(self) -> None:
+        self.board.close()
+        self.crew.close()
+        for thread in self._threads:
+            thread.join(ENDING)
+
+    def _add(self) -> None:
+        if self.crew.most is None or len(self._threads) < self.crew.most:
+            number = len(self._threads)
+            self._threads.append(Thread(target=self._work, args=(number,), daemon=True))
+            self._threads[-1].start()
+
+    def _work(self, number: int) -> None:
+        """Hire a worker, and another one in its place where it is lost, until all is done."""
+        try:
+            while not self.board.closed:
+                try:
+                    self._employ(number)
+                    return
+                except WorkerLost as error:
+                    self._lament(number, error)
+        except BaseException as error:
+            self.found.put(error)
+
+    def _employ(self, number: int) -> None:
+        """Let a worker search until nothing is left. Raises WorkerLost where it is gone before."""
+        if not (worker := self.crew.hire(number)):
+            return
+        self.board.joined(1)
+        try:
+            self._check(number, worker)
+            if not self.crew.at_once:
+                self._add()
+            while ids := self.board.take(MOST_AT_ONCE * self.work.batch_size):
+                self._search(worker, ids)
+        finally:
+            self.board.joined(-1)
+            worker.close()
+
+    def _check(self, number: int, worker: HiredWorker) -> None:
+        """Raise RunError where a worker is not of the driver's models and task."""
+        theirs = worker.identity
+        if differs := [key for key, own in self.identity.items() if theirs.get(key) != own]:
+            raise RunError(
+                f"worker {number + 1}: has another {', '.join(differs)} than the driver; give all "
+                "machines the same files"
+            )
+
+    def _search(self, worker: HiredWorker, ids: list[str]) -> None:
+        try:
+            for record in worker.mine(replace(self.work, ids=ids)):
+                self.found.put(record)
+                self.board.done(record["id"])
+        finally:
+            self.board.give_back(ids)
+
+    def _lament(self, number: int, error: WorkerLost) -> None:
+        """Say that a worker is lost. Raises RunError where too many were."""
+        if self.board.closed:
+            return
+        print(f"warning: worker {number + 1} {error}; others do its samples", file=sys.stderr)
+        if not self.board.lost():
+            what = f"{LOST_IN_A_ROW} workers were lost one after the other"
+            raise RunError(f"{what}, the last one {error}")

@@ -1,0 +1,95 @@
+"""Workers on a Ray cluster: actors, as many as it has room for; nodes may come and go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from threading import Event
+from typing import Any
+
+from lenience.core.errors import InputError, RunError, first_line
+from lenience.mining.crew import HiredWorker, WorkerLost
+from lenience.mining.worker import Part, Worker, WorkerPlan
+
+POLL = 0.5
+"""Seconds between looks at whether an actor has been placed."""
+NEEDS_RAY = "needs Ray: pip install 'lenience[ray]'"
+
+
+class RayCrew:
+    """Actors of Ray Core, each with a GPU where the cluster has some and else `plan.threads` cores.
+    One more is always asked for, so that a node that is added gets its own."""
+
+    at_once = False
+
+    def __init__(self, plan: WorkerPlan, address: str, most: int | None = None):
+        """`address`: of a cluster, or "local" for one on this machine alone."""
+        try:
+            import ray
+        except ImportError:
+            raise InputError(f"--ray {address}: {NEEDS_RAY}") from None
+        self.plan, self.most, self._ray = plan, most, ray
+        self._closed, self._began = Event(), not ray.is_initialized()
+        if self._began:
+            options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
+            if address != "local":
+                options = {"address": address, "log_to_driver": False}
+            try:
+                ray.init(**options, logging_level=logging.ERROR)
+            except Exception as error:  # whatever Ray raises that does not reach its cluster
+                what = f"no Ray cluster answers ({first_line(error)})"
+                raise InputError(f"--ray {address}: {what}; name a running one, or local") from None
+
+    def hire(self, number: int) -> HiredWorker | None:
+        ray: Any = self._ray
+        gpus = ray.cluster_resources().get("GPU", 0)
+        needs = {"num_gpus": 1} if gpus else {"num_cpus": self.plan.threads or 1}
+        actor = ray.remote(Worker).options(**needs).remote(self.plan.to_json())
+        ready = actor.identity.remote()
+        while not self._closed.is_set():
+            done, _ = ray.wait([ready], timeout=POLL)
+            if done:
+                return _Actor(ray, actor, self._known(ready))
+        ray.kill(actor)
+        return None
+
+    def _known(self, ready: Any) -> dict[str, Any]:
+        """What an actor that is ready is. Raises as `HiredWorker.mine`."""
+        try:
+            identity: dict[str, Any] = self._ray.get(ready)
+            return identity
+        except Exception as error:
+            raise _meant(error) from None
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._began:
+            self._ray.shutdown()
+
+
+class _Actor:
+    def __init__(self, ray: Any, actor: Any, identity: dict[str, Any]):
+        self._ray, self._actor = ray, actor
+        self.identity = identity
+
+    def mine(self, part: Part) -> Iterator[dict[str, Any]]:
+        found = self._actor.mine.options(num_returns="streaming").remote(part.to_json())
+        try:
+            for record in found:
+                yield self._ray.get(record)
+        except Exception as error:
+            raise _meant(error) from None
+
+    def close(self) -> None:
+        if self._ray.is_initialized():
+            self._ray.kill(self._actor)
+
+
+def _meant(error: Exception) -> Exception:
+    """What an error of Ray's means: the worker's own, or that the worker is lost."""
+    from ray.exceptions import RayTaskError
+
+    cause = getattr(error, "cause", None)
+    if isinstance(error, RayTaskError) and isinstance(cause, InputError | RunError):
+        return cause
+    return WorkerLost(f"was lost ({type(error).__name__}: {first_line(error)})")

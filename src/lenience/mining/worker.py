@@ -1,0 +1,123 @@
+"""A worker of a mining run: a process that has its own models and searches the samples that it is
+handed. It is told what to do in JSON, a line each, and answers so."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, TextIO
+
+from lenience.core.errors import InputError, RunError
+
+if TYPE_CHECKING:
+    from lenience.decoding.pair import Pair
+    from lenience.tasks import Task
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """What a worker makes its pair and its task of, wherever it is: plain values."""
+
+    pair: dict[str, Any] = field(default_factory=dict)
+    """The arguments of `load_pair`."""
+    task: dict[str, Any] = field(default_factory=lambda: {"spec": "wordmath"})
+    """The arguments of `load_task`."""
+    threads: int | None = None
+    """Of a worker on a CPU; None for all that it finds."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a worker is handed at once."""
+
+    ids: list[str]
+    decoding: dict[str, Any]
+    """How the target answers."""
+    batch_size: int
+    """How many searches are held together."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def identity_of(pair: Pair, task: Task) -> dict[str, Any]:
+    """By which a pair and a task are known to be those of another process, in plain values."""
+    return {**pair.fingerprints, "task": [task.name, task.version]}
+
+
+class Worker:
+    """A pair and a task, and the search on them."""
+
+    def __init__(self, plan: Mapping[str, Any]):
+        from lenience.decoding.asking import task_for
+        from lenience.decoding.loading import load_pair
+        from lenience.models.threads import limit_threads
+        from lenience.tasks import load_task
+
+        known = WorkerPlan(**plan)
+        if known.threads:
+            limit_threads(known.threads)
+        self.pair = load_pair(**known.pair)
+        self.task = task_for(self.pair, load_task(**known.task))
+        self._samples: dict[str, Any] | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """By which the driver knows that this is the pair and the task that it means."""
+        return identity_of(self.pair, self.task)
+
+    def mine(self, part: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The journal's records of a part's samples, as each is finished. Raises InputError for an
+        id that the task does not have."""
+        from lenience.decoding.options import Decoding
+        from lenience.mining.search import search
+        from lenience.tasks import take
+
+        if self._samples is None:
+            self._samples = {one.id: one for one in take(self.task, "train", None)}
+        asked = Part(**part)
+        if missing := [id for id in asked.ids if id not in self._samples]:
+            raise InputError(f"task {self.task.name!r}: a worker's has no sample {missing[0]}")
+        samples = [self._samples[id] for id in asked.ids]
+        decoding = Decoding.of(asked.decoding)
+        for mined in search(self.pair, self.task, samples, decoding, asked.batch_size):
+            yield mined.to_json()
+
+
+def serve(asked: TextIO, told: TextIO) -> None:
+    """Be a worker: the first line of `asked` is its plan, each further one a part; `told` gets a
+    line when it is ready, one for each record, and one when a part is done. It ends with
+    `asked`."""
+
+    def tell(**message: Any) -> None:
+        told.write(json.dumps(message, separators=(",", ":")) + "\n")
+        told.flush()
+
+    try:
+        worker = Worker(json.loads(asked.readline()))
+        tell(ready=worker.identity())
+        for line in asked:
+            for record in worker.mine(json.loads(line)):
+                tell(mined=record)
+            tell(done=True)
+    except (InputError, RunError) as error:
+        tell(error=str(error), is_input=isinstance(error, InputError))
+
+
+def main() -> None:
+    # what libraries print must not come between the lines
+    told = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    try:
+        serve(sys.stdin, told)
+    except (BrokenPipeError, KeyboardInterrupt):
+        sys.exit(1)  # the driver is gone, or is told itself
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Mining by several workers: the journal is that of one process, whoever is killed and when."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lenience.core.errors import InputError, RunError
+from lenience.decoding.loading import load_pair
+from lenience.decoding.pair import Pair
+from lenience.mining.crew import Crew, ProcessCrew
+from lenience.mining.search import MineConfig, mine
+from lenience.mining.worker import WorkerPlan
+from lenience.runs.journal import Journal
+from lenience.tasks import Task, load_task
+
+TASK = '''
+from lenience.tasks.base import Sample, Task
+
+
+class Parity(Task):
+    """Whether the last new tokens' ids add up to an odd number."""
+
+    name, max_new_tokens = "parity", 24
+
+    def samples(self, split):
+        for i in range(60):
+            last = i % 3 + (2 if split == "train" else 30)
+            yield Sample(f"{split}-{i}", f"w{1 + i % 40} w{1 + (7 * i) % 40} w{last}", None)
+
+    def answer(self, text, sample=None):
+        numbers = [int(word[1:]) for word in text.split()[-6:]]
+        return str(sum(numbers) % 2) if len(numbers) == 6 else None
+'''
+KILLED = int(os.environ.get("LENIENCE_KILLED_RUNS", "2"))
+"""Runs of which the driver or a worker is killed at a random place."""
+
+
+@pytest.fixture(scope="module")
+def plan(checkpoints, tmp_path_factory: pytest.TempPathFactory) -> WorkerPlan:
+    target, draft = checkpoints("llama")
+    file = tmp_path_factory.mktemp("task") / "parity.py"
+    file.write_text(TASK)
+    pair = {"target": target, "draft": draft, "dtype": "float32", "compile": False}
+    return WorkerPlan(pair, {"spec": f"{file}:Parity"}, threads=1)
+
+
+@pytest.fixture(scope="module")
+def pair(plan: WorkerPlan) -> Pair:
+    return load_pair(**plan.pair)
+
+
+@pytest.fixture(scope="module")
+def task(plan: WorkerPlan) -> Task:
+    return load_task(**plan.task)
+
+
+def lines(folder: Path) -> list[dict]:
+    records = list(Journal(folder / "journal.jsonl"))
+    for record in records:
+        del record["cost"]["seconds"]
+    return records
+
+
+@pytest.fixture(scope="module")
+def whole(pair: Pair, task: Task, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What one process writes."""
+    folder = tmp_path_factory.mktemp("whole")
+    mine(pair, task, folder, MineConfig(limit=40, batch_size=2))
+    return lines(folder)
+
+
+def processes(crew: ProcessCrew) -> list[subprocess.Popen]:
+    return [one._process for one in crew._processes]
+
+
+def test_workers_write_what_one_process_writes(
+    plan: WorkerPlan, pair: Pair, task: Task, whole: list[dict], tmp_path: Path
+) -> None:
+    crew = ProcessCrew(plan, 2)
+    counts = mine(pair, task, tmp_path, MineConfig(limit=40, batch_size=2), crew=crew)
+    assert counts.samples == 40 and lines(tmp_path) == whole
+    assert len(processes(crew)) == 2
+    assert all(one.poll() is not None for one in processes(crew)), "none is left behind"
+
+
+def test_a_lost_workers_samples_are_done_by_others(
+    plan: WorkerPlan,
+    pair: Pair,
+    task: Task,
+    whole: list[dict],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    crew, killed = ProcessCrew(plan, 2), list[int]()
+
+    def kill(phase: str, done: int, total: int) -> None:
+        if done in (6, 20):
+            alive = [one for one in processes(crew) if one.poll() is None]
+            alive[0].kill()
+            killed.append(done)
+
+    mine(pair, task, tmp_path, MineConfig(limit=40, batch_size=2), kill, crew)
+    assert killed == [6, 20] and lines(tmp_path) == whole
+    assert "ended with status -9; others do its samples" in capsys.readouterr().err
+
+
+DRIVER = """
+import json, sys
+from pathlib import Path
+from lenience.decoding.loading import load_pair
+from lenience.mining.crew import ProcessCrew
+from lenience.mining.search import MineConfig, mine
+from lenience.mining.worker import WorkerPlan
+from lenience.tasks import load_task
+plan = WorkerPlan(**json.loads(sys.argv[1]))
+crew = ProcessCrew(plan, 2)
+def tell(phase, done, total):
+    print(done, *(one._process.pid for one in crew._processes), flush=True)
+config = MineConfig(limit=40, batch_size=2)
+mine(load_pair(**plan.pair), load_task(**plan.task), Path(sys.argv[2]), config, tell, crew)
+"""
+
+
+def gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return True
+    return state == "Z"
+
+
+@pytest.mark.parametrize("seed", range(KILLED))
+def test_a_driver_or_workers_killed_anywhere_leave_the_same_journal(
+    seed: int, plan: WorkerPlan, whole: list[dict], tmp_path: Path
+) -> None:
+    rng = random.Random(seed)
+    whom, at = ("driver", "worker")[seed % 2], sorted(rng.sample(range(1, 39), 2))
+    for place in (*at, None):
+        command = [sys.executable, "-c", DRIVER, json.dumps(plan.to_json()), str(tmp_path)]
+        run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert run.stdout is not None
+        workers: list[int] = []
+        for told in run.stdout:
+            done, *pids = map(int, told.split())
+            workers = pids or workers
+            if place is not None and done >= place and pids:
+                time.sleep(rng.random() / 20)
+                os.kill(run.pid if whom == "driver" else rng.choice(pids), signal.SIGKILL)
+                place = None
+        status = run.wait()
+        assert status == (-signal.SIGKILL if whom == "driver" and place is None and status else 0)
+        until = time.monotonic() + 20
+        while not all(map(gone, workers)) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert all(map(gone, workers)), "a worker outlives its driver"
+        ids = [record["id"] for record in Journal(tmp_path / "journal.jsonl")]
+        assert len(ids) == len(set(ids))
+    assert lines(tmp_path) == whole
+
+
+def test_what_workers_cannot_do_is_told(
+    plan: WorkerPlan, pair: Pair, task: Task, checkpoints, tmp_path: Path
+) -> None:
+    config = MineConfig(limit=4)
+    with pytest.raises(InputError, match="workers 0"):
+        ProcessCrew(plan, 0)
+    other = checkpoints("qwen3")[0]
+    elsewhere = replace(plan, pair={**plan.pair, "target": other, "draft": other})
+    with pytest.raises(RunError, match="worker 1: has another target, draft than the driver"):
+        mine(pair, task, tmp_path / "other", config, crew=ProcessCrew(elsewhere, 1))
+    nowhere = replace(plan, pair={**plan.pair, "target": str(tmp_path / "none")})
+    with pytest.raises(InputError, match="none"):
+        mine(pair, task, tmp_path / "nowhere", config, crew=ProcessCrew(nowhere, 2))
+    broken = replace(plan, threads=-1)  # which torch refuses with an error that nobody expects
+    with pytest.raises(RunError, match="3 workers were lost one after the other"):
+        mine(pair, task, tmp_path / "broken", config, crew=ProcessCrew(broken, 1))
+
+
+# ---- on a Ray cluster of several nodes on this machine
+
+ray = pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator:
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def ray_crew(plan: WorkerPlan, cluster) -> Crew:
+    from lenience.mining.ray_crew import RayCrew
+
+    return RayCrew(plan, cluster.address)
+
+
+def test_a_lost_node_loses_nothing_and_an_added_one_helps(
+    plan: WorkerPlan, pair: Pair, task: Task, whole: list[dict], tmp_path: Path, cluster
+) -> None:
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    cluster.wait_for_nodes()
+    happened, hands = list[str](), list[threading.Thread]()
+
+    def change(phase: str, done: int, total: int) -> None:
+        if done == 5:
+            happened.append("added")
+            hands.append(threading.Thread(target=lambda: cluster.add_node(num_cpus=1)))
+        elif done == 12:
+            happened.append("lost")
+            hands.append(
+                threading.Thread(target=lambda: cluster.remove_node(nodes[0], allow_graceful=False))
+            )
+        else:
+            return
+        hands[-1].start()
+
+    config = MineConfig(limit=40, batch_size=2)
+    mine(pair, task, tmp_path, config, change, ray_crew(plan, cluster))
+    for hand in hands:
+        hand.join()
+    assert happened == ["added", "lost"] and lines(tmp_path) == whole
+
+
+def test_no_cluster_is_told(plan: WorkerPlan) -> None:
+    from lenience.mining.ray_crew import RayCrew
+
+    with pytest.raises(InputError, match="no Ray cluster answers"):
+        RayCrew(plan, "127.0.0.1:1")
