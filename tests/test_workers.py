@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -215,30 +214,24 @@ def test_a_lost_node_loses_nothing_and_an_added_one_helps(
 ) -> None:
     nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
     cluster.wait_for_nodes()
-    happened, hands = list[str](), list[threading.Thread]()
+    happened = list[str]()
 
     def change(phase: str, done: int, total: int) -> None:
         if done == 5:
+            cluster.add_node(num_cpus=1)
             happened.append("added")
-            hands.append(threading.Thread(target=lambda: cluster.add_node(num_cpus=1)))
         elif done == 12:
+            cluster.remove_node(nodes[0], allow_graceful=False)
             happened.append("lost")
-            hands.append(
-                threading.Thread(target=lambda: cluster.remove_node(nodes[0], allow_graceful=False))
-            )
-        else:
-            return
-        hands[-1].start()
 
     config = MineConfig(limit=40, batch_size=2)
     mine(pair, task, tmp_path, config, change, ray_crew(plan, cluster))
-    for hand in hands:
-        hand.join()
     assert happened == ["added", "lost"] and lines(tmp_path) == whole
 
 
 def test_no_cluster_is_told(plan: WorkerPlan) -> None:
     from lenience.mining.ray_crew import RayCrew
 
-    with pytest.raises(InputError, match="no Ray cluster answers"):
-        RayCrew(plan, "127.0.0.1:1")
+    for address in ("127.0.0.1:1", "ray://127.0.0.1:1", "nowhere"):
+        with pytest.raises(InputError, match=f"--ray {address}: no Ray cluster answers"):
+            RayCrew(plan, address)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator
 from threading import Event
 from typing import Any
@@ -13,6 +14,8 @@ from lenience.mining.worker import Part, Worker, WorkerPlan
 
 POLL = 0.5
 """Seconds between looks at whether an actor has been placed."""
+REACHED = 5.0
+"""Seconds in which a cluster must answer."""
 NEEDS_RAY = "needs Ray: pip install 'lenience[ray]'"
 
 
@@ -31,14 +34,11 @@ class RayCrew:
         self.plan, self.most, self._ray = plan, most, ray
         self._closed, self._began = Event(), not ray.is_initialized()
         if self._began:
-            options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
+            options: dict[str, Any] = {"include_dashboard": False}
             if address != "local":
-                options = {"address": address, "log_to_driver": False}
-            try:
-                ray.init(**options, logging_level=logging.ERROR)
-            except Exception as error:  # whatever Ray raises that does not reach its cluster
-                what = f"no Ray cluster answers ({first_line(error)})"
-                raise InputError(f"--ray {address}: {what}; name a running one, or local") from None
+                _reach(address)
+                options = {"address": address}
+            ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
 
     def hire(self, number: int) -> HiredWorker | None:
         ray: Any = self._ray
@@ -65,6 +65,20 @@ class RayCrew:
         self._closed.set()
         if self._began:
             self._ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Raise InputError where nothing listens at a cluster's address, for which Ray would wait for
+    minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if address != "auto":
+            socket.create_connection((host, int(port)), timeout=REACHED).close()
+    except (OSError, ValueError) as error:
+        why = first_line(error)
+        raise InputError(
+            f"--ray {address}: no Ray cluster answers ({why}); name HOST:PORT of one, auto or local"
+        ) from None
 
 
 class _Actor:
