@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lenience.core.errors import InputError
 from lenience.heads.head import Head, Inputs, Role
+from lenience.heads.streaming import Problem, Standardised, StreamedRows, fit_together
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -63,8 +64,8 @@ class FitConfig:
 class Examples:
     """Labelled states."""
 
-    x: NDArray
-    """[m, F] float32"""
+    x: NDArray | StreamedRows
+    """[m, F] float32, or as many in files where memory has no room for them"""
     harmless: NDArray
     """[m] bool: not important, not rejected, or acceptable."""
     samples: NDArray
@@ -72,6 +73,12 @@ class Examples:
     shares: NDArray | None = None
     """[m] float32: how sure it is that each is harmless, where that is what a head learns; None
     for what `harmless` says."""
+
+    @property
+    def in_memory(self) -> NDArray:
+        """The states [m, F] of examples that are not in files."""
+        assert isinstance(self.x, np.ndarray)
+        return self.x
 
     def rows(self, which: NDArray) -> Examples:
         shares = None if self.shares is None else self.shares[which]
@@ -120,18 +127,13 @@ def fit_head(
     fitted to everything. Raises InputError where there is too little to learn from.
     """
     _check_enough(examples, config)
-    mean, scale = examples.x.mean(0), examples.x.std(0) + 1e-6
-    standardised = ((examples.x - mean) / scale).astype(np.float32)
-    examples = replace(examples, x=standardised)
-    train, valid = _split(examples, config)
-    auc_by_c = _validation_aucs(examples.rows(train), examples.rows(valid), config)
-    c = max(auc_by_c, key=auc_by_c.__getitem__)
-    scores = _scores_out_of_fold(examples, c, config)
+    fit = _fit_in_files if isinstance(examples.x, StreamedRows) else _fit_in_memory
+    fitted, scores, auc_by_c, valid = fit(examples, config)
     metrics = _metrics(examples, scores, examples.rows(valid))
+    c = max(auc_by_c, key=auc_by_c.__getitem__)
     metrics["auc"] = auc_by_c[c]
     if config.kind == "logistic":
         metrics |= {"c": c, "auc_by_c": {f"{c:g}": auc for c, auc in auc_by_c.items()}}
-    fitted = _fit(examples, c, config).on_raw(mean, scale)
     important = ~examples.harmless
     recall = config.recall if config.role == "judge" else None
     return Head(
@@ -144,6 +146,62 @@ def fit_head(
         role=config.role,
         layer=_tensors(fitted.layer),
     )
+
+
+FitOutcome = tuple[Fitted, "NDArray", dict[float, float], "NDArray"]
+"""A head for inputs as they are, the examples' scores [m] out of fold, the AUC on what was set
+aside, by the penalty's C, and which rows that was."""
+
+
+def _fit_in_memory(examples: Examples, config: FitConfig) -> FitOutcome:
+    assert isinstance(examples.x, np.ndarray)
+    mean, scale = examples.x.mean(0), examples.x.std(0) + 1e-6
+    standardised = ((examples.x - mean) / scale).astype(np.float32)
+    examples = replace(examples, x=standardised)
+    train, valid = _split(examples, config)
+    auc_by_c = _validation_aucs(examples.rows(train), examples.rows(valid), config)
+    c = max(auc_by_c, key=auc_by_c.__getitem__)
+    scores = _scores_out_of_fold(examples, c, config)
+    return _fit(examples, c, config).on_raw(mean, scale), scores, auc_by_c, valid
+
+
+def _fit_in_files(examples: Examples, config: FitConfig) -> FitOutcome:
+    """The same for a logistic head on states that stay in their files: all penalties are fitted
+    together, and then all folds."""
+    from scipy.special import expit
+    from sklearn.metrics import roc_auc_score
+
+    assert isinstance(examples.x, StreamedRows)
+    if config.kind != "logistic":
+        raise InputError(
+            f"head {config.kind}: {len(examples)} rows of {examples.x.width} numbers do not fit "
+            "into memory; take logistic, which is fitted from files, or fewer samples"
+        )
+    x, m = Standardised.of(examples.x), len(examples)
+    train, valid = _split(examples, config)
+    inside = np.isin(np.arange(m), train)
+    weights = fit_together(x, examples.labels, [Problem(c, inside) for c in L2_GRID])
+    logits = x.logits(weights)[valid]
+    labels = examples.harmless[valid]
+    auc_by_c = {c: float(roc_auc_score(labels, logits[:, k])) for k, c in enumerate(L2_GRID)}
+    c = max(auc_by_c, key=auc_by_c.__getitem__)
+    folds = [outside for _, outside in _folds(examples)]
+    problems = [Problem(c, ~np.isin(np.arange(m), outside)) for outside in folds]
+    problems.append(Problem(c, np.ones(m, dtype=bool)))
+    begin = np.repeat(weights[:, [L2_GRID.index(c)]], len(problems), 1)
+    weights = fit_together(x, examples.labels, problems, begin)
+    logits, scores = x.logits(weights), np.zeros(m)
+    for k, outside in enumerate(folds):
+        scores[outside] = expit(logits[outside, k])
+    fitted = Fitted(weights[:-1, -1], float(weights[-1, -1]))
+    return fitted.on_raw(x.mean, x.scale), scores, auc_by_c, valid
+
+
+def _folds(examples: Examples) -> Iterator[tuple[NDArray, NDArray]]:
+    """Five times the rows of four fifths of the samples, and the others."""
+    from sklearn.model_selection import GroupKFold
+
+    return GroupKFold(5).split(examples.harmless, examples.harmless, examples.samples)
 
 
 def _tensors(layer: tuple[NDArray, NDArray] | None) -> tuple[Tensor, Tensor] | None:
@@ -216,7 +274,7 @@ def _split(examples: Examples, config: FitConfig) -> tuple[NDArray, NDArray]:
 
     splitter = GroupShuffleSplit(n_splits=20, test_size=0.1, random_state=config.seed)
     harmless = examples.harmless
-    for train, valid in splitter.split(examples.x, harmless, examples.samples):
+    for train, valid in splitter.split(harmless, harmless, examples.samples):
         if len(set(harmless[valid])) == len(set(harmless[train])) == 2:
             return train, valid
     raise InputError(f"important mismatches sit in too few samples to set any aside; {config.mend}")
@@ -229,7 +287,7 @@ def _validation_aucs(train: Examples, valid: Examples, config: FitConfig) -> dic
     from sklearn.metrics import roc_auc_score
 
     if config.kind != "logistic":
-        logits = _fit(train, 0.0, config).logits(valid.x)
+        logits = _fit(train, 0.0, config).logits(valid.in_memory)
         return {0.0: float(roc_auc_score(valid.harmless, logits))}
     model, aucs = LogisticRegression(max_iter=500, warm_start=True), {}
     for c in L2_GRID:
@@ -241,12 +299,12 @@ def _validation_aucs(train: Examples, valid: Examples, config: FitConfig) -> dic
 def _scores_out_of_fold(examples: Examples, c: float, config: FitConfig) -> NDArray:
     """[m]: each example's score by a head that was fitted to other samples."""
     from scipy.special import expit
-    from sklearn.model_selection import GroupKFold
 
     scores = np.zeros(len(examples))
-    folds = GroupKFold(5).split(examples.x, examples.harmless, examples.samples)
-    for inside, outside in folds:
-        scores[outside] = expit(_fit(examples.rows(inside), c, config).logits(examples.x[outside]))
+    for inside, outside in _folds(examples):
+        scores[outside] = expit(
+            _fit(examples.rows(inside), c, config).logits(examples.in_memory[outside])
+        )
     return scores
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,14 +24,18 @@ from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.heads.fitting import Examples
 from lenience.heads.head import Inputs, Role
+from lenience.heads.streaming import StreamedRows
 from lenience.mining.drafted_on import as_in_windows, values_drafted_on
 from lenience.models.generation_config import processors_of
 from lenience.models.lm import States
+from lenience.models.memory import free_bytes
 from lenience.models.session import Session
 from lenience.rules.registry import parse_rule
 from lenience.runs.journal import Journal
 from lenience.runs.record import MinedSample, Mismatch, read_run
 
+COPIES = 4
+"""How many copies of its inputs a fit in memory makes."""
 SHARD = 100
 """Journal records in a shard of features."""
 STOP_TOKENS = 64
@@ -139,19 +144,30 @@ def load_features(
     of: str | None = None,
     seed: int = 0,
 ) -> Examples:
-    """All that has been computed, in the journal's order. What a gate must not let through is a
+    """All that has been computed, in the journal's order; states that memory has no room for stay
+    in their files. What a gate must not let through is a
     token to which the draft gives more than `tau` times the target's probability. `seed` says where
     a judge that looks ahead is cut off."""
-    shards: list[list[np.ndarray]] = []
-    for path in sorted(_shards(folder, inputs, role, of).glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            names = ("x", LABELS[role], "sample")
-            shards.append([file.get_tensor(name).float().numpy() for name in names])
-    x, label, sample = (np.concatenate(column) for column in zip(*shards))
+    paths = sorted(_shards(folder, inputs, role, of).glob("*.safetensors"))
+    label, sample = (_column(paths, name) for name in (LABELS[role], "sample"))
+    in_files = StreamedRows.of(paths)
+    room = free_bytes(torch.device("cpu")) or sys.maxsize
+    x: np.ndarray | StreamedRows = in_files
     if inputs.ahead is not None:
-        x = as_in_windows(x, inputs, seed)
+        x = as_in_windows(_column(paths, "x"), inputs, seed)
+    elif COPIES * 4 * len(in_files) * in_files.width <= room:
+        x = _column(paths, "x")
     important = label > tau if role == "gate" else label.astype(bool)
     return Examples(x, ~important, sample.astype(int))
+
+
+def _column(paths: Sequence[Path], name: str) -> np.ndarray:
+    """What shards hold under a name, one after the other, as float32."""
+    parts = []
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            parts.append(file.get_tensor(name).float().numpy())
+    return np.concatenate(parts)
 
 
 def _digest_of(path: Path) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from lenience.decoding.certified import heads_of
 from lenience.decoding.pair import Pair
 from lenience.heads.fitting import Examples, FitConfig, fit_head
 from lenience.heads.head import Head, Inputs
+from lenience.heads.streaming import StreamedRows
 from lenience.mining.annotated import Annotated, annotated_examples
 from lenience.mining.features import compute_features, load_features
 from lenience.mining.resampling import shares_harmless
@@ -146,11 +148,23 @@ def _joined(parts: list[tuple[Examples, list[str]]]) -> Examples:
         samples.append(np.array(of_run, dtype=int)[examples.samples])
     soft = any(examples.shares is not None for examples, _ in parts)
     return Examples(
-        np.concatenate([examples.x for examples, _ in parts]),
+        _all_rows([examples.x for examples, _ in parts]),
         np.concatenate([examples.harmless for examples, _ in parts]),
         np.concatenate(samples),
         np.concatenate([examples.labels for examples, _ in parts]) if soft else None,
     )
+
+
+def _all_rows(parts: Sequence[np.ndarray | StreamedRows]) -> np.ndarray | StreamedRows:
+    """States of several runs, in files where those of any are."""
+    if len(parts) == 1:
+        return parts[0]
+    streamed = [part for part in parts if isinstance(part, StreamedRows)]
+    if not streamed:
+        return np.concatenate([part for part in parts if isinstance(part, np.ndarray)])
+    if len(streamed) < len(parts):
+        raise InputError("memory has no room for all runs' states; fit to fewer runs")
+    return StreamedRows.joined(streamed)
 
 
 def fit_annotated(

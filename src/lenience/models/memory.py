@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import torch
@@ -50,8 +51,19 @@ def free_bytes(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0] + kept_by_torch
     try:
         with open("/proc/meminfo") as file:
-            return next(
+            free = next(
                 int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")
             )
+            return min(free, _allowed())
     except (OSError, StopIteration):
         return None
+
+
+def _allowed() -> int:
+    """How much memory this process may take at all."""
+    try:
+        import resource
+    except ImportError:  # not on every system
+        return sys.maxsize
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit

@@ -1,0 +1,208 @@
+"""Logistic regression on more states than memory holds: they stay in their files, and each pass
+over these serves several fits together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from torch import Tensor
+
+BLOCK = 1024
+"""Rows that are read at a time."""
+MEMORY = 10
+"""Steps that L-BFGS remembers."""
+MOST_STEPS, CLOSE_ENOUGH = 200, 1e-5
+"""A fit ends where no part of the gradient of the mean loss is above this, or after so many."""
+SHORTEST = 2.0**-20
+"""Of a step that is tried."""
+
+
+@dataclass(frozen=True)
+class StreamedRows:
+    """States [m, F] in safetensors files, in their order; those that `kept` [all rows] names."""
+
+    paths: tuple[Path, ...]
+    sizes: tuple[int, ...]
+    """How many rows each file holds."""
+    width: int
+    kept: NDArray
+    """[all rows] bool"""
+
+    @classmethod
+    def of(cls, paths: Sequence[Path]) -> StreamedRows:
+        shapes = []
+        for path in paths:
+            with safe_open(path, "pt") as file:
+                shapes.append(file.get_slice("x").get_shape())
+        sizes = tuple(int(shape[0]) for shape in shapes)
+        return cls(tuple(paths), sizes, int(shapes[0][1]), np.ones(sum(sizes), dtype=bool))
+
+    def __len__(self) -> int:
+        return int(self.kept.sum())
+
+    def __getitem__(self, which: NDArray) -> StreamedRows:
+        """Some of the rows, by a mask or by their numbers, in their order."""
+        kept = np.zeros_like(self.kept)
+        kept[np.flatnonzero(self.kept)[which]] = True
+        return StreamedRows(self.paths, self.sizes, self.width, kept)
+
+    @staticmethod
+    def joined(parts: Sequence[StreamedRows]) -> StreamedRows:
+        return StreamedRows(
+            tuple(path for part in parts for path in part.paths),
+            tuple(size for part in parts for size in part.sizes),
+            parts[0].width,
+            np.concatenate([part.kept for part in parts]),
+        )
+
+    def blocks(self) -> Iterator[Tensor]:
+        """The rows, some [n, F] float32 at a time."""
+        start = 0
+        for path, size in zip(self.paths, self.sizes):
+            with safe_open(path, "pt") as file:
+                states = file.get_slice("x")
+                for first in range(0, size, BLOCK):
+                    end = min(first + BLOCK, size)
+                    kept = self.kept[start + first : start + end]
+                    if kept.any():
+                        block = states[first:end]
+                        yield (block if kept.all() else block[torch.from_numpy(kept)]).float()
+            start += size
+
+    def mean_and_scale(self) -> tuple[NDArray, NDArray]:
+        """[F] each: the mean, and the standard deviation with a little added."""
+        total, squares = (torch.zeros(self.width, dtype=torch.float64) for _ in range(2))
+        for block in self.blocks():
+            total += block.double().sum(0)
+        mean = total / len(self)
+        for block in self.blocks():
+            squares += (block.double() - mean).square().sum(0)
+        return mean.numpy(), (squares / len(self)).sqrt().numpy() + 1e-6
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One of the fits that share their passes."""
+
+    c: float
+    """The inverse strength of the L2 penalty, as scikit-learn has it."""
+    rows: NDArray
+    """[m] bool: which rows it is fitted to."""
+
+
+@dataclass(frozen=True)
+class Standardised:
+    """Rows less their mean, by their scale."""
+
+    rows: StreamedRows
+    mean: NDArray
+    scale: NDArray
+
+    @classmethod
+    def of(cls, rows: StreamedRows) -> Standardised:
+        return cls(rows, *rows.mean_and_scale())
+
+    def blocks(self) -> Iterator[Tensor]:
+        mean, scale = (torch.from_numpy(part).float() for part in (self.mean, self.scale))
+        for block in self.rows.blocks():
+            yield (block - mean) / scale
+
+    def logits(self, weights: NDArray) -> NDArray:
+        """[m, K] of linear heads [F + 1, K], whose last row is the bias."""
+        matrix, bias = torch.from_numpy(weights[:-1]), torch.from_numpy(weights[-1])
+        blocks = (x @ matrix.float() + bias for x in self.blocks())
+        return np.concatenate([logits.numpy() for logits in blocks])
+
+
+def fit_together(
+    x: Standardised, labels: NDArray, problems: Sequence[Problem], begin: NDArray | None = None
+) -> NDArray:
+    """Heads [F + 1, K] for K problems on rows x [m, F] with labels [m] from 0 to 1, the last row
+    their biases, which are not penalised. All take their steps of L-BFGS in the same passes;
+    `begin` is where they begin."""
+    rows = np.stack([problem.rows for problem in problems], 1)  # [m, K]
+    c = torch.tensor([problem.c for problem in problems], dtype=torch.float64)
+    counts = torch.from_numpy(rows.sum(0).astype(float))
+
+    def loss_and_gradient(weights: Tensor) -> tuple[Tensor, Tensor]:
+        """[K] and [F + 1, K]: of the mean loss, the penalty included."""
+        matrix, bias = weights[:-1], weights[-1]
+        loss, gradient = torch.zeros_like(c), torch.zeros_like(weights)
+        start = 0
+        for block in x.blocks():
+            part = slice(start, start + len(block))
+            start += len(block)
+            taken = torch.from_numpy(rows[part])
+            target = torch.from_numpy(labels[part]).double()[:, None]
+            logits = (block @ matrix.float()).double() + bias
+            losses = torch.nn.functional.softplus(logits) - target * logits
+            loss += (losses * taken).sum(0)
+            off = (torch.sigmoid(logits) - target) * taken
+            gradient[:-1] += (off.T.contiguous().float() @ block).double().T
+            gradient[-1] += off.sum(0)
+        loss = (loss + matrix.square().sum(0) / (2 * c)) / counts
+        gradient[:-1] += matrix / c
+        return loss, gradient / counts
+
+    width = x.rows.width + 1
+    first = np.zeros((width, len(problems))) if begin is None else begin
+    return _minimised(loss_and_gradient, torch.from_numpy(first.copy())).numpy()
+
+
+def _minimised(
+    loss_and_gradient: Callable[[Tensor], tuple[Tensor, Tensor]], weights: Tensor
+) -> Tensor:
+    """The minima [D, K] of K convex functions, by L-BFGS with backtracking, from `weights` on; each
+    call evaluates all K."""
+    loss, gradient = loss_and_gradient(weights)
+    changes, turns = list[Tensor](), list[Tensor]()
+    length = 1 / gradient.norm(dim=0).clamp(min=1.0)
+    for _ in range(MOST_STEPS):
+        open_ones = gradient.abs().amax(0) > CLOSE_ENOUGH
+        if not open_ones.any():
+            break
+        direction = -_lbfgs(gradient, changes, turns)
+        slope = (direction * gradient).sum(0)
+        length = torch.where(open_ones & (slope < 0), length, torch.zeros_like(length))
+        while True:
+            tried = weights + length * direction
+            new_loss, new_gradient = loss_and_gradient(tried)
+            too_long = (new_loss > loss + 1e-4 * length * slope) & (length > SHORTEST)
+            if not too_long.any():
+                break
+            length = torch.where(too_long, length / 2, length)
+        moved = new_loss <= loss
+        if not (moved & (length > 0)).any():
+            break
+        change = torch.where(moved, tried - weights, 0.0)
+        turn = torch.where(moved, new_gradient - gradient, 0.0)
+        changes, turns = [*changes[1 - MEMORY :], change], [*turns[1 - MEMORY :], turn]
+        weights, loss = torch.where(moved, tried, weights), torch.where(moved, new_loss, loss)
+        gradient = torch.where(moved, new_gradient, gradient)
+        length = torch.ones_like(length)
+    return weights
+
+
+def _lbfgs(gradient: Tensor, changes: Sequence[Tensor], turns: Sequence[Tensor]) -> Tensor:
+    """[D, K]: gradients times the inverse Hessians that the last steps tell (Nocedal 1980); a step
+    that did not bend a function tells nothing of it."""
+    direction, shares = gradient.clone(), list[Tensor]()
+    scale = torch.ones(gradient.shape[1], dtype=gradient.dtype)
+    bends = [(change * turn).sum(0) for change, turn in zip(changes, turns)]
+    for change, turn, bend in zip(reversed(changes), reversed(turns), reversed(bends)):
+        share = torch.where(bend > 0, (change * direction).sum(0) / bend, 0.0)
+        shares.append(share)
+        direction = direction - share * turn
+    for turn, bend in zip(turns, bends):  # the last that tells something
+        scale = torch.where(bend > 0, bend / turn.square().sum(0), scale)
+    direction = direction * scale
+    for change, turn, bend, share in zip(changes, turns, bends, reversed(shares)):
+        back = torch.where(bend > 0, (turn * direction).sum(0) / bend, 0.0)
+        direction = direction + (share - back) * change
+    return direction
