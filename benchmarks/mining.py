@@ -1,13 +1,16 @@
-"""What mining takes beside the book's way, on the built-in pair. Prints one JSON object.
+"""What mining takes beside the book's way, on the built-in pair, and how often labels of drawn
+answers repeat. Prints one JSON object.
 
-    python benchmarks/mining.py --limit 48 --out benchmarks/results/mining.json
+    python benchmarks/mining.py --limit 96 --out benchmarks/results/mining.json
 
 By the book (AutoJudge, Garipov 2025, algorithm 1) the target goes on after every swap alone: a pass
 for each new token, and the prompt with what stands before the swap is read again each time. Ours
 are the journal's own counts. `plainly` is the same search, each continuation drafted by the draft
-model alone in windows of 4; `recalling` what `lenience mine` does, which drafts with what the
-sample's earlier responses say; `wide` that with windows of 32, as on a GPU. The labels of all are
-the same, or it fails.
+model alone in windows of 4; `recalling` what `lenience mine` does on a CPU, which drafts with what
+the sample's earlier responses say; `in_flight` what it does on a GPU, where windows are wider and
+continuations that are likely to be asked for are decoded beside the one that is. `one_worker` and
+`two_workers` are processes that have one thread each, after they have loaded their models. The
+labels of all are the same, or it fails.
 """
 
 from __future__ import annotations
@@ -15,21 +18,35 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lenience.decoding.branches import LONGEST, LONGEST_ON_CPU, Conversing, converse
+import numpy as np
+
+from lenience.decoding.branches import (
+    IN_FLIGHT,
+    LONGEST,
+    LONGEST_ON_CPU,
+    Conversing,
+    converse,
+)
 from lenience.decoding.dialogue import Continue, Dialogue, Ended
 from lenience.decoding.loading import load_pair
+from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
-from lenience.drafting.base import DrafterSpec
 from lenience.drafting.recalled import Recalled
 from lenience.drafting.registry import parse_drafter
 from lenience.evaluation.table import machine
-from lenience.mining.search import Found, Miner
-from lenience.tasks import WordMath, take
+from lenience.mining.crew import HiredWorker, ProcessCrew, mined_by
+from lenience.mining.search import Found, Miner, search
+from lenience.mining.worker import Part, WorkerPlan, identity_of
+from lenience.runs.record import MinedSample
+from lenience.tasks import Sample, WordMath, take
 
 AT_ONCE = 16
+TEMPERATURE, SEEDS = 0.6, (1, 2)
+"""Of the drawn answers, and the further draws of each label."""
 
 
 class Book:
@@ -54,59 +71,139 @@ class Book:
 
 
 def mined(
-    pair: Pair, limit: int, book: Book, drafter: DrafterSpec, window: int, in_flight: int = 1
+    pair: Pair, samples: Sequence[Sample], book: Book, **how: Any
 ) -> tuple[list[Ended[Found]], float]:
-    """What is found on the first samples of the training split, and the seconds it took."""
+    """What is found on samples, and the seconds it took."""
     task = WordMath()
-    samples = take(task, "train", limit)
     prompts = [pair.target.encode(sample.prompt) for sample in samples]
     most = task.max_new_tokens
     miners = [Miner(task, sample, pair.target, most) for sample in samples]
     dialogues = (book.counted(one.search(prompt)) for one, prompt in zip(miners, prompts))
+    conversing = Conversing(AT_ONCE, max(map(len, prompts)) + most, **how)
     began = time.perf_counter()
-    capacity = max(map(len, prompts)) + most
-    how = Conversing(AT_ONCE, capacity, in_flight=in_flight, drafter=drafter, window=window)
-    ended = list(converse(pair, dialogues, how))
+    ended = list(converse(pair, dialogues, conversing))
     seconds = time.perf_counter() - began
     return sorted(ended, key=lambda one: one.number), seconds
 
 
 def counts(ended: list[Ended[Found]]) -> dict[str, int]:
     """What searches took in all."""
-    names = ("target_passes", "target_tokens", "draft_tokens")
+    names = ("target_passes", "target_tokens", "unused_tokens", "draft_tokens")
     return {name: sum(getattr(one.cost, name) for one in ended) for name in names}
 
 
+class Loaded:
+    """A crew of workers that have their models."""
+
+    at_once = True
+
+    def __init__(self, number: int):
+        crew = ProcessCrew(WorkerPlan(threads=1), number)
+        self.most = number
+        self.workers = [crew.hire(i) for i in range(number)]
+
+    def hire(self, number: int) -> HiredWorker | None:
+        return self.workers[number]
+
+    def close(self) -> None: ...
+
+
+def by_workers(pair: Pair, samples: Sequence[Sample], number: int) -> tuple[list[Any], float]:
+    """What workers of one thread each find on samples, and the seconds it took."""
+    crew = Loaded(number)
+    ids = [sample.id for sample in samples]
+    for worker in crew.workers:
+        assert worker is not None
+        list(worker.mine(Part(ids[:2], {"max_new_tokens": 320}, 1)))  # warm-up
+    work = Part(ids, {"max_new_tokens": 320}, AT_ONCE // number)
+    began = time.perf_counter()
+    records = list(mined_by(crew, work, identity_of(pair, WordMath())))
+    seconds = time.perf_counter() - began
+    by_id = {record["id"]: MinedSample.read(record, "a worker's record") for record in records}
+    return [by_id[id].mismatches for id in ids], seconds
+
+
+def drawn_again(task: WordMath, sample: Sample, one: MinedSample, pair: Pair) -> Dialogue[list]:
+    """Whether each of a sample's swaps changes the answer under another noise."""
+    labels = []
+    for mismatch in one.mismatches:
+        answers = []
+        for token in (mismatch.target_token, mismatch.draft_token):
+            response = [*one.final_ids[: mismatch.position], token]
+            if token not in pair.target.eos_ids:
+                left = task.max_new_tokens - len(response)
+                ids = one.prompt_ids + response
+                response += yield Continue(ids, left, prompt_length=len(one.prompt_ids))
+            answers.append(task.answer(pair.target.decode(response), sample))
+        labels.append(task.same(answers[0], answers[1], sample) is not True)
+    return labels
+
+
+def repeating(pair: Pair, samples: Sequence[Sample]) -> dict[str, Any]:
+    """How often labels of drawn answers come out the same under another noise."""
+    task = WordMath()
+    decoding = Decoding(temperature=TEMPERATURE, max_new_tokens=task.max_new_tokens)
+    found = {one.id: one for one in search(pair, task, samples, decoding, AT_ONCE)}
+    known = [found[sample.id] for sample in samples if found[sample.id].answers.target is not None]
+    by_id = {sample.id: sample for sample in samples}
+    first = np.array([bool(m.important) for one in known for m in one.mismatches])
+    capacity = max(len(one.prompt_ids) for one in known) + task.max_new_tokens
+    again: list[Any] = []
+    for seed in SEEDS:
+        sampling = Decoding(temperature=TEMPERATURE, seed=seed)
+        dialogues: Iterator[Any] = (drawn_again(task, by_id[one.id], one, pair) for one in known)
+        ended = converse(pair, dialogues, Conversing(AT_ONCE, capacity, sampling))
+        labels = [one.result for one in sorted(ended, key=lambda one: one.number)]
+        again.append(np.array([label for of_sample in labels for label in of_sample]))
+    drawn = np.stack(again)  # [seeds, labels]
+    return {
+        "temperature": TEMPERATURE,
+        "seeds": len(SEEDS),
+        "labels": len(first),
+        "important": int(first.sum()),
+        "same_label": float((drawn == first).mean()),
+        "important_again": float(drawn[:, first].mean()),
+        "harmless_again": float(1 - drawn[:, ~first].mean()),
+    }
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--limit", type=int, default=48)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--limit", type=int, default=96)
+    parser.add_argument("--drawn", type=int, default=48, help="samples whose answers are drawn")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    pair = load_pair(compile=True)
-    kinds = {
-        "plainly": (parse_drafter("model"), 4),
-        "recalling": (Recalled(), LONGEST_ON_CPU),
-        "wide": (Recalled(), LONGEST),
+    pair, samples = load_pair(compile=True), take(WordMath(), "train", args.limit)
+    kinds: dict[str, dict[str, Any]] = {
+        "plainly": {"drafter": parse_drafter("model"), "window": 4, "in_flight": 1},
+        "recalling": {"drafter": Recalled(), "window": LONGEST_ON_CPU, "in_flight": 1},
+        "in_flight": {"drafter": Recalled(), "window": LONGEST, "in_flight": IN_FLIGHT},
     }
     rows: dict[str, Any] = {}
     labels = []
-    for name, (drafter, window) in kinds.items():
+    for name, how in kinds.items():
         book = Book()
-        mined(pair, 2, Book(), drafter, window)  # warm-up
-        ended, seconds = mined(pair, args.limit, book, drafter, window)
-        labels.append([one.result for one in ended])
+        mined(pair, samples[:2], Book(), **how)  # warm-up
+        ended, seconds = mined(pair, samples, book, **how)
+        labels.append([one.result.mismatches for one in ended])
         rows["book"] = {"target_passes": book.passes, "target_tokens": book.tokens}
         rows[name] = {**counts(ended), "seconds": seconds}
+    for name, number in (("one_worker", 1), ("two_workers", 2)):
+        found, seconds = by_workers(pair, samples, number)
+        labels.append(found)
+        rows[name] = {"seconds": seconds}
     if any(found != labels[0] for found in labels):
-        raise RuntimeError("the ways to draft do not find the same")
+        raise RuntimeError("the ways to mine do not find the same")
     for row in rows.values():
         row.update({key: round(value / args.limit, 3) for key, value in row.items()})
-    mismatches = sum(len(found.mismatches) for found in labels[0])
     result = {
         "machine": machine(pair),
         "samples": args.limit,
-        "mismatches": mismatches,
+        "mismatches": sum(map(len, labels[0])),
         "a_sample": rows,
+        "drawn": repeating(pair, samples[: args.drawn]),
     }
     print(json.dumps(result, indent=1))
     if args.out:
