@@ -94,7 +94,7 @@ def test_the_loose_end_keeps_all_that_is_drafted(spec: str, llama: Pair) -> None
         "fly:0,1,budget=0",
         "ensemble:1",
         "mentored:0",
-        "random:0",
+        "speculative|random:0",
         "random:1,budget=0",
         "kl:0",
     ],

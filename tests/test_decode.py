@@ -265,9 +265,41 @@ def test_sampled_pairs_of_tokens_follow_the_target(rule: str, options: dict) -> 
     assert chisquare(seen, expected).pvalue > 1e-4
 
 
-def test_a_whole_decode_follows_the_targets_distribution(llama: Pair) -> None:
+def test_a_draft_has_a_temperature_of_its_own(llama: Pair) -> None:
+    options = {"temperature": 1.0, "window": 6, "max_new_tokens": 6}
+    greedily = llama.generate([5, 9], rule="draft", max_new_tokens=6).tokens
+    assert 0 not in greedily
+    for seed in range(3):  # all that is drafted is kept
+        out = llama.generate([5, 9], rule="random:1", draft_temperature=0, seed=seed, **options)
+        assert out.tokens[:5] == greedily[:5]
+    drawn = {
+        tuple(llama.generate([5, 9], rule="random:1", seed=seed, **options).tokens)
+        for seed in range(3)
+    }
+    assert len(drawn) > 1
+    # `exact` is plain sampling, whatever is drafted
+    for seed in range(5):
+        plain = llama.generate([5, 9], rule="target", seed=seed, temperature=1.0, max_new_tokens=30)
+        for draft_temperature in (0.0, 0.5, 2.0):
+            out = llama.generate(
+                [5, 9],
+                seed=seed,
+                temperature=1.0,
+                max_new_tokens=30,
+                draft_temperature=draft_temperature,
+            )
+            assert out.tokens == plain.tokens
+    for wrong in ({"drafter": "ngram"}, {"tree": "dynamic:4"}, {"draft_temperature": -1}):
+        with pytest.raises(InputError, match="draft_temperature"):
+            llama.generate([5, 9], **{"draft_temperature": 0.0, **options, **wrong})
+
+
+@pytest.mark.parametrize("draft_temperature", [None, 0.0, 2.0])
+def test_a_whole_decode_follows_the_targets_distribution(
+    draft_temperature: float | None, llama: Pair
+) -> None:
     """The marginal of the third token over 1,500 seeds against the one computed from the target's
-    own logits."""
+    own logits, whatever temperature the draft has."""
     with torch.inference_mode():
         probs = {}
 
@@ -287,7 +319,14 @@ def test_a_whole_decode_follows_the_targets_distribution(llama: Pair) -> None:
     seen = np.zeros(48)
     for seed in range(1500):
         tokens = llama.generate(
-            [7], rule="speculative", temperature=1.0, top_k=3, window=2, max_new_tokens=3, seed=seed
+            [7],
+            rule="speculative",
+            temperature=1.0,
+            draft_temperature=draft_temperature,
+            top_k=3,
+            window=2,
+            max_new_tokens=3,
+            seed=seed,
         ).tokens
         if len(tokens) == 3:
             seen[tokens[2]] += 1

@@ -253,7 +253,8 @@ DEFINITIONS = {
     "fuzzy:js@0.1|topk:2": lambda p, q, token: max(
         0.1 - js(p, q), 1.5 - list(np.argsort(-p, kind="stable")).index(token)
     ),
-    "random:0": lambda p, q, token: 0.5 if token == p.argmax() else -0.5,
+    "random:0": lambda p, q, token: -0.5,
+    "exact|random:0": lambda p, q, token: 0.5 if token == p.argmax() else -0.5,
     "random:1": lambda p, q, token: 1.0,
 }
 
@@ -469,7 +470,7 @@ def counted(done: np.ndarray) -> np.ndarray:
         "topk:2,budget=0",
         "fuzzy:kl@0",
         "topk:3,begin=a,end=b",
-        "random:0",
+        "speculative|random:0",
     ],
 )
 def test_lossless_rules_and_strict_ends_keep_the_targets_distribution(spec: str) -> None:
@@ -560,12 +561,14 @@ def test_a_rule_that_looks_ahead_draws_anew_for_each_window(llama: Pair) -> None
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
-def test_random_accepts_its_share_of_the_mismatches(rate: float) -> None:
+@pytest.mark.parametrize(("spec", "drafted"), [("{}", 0), ("{}", 1), ("exact|{}", 1)])
+def test_random_accepts_its_share_of_what_it_is_asked(rate: float, spec: str, drafted: int) -> None:
+    """By itself of all tokens, matching (0) or not (1); beside `exact` of those that do not."""
     n = 4000
     logits = np.tile(np.log(np.array([0.9, 0.1], dtype=np.float32)), (2, 1))
-    rule = lenience.rule(f"random:{rate}")
+    rule = lenience.rule(spec.format(f"random:{rate}"))
     kept = sum(
-        decide(rule, window([1]), reading(logits), sampling(seed, 0.0)).num_accepted
+        decide(rule, window([drafted]), reading(logits), sampling(seed, 0.0)).num_accepted
         for seed in range(n)
     )
     assert binomtest(kept, n, rate).pvalue > 1e-3

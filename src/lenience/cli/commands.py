@@ -668,7 +668,7 @@ def push(
 
 
 @command
-def demo(*, out: Path = Path("demo"), fresh: int = 8, limit: int = 100, json: Json = False) -> None:
+def demo(*, out: Path = Path("demo"), fresh: int = 8, limit: int = 60, json: Json = False) -> None:
     """The whole story on the built-in pair: mine, fit, tune, certify, compare, report.html.
 
     Parameters

@@ -30,7 +30,7 @@ from lenience.rules.judge import Judge
 from lenience.rules.registry import BASELINES
 from lenience.tasks import WordMath
 
-SHIPPED = 400
+SHIPPED = 600
 """How many of the samples that come with the pair are fitted to: what a demo has time for."""
 RECALLS = (0.998, 0.995, 0.98, 0.9)
 """Of important tokens: the thresholds that are tried, from one that hardly loses anything to the
@@ -42,8 +42,8 @@ WINDOWS, WIDEST, RACED = (4, 8, 16), 16, 8
 many problems are raced on."""
 STOPPED_AT = 0.5
 """At which threshold the stop races."""
-MAX_DROP = 0.03
-"""What is certified, on at most three times as many problems as are compared."""
+MAX_DROP, CERTIFIED_ON = 0.03, 5
+"""What is certified, on at most so many times as many problems as are compared."""
 TOLD = (
     "certified", "max_drop", "confidence", "n", "losses", "upper_bound", "procedure", "binds",
 )  # fmt: skip
@@ -124,8 +124,8 @@ def _tune(pair: Pair, out: Path, head: Head, limit: int) -> Tuned:
         rules=(str(Judge(str(folder / "judge"))),),
         max_drop=MAX_DROP,
         thresholds=tuple(_thresholds(head)),
-        limit=3 * limit,
-        horizon=3 * limit,
+        limit=CERTIFIED_ON * limit,
+        horizon=CERTIFIED_ON * limit,
         home=out / "ledger",  # a demo is no question of its user's
     )
     stops = ("fixed", str(Likely(str(folder / "stop"), STOPPED_AT)))
@@ -134,11 +134,12 @@ def _tune(pair: Pair, out: Path, head: Head, limit: int) -> Tuned:
 
 
 def _compare(pair: Pair, out: Path, tuned: Tuned, limit: int) -> Frontier:
-    """Each threshold and strict decoding at its fastest window, as tuned, and at the widest."""
+    """Each threshold and strict decoding at its fastest window, as tuned, and strict decoding and
+    the last but one threshold at the widest."""
     screen.rule(f"4. comparing on {limit} held-out problems")
     raced = [tuned.races.strict, *(one for chain in tuned.races.lenient for one in chain)]
     fastest = [Decoding.parse(one.setting) for one in raced]
-    widest = [replace(one, window=WIDEST) for one in fastest]
+    widest = [replace(fastest[i], window=WIDEST) for i in (0, -2)]
     compared = [*fastest, *widest, replace(fastest[0], rule="topk:2")]
     settings = [f"{one.rule}; window={one.window}; stop={one.stop}" for one in compared]
     config = CompareConfig(settings=tuple(dict.fromkeys(settings)), limit=limit, timed=8, repeats=1)

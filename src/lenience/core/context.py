@@ -4,7 +4,7 @@ randomness."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -60,6 +60,8 @@ class Context:
 
     rows: list[Row] = field(default_factory=list)
     temperature: float = 0.0
+    draft_temperature: float | None = None
+    """At which a model drafts; None for the same."""
     top_k: int | None = None
     top_p: float | None = None
     processors: LogitsProcessorList | None = None
@@ -80,6 +82,13 @@ class Context:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    def drafting(self) -> Context:
+        """The same as a model has it that drafts."""
+        if self.draft_temperature in (None, self.temperature):
+            return self
+        assert self.draft_temperature is not None
+        return replace(self, temperature=self.draft_temperature)
 
     def process(self, logits: Tensor, ahead: Tensor) -> Tensor:
         """Apply the model's logits processors to `logits` [B, m, V], the last of which follow

@@ -60,6 +60,9 @@ class Decoding:
     out."""
     temperature: float = 0.0
     """0 is greedy."""
+    draft_temperature: float | None = None
+    """At which the draft model samples, the target's if left out; 0 drafts greedily and samples
+    corrections alone."""
     top_k: int | None = None
     """Sample among the K most probable tokens; by default as the target's generation_config
     says."""
@@ -99,6 +102,9 @@ class Decoding:
             raise InputError(f"max_new_tokens {self.max_new_tokens}: must be 1 or more")
         if self.temperature < 0 or not math.isfinite(self.temperature):
             raise InputError(f"temperature {self.temperature}: must be 0 (greedy) or more")
+        drafted = self.draft_temperature
+        if drafted is not None and (drafted < 0 or not math.isfinite(drafted)):
+            raise InputError(f"draft_temperature {drafted}: must be 0 (greedy) or more")
         if self.top_k is not None and self.top_k < 0:
             raise InputError(f"top_k {self.top_k}: must be 0 (off) or more")
         if self.top_p is not None and not 0 < self.top_p <= 1:

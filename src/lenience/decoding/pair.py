@@ -353,6 +353,11 @@ class Pair:
                 f"{what}: reads the draft model's distributions or states, and drafter {drafter} "
                 "has none; take --drafter model"
             )
+        if setup.decoding.draft_temperature is not None and not drafter.drafts_by_model:
+            raise InputError(
+                f"draft_temperature: is of one model that drafts, and drafter {drafter} is none; "
+                "leave it out"
+            )
         if not drafter.takes_stops and not isinstance(stop, Fixed):
             raise InputError(
                 f"stop {stop}: ends windows of one drafter; leave it out, or join none"
@@ -365,6 +370,8 @@ class Pair:
         rule, tree, sampling = setup.rule, setup.tree, setup.decoding.temperature > 0
         if not tree.is_chain:
             drafter.check_tree(tree)
+            if setup.decoding.draft_temperature is not None:
+                raise InputError("draft_temperature: a tree's tokens are chosen; leave it out")
         wrong = {
             f"rule {rule}: judges tokens that were drawn, and a tree's are chosen": (
                 rule.needs_draws and sampling
@@ -432,6 +439,7 @@ class Pair:
         return Context(
             window=window,
             temperature=decoding.temperature,
+            draft_temperature=decoding.draft_temperature,
             top_k=getattr(config, "top_k", None) if top_k is None else top_k,
             top_p=getattr(config, "top_p", None) if top_p is None else top_p,
             processors=processors_of(reader, sampling=decoding.temperature > 0) or None,

@@ -68,6 +68,13 @@ class ModelDrafter(Drafter):
         self.eos = torch.tensor(sorted(self.eos_ids), device=self.device)
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
+        own = ctx.drafting()
+        draft = self._propose(own, room)
+        if own is ctx or draft.logits is None:
+            return draft
+        return replace(draft, probs=own.probs(draft.logits))
+
+    def _propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         window = _Window(
             prefixes=[row.prefix for row in ctx.rows],
             limits=self._limits(ctx, room),

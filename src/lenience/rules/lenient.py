@@ -270,14 +270,13 @@ class Mentored(Lenient):
 
 @dataclass(frozen=True)
 class Random(Lenient):
-    """Accept a mismatch with probability `rate`: a floor that any rule must beat (Holsman 2025).
-    Alone it means `exact|random:…` when greedy and `speculative|random:…` when sampling."""
+    """Accept a token with probability `rate`, whether it matches or not: a floor that any rule must
+    beat (Holsman 2025, appendix E). `exact|random:…` accepts at random what does not match."""
 
     rate: float
     name = "random"
-    implies_strict = True
     bounds: ClassVar = {"rate": (0, 1)}
-    grid = ("random:0.05", "random:0.15", "random:0.4")
+    grid = ("random:0.6", "random:0.8", "random:0.95")
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         keys = ctx.noise_keys(draft.width, "random", device=draft.tokens.device)
