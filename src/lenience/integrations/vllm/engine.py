@@ -98,6 +98,8 @@ class VllmPair(Pair):
             f"tree {decoding.tree}: vLLM drafts chains; leave it out": (
                 setup.drafter is not None and str(decoding.tree) != "chain"
             ),
+            f"draft_temperature {decoding.draft_temperature}: vLLM's draft samples as the request "
+            "does; leave it out": decoding.draft_temperature is not None,
             "window auto: each window is a vLLM of its own; name one": decoding.window == "auto",
             f"rule {rule}: compares the draft's distribution, which vLLM keeps for sampled answers "
             "alone; give a temperature above 0": lacks_probs,
