@@ -40,7 +40,7 @@ from lenience.drafting.registry import parse_drafter
 from lenience.evaluation.table import machine
 from lenience.mining.crew import HiredWorker, ProcessCrew, mined_by
 from lenience.mining.search import Found, Miner, search
-from lenience.mining.worker import Part, WorkerPlan, identity_of
+from lenience.mining.work import Part, WorkerPlan, identity_of
 from lenience.runs.record import MinedSample
 from lenience.tasks import Sample, WordMath, take
 
@@ -104,6 +104,8 @@ class Loaded:
 
     def hire(self, number: int) -> HiredWorker | None:
         return self.workers[number]
+
+    def stop(self) -> None: ...
 
     def close(self) -> None: ...
 

@@ -412,7 +412,7 @@ def test_ensemble_is_transformers_assistant_ensemble_weight(
         "topk:1",
         "fuzzy:tv@0.1",
         "lenient:0.9",
-        "random:0",
+        "exact|random:0",
         "topk:9,budget=1",
     ],
 )

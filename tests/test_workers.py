@@ -20,7 +20,7 @@ from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.mining.crew import Crew, ProcessCrew
 from lenience.mining.search import MineConfig, mine
-from lenience.mining.worker import WorkerPlan
+from lenience.mining.work import WorkerPlan
 from lenience.runs.journal import Journal
 from lenience.tasks import Task, load_task
 
@@ -121,7 +121,7 @@ from pathlib import Path
 from lenience.decoding.loading import load_pair
 from lenience.mining.crew import ProcessCrew
 from lenience.mining.search import MineConfig, mine
-from lenience.mining.worker import WorkerPlan
+from lenience.mining.work import WorkerPlan
 from lenience.tasks import load_task
 plan = WorkerPlan(**json.loads(sys.argv[1]))
 crew = ProcessCrew(plan, 2)
@@ -183,7 +183,7 @@ def test_what_workers_cannot_do_is_told(
     with pytest.raises(InputError, match="none"):
         mine(pair, task, tmp_path / "nowhere", config, crew=ProcessCrew(nowhere, 2))
     broken = replace(plan, threads=-1)  # which torch refuses with an error that nobody expects
-    with pytest.raises(RunError, match="3 workers were lost one after the other"):
+    with pytest.raises(RunError, match="every worker was lost 3 times"):
         mine(pair, task, tmp_path / "broken", config, crew=ProcessCrew(broken, 1))
 
 

@@ -174,7 +174,7 @@ def crew_of(flags: MineFlags, models: Models, choice: TaskChoice) -> Crew | None
     anew."""
     from lenience.mining.crew import ProcessCrew
     from lenience.mining.ray_crew import RayCrew
-    from lenience.mining.worker import WorkerPlan
+    from lenience.mining.work import WorkerPlan
     from lenience.models.threads import cores
     from lenience.tasks.grader import is_address
 
@@ -183,10 +183,13 @@ def crew_of(flags: MineFlags, models: Models, choice: TaskChoice) -> Crew | None
     models.refuse_vllm("mining by workers")
     if choice.grader is not None and not is_address(choice.grader):
         raise InputError(f"--grader {choice.grader}: workers ask a server; give its address")
-    names = {"target": models.target, "draft": models.draft}
+    named = {"target": models.target, "draft": models.draft}
+    names = {role: name and _located(name) for role, name in named.items()}
+    asked = choice.loading()
+    asked |= {key: _located(asked[key]) for key in ("spec", "data") if asked[key]}
     compiled = {"compile": False if models.compile is False else None}
     threads = 1 if flags.workers is None else max(1, cores() // flags.workers)
-    plan = WorkerPlan({**names, **models.loading(), **compiled}, choice.loading(), threads)
+    plan = WorkerPlan({**names, **models.loading(), **compiled}, asked, threads)
     if flags.ray is not None:
         return RayCrew(plan, flags.ray, flags.workers)
     assert flags.workers is not None

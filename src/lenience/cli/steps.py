@@ -88,8 +88,12 @@ def mine_run(
 ) -> MinedCounts:
     from lenience.mining.search import mine
 
-    with progress_bars() as show:
-        return mine(pair, task, out, config, show, crew)
+    try:
+        with progress_bars() as show:
+            return mine(pair, task, out, config, show, crew=crew)
+    finally:
+        if crew is not None:
+            crew.close()
 
 
 def forecast_run(out: Path, labels: int) -> Forecast:

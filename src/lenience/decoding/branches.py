@@ -125,9 +125,12 @@ def converse(pair: Pair, dialogues: Iterable[Dialogue[T]], how: Conversing) -> I
     is read once. Raises InputError where memory has no room for the caches."""
     table = _Table(pair, dialogues, how)
     try:
-        while table.goes_on():
-            table.cycle()
+        table.seat()
+        while table.decodes or table.wait():
             yield from table.ended()
+            if table.decodes:
+                table.cycle()
+            table.seat()
         yield from table.ended()
     except Exception:
         yield from table.ended()
@@ -169,13 +172,14 @@ class _Table(Generic[T]):
         ended, self._ended = self._ended, []
         return ended
 
-    def goes_on(self) -> bool:
-        """Give free rows to dialogues, and say whether there is something to decode, perhaps after
-        a comparison, which is waited for."""
-        self._seat()
-        while not self._rows.branches and self._comparisons.wait():
-            self._seat()
+    @property
+    def decodes(self) -> bool:
+        """Whether there is something to decode."""
         return bool(self._rows.branches)
+
+    def wait(self) -> bool:
+        """Until a comparison is made; False where there are none."""
+        return self._comparisons.wait()
 
     def cycle(self) -> None:
         """Decode a cycle of each continuation, and let dialogues go on whose answers are there."""
@@ -188,7 +192,7 @@ class _Table(Generic[T]):
             held.search()
         self._settle()
 
-    def _seat(self) -> None:
+    def seat(self) -> None:
         """Let dialogues go on that have compared, and new ones begin, while there are rows."""
         while compared := self._comparisons.next(wait=False):
             self._compared.append(compared)
@@ -246,6 +250,8 @@ class _Held(Generic[T]):
         self._waits = False
         """Whether the first one was asked for."""
         self._earlier = Recollection()
+        self._last: Branch | None = None
+        """The one that began last."""
 
     @property
     def has_answer(self) -> bool:
@@ -295,10 +301,8 @@ class _Held(Generic[T]):
         self._waits = True
         if self._branches and self._branches[0].question == question:
             return
-        known = self._rows.of(self.talk.number)
         self._drop()
-        source = max(known, key=lambda one: common(one.text[:-1], question.ids), default=None)
-        self._branches = [self._branch(question, source)]
+        self._branches = [self._branch(question)]
 
     def _drop(self) -> None:
         """Leave all continuations."""
@@ -308,14 +312,18 @@ class _Held(Generic[T]):
             self.talk.cost.unused_tokens += branch.tokens_read
         self._branches = []
 
-    def _branch(self, question: Continue, source: Branch | None) -> Branch:
-        """A continuation that begins as another one, whose row it takes or copies."""
+    def _branch(self, question: Continue, like: Branch | None = None) -> Branch:
+        """A continuation that begins like another one, in its row or a copy, or in that of the one
+        that it has most in common with."""
         ids, of_prompt = list(question.ids), question.prompt_length
         noise = Noise.for_prompt(self._how.sampling.seed, ids[:of_prompt])
+        rows = self._rows.of(self.talk.number)
+        source = max(rows, key=lambda one: common(one.text[:-1], ids), default=None)
         recall = Recall(self._earlier, 0, ids[:], [None] * len(ids))
+        if like := like or source or self._last:
+            recall = like.recall.beginning_of(ids)
         unread = len(ids)
         if source:
-            recall = source.recall.beginning_of(ids)
             unread -= min(common(source.text[:-1], ids), len(ids) - 1)
         row = Row(noise, ids, position=len(ids) - of_prompt, recall=recall)
         response = Response(self.target, question.limit, len(ids), question.stop_strings)
@@ -328,6 +336,7 @@ class _Held(Generic[T]):
             unread=unread,
         )
         self._rows.begin(branch, source)
+        self._last = branch
         return branch
 
     def _predict(self, question: Predict) -> list[int]:

@@ -100,11 +100,10 @@ class Decoding:
             raise InputError(f'window {self.window}: must be 0 (no drafting) or more, or "auto"')
         if self.max_new_tokens < 1:
             raise InputError(f"max_new_tokens {self.max_new_tokens}: must be 1 or more")
-        if self.temperature < 0 or not math.isfinite(self.temperature):
-            raise InputError(f"temperature {self.temperature}: must be 0 (greedy) or more")
-        drafted = self.draft_temperature
-        if drafted is not None and (drafted < 0 or not math.isfinite(drafted)):
-            raise InputError(f"draft_temperature {drafted}: must be 0 (greedy) or more")
+        for name in ("temperature", "draft_temperature"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise InputError(f"{name} {value}: must be 0 (greedy) or more")
         if self.top_k is not None and self.top_k < 0:
             raise InputError(f"top_k {self.top_k}: must be 0 (off) or more")
         if self.top_p is not None and not 0 < self.top_p <= 1:

@@ -169,7 +169,6 @@ def _fit_in_files(examples: Examples, config: FitConfig) -> FitOutcome:
     """The same for a logistic head on states that stay in their files: all penalties are fitted
     together, and then all folds."""
     from scipy.special import expit
-    from sklearn.metrics import roc_auc_score
 
     assert isinstance(examples.x, StreamedRows)
     if config.kind != "logistic":
@@ -179,22 +178,30 @@ def _fit_in_files(examples: Examples, config: FitConfig) -> FitOutcome:
         )
     x, m = Standardised.of(examples.x), len(examples)
     train, valid = _split(examples, config)
-    inside = np.isin(np.arange(m), train)
-    weights = fit_together(x, examples.labels, [Problem(c, inside) for c in L2_GRID])
-    logits = x.logits(weights)[valid]
-    labels = examples.harmless[valid]
-    auc_by_c = {c: float(roc_auc_score(labels, logits[:, k])) for k, c in enumerate(L2_GRID)}
+    by_c, auc_by_c = _grid_in_files(x, examples, train, valid)
     c = max(auc_by_c, key=auc_by_c.__getitem__)
     folds = [outside for _, outside in _folds(examples)]
     problems = [Problem(c, ~np.isin(np.arange(m), outside)) for outside in folds]
     problems.append(Problem(c, np.ones(m, dtype=bool)))
-    begin = np.repeat(weights[:, [L2_GRID.index(c)]], len(problems), 1)
+    begin = np.repeat(by_c[:, [L2_GRID.index(c)]], len(problems), 1)
     weights = fit_together(x, examples.labels, problems, begin)
     logits, scores = x.logits(weights), np.zeros(m)
     for k, outside in enumerate(folds):
         scores[outside] = expit(logits[outside, k])
     fitted = Fitted(weights[:-1, -1], float(weights[-1, -1]))
     return fitted.on_raw(x.mean, x.scale), scores, auc_by_c, valid
+
+
+def _grid_in_files(
+    x: Standardised, examples: Examples, train: NDArray, valid: NDArray
+) -> tuple[NDArray, dict[float, float]]:
+    """Heads [F + 1, K] of each penalty, fitted to the rows `train`, and their AUCs on `valid`."""
+    from sklearn.metrics import roc_auc_score
+
+    inside = np.isin(np.arange(len(examples)), train)
+    weights = fit_together(x, examples.labels, [Problem(c, inside) for c in L2_GRID])
+    logits, labels = x.logits(weights)[valid], examples.harmless[valid]
+    return weights, {c: float(roc_auc_score(labels, logits[:, k])) for k, c in enumerate(L2_GRID)}
 
 
 def _folds(examples: Examples) -> Iterator[tuple[NDArray, NDArray]]:

@@ -15,12 +15,13 @@ from threading import Condition, Thread
 from typing import Any, Protocol, Self
 
 from lenience.core.errors import InputError, RunError
-from lenience.mining.worker import Part, WorkerPlan
+from lenience.mining.work import Part, WorkerPlan
 
 MOST_AT_ONCE = 4
 """A worker is handed so many times the samples that it searches together, fewer at the end."""
 LOST_IN_A_ROW = 3
-"""So many workers may be lost, one after the other, without one sample being finished."""
+"""So many workers may be lost in one place, one after the other, without a sample being finished:
+then the others go on without it."""
 ENDING = 5.0
 """Seconds that threads have to end."""
 
@@ -65,8 +66,12 @@ class Crew(Protocol):
         Raises as HiredWorker.mine."""
         ...
 
+    def stop(self) -> None:
+        """No more are wanted, and those that search end."""
+        ...
+
     def close(self) -> None:
-        """No more are wanted."""
+        """Free what the crew holds; nothing is hired any more."""
         ...
 
 
@@ -85,9 +90,12 @@ class ProcessCrew:
         self._processes.append(_Process(number))
         return self._processes[-1].started(self.plan)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         for process in self._processes:
             process.close()
+
+    def close(self) -> None:
+        self.stop()
 
 
 class _Process:
@@ -161,7 +169,7 @@ class _Board:
     def __init__(self, ids: Sequence[str]):
         self.changed = Condition()
         self._left, self._out = list(ids), set[str]()
-        self._workers, self._lost_in_a_row = 0, 0
+        self._workers = 0
         self.closed = False
 
     def take(self, most: int) -> list[str]:
@@ -181,7 +189,6 @@ class _Board:
     def done(self, id: str) -> None:
         with self.changed:
             self._out.discard(id)
-            self._lost_in_a_row = 0
             self.changed.notify_all()
 
     def give_back(self, ids: Sequence[str]) -> None:
@@ -197,12 +204,6 @@ class _Board:
         with self.changed:
             self._workers += by
 
-    def lost(self) -> bool:
-        """A worker is gone; says whether another one should be tried."""
-        with self.changed:
-            self._lost_in_a_row += 1
-            return self._lost_in_a_row < LOST_IN_A_ROW
-
     def close(self) -> None:
         with self.changed:
             self.closed = True
@@ -211,7 +212,7 @@ class _Board:
 
 def mined_by(crew: Crew, work: Part, identity: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The records of samples that a crew's workers search, as each is finished; `identity` is the
-    driver's own. Raises RunError where workers are lost one after the other, or are not of the
+    driver's own. Raises RunError where all workers are lost again and again, or one is not of the
     driver's models, and what a worker raises."""
     threads = _Threads(crew, work, identity)
     threads.start()
@@ -232,7 +233,7 @@ class _Threads:
         self.crew, self.work, self.identity = crew, work, identity
         self.board = _Board(work.ids)
         self.found = SimpleQueue[dict[str, Any] | BaseException]()
-        self._threads = list[Thread]()
+        self._threads, self._given_up = list[Thread](), 0
 
     def start(self) -> None:
         for _ in range((self.crew.most or 1) if self.crew.at_once else 1):
@@ -240,9 +241,10 @@ class _Threads:
 
     def close(self) -> None:
         self.board.close()
-        self.crew.close()
+        self.crew.stop()
         for thread in self._threads:
             thread.join(ENDING)
+        self.crew.close()
 
     def _add(self) -> None:
         if self.crew.most is None or len(self._threads) < self.crew.most:
@@ -252,27 +254,34 @@ class _Threads:
 
     def _work(self, number: int) -> None:
         """Hire a worker, and another one in its place where it is lost, until all is done."""
+        lost_in_a_row = 0
         try:
             while not self.board.closed:
+                done = list[str]()
                 try:
-                    self._employ(number)
+                    self._employ(number, done)
                     return
                 except WorkerLost as error:
-                    self._lament(number, error)
+                    lost_in_a_row = 1 if done else lost_in_a_row + 1
+                    if not self.board.closed:
+                        self._lament(number, error, lost_in_a_row)
+                    if lost_in_a_row == LOST_IN_A_ROW:
+                        return
         except BaseException as error:
             self.found.put(error)
 
-    def _employ(self, number: int) -> None:
-        """Let a worker search until nothing is left. Raises WorkerLost where it is gone before."""
+    def _employ(self, number: int, done: list[str]) -> None:
+        """Let a worker search until nothing is left; notes the samples that are `done`. Raises
+        WorkerLost where it is gone before."""
         if not (worker := self.crew.hire(number)):
             return
         self.board.joined(1)
         try:
             self._check(number, worker)
-            if not self.crew.at_once:
+            if not self.crew.at_once and number == len(self._threads) - 1:
                 self._add()
             while ids := self.board.take(MOST_AT_ONCE * self.work.batch_size):
-                self._search(worker, ids)
+                self._search(worker, ids, done)
         finally:
             self.board.joined(-1)
             worker.close()
@@ -286,19 +295,23 @@ class _Threads:
                 "machines the same files"
             )
 
-    def _search(self, worker: HiredWorker, ids: list[str]) -> None:
+    def _search(self, worker: HiredWorker, ids: list[str], done: list[str]) -> None:
         try:
             for record in worker.mine(replace(self.work, ids=ids)):
                 self.found.put(record)
                 self.board.done(record["id"])
+                done.append(record["id"])
         finally:
             self.board.give_back(ids)
 
-    def _lament(self, number: int, error: WorkerLost) -> None:
-        """Say that a worker is lost. Raises RunError where too many were."""
-        if self.board.closed:
-            return
+    def _lament(self, number: int, error: WorkerLost, in_a_row: int) -> None:
+        """Say that a worker is lost. Raises RunError where all have been lost too often."""
         print(f"warning: worker {number + 1} {error}; others do its samples", file=sys.stderr)
-        if not self.board.lost():
-            what = f"{LOST_IN_A_ROW} workers were lost one after the other"
+        if in_a_row < LOST_IN_A_ROW:
+            return
+        with self.board.changed:
+            self._given_up += 1
+            all_have = self._given_up == len(self._threads)
+        if all_have:
+            what = f"every worker was lost {LOST_IN_A_ROW} times without a sample being finished"
             raise RunError(f"{what}, the last one {error}")

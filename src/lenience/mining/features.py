@@ -142,23 +142,29 @@ def load_features(
     role: Role = "judge",
     tau: float = 1.0,
     of: str | None = None,
-    seed: int = 0,
+    in_files: bool = False,
 ) -> Examples:
-    """All that has been computed, in the journal's order; states that memory has no room for stay
-    in their files. What a gate must not let through is a
-    token to which the draft gives more than `tau` times the target's probability. `seed` says where
-    a judge that looks ahead is cut off."""
+    """All that has been computed, in the journal's order; `in_files` leaves states where they are,
+    but for those of a judge that looks ahead. What a gate must not let through is a token to which
+    the draft gives more than `tau` times the target's probability."""
     paths = sorted(_shards(folder, inputs, role, of).glob("*.safetensors"))
     label, sample = (_column(paths, name) for name in (LABELS[role], "sample"))
-    in_files = StreamedRows.of(paths)
-    room = free_bytes(torch.device("cpu")) or sys.maxsize
-    x: np.ndarray | StreamedRows = in_files
+    x: np.ndarray | StreamedRows
     if inputs.ahead is not None:
-        x = as_in_windows(_column(paths, "x"), inputs, seed)
-    elif COPIES * 4 * len(in_files) * in_files.width <= room:
-        x = _column(paths, "x")
+        x = as_in_windows(_column(paths, "x"), inputs, seed=0)
+    else:
+        x = StreamedRows.of(paths) if in_files else _column(paths, "x")
     important = label > tau if role == "gate" else label.astype(bool)
     return Examples(x, ~important, sample.astype(int))
+
+
+def fit_in_memory(runs: Sequence[Path], inputs: Inputs, role: Role, of: str | None) -> bool:
+    """Whether a fit to all that has been computed of some runs has room in memory."""
+    size = 0
+    for run in runs:
+        rows = StreamedRows.of(sorted(_shards(run, inputs, role, of).glob("*.safetensors")))
+        size += 4 * len(rows) * rows.width
+    return COPIES * size <= (free_bytes(torch.device("cpu")) or sys.maxsize)
 
 
 def _column(paths: Sequence[Path], name: str) -> np.ndarray:

@@ -17,7 +17,7 @@ from lenience.heads.fitting import Examples, FitConfig, fit_head
 from lenience.heads.head import Head, Inputs
 from lenience.heads.streaming import StreamedRows
 from lenience.mining.annotated import Annotated, annotated_examples
-from lenience.mining.features import compute_features, load_features
+from lenience.mining.features import compute_features, fit_in_memory, load_features
 from lenience.mining.resampling import shares_harmless
 from lenience.runs.journal import Journal
 from lenience.runs.record import mined_samples, read_run
@@ -65,8 +65,9 @@ def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) 
         told = {"runs": len(runs), "soft": plan.soft}
         head = replace(head, metrics={**head.metrics, **told})
     prompts = [one for each in runs for one in _prompts(each) if one not in plan.without]
-    temperature = read_run(run).temperature
-    head = replace(head, prompts=tuple(dict.fromkeys(prompts)), temperature=temperature)
+    head = replace(head, prompts=tuple(dict.fromkeys(prompts)))
+    if role == "judge":  # stops and gates learn from answers that are decoded anew
+        head = replace(head, temperature=read_run(run).temperature)
     head.save(plan.out)
     progress(f"fitting the {role}", 1, 1)
     return head
@@ -103,21 +104,23 @@ def learning_curve(
 def _computed(pair: Pair, run: Path, plan: HeadPlan, progress: Progress) -> Examples:
     """What a head of a plan learns from."""
     runs = (run, *plan.also)
-    temperatures = {one: read_run(one).temperature for one in runs}
+    judges = runs if plan.config.role == "judge" else ()
+    temperatures = {one: read_run(one).temperature for one in judges}
     for one, temperature in temperatures.items():
         if temperature != temperatures[run]:
             raise InputError(
                 f"{one}: was mined at temperature {temperature:g}, and {run} at "
                 f"{temperatures[run]:g}; fit one judge for each"
             )
-    if temperatures[run] and plan.inputs.ahead is not None:
+    if temperatures.get(run) and plan.inputs.ahead is not None:
         raise InputError(
             f"{run}: was mined at temperature {temperatures[run]:g}, and a judge that looks ahead "
             "learns from windows that are drafted greedily; leave out --ahead"
         )
     for one in runs:
         compute_features(pair, one, plan.inputs, plan.config.role, progress, of=plan.of)
-    return _joined([_examples(one, plan, asked=one == run) for one in runs])
+    in_files = not fit_in_memory(runs, plan.inputs, plan.config.role, plan.of)
+    return _joined([_examples(one, plan, in_files, asked=one == run) for one in runs])
 
 
 def _prompts(run: Path) -> list[str]:
@@ -126,10 +129,11 @@ def _prompts(run: Path) -> list[str]:
     return [prompt_digest(sample.prompt_ids) for sample in mined]
 
 
-def _examples(run: Path, plan: HeadPlan, asked: bool) -> tuple[Examples, list[str]]:
+def _examples(run: Path, plan: HeadPlan, in_files: bool, asked: bool) -> tuple[Examples, list[str]]:
     """What a run gives a head to learn from, and its prompts by their samples' numbers. Raises
     InputError where soft labels are asked of it and it has none."""
-    examples = load_features(run, plan.inputs, plan.config.role, plan.tau, of=plan.of)
+    role, of = plan.config.role, plan.of
+    examples = load_features(run, plan.inputs, role, plan.tau, of=of, in_files=in_files)
     if plan.soft and (asked or (run / "resamples.jsonl").exists()):
         examples = replace(examples, shares=np.array(shares_harmless(run), dtype=np.float32))
     prompts = _prompts(run)
@@ -156,15 +160,13 @@ def _joined(parts: list[tuple[Examples, list[str]]]) -> Examples:
 
 
 def _all_rows(parts: Sequence[np.ndarray | StreamedRows]) -> np.ndarray | StreamedRows:
-    """States of several runs, in files where those of any are."""
+    """States of several runs, all in files or none."""
     if len(parts) == 1:
         return parts[0]
     streamed = [part for part in parts if isinstance(part, StreamedRows)]
-    if not streamed:
-        return np.concatenate([part for part in parts if isinstance(part, np.ndarray)])
-    if len(streamed) < len(parts):
-        raise InputError("memory has no room for all runs' states; fit to fewer runs")
-    return StreamedRows.joined(streamed)
+    if streamed:
+        return StreamedRows.joined(streamed)
+    return np.concatenate([part for part in parts if isinstance(part, np.ndarray)])
 
 
 def fit_annotated(

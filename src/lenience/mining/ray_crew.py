@@ -10,7 +10,8 @@ from typing import Any
 
 from lenience.core.errors import InputError, RunError, first_line
 from lenience.mining.crew import HiredWorker, WorkerLost
-from lenience.mining.worker import Part, Worker, WorkerPlan
+from lenience.mining.work import Part, WorkerPlan
+from lenience.mining.worker import Worker
 
 POLL = 0.5
 """Seconds between looks at whether an actor has been placed."""
@@ -42,7 +43,8 @@ class RayCrew:
 
     def hire(self, number: int) -> HiredWorker | None:
         ray: Any = self._ray
-        gpus = ray.cluster_resources().get("GPU", 0)
+        on_cpu = self.plan.pair.get("device") == "cpu"
+        gpus = 0 if on_cpu else ray.cluster_resources().get("GPU", 0)
         needs = {"num_gpus": 1} if gpus else {"num_cpus": self.plan.threads or 1}
         actor = ray.remote(Worker).options(**needs).remote(self.plan.to_json())
         ready = actor.identity.remote()
@@ -50,8 +52,12 @@ class RayCrew:
             done, _ = ray.wait([ready], timeout=POLL)
             if done:
                 return _Actor(ray, actor, self._known(ready))
-        ray.kill(actor)
+        self._kill(actor)
         return None
+
+    def _kill(self, actor: Any) -> None:
+        if self._ray.is_initialized():  # or it would begin a cluster of its own
+            self._ray.kill(actor)
 
     def _known(self, ready: Any) -> dict[str, Any]:
         """What an actor that is ready is. Raises as `HiredWorker.mine`."""
@@ -61,8 +67,11 @@ class RayCrew:
         except Exception as error:
             raise _meant(error) from None
 
-    def close(self) -> None:
+    def stop(self) -> None:
         self._closed.set()
+
+    def close(self) -> None:
+        self.stop()
         if self._began:
             self._ray.shutdown()
 

@@ -22,7 +22,7 @@ from lenience.decoding.response import until_stop
 from lenience.mining.crew import Crew, mined_by
 from lenience.mining.on_policy import check_policy, search_on_policy
 from lenience.mining.resampling import Resampling, resample
-from lenience.mining.worker import Part, identity_of
+from lenience.mining.work import Part, identity_of
 from lenience.models.lm import LM
 from lenience.runs.journal import Journal, open_run
 from lenience.runs.record import (
@@ -187,7 +187,9 @@ class Miner:
 
     def _continue(self, prompt: list[int], response: list[int]) -> Continue:
         left, stops = self.max_new_tokens - len(response), self.task.stop_strings
-        return Continue(prompt + response, left, stops, len(prompt), searches=True)
+        # what goes on beside a slow comparison would depend on how long that takes
+        searches = not self.task.compares_slowly
+        return Continue(prompt + response, left, stops, len(prompt), searches=searches)
 
     def _ends(self, response: list[int]) -> bool:
         """Whether a response ends with its last token."""

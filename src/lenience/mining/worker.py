@@ -7,59 +7,22 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from lenience.core.errors import InputError, RunError
-
-if TYPE_CHECKING:
-    from lenience.decoding.pair import Pair
-    from lenience.tasks import Task
-
-
-@dataclass(frozen=True)
-class WorkerPlan:
-    """What a worker makes its pair and its task of, wherever it is: plain values."""
-
-    pair: dict[str, Any] = field(default_factory=dict)
-    """The arguments of `load_pair`."""
-    task: dict[str, Any] = field(default_factory=lambda: {"spec": "wordmath"})
-    """The arguments of `load_task`."""
-    threads: int | None = None
-    """Of a worker on a CPU; None for all that it finds."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a worker is handed at once."""
-
-    ids: list[str]
-    decoding: dict[str, Any]
-    """How the target answers."""
-    batch_size: int
-    """How many searches are held together."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def identity_of(pair: Pair, task: Task) -> dict[str, Any]:
-    """By which a pair and a task are known to be those of another process, in plain values."""
-    return {**pair.fingerprints, "task": [task.name, task.version]}
+from lenience.decoding.asking import task_for
+from lenience.decoding.loading import load_pair
+from lenience.decoding.options import Decoding
+from lenience.mining.search import search
+from lenience.mining.work import Part, WorkerPlan, identity_of
+from lenience.models.threads import limit_threads
+from lenience.tasks import load_task, take
 
 
 class Worker:
     """A pair and a task, and the search on them."""
 
     def __init__(self, plan: Mapping[str, Any]):
-        from lenience.decoding.asking import task_for
-        from lenience.decoding.loading import load_pair
-        from lenience.models.threads import limit_threads
-        from lenience.tasks import load_task
-
         known = WorkerPlan(**plan)
         if known.threads:
             limit_threads(known.threads)
@@ -74,10 +37,6 @@ class Worker:
     def mine(self, part: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The journal's records of a part's samples, as each is finished. Raises InputError for an
         id that the task does not have."""
-        from lenience.decoding.options import Decoding
-        from lenience.mining.search import search
-        from lenience.tasks import take
-
         if self._samples is None:
             self._samples = {one.id: one for one in take(self.task, "train", None)}
         asked = Part(**part)

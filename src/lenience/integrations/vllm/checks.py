@@ -283,6 +283,8 @@ def check_request(rule: AnyOf, params: Any) -> None:
     """Raise InputError where a rule has no meaning for a request's sampling parameters."""
     if is_lossless(rule) or not hasattr(params, "temperature"):
         return
+    for head in rule.heads:
+        head.check_temperature(params.temperature)
     if params.min_p:
         raise InputError(f"min_p {params.min_p}: cannot go with rule {rule}; leave it out")
     greedy = params.temperature == 0

@@ -1,0 +1,44 @@
+"""What mining by several workers hands on, in plain values: they may be on other machines."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lenience.decoding.pair import Pair
+    from lenience.tasks import Task
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """What a worker makes its pair and its task of, wherever it is: plain values."""
+
+    pair: dict[str, Any] = field(default_factory=dict)
+    """The arguments of `load_pair`."""
+    task: dict[str, Any] = field(default_factory=lambda: {"spec": "wordmath"})
+    """The arguments of `load_task`."""
+    threads: int | None = None
+    """Of a worker on a CPU; None for all that it finds."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a worker is handed at once."""
+
+    ids: list[str]
+    decoding: dict[str, Any]
+    """How the target answers."""
+    batch_size: int
+    """How many searches are held together."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def identity_of(pair: Pair, task: Task) -> dict[str, Any]:
+    """By which a pair and a task are known to be those of another process, in plain values."""
+    return {**pair.fingerprints, "task": [task.name, task.version]}
