@@ -126,33 +126,49 @@ def fit_together(
     """Heads [F + 1, K] for K problems on rows x [m, F] with labels [m] from 0 to 1, the last row
     their biases, which are not penalised. All take their steps of L-BFGS in the same passes;
     `begin` is where they begin."""
-    rows = np.stack([problem.rows for problem in problems], 1)  # [m, K]
-    c = torch.tensor([problem.c for problem in problems], dtype=torch.float64)
-    counts = torch.from_numpy(rows.sum(0).astype(float))
+    losses = _Losses(
+        x,
+        torch.from_numpy(labels).double()[:, None],
+        torch.from_numpy(np.stack([problem.rows for problem in problems], 1)),
+        torch.tensor([problem.c for problem in problems], dtype=torch.float64),
+    )
+    width = x.rows.width + 1
+    first = np.zeros((width, len(problems))) if begin is None else begin
+    return _minimised(losses, torch.from_numpy(first.copy())).numpy()
 
-    def loss_and_gradient(weights: Tensor) -> tuple[Tensor, Tensor]:
-        """[K] and [F + 1, K]: of the mean loss, the penalty included."""
+
+@dataclass(frozen=True)
+class _Losses:
+    """The functions that K problems minimise."""
+
+    x: Standardised
+    labels: Tensor
+    """[m, 1]"""
+    rows: Tensor
+    """[m, K] bool: which are fitted to."""
+    c: Tensor
+    """[K]"""
+
+    def __call__(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """[K] and [F + 1, K]: the mean losses, penalties included, and their gradients, by a pass
+        over the rows."""
         matrix, bias = weights[:-1], weights[-1]
-        loss, gradient = torch.zeros_like(c), torch.zeros_like(weights)
+        loss, gradient = torch.zeros_like(self.c), torch.zeros_like(weights)
         start = 0
-        for block in x.blocks():
+        for block in self.x.blocks():
             part = slice(start, start + len(block))
             start += len(block)
-            taken = torch.from_numpy(rows[part])
-            target = torch.from_numpy(labels[part]).double()[:, None]
+            taken, target = self.rows[part], self.labels[part]
             logits = (block @ matrix.float()).double() + bias
             losses = torch.nn.functional.softplus(logits) - target * logits
             loss += (losses * taken).sum(0)
             off = (torch.sigmoid(logits) - target) * taken
             gradient[:-1] += (off.T.contiguous().float() @ block).double().T
             gradient[-1] += off.sum(0)
-        loss = (loss + matrix.square().sum(0) / (2 * c)) / counts
-        gradient[:-1] += matrix / c
+        counts = self.rows.double().sum(0)
+        loss = (loss + matrix.square().sum(0) / (2 * self.c)) / counts
+        gradient[:-1] += matrix / self.c
         return loss, gradient / counts
-
-    width = x.rows.width + 1
-    first = np.zeros((width, len(problems))) if begin is None else begin
-    return _minimised(loss_and_gradient, torch.from_numpy(first.copy())).numpy()
 
 
 def _minimised(
