@@ -186,13 +186,12 @@ def _minimised(
         direction = -_lbfgs(gradient, changes, turns)
         slope = (direction * gradient).sum(0)
         length = torch.where(open_ones & (slope < 0), length, torch.zeros_like(length))
-        while True:
+        tried = weights + length * direction
+        new_loss, new_gradient = loss_and_gradient(tried)
+        while (too_long := _is_too_long(length, new_loss - loss, slope)).any():
+            length = torch.where(too_long, length / 2, length)
             tried = weights + length * direction
             new_loss, new_gradient = loss_and_gradient(tried)
-            too_long = (new_loss > loss + 1e-4 * length * slope) & (length > SHORTEST)
-            if not too_long.any():
-                break
-            length = torch.where(too_long, length / 2, length)
         moved = new_loss <= loss
         if not (moved & (length > 0)).any():
             break
@@ -203,6 +202,11 @@ def _minimised(
         gradient = torch.where(moved, new_gradient, gradient)
         length = torch.ones_like(length)
     return weights
+
+
+def _is_too_long(length: Tensor, change: Tensor, slope: Tensor) -> Tensor:
+    """[K] bool: whether a step does not bring what its slope promises (Armijo 1966)."""
+    return (change > 1e-4 * length * slope) & (length > SHORTEST)
 
 
 def _lbfgs(gradient: Tensor, changes: Sequence[Tensor], turns: Sequence[Tensor]) -> Tensor:
