@@ -180,24 +180,21 @@ def _minimised(
     changes, turns = list[Tensor](), list[Tensor]()
     length = 1 / gradient.norm(dim=0).clamp(min=1.0)
     for _ in range(MOST_STEPS):
-        open_ones = gradient.abs().amax(0) > CLOSE_ENOUGH
-        if not open_ones.any():
-            break
         direction = -_lbfgs(gradient, changes, turns)
         slope = (direction * gradient).sum(0)
-        length = torch.where(open_ones & (slope < 0), length, torch.zeros_like(length))
+        goes_on = (gradient.abs().amax(0) > CLOSE_ENOUGH) & (slope < 0)
+        length = length * goes_on
         tried = weights + length * direction
         new_loss, new_gradient = loss_and_gradient(tried)
         while (too_long := _is_too_long(length, new_loss - loss, slope)).any():
             length = torch.where(too_long, length / 2, length)
             tried = weights + length * direction
             new_loss, new_gradient = loss_and_gradient(tried)
-        moved = new_loss <= loss
-        if not (moved & (length > 0)).any():
+        moved = (new_loss <= loss) & goes_on
+        if not moved.any():
             break
-        change = torch.where(moved, tried - weights, 0.0)
-        turn = torch.where(moved, new_gradient - gradient, 0.0)
-        changes, turns = [*changes[1 - MEMORY :], change], [*turns[1 - MEMORY :], turn]
+        changes = [*changes[1 - MEMORY :], (tried - weights) * moved]
+        turns = [*turns[1 - MEMORY :], (new_gradient - gradient) * moved]
         weights, loss = torch.where(moved, tried, weights), torch.where(moved, new_loss, loss)
         gradient = torch.where(moved, new_gradient, gradient)
         length = torch.ones_like(length)
