@@ -251,6 +251,8 @@ def mine(
     Returns what it then holds. Raises InputError where the folder was made with other
     models or options, its journal is broken, or memory has no room for the caches.
     """
+    if crew is not None and config.policy is not None:
+        raise InputError("workers: search the target's own answers; leave out the policy")
     task = task_for(pair, task, progress)
     pair.require_draft("mining")
     drawn = "first" if config.first or mined_first(folder) else "random"
@@ -258,32 +260,48 @@ def mine(
     check_prompts(pair, task, samples)
     decoding = config.decoding(task)
     policy, told = _policy(pair, config.policy, decoding)
-    if crew is not None and policy is not None:
-        raise InputError("workers: search the target's own answers; leave out the policy")
     asked = config.asked(decoding) | {"drawn": drawn, "policy": told}
     open_run(folder, describe(pair, task, split="train", **asked))
     with alone(folder, "mining"):
         journal = Journal(folder / "journal.jsonl")
-        journal.resume()
-        finished = {mined.id for mined in mined_samples(journal)}
-        left = [sample for sample in samples if sample.id not in finished]
+        left = _unfinished(journal, samples)
         done = len(samples) - len(left)
         progress("mining", done, len(samples))
+        size = config.batch_size
         if policy is not None:
-            found = search_on_policy(pair, task, left, policy, config.batch_size)
+            found = search_on_policy(pair, task, left, policy, size)
         elif crew is not None and left:
-            found = _by_crew(pair, task, crew, _part(left, decoding, config.batch_size))
+            found = _by_crew(pair, task, crew, _part(left, decoding, size))
         else:
-            found = search(pair, task, left, decoding, config.batch_size)
+            found = search(pair, task, left, decoding, size)
         for mined in found:
             journal.append(mined.to_json())
             done += 1
             progress("mining", done, len(samples))
         journal.sort([sample.id for sample in samples])
         if config.resamples:
-            resampling = Resampling(config.resamples, decoding.max_new_tokens, config.batch_size)
-            resample(pair, task, folder, samples, resampling, progress=progress)
+            _resample(pair, task, folder, samples, config, progress=progress)
         return _counts(journal, decoding.max_new_tokens)
+
+
+def _unfinished(journal: Journal, samples: Sequence[Sample]) -> list[Sample]:
+    """The samples that a journal does not hold, whose torn last line is cut off."""
+    journal.resume()
+    finished = {mined.id for mined in mined_samples(journal)}
+    return [sample for sample in samples if sample.id not in finished]
+
+
+def _resample(
+    pair: Pair,
+    task: Task,
+    folder: Path,
+    samples: Sequence[Sample],
+    config: MineConfig,
+    progress: Progress,
+) -> None:
+    most = config.decoding(task).max_new_tokens
+    resampling = Resampling(config.resamples, most, config.batch_size)
+    resample(pair, task, folder, samples, resampling, progress=progress)
 
 
 def _part(samples: Sequence[Sample], decoding: Decoding, batch_size: int) -> Part:
