@@ -1,7 +1,7 @@
 """What mining takes beside the book's way, on the built-in pair, and how often labels of drawn
 answers repeat. Prints one JSON object.
 
-    python benchmarks/mining.py --limit 96 --out benchmarks/results/mining.json
+    python benchmarks/mining.py --out benchmarks/results/mining.json
 
 By the book (AutoJudge, Garipov 2025, algorithm 1) the target goes on after every swap alone: a pass
 for each new token, and the prompt with what stands before the swap is read again each time. Ours
@@ -169,21 +169,15 @@ def repeating(pair: Pair, samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--limit", type=int, default=96)
-    parser.add_argument("--drawn", type=int, default=48, help="samples whose answers are drawn")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    pair, samples = load_pair(compile=True), take(WordMath(), "train", args.limit)
+def ways(pair: Pair, samples: Sequence[Sample]) -> tuple[dict[str, dict[str, float]], int]:
+    """What each way to mine takes in all, and how many mismatches there are. Raises RuntimeError
+    where they do not find the same."""
     kinds: dict[str, dict[str, Any]] = {
         "plainly": {"drafter": parse_drafter("model"), "window": 4, "in_flight": 1},
         "recalling": {"drafter": Recalled(), "window": LONGEST_ON_CPU, "in_flight": 1},
         "in_flight": {"drafter": Recalled(), "window": LONGEST, "in_flight": IN_FLIGHT},
     }
-    rows: dict[str, Any] = {}
+    rows: dict[str, dict[str, float]] = {}
     labels = []
     for name, how in kinds.items():
         book = Book()
@@ -198,13 +192,27 @@ def main() -> None:
         rows[name] = {"seconds": seconds}
     if any(found != labels[0] for found in labels):
         raise RuntimeError("the ways to mine do not find the same")
-    for row in rows.values():
-        row.update({key: round(value / args.limit, 3) for key, value in row.items()})
+    return rows, sum(map(len, labels[0]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--limit", type=int, default=48)
+    parser.add_argument("--drawn", type=int, default=32, help="samples whose answers are drawn")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    pair, samples = load_pair(compile=True), take(WordMath(), "train", args.limit)
+    rows, mismatches = ways(pair, samples)
     result = {
         "machine": machine(pair),
         "samples": args.limit,
-        "mismatches": sum(map(len, labels[0])),
-        "a_sample": rows,
+        "mismatches": mismatches,
+        "a_sample": {
+            name: {key: round(value / args.limit, 3) for key, value in row.items()}
+            for name, row in rows.items()
+        },
         "drawn": repeating(pair, samples[: args.drawn]),
     }
     print(json.dumps(result, indent=1))
