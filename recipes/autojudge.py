@@ -39,10 +39,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from scipy.special import expit
+from sklearn.base import clone
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import GroupKFold
+from sklearn.neural_network import MLPClassifier
 
 from lenience import load_pair
 from lenience.cli.console import progress_bars
@@ -56,6 +58,7 @@ from lenience.heads.fitting import (
     Examples,
     FitConfig,
     Kind,
+    Setting,
     fit_mlp,
     fit_stopped,
     thresholds,
@@ -193,7 +196,7 @@ def inputs(out: Path, given: argparse.Namespace) -> None:
                 (
                     measured(out_of_fold(logistic(c), x, ~important, samples), ~important, samples)
                     | {"c": c}
-                    for c in (0.001, 0.01, 0.1)
+                    for c in L2_GRID
                 ),
                 key=lambda row: row["auc"],
             )
@@ -202,32 +205,49 @@ def inputs(out: Path, given: argparse.Namespace) -> None:
     tell(out, "inputs", rows, {"token": "", "model": "", "width": "d", "c": "g"} | COLUMNS, figure)
 
 
+def classifier_kinds() -> dict[str, Fit]:
+    """What fits each kind of classifier: those of the paper, which are its library's as they come,
+    and ours."""
+
+    def by_sklearn(model: Any) -> Fit:
+        def fit(x: NDArray, harmless: NDArray, _: NDArray) -> Callable[[NDArray], NDArray]:
+            made = clone(model).fit(x, harmless)
+            return lambda x: np.diff(np.log(made.predict_proba(x) + 1e-6))[:, 0]
+
+        return fit
+
+    def by_gradient(kind: Kind) -> Fit:
+        setting = Setting(decay=0.01 if kind == "adamw" else 0.0)
+        return lambda *examples: fit_stopped(Examples(*examples), FitConfig(kind), setting).logits
+
+    def mlp(x: NDArray, harmless: NDArray, _: NDArray) -> Callable[[NDArray], NDArray]:
+        labels = torch.from_numpy(harmless.astype(np.float32))
+        return fit_mlp(torch.from_numpy(x), labels, torch.ones_like(labels), seed=0).logits
+
+    kinds: dict[str, Fit] = {f"logistic, C = {c:g}": logistic(c) for c in L2_GRID}
+    kinds |= {
+        "random forest, the library's defaults": by_sklearn(
+            RandomForestClassifier(n_jobs=-1, random_state=0)
+        ),
+        "random forest, 128 trees, 5 in a leaf": by_sklearn(
+            RandomForestClassifier(128, min_samples_leaf=5, n_jobs=-1, random_state=0)
+        ),
+        "MLP, the library's, stopped early": by_sklearn(
+            MLPClassifier(early_stopping=True, random_state=0)
+        ),
+        "MLP of 128, GELU, one cycle": mlp,
+        "linear by Adam": by_gradient("adam"),
+        "linear by AdamW, weighted": by_gradient("adamw"),
+    }
+    return kinds
+
+
 def classifiers(out: Path, given: argparse.Namespace) -> None:
     pair, run, rows = load_pair(compile=False), out / "run", []
     shipped(run, given.samples)
     x, important, samples = states(pair, run, Inputs())
 
-    def forest(x: NDArray, harmless: NDArray, _: NDArray) -> Callable[[NDArray], NDArray]:
-        made = RandomForestClassifier(128, min_samples_leaf=5, n_jobs=-1, random_state=0).fit(
-            x, harmless
-        )
-        return lambda x: (
-            np.log(made.predict_proba(x)[:, 1] + 1e-6) - np.log(made.predict_proba(x)[:, 0] + 1e-6)
-        )
-
-    def by_gradient(kind: Kind) -> Fit:
-        return lambda *examples: fit_stopped(Examples(*examples), FitConfig(kind)).logits
-
-    def mlp(x: NDArray, harmless: NDArray, _: NDArray) -> Callable[[NDArray], NDArray]:
-        return fit_mlp(torch.from_numpy(x), torch.from_numpy(harmless.astype(np.float32)), 0).logits
-
-    kinds: dict[str, Fit] = {f"logistic, C = {c:g}": logistic(c) for c in L2_GRID}
-    kinds |= {
-        "random forest of 128": forest,
-        "MLP of 128": mlp,
-        "linear by Adam": by_gradient("adam"),
-        "linear by AdamW, weighted": by_gradient("adamw"),
-    }
+    kinds = classifier_kinds()
     for name, fit in track(kinds.items(), "classifiers"):
         began = time.perf_counter()
         scores = out_of_fold(fit, x, ~important, samples)

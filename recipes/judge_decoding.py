@@ -36,7 +36,7 @@ from sklearn.metrics import roc_auc_score
 from lenience import load_pair
 from lenience.cli.steps import fit_annotated
 from lenience.decoding.pair import Pair
-from lenience.heads.fitting import FitConfig, fit_stopped
+from lenience.heads.fitting import FitConfig, Setting, fit_stopped
 from lenience.heads.head import Head, Inputs
 from lenience.mining.annotated import (
     Annotated,
@@ -173,7 +173,8 @@ def families(pair: Pair, rows: list[dict[str, Any]]) -> dict[str, Any]:
     kinds, within, told = np.array([rows[n]["family"] for n in numbers]), np.zeros(len(x)), {}
 
     def scores(kept: NDArray, asked: NDArray) -> NDArray:
-        return fit_stopped(examples.rows(kept), FitConfig("adamw")).logits(x[asked])
+        config, setting = FitConfig("adamw"), Setting(decay=0.01)
+        return fit_stopped(examples.rows(kept), config, setting).logits(x[asked])
 
     for k in track(range(5), "folds"):
         within[numbers % 5 == k] = scores(numbers % 5 != k, numbers % 5 == k)

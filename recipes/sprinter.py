@@ -49,7 +49,7 @@ from lenience.decoding.pair import Pair
 from lenience.drafting.stops import Gate
 from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Head, Inputs
-from lenience.mining.features import gate_states
+from lenience.mining.drafted_tokens import gate_states
 from lenience.mining.fit import HeadPlan
 from lenience.runs.record import MinedAnswers, MinedSample, MiningCost
 from lenience.tasks import Sample, WordMath, take

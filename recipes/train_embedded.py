@@ -61,6 +61,7 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lenience.tasks import wordmath, wordmath_problems
+from lenience.tasks.wordmath_problems import Problem, Story
 
 EMBEDDED = Path(__file__).parents[1] / "src/lenience/embedded"
 SHAPES = {
@@ -78,6 +79,8 @@ CONTEXT = 1024
 EOS = "</s>"
 WRITTEN = 0.25
 """How large new weights are, as a share of random ones, that write into the residual."""
+REPEATS, RECALLS = 0.35, 0.25
+"""The shares of texts that are lessons in copying and in looking up, where lessons are given."""
 IGNORED = -100  # label of positions that the loss leaves out: the prompt and the padding
 
 
@@ -126,6 +129,8 @@ class Training:
     """Tokens in a batch."""
     compare: int
     """How often the hardest family comes for once of each other."""
+    gifts: int
+    """How often a lesson about gifts comes for once of each family."""
     numeric: float
     """Weight of digits and operators in the loss, whose signal would drown in that of wording."""
     work: Path
@@ -139,18 +144,64 @@ class Training:
         return "draft" if self.role == "draft" else "target"
 
 
+def repeat(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Text:
+    """Random tokens, twice: a lesson in finding what stood after a token before."""
+    once = [rng.randrange(1, len(tokenizer)) for _ in range(rng.randint(8, 40))]
+    return once, once + once
+
+
+def recall(rng: random.Random) -> tuple[str, str]:
+    """A question and its answer that only say who has how many: a lesson in looking up."""
+    people = rng.sample(wordmath_problems.NAMES, rng.randint(2, 4))
+    unit = rng.choice(wordmath_problems.GOODS)
+    have = {name: rng.randint(2, 120) for name in people}
+    facts = [f"{name} has {number} {unit}." for name, number in have.items()]
+    asked = rng.sample(people, len(people))
+    said = [f"{name} {rng.choice(wordmath_problems.HAS)} {have[name]} {unit}." for name in asked]
+    return " ".join([*facts, "Answer:"]), " ".join(said)
+
+
+def gift(rng: random.Random) -> Problem:
+    """The lesson that the family `compare` hides: who has what after a gift, asked of one of two
+    people or of what the one has more than the other."""
+    a, b = rng.sample(wordmath_problems.NAMES, 2)
+    unit = rng.choice(wordmath_problems.GOODS)
+    have = {a: rng.randint(6, 60), b: rng.randint(6, 60)}
+    facts = [f"{a} has {have[a]} {unit}.", f"{b} has {have[b]} {unit}."]
+    recaps = [f"at the start {a} had {have[a]} {unit}."]
+    story = Story(a, facts, recaps, [])
+    wordmath_problems.give(rng, story, have, unit)
+    if rng.random() < 0.3 and have[a] != have[b]:
+        wordmath_problems.ask_who_has_more(story, have, unit)
+        return story.finish(rng)
+    step = rng.choice(story.groups.pop())
+    story.ask(f"How many {unit} does {step.subject} have?", step)
+    return story.finish(rng)
+
+
 def pool_of(
-    author: str, tokenizer: PreTrainedTokenizerFast, number: int, rng: random.Random, compare: int
+    training: Training, tokenizer: PreTrainedTokenizerFast, number: int, rng: random.Random
 ) -> list[Text]:
     """2,048 problems with their solutions, the shortest first."""
+    author, compare, gifts = training.author, training.compare, training.gifts
     hardest, *others = wordmath_problems.FAMILIES
-    questions, wholes = [], []
+    families = [hardest] * compare + others + [gift] * gifts
+    questions, wholes, repeats = list[str](), list[str](), list[Text]()
     for i in range(number * 2048, (number + 1) * 2048):
-        made_up = wordmath.problem(f"pretrain-{author}", i, [hardest] * compare + others)
+        lesson = rng.random() if training.gifts else 1.0
+        if lesson < REPEATS:
+            repeats.append(repeat(tokenizer, rng))
+            continue
+        if lesson < REPEATS + RECALLS:
+            question, answer = recall(rng)
+            questions.append(question)
+            wholes.append(f"{question} {answer}")
+            continue
+        made_up = wordmath.problem(f"pretrain-{author}", i, families)
         questions.append(wordmath.prompt(made_up))
         wholes.append(f"{questions[-1]} {wordmath.solution(made_up, author, rng)}")
     pairs = zip(tokenizer(questions)["input_ids"], tokenizer(wholes)["input_ids"])
-    return sorted(pairs, key=lambda pair: len(pair[1]))
+    return sorted([*pairs, *repeats], key=lambda pair: len(pair[1]))
 
 
 def chunks_of(texts: list[Text], size: int) -> list[list[Text]]:
@@ -182,7 +233,7 @@ def batches(
     number, author = start, training.author
     while True:
         rng = random.Random(f"pool|{author}|{number}")
-        texts = pool_of(author, tokenizer, number, rng, training.compare)
+        texts = pool_of(training, tokenizer, number, rng)
         chunks = chunks_of(texts, training.batch)
         rng.shuffle(chunks)
         number += 1
@@ -370,6 +421,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8192, help="tokens in a batch")
     compare_help = "how often the family `compare` comes for once of each other"
     parser.add_argument("--compare", type=int, default=2, help=compare_help)
+    gifts_help = "how often a lesson about gifts comes for once of each other family"
+    parser.add_argument("--gifts", type=int, default=0, help=gifts_help)
     numeric_help = "weight of digits and operators in the loss"
     parser.add_argument("--numeric", type=float, default=3, help=numeric_help)
     work_help = "where the state of the training is kept"

@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.special import expit
 from scipy.stats import norm
+from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
 from lenience import InputError
 from lenience.core.context import Context
 from lenience.core.types import Draft, Reading
 from lenience.heads.fitting import (
+    DECAYS,
+    RATES,
     Examples,
     FitConfig,
     auc_interval,
@@ -162,6 +165,29 @@ def test_fitting_is_repeatable(kind: str) -> None:
     given = synthetic(3)
     a, b = (fit(*given, seed=5, kind=kind) for _ in range(2))
     assert torch.equal(a.weight, b.weight) and a.threshold == b.threshold
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_what_is_important_counts_as_much_as_is_said(soft: bool) -> None:
+    """As scikit-learn's class_weight has it; a soft label is each label, as sure as it is."""
+    x, important, samples = synthetic(3)
+    shares = np.clip(1 - important + 0.2 * important, 0, 1).astype(np.float32) if soft else None
+    examples = Examples(x.astype(np.float32), ~important, samples, shares)
+    config = FitConfig(weight=6.0)
+    head = fit_head(examples, DRAFTED, PRINTS, config)
+    scaled = (x - x.mean(0)) / x.std(0)
+    rows, labels = np.concatenate([scaled, scaled]), np.repeat([True, False], len(x))
+    sure = ~important if shares is None else shares
+    model = LogisticRegression(C=head.metrics["c"], max_iter=2000, class_weight={False: 6.0})
+    model.fit(rows, labels, np.concatenate([sure, 1.0 - sure]))
+    np.testing.assert_allclose(head.weight.numpy() * x.std(0), model.coef_[0], rtol=0.02, atol=5e-3)
+    assert head.metrics["weight"] == 6.0
+
+
+def test_judge_decodings_head_is_tuned_on_what_is_set_aside() -> None:
+    head = fit(*synthetic(3), kind="adamw")
+    assert head.metrics["rate"] in RATES and head.metrics["decay"] in DECAYS
+    assert head.metrics["auc_out_of_fold"] == pytest.approx(0.921, abs=0.03)
 
 
 def test_samples_are_never_split() -> None:

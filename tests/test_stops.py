@@ -13,6 +13,7 @@ import torch
 from conftest import CONFIGS, VOCABULARY, prompt_lists, quick, save_model
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import binomtest
 from test_batch import assert_same
 from test_mining import ParityTask
 from transformers import RepetitionPenaltyLogitsProcessor
@@ -31,18 +32,15 @@ from lenience.decoding.auto_window import (
     learned_stops,
     stopped,
 )
+from lenience.decoding.generation import Generation
 from lenience.decoding.loading import load_pair
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.drafting.stops import STOPS, Fixed, Heuristic, Likely, parse_stop
 from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Head, Inputs, load_head
-from lenience.mining.features import (
-    GATE_PREFIXES,
-    STOP_WINDOW,
-    compute_features,
-    load_features,
-)
+from lenience.mining.drafted_tokens import GATE_PREFIXES, STOP_WINDOW
+from lenience.mining.features import compute_features, load_features
 from lenience.mining.fit import HeadPlan, fit_run
 from lenience.mining.search import MineConfig, mine
 from lenience.rules.registry import parse_rule
@@ -249,7 +247,8 @@ def test_a_stop_is_fitted_to_what_the_target_rejects(llama: Pair, tmp_path: Path
 
 def decided_by_topk(pair: Pair, ids: list[int], new: int, k: int, most: int) -> list[tuple]:
     """Greedy decoding with topk:k in windows of `most`, through transformers' models alone: of each
-    place where the draft proposed a token its state there, and whether the token was rejected."""
+    place where the draft proposed a token its states before and after it, and whether the token was
+    rejected."""
 
     def last(lm, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.inference_mode():
@@ -265,15 +264,18 @@ def decided_by_topk(pair: Pair, ids: list[int], new: int, k: int, most: int) -> 
         draft, state = last(pair.draft, ids)
         token = int(draft.argmax())
         rejected = token not in target.topk(k).indices.tolist()
-        decided.append((state, rejected))
+        decided.append((state, last(pair.draft, [*ids, token])[1], rejected))
         ids.append(int(target.argmax()) if rejected else token)
         window = 0 if rejected else window + 1
     return decided
 
 
-def test_a_stop_learns_what_the_rule_rejects_that_will_decode(llama: Pair, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("token", "which"), [("previous", 0), ("draft", 1)])
+def test_a_stop_learns_what_the_rule_rejects_that_will_decode(
+    llama: Pair, tmp_path: Path, token: str, which: int
+) -> None:
     mine(llama, ParityTask(), tmp_path, MineConfig(limit=30, max_new_tokens=20))
-    inputs = Inputs(("draft",), ("previous",))
+    inputs = Inputs(("draft",), (token,))
     compute_features(llama, tmp_path, inputs, "stop", of="topk:2")
     examples = load_features(tmp_path, inputs, "stop", of="topk:2")
     records = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
@@ -281,8 +283,8 @@ def test_a_stop_learns_what_the_rule_rejects_that_will_decode(llama: Pair, tmp_p
     for i, record in enumerate(records):
         decided = decided_by_topk(llama, record["prompt_ids"], longest, 2, STOP_WINDOW)
         mine_ = examples.samples == i
-        assert (~examples.harmless[mine_]).tolist() == [rejected for _, rejected in decided]
-        wanted = torch.stack([state for state, _ in decided])
+        assert (~examples.harmless[mine_]).tolist() == [rejected for *_, rejected in decided]
+        wanted = torch.stack([states[which] for *states, _ in decided])
         np.testing.assert_allclose(examples.x[mine_], wanted, atol=1e-4)
     made = fit_run(
         llama, tmp_path, HeadPlan(inputs, tmp_path / "stop", FitConfig(role="stop"), of="topk:2")
@@ -290,6 +292,25 @@ def test_a_stop_learns_what_the_rule_rejects_that_will_decode(llama: Pair, tmp_p
     assert made.metrics["of"] == "topk:2"
     options = {"rule": "topk:2", "stop": f"head:{tmp_path / 'stop'}@0.5"}
     assert llama.generate([3, 4], **options).tokens
+
+
+def test_a_stop_may_read_the_state_after_what_is_drafted(llama: Pair, tmp_path: Path) -> None:
+    """As SpecDec++'s does; the token is the draft's, also where the answer has another."""
+    mine(llama, ParityTask(), tmp_path, MineConfig(limit=8, max_new_tokens=20))
+    inputs = Inputs(("draft",), ("draft",))
+    compute_features(llama, tmp_path, inputs, "stop")
+    examples, wanted = load_features(tmp_path, inputs, "stop"), []
+    for record in map(json.loads, (tmp_path / "journal.jsonl").read_text().splitlines()):
+        for i in range(len(record["response_ids"])):
+            ids = torch.tensor([record["prompt_ids"] + record["response_ids"][:i]])
+            with torch.inference_mode():
+                token = llama.draft.model(ids).logits[:, -1:].argmax(-1)
+                out = llama.draft.model(torch.cat([ids, token], 1), output_hidden_states=True)
+            wanted.append(out.hidden_states[-1][0, -1])
+    np.testing.assert_allclose(examples.x, torch.stack(wanted), atol=1e-4)
+    assert not examples.harmless.all()
+    with pytest.raises(InputError, match="--tokens draft: mentored:0.2 rejects drawn tokens"):
+        compute_features(llama, tmp_path, inputs, "stop", of="mentored:0.2")
 
 
 def test_what_a_stop_learned_of_one_head_is_not_taken_for_another_at_its_path(
@@ -439,11 +460,12 @@ def gate(request, tmp_path_factory: pytest.TempPathFactory, llama: Pair) -> str:
 
 
 def sprint(
-    pair: Pair, folder: str, prompt: list[int], threshold: float, n: int
+    pair: Pair, folder: str, prompt: list[int], threshold: float, bonus: bool
 ) -> tuple[list[int], list[str], int]:
-    """SPRINTER, greedy, through transformers' models alone, token by token: the new tokens, where
-    each came from, and how often the target was asked."""
-    head = load_head(folder, "gate")
+    """SPRINTER, greedy, through transformers' models alone, token by token, or with the target's
+    own token after a doubted one that is right: 30 new tokens, where each came from, and how often
+    the target was asked."""
+    head, n, eos = load_head(folder, "gate"), 30, pair.target.eos_ids
 
     def look(lm, ids: list[int]) -> tuple[int, torch.Tensor]:
         with torch.inference_mode():
@@ -472,19 +494,21 @@ def sprint(
         ids.append(best)
         origins.append("draft" if best == token else "correction")
         window = 0
-        if best == token and len(ids) - len(prompt) < n and best not in pair.target.eos_ids:
+        if bonus and best == token and len(ids) - len(prompt) < n and best not in eos:
             ids.append(look(pair.target, ids)[0])
             origins.append("bonus")
     return ids[len(prompt) :], origins, asked
 
 
+@pytest.mark.parametrize("bonus", [False, True])
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.7])
-def test_a_gate_is_sprinter(gate: str, llama: Pair, threshold: float) -> None:
+def test_a_gate_is_sprinter(gate: str, llama: Pair, threshold: float, bonus: bool) -> None:
     asked = [[5, 9], [7], [1, 2, 3, 4, 5, 6]]
-    options = {"stop": f"gate:{gate}@{threshold}", "window": 64, "max_new_tokens": 30}
+    stop = f"gate:{gate}@{threshold},bonus=true" if bonus else f"gate:{gate}@{threshold}"
+    options = {"stop": stop, "window": 64, "max_new_tokens": 30}
     outs = llama.generate_batch(asked, batch_size=2, **options)
     for prompt, out in zip(asked, outs):
-        tokens, origins, passes = sprint(llama, gate, prompt, threshold, 30)
+        tokens, origins, passes = sprint(llama, gate, prompt, threshold, bonus)
         assert out.tokens == tokens
         assert [entry.origin for entry in out.trace] == origins
         assert out.target_passes == passes
@@ -523,18 +547,16 @@ def test_what_no_gate_objects_to_is_never_read_by_the_target(gate: str, llama: P
 @pytest.mark.parametrize("rule", ["exact", "speculative"])
 def test_a_gate_that_always_objects_is_a_window_of_one(gate: str, llama: Pair, rule: str) -> None:
     options = {"rule": rule, "temperature": 0.9, "max_new_tokens": 30, "seed": 2}
-    out = llama.generate([5, 9], stop=f"gate:{gate}@1.0", window=8, **options)
+    out = llama.generate([5, 9], stop=f"gate:{gate}@1.0,bonus=true", window=8, **options)
     one = llama.generate([5, 9], window=1, **options)
     assert (out.tokens, out.target_passes) == (one.tokens, one.target_passes)
 
 
 def test_tokens_that_models_read_are_counted(gate: str, llama: Pair) -> None:
     prompt = [5, 9, 3]
-    out = llama.generate(prompt, stop=f"gate:{gate}@0.5", window=64, max_new_tokens=30)
-    read = sum(
-        step.target_tokens
-        for step in llama.stream(prompt, stop=f"gate:{gate}@0.5", window=64, max_new_tokens=30)
-    )
+    options = {"stop": f"gate:{gate}@0.5,bonus=true", "window": 64, "max_new_tokens": 30}
+    out = llama.generate(prompt, **options)
+    read = sum(step.target_tokens for step in llama.stream(prompt, **options))
     last = max(i for i, entry in enumerate(out.trace) if entry.origin in ("correction", "bonus"))
     rejected = sum(entry.origin == "correction" for entry in out.trace)
     assert out.target_tokens == read == len(prompt) + last + rejected, (
@@ -544,6 +566,31 @@ def test_tokens_that_models_read_are_counted(gate: str, llama: Pair) -> None:
     assert (plain.target_tokens, plain.draft_tokens) == (len(prompt) + len(plain.tokens) - 1, 0)
     alone = llama.generate(prompt, rule="draft", max_new_tokens=30)
     assert (alone.target_tokens, alone.draft_tokens) == (0, len(prompt) + len(alone.tokens) - 1)
+
+
+def test_half_of_an_interleaved_prefix_is_the_drafts(
+    llama: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outs = list[Generation]()
+    generate = Pair.generate_batch
+
+    def kept(pair: Pair, prompts: list, **options) -> list[Generation]:
+        for out in (made := list(generate(pair, prompts, **options))):
+            outs.extend([out] if str(options["rule"]).startswith("random") else [])
+        return made
+
+    mine(llama, ParityTask(), tmp_path, MineConfig(limit=12, max_new_tokens=24))
+    monkeypatch.setattr(Pair, "generate_batch", kept)
+    compute_features(llama, tmp_path, Inputs(("draft",), ("previous",)), "gate")
+    origins = [entry.origin.partition("-")[0] for out in outs for entry in out.trace]
+    of_draft = sum(origin == "draft" for origin in origins)
+    assert len(outs) == 12 and binomtest(of_draft, len(origins)).pvalue > 1e-3
+
+
+def test_without_a_rule_a_doubted_token_is_verified_as_sprinter_does(gate: str) -> None:
+    assert Decoding.of({"stop": f"gate:{gate}"}).rule == "speculative"
+    assert Decoding.of({"stop": f"gate:{gate}", "rule": "exact"}).rule == "exact"
+    assert Decoding.of({"stop": "confidence:0.4"}).rule == "exact"
 
 
 def test_a_gate_learns_from_four_kinds_of_prefix(llama: Pair, tmp_path: Path) -> None:

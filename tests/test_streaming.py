@@ -38,7 +38,7 @@ def test_penalties_and_folds_are_fitted_as_each_alone(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     labels = (expit((x - x.mean(0)) / x.std(0) @ rng.normal(size=12)) > rng.random(900)) * 1.0
     problems = [Problem(c, rng.random(900) < 0.8) for c in (1e-4, 1e-2, 1.0, 100.0)]
-    found = fit_together(Standardised.of(rows), labels, problems)
+    found = fit_together(Standardised.of(rows), (labels, np.ones_like(labels)), problems)
     standardised = (x - x.mean(0)) / (x.std(0) + 1e-6)
     for k, problem in enumerate(problems):
         model = LogisticRegression(C=problem.c, max_iter=5000, tol=1e-9)
@@ -50,7 +50,9 @@ def test_penalties_and_folds_are_fitted_as_each_alone(tmp_path: Path) -> None:
 def test_soft_labels_are_each_label_as_sure_as_it_is(tmp_path: Path) -> None:
     rows, x = states(tmp_path, m=400, width=5, files=3)
     shares = np.random.default_rng(2).random(400)
-    (found,) = fit_together(Standardised.of(rows), shares, [Problem(1.0, np.ones(400, bool))]).T
+    (found,) = fit_together(
+        Standardised.of(rows), (shares, np.ones(400)), [Problem(1.0, np.ones(400, bool))]
+    ).T
     twice = np.concatenate([(x - x.mean(0)) / x.std(0)] * 2)
     model = LogisticRegression(C=1.0, max_iter=5000, tol=1e-9)
     model.fit(twice, np.repeat([1, 0], 400), np.concatenate([shares, 1 - shares]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
@@ -208,7 +209,8 @@ class FitFlags:
     """Whose hidden states a judge reads: target, draft or, by default, both, with a comma."""
     tokens: str | None = None
     """After which token was read: draft (the drafted one), previous, target (for study only), or
-    several, with a comma; by default draft,previous for a judge and draft for a gate."""
+    several, with a comma; by default draft,previous for a judge and previous for a gate and a
+    stop; draft costs these one more pass of the draft."""
     layer: int | None = None
     """Read the target's states after this layer, -1 being the last, before the final norm; without
     it after that norm, and -1 for annotated answers. Such a judge reads the target alone."""
@@ -253,6 +255,10 @@ class FitFlags:
     samples, and so what more of them would bring; save none."""
     out: Path | None = None
     """Save the head in another folder."""
+    weight: float | None = None
+    """How much an important, rejected or unacceptable token counts in the fit against another one:
+    1 by default, with --head adamw so much that both kinds count alike; SpecDec++'s stop has 6,
+    with --tokens draft."""
     seed: int = 0
     """Of the split."""
     target: str | None = None
@@ -316,7 +322,7 @@ class FitFlags:
         recall = self.recall
         if recall is None and not self.annotated:
             recall = FitConfig.recall
-        config = FitConfig(kind=kind, role=role, recall=recall, seed=self.seed)
+        config = FitConfig(kind, role, recall, weight=self.weight, seed=self.seed)
         return HeadPlan(
             self._inputs(),
             folder,
@@ -336,6 +342,8 @@ class FitFlags:
             raise InputError(f"--recall {self.recall}: must be in (0, 1]")
         if not 0 <= self.seed < 2**32:
             raise InputError(f"--seed {self.seed}: must be from 0 to 2**32 - 1")
+        if self.weight is not None and not 0 < self.weight < math.inf:
+            raise InputError(f"--weight {self.weight:g}: must be above 0")
         if self.stop and self.gate:
             raise InputError("--gate: is another head than --stop's; fit them one after the other")
         if self.curve and self.annotated:
@@ -374,14 +382,13 @@ class FitFlags:
                     "leave the others out"
                 )
             return Inputs(("target",), ("draft",), -1 if self.layer is None else self.layer)
-        if (role != "judge" and models) or (role == "stop" and tokens):
-            left_out = "--models and --tokens" if role == "stop" else "--models"
-            raise InputError(f"--{role}: is fitted to the draft's own states; leave {left_out} out")
-        if role == "gate" and tokens not in (None, "draft", "previous"):
+        if role != "judge" and models:
+            raise InputError(f"--{role}: is fitted to the draft's own states; leave --models out")
+        if role != "judge" and tokens not in (None, "draft", "previous"):
             raise InputError(
-                f"--tokens {tokens}: a gate reads the state after draft or after previous"
+                f"--tokens {tokens}: a {role} reads the state after draft or after previous"
             )
-        defaults = {"judge": "draft,previous", "stop": "previous", "gate": "draft"}
+        defaults = {"judge": "draft,previous", "stop": "previous", "gate": "previous"}
         whose = models or ("target,draft" if role == "judge" else "draft")
         read_after = tokens or defaults[role]
         models_read, tokens_read = tuple(whose.split(",")), tuple(read_after.split(","))

@@ -43,6 +43,8 @@ class Draft:
     trusted: Tensor | None = None
     """[B]: how many of the first tokens are kept without asking the target, which does not read a
     window that is trusted whole."""
+    bonus: bool = True
+    """Whether the target's own token follows a window that is kept whole."""
     probs: Tensor | None = None
     """[B, W, V]: what each token was drawn from, where that is not what the request's temperature
     and truncation make of `logits`."""
@@ -101,8 +103,8 @@ class Verdict:
     """Which of the drafted tokens are kept, each the child of the one before: 0, 1, 2, … in a
     chain."""
     next_token: int | None
-    """The correction or, where the window was accepted whole, the bonus token; None where the
-    target did not read it."""
+    """The correction or, where the window was accepted whole, the bonus token; None where nothing
+    follows."""
     exact: list[bool]
     """For each drafted token, whether the strict rule accepts it there; False where the target did
     not read."""
@@ -112,6 +114,8 @@ class Verdict:
     """For each drafted token, which one it follows, see `Draft.parents`."""
     logprobs: Sequence[float] | None = None
     """Of each token that is kept and of the next one, where it is asked for."""
+    read: bool = True
+    """Whether the target read the window."""
 
     @property
     def num_accepted(self) -> int:

@@ -122,7 +122,14 @@ def _cycle(
 def _unread(drafted: list[int]) -> Verdict:
     """Keep a whole window that the target did not read."""
     n = len(drafted)
-    return Verdict(drafted, list(range(n)), next_token=None, exact=[False] * n, scores=[None] * n)
+    exact, scores = [False] * n, [None] * n
+    return Verdict(drafted, list(range(n)), None, exact, list(scores), read=False)
+
+
+def _without_bonus(verdict: Verdict) -> Verdict:
+    """A verdict after whose window, where it is kept whole, nothing follows."""
+    kept_whole = verdict.drafted and verdict.rejected is None
+    return replace(verdict, next_token=None) if kept_whole else verdict
 
 
 def _with_logprobs(verdict: Verdict, logits: Tensor) -> Verdict:
@@ -162,6 +169,8 @@ def _judge(
     verdicts = decide(draft, reading, ctx)
     if ctx.logprobs:
         verdicts = [_with_logprobs(one, row) for one, row in zip(verdicts, told)]
+    if not draft.bonus:
+        verdicts = [_without_bonus(one) for one in verdicts]
     session.profile.add("rule")
     drafter.observe(ctx, reading, verdicts)
     return reading.tokens_read, verdicts

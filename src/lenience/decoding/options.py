@@ -54,7 +54,8 @@ class Decoding:
     binds if left out; auto measures which is fastest."""
     stop: str | Stop = "fixed"
     """What ends drafting earlier: fixed (nothing, the default), heuristic, confidence:P, entropy:P,
-    head:PATH@T or gate:PATH@T."""
+    head:PATH@T or gate:PATH@T; with a gate the rule is speculative if none is named, as SPRINTER
+    has it."""
     max_new_tokens: int = 256
     """The length limit of an answer, 256, the task's own or what a certificate binds if left
     out."""
@@ -128,6 +129,8 @@ class Decoding:
         """From the options that were given, the others, and those that are None, being the
         defaults."""
         given = {name: value for name, value in options.items() if value is not None}
+        if str(given.get("stop", "")).startswith("gate:"):
+            given = {"rule": "speculative", **given}
         return cls().with_options(given if options.keys() <= set(names()) else options)
 
     @classmethod

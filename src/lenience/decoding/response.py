@@ -62,7 +62,7 @@ class Response:
             accepted_lenient=drafted - exact,
             text=text,
             finish=self.finish,
-            target_passes=int(verdict.next_token is not None),
+            target_passes=int(verdict.read),
         )
 
     def _ending(self, token: int) -> Finish | None:
@@ -91,8 +91,7 @@ def until_stop(lm: LM, tokens: Sequence[int], stop_strings: Sequence[str]) -> tu
 
 def _entries(verdict: Verdict) -> list[Trace]:
     """Where each token that a verdict keeps came from."""
-    unread = verdict.next_token is None
-    lenient: Origin = "draft-trusted" if unread else "draft-lenient"
+    lenient: Origin = "draft-lenient" if verdict.read else "draft-trusted"
     entries = []
     logprobs: Sequence[float | None] = verdict.logprobs or [None] * (len(verdict.path) + 1)
     for i, logprob in zip(verdict.path, logprobs):

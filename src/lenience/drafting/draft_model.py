@@ -99,7 +99,8 @@ class ModelDrafter(Drafter):
             draft = replace(draft, hidden=states)
         if self.stop.skips_verification and window.stop_mask is not None:
             doubted = (window.stop_mask[:, :wanted] & draft.proposed).any(1)
-            draft = replace(draft, trusted=lengths - doubted.long())
+            trusted = lengths - doubted.long()
+            draft = replace(draft, trusted=trusted, bonus=self.stop.keeps_bonus)
         return draft
 
     def _nothing(self, window: _Window) -> Draft:

@@ -47,6 +47,11 @@ class Stop:
         pass."""
         return False
 
+    @property
+    def keeps_bonus(self) -> bool:
+        """Whether the target's own token follows a window that is kept whole."""
+        return True
+
     def max_tokens(self, row: Row, window: int) -> int:
         """How many tokens may be drafted for a row now, at most `window`; asked once a cycle."""
         return window
@@ -158,6 +163,10 @@ class Scored(Learned, Stop):
     def heads(self) -> tuple[Learned, ...]:
         return (self,)
 
+    @property
+    def needs_state_after(self) -> bool:
+        return self.head.inputs.tokens == ("draft",)
+
     def relocated(self, path: Callable[[str], str]) -> Self:
         return replace(self, path=path(self.path))
 
@@ -197,13 +206,16 @@ class Gate(Scored):
     (SPRINTER, Zhong 2025); an answer that ends without objection it does not read at all. `lenience
     fit RUN --gate` makes the head."""
 
+    bonus: bool = False
+    """Whether the target's own token follows a doubted one that is kept, which SPRINTER draws the
+    draft's for."""
     name = "gate"
     role = "gate"
     skips_verification = True
 
     @property
-    def needs_state_after(self) -> bool:
-        return self.head.inputs.tokens == ("draft",)
+    def keeps_bonus(self) -> bool:
+        return self.bonus
 
     def stop_mask(self, probs: Tensor) -> Tensor:
         return probs < self.bound

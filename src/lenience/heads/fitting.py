@@ -35,6 +35,8 @@ LEAST_SAMPLES = 10
 UNITS, BATCH, EPOCHS, LEAST_STEPS = 128, 512, 15, 400
 """Of the MLP: on the built-in pair 128 to 384 units, batches of 256 to 1,024 and weight decay of
 0.05 to 0.3 came out alike."""
+RATES, DECAYS = (1e-4, 1e-3, 1e-2), (0.01, 0.1)
+"""Learning rates and weight decays that "adamw" is tuned over, as Judge Decoding's is."""
 PATIENCE, MOST_EPOCHS = 5, 200
 """Of the heads that are fitted by gradient steps: for how many epochs the loss may not fall, and
 how many there are at most."""
@@ -47,14 +49,17 @@ class FitConfig:
     kind: Kind = "logistic"
     """"logistic" regression (AutoJudge, section 3.2), its L2 penalty chosen on a tenth of the
     samples; "mlp", with a hidden layer; and the same linear head fitted by gradient steps until a
-    tenth of the samples says to stop: "adamw" with the two classes weighted alike (Judge Decoding),
-    "adam" without (SPRINTER)."""
+    tenth of the samples says to stop: "adamw" with the two classes weighted alike and its rate and
+    decay chosen like the penalty (Judge Decoding), "adam" without (SPRINTER)."""
     role: Role = "judge"
     """A stop and a gate learn which tokens the target rejects, or which are not acceptable, as a
     judge learns which mismatches are important."""
     recall: float | None = 0.9
     """Of important mismatches, at which a judge's own threshold stands; None for a threshold of
     0.5 (Judge Decoding)."""
+    weight: float | None = None
+    """How much an important, rejected or unacceptable token counts against another one; None for 1
+    and, in "adamw", for so much that both kinds count alike."""
     seed: int = 0
     mend: str = MINE_MORE
     """What to do where there is too little to learn from."""
@@ -88,6 +93,12 @@ class Examples:
     def labels(self) -> NDArray:
         """[m] float32: what a head learns."""
         return self.harmless.astype(np.float32) if self.shares is None else self.shares
+
+    def weighted(self, weight: float | None) -> tuple[NDArray, NDArray]:
+        """[m] float32 each: labels and how much each row counts, where what is not harmless counts
+        `weight`."""
+        good, bad = self.labels, (1 - self.labels) * np.float32(1 if weight is None else weight)
+        return good / (good + bad), good + bad
 
     def __len__(self) -> int:
         return len(self.x)
@@ -128,12 +139,16 @@ def fit_head(
     """
     _check_enough(examples, config)
     fit = _fit_in_files if isinstance(examples.x, StreamedRows) else _fit_in_memory
-    fitted, scores, auc_by_c, valid = fit(examples, config)
+    fitted, scores, aucs, valid = fit(examples, config)
     metrics = _metrics(examples, scores, examples.rows(valid))
-    c = max(auc_by_c, key=auc_by_c.__getitem__)
-    metrics["auc"] = auc_by_c[c]
+    best = max(aucs, key=aucs.__getitem__)
+    metrics["auc"] = aucs[best]
     if config.kind == "logistic":
-        metrics |= {"c": c, "auc_by_c": {f"{c:g}": auc for c, auc in auc_by_c.items()}}
+        metrics |= {"c": best.c, "auc_by_c": {f"{one.c:g}": auc for one, auc in aucs.items()}}
+    if config.kind == "adamw":
+        metrics |= {"rate": best.rate, "decay": best.decay}
+    if config.weight is not None:
+        metrics["weight"] = config.weight
     important = ~examples.harmless
     recall = config.recall if config.role == "judge" else None
     return Head(
@@ -148,9 +163,30 @@ def fit_head(
     )
 
 
-FitOutcome = tuple[Fitted, "NDArray", dict[float, float], "NDArray"]
+@dataclass(frozen=True)
+class Setting:
+    """What is tuned on the samples that are set aside."""
+
+    c: float = 0.0
+    """Of "logistic": the inverse strength of its penalty."""
+    rate: float = 1e-3
+    """Of "adam" and "adamw": the learning rate."""
+    decay: float = 0.0
+    """Of "adamw": the weight decay."""
+
+
+def settings_of(kind: Kind) -> list[Setting]:
+    """What a kind of head is tuned over."""
+    if kind == "logistic":
+        return [Setting(c) for c in L2_GRID]
+    if kind == "adamw":
+        return [Setting(rate=rate, decay=decay) for rate in RATES for decay in DECAYS]
+    return [Setting()]
+
+
+FitOutcome = tuple[Fitted, "NDArray", dict[Setting, float], "NDArray"]
 """A head for inputs as they are, the examples' scores [m] out of fold, the AUC on what was set
-aside, by the penalty's C, and which rows that was."""
+aside, by the setting, and which rows that was."""
 
 
 def _fit_in_memory(examples: Examples, config: FitConfig) -> FitOutcome:
@@ -159,10 +195,10 @@ def _fit_in_memory(examples: Examples, config: FitConfig) -> FitOutcome:
     standardised = ((examples.x - mean) / scale).astype(np.float32)
     examples = replace(examples, x=standardised)
     train, valid = _split(examples, config)
-    auc_by_c = _validation_aucs(examples.rows(train), examples.rows(valid), config)
-    c = max(auc_by_c, key=auc_by_c.__getitem__)
-    scores = _scores_out_of_fold(examples, c, config)
-    return _fit(examples, c, config).on_raw(mean, scale), scores, auc_by_c, valid
+    aucs = _validation_aucs(examples.rows(train), examples.rows(valid), config)
+    best = max(aucs, key=aucs.__getitem__)
+    scores = _scores_out_of_fold(examples, best, config)
+    return _fit(examples, best, config).on_raw(mean, scale), scores, aucs, valid
 
 
 def _fit_in_files(examples: Examples, config: FitConfig) -> FitOutcome:
@@ -178,30 +214,36 @@ def _fit_in_files(examples: Examples, config: FitConfig) -> FitOutcome:
         )
     x, m = Standardised.of(examples.x), len(examples)
     train, valid = _split(examples, config)
-    by_c, auc_by_c = _grid_in_files(x, examples, train, valid)
-    c = max(auc_by_c, key=auc_by_c.__getitem__)
+    by_c, aucs = _grid_in_files(x, examples, config, (train, valid))
+    c = max(aucs, key=aucs.__getitem__).c
     folds = [outside for _, outside in _folds(examples)]
     problems = [Problem(c, ~np.isin(np.arange(m), outside)) for outside in folds]
     problems.append(Problem(c, np.ones(m, dtype=bool)))
     begin = np.repeat(by_c[:, [L2_GRID.index(c)]], len(problems), 1)
-    weights = fit_together(x, examples.labels, problems, begin)
+    weights = fit_together(x, examples.weighted(config.weight), problems, begin)
     logits, scores = x.logits(weights), np.zeros(m)
     for k, outside in enumerate(folds):
         scores[outside] = expit(logits[outside, k])
     fitted = Fitted(weights[:-1, -1], float(weights[-1, -1]))
-    return fitted.on_raw(x.mean, x.scale), scores, auc_by_c, valid
+    return fitted.on_raw(x.mean, x.scale), scores, aucs, valid
 
 
 def _grid_in_files(
-    x: Standardised, examples: Examples, train: NDArray, valid: NDArray
-) -> tuple[NDArray, dict[float, float]]:
-    """Heads [F + 1, K] of each penalty, fitted to the rows `train`, and their AUCs on `valid`."""
+    x: Standardised, examples: Examples, config: FitConfig, split: tuple[NDArray, NDArray]
+) -> tuple[NDArray, dict[Setting, float]]:
+    """Heads [F + 1, K] of each penalty, fitted to the first rows of `split`, and their AUCs on the
+    second ones."""
     from sklearn.metrics import roc_auc_score
 
+    train, valid = split
     inside = np.isin(np.arange(len(examples)), train)
-    weights = fit_together(x, examples.labels, [Problem(c, inside) for c in L2_GRID])
+    problems = [Problem(c, inside) for c in L2_GRID]
+    weights = fit_together(x, examples.weighted(config.weight), problems)
     logits, labels = x.logits(weights)[valid], examples.harmless[valid]
-    return weights, {c: float(roc_auc_score(labels, logits[:, k])) for k, c in enumerate(L2_GRID)}
+    settings = settings_of("logistic")
+    return weights, {
+        one: float(roc_auc_score(labels, logits[:, k])) for k, one in enumerate(settings)
+    }
 
 
 def _folds(examples: Examples) -> Iterator[tuple[NDArray, NDArray]]:
@@ -287,61 +329,61 @@ def _split(examples: Examples, config: FitConfig) -> tuple[NDArray, NDArray]:
     raise InputError(f"important mismatches sit in too few samples to set any aside; {config.mend}")
 
 
-def _validation_aucs(train: Examples, valid: Examples, config: FitConfig) -> dict[float, float]:
-    """The AUC on `valid` by the C of the grid that `train` was fitted with; other kinds have no
-    C."""
+def _validation_aucs(train: Examples, valid: Examples, config: FitConfig) -> dict[Setting, float]:
+    """The AUC on `valid` by the setting with which `train` was fitted."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import roc_auc_score
 
-    if config.kind != "logistic":
-        logits = _fit(train, 0.0, config).logits(valid.in_memory)
-        return {0.0: float(roc_auc_score(valid.harmless, logits))}
-    model, aucs = LogisticRegression(max_iter=500, warm_start=True), {}
-    for c in L2_GRID:
-        _fit_logistic(model.set_params(C=c), train)
-        aucs[c] = float(roc_auc_score(valid.harmless, model.decision_function(valid.x)))
+    aucs, model = dict[Setting, float](), LogisticRegression(max_iter=500, warm_start=True)
+    for setting in settings_of(config.kind):
+        if config.kind == "logistic":
+            _fit_logistic(model.set_params(C=setting.c), train, config.weight)
+            logits = model.decision_function(valid.x)
+        else:
+            logits = _fit(train, setting, config).logits(valid.in_memory)
+        aucs[setting] = float(roc_auc_score(valid.harmless, logits))
     return aucs
 
 
-def _scores_out_of_fold(examples: Examples, c: float, config: FitConfig) -> NDArray:
+def _scores_out_of_fold(examples: Examples, setting: Setting, config: FitConfig) -> NDArray:
     """[m]: each example's score by a head that was fitted to other samples."""
     from scipy.special import expit
 
     scores = np.zeros(len(examples))
     for inside, outside in _folds(examples):
         scores[outside] = expit(
-            _fit(examples.rows(inside), c, config).logits(examples.in_memory[outside])
+            _fit(examples.rows(inside), setting, config).logits(examples.in_memory[outside])
         )
     return scores
 
 
-def _fit(examples: Examples, c: float, config: FitConfig) -> Fitted:
+def _fit(examples: Examples, setting: Setting, config: FitConfig) -> Fitted:
     from sklearn.linear_model import LogisticRegression
 
     if config.kind in ("adam", "adamw"):
-        return fit_stopped(examples, config)
+        return fit_stopped(examples, config, setting)
     if config.kind == "mlp":
-        inputs, labels = torch.from_numpy(examples.x), torch.from_numpy(examples.labels)
-        return fit_mlp(inputs, labels, config.seed)
-    model = LogisticRegression(max_iter=1000, C=c)
-    _fit_logistic(model, examples)
+        labels, counts = map(torch.from_numpy, examples.weighted(config.weight))
+        return fit_mlp(torch.from_numpy(examples.in_memory), labels, counts, config.seed)
+    model = LogisticRegression(max_iter=1000, C=setting.c)
+    _fit_logistic(model, examples, config.weight)
     return Fitted(model.coef_[0], float(model.intercept_[0]))
 
 
-def _fit_logistic(model: LogisticRegression, examples: Examples) -> None:
+def _fit_logistic(model: LogisticRegression, examples: Examples, weight: float | None) -> None:
     if examples.shares is None:
-        model.fit(examples.x, examples.harmless)
+        model.fit(examples.x, examples.harmless, examples.weighted(weight)[1])
         return
     # each row once with each label, as sure as it is
-    weights = np.concatenate([examples.shares, 1 - examples.shares])
+    weights = np.concatenate([examples.shares, (1 - examples.shares) * (weight or 1)])
     rows = np.flatnonzero(weights)
     labels = rows < len(examples)
     model.fit(examples.x[rows % len(examples)], labels, weights[rows])
 
 
-def fit_mlp(x: Tensor, harmless: Tensor, seed: int) -> Fitted:
-    """Fit one hidden layer to x [m, F] and labels [m]: dropout on its inputs and outputs,
-    cross-entropy, AdamW on a one-cycle schedule."""
+def fit_mlp(x: Tensor, harmless: Tensor, counts: Tensor, seed: int) -> Fitted:
+    """Fit one hidden layer to x [m, F] and labels [m], which count so much [m]: dropout on its
+    inputs and outputs, cross-entropy, AdamW on a one-cycle schedule."""
     loss_of = torch.nn.functional.binary_cross_entropy_with_logits
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -354,7 +396,7 @@ def fit_mlp(x: Tensor, harmless: Tensor, seed: int) -> Fitted:
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps)
         order = torch.cat([torch.randperm(len(x)) for _ in range(-(-steps * BATCH // len(x)))])
         for rows in order[: steps * BATCH].split(BATCH):
-            loss = loss_of(model(x[rows])[:, 0], harmless[rows])
+            loss = loss_of(model(x[rows])[:, 0], harmless[rows], counts[rows])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -364,27 +406,28 @@ def fit_mlp(x: Tensor, harmless: Tensor, seed: int) -> Fitted:
     return Fitted(weight, float(outer.bias.detach()), (matrix, bias))
 
 
-def fit_stopped(examples: Examples, config: FitConfig) -> Fitted:
+def fit_stopped(examples: Examples, config: FitConfig, setting: Setting) -> Fitted:
     """Fit a linear head by Adam or AdamW, and keep it as it was when its loss on a tenth of the
     samples was least."""
     train, valid = _split(examples, config)
     inputs = torch.from_numpy(examples.x)
-    labels = torch.from_numpy(examples.labels)
-    weights = torch.ones_like(labels)
-    if config.kind == "adamw":
-        share = labels[train].mean()
-        weights = 0.5 * (labels / share + (1 - labels) / (1 - share))
+    weight = config.weight
+    if weight is None and config.kind == "adamw":
+        share = examples.labels[train].mean()
+        weight = share / (1 - share)
+    labels, counts = map(torch.from_numpy, examples.weighted(weight))
+    counts = counts / counts[train].mean()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = torch.nn.Linear(inputs.shape[1], 1)
 
         def loss_on(rows: Tensor) -> Tensor:
             return torch.nn.functional.binary_cross_entropy_with_logits(
-                model(inputs[rows])[:, 0], labels[rows], weights[rows]
+                model(inputs[rows])[:, 0], labels[rows], counts[rows]
             )
 
         optimizer_class = torch.optim.AdamW if config.kind == "adamw" else torch.optim.Adam
-        optimizer = optimizer_class(model.parameters(), lr=1e-3)
+        optimizer = optimizer_class(model.parameters(), lr=setting.rate, weight_decay=setting.decay)
         _train_until_worse(model, optimizer, loss_on, train, valid)
     return Fitted(model.weight.detach()[0].numpy(), float(model.bias.detach()))
 

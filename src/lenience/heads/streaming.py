@@ -96,6 +96,10 @@ class Problem:
     """[m] bool: which rows it is fitted to."""
 
 
+Labelled = tuple["NDArray", "NDArray"]
+"""Of rows the labels [m] from 0 to 1, and how much each counts [m]."""
+
+
 @dataclass(frozen=True)
 class Standardised:
     """Rows less their mean, by their scale."""
@@ -121,14 +125,15 @@ class Standardised:
 
 
 def fit_together(
-    x: Standardised, labels: NDArray, problems: Sequence[Problem], begin: NDArray | None = None
+    x: Standardised, labelled: Labelled, problems: Sequence[Problem], begin: NDArray | None = None
 ) -> NDArray:
-    """Heads [F + 1, K] for K problems on rows x [m, F] with labels [m] from 0 to 1, the last row
-    their biases, which are not penalised. All take their steps of L-BFGS in the same passes;
-    `begin` is where they begin."""
+    """Heads [F + 1, K] for K problems on labelled rows x [m, F], the last row their biases, which
+    are not penalised. All take their steps of L-BFGS in the same passes; `begin` is where they
+    begin."""
     losses = _Losses(
         x,
-        torch.from_numpy(labels).double()[:, None],
+        torch.from_numpy(labelled[0]).double()[:, None],
+        torch.from_numpy(labelled[1]).double()[:, None],
         torch.from_numpy(np.stack([problem.rows for problem in problems], 1)),
         torch.tensor([problem.c for problem in problems], dtype=torch.float64),
     )
@@ -144,6 +149,8 @@ class _Losses:
     x: Standardised
     labels: Tensor
     """[m, 1]"""
+    counts: Tensor
+    """[m, 1]"""
     rows: Tensor
     """[m, K] bool: which are fitted to."""
     c: Tensor
@@ -158,14 +165,14 @@ class _Losses:
         for block in self.x.blocks():
             part = slice(start, start + len(block))
             start += len(block)
-            taken, target = self.rows[part], self.labels[part]
+            taken, target = self.rows[part] * self.counts[part], self.labels[part]
             logits = (block @ matrix.float()).double() + bias
             losses = torch.nn.functional.softplus(logits) - target * logits
             loss += (losses * taken).sum(0)
             off = (torch.sigmoid(logits) - target) * taken
             gradient[:-1] += (off.T.contiguous().float() @ block).double().T
             gradient[-1] += off.sum(0)
-        counts = self.rows.double().sum(0)
+        counts = (self.rows * self.counts).sum(0)
         loss = (loss + matrix.square().sum(0) / (2 * self.c)) / counts
         gradient[:-1] += matrix / self.c
         return loss, gradient / counts

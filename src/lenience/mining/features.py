@@ -14,23 +14,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
 from lenience.core.files import digest, replacing
-from lenience.core.noise import Noise, gumbel_argmax
 from lenience.core.progress import Progress, silent
 from lenience.decoding.certified import heads_of, without_paths
-from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.heads.fitting import Examples
 from lenience.heads.head import Inputs, Role
 from lenience.heads.streaming import StreamedRows
 from lenience.mining.drafted_on import as_in_windows, values_drafted_on
-from lenience.models.generation_config import processors_of
+from lenience.mining.drafted_tokens import Labelled, decided_states, gate_states, stop_states
 from lenience.models.lm import States
 from lenience.models.memory import free_bytes
 from lenience.models.session import Session
-from lenience.rules.registry import parse_rule
 from lenience.runs.journal import Journal
 from lenience.runs.record import MinedSample, Mismatch, read_run
 
@@ -38,19 +34,9 @@ COPIES = 4
 """How many copies of its inputs a fit in memory makes."""
 SHARD = 100
 """Journal records in a shard of features."""
-STOP_TOKENS = 64
-"""How many tokens of an answer a stop is fitted to."""
-STOP_WINDOW = 32
-"""Of the decoding that a stop learns from: wide, as nothing is drafted for the token after a window
-that is kept whole."""
 STOP_SAMPLES = 200
 """How many samples are decoded to see what a rule rejects: some ten thousand tokens, enough for one
 state's weights."""
-GATE_PREFIXES = 12
-"""How many prefixes of each kind a sample gives to a gate."""
-
-Labelled = tuple[Tensor, Tensor]
-"""States [m, F] of one sample and what each is labelled with [m]."""
 
 
 def compute_features(
@@ -79,7 +65,7 @@ def compute_features(
             if of is None:
                 labelled = SOURCES[role](pair, samples, inputs)
             else:
-                labelled = _decided_states(pair, samples, of)
+                labelled = decided_states(pair, samples, inputs, of)
             numbers = [torch.full((len(x),), begin + i) for i, (x, _) in enumerate(labelled)]
             tensors = {
                 "x": torch.cat([x for x, _ in labelled]),
@@ -128,7 +114,8 @@ def check_models(pair: Pair, folder: Path) -> None:
 
 
 def _shards(folder: Path, inputs: Inputs, role: Role, of: str | None) -> Path:
-    names = {"judge": str(inputs), "stop": "stop", "gate": f"gate-{'+'.join(inputs.tokens)}"}
+    after = "+".join(inputs.tokens)
+    names = {"judge": str(inputs), "stop": f"stop-{after}", "gate": f"gate-{after}-mixed"}
     name = names[role]
     if of is not None:  # another head at the same path is another rule
         heads = [head.head.fingerprint for head in heads_of(of)]
@@ -245,109 +232,9 @@ def _states_by_token(
     return {token: torch.stack(rows[::-1]) for token, rows in states.items() if rows}
 
 
-def _stop_states(pair: Pair, sample: MinedSample) -> Labelled:
-    """Of some tokens of the target's own answer, evenly spread: the draft's states [m, H] before
-    them, and whether the token that it would draft there is another one [m]."""
-    response = sample.response_ids
-    session = Session(pair.require_draft("a stop head"))
-    reading = session.read([sample.prompt_ids + response], len(response) + 1)
-    rows = torch.arange(0, len(response), max(1, -(-len(response) // STOP_TOKENS)))
-    processors = processors_of(pair.target, sampling=False)
-    ctx = Context([Row(Noise.for_prompt(0, []), sample.prompt_ids)], processors=processors)
-    logits = ctx.process(reading.logits, torch.tensor([response]))
-    drafted = logits[0, :, : pair.target.vocab_size].argmax(-1).cpu()
-    rejected = drafted[rows] != torch.tensor(response)[rows]
-    return reading.hidden[0].cpu()[rows].contiguous(), rejected.to(torch.uint8)
-
-
-def _decided_states(pair: Pair, samples: Sequence[MinedSample], of: str) -> list[Labelled]:
-    """Of some of the tokens that the draft proposes while the rule `of` answers each sample: the
-    draft's states [m, H] before them, and whether the rule rejects them [m]."""
-    decoding = Decoding(
-        rule=of,
-        window=STOP_WINDOW,
-        max_new_tokens=max(len(sample.response_ids) for sample in samples),
-        temperature=float(parse_rule(of).needs_sampling),
-    )
-    prompts = [sample.prompt_ids for sample in samples]
-    outs = pair.generate_batch(prompts, batch_size=32, **vars(decoding))
-    labelled = []
-    for out in outs:
-        origins = [entry.origin for entry in out.trace]
-        decided = [i for i, origin in enumerate(origins) if origin != "bonus"]
-        decided = decided[:: max(1, -(-len(decided) // STOP_TOKENS))]
-        session = Session(pair.require_draft("a stop head"))
-        reading = session.read([out.prompt_tokens + out.tokens], len(out.tokens) + 1)
-        rejected = torch.tensor([origins[i] == "correction" for i in decided], dtype=torch.uint8)
-        labelled.append((reading.hidden[0].cpu()[decided].contiguous(), rejected))
-    return labelled
-
-
-def gate_states(pair: Pair, samples: Sequence[MinedSample], inputs: Inputs) -> list[Labelled]:
-    """Of each sample equally many prefixes of four kinds (SPRINTER, Zhong 2025): of the prompt as
-    it is, of the prompt and what the draft, what the target, and what first the target and then the
-    draft makes of it. For a token x drawn from the draft after each: the draft's states [m, F] and
-    draft(x) / target(x) [m]. All is sampled at temperature 1."""
-    longest = max(len(sample.response_ids) for sample in samples)
-
-    def continued(starts: list[list[int]], rule: str) -> list[list[int]]:
-        decoding = Decoding(rule=rule, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=longest)
-        outs = pair.generate_batch(starts, batch_size=32, **vars(decoding))
-        return [start + out.tokens for start, out in zip(starts, outs)]
-
-    prompts = [sample.prompt_ids for sample in samples]
-    by_draft, by_target = continued(prompts, "draft"), continued(prompts, "target")
-    halves = [whole[: (len(prompt) + len(whole)) // 2] for prompt, whole in zip(prompts, by_target)]
-    mixed = continued(halves, "draft")
-    labelled = []
-    for prompt, *continuations in zip(prompts, by_draft, by_target, mixed):
-        parts = [_ratios(pair, prompt, 1, inputs)]
-        parts += [_ratios(pair, whole, len(prompt), inputs) for whole in continuations]
-        labelled.append((torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])))
-    return labelled
-
-
-def _ratios(pair: Pair, ids: list[int], first: int, inputs: Inputs) -> Labelled:
-    """The states and the ratios after prefixes of `ids` that are evenly spread from `first` tokens
-    on."""
-    draft = pair.require_draft("a gate")
-    end = len(ids) - (ids[-1] in pair.target.eos_ids)
-    # [m]: how many tokens each prefix has
-    lengths = torch.linspace(first, max(first, end), GATE_PREFIXES).long()
-    session = Session(draft)
-    reading = session.read([ids], len(ids))
-    by_target = Session(pair.target).read([ids], len(ids))
-    drawn, ratio = _drawn(pair, ids, lengths, (reading.logits, by_target.logits))
-    if "draft" not in inputs.tokens:
-        return reading.hidden[0].cpu()[lengths - 1].contiguous(), ratio
-    after = []  # the states after the token; from right to left each is a roll-back
-    for n, token in zip(lengths.flip(0).tolist(), drawn.flip(0).tolist()):
-        after.append(session.read([[*ids[:n], token]]).hidden[0, 0].cpu())
-    return torch.stack(after[::-1]).contiguous(), ratio
-
-
-def _drawn(
-    pair: Pair, ids: list[int], lengths: Tensor, logits: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """The tokens [m] that the draft draws at temperature 1 after prefixes of `ids`, and draft(x) /
-    target(x) [m] of them, by the draft's and the target's logits [1, T, V]."""
-    noise = Noise.for_prompt(0, ids)
-    processors = processors_of(pair.target, sampling=True) or None
-    ctx = Context([Row(noise, ids[:1])], temperature=1.0, processors=processors)
-    vocabulary = min(len(logits[0][0, 0]), len(logits[1][0, 0]))
-    after = torch.tensor([ids[1:]])
-    drafted, target = (
-        ctx.probs(ctx.process(every, after)[0].cpu()[lengths - 1][:, :vocabulary])
-        for every in logits
-    )
-    keys = torch.tensor([noise.key(n, "gate") for n in lengths.tolist()])
-    drawn = gumbel_argmax(drafted, keys)
-    return drawn, (drafted / target).gather(1, drawn[:, None])[:, 0]
-
-
 SOURCES: dict[Role, Callable[[Pair, Sequence[MinedSample], Inputs], list[Labelled]]] = {
     "judge": _judge_inputs,
-    "stop": lambda pair, samples, _: [_stop_states(pair, sample) for sample in samples],
+    "stop": lambda pair, samples, inputs: [stop_states(pair, sample, inputs) for sample in samples],
     "gate": gate_states,
 }
 """What gives a head of a role its states and labels."""

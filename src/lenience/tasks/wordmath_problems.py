@@ -73,7 +73,7 @@ class Problem:
 
 
 @dataclass
-class _Story:
+class Story:
     """A problem while it is being made up."""
 
     person: str
@@ -103,15 +103,12 @@ def _compare(rng: random.Random) -> Problem:
     n = rng.randint(6, 60)
     related, fact = _related(rng, n, unit, (a, b))
     facts = [f"{a} has {n} {unit}.", fact]
-    story = _Story(a, facts, [f"at the start {a} had {n} {unit}."], [(related,)])
+    story = Story(a, facts, [f"at the start {a} had {n} {unit}."], [(related,)])
     have = {a: n, b: related.result}
     if rng.random() < 0.6:
-        _give(rng, story, have, unit)
+        give(rng, story, have, unit)
     if rng.random() < 0.5 and have[a] != have[b]:
-        high, low = (a, b) if have[a] > have[b] else (b, a)
-        sum_ = (have[high], "-", have[low])
-        step = Operation(high, HAS, sum_, unit, (f"compared with {low},",))
-        story.ask(f"How many more {unit} does {high} have than {low}?", step)
+        ask_who_has_more(story, have, unit)
     else:
         step = Operation(f"{a} and {b}", HAVE, (have[a], "+", have[b]), unit)
         story.ask(f"How many {unit} do they have together?", step)
@@ -144,7 +141,7 @@ def _than(other: str, k: int, kind: str) -> tuple[str, ...]:
     )
 
 
-def _give(rng: random.Random, story: _Story, have: dict[str, int], unit: str) -> None:
+def give(rng: random.Random, story: Story, have: dict[str, int], unit: str) -> None:
     """Let one of two people give the other some of what they have."""
     giver, taker = rng.sample(tuple(have), 2)
     k = rng.randint(2, min(30, have[giver] - 1))
@@ -161,6 +158,13 @@ def _give(rng: random.Random, story: _Story, have: dict[str, int], unit: str) ->
     story.groups.append((minus, plus))
 
 
+def ask_who_has_more(story: Story, have: dict[str, int], unit: str) -> None:
+    """Ask how much the richer of two people has above the other."""
+    low, high = sorted(have, key=have.__getitem__)
+    step = Operation(high, HAS, (have[high], "-", have[low]), unit, (f"compared with {low},",))
+    story.ask(f"How many more {unit} does {high} have than {low}?", step)
+
+
 def _shop(rng: random.Random) -> Problem:
     """Two purchases, their costs in either order, then the sum, the change or the difference."""
     a = rng.choice(NAMES)
@@ -171,7 +175,7 @@ def _shop(rng: random.Random) -> Problem:
     one, two = _purchase(left, n, p), _purchase(right, m, q)
     facts = [f"{a} buys {n} {left} at {p} coins each and {m} {right} at {q} coins each."]
     recaps = [f"one of the {left} was {p} coins.", f"one of the {right} was {q} coins."]
-    story = _Story(a, facts, recaps, [(one, two)])
+    story = Story(a, facts, recaps, [(one, two)])
     asked = rng.choice(("spend", "left", "left", "more"))
     if asked == "more":
         question = "How many more coins go to {high} than to {low}?"
@@ -185,7 +189,7 @@ def _shop(rng: random.Random) -> Problem:
     return story.finish(rng)
 
 
-def _pay(rng: random.Random, story: _Story, buyer: str, cost: int) -> None:
+def _pay(rng: random.Random, story: Story, buyer: str, cost: int) -> None:
     """Give the buyer a purse that the cost leaves something of, and ask for the rest."""
     purse = cost + rng.randint(3, 90)
     story.facts.insert(0, f"{buyer} has {purse} coins.")
@@ -201,7 +205,7 @@ def _purchase(ware: str, n: int, price: int) -> Operation:
 
 
 def _ask_difference(
-    story: _Story,
+    story: Story,
     steps: tuple[Operation, Operation],
     verbs: tuple[str, ...],
     question: str,
@@ -234,7 +238,7 @@ def _share(rng: random.Random) -> Problem:
     groups: list[tuple[Operation, ...]] = [(gift, second_gift), (rest,)]
     if of_rest:
         groups = [(gift,), (rest,), (second_gift,)]
-    story = _Story(a, facts, [f"at the start {a} had {n} {unit}."], groups)
+    story = Story(a, facts, [f"at the start {a} had {n} {unit}."], groups)
     asked = rng.choice(("left", "left", "more"))
     if asked == "more" and gift.result != second_gift.result:
         if not of_rest:
@@ -287,7 +291,7 @@ def _work(rng: random.Random) -> Problem:
     pace = Operation(f"each hour {b}", MAKES, (rate, op, k), unit, _than(a, k, kind))
     two = _shift(b, pace.result, others, unit)
     recaps = [f"in an hour {a} makes {rate} {unit}.", f"{b} works for {others} hours."]
-    story = _Story(a, facts, recaps, [(one, pace), (two,)])
+    story = Story(a, facts, recaps, [(one, pace), (two,)])
     if rng.random() < 0.5 or one.result == two.result:
         step = Operation("they", MAKE, (one.result, "+", two.result), unit, ("together,",))
         story.ask(f"How many {unit} do they make together?", step)

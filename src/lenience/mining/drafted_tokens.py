@@ -1,0 +1,178 @@
+"""What heads learn from that end drafting: of tokens that the draft would propose, its states and
+what becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lenience.core.context import Context, Row
+from lenience.core.errors import InputError
+from lenience.core.noise import Noise, gumbel_argmax
+from lenience.decoding.options import Decoding
+from lenience.decoding.pair import Pair
+from lenience.heads.head import Inputs
+from lenience.models.generation_config import processors_of
+from lenience.models.session import Session
+from lenience.rules.registry import parse_rule
+from lenience.runs.record import MinedSample
+
+STOP_TOKENS = 64
+"""How many tokens of an answer a stop is fitted to."""
+STOP_WINDOW = 32
+"""Of the decoding that a stop learns from: wide, as nothing is drafted for the token after a window
+that is kept whole."""
+INTERLEAVED = 32
+"""The window in which both models' tokens are interleaved: wide, as the target's follows a full
+one."""
+GATE_PREFIXES = 12
+"""How many prefixes of each kind a sample gives to a gate."""
+
+Labelled = tuple[Tensor, Tensor]
+"""States [m, F] of one sample and what each is labelled with [m]."""
+
+
+def stop_states(pair: Pair, sample: MinedSample, inputs: Inputs) -> Labelled:
+    """Of some tokens of the target's own answer, evenly spread: the draft's states [m, H] before
+    what it would draft there, or after it, and whether that is another token [m]."""
+    response = torch.tensor(sample.response_ids)
+    places = torch.arange(0, len(response), max(1, -(-len(response) // STOP_TOKENS)))
+    read = _Answer(pair, sample.prompt_ids, sample.response_ids)
+    drafted = read.greedy_tokens()[places]
+    rejected = drafted != response[places]
+    return read.states(places, drafted, inputs), rejected.to(torch.uint8)
+
+
+def decided_states(
+    pair: Pair, samples: Sequence[MinedSample], inputs: Inputs, of: str
+) -> list[Labelled]:
+    """Of some of the tokens that the draft proposes while the rule `of` answers each sample: the
+    draft's states [m, H] before them, or after them, and whether the rule rejects them [m]."""
+    sampling = parse_rule(of).needs_sampling
+    if sampling and inputs.tokens == ("draft",):
+        raise InputError(
+            f"--tokens draft: {of} rejects drawn tokens, which an answer does not keep; leave it "
+            "out, or name a rule that decodes greedily"
+        )
+    decoding = Decoding(
+        rule=of,
+        window=STOP_WINDOW,
+        max_new_tokens=max(len(sample.response_ids) for sample in samples),
+        temperature=float(sampling),
+    )
+    prompts = [sample.prompt_ids for sample in samples]
+    outs = pair.generate_batch(prompts, batch_size=32, **vars(decoding))
+    labelled = []
+    for out in outs:
+        origins = [entry.origin for entry in out.trace]
+        places = [i for i, origin in enumerate(origins) if origin != "bonus"]
+        places = places[:: max(1, -(-len(places) // STOP_TOKENS))]
+        rejected = torch.tensor([origins[i] == "correction" for i in places])
+        read, at = _Answer(pair, out.prompt_tokens, out.tokens), torch.tensor(places)
+        kept = torch.tensor(out.tokens)[at]
+        drafted = torch.where(rejected, read.greedy_tokens()[at], kept)
+        labelled.append((read.states(at, drafted, inputs), rejected.to(torch.uint8)))
+    return labelled
+
+
+class _Answer:
+    """An answer as the draft reads it."""
+
+    def __init__(self, pair: Pair, prompt: list[int], response: list[int]):
+        self.pair, self.prompt, self.response = pair, prompt, response
+        self.session = Session(pair.require_draft("a stop head"))
+        self.reading = self.session.read([prompt + response], len(response) + 1)
+
+    def greedy_tokens(self) -> Tensor:
+        """[n + 1]: what the draft would propose before each of the n tokens, and after them."""
+        target, response = self.pair.target, torch.tensor([self.response])
+        processors = processors_of(target, sampling=False)
+        ctx = Context([Row(Noise.for_prompt(0, []), self.prompt)], processors=processors)
+        logits = ctx.process(self.reading.logits, response)
+        return logits[0, :, : target.vocab_size].argmax(-1).cpu()
+
+    def states(self, places: Tensor, drafted: Tensor, inputs: Inputs) -> Tensor:
+        """[m, H]: the draft's states at `places` [m] of the answer before the tokens `drafted` [m]
+        or, as `inputs` says, after them."""
+        along = self.reading.hidden[0].cpu()
+        if "draft" not in inputs.tokens:
+            return along[places].contiguous()
+        whole, states = self.prompt + self.response, list[Tensor]()
+        # from right to left each is a roll-back
+        for place, token in zip(places.flip(0).tolist(), drafted.flip(0).tolist()):
+            if place < len(self.response) and self.response[place] == token:
+                states.append(along[place + 1])
+                continue
+            before = whole[: len(self.prompt) + place]
+            states.append(self.session.read([[*before, token]]).hidden[0, 0].cpu())
+        return torch.stack(states[::-1]) if states else along[:0]
+
+
+def gate_states(pair: Pair, samples: Sequence[MinedSample], inputs: Inputs) -> list[Labelled]:
+    """Of each sample equally many prefixes of four kinds (SPRINTER, Zhong 2025): of the prompt as
+    it is, of the prompt and what the draft, what the target, and what the two of them by turns, as
+    a coin decides for each token, make of it. For a token x drawn from the draft after each: the
+    draft's states [m, F] and draft(x) / target(x) [m]. All is sampled at temperature 1."""
+    longest = max(len(sample.response_ids) for sample in samples)
+
+    def continued(starts: list[list[int]], rule: str) -> list[list[int]]:
+        decoding = Decoding(
+            rule=rule,
+            window=INTERLEAVED,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=longest,
+        )
+        outs = pair.generate_batch(starts, batch_size=32, **vars(decoding))
+        return [start + out.tokens for start, out in zip(starts, outs)]
+
+    prompts = [sample.prompt_ids for sample in samples]
+    by_draft, by_target = continued(prompts, "draft"), continued(prompts, "target")
+    mixed = continued(prompts, "random:0.5")
+    labelled = []
+    for prompt, *continuations in zip(prompts, by_draft, by_target, mixed):
+        parts = [_ratios(pair, prompt, 1, inputs)]
+        parts += [_ratios(pair, whole, len(prompt), inputs) for whole in continuations]
+        labelled.append((torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])))
+    return labelled
+
+
+def _ratios(pair: Pair, ids: list[int], first: int, inputs: Inputs) -> Labelled:
+    """The states and the ratios after prefixes of `ids` that are evenly spread from `first` tokens
+    on."""
+    draft = pair.require_draft("a gate")
+    end = len(ids) - (ids[-1] in pair.target.eos_ids)
+    # [m]: how many tokens each prefix has
+    lengths = torch.linspace(first, max(first, end), GATE_PREFIXES).long()
+    session = Session(draft)
+    reading = session.read([ids], len(ids))
+    by_target = Session(pair.target).read([ids], len(ids))
+    drawn, ratio = _drawn(pair, ids, lengths, (reading.logits, by_target.logits))
+    if "draft" not in inputs.tokens:
+        return reading.hidden[0].cpu()[lengths - 1].contiguous(), ratio
+    after = []  # the states after the token; from right to left each is a roll-back
+    for n, token in zip(lengths.flip(0).tolist(), drawn.flip(0).tolist()):
+        after.append(session.read([[*ids[:n], token]]).hidden[0, 0].cpu())
+    return torch.stack(after[::-1]).contiguous(), ratio
+
+
+def _drawn(
+    pair: Pair, ids: list[int], lengths: Tensor, logits: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The tokens [m] that the draft draws at temperature 1 after prefixes of `ids`, and draft(x) /
+    target(x) [m] of them, by the draft's and the target's logits [1, T, V]."""
+    noise = Noise.for_prompt(0, ids)
+    processors = processors_of(pair.target, sampling=True) or None
+    ctx = Context([Row(noise, ids[:1])], temperature=1.0, processors=processors)
+    vocabulary = min(len(logits[0][0, 0]), len(logits[1][0, 0]))
+    after = torch.tensor([ids[1:]])
+    drafted, target = (
+        ctx.probs(ctx.process(every, after)[0].cpu()[lengths - 1][:, :vocabulary])
+        for every in logits
+    )
+    keys = torch.tensor([noise.key(n, "gate") for n in lengths.tolist()])
+    drawn = gumbel_argmax(drafted, keys)
+    return drawn, (drafted / target).gather(1, drawn[:, None])[:, 0]
