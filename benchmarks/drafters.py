@@ -47,14 +47,14 @@ def decoders(eagle: str | None = None) -> dict[str, dict[str, Any]]:
 
 
 def measure(
-    pair: Pair, prompts: list[str], repeats: int, eagle: str | None = None
+    pair: Pair, prompts: list[str], repeats: int, decoders: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Tokens per pass and per second of each decoder."""
+    """Tokens per pass and per second of each decoder, by name."""
     speeds: dict[str, list[float]] = defaultdict(list)
     about: dict[str, dict[str, Any]] = {}
     plain = [pair.generate(prompt, rule="target", max_new_tokens=NEW).tokens for prompt in prompts]
     for turn in range(repeats + 1):
-        for name, options in decoders(eagle).items():
+        for name, options in decoders.items():
             asked = {"rule": "exact", "max_new_tokens": NEW, **options}
             few = prompts[: 5 if turn == 0 else None]  # the first turn warms up
             began = time.perf_counter()
@@ -85,7 +85,7 @@ def main() -> None:
     given = parser.parse_args()
     pair = load_pair(compile=True)
     prompts = [sample.prompt for sample in islice(WordMath().samples("test"), given.prompts)]
-    rows = measure(pair, prompts, given.repeats, given.eagle)
+    rows = measure(pair, prompts, given.repeats, decoders(given.eagle))
     print(json.dumps({"machine": machine(pair), "prompts": len(prompts), "rows": rows}, indent=1))
 
 

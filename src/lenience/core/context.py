@@ -39,6 +39,10 @@ class Row:
     """What earlier texts of the same search tell of it."""
     schedule: int = 0
     """How many tokens a stop condition's schedule has come to allow."""
+    least: float | None = None
+    """What a stop condition's threshold has come to."""
+    accepted: float | None = None
+    """The share of drafted tokens that was kept, of late."""
     lenient: int = 0
     """How many tokens have been kept that the strict rule rejects at their own place."""
     spans: dict[tuple[str, str], tuple[int, bool]] = field(default_factory=dict)

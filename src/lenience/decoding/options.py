@@ -54,8 +54,8 @@ class Decoding:
     binds if left out; auto measures which is fastest."""
     stop: str | Stop = "fixed"
     """What ends drafting earlier: fixed (nothing, the default), heuristic, confidence:P, entropy:P,
-    head:PATH@T or gate:PATH@T; with a gate the rule is speculative if none is named, as SPRINTER
-    has it."""
+    fallback:P, head:PATH@T or gate:PATH@T; with a gate the rule is speculative if none is named, as
+    SPRINTER has it."""
     max_new_tokens: int = 256
     """The length limit of an answer, 256, the task's own or what a certificate binds if left
     out."""

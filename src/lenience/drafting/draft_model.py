@@ -175,7 +175,8 @@ class ModelDrafter(Drafter):
         for b, row in enumerate(looked_at.tolist()):
             for i, token in enumerate(row[: window.limits[b]], 1):
                 if token == _END or token in self.eos_ids:  # nothing after an EOS could be kept
-                    window.limits[b] = i
+                    doubted = token == _END and not self.stop.proposes_doubted
+                    window.limits[b] = i - doubted
                     break
 
     def _ask(self, window: _Window, probs: list[Tensor], ctx: Context) -> None:
@@ -187,7 +188,7 @@ class ModelDrafter(Drafter):
             return
         drafted = window.tokens[:, -window.hidden[-1].shape[1] :]
         probs.append(self.stop.acceptance_probs(window.logits[-1], hidden, drafted, ctx))
-        window.stop_mask = self.stop.stop_mask(torch.cat(probs, 1)).to(self.device)
+        window.stop_mask = self.stop.stop_mask(torch.cat(probs, 1), ctx.rows).to(self.device)
 
     def _limits(self, ctx: Context, room: Sequence[int]) -> list[int]:
         """[B]: how many tokens may be drafted for each row."""

@@ -1,15 +1,15 @@
 """Stop conditions: when drafting ends before the window is full. Like a rule, one is data: its
 fields are its spec.
 
-The token at which a condition stops is the last of its window: reading it costs the target next to
-nothing. A window may always end early at an EOS, at the limits of the answer and of the models'
-contexts.
+The token at which a condition stops is the last of its window, but for `fallback`: reading it costs
+the target next to nothing. A window may always end early at an EOS, at the limits of the answer and
+of the models' contexts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -21,6 +21,10 @@ from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
 from lenience.heads.head import Learned
 
+OF_SHARE, OF_LEAST, STEP = 0.5, 0.9, 0.01
+"""How a threshold is adapted to the share that is accepted (Zhang 2023, section 3.3): how much of
+the share before is kept, how much of the threshold, and by how much it is moved."""
+
 
 @dataclass(frozen=True)
 class Stop:
@@ -31,6 +35,9 @@ class Stop:
     """Whether each drafted token is asked about."""
     skips_verification: ClassVar[bool] = False
     """Whether the tokens before the one at which it stops are kept without asking the target."""
+
+    proposes_doubted: ClassVar[bool] = True
+    """Whether the token at which it stops is read."""
 
     @property
     def heads(self) -> tuple[Learned, ...]:
@@ -64,7 +71,7 @@ class Stop:
         looks back is given the states after the tokens, and must not use the others."""
         raise NotImplementedError
 
-    def stop_mask(self, probs: Tensor) -> Tensor:
+    def stop_mask(self, probs: Tensor, rows: Sequence[Row]) -> Tensor:
         """[B, n] bool: where drafting ends, by the probabilities [B, n] of the window so far."""
         raise NotImplementedError
 
@@ -113,7 +120,7 @@ class Asking(Stop):
         if not 0 <= self.least <= 1:
             raise InputError(f"{self.name}'s least chance {self.least}: must be from 0 to 1")
 
-    def stop_mask(self, probs: Tensor) -> Tensor:
+    def stop_mask(self, probs: Tensor, rows: Sequence[Row]) -> Tensor:
         return probs < self.least
 
 
@@ -132,17 +139,50 @@ class Confidence(Asking):
 
 
 @dataclass(frozen=True)
+class Fallback(Asking):
+    """Leave a token to the target where the draft gives its most probable one less than `least`:
+    the fallback policy of BiLD (Kim 2023, section 3.3). What the draft would have proposed there is
+    not read."""
+
+    name = "fallback"
+    proposes_doubted = False
+
+    def acceptance_probs(
+        self, logits: Tensor, hidden: Tensor, tokens: Tensor, ctx: Context
+    ) -> Tensor:
+        return torch.softmax(_at_temperature(logits, ctx), -1).amax(-1)
+
+
+@dataclass(frozen=True)
 class Entropy(Asking):
     """Stop at the first token for whose chance AdaEDL's bound, 1 − √(gamma · entropy of the draft's
-    distribution), is under `least` (Agrawal 2024, with a threshold that stays as it is)."""
+    distribution), is under `least` (Agrawal 2024). With a `rate`, which AdaEDL has, the threshold
+    is adapted in the course of an answer so that this share of what is drafted is accepted."""
 
     gamma: float = 0.2
+    rate: float | None = None
     name = "entropy"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.gamma < math.inf:
             raise InputError(f"entropy's gamma {self.gamma}: must be above 0")
+        if self.rate is not None and not 0 < self.rate <= 1:
+            raise InputError(f"entropy's rate {self.rate}: must be in (0, 1]")
+
+    def max_tokens(self, row: Row, window: int) -> int:
+        if self.rate is not None and row.last and row.last.drafted:
+            kept = row.last.kept / row.last.drafted
+            before = kept if row.accepted is None else row.accepted
+            row.accepted = OF_SHARE * before + (1 - OF_SHARE) * kept
+            least = self.least if row.least is None else row.least
+            aim = least + (STEP if row.accepted <= self.rate else -STEP)
+            row.least = OF_LEAST * least + (1 - OF_LEAST) * aim
+        return window
+
+    def stop_mask(self, probs: Tensor, rows: Sequence[Row]) -> Tensor:
+        least = [self.least if row.least is None else row.least for row in rows]
+        return probs < torch.tensor(least, device=probs.device, dtype=probs.dtype)[:, None]
 
     def acceptance_probs(
         self, logits: Tensor, hidden: Tensor, tokens: Tensor, ctx: Context
@@ -195,7 +235,7 @@ class Likely(Scored):
     name = "head"
     role = "stop"
 
-    def stop_mask(self, probs: Tensor) -> Tensor:
+    def stop_mask(self, probs: Tensor, rows: Sequence[Row]) -> Tensor:
         return 1 - probs.cumprod(1) > self.bound
 
 
@@ -217,7 +257,7 @@ class Gate(Scored):
     def keeps_bonus(self) -> bool:
         return self.bonus
 
-    def stop_mask(self, probs: Tensor) -> Tensor:
+    def stop_mask(self, probs: Tensor, rows: Sequence[Row]) -> Tensor:
         return probs < self.bound
 
 
@@ -226,7 +266,7 @@ def _at_temperature(logits: Tensor, ctx: Context) -> Tensor:
 
 
 STOPS: dict[str, type[Stop]] = {
-    stop.name: stop for stop in (Fixed, Heuristic, Confidence, Entropy, Likely, Gate)
+    stop.name: stop for stop in (Fixed, Heuristic, Confidence, Fallback, Entropy, Likely, Gate)
 }
 
 

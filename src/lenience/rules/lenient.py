@@ -106,6 +106,21 @@ class Typical(Lenient):
 
 
 @dataclass(frozen=True)
+class Rollback(Lenient):
+    """Accept a token of which the target is surprised by at most `nats`, −log of its probability:
+    the rollback policy of BiLD (Kim 2023, section 3.3), whose fallback policy is the stop condition
+    `fallback`."""
+
+    nats: float
+    name = "rollback"
+    bounds: ClassVar = {"nats": (0, math.inf)}
+    grid = ("rollback:1", "rollback:2", "rollback:4")
+
+    def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+        return -gather_tokens(ctx.log_probs(reading.logits[:, :-1]), draft.tokens) <= self.nats
+
+
+@dataclass(frozen=True)
 class Fuzzy(Lenient):
     """Accept whatever is drafted where the divergence between the target's and the draft's
     distributions is below the threshold (fuzzy speculative decoding, Holsman 2025):

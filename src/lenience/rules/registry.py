@@ -18,6 +18,7 @@ from lenience.rules.lenient import (
     Lenience,
     Mentored,
     Random,
+    Rollback,
     TopK,
     Typical,
 )
@@ -32,6 +33,7 @@ RULES: dict[str, type[Term]] = {
         Lenience,
         TopK,
         Typical,
+        Rollback,
         Fuzzy,
         GuardedKL,
         Ensemble,
