@@ -86,6 +86,8 @@ def test_the_tables_figures_follow_their_definitions() -> None:
     assert lenient["paired_loss_interval"] == pytest.approx([low, high])
     assert lenient["tokens_per_pass"] == sum(12 + i % 3 for i in range(40)) / 160
     assert lenient["tokens_per_second"] == pytest.approx(sum(12 + i % 3 for i in range(10)) / 5)
+    assert (draft["draft_share"], draft["accepted_per_pass"]) == (1, None)
+    assert lenient["flops_per_token"] is None
     assert draft["tokens_per_second"] == 20 and draft["tokens_per_pass"] is None
     assert lenient["share_of_cap"] == lenient["tokens_per_second"] / 20
     assert lenient["seconds_per_correct"] == 5 / right[:10, 1].sum()

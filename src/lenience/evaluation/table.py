@@ -74,6 +74,21 @@ class FrontierRow(Record):
     tokens_per_pass: float | None
     """None where the target read nothing."""
     tokens_per_pass_interval: Interval | None
+    accepted_per_pass: float | None
+    """Drafted tokens that are kept, without corrections and bonus tokens: AutoJudge's accepted
+    tokens per cycle, FSD's average accepted length."""
+    accepted_per_pass_interval: Interval | None
+    draft_share: float
+    """Of the answers' tokens, how many were drafted (FSD)."""
+    draft_share_interval: Interval
+    flops_per_token: float | None
+    """Floating-point operations for a token of an answer, attention and all that is rejected
+    included; None where they are not known."""
+    flops_per_token_interval: Interval | None
+    flops_per_token_as_sprinter: float | None
+    """By SPRINTER's count: embeddings as products, and nothing for what the target reads after a
+    gate."""
+    flops_per_token_as_sprinter_interval: Interval | None
     accepted_exact_per_pass: float | None
     accepted_exact_per_pass_interval: Interval | None
     tokens_per_second: float
@@ -182,9 +197,24 @@ def _figures(answers: Sequence[Answer], seconds: NDArray, quality: Quality) -> d
     figures |= _mean("paired_gain", quality.gained, draws)
     figures |= _ratio("tokens_per_pass", tokens, passes, draws)
     exact = _column(answers, "accepted_exact")
+    kept = exact + _column(answers, "accepted_lenient")
+    drafted = np.where(passes > 0, kept, tokens)  # what the target never read is the draft's own
+    figures |= _ratio("accepted_per_pass", drafted, passes, draws)
+    figures |= _ratio("draft_share", drafted, tokens, draws)
+    figures |= _flops_per_token(answers, draws)
     figures |= _ratio("accepted_exact_per_pass", exact, passes, draws)
     figures |= _ratio("tokens_per_second", tokens[:timed], seconds, timed_draws)
     figures |= _ratio("seconds_per_correct", seconds, right_when_timed, timed_draws)
+    return figures
+
+
+def _flops_per_token(answers: Sequence[Answer], draws: NDArray) -> dict[str, Any]:
+    """By both counts; None where they are not known of all answers."""
+    figures, tokens = dict[str, Any](), _column(answers, "tokens")
+    for count in ("flops", "flops_as_sprinter"):
+        known = all(getattr(answer, count) is not None for answer in answers)
+        spent, of = (_column(answers, count), tokens) if known else (tokens, np.zeros(len(tokens)))
+        figures |= _ratio(count.replace("flops", "flops_per_token"), spent, of, draws)
     return figures
 
 

@@ -14,9 +14,10 @@ from lenience.core.progress import Progress, silent
 from lenience.core.records import Record
 from lenience.core.workers import Workers
 from lenience.decoding.generation import Generation
-from lenience.decoding.options import Decoding
+from lenience.decoding.options import OWN, Decoding
 from lenience.decoding.pair import Pair
 from lenience.decoding.response import pieces
+from lenience.models.flops import ReadingCost
 from lenience.runs.journal import Journal
 from lenience.tasks import Sample, Score, Task
 from lenience.tasks.base import AnswerValue
@@ -48,6 +49,11 @@ class Answer(Record):
     accepted_lenient: int = 0
     kept_by_lenience: int | None = None
     """How many of its tokens the strict rule would not have kept; None in older journals."""
+    flops: float | None = None
+    """Floating-point operations of all that both models read; None where they are not known."""
+    flops_as_sprinter: float | None = None
+    """As SPRINTER (Zhong 2025) counts them: embeddings as products, and of the tokens that a gate
+    let pass the target reads none."""
     closest: float | None = None
     """The highest of a judge's scores of the tokens that were rejected, 0 without any: above it the
     answer is the same at any lower threshold. None where a rejected token has no score."""
@@ -161,6 +167,7 @@ class Answers:
             accepted_exact=out.accepted_exact,
             accepted_lenient=out.accepted_lenient,
             kept_by_lenience=sum(one.origin in BY_LENIENCE for one in out.trace),
+            **_flops(self.pair, decoding, out),
             closest=_closest(out),
             seconds=round(decoded.seconds, 4),
             trace=trace,
@@ -178,6 +185,22 @@ class Answers:
     def _add(self, answer: Answer) -> None:
         self.journal.append(answer.to_json())
         self._keep(answer)
+
+
+def _flops(pair: Pair, decoding: Decoding, out: Generation) -> dict[str, float]:
+    """What models read for an answer; nothing where something else reads, or proposes."""
+    if pair.engine_name != OWN or str(decoding.drafter) != "model":
+        return {}
+    read = {"target": out.target_tokens, "draft": out.draft_tokens}
+    asked = dict(read)
+    if str(decoding.stop).startswith("gate:") and out.target_passes:
+        asked["target"] = len(out.prompt_tokens) - 1 + out.target_passes
+    length, total, as_sprinter = len(out.prompt_tokens) + len(out.tokens), 0.0, 0.0
+    for role, lm in pair.models.items():
+        cost = ReadingCost.of(lm)
+        total += cost.read(read[role], length)
+        as_sprinter += cost.read(asked[role], length) + asked[role] * cost.lookup
+    return {"flops": total, "flops_as_sprinter": as_sprinter}
 
 
 def _closest(out: Generation) -> float | None:

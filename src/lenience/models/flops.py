@@ -1,0 +1,42 @@
+"""What reading tokens costs in floating-point operations, a multiplication and an addition being
+two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lenience.models.lm import LM
+
+
+@dataclass(frozen=True)
+class ReadingCost:
+    """Of one model."""
+
+    per_token: float
+    """In the matrices, the output matrix included; of all experts where a model has several."""
+    per_key: float
+    """In attention, for each token that a token sees."""
+    lookup: float
+    """What the embedding would cost as a product, which SPRINTER (Zhong 2025) counts."""
+
+    @classmethod
+    def of(cls, lm: LM) -> ReadingCost:
+        return lm.once("reading cost", lambda: _measured(lm))
+
+    def read(self, tokens: int, length: int) -> float:
+        """Of so many tokens in a text of so many, half of which each sees on average."""
+        return tokens * (self.per_token + self.per_key * length / 2)
+
+
+def _measured(lm: LM) -> ReadingCost:
+    config = lm.model.config.get_text_config()
+    heads, embedding = config.num_attention_heads, lm.embedding.weight
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    tables = [part.weight for part in lm.model.modules() if isinstance(part, torch.nn.Embedding)]
+    looked_up = {id(table) for table in tables} - {id(lm.output_matrix)}  # multiplies nothing
+    parts = [part for part in lm.model.parameters() if part.ndim > 1]
+    matrices = sum(part.numel() for part in parts if id(part) not in looked_up)
+    per_key = 4 * config.num_hidden_layers * heads * head_size
+    return ReadingCost(2.0 * matrices, float(per_key), 2.0 * embedding.numel())
