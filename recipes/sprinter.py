@@ -1,25 +1,28 @@
-"""SPRINTER (Zhong 2025) on the built-in pair: gates for several tau, their ROC, and the theory
-beside what decoding does.
+"""SPRINTER (Zhong 2025) on the built-in pair: gates for several tau, their ROC, and what follows
+from their rates beside what decoding does.
 
     python recipes/sprinter.py OUT [--samples 300] [--tau 1 1.2 1.5] [--threshold 0.5 0.7 0.8 0.9
-    0.95] [--problems 200]
+    0.95] [--problems 200] [--after]
 
-Gates are fitted to the first mined samples, as `lenience fit RUN --gate --tau` does, into OUT/run.
-All is sampled at temperature 1. Prints, and writes to OUT/sprinter.json and OUT/sprinter.png:
+Gates are fitted to the first mined samples, as `lenience fit RUN --gate --tau` does, into OUT/run;
+with `--after` to the draft's states after its token in place of those before it. All is sampled at
+temperature 1; a doubted token is verified by speculative sampling. Prints, and writes to
+OUT/sprinter.json and OUT/sprinter.png:
 
 - the ROC of each gate on held-out prefixes of the four kinds;
-- `predicted`, from averages over such prefixes. alpha = 1 − TV(draft, target) is the chance that
-  speculative sampling accepts, TPR and FPR are the chances that the gate passes what it would
-  accept and what it would reject. A token is passed with chance s = TPR·alpha + FPR·(1 − alpha); s
-  / (1 − s) tokens are trusted before the gate stops, which it does at the 1 / (1 − s)-th; the
-  doubted one is accepted with chance (1 − TPR)·alpha / (1 − s); the output is (1 − FPR)·target +
-  FPR·draft, which is FPR·TV(draft, target) away from the target's;
+- `predicted`, from averages over such prefixes. A token x is acceptable where draft(x) / target(x)
+  is at most tau; TPR and FPR are the shares of the draft's acceptable and other tokens that the
+  gate passes, and alpha = 1 − TV(draft, target) is the chance that speculative sampling accepts.
+  The paper's theorem 7 says that alpha + FPR·(1 − alpha) of the drafted tokens are kept. Ours, for
+  tokens that are passed independently of each other with the mean chance s: s / (1 − s) are trusted
+  before the gate stops, which it does at the 1 / (1 − s)-th, and the output is FPR·TV(draft,
+  target) away from the target's;
 - `measured`: the same of what `--stop gate:PATH@T` decodes. TV is the exact distance at places of
   its answers: the next token's distribution is added up over the draft's tokens, each passed or
   not;
-- what it costs: 2 · parameters for every token that a model reads. `flops` counts what the target
-  must read to catch up with trusted tokens, `flops_without_catching_up` one token for every time
-  that it is asked, as the paper does.
+- what it costs: floating-point operations of all that both models read, attention included, and by
+  the paper's count, which has the embeddings as products and one token of the target's for each
+  time that it is asked, whatever it reads to catch up; and tokens per second, one by one.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from scipy.stats import binomtest
 from sklearn.metrics import roc_auc_score, roc_curve
 
 from lenience import load_pair
@@ -51,10 +55,10 @@ from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Head, Inputs
 from lenience.mining.drafted_tokens import gate_states
 from lenience.mining.fit import HeadPlan
+from lenience.models.flops import ReadingCost
 from lenience.runs.record import MinedAnswers, MinedSample, MiningCost
 from lenience.tasks import Sample, WordMath, take
 
-INPUTS = Inputs(("draft",), ("draft",))
 LONGEST = WordMath().max_new_tokens
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": LONGEST}
 ALONG = 5
@@ -66,7 +70,7 @@ MASS = 1e-4
 @dataclass
 class Place:
     """What can follow a prefix: the draft's likely tokens with both models' probabilities and the
-    draft's state after each."""
+    draft's state after each, or before it."""
 
     draft: torch.Tensor  # [n]
     target: torch.Tensor  # [n]
@@ -76,105 +80,104 @@ class Place:
     left: torch.Tensor
     """[n]: max(0, target − draft) / TV, what is drawn instead of a rejected token."""
 
-    def sums(self, head: Head, threshold: float) -> dict[str, float]:
-        """Of a drafted token: the chances that it is acceptable and that the gate passes it; and
-        the next token's TV from the target's."""
+    def sums(self, head: Head, threshold: float, tau: float) -> dict[str, float]:
+        """Of a drafted token: the chances of what it is and whether the gate passes it; and the
+        next token's TV from the target's."""
         accepts = (self.target / self.draft).clamp(max=1)  # [n]
+        good = (self.draft <= tau * self.target).double()
         passes = (torch.sigmoid(head.logits(self.states).double()) >= threshold).double()  # [n]
         rejected = float((self.draft * (1 - passes) * (1 - accepts)).sum())
         out = self.draft * passes + self.draft * (1 - passes) * accepts + self.left * rejected
         return {
             "alpha": float((self.draft * accepts).sum()),
-            "passed_acceptable": float((self.draft * accepts * passes).sum()),
-            "passed_other": float((self.draft * (1 - accepts) * passes).sum()),
+            "acceptable": float((self.draft * good).sum()),
+            "passed_acceptable": float((self.draft * good * passes).sum()),
+            "passed_other": float((self.draft * (1 - good) * passes).sum()),
             "tv": float((out - self.target).clamp(min=0).sum()),
         }
 
 
 @torch.inference_mode()
-def place(pair: Pair, ids: list[int]) -> Place:
+def place(pair: Pair, ids: list[int], after: bool) -> Place:
     """`ids` is a prefix, read by transformers' models alone."""
-    before = torch.tensor([ids])
-    draft, target = (
-        lm.model(input_ids=before).logits[0, -1].double().softmax(-1)
-        for lm in (pair.draft, pair.target)
-    )
+    before, reads = torch.tensor([ids]), {"output_hidden_states": True}
+    by_draft, by_target = (lm.model(before, **reads) for lm in (pair.draft, pair.target))
+    draft, target = (out.logits[0, -1].double().softmax(-1) for out in (by_draft, by_target))
     ranked, order = draft.sort(descending=True)
     tokens = order[: int((ranked.cumsum(0) < 1 - MASS).sum()) + 1]
-    after = torch.cat([before.expand(len(tokens), -1), tokens[:, None]], 1)  # [n, T + 1]
-    states = pair.draft.model(input_ids=after, output_hidden_states=True).hidden_states[-1][:, -1]
+    states = by_draft.hidden_states[-1][:, -1].expand(len(tokens), -1)
+    if after:
+        each = torch.cat([before.expand(len(tokens), -1), tokens[:, None]], 1)  # [n, T + 1]
+        states = pair.draft.model(each, **reads).hidden_states[-1][:, -1]
     distance = float((draft - target).clamp(min=0).sum())
     left = (target - draft).clamp(min=0) / max(distance, 1e-12)
     return Place(draft[tokens], target[tokens], states, distance, left[tokens])
 
 
 def rates(places: Sequence[Place], head: Head, threshold: float) -> dict[str, float]:
-    """What the theory needs, over all places, and their mean exact TV."""
-    sums = [one.sums(head, threshold) for one in places]
+    """The gate's rates over all places, and their mean exact TV."""
+    sums = [one.sums(head, threshold, head.metrics["tau"]) for one in places]
     mean = {name: float(np.mean([one[name] for one in sums])) for name in sums[0]}
     return {
         "alpha": mean["alpha"],
-        "tpr": mean["passed_acceptable"] / mean["alpha"],
-        "fpr": mean["passed_other"] / (1 - mean["alpha"]),
+        "passed": mean["passed_acceptable"] + mean["passed_other"],
+        "tpr": mean["passed_acceptable"] / mean["acceptable"],
+        "fpr": mean["passed_other"] / (1 - mean["acceptable"]),
         "draft_tv": float(np.mean([one.distance for one in places])),
         "tv": mean["tv"],
     }
 
 
 def theory(found: dict[str, float]) -> dict[str, float]:
-    """What the rates predict if a token is passed independently of all others and of where it
-    stands."""
-    alpha, tpr, fpr = found["alpha"], found["tpr"], found["fpr"]
-    s = tpr * alpha + fpr * (1 - alpha)
+    """What the rates predict, see the module."""
+    alpha, fpr, s = found["alpha"], found["fpr"], found["passed"]
     return {
-        "tpr": tpr,
+        "tpr": found["tpr"],
         "fpr": fpr,
         "alpha": alpha,
         "tv": fpr * found["draft_tv"],
+        "kept": alpha + fpr * (1 - alpha),
         "trusted_before_a_stop": s / (1 - s),
         "stop_time": 1 / (1 - s),
-        "doubted_accepted": (1 - tpr) * alpha / (1 - s),
     }
 
 
 def runs(outs: Sequence[Generation]) -> dict[str, float]:
-    """Trusted and doubted tokens of answers by a gate whose window never fills."""
-    trusted = doubted = right = 0
-    for out in outs:
-        origins = [entry.origin for entry in out.trace]
-        stops = [i for i, origin in enumerate(origins) if origin in ("bonus", "correction")]
-        # a bonus follows a doubted token that was right; what a correction replaced is not in the
-        # trace
-        accepted = sum(origins[i] == "bonus" for i in stops)
-        drafted = sum(origin.startswith("draft") for origin in origins)
-        last = out.target_passes - len(
-            stops
-        )  # 1 where the answer ended at a doubted token that was accepted
-        right += accepted + last
-        doubted += out.target_passes
-        trusted += drafted - accepted - last
+    """Trusted and doubted tokens of answers by a gate whose window never fills; each time that the
+    target is asked it keeps the doubted token or corrects it."""
+    doubted = sum(out.target_passes for out in outs)
+    corrected = sum(entry.origin == "correction" for out in outs for entry in out.trace)
+    tokens = sum(len(out.tokens) for out in outs)
+    trusted = tokens - doubted
     s = trusted / (trusted + doubted)
     return {
+        "kept": 1 - corrected / tokens,
         "trusted_before_a_stop": s / (1 - s),
         "stop_time": 1 / (1 - s),
-        "doubted_accepted": right / doubted,
     }
 
 
 def cost(pair: Pair, outs: Sequence[Generation]) -> dict[str, float]:
-    """A token kept costs so many multiplications and additions."""
-    tokens = sum(len(out.tokens) for out in outs)
-    target, draft = (
-        2 * sum(p.numel() for p in lm.model.parameters()) for lm in (pair.target, pair.draft)
-    )
-    drafted = draft * sum(out.draft_tokens for out in outs)
-    prompts = target * sum((len(out.prompt_tokens) - 1) * bool(out.target_passes) for out in outs)
-    asked = target * sum(out.target_passes for out in outs)
+    """What a token of an answer costs."""
+    tokens, flops, as_paper = sum(len(out.tokens) for out in outs), 0.0, 0.0
+    for out in outs:
+        length = len(out.prompt_tokens) + len(out.tokens)
+        asked = out.target_tokens
+        if out.stop.startswith("gate"):
+            asked = (len(out.prompt_tokens) - 1) * bool(out.target_passes) + out.target_passes
+        for lm, read, counted in (
+            (pair.target, out.target_tokens, asked),
+            (pair.draft, out.draft_tokens, out.draft_tokens),
+        ):
+            of = ReadingCost.of(lm)
+            flops += of.read(read, length)
+            as_paper += of.read(counted, length) + counted * of.lookup
     return {
         "tokens_per_pass": tokens / max(1, sum(out.target_passes for out in outs)),
-        "flops": (drafted + target * sum(out.target_tokens for out in outs)) / tokens,
-        "flops_without_catching_up": (drafted + prompts + asked) / tokens,
+        "flops": flops / tokens,
+        "flops_as_paper": as_paper / tokens,
         "never_read": float(np.mean([out.target_passes == 0 for out in outs])),
+        "tokens_per_second": tokens / sum(out.seconds for out in outs),
     }
 
 
@@ -184,8 +187,10 @@ def decoded(
     task, prompts = WordMath(), [sample.prompt for sample in samples]
     # one by one: in a batch a row waits for others, and reads on meanwhile
     outs = [pair.generate(prompt, **{**SAMPLED, **options}) for prompt in track(prompts, what)]
-    right = float(np.mean([task.correct(out.text, sample) for out, sample in zip(outs, samples)]))
-    return outs, {"accuracy": right, **cost(pair, outs)}
+    right = sum(task.correct(out.text, sample) for out, sample in zip(outs, samples))
+    interval = binomtest(right, len(outs)).proportion_ci()
+    accuracy = {"accuracy": right / len(outs), "accuracy_interval": [interval.low, interval.high]}
+    return outs, {**accuracy, "n": len(outs), **cost(pair, outs)}
 
 
 def asked(outs: Sequence[Generation], each: int) -> list[list[int]]:
@@ -199,7 +204,7 @@ def asked(outs: Sequence[Generation], each: int) -> list[list[int]]:
 
 
 def held_out(
-    pair: Pair, samples: Sequence[Sample], target: Sequence[Generation]
+    pair: Pair, samples: Sequence[Sample], target: Sequence[Generation], inputs: Inputs
 ) -> tuple[NDArray, NDArray]:
     """States and ratios of prefixes of the four kinds."""
     answers = MinedAnswers(target=None, final=None, reference=None)
@@ -216,7 +221,7 @@ def held_out(
         )
         for sample, out in zip(samples, target)
     ]
-    rows = gate_states(pair, records, INPUTS)
+    rows = gate_states(pair, records, inputs)
     return torch.cat([x for x, _ in rows]).numpy(), torch.cat([ratio for _, ratio in rows]).numpy()
 
 
@@ -264,10 +269,11 @@ def show(told: dict[str, Any]) -> None:
         "TV",
         "trusted before a stop",
         "stop time",
-        "doubted accepted",
+        "kept",
         "accuracy",
         "MFLOP/token",
-        "no catching up",
+        "by the paper's count",
+        "tokens/s",
     ):
         table.add_column(name, justify="right")
     for name, one in told["baselines"].items():
@@ -276,7 +282,8 @@ def show(told: dict[str, Any]) -> None:
             *["–"] * 6,
             f"{one['accuracy']:.1%}",
             f"{one['flops'] / 1e6:.2f}",
-            f"{one['flops_without_catching_up'] / 1e6:.2f}",
+            f"{one['flops_as_paper'] / 1e6:.2f}",
+            f"{one['tokens_per_second']:.0f}",
         )
     for tau, gate in told["gates"].items():
         for threshold, one in gate["thresholds"].items():
@@ -289,7 +296,7 @@ def show(told: dict[str, Any]) -> None:
                     "tv",
                     "trusted_before_a_stop",
                     "stop_time",
-                    "doubted_accepted",
+                    "kept",
                 )
             )
             table.add_row(
@@ -297,7 +304,8 @@ def show(told: dict[str, Any]) -> None:
                 *pairs,
                 f"{is_['accuracy']:.1%}",
                 f"{is_['flops'] / 1e6:.2f}",
-                f"{is_['flops_without_catching_up'] / 1e6:.2f}",
+                f"{is_['flops_as_paper'] / 1e6:.2f}",
+                f"{is_['tokens_per_second']:.0f}",
             )
     Console(width=180).print(table)
 
@@ -313,6 +321,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tau", type=float, nargs="+", default=[1.0, 1.2, 1.5])
     parser.add_argument("--threshold", type=float, nargs="+", default=[0.5, 0.7, 0.8, 0.9, 0.95])
     parser.add_argument("--problems", type=int, default=200)
+    after_help = "let gates read the state after a token, which costs one more pass of the draft"
+    parser.add_argument("--after", action="store_true", help=after_help)
     return parser.parse_args()
 
 
@@ -320,27 +330,28 @@ def main() -> None:
     given = arguments()
     run = given.out / "run"
     mined = shipped(run, given.samples)
-    pair, samples = load_pair(), take(WordMath(), "test", given.problems)
+    pair, samples = load_pair(compile=True), take(WordMath(), "test", given.problems)
     alone, of_target = decoded(pair, samples, "target", rule="target")
     baselines = {"target": of_target}
     for name in ("draft", "speculative"):
         _, baselines[name] = decoded(pair, samples, name, rule=name, window=4)
-    x, ratio = held_out(pair, samples, alone)
+    inputs = Inputs(("draft",), ("draft" if given.after else "previous",))
+    x, ratio = held_out(pair, samples, alone, inputs)
     prefixes = track(_four_kinds(pair, samples, alone), "held-out prefixes")
-    known = [place(pair, ids) for ids in prefixes]
+    known = [place(pair, ids, given.after) for ids in prefixes]
     told: dict[str, Any] = {
         "samples": mined,
+        "state": inputs.tokens[0],
         "problems": len(samples),
         "baselines": baselines,
         "gates": {},
     }
     for tau in given.tau:
         folder = run / f"gate-{tau:g}"
-        plan = HeadPlan(INPUTS, folder, FitConfig("adam", role="gate"), tau)
+        plan = HeadPlan(inputs, folder, FitConfig("adam", role="gate"), tau)
         head = fit_run(pair, run, plan)
         points = {
-            f"{t:g}": _point(pair, Gate(str(folder), t), head, samples, known)
-            for t in given.threshold
+            f"{t:g}": _point(pair, Gate(str(folder), t), samples, known) for t in given.threshold
         }
         roc = roc_of(head.logits(torch.from_numpy(x)).numpy(), ratio <= tau)
         told["gates"][f"{tau:g}"] = {"roc": roc, "thresholds": points}
@@ -397,14 +408,15 @@ def _four_kinds(
 def _point(
     pair: Pair,
     gate: Gate,
-    head: Head,
     samples: Sequence[Sample],
     known: Sequence[Place],
 ) -> dict[str, Any]:
-    """A gate at one threshold: what the theory says, and what decoding does."""
+    """A gate at one threshold: what its rates say, and what decoding does."""
+    head = gate.head
+    after = head.inputs.tokens == ("draft",)
     outs, costs = decoded(pair, samples, str(gate), rule="speculative", stop=gate, window=LONGEST)
     here = rates(
-        [place(pair, ids) for ids in track(asked(outs, ALONG), "its TV")], head, gate.bound
+        [place(pair, ids, after) for ids in track(asked(outs, ALONG), "its TV")], head, gate.bound
     )
     measured = {
         "tpr": here["tpr"],

@@ -79,7 +79,7 @@ CONTEXT = 1024
 EOS = "</s>"
 WRITTEN = 0.25
 """How large new weights are, as a share of random ones, that write into the residual."""
-REPEATS, RECALLS = 0.35, 0.25
+REPEATS, RECALLS = 0.1, 0.5
 """The shares of texts that are lessons in copying and in looking up, where lessons are given."""
 IGNORED = -100  # label of positions that the loss leaves out: the prompt and the padding
 
@@ -151,13 +151,14 @@ def repeat(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Text:
 
 
 def recall(rng: random.Random) -> tuple[str, str]:
-    """A question and its answer that only say who has how many: a lesson in looking up."""
-    people = rng.sample(wordmath_problems.NAMES, rng.randint(2, 4))
+    """A question and its answer that only say who has how many: a lesson in looking up. The shorter
+    a way to say it the sooner it is learned; the task's own is among them."""
+    people = rng.sample(wordmath_problems.NAMES, rng.randint(2, 5))
     unit = rng.choice(wordmath_problems.GOODS)
     have = {name: rng.randint(2, 120) for name in people}
-    facts = [f"{name} has {number} {unit}." for name, number in have.items()]
-    asked = rng.sample(people, len(people))
-    said = [f"{name} {rng.choice(wordmath_problems.HAS)} {have[name]} {unit}." for name in asked]
+    told, asked = (rng.choice(("{} {}.", "{} has {}.", f"{{}} has {{}} {unit}.")) for _ in range(2))
+    facts = [told.format(name, number) for name, number in have.items()]
+    said = [asked.format(name, have[name]) for name in rng.choices(people, k=5)]
     return " ".join([*facts, "Answer:"]), " ".join(said)
 
 

@@ -1,0 +1,144 @@
+"""Fuzzy speculative decoding (FSD, Holsman 2025) on any pair and task.
+
+    python recipes/fuzzy.py OUT [--target T --draft D --task TASK --data FILES] [--problems 200]
+        [--windows 5 10 15 20] [--temperature 0]
+
+Writes OUT/fuzzy.json and prints it:
+
+- `divergences`: KL, JS and TV between the models along the target's own answers, where the draft's
+  most probable token is the target's and where it is not; nats, but TV;
+- `rows`: strict decoding, `fuzzy` with each divergence at the thresholds that the shares `--below`
+  of all places are under, and `random` at the same shares, at each window. With `--temperature`
+  above 0 the draft drafts greedily and corrections are sampled, which is the paper's main setting.
+
+Thresholds are chosen on other problems than those that are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.progress import track
+
+from lenience import load_pair
+from lenience.cli.console import progress_bars
+from lenience.decoding.pair import Pair
+from lenience.evaluation.compare import CompareConfig, compare
+from lenience.models.session import Session
+from lenience.rules.divergence import DIVERGENCES
+from lenience.tasks import Sample, Task, load_task, take
+
+QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
+STRICT = ("exact", "speculative")
+KEPT = (
+    "rule", "window", "n", "accuracy", "accuracy_interval", "paired_loss", "paired_loss_interval",
+    "accepted_per_pass", "accepted_per_pass_interval", "draft_share", "draft_share_interval",
+    "tokens_per_pass", "tokens_per_pass_interval", "tokens_per_second",
+    "tokens_per_second_interval", "timed_n",
+)  # fmt: skip
+
+
+@torch.inference_mode()
+def along(pair: Pair, samples: list[Sample], temperature: float) -> dict[str, NDArray]:
+    """At all places of the target's own answers: the divergences, and whether the models' most
+    probable tokens are the same."""
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in (*DIVERGENCES, "same")}
+    prompts = [sample.prompt for sample in samples]
+    outs = pair.generate_batch(prompts, rule="target", temperature=temperature, seed=0)
+    for out in track(outs, "divergences"):
+        n = len(out.tokens)
+        p, q = (
+            Session(lm).read([out.prompt_tokens + out.tokens], n + 1).logits[0, :n].float()
+            for lm in (pair.target, pair.require_draft("FSD"))
+        )
+        width = min(p.shape[-1], q.shape[-1])
+        logs = [(x[:, :width] / (temperature or 1)).log_softmax(-1).cpu() for x in (p, q)]
+        for name, divergence in DIVERGENCES.items():
+            found[name].append(divergence(*logs))
+        found["same"].append(logs[0].argmax(-1) == logs[1].argmax(-1))
+    return {name: torch.cat(parts).numpy() for name, parts in found.items()}
+
+
+def told(found: dict[str, NDArray], answers: int) -> dict[str, Any]:
+    """Quantiles of each divergence where the models agree, and where they do not."""
+    same = found["same"]
+    kinds = {"all": np.ones_like(same), "same token": same, "another token": ~same}
+    return {
+        "answers": answers,
+        "places": len(same),
+        "same": float(same.mean()),
+        "quantiles": list(QUANTILES),
+        **{
+            name: {
+                kind: np.quantile(found[name][which], QUANTILES).round(5).tolist()
+                for kind, which in kinds.items()
+            }
+            for name in DIVERGENCES
+        },
+    }
+
+
+def decoders(found: dict[str, NDArray], below: list[float], windows: list[int]) -> list[str]:
+    """The settings that are compared."""
+    rules = list(STRICT)
+    for share in below:
+        rules += [f"fuzzy:{name}@{np.quantile(found[name], share):.4g}" for name in DIVERGENCES]
+        rules.append(f"random:{share:g}")
+    return [f"{rule}; window={window}" for rule in rules for window in windows]
+
+
+def measured(
+    pair: Pair, task: Task, settings: list[str], given: argparse.Namespace
+) -> list[dict[str, Any]]:
+    options: dict[str, Any] = {"temperature": given.temperature}
+    if given.temperature:
+        options |= {"draft_temperature": 0.0, "seed": 0}
+    config = CompareConfig(
+        settings=tuple(settings),
+        windows=(given.windows[0],),
+        options=options,
+        limit=given.problems,
+        timed=given.timed,
+        repeats=1,
+    )
+    with progress_bars() as progress:
+        rows = compare(pair, task, config, given.out / "compare", progress).rows
+    return [{key: value for key, value in row.to_json().items() if key in KEPT} for row in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--target")
+    parser.add_argument("--draft")
+    parser.add_argument("--task", default="wordmath")
+    parser.add_argument("--data", help="where a benchmark's files are")
+    parser.add_argument("--problems", type=int, default=200)
+    parser.add_argument("--chosen-on", type=int, default=100, help="problems for the thresholds")
+    parser.add_argument("--timed", type=int, default=12)
+    parser.add_argument("--windows", type=int, nargs="+", default=[5, 10, 15, 20])
+    parser.add_argument("--below", type=float, nargs="+", default=[0.8, 0.9, 0.95])
+    parser.add_argument("--temperature", type=float, default=0.0)
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    pair, task = load_pair(given.target, given.draft), load_task(given.task, data=given.data)
+    samples = take(task, "train", None)[-given.chosen_on :]
+    found = along(pair, samples, given.temperature)
+    about: dict[str, Any] = {"temperature": given.temperature, "pair": pair.name, "task": task.name}
+    about["divergences"] = told(found, len(samples))
+    settings = decoders(found, given.below, given.windows)
+    about["rows"] = measured(pair, task, settings, given)
+    (given.out / "fuzzy.json").write_text(json.dumps(about, indent=1))
+    print(json.dumps(about, indent=1))
+
+
+if __name__ == "__main__":
+    main()
