@@ -1,7 +1,7 @@
 """AutoJudge's ablations (Garipov 2025) on the built-in pair, each with its table and plot.
 
     python recipes/autojudge.py inputs|classifiers|search|precision|transfer OUT [--samples N]
-    [--problems N]
+    [--problems N] [--run RUN]
 
 OUT/NAME.json and OUT/NAME.png are written, the table is printed. A judge is measured on folds by
 sample that it was not fitted to: the AUC, with a 95 % interval from resampled problems, and
@@ -15,9 +15,12 @@ the important ones.
 - search: which mismatches count as important when each is tried alone in the target's own answer
   (naive), from the draft's answer back to the target's (reversed), and one after the other
   (semi-greedy, algorithm 1); and what judges that learn from each keep of the accuracy;
-- precision: states in float32 and in bfloat16, computed token by token as decoding does, or in one
-  parallel pass;
-- transfer: a judge that has seen one kind of problem, on each kind.
+- precision: states in float32 and in bfloat16, computed token by token, in one parallel pass, or as
+  mining has them (the target's token by token, the draft's in parallel) and decoding (the reverse);
+- transfer: a judge that has seen one kind of problem, on each kind; at its own threshold too, where
+  it rejects 98 % of the important mismatches of the kind that it has seen.
+
+`inputs` and `classifiers` take a run of any pair and task; the others are about the built-in task.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from scipy.special import expit
+from scipy.stats import binomtest
 from sklearn.base import clone
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.linear_model import LogisticRegression
@@ -48,6 +52,7 @@ from sklearn.neural_network import MLPClassifier
 
 from lenience import load_pair
 from lenience.cli.console import progress_bars
+from lenience.cli.named import mined_with
 from lenience.cli.steps import fit_run
 from lenience.decoding.loading import EMBEDDED
 from lenience.decoding.pair import Pair
@@ -87,13 +92,25 @@ FOLDS = 5
 # ---- what all ablations share
 
 
-def shipped(folder: Path, samples: int) -> list[Record]:
-    """A run folder of the first mined samples that are shipped, and their records."""
+def shipped(folder: Path, samples: int, run: Path = EMBEDDED / "run") -> list[Record]:
+    """A run folder of the first samples of a run, by default of the one that is shipped, and their
+    records."""
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(EMBEDDED / "run" / "run.json", folder)
-    lines = (EMBEDDED / "run" / "journal.jsonl").read_text().splitlines(keepends=True)[:samples]
+    shutil.copy(run / "run.json", folder)
+    lines = (run / "journal.jsonl").read_text().splitlines(keepends=True)[:samples]
     (folder / "journal.jsonl").write_text("".join(lines))
     return [json.loads(line) for line in lines]
+
+
+def mined(out: Path, given: argparse.Namespace) -> tuple[Pair, Path]:
+    """The pair of a run, and the run cut to the first samples."""
+    run = out / "run"
+    if given.run is None:
+        shipped(run, given.samples)
+        return load_pair(compile=False), run
+    pair = mined_with(given.run).load()
+    shipped(run, given.samples, given.run)
+    return pair, run
 
 
 def states(pair: Pair, run: Path, inputs: Inputs) -> tuple[NDArray, NDArray, NDArray]:
@@ -187,8 +204,8 @@ COLUMNS = {"auc": ".3f", "accepted": ".1%", "mismatches": "d", "important": "d"}
 
 
 def inputs(out: Path, given: argparse.Namespace) -> None:
-    pair, run, rows = load_pair(compile=False), out / "run", []
-    shipped(run, given.samples)
+    pair, run = mined(out, given)
+    rows = []
     for token, tokens in TOKENS.items():
         for model, models in MODELS.items():
             x, important, samples = states(pair, run, Inputs(models, tokens))
@@ -243,11 +260,9 @@ def classifier_kinds() -> dict[str, Fit]:
 
 
 def classifiers(out: Path, given: argparse.Namespace) -> None:
-    pair, run, rows = load_pair(compile=False), out / "run", []
-    shipped(run, given.samples)
+    pair, run = mined(out, given)
     x, important, samples = states(pair, run, Inputs())
-
-    kinds = classifier_kinds()
+    kinds, rows = classifier_kinds(), []
     for name, fit in track(kinds.items(), "classifiers"):
         began = time.perf_counter()
         scores = out_of_fold(fit, x, ~important, samples)
@@ -456,14 +471,29 @@ def precision(out: Path, given: argparse.Namespace) -> None:
         for how, states_of in (("parallel", read_whole), ("sequential", read_one_by_one)):
             said = track(records, f"{dtype}, {how}")
             found[f"{dtype}, {how}"] = torch.cat([states_of(pair, one) for one in said]).numpy()
+        whole, each = (found[f"{dtype}, {how}"] for how in ("parallel", "sequential"))
+        found[f"{dtype}, as mined"] = by_model(pair, target=each, draft=whole)
+        found[f"{dtype}, as decoded"] = by_model(pair, target=whole, draft=each)
     labels = [[m["important"] for m in labelled(record)] for record in records]
     harmless = np.array([not important for one in labels for important in one])
     samples = np.repeat(np.arange(len(records)), [len(one) for one in labels])
     rows = [row for name in found for row in asked_with_others(found, name, harmless, samples)]
     figure = bars(rows, [f"{row['fitted_to']} → {row['asked_with']}" for row in rows])
     columns = {"fitted_to": "", "asked_with": "", **COLUMNS}
-    columns |= {"other_verdicts": ".2%", "largest_difference": ".2g"}
+    columns |= {"other_verdicts": ".2%", "largest_difference": ".2g", "relative_difference": ".2g"}
     tell(out, "precision", rows, columns, figure)
+
+
+def by_model(pair: Pair, target: NDArray, draft: NDArray) -> NDArray:
+    """[m, F]: states of which each model's are taken from its own reading."""
+    sizes, mixed = {"target": target, "draft": draft}, []
+    at = 0
+    for _ in Inputs().tokens:
+        for model in Inputs().models:
+            width = getattr(pair, model).hidden_size
+            mixed.append(sizes[model][:, at : at + width])
+            at += width
+    return np.concatenate(mixed, 1)
 
 
 def asked_with_others(
@@ -486,6 +516,9 @@ def asked_with_others(
             **measured(scores[name], harmless, samples),
             "other_verdicts": float((verdicts[name] != verdicts[fitted]).mean()),
             "largest_difference": float(np.abs(found[name] - x).max()),
+            "relative_difference": float(
+                np.median(np.linalg.norm(found[name] - x, axis=1) / np.linalg.norm(x, axis=1))
+            ),
         }
         for name in found
     ]
@@ -562,15 +595,32 @@ def transfer(out: Path, given: argparse.Namespace) -> None:
             drawn = np.random.default_rng(k).permutation(inside)[:smallest]  # as many of each
             model = logistic(0.01)(x[drawn], ~important[drawn], samples[drawn])
             scores[samples % FOLDS == k] = expit(model(x[samples % FOLDS == k]))
+        own = kinds == learned if learned in kinds else np.ones_like(important)
+        listed = thresholds(scores[own], important[own])
+        threshold = next(row["threshold"] for row in listed if row["recall"] == 0.98)
         for asked in asked_about:
             at = kinds == asked
             found = measured(scores[at], ~important[at], samples[at])
+            found |= at_threshold(scores[at], important[at], threshold)
             rows.append({"learned_from": learned, "asked_about": asked, **found})
     grid = np.array([row["auc"] for row in rows]).reshape(len(learned_from), -1)
     figure = as_grid(grid, asked_about, list(learned_from))
     figure.axes[0].set_ylabel(f"learned from ({smallest} mismatches)")
     columns = {"learned_from": "", "asked_about": "", **COLUMNS}
+    columns |= {"own_recall": ".1%", "own_accepted": ".1%"}
     tell(out, "transfer", rows, columns, figure, fitted_to=smallest)
+
+
+def at_threshold(scores: NDArray, important: NDArray, threshold: float) -> dict[str, Any]:
+    """What a judge does at a threshold that was not read here: the share of important mismatches
+    that it rejects, with its interval, and of harmless ones that it accepts."""
+    caught = int((scores[important] < threshold).sum())
+    interval = binomtest(caught, int(important.sum())).proportion_ci()
+    return {
+        "own_recall": caught / int(important.sum()),
+        "own_recall_interval": [interval.low, interval.high],
+        "own_accepted": float((scores[~important] >= threshold).mean()),
+    }
 
 
 def outside_of_folds(kinds: NDArray, samples: NDArray) -> tuple[dict[str, list[NDArray]], int]:
@@ -621,6 +671,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("ablation", choices=ABLATIONS)
+    parser.add_argument("--run", type=Path, help="a mined run, by default the shipped one")
     parser.add_argument("out", type=Path)
     parser.add_argument(
         "--samples", type=int, default=1000, help="how many mined samples are learned from"

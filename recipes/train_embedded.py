@@ -79,7 +79,7 @@ CONTEXT = 1024
 EOS = "</s>"
 WRITTEN = 0.25
 """How large new weights are, as a share of random ones, that write into the residual."""
-REPEATS, RECALLS = 0.1, 0.5
+REPEATS, RECALLS = 0.02, 0.15
 """The shares of texts that are lessons in copying and in looking up, where lessons are given."""
 IGNORED = -100  # label of positions that the loss leaves out: the prompt and the padding
 
