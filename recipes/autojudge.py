@@ -66,6 +66,7 @@ from lenience.heads.fitting import (
     Setting,
     fit_mlp,
     fit_stopped,
+    threshold_at,
     thresholds,
 )
 from lenience.heads.head import Inputs
@@ -596,15 +597,21 @@ def transfer(out: Path, given: argparse.Namespace) -> None:
             model = logistic(0.01)(x[drawn], ~important[drawn], samples[drawn])
             scores[samples % FOLDS == k] = expit(model(x[samples % FOLDS == k]))
         own = kinds == learned if learned in kinds else np.ones_like(important)
-        listed = thresholds(scores[own], important[own])
-        threshold = next(row["threshold"] for row in listed if row["recall"] == 0.98)
+        threshold = threshold_at(scores[own], important[own], 0.98)
         for asked in asked_about:
             at = kinds == asked
             found = measured(scores[at], ~important[at], samples[at])
             found |= at_threshold(scores[at], important[at], threshold)
             rows.append({"learned_from": learned, "asked_about": asked, **found})
+    tell_transfer(out, rows, smallest)
+
+
+def tell_transfer(out: Path, rows: list[Record], smallest: int) -> None:
+    learned_from, asked_about = (
+        list(dict.fromkeys(row[key] for row in rows)) for key in ("learned_from", "asked_about")
+    )
     grid = np.array([row["auc"] for row in rows]).reshape(len(learned_from), -1)
-    figure = as_grid(grid, asked_about, list(learned_from))
+    figure = as_grid(grid, asked_about, learned_from)
     figure.axes[0].set_ylabel(f"learned from ({smallest} mismatches)")
     columns = {"learned_from": "", "asked_about": "", **COLUMNS}
     columns |= {"own_recall": ".1%", "own_accepted": ".1%"}

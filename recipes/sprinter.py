@@ -258,6 +258,15 @@ def draw(told: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+COMPARED = ("tpr", "fpr", "tv", "trusted_before_a_stop", "stop_time", "kept")
+"""What is both predicted and measured."""
+
+
+def costs_of(one: dict[str, float]) -> list[str]:
+    flops = [f"{one[key] / 1e6:.2f}" for key in ("flops", "flops_as_paper")]
+    return [f"{one['accuracy']:.1%}", *flops, f"{one['tokens_per_second']:.0f}"]
+
+
 def show(told: dict[str, Any]) -> None:
     table = Table(
         title=f"SPRINTER, {told['problems']} problems at temperature 1: predicted / measured"
@@ -277,36 +286,12 @@ def show(told: dict[str, Any]) -> None:
     ):
         table.add_column(name, justify="right")
     for name, one in told["baselines"].items():
-        table.add_row(
-            name,
-            *["–"] * 6,
-            f"{one['accuracy']:.1%}",
-            f"{one['flops'] / 1e6:.2f}",
-            f"{one['flops_as_paper'] / 1e6:.2f}",
-            f"{one['tokens_per_second']:.0f}",
-        )
+        table.add_row(name, *["–"] * len(COMPARED), *costs_of(one))
     for tau, gate in told["gates"].items():
         for threshold, one in gate["thresholds"].items():
             said, is_ = one["predicted"], one["measured"]
-            pairs = (
-                f"{said[key]:.3g} / {is_[key]:.3g}"
-                for key in (
-                    "tpr",
-                    "fpr",
-                    "tv",
-                    "trusted_before_a_stop",
-                    "stop_time",
-                    "kept",
-                )
-            )
-            table.add_row(
-                f"τ {tau} @{threshold}",
-                *pairs,
-                f"{is_['accuracy']:.1%}",
-                f"{is_['flops'] / 1e6:.2f}",
-                f"{is_['flops_as_paper'] / 1e6:.2f}",
-                f"{is_['tokens_per_second']:.0f}",
-            )
+            pairs = (f"{said[key]:.3g} / {is_[key]:.3g}" for key in COMPARED)
+            table.add_row(f"τ {tau} @{threshold}", *pairs, *costs_of(is_))
     Console(width=180).print(table)
 
 
