@@ -205,16 +205,16 @@ def collect(folder: Path, path: Path) -> None:
         tokens = sum(record["tokens"] for record in found.values())
         passes = sum(record["target_passes"] for record in found.values())
         anew = [one["closest"] is None or one["closest"] >= _threshold(rule) for one in stricter]
+        lost = [
+            i for i, id in enumerate(ids) if alone[id]["correct"] and not found[id]["correct"]
+        ]
         settings.append(
             {
                 "threshold": _threshold(rule),
                 "tokens_per_pass": round(tokens / passes, 4),
                 "anew": round(float(np.mean(anew)), 4) if before else 1.0,
-                "lost": [
-                    i
-                    for i, id in enumerate(ids)
-                    if alone[id]["correct"] and not found[id]["correct"]
-                ],
+                "loss": len(lost) / len(ids),
+                "lost": lost,
             }
         )
     right = sum(record["correct"] for record in alone.values())

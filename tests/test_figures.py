@@ -1,0 +1,162 @@
+"""Figures that documents quote stand in the results files that they name.
+
+A comment `<!-- measured: NAME.json … -->` before a paragraph or a table names files of
+benchmarks/results, each perhaps with the key under which to look, as in `sprinter.json#baselines`;
+`<!-- not measured -->` says that what follows quotes nothing. A row of a table is looked for in the
+record that its first cell names, where there is one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MARK = re.compile(r"<!-- (?:measured: (?P<files>[^>]+?)|not measured) -->")
+FIGURE = re.compile(
+    r"(?<![\w@:/=#.,-])(\d+(?:,\d{3})*(?:\.\d+)?)(?![\w])(?: (%|points|times|M|s|ms)(?!\w))?"
+)
+MANY = 3
+"""A paragraph with so many figures that have a unit or decimals quotes something."""
+
+
+def blocks(text: str) -> Iterator[tuple[int, str, list[str]]]:
+    """The line, the mark and the lines of each paragraph or table outside of code; a mark holds for
+    the block after it."""
+    lines, mark, fenced = list[str](), "", False
+    for number, line in enumerate([*text.splitlines(), ""], 1):
+        fenced ^= line.startswith("```")
+        if found := MARK.fullmatch(line.strip()):
+            mark = found[0]
+        elif line.strip() and not fenced and not line.startswith("```"):
+            lines.append(line)
+        elif lines:
+            yield number - len(lines), mark, lines
+            lines, mark = [], ""
+
+
+def figures(text: str) -> Iterator[tuple[str, str]]:
+    """The numbers of a text outside of code, and their units."""
+    plain = re.sub(r"`[^`]*`|\]\([^)]*\)|<[^>]+>|95 % (?=interval|confidence)", " ", text)
+    of_range = ""
+    for found in reversed([*FIGURE.finditer(plain)]):
+        unit = found[2] or of_range
+        of_range = unit if plain[found.start() - 1] == "–" else ""
+        yield found[1].replace(",", ""), unit
+
+
+def leaves(value: Any) -> Iterator[float]:
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from leaves(part)
+        if isinstance(value, dict):  # some figures are keys
+            yield from (float(key) for key in value if re.fullmatch(r"\d+(\.\d+)?", key))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
+
+
+def records(value: Any, name: str) -> Iterator[Any]:
+    """What stands under a name, or says that it has it."""
+    if isinstance(value, list):
+        for part in value:
+            yield from records(part, name)
+    if isinstance(value, dict):
+        if name in value.values():
+            yield value
+        for key, part in value.items():
+            if key == name:
+                yield part
+            else:
+                yield from records(part, name)
+
+
+def found_in(figure: str, unit: str, known: list[float]) -> float | None:
+    """The known number that a figure quotes, or its hundred- or thousandfold, or a millionth of it,
+    as rounded."""
+    decimals = len(figure.partition(".")[2])
+    if len(figure) > 3 and figure.endswith("000"):
+        decimals = -3
+    for scale in (100,) if unit in ("%", "points") else (1, 100, 1e-6, 1e3):
+        for number in known:
+            if abs(abs(number) * scale - float(figure)) <= 0.5 * 10**-decimals * (1 + 1e-6):
+                return number
+    return None
+
+
+def missing(text: str, known: list[float]) -> list[str]:
+    """The figures of a text that are not known; so many times something is a ratio of two others of
+    the text."""
+    quoted = list(figures(text))
+    found = {one: found_in(*one, known) for one in quoted}
+    values = [value for value in found.values() if value]
+    ratios = [a / b for a in values for b in values]
+    return [
+        f"{figure} {unit}"
+        for figure, unit in quoted
+        if found[figure, unit] is None
+        and not (unit == "times" and found_in(figure, "", [r for r in ratios if r < 1000]))
+    ]
+
+
+def named(mark: str) -> list[Any]:
+    found = MARK.fullmatch(mark)
+    assert found
+    values = []
+    for name in (found["files"] or "").split():
+        file, _, key = name.partition("#")
+        value = json.loads((RESULTS / file).read_text())
+        for part in filter(None, key.split(".")):
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        values.append(value)
+    return values
+
+
+def told_of(page: Path) -> Iterator[str]:
+    """What a page quotes that stands nowhere."""
+    for line, mark, lines in blocks(page.read_text()):
+        whole = "\n".join(lines)
+        if not mark:
+            sure = [one for one in figures(whole) if one[1] in ("%", "times") or "." in one[0]]
+            if len(sure) >= MANY:
+                yield f"{page.name}:{line}: quotes figures and names no results file"
+            continue
+        values = named(mark)
+        known = [leaf for value in values for leaf in leaves(value)]
+        is_table = lines[0].startswith("|")
+        for row in lines[2:] if is_table else [whole if values else ""]:
+            label, _, cells = row.strip("|").partition("|") if is_table else ("", "", row)
+            of_row = [r for v in values for r in records(v, label.strip().strip("`"))]
+            here = [leaf for record in of_row for leaf in leaves(record)] or known
+            for figure in missing(cells, here) if values else []:
+                yield f"{page.name}:{line}: {figure} of {label.strip() or whole[:40]!r}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_quoted_figures_stand_in_results_files(page: Path) -> None:
+    assert list(told_of(page)) == []
+
+
+def test_a_figure_is_told_from_another() -> None:
+    known = [0.0283, 12_345_678.0, 3.14159, 1919.0]
+    for figure, unit in (("2.8", "%"), ("12.3", "M"), ("3.14", ""), ("1919", ""), ("3.1", "")):
+        assert found_in(figure, unit, known)
+    for figure, unit in (("2.9", "%"), ("3.15", ""), ("1918", ""), ("3.14", "%")):
+        assert found_in(figure, unit, known) is None
+    assert missing("970 against 815 is 1.19 times, not 1.25 times", [970.4, 814.9]) == [
+        "1.25 times"
+    ]
+    assert list(records({"rows": [{"rule": "a", "x": 1}, {"rule": "b"}]}, "a")) == [
+        {"rule": "a", "x": 1}
+    ]
+    text = "<!-- measured: a.json -->\nIt is 3.1 (2.0–4.5 %), `x@0.7` 1,919.\n\nNext 5 %."
+    (_, mark, lines), (_, none, _) = blocks(text)
+    assert mark == "<!-- measured: a.json -->" and none == ""
+    wanted = [("3.1", ""), ("2.0", "%"), ("4.5", "%"), ("1919", "")]
+    assert list(figures(lines[0])) == wanted[::-1]
