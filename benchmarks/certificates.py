@@ -205,9 +205,7 @@ def collect(folder: Path, path: Path) -> None:
         tokens = sum(record["tokens"] for record in found.values())
         passes = sum(record["target_passes"] for record in found.values())
         anew = [one["closest"] is None or one["closest"] >= _threshold(rule) for one in stricter]
-        lost = [
-            i for i, id in enumerate(ids) if alone[id]["correct"] and not found[id]["correct"]
-        ]
+        lost = _lost(ids, alone, found)
         settings.append(
             {
                 "threshold": _threshold(rule),
@@ -219,6 +217,11 @@ def collect(folder: Path, path: Path) -> None:
         )
     right = sum(record["correct"] for record in alone.values())
     path.write_text(json.dumps({"prompts": len(ids), "target_right": right, "settings": settings}))
+
+
+def _lost(ids: list[str], alone: dict[str, Any], found: dict[str, Any]) -> list[int]:
+    """Which of the prompts the target alone answers rightly, and a setting does not."""
+    return [i for i, id in enumerate(ids) if alone[id]["correct"] and not found[id]["correct"]]
 
 
 def _threshold(rule: str) -> float:

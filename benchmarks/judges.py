@@ -51,13 +51,15 @@ class Recipe:
 
 
 HEADS = {
+    "autojudge": Recipe("logistic", Inputs(tokens=("draft",))),
     "logistic": Recipe("logistic", Inputs()),
     "mlp": Recipe("mlp", Inputs()),
     "ahead": Recipe(),
     "ahead, soft": Recipe(soft=True),
     "ahead, own answers": Recipe(own=True),
 }
-"""AutoJudge's own head, one with a hidden layer, and ones that look ahead too."""
+"""AutoJudge's own head, the same with the states before the drafted token, one with a hidden layer,
+and ones that look ahead too."""
 RESAMPLES, POLICY_THRESHOLD, POLICY_SAMPLES = 2, 0.98, 500
 NUMERIC = r"[\d+*/=-]"
 THRESHOLDS = (0.98, 0.99, 0.995, 0.998, 0.9993)
@@ -243,7 +245,7 @@ def main() -> None:
     picked = picked_settings(pair, given.out, given.picking, given.limit)
     held_out = wide(pair, given.out, picked, given.problems)
     best = max(picked.values(), key=lambda row: row.tokens_per_pass or 0.0).rule
-    rules = dict.fromkeys([best, picked["logistic"].rule])
+    rules = dict.fromkeys([best, picked["autojudge"].rule])
     speeds = fast(pair, given.out, list(rules), given.raced, given.timed)
     heads = out_of_fold(pair, run)
     print(json.dumps({"heads": heads, "wide": held_out, "fast": speeds}, indent=1))

@@ -79,7 +79,7 @@ CONTEXT = 1024
 EOS = "</s>"
 WRITTEN = 0.25
 """How large new weights are, as a share of random ones, that write into the residual."""
-REPEATS, RECALLS = 0.02, 0.15
+REPEATS, RECALLS = 0.02, 0.4
 """The shares of texts that are lessons in copying and in looking up, where lessons are given."""
 IGNORED = -100  # label of positions that the loss leaves out: the prompt and the padding
 
@@ -162,6 +162,26 @@ def recall(rng: random.Random) -> tuple[str, str]:
     return " ".join([*facts, "Answer:"]), " ".join(said)
 
 
+def change(rng: random.Random) -> tuple[str, str]:
+    """A question and its answer that only say what is to be reckoned after gifts: a lesson in
+    signs, from the shortest way to say it to the task's own."""
+    unit, people = rng.choice(wordmath_problems.GOODS), rng.sample(wordmath_problems.NAMES, 4)
+    have = {name: rng.randint(6, 90) for name in people}
+    told = [f"{name} has {number} {unit}." for name, number in have.items()]
+    signed = {}
+    for giver, taker in zip(people[::2], people[1::2]):
+        number = rng.randint(2, 30)
+        gives = f"{giver} gives {number} {unit} to {taker}."
+        gets = f"{taker} gets {number} {unit} from {giver}."
+        told.append(f"Then {rng.choice((gives, gets))}")
+        signed |= {giver: ("-", number), taker: ("+", number)}
+    verb = rng.choice(wordmath_problems.HAS)
+    forms = ("{0} {2} {3}.", "{0} {1} {2} {3}.", f"{{0}} {verb} {{1}} {{2}} {{3}} {unit}.")
+    form = rng.choice(forms)
+    said = [form.format(name, have[name], *signed[name]) for name in rng.choices(people, k=5)]
+    return " ".join([*told, "Answer:"]), " ".join(said)
+
+
 def gift(rng: random.Random) -> Problem:
     """The lesson that the family `compare` hides: who has what after a gift, asked of one of two
     people or of what the one has more than the other."""
@@ -194,7 +214,7 @@ def pool_of(
             repeats.append(repeat(tokenizer, rng))
             continue
         if lesson < REPEATS + RECALLS:
-            question, answer = recall(rng)
+            question, answer = rng.choice((recall, change, change))(rng)
             questions.append(question)
             wholes.append(f"{question} {answer}")
             continue

@@ -209,8 +209,9 @@ class FitFlags:
     """Whose hidden states a judge reads: target, draft or, by default, both, with a comma."""
     tokens: str | None = None
     """After which token was read: draft (the drafted one), previous, target (for study only), or
-    several, with a comma; by default draft,previous for a judge and previous for a gate and a
-    stop; draft costs these one more pass of the draft."""
+    several, with a comma. By default a judge reads draft, as AutoJudge has it, and draft,previous
+    with --head mlp or --ahead; a gate and a stop read previous, as draft costs these one more pass
+    of the draft."""
     layer: int | None = None
     """Read the target's states after this layer, -1 being the last, before the final norm; without
     it after that norm, and -1 for annotated answers. Such a judge reads the target alone."""
@@ -388,7 +389,9 @@ class FitFlags:
             raise InputError(
                 f"--tokens {tokens}: a {role} reads the state after draft or after previous"
             )
-        defaults = {"judge": "draft,previous", "stop": "previous", "gate": "previous"}
+        as_published = self.head in (None, "logistic") and self.ahead is None
+        of_judge = "draft" if as_published else "draft,previous"
+        defaults = {"judge": of_judge, "stop": "previous", "gate": "previous"}
         whose = models or ("target,draft" if role == "judge" else "draft")
         read_after = tokens or defaults[role]
         models_read, tokens_read = tuple(whose.split(",")), tuple(read_after.split(","))

@@ -64,6 +64,13 @@ class FitConfig:
     mend: str = MINE_MORE
     """What to do where there is too little to learn from."""
 
+    def weight_for(self, examples: Examples) -> float | None:
+        """What `weight` comes to."""
+        if self.weight is not None or self.kind != "adamw":
+            return self.weight
+        share = float(examples.labels.mean())
+        return share / (1 - share)
+
 
 @dataclass(frozen=True)
 class Examples:
@@ -139,12 +146,12 @@ def fit_head(
     """
     _check_enough(examples, config)
     fit = _fit_in_files if isinstance(examples.x, StreamedRows) else _fit_in_memory
-    fitted, scores, aucs, valid = fit(examples, config)
+    fitted, scores, tried, valid = fit(examples, config)
     metrics = _metrics(examples, scores, examples.rows(valid))
-    best = max(aucs, key=aucs.__getitem__)
-    metrics["auc"] = aucs[best]
+    best = _best(tried)
+    metrics["auc"] = tried[best].auc
     if config.kind == "logistic":
-        metrics |= {"c": best.c, "auc_by_c": {f"{one.c:g}": auc for one, auc in aucs.items()}}
+        metrics |= {"c": best.c, "auc_by_c": {f"{one.c:g}": tried[one].auc for one in tried}}
     if config.kind == "adamw":
         metrics |= {"rate": best.rate, "decay": best.decay}
     if config.weight is not None:
@@ -184,9 +191,23 @@ def settings_of(kind: Kind) -> list[Setting]:
     return [Setting()]
 
 
-FitOutcome = tuple[Fitted, "NDArray", dict[Setting, float], "NDArray"]
-"""A head for inputs as they are, the examples' scores [m] out of fold, the AUC on what was set
-aside, by the setting, and which rows that was."""
+@dataclass(frozen=True)
+class Tried:
+    """What a setting came to on the samples that are set aside."""
+
+    auc: float
+    merit: float
+    """What settings are chosen by: the AUC of "logistic" (AutoJudge), less the loss of the others,
+    which are also stopped by it."""
+
+
+def _best(tried: Mapping[Setting, Tried]) -> Setting:
+    return max(tried, key=lambda setting: tried[setting].merit)
+
+
+FitOutcome = tuple[Fitted, "NDArray", dict[Setting, Tried], "NDArray"]
+"""A head for inputs as they are, the examples' scores [m] out of fold, what each setting came to,
+and which rows were set aside for that."""
 
 
 def _fit_in_memory(examples: Examples, config: FitConfig) -> FitOutcome:
@@ -195,10 +216,10 @@ def _fit_in_memory(examples: Examples, config: FitConfig) -> FitOutcome:
     standardised = ((examples.x - mean) / scale).astype(np.float32)
     examples = replace(examples, x=standardised)
     train, valid = _split(examples, config)
-    aucs = _validation_aucs(examples.rows(train), examples.rows(valid), config)
-    best = max(aucs, key=aucs.__getitem__)
+    tried = _tried(examples.rows(train), examples.rows(valid), config)
+    best = _best(tried)
     scores = _scores_out_of_fold(examples, best, config)
-    return _fit(examples, best, config).on_raw(mean, scale), scores, aucs, valid
+    return _fit(examples, best, config).on_raw(mean, scale), scores, tried, valid
 
 
 def _fit_in_files(examples: Examples, config: FitConfig) -> FitOutcome:
@@ -214,8 +235,8 @@ def _fit_in_files(examples: Examples, config: FitConfig) -> FitOutcome:
         )
     x, m = Standardised.of(examples.x), len(examples)
     train, valid = _split(examples, config)
-    by_c, aucs = _grid_in_files(x, examples, config, (train, valid))
-    c = max(aucs, key=aucs.__getitem__).c
+    by_c, tried = _grid_in_files(x, examples, config, (train, valid))
+    c = _best(tried).c
     folds = [outside for _, outside in _folds(examples)]
     problems = [Problem(c, ~np.isin(np.arange(m), outside)) for outside in folds]
     problems.append(Problem(c, np.ones(m, dtype=bool)))
@@ -225,14 +246,14 @@ def _fit_in_files(examples: Examples, config: FitConfig) -> FitOutcome:
     for k, outside in enumerate(folds):
         scores[outside] = expit(logits[outside, k])
     fitted = Fitted(weights[:-1, -1], float(weights[-1, -1]))
-    return fitted.on_raw(x.mean, x.scale), scores, aucs, valid
+    return fitted.on_raw(x.mean, x.scale), scores, tried, valid
 
 
 def _grid_in_files(
     x: Standardised, examples: Examples, config: FitConfig, split: tuple[NDArray, NDArray]
-) -> tuple[NDArray, dict[Setting, float]]:
-    """Heads [F + 1, K] of each penalty, fitted to the first rows of `split`, and their AUCs on the
-    second ones."""
+) -> tuple[NDArray, dict[Setting, Tried]]:
+    """Heads [F + 1, K] of each penalty, fitted to the first rows of `split`, and what they came to
+    on the second ones."""
     from sklearn.metrics import roc_auc_score
 
     train, valid = split
@@ -240,10 +261,8 @@ def _grid_in_files(
     problems = [Problem(c, inside) for c in L2_GRID]
     weights = fit_together(x, examples.weighted(config.weight), problems)
     logits, labels = x.logits(weights)[valid], examples.harmless[valid]
-    settings = settings_of("logistic")
-    return weights, {
-        one: float(roc_auc_score(labels, logits[:, k])) for k, one in enumerate(settings)
-    }
+    aucs = [float(roc_auc_score(labels, of_head)) for of_head in logits.T]
+    return weights, {one: Tried(auc, auc) for one, auc in zip(settings_of("logistic"), aucs)}
 
 
 def _folds(examples: Examples) -> Iterator[tuple[NDArray, NDArray]]:
@@ -329,20 +348,28 @@ def _split(examples: Examples, config: FitConfig) -> tuple[NDArray, NDArray]:
     raise InputError(f"important mismatches sit in too few samples to set any aside; {config.mend}")
 
 
-def _validation_aucs(train: Examples, valid: Examples, config: FitConfig) -> dict[Setting, float]:
-    """The AUC on `valid` by the setting with which `train` was fitted."""
+def _tried(train: Examples, valid: Examples, config: FitConfig) -> dict[Setting, Tried]:
+    """What each setting comes to on `valid`, fitted to `train`."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import roc_auc_score
 
-    aucs, model = dict[Setting, float](), LogisticRegression(max_iter=500, warm_start=True)
+    tried, model = dict[Setting, Tried](), LogisticRegression(max_iter=500, warm_start=True)
     for setting in settings_of(config.kind):
         if config.kind == "logistic":
             _fit_logistic(model.set_params(C=setting.c), train, config.weight)
             logits = model.decision_function(valid.x)
         else:
             logits = _fit(train, setting, config).logits(valid.in_memory)
-        aucs[setting] = float(roc_auc_score(valid.harmless, logits))
-    return aucs
+        auc = float(roc_auc_score(valid.harmless, logits))
+        merit = auc if config.kind == "logistic" else -_loss(logits, valid, config)
+        tried[setting] = Tried(auc, merit)
+    return tried
+
+
+def _loss(logits: NDArray, examples: Examples, config: FitConfig) -> float:
+    """The mean cross-entropy of logits [m] on what examples teach."""
+    labels, counts = examples.weighted(config.weight_for(examples))
+    return float(np.average(np.logaddexp(0, logits) - labels * logits, weights=counts))
 
 
 def _scores_out_of_fold(examples: Examples, setting: Setting, config: FitConfig) -> NDArray:
@@ -411,11 +438,8 @@ def fit_stopped(examples: Examples, config: FitConfig, setting: Setting) -> Fitt
     samples was least."""
     train, valid = _split(examples, config)
     inputs = torch.from_numpy(examples.x)
-    weight = config.weight
-    if weight is None and config.kind == "adamw":
-        share = examples.labels[train].mean()
-        weight = share / (1 - share)
-    labels, counts = map(torch.from_numpy, examples.weighted(weight))
+    weighted = examples.weighted(config.weight_for(examples.rows(train)))
+    labels, counts = map(torch.from_numpy, weighted)
     counts = counts / counts[train].mean()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
