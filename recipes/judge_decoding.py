@@ -1,7 +1,7 @@
 """Judge Decoding (Bachmann 2025) on the built-in pair: annotated answers, the judge, and the
 paper's probes.
 
-    python recipes/judge_decoding.py OUT [--rows 500] [--probes 200]
+    python recipes/judge_decoding.py OUT [--rows 500] [--probes 200] [--problems 300]
 
 OUT/errors.jsonl: right solutions, and solutions with one slip at a known place, by either author,
 of training problems that were not mined. OUT/judge: what `lenience fit --from annotated
@@ -10,10 +10,13 @@ OUT/errors.jsonl` fits. OUT/probes.json, printed too:
 - `others`: how many tokens of a reference solution are accepted before the first that is not, and
   what share of all, by strict verification and by the judge; solutions are by the author that the
   target learned from and by the draft's;
-- `forced`: of solutions with a slip, how often the judge's first objection comes at it, before it
-  and after it or never;
+- `first_objection`: of solutions with a slip, how often the judge's first objection comes at it,
+  before it and after it or never;
 - `families`: the AUC on one kind of problem of a judge that was fitted without it, and with it (out
-  of fold).
+  of fold), with 95 % intervals over rows;
+- `decoded`: judges at the paper's threshold of 0.5 and at those of some recalls, on problems of the
+  test split: this one; the same head, of the same state and settings, fitted to equally many mined
+  samples, so that the labels alone differ; and AutoJudge's own.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import itertools
 import json
 import random
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,10 +38,13 @@ from rich.progress import track
 from sklearn.metrics import roc_auc_score
 
 from lenience import load_pair
-from lenience.cli.steps import fit_annotated
+from lenience.cli.console import progress_bars
+from lenience.cli.steps import fit_annotated, fit_run
+from lenience.decoding.loading import EMBEDDED
 from lenience.decoding.pair import Pair
-from lenience.heads.fitting import FitConfig, Setting, fit_stopped
-from lenience.heads.head import Head, Inputs
+from lenience.evaluation.compare import CompareConfig, compare
+from lenience.heads.fitting import Examples, FitConfig, Setting, auc_interval, fit_stopped
+from lenience.heads.head import Head, Inputs, load_head
 from lenience.mining.annotated import (
     Annotated,
     annotated_examples,
@@ -47,8 +54,9 @@ from lenience.mining.annotated import (
 from lenience.mining.fit import HeadPlan
 from lenience.models.lm import States
 from lenience.models.session import Session
-from lenience.tasks import wordmath, wordmath_problems
+from lenience.tasks import WordMath, wordmath, wordmath_problems
 
+DECODED_RECALLS = (0.9, 0.98, 0.995)
 FIRST = 5000
 """The number of the first training problem that is used: those before are for mining."""
 INPUTS = Inputs(("target",), ("draft",), -1)
@@ -144,11 +152,11 @@ def others(pair: Pair, head: Head, threshold: float, n: int) -> dict[str, Any]:
     return told
 
 
-def forced(
+def objections(
     pair: Pair, head: Head, threshold: float, rows: list[dict[str, Any]]
 ) -> dict[str, float]:
     counts = dict.fromkeys(("at the slip", "before it", "not by its end"), 0)
-    for row in track(rows, "forced wrong answers"):
+    for row in track(rows, "first objections"):
         one = Annotated(row["question"], row["correct"], row["wrong"], tuple(row["error"]), "probe")
         prompt, (_, answer) = marked_answers(pair.target, one)
         same, scores = verdicts(pair, head, prompt, answer.ids)
@@ -181,12 +189,51 @@ def families(pair: Pair, rows: list[dict[str, Any]]) -> dict[str, Any]:
     for kind in track(sorted(set(kinds)), "families"):
         held = kinds == kind
         told[kind] = {
-            "without": float(roc_auc_score(harmless[held], scores(~held, held))),
-            "with": float(roc_auc_score(harmless[held], within[held])),
+            **aucs("without", scores(~held, held), examples.rows(held)),
+            **aucs("with", within[held], examples.rows(held)),
             "tokens": int(held.sum()),
             "erroneous": int((~harmless[held]).sum()),
         }
     return told
+
+
+def aucs(name: str, scores: NDArray, examples: Examples) -> dict[str, Any]:
+    """The AUC of scores [m], and its interval."""
+    auc = float(roc_auc_score(examples.harmless, scores))
+    return {name: auc, f"{name}_interval": auc_interval(scores, examples)}
+
+
+def decoded(pair: Pair, out: Path, samples: int, problems: int) -> list[dict[str, Any]]:
+    """What the judges lose and keep; that of OUT/judge is there."""
+    run = out / "run"
+    run.mkdir(exist_ok=True)
+    shutil.copy(EMBEDDED / "run" / "run.json", run)
+    lines = (EMBEDDED / "run" / "journal.jsonl").read_text().splitlines(keepends=True)
+    (run / "journal.jsonl").write_text("".join(lines[:samples]))
+    mined = FitConfig("adamw", recall=None)
+    fit_run(pair, run, HeadPlan(INPUTS, out / "mined", mined))
+    fit_run(pair, run, HeadPlan(Inputs(tokens=("draft",)), out / "autojudge", FitConfig()))
+    rules = ["exact"]
+    for name in ("judge", "mined", "autojudge"):
+        head = load_head(str(out / name))
+        listed = {row["recall"]: row["threshold"] for row in head.metrics["thresholds"]}
+        thresholds = [listed[recall] for recall in DECODED_RECALLS]
+        thresholds += [] if name == "autojudge" else [0.5]
+        rules += [f"judge:{out / name}@{threshold}" for threshold in thresholds]
+    config = CompareConfig(rules=tuple(rules), windows=(8,), limit=problems, timed=1, repeats=1)
+    with progress_bars() as progress:
+        rows = compare(pair, WordMath(), config, out / "compare", progress).rows
+    return [
+        {
+            "rule": row.rule.replace(f"{out}/", ""),
+            "n": row.n,
+            "accuracy": row.accuracy,
+            "paired_loss": row.paired_loss,
+            "paired_loss_interval": row.paired_loss_interval,
+            "tokens_per_pass": row.tokens_per_pass,
+        }
+        for row in rows
+    ]
 
 
 def main() -> None:
@@ -196,6 +243,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--rows", type=int, default=500)
     parser.add_argument("--probes", type=int, default=200)
+    parser.add_argument("--problems", type=int, default=300)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     rows = annotated("train", FIRST, given.rows)
@@ -208,9 +256,14 @@ def main() -> None:
     for threshold in (0.5, head.threshold):
         told[f"at {threshold:.4g}"] = {
             "others": others(pair, head, threshold, given.probes),
-            "forced": forced(pair, head, threshold, annotated("test", 0, given.probes)),
+            "first_objection": objections(
+                pair, head, threshold, annotated("test", 0, given.probes)
+            ),
         }
+    told["probes"] = given.probes
     told["families"] = families(pair, rows)
+    (given.out / "probes.json").write_text(json.dumps(told, indent=1))
+    told["decoded"] = decoded(load_pair(compile=True), given.out, given.rows, given.problems)
     (given.out / "probes.json").write_text(json.dumps(told, indent=1))
     print(json.dumps({key: value for key, value in told.items() if key != "metrics"}, indent=1))
     print(
