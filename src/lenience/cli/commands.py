@@ -60,6 +60,7 @@ from lenience.cli.steps import (
     forecast_run,
     mine_run,
     plan_run,
+    search_layers,
     tune_run,
 )
 from lenience.cli.tables import (
@@ -70,6 +71,7 @@ from lenience.cli.tables import (
     print_grades,
     print_mined,
     print_profile,
+    print_skipped,
     print_thresholds,
     print_trees,
 )
@@ -358,6 +360,8 @@ def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> N
         judge is saved in RUN without .jsonl, in judge/.
     """
     flags = flags or FitFlags()
+    if flags.drafter == "skip":
+        return _search_layers(run, flags, json)
     if flags.drafter is not None:
         return _fit_drafter(run, flags, json)
     if flags.tree:
@@ -397,6 +401,16 @@ def _fit_tree(run: Path, flags: FitFlags, json: bool) -> None:
     planned = print_trees(found, run / "tree.json")
     if json:
         _print_json({"drafter": found.drafter, "shares": found.shares, "trees": planned})
+
+
+def _search_layers(run: Path, flags: FitFlags, json: bool) -> None:
+    flags.check_skip()
+    mined_with(run)  # raises where nothing is mined
+    models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
+    found = search_layers(models.load(needs_draft=False), run)
+    best = print_skipped(found)
+    if json:
+        _print_json({"drafter": best, "skipped": [asdict(one) for one in found]})
 
 
 def _fit_drafter(run: Path, flags: FitFlags, json: bool) -> None:

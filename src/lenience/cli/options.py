@@ -229,10 +229,11 @@ class FitFlags:
     gate: Flag = False
     """Fit a head that also says which tokens need no asking the target, used as --stop
     gate:RUN/gate@T (SPRINTER)."""
-    drafter: Literal["medusa", "blockwise", "eagle"] | None = None
+    drafter: Literal["medusa", "blockwise", "eagle", "skip"] | None = None
     """Fit a drafter to the target's own answers in the run, used as --drafter medusa:RUN/medusa:
     medusa, heads on the target's last state, each with a vocabulary matrix of its own; blockwise,
-    heads that share the target's; eagle, a layer on the target's states (EAGLE-3)."""
+    heads that share the target's; eagle, a layer on the target's states (EAGLE-3). skip looks for
+    the layers that the target can leave out, and names them."""
     tree: Flag = False
     """Measure what trees are planned by, used as --tree planned:16,path=RUN/tree.json."""
     with_: Annotated[str | None, Parameter(name="--with")] = None
@@ -282,7 +283,7 @@ class FitFlags:
         together."""
         from lenience.mining.drafters import DrafterPlan
 
-        assert self.drafter is not None
+        assert self.drafter is not None and self.drafter != "skip"
         self._refuse_others("drafter", "heads", "out", "seed", what="another head than --drafter's")
         if self.heads is not None and self.drafter == "eagle":
             raise InputError("--heads: eagle has none; leave it out")
@@ -291,6 +292,10 @@ class FitFlags:
         return DrafterPlan(
             self.drafter, self.out or run / self.drafter, self.heads or 4, seed=self.seed
         )
+
+    def check_skip(self) -> None:
+        """Raise InputError for what does not go together with `drafter` skip."""
+        self._refuse_others("drafter", what="what is fitted, and --drafter skip only looks")
 
     def check_tree(self) -> None:
         """Raise InputError for what does not go together with `tree`."""

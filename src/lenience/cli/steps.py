@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lenience.mining.fit import HeadPlan
     from lenience.mining.forecast import Forecast
     from lenience.mining.search import MineConfig, MinedCounts
+    from lenience.mining.skipping import Skipped
     from lenience.models.prompts import Prompt
     from lenience.tasks import Task
 
@@ -140,6 +141,15 @@ def fit_tree(pair: Pair, run: Path, drafter: str) -> Acceptance:
 
     with progress_bars() as show:
         return fit_tree(pair, run, drafter, show)
+
+
+def search_layers(pair: Pair, run: Path) -> list[Skipped]:
+    from lenience.mining.features import check_models, mined_samples
+    from lenience.mining.skipping import search_layers
+
+    check_models(pair, run)
+    with progress_bars() as show:
+        return search_layers(pair, mined_samples(run), show)
 
 
 def fit_drafter(pair: Pair, run: Path, plan: DrafterPlan) -> DraftHeads | EagleWeights:

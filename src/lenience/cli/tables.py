@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lenience.heads.head import Head
     from lenience.mining.forecast import Forecast
     from lenience.mining.search import MinedCounts
+    from lenience.mining.skipping import Skipped
     from lenience.tasks import Task
 
 STYLES = {
@@ -405,6 +406,27 @@ def print_curve(rows: Sequence[Mapping[str, Any]]) -> None:
             f"the last doubling brought {auc:+.3f} of AUC and {accepted:+.3f} of what is accepted; "
             f"{2 * whole['samples']} samples would rarely bring more than that again"
         )
+
+
+def print_skipped(found: Sequence[Skipped]) -> str:
+    """What leaving layers out is worth; gives the drafter that is worth most."""
+    table = Table(
+        "layers left out", title="the target without layers as its draft"
+    )
+    for column in ("tokens that agree", "window", "times the target alone"):
+        table.add_column(column, justify="right")
+    for one in found:
+        left_out = ", ".join(map(str, one.layers))
+        cells = (f"{one.agreement:.1%}", str(one.window or "–"), f"{one.times:.2f}")
+        table.add_row(left_out, *cells)
+    wide(100).print(table)
+    best = max(found, key=lambda one: one.times)
+    drafter = f"skip:{','.join(map(str, best.layers))}"
+    if best.times > 1:
+        say(f"use it as --drafter {drafter} --window {best.window}; compare it before you trust it")
+    else:
+        say("no layers can be left out so that drafting pays: take another drafter")
+    return drafter
 
 
 def print_drafter(kind: str, metrics: Mapping[str, Any], folder: Path) -> None:

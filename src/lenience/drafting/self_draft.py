@@ -86,10 +86,11 @@ class Skip(_OwnLayers):
 def without_layers(target: LM, left_out: Sequence[int]) -> LM:
     """A draft model that is a target without some of its layers, on the same weights; made once.
     Raises InputError where the model cannot be taken apart so."""
-    return target.once(("without", tuple(sorted(left_out))), lambda: _without(target, left_out))
+    return target.once(("without", tuple(sorted(left_out))), lambda: take_apart(target, left_out))
 
 
-def _without(target: LM, left_out: Sequence[int]) -> LM:
+def take_apart(target: LM, left_out: Sequence[int]) -> LM:
+    """The same, made anew."""
     whole = target.model
     tensors: list[torch.Tensor] = [*whole.parameters(), *whole.buffers()]
     own: Any = copy.deepcopy(whole, {id(tensor): tensor for tensor in tensors})

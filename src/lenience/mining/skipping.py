@@ -1,0 +1,88 @@
+"""Which of the target's layers a draft of its own can leave out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lenience.core.errors import InputError
+from lenience.core.progress import Progress, silent
+from lenience.decoding.pair import Pair
+from lenience.drafting.self_draft import take_apart
+from lenience.models.lm import LM
+from lenience.models.session import Session
+from lenience.runs.record import MinedSample
+
+SAMPLES, TOKENS = 20, 2000
+"""On how many of the target's own answers layers are tried, and on how many of their tokens."""
+LONGEST_WINDOW = 16
+"""Up to which windows what layers are worth is reckoned."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """What leaving out some layers comes to."""
+
+    layers: tuple[int, ...]
+    """1 the first."""
+    agreement: float
+    """The share of the target's own tokens that it says without them."""
+    times: float
+    """The target alone's speed, times so much, where tokens agree independently of each other and
+    passes cost by their layers, at the best window."""
+    window: int
+    """That window."""
+
+
+def search_layers(
+    pair: Pair, samples: list[MinedSample], progress: Progress = silent
+) -> list[Skipped]:
+    """For each number of layers, those without which the target still says most of its own tokens,
+    and what they are worth; each set is the one before and the best further layer (after SWIFT, Xia
+    2025, whose search is by random and Bayesian draws). Raises InputError where there is nothing to
+    try it on."""
+    tried = [sample for sample in samples[:SAMPLES] if sample.response_ids]
+    if not tried:
+        raise InputError("no sample of the run has an answer: mine some more")
+    target, left_out, found = pair.target, tuple[int, ...](), list[Skipped]()
+    total = sum(range(2, target.num_layers + 1))
+    done = 0
+    for _ in range(target.num_layers - 1):
+        best, agreement = 0, -1.0
+        for layer in range(1, target.num_layers + 1):
+            if layer in left_out:
+                continue
+            progress("layers tried", done, total)
+            share = _agreement(take_apart(target, (*left_out, layer)), tried)
+            done += 1
+            if share > agreement:
+                best, agreement = layer, share
+        left_out = tuple(sorted((*left_out, best)))
+        times, window = worth(agreement, 1 - len(left_out) / target.num_layers)
+        found.append(Skipped(left_out, agreement, times, window))
+    progress("layers tried", total, total)
+    return found
+
+
+def worth(agreement: float, cost: float) -> tuple[float, int]:
+    """How many times the target alone's speed drafting comes to, and at which window, where each
+    token is kept with the chance `agreement` and a draft pass costs `cost` of a target's (Leviathan
+    2023, theorem 3.8)."""
+    kept, best = 1.0, (1.0, 0)
+    for window in range(1, LONGEST_WINDOW + 1):
+        kept += agreement**window
+        best = max(best, (kept / (cost * window + 1), window))
+    return best
+
+
+@torch.inference_mode()
+def _agreement(lm: LM, samples: list[MinedSample]) -> float:
+    same = total = 0
+    for sample in samples:
+        answer = sample.response_ids[: TOKENS // len(samples)]
+        read = Session(lm).read([sample.prompt_ids + answer], len(answer) + 1)
+        said = read.greedy_tokens[0, :-1].cpu()
+        same += int((said == torch.tensor(answer)).sum())
+        total += len(answer)
+    return same / total
