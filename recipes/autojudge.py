@@ -20,7 +20,8 @@ the important ones.
 - transfer: a judge that has seen one kind of problem, on each kind; at its own threshold too, where
   it rejects 98 % of the important mismatches of the kind that it has seen.
 
-`inputs` and `classifiers` take a run of any pair and task; the others are about the built-in task.
+All but `transfer`, which is between the families of the built-in task, take a run of any pair and
+task.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from mined import add_run, mined
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
@@ -50,9 +53,7 @@ from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import GroupKFold
 from sklearn.neural_network import MLPClassifier
 
-from lenience import load_pair
 from lenience.cli.console import progress_bars
-from lenience.cli.named import mined_with
 from lenience.cli.steps import fit_run
 from lenience.decoding.loading import EMBEDDED
 from lenience.decoding.pair import Pair
@@ -74,7 +75,7 @@ from lenience.mining.features import compute_features, load_features
 from lenience.mining.fit import HeadPlan
 from lenience.models.session import Session
 from lenience.runs.journal import Journal
-from lenience.tasks import WordMath, wordmath_problems
+from lenience.tasks import Task, wordmath_problems
 
 Record = dict[str, Any]
 Fit = Callable[[NDArray, NDArray, NDArray], Callable[[NDArray], NDArray]]
@@ -91,27 +92,6 @@ FOLDS = 5
 
 
 # ---- what all ablations share
-
-
-def shipped(folder: Path, samples: int, run: Path = EMBEDDED / "run") -> list[Record]:
-    """A run folder of the first samples of a run, by default of the one that is shipped, and their
-    records."""
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(run / "run.json", folder)
-    lines = (run / "journal.jsonl").read_text().splitlines(keepends=True)[:samples]
-    (folder / "journal.jsonl").write_text("".join(lines))
-    return [json.loads(line) for line in lines]
-
-
-def mined(out: Path, given: argparse.Namespace) -> tuple[Pair, Path]:
-    """The pair of a run, and the run cut to the first samples."""
-    run = out / "run"
-    if given.run is None:
-        shipped(run, given.samples)
-        return load_pair(compile=False), run
-    pair = mined_with(given.run).load()
-    shipped(run, given.samples, given.run)
-    return pair, run
 
 
 def states(pair: Pair, run: Path, inputs: Inputs) -> tuple[NDArray, NDArray, NDArray]:
@@ -205,8 +185,9 @@ COLUMNS = {"auc": ".3f", "accepted": ".1%", "mismatches": "d", "important": "d"}
 
 
 def inputs(out: Path, given: argparse.Namespace) -> None:
-    pair, run = mined(out, given)
-    rows = []
+    source, run, rows = mined(given.run), out / "run", []
+    source.first(run, given.samples)
+    pair = source.pair(compile=False)
     for token, tokens in TOKENS.items():
         for model, models in MODELS.items():
             x, important, samples = states(pair, run, Inputs(models, tokens))
@@ -261,7 +242,9 @@ def classifier_kinds() -> dict[str, Fit]:
 
 
 def classifiers(out: Path, given: argparse.Namespace) -> None:
-    pair, run = mined(out, given)
+    source, run = mined(given.run), out / "run"
+    source.first(run, given.samples)
+    pair = source.pair(compile=False)
     x, important, samples = states(pair, run, Inputs())
     kinds, rows = classifier_kinds(), []
     for name, fit in track(kinds.items(), "classifiers"):
@@ -290,9 +273,10 @@ RECALLS = (0.8, 0.9, 0.95, 0.98, 0.995)
 
 def search(out: Path, given: argparse.Namespace) -> None:
     """Judges learn from the same problems, searched in three ways."""
-    pair, task = load_pair(), WordMath()
-    records = shipped(out / "semi-greedy", given.samples)
-    search_again(pair, out, records)
+    source = mined(given.run)
+    pair, task = source.pair(), source.task
+    records = source.first(out / "semi-greedy", given.samples)
+    search_again(pair, task, out, records)
     judged = [judge_of_search(pair, out, name) for name in SEARCHES]
     rules = tuple(rule for _, of_search in judged for rule in of_search)
     config = CompareConfig(rules=rules, windows=(8,), limit=given.problems, timed=1, repeats=1)
@@ -315,16 +299,16 @@ def search(out: Path, given: argparse.Namespace) -> None:
         print(point["rule"], *(f"{key} {point[key]:.4g}" for key in keys))
 
 
-def search_again(pair: Pair, out: Path, records: Sequence[Record]) -> None:
+def search_again(pair: Pair, task: Task, out: Path, records: Sequence[Record]) -> None:
     """Search what was mined in the two other ways, each into a run folder of its own; what is
     there is not done again."""
     for name, way in (("naive", naive), ("reversed", reversed_)):
         (out / name).mkdir(exist_ok=True)
-        shutil.copy(EMBEDDED / "run" / "run.json", out / name)
+        shutil.copy(out / "semi-greedy" / "run.json", out / name)
         journal = Journal(out / name / "journal.jsonl")
         done = {record["id"] for record in journal.resume()}
         for record in track([r for r in records if r["id"] not in done], name):
-            journal.append(way(pair, WordMath(), record))
+            journal.append(way(Search(pair, task), record))
 
 
 def judge_of_search(pair: Pair, out: Path, name: str) -> tuple[Record, list[str]]:
@@ -361,12 +345,20 @@ def by_search(rows: Sequence[FrontierRow]) -> Figure:
     return figure
 
 
-def continued(
-    pair: Pair, starts: list[list[int]], prompt: int, by: str, cost: dict[str, int]
-) -> list[list[int]]:
+@dataclass(frozen=True)
+class Search:
+    """What is searched with."""
+
+    pair: Pair
+    task: Task
+    cost: dict[str, int] = field(default_factory=lambda: {"target_passes": 0})
+
+
+def continued(using: Search, starts: list[list[int]], prompt: int, by: str) -> list[list[int]]:
     """Answers that begin as each of `starts` does, after a prompt of so many tokens, greedily by
     one of the models."""
-    limit, eos = WordMath().max_new_tokens, pair.target.eos_ids
+    pair = using.pair
+    limit, eos = using.task.max_new_tokens or 256, pair.target.eos_ids
     going = [
         i for i, start in enumerate(starts) if start[-1] not in eos and len(start) - prompt < limit
     ]
@@ -383,7 +375,7 @@ def continued(
         )
         for i, room, out in zip(going, rooms, outs):
             wholes[i] = [*wholes[i], *out.tokens[:room]]
-            cost["target_passes"] += out.target_passes
+            using.cost["target_passes"] += out.target_passes
     return wholes
 
 
@@ -406,69 +398,65 @@ def record_of(
     }
 
 
-def naive(pair: Pair, task: WordMath, record: Record) -> Record:
+def naive(using: Search, record: Record) -> Record:
     """Each mismatch of the target's own answer, alone. Trying them from right to left gives the
     same labels: what was swapped to the right of a mismatch is written anew when the target goes on
     from it."""
-    own, prompt, cost = record["response_ids"], record["prompt_ids"], {"target_passes": 0}
-    asked = differing(pair, record, own, "draft")
-    wholes = continued(
-        pair, [prompt + own[:i] + [token] for i, token in asked], len(prompt), "target", cost
-    )
+    own, prompt = record["response_ids"], record["prompt_ids"]
+    asked = differing(using.pair, record, own, "draft")
+    starts = [prompt + own[:i] + [token] for i, token in asked]
+    wholes = continued(using, starts, len(prompt), "target")
     mismatches = [
         {
             "position": i,
             "target_token": own[i],
             "draft_token": token,
-            "important": _other(pair, task, record, whole),
+            "important": _other(using, record, whole),
         }
         for (i, token), whole in zip(asked, wholes)
     ]
-    return record_of(record, own, mismatches, cost)
+    return record_of(record, own, mismatches, using.cost)
 
 
-def reversed_(pair: Pair, task: WordMath, record: Record) -> Record:
+def reversed_(using: Search, record: Record) -> Record:
     """From the draft's answer: the last mismatch from which the target still comes to its own
     answer is important, those before it are not; the draft goes on after the target's token, until
     its answer is the target's."""
-    prompt, cost, settled = record["prompt_ids"], {"target_passes": 0}, 0
-    response, mismatches = continued(pair, [prompt], len(prompt), "draft", cost)[0], list[Record]()
+    prompt, settled, mismatches = record["prompt_ids"], 0, list[Record]()
+    response = continued(using, [prompt], len(prompt), "draft")[0]
     while True:
-        right = not _other(pair, task, record, response)
-        asked = [
-            (i, token) for i, token in differing(pair, record, response, "target") if i >= settled
-        ]
-        wholes = continued(
-            pair,
-            [prompt + response[:i] + [token] for i, token in asked],
-            len(prompt),
-            "target",
-            cost,
-        )
-        back = [n for n, whole in enumerate(wholes) if not _other(pair, task, record, whole)]
+        right = not _other(using, record, response)
+        differ = differing(using.pair, record, response, "target")
+        asked = [(i, token) for i, token in differ if i >= settled]
+        starts = [prompt + response[:i] + [token] for i, token in asked]
+        wholes = continued(using, starts, len(prompt), "target")
+        back = [n for n, whole in enumerate(wholes) if not _other(using, record, whole)]
         last = len(asked) if right or not back else back[-1]
         mismatches += [
             {"position": i, "target_token": token, "draft_token": response[i], "important": False}
             for i, token in asked[:last]
         ]
         if last == len(asked):
-            return record_of(record, response, mismatches, cost)
+            return record_of(record, response, mismatches, using.cost)
         i, token = asked[last]
         mismatches.append(
             {"position": i, "target_token": token, "draft_token": response[i], "important": True}
         )
         settled = i + 1
-        response = continued(pair, [prompt + response[:i] + [token]], len(prompt), "draft", cost)[0]
+        start = prompt + response[:i] + [token]
+        response = continued(using, [start], len(prompt), "draft")[0]
 
 
-def _other(pair: Pair, task: WordMath, record: Record, response: list[int]) -> bool:
-    return not task.same(task.answer(pair.target.decode(response)), record["answers"]["target"])
+def _other(using: Search, record: Record, response: list[int]) -> bool:
+    answer = using.task.answer(using.pair.target.decode(response))
+    return not using.task.same(answer, record["answers"]["target"])
 
 
 def precision(out: Path, given: argparse.Namespace) -> None:
-    records, found = shipped(out / "run", given.samples), dict[str, NDArray]()
+    source, found = mined(given.run), dict[str, NDArray]()
+    records = source.first(out / "run", given.samples)
     for dtype in ("float32", "bfloat16"):
-        pair = load_pair(dtype=dtype, compile=False)
+        pair = source.pair(dtype=dtype, compile=False)
         for how, states_of in (("parallel", read_whole), ("sequential", read_one_by_one)):
             said = track(records, f"{dtype}, {how}")
             found[f"{dtype}, {how}"] = torch.cat([states_of(pair, one) for one in said]).numpy()
@@ -583,8 +571,8 @@ def joined(
 
 
 def transfer(out: Path, given: argparse.Namespace) -> None:
-    pair, run = load_pair(compile=False), out / "run"
-    records = shipped(run, given.samples)
+    source, run = mined(EMBEDDED / "run"), out / "run"
+    records, pair = source.first(run, given.samples), source.pair(compile=False)
     x, important, samples = states(pair, run, Inputs())
     x = standardised(x)
     kinds = np.array([family(record["id"]) for record in records])[samples]
@@ -678,7 +666,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("ablation", choices=ABLATIONS)
-    parser.add_argument("--run", type=Path, help="a mined run, by default the shipped one")
+    add_run(parser)
     parser.add_argument("out", type=Path)
     parser.add_argument(
         "--samples", type=int, default=1000, help="how many mined samples are learned from"

@@ -1,8 +1,8 @@
-"""SPRINTER (Zhong 2025) on the built-in pair: gates for several tau, their ROC, and what follows
-from their rates beside what decoding does.
+"""SPRINTER (Zhong 2025) on any run's pair and task: gates for several tau, their ROC, and what
+follows from their rates beside what decoding does.
 
     python recipes/sprinter.py OUT [--samples 300] [--tau 1 1.2 1.5] [--threshold 0.5 0.7 0.8 0.9
-    0.95] [--problems 200] [--after]
+    0.95] [--problems 200] [--after] [--run RUN]
 
 Gates are fitted to the first mined samples, as `lenience fit RUN --gate --tau` does, into OUT/run;
 with `--after` to the draft's states after its token in place of those before it. All is sampled at
@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from mined import add_run, mined
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
@@ -45,10 +45,8 @@ from rich.table import Table
 from scipy.stats import binomtest
 from sklearn.metrics import roc_auc_score, roc_curve
 
-from lenience import load_pair
 from lenience.cli.steps import fit_run
 from lenience.decoding.generation import Generation
-from lenience.decoding.loading import EMBEDDED
 from lenience.decoding.pair import Pair
 from lenience.drafting.stops import Gate
 from lenience.heads.fitting import FitConfig
@@ -57,10 +55,8 @@ from lenience.mining.drafted_tokens import gate_states
 from lenience.mining.fit import HeadPlan
 from lenience.models.flops import ReadingCost
 from lenience.runs.record import MinedAnswers, MinedSample, MiningCost
-from lenience.tasks import Sample, WordMath, take
+from lenience.tasks import Sample, Task, take
 
-LONGEST = WordMath().max_new_tokens
-SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": LONGEST}
 ALONG = 5
 """At how many places of an answer its TV is computed."""
 MASS = 1e-4
@@ -181,12 +177,32 @@ def cost(pair: Pair, outs: Sequence[Generation]) -> dict[str, float]:
     }
 
 
+@dataclass(frozen=True)
+class Problems:
+    """What is decoded."""
+
+    pair: Pair
+    task: Task
+    samples: Sequence[Sample]
+
+    @property
+    def longest(self) -> int:
+        return self.task.max_new_tokens or 256
+
+    @property
+    def sampled(self) -> dict[str, Any]:
+        plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        return {**plain, "max_new_tokens": self.longest}
+
+
 def decoded(
-    pair: Pair, samples: Sequence[Sample], what: str, **options: Any
-) -> tuple[list[Generation], dict[str, float]]:
-    task, prompts = WordMath(), [sample.prompt for sample in samples]
+    problems: Problems, what: str, **options: Any
+) -> tuple[list[Generation], dict[str, Any]]:
+    pair, task, samples = problems.pair, problems.task, problems.samples
+    prompts = [sample.prompt for sample in samples]
     # one by one: in a batch a row waits for others, and reads on meanwhile
-    outs = [pair.generate(prompt, **{**SAMPLED, **options}) for prompt in track(prompts, what)]
+    asked = {**problems.sampled, **options}
+    outs = [pair.generate(prompt, **asked) for prompt in track(prompts, what)]
     right = sum(task.correct(out.text, sample) for out, sample in zip(outs, samples))
     interval = binomtest(right, len(outs)).proportion_ci()
     accuracy = {"accuracy": right / len(outs), "accuracy_interval": [interval.low, interval.high]}
@@ -204,7 +220,7 @@ def asked(outs: Sequence[Generation], each: int) -> list[list[int]]:
 
 
 def held_out(
-    pair: Pair, samples: Sequence[Sample], target: Sequence[Generation], inputs: Inputs
+    problems: Problems, target: Sequence[Generation], inputs: Inputs
 ) -> tuple[NDArray, NDArray]:
     """States and ratios of prefixes of the four kinds."""
     answers = MinedAnswers(target=None, final=None, reference=None)
@@ -212,16 +228,16 @@ def held_out(
     records = [
         MinedSample(
             id=sample.id,
-            prompt_ids=pair.target.encode(sample.prompt),
+            prompt_ids=problems.pair.target.encode(sample.prompt),
             response_ids=out.tokens,
             final_ids=out.tokens,
             mismatches=[],
             answers=answers,
             cost=cost,
         )
-        for sample, out in zip(samples, target)
+        for sample, out in zip(problems.samples, target)
     ]
-    rows = gate_states(pair, records, inputs)
+    rows = gate_states(problems.pair, records, inputs)
     return torch.cat([x for x, _ in rows]).numpy(), torch.cat([ratio for _, ratio in rows]).numpy()
 
 
@@ -300,6 +316,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path)
+    add_run(parser)
     parser.add_argument(
         "--samples", type=int, default=300, help="how many mined samples the gates are fitted to"
     )
@@ -314,44 +331,36 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     given = arguments()
     run = given.out / "run"
-    mined = shipped(run, given.samples)
-    pair, samples = load_pair(compile=True), take(WordMath(), "test", given.problems)
-    alone, of_target = decoded(pair, samples, "target", rule="target")
-    baselines = {"target": of_target}
-    for name in ("draft", "speculative"):
-        _, baselines[name] = decoded(pair, samples, name, rule=name, window=4)
+    source = mined(given.run)
+    fitted_to = len(source.first(run, given.samples))
+    pair, samples = source.pair(compile=True), take(source.task, "test", given.problems)
+    problems = Problems(pair, source.task, samples)
+    by_name = {
+        name: decoded(problems, name, rule=name, window=4)
+        for name in ("target", "draft", "speculative")
+    }
+    alone, _ = by_name["target"]
     inputs = Inputs(("draft",), ("draft" if given.after else "previous",))
-    x, ratio = held_out(pair, samples, alone, inputs)
-    prefixes = track(_four_kinds(pair, samples, alone), "held-out prefixes")
+    x, ratio = held_out(problems, alone, inputs)
+    prefixes = track(_four_kinds(problems, alone), "held-out prefixes")
     known = [place(pair, ids, given.after) for ids in prefixes]
     told: dict[str, Any] = {
-        "samples": mined,
+        "samples": fitted_to,
         "state": inputs.tokens[0],
         "problems": len(samples),
-        "baselines": baselines,
+        "baselines": {name: costs for name, (_, costs) in by_name.items()},
         "gates": {},
     }
     for tau in given.tau:
-        folder = run / f"gate-{tau:g}"
-        plan = HeadPlan(inputs, folder, FitConfig("adam", role="gate"), tau)
+        plan = HeadPlan(inputs, run / f"gate-{tau:g}", FitConfig("adam", role="gate"), tau)
         head = fit_run(pair, run, plan)
-        points = {
-            f"{t:g}": _point(pair, Gate(str(folder), t), samples, known) for t in given.threshold
-        }
+        gates = [Gate(str(plan.out), threshold) for threshold in given.threshold]
+        points = {f"{gate.bound:g}": _point(problems, gate, known) for gate in gates}
         roc = roc_of(head.logits(torch.from_numpy(x)).numpy(), ratio <= tau)
         told["gates"][f"{tau:g}"] = {"roc": roc, "thresholds": points}
         (given.out / "sprinter.json").write_text(json.dumps(told, indent=1))
     draw(told, given.out / "sprinter.png")
     show(told)
-
-
-def shipped(run: Path, samples: int) -> int:
-    """Make a run folder of the first mined samples that are shipped; says how many."""
-    run.mkdir(parents=True, exist_ok=True)
-    shutil.copy(EMBEDDED / "run" / "run.json", run)
-    lines = (EMBEDDED / "run" / "journal.jsonl").read_text().splitlines(keepends=True)[:samples]
-    (run / "journal.jsonl").write_text("".join(lines))
-    return len(lines)
 
 
 def roc_of(scores: NDArray, acceptable: NDArray) -> dict[str, Any]:
@@ -366,22 +375,18 @@ def roc_of(scores: NDArray, acceptable: NDArray) -> dict[str, Any]:
     }
 
 
-def _four_kinds(
-    pair: Pair, samples: Sequence[Sample], by_target: Sequence[Generation]
-) -> list[list[int]]:
+def _four_kinds(problems: Problems, by_target: Sequence[Generation]) -> list[list[int]]:
     """A prefix of each kind of each problem: of the prompt, of the prompt and what the target, what
     the draft, and what first the target and then the draft makes of it."""
-    eos, rng = pair.target.eos_ids, np.random.default_rng(0)
-    prompts = [pair.target.encode(sample.prompt) for sample in samples]
+    pair, rng = problems.pair, np.random.default_rng(0)
+    eos = pair.target.eos_ids
+    prompts = [pair.target.encode(sample.prompt) for sample in problems.samples]
     wholes = [prompt + out.tokens for prompt, out in zip(prompts, by_target)]
     halves = [whole[: (len(prompt) + len(whole)) // 2] for prompt, whole in zip(prompts, wholes)]
-    drafts = [
-        [
-            start + out.tokens
-            for start, out in zip(starts, pair.generate_batch(starts, rule="draft", **SAMPLED))
-        ]
-        for starts in (prompts, halves)
-    ]
+    drafts = []
+    for starts in (prompts, halves):
+        outs = pair.generate_batch(starts, rule="draft", **problems.sampled)
+        drafts.append([start + out.tokens for start, out in zip(starts, outs)])
     found = [prompt[: rng.integers(1, len(prompt) + 1)] for prompt in prompts]
     for kind in (wholes, *drafts):
         for prompt, whole in zip(prompts, kind):
@@ -390,16 +395,12 @@ def _four_kinds(
     return found
 
 
-def _point(
-    pair: Pair,
-    gate: Gate,
-    samples: Sequence[Sample],
-    known: Sequence[Place],
-) -> dict[str, Any]:
+def _point(problems: Problems, gate: Gate, known: Sequence[Place]) -> dict[str, Any]:
     """A gate at one threshold: what its rates say, and what decoding does."""
     head = gate.head
     after = head.inputs.tokens == ("draft",)
-    outs, costs = decoded(pair, samples, str(gate), rule="speculative", stop=gate, window=LONGEST)
+    pair, window = problems.pair, problems.longest
+    outs, costs = decoded(problems, str(gate), rule="speculative", stop=gate, window=window)
     here = rates(
         [place(pair, ids, after) for ids in track(asked(outs, ALONG), "its TV")], head, gate.bound
     )
