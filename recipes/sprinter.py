@@ -354,10 +354,9 @@ def main() -> None:
     for tau in given.tau:
         plan = HeadPlan(inputs, run / f"gate-{tau:g}", FitConfig("adam", role="gate"), tau)
         head = fit_run(pair, run, plan)
-        gates = [Gate(str(plan.out), threshold) for threshold in given.threshold]
-        points = {f"{gate.bound:g}": _point(problems, gate, known) for gate in gates}
         roc = roc_of(head.logits(torch.from_numpy(x)).numpy(), ratio <= tau)
-        told["gates"][f"{tau:g}"] = {"roc": roc, "thresholds": points}
+        gates = [Gate(str(plan.out), threshold) for threshold in given.threshold]
+        told["gates"][f"{tau:g}"] = {"roc": roc, "thresholds": _points(problems, gates, known)}
         (given.out / "sprinter.json").write_text(json.dumps(told, indent=1))
     draw(told, given.out / "sprinter.png")
     show(told)
@@ -393,6 +392,13 @@ def _four_kinds(problems: Problems, by_target: Sequence[Generation]) -> list[lis
             last = len(whole) - (whole[-1] in eos)
             found.append(whole[: rng.integers(min(len(prompt), last), last + 1)])
     return found
+
+
+def _points(
+    problems: Problems, gates: Sequence[Gate], known: Sequence[Place]
+) -> dict[str, dict[str, Any]]:
+    """By threshold."""
+    return {f"{gate.bound:g}": _point(problems, gate, known) for gate in gates}
 
 
 def _point(problems: Problems, gate: Gate, known: Sequence[Place]) -> dict[str, Any]:
