@@ -219,6 +219,15 @@ def asked(outs: Sequence[Generation], each: int) -> list[list[int]]:
     return found
 
 
+def decoded_without_gates(problems: Problems) -> tuple[list[Generation], dict[str, Any]]:
+    """The target's own answers, and what it, the draft and speculative sampling cost."""
+    alone, costs = decoded(problems, "target", rule="target")
+    baselines = {"target": costs}
+    for name in ("draft", "speculative"):
+        _, baselines[name] = decoded(problems, name, rule=name, window=4)
+    return alone, baselines
+
+
 def held_out(
     problems: Problems, target: Sequence[Generation], inputs: Inputs
 ) -> tuple[NDArray, NDArray]:
@@ -335,11 +344,7 @@ def main() -> None:
     fitted_to = len(source.first(run, given.samples))
     pair, samples = source.pair(compile=True), take(source.task, "test", given.problems)
     problems = Problems(pair, source.task, samples)
-    by_name = {
-        name: decoded(problems, name, rule=name, window=4)
-        for name in ("target", "draft", "speculative")
-    }
-    alone, _ = by_name["target"]
+    alone, baselines = decoded_without_gates(problems)
     inputs = Inputs(("draft",), ("draft" if given.after else "previous",))
     x, ratio = held_out(problems, alone, inputs)
     prefixes = track(_four_kinds(problems, alone), "held-out prefixes")
@@ -348,7 +353,7 @@ def main() -> None:
         "samples": fitted_to,
         "state": inputs.tokens[0],
         "problems": len(samples),
-        "baselines": {name: costs for name, (_, costs) in by_name.items()},
+        "baselines": baselines,
         "gates": {},
     }
     for tau in given.tau:
