@@ -170,8 +170,8 @@ def cost(pair: Pair, outs: Sequence[Generation]) -> dict[str, float]:
             as_paper += of.read(counted, length) + counted * of.lookup
     return {
         "tokens_per_pass": tokens / max(1, sum(out.target_passes for out in outs)),
-        "flops": flops / tokens,
-        "flops_as_paper": as_paper / tokens,
+        "mflops": flops / tokens / 1e6,
+        "mflops_as_paper": as_paper / tokens / 1e6,
         "never_read": float(np.mean([out.target_passes == 0 for out in outs])),
         "tokens_per_second": tokens / sum(out.seconds for out in outs),
     }
@@ -288,7 +288,7 @@ COMPARED = ("tpr", "fpr", "tv", "trusted_before_a_stop", "stop_time", "kept")
 
 
 def costs_of(one: dict[str, float]) -> list[str]:
-    flops = [f"{one[key] / 1e6:.2f}" for key in ("flops", "flops_as_paper")]
+    flops = [f"{one[key]:.2f}" for key in ("mflops", "mflops_as_paper")]
     return [f"{one['accuracy']:.1%}", *flops, f"{one['tokens_per_second']:.0f}"]
 
 

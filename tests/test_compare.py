@@ -21,7 +21,7 @@ from lenience.evaluation.compare import CompareConfig
 from lenience.evaluation.names import family, named, short
 from lenience.evaluation.pages import Mining, example, write_report
 from lenience.evaluation.plots import AXES, plot
-from lenience.evaluation.table import SHARES, Frontier, Setting, allocation, table
+from lenience.evaluation.table import SHARES, Frontier, FrontierRow, Setting, allocation, table
 from lenience.heads.head import Head, Inputs
 from lenience.mining.search import MineConfig, mine
 from lenience.rules.registry import RULES as ALL_RULES
@@ -51,9 +51,12 @@ def compare(pair, task, rules, out=None, progress=None, **given) -> tuple[list[t
     return told, comparing.compare(pair, task, config, out, show).to_json()
 
 
-def result(tokens: int, passes: int, correct: bool) -> Answer:
-    counts = {"tokens": tokens, "target_passes": passes, "correct": correct, "accepted_exact": 0}
+def result(tokens: int, passes: int, correct: bool, **counts: float) -> Answer:
+    counts = {"tokens": tokens, "target_passes": passes, "correct": correct, **counts}
     return Answer(id="x", rule="x", answer=None, **counts)
+
+
+RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 
 
 def setting(rule: str, window: int, why: str = "given") -> Setting:
@@ -93,6 +96,30 @@ def test_the_tables_figures_follow_their_definitions() -> None:
     assert lenient["seconds_per_correct"] == 5 / right[:10, 1].sum()
     low, high = lenient["tokens_per_pass_interval"]
     assert low < lenient["tokens_per_pass"] < high and high - low < 0.3
+
+
+def test_what_was_drafted_is_told_without_corrections() -> None:
+    """By hand; of an answer that the target never read all is the draft's."""
+    mixed = [
+        result(10, 4, True, accepted_exact=5, accepted_lenient=1, flops=40, flops_as_sprinter=30),
+        result(6, 0, True, accepted_lenient=6, flops=8, flops_as_sprinter=8),
+    ]
+    plain = [result(10, 10, True, flops=100, flops_as_sprinter=110)] * 2
+    settings = [setting("target", 0), setting("gated", 8, "fastest")]
+    alone, gated = rows(settings, [plain, mixed], [[1.0, 1.0]] * 2)
+    assert (alone["accepted_per_pass"], alone["draft_share"]) == (0, 0)
+    assert gated["accepted_per_pass"] == (6 + 6) / 4 and gated["draft_share"] == 12 / 16
+    assert gated["accepted_exact_per_pass"] == 5 / 4
+    assert (alone["flops_per_token"], alone["flops_per_token_as_sprinter"]) == (10, 11)
+    assert (gated["flops_per_token"], gated["flops_per_token_as_sprinter"]) == (48 / 16, 38 / 16)
+    unknown = [mixed[0], result(6, 0, True)]
+    assert rows(settings, [plain, unknown], [[1.0, 1.0]] * 2)[1]["flops_per_token"] is None
+
+
+def test_a_comparison_of_an_earlier_version_is_read() -> None:
+    known = json.loads((RESULTS / "judges.json").read_text())["rows"][2]
+    row = FrontierRow.read(known, "judges.json")
+    assert row.tokens_per_pass == known["tokens_per_pass"] and row.draft_share is None
 
 
 def test_random_allocation_is_what_it_gives_on_average() -> None:

@@ -23,6 +23,9 @@ MARK = re.compile(r"<!-- (?:measured: (?P<files>[^>]+?)|not measured) -->")
 FIGURE = re.compile(
     r"(?<![\w@:/=#.,-])(\d+(?:,\d{3})*(?:\.\d+)?)(?![\w])(?: (%|points|times|M|s|ms)(?!\w))?"
 )
+SEPARATORS = (", ", " / ", " and ", "–", "; ")
+SCALES = {"%": (100,), "points": (100,), "M": (1, 1e-6), "ms": (1, 1e3)}
+"""What a figure with a unit may be of a number in a file."""
 MANY = 3
 """A paragraph with so many figures that have a unit or decimals quotes something."""
 
@@ -45,11 +48,16 @@ def blocks(text: str) -> Iterator[tuple[int, str, list[str]]]:
 def figures(text: str) -> Iterator[tuple[str, str]]:
     """The numbers of a text outside of code, and their units."""
     plain = re.sub(r"`[^`]*`|\]\([^)]*\)|<[^>]+>|95 % (?=interval|confidence)", " ", text)
-    of_range = ""
-    for found in reversed([*FIGURE.finditer(plain)]):
-        unit = found[2] or of_range
-        of_range = unit if plain[found.start() - 1] == "–" else ""
-        yield found[1].replace(",", ""), unit
+    found = [*FIGURE.finditer(plain)]
+    units = [one[2] or "" for one in found]
+    for i in reversed(range(len(found) - 1)):  # 2.8, 3.4 and 2.6 %; 4–5 %
+        between = plain[found[i].end() : found[i + 1].start()]
+        units[i] = units[i] or (units[i + 1] if between in SEPARATORS else "")
+    for i in range(1, len(found)):  # 4.5 % (2.8–8.1)
+        between = plain[found[i - 1].end() : found[i].start()]
+        units[i] = units[i] or (units[i - 1] if between in (" (", "–") else "")
+    for one, unit in zip(found, units):
+        yield one[1].replace(",", ""), unit
 
 
 def leaves(value: Any) -> Iterator[float]:
@@ -78,12 +86,17 @@ def records(value: Any, name: str) -> Iterator[Any]:
 
 
 def found_in(figure: str, unit: str, known: list[float]) -> float | None:
-    """The known number that a figure quotes, or its hundred- or thousandfold, or a millionth of it,
-    as rounded."""
+    """The known number that a figure quotes in its unit, as rounded."""
     decimals = len(figure.partition(".")[2])
     if len(figure) > 3 and figure.endswith("000"):
         decimals = -3
-    for scale in (100,) if unit in ("%", "points") else (1, 100, 1e-6, 1e3):
+    scales: dict[str, tuple[float, ...]] = {
+        "%": (100,),
+        "points": (100,),
+        "M": (1, 1e-6),
+        "ms": (1, 1e3),
+    }
+    for scale in scales.get(unit, (1,)):
         for number in known:
             if abs(abs(number) * scale - float(figure)) <= 0.5 * 10**-decimals * (1 + 1e-6):
                 return number
@@ -145,9 +158,9 @@ def test_quoted_figures_stand_in_results_files(page: Path) -> None:
 
 def test_a_figure_is_told_from_another() -> None:
     known = [0.0283, 12_345_678.0, 3.14159, 1919.0]
-    for figure, unit in (("2.8", "%"), ("12.3", "M"), ("3.14", ""), ("1919", ""), ("3.1", "")):
+    for figure, unit in (("2.8", "%"), ("12.3", "M"), ("3.14", ""), ("1919", "s"), ("3.1", "")):
         assert found_in(figure, unit, known)
-    for figure, unit in (("2.9", "%"), ("3.15", ""), ("1918", ""), ("3.14", "%")):
+    for figure, unit in (("2.9", "%"), ("3.15", ""), ("1918", ""), ("3.14", "%"), ("12.3", "")):
         assert found_in(figure, unit, known) is None
     assert missing("970 against 815 is 1.19 times, not 1.25 times", [970.4, 814.9]) == [
         "1.25 times"
@@ -159,4 +172,4 @@ def test_a_figure_is_told_from_another() -> None:
     (_, mark, lines), (_, none, _) = blocks(text)
     assert mark == "<!-- measured: a.json -->" and none == ""
     wanted = [("3.1", ""), ("2.0", "%"), ("4.5", "%"), ("1919", "")]
-    assert list(figures(lines[0])) == wanted[::-1]
+    assert list(figures(lines[0])) == wanted

@@ -40,11 +40,12 @@ from lenience.decoding.pair import Pair
 from lenience.drafting.stops import STOPS, Fixed, Heuristic, Likely, parse_stop
 from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Head, Inputs, load_head
-from lenience.mining.drafted_tokens import GATE_PREFIXES, STOP_WINDOW
+from lenience.mining.drafted_tokens import GATE_PREFIXES, STOP_WINDOW, decided_states
 from lenience.mining.features import compute_features, load_features
 from lenience.mining.fit import HeadPlan, fit_run
 from lenience.mining.search import MineConfig, mine
 from lenience.rules.registry import parse_rule
+from lenience.runs.record import MinedSample
 
 prompts = prompt_lists(5)
 SHORT = {**CONFIGS["gpt2"].to_dict(), "n_positions": 16}
@@ -318,6 +319,15 @@ def test_a_stop_may_read_the_state_after_what_is_drafted(llama: Pair, tmp_path: 
     assert not examples.harmless.all()
     with pytest.raises(InputError, match=re.escape("mentored:0.2 rejects drawn tokens")):
         compute_features(llama, tmp_path, inputs, "stop", of="mentored:0.2")
+
+
+def test_an_answer_of_which_nothing_was_drafted_teaches_a_stop_nothing(llama: Pair) -> None:
+    answers = {"target": None, "final": None, "reference": None}
+    cost = {"target_passes": 1, "target_tokens": 3, "draft_tokens": 0, "seconds": 0.0}
+    record = {"id": "a", "prompt_ids": [3, 4], "response_ids": [7], "final_ids": [7]}
+    one = MinedSample.read({**record, "mismatches": [], "answers": answers, "cost": cost}, "here")
+    ((x, rejected),) = decided_states(llama, [one], Inputs(("draft",), ("previous",)), "topk:2")
+    assert x.shape == (0, llama.draft.hidden_size) and rejected.shape == (0,)
 
 
 def test_what_a_stop_learned_of_one_head_is_not_taken_for_another_at_its_path(
@@ -656,6 +666,11 @@ def test_without_a_rule_a_doubted_token_is_verified_as_sprinter_does(gate: str) 
     assert Decoding.of({"stop": f"gate:{gate}"}).rule == "speculative"
     assert Decoding.of({"stop": f"gate:{gate}", "rule": "exact"}).rule == "exact"
     assert Decoding.of({"stop": "confidence:0.4"}).rule == "exact"
+    for rule in ("exact", "speculative", "topk:3"):
+        one = Decoding(rule=rule, stop=f"gate:{gate}@0.5")
+        assert Decoding.of(one.changed()) == one and Decoding.parse(str(one)) == one
+    assert str(parse_stop("gate:run/gate@0.5")) == "gate:run/gate@0.5,bonus=false"
+    assert str(parse_stop("gate:run/gate@0.5,bonus=true")) == "gate:run/gate@0.5,bonus=true"
 
 
 def test_a_gate_learns_from_four_kinds_of_prefix(llama: Pair, tmp_path: Path) -> None:

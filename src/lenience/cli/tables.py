@@ -410,9 +410,7 @@ def print_curve(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def print_skipped(found: Sequence[Skipped]) -> str:
     """What leaving layers out is worth; gives the drafter that is worth most."""
-    table = Table(
-        "layers left out", title="the target without layers as its draft"
-    )
+    table = Table("layers left out", title="the target without layers as its draft")
     for column in ("tokens that agree", "window", "times the target alone"):
         table.add_column(column, justify="right")
     for one in found:

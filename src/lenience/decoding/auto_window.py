@@ -47,9 +47,13 @@ def fastest_window(cycles: Sequence[Cycle], seconds: Mapping[int, float], stop: 
     """The window with the most tokens per second, by `cycles` with a wide window, and by how many
     `seconds` one takes at each window."""
 
+    def follows(drafted: int, kept: int, window: int) -> bool:
+        """Whether the target's own token follows what is kept of a window."""
+        return stop.keeps_bonus or kept < min(drafted, window)
+
     def tokens_per_second(window: int) -> float:
-        tokens = 1 + sum(min(kept, window) for _, kept in cycles) / len(cycles)
-        return tokens / seconds[window]
+        kept = [min(kept, window) + follows(drafted, kept, window) for drafted, kept in cycles]
+        return sum(kept) / len(cycles) / seconds[window]
 
     return max(
         (Drafting(window, stop, tokens_per_second(window)) for window in seconds),
@@ -89,7 +93,9 @@ def cycle_seconds(
     while rounds < LEAST_ROUNDS or (time.perf_counter() < end and rounds < MOST_ROUNDS):
         for window in CANDIDATES:
             began = time.perf_counter()
-            at_window = replace(ctx, rows=rows, window=window)
+            # no cycle came before: a stop condition that adapts does not
+            fresh = [replace(row, last=None) for row in rows]
+            at_window = replace(ctx, rows=fresh, window=window)
             room = [min(window + 1, session.room(row.prefix)) for row in rows]
             cycle(session, drafter, rule, at_window, room)
             seconds[window].append(time.perf_counter() - began)

@@ -54,8 +54,8 @@ class Decoding:
     binds if left out; auto measures which is fastest."""
     stop: str | Stop = "fixed"
     """What ends drafting earlier: fixed (nothing, the default), heuristic, confidence:P, entropy:P,
-    fallback:P, head:PATH@T or gate:PATH@T; with a gate the rule is speculative if none is named, as
-    SPRINTER has it."""
+    fallback:P, head:PATH@T or gate:PATH@T, with which generate takes the rule speculative if none
+    is named."""
     max_new_tokens: int = 256
     """The length limit of an answer, 256, the task's own or what a certificate binds if left
     out."""
@@ -129,7 +129,7 @@ class Decoding:
         """From the options that were given, the others, and those that are None, being the
         defaults."""
         given = {name: value for name, value in options.items() if value is not None}
-        if str(given.get("stop", "")).startswith("gate:"):
+        if _has_gate(given):  # SPRINTER verifies a doubted token by speculative sampling
             given = {"rule": "speculative", **given}
         return cls().with_options(given if options.keys() <= set(names()) else options)
 
@@ -151,9 +151,12 @@ class Decoding:
         return values
 
     def changed(self) -> dict[str, Any]:
-        """The options that are not the defaults, as in `to_json`."""
-        defaults = default_options()
-        return {name: value for name, value in self.to_json().items() if value != defaults[name]}
+        """The options that are not the defaults, as in `to_json`, and the rule where there is a
+        gate, with which another one is the default."""
+        defaults, values = default_options(), self.to_json()
+        if _has_gate(values):
+            defaults = {**defaults, "rule": None}
+        return {name: value for name, value in values.items() if value != defaults[name]}
 
     def differing(self, other: Decoding) -> dict[str, Any]:
         """The options besides rule and window that are not as in another, as in `to_json`."""
@@ -267,6 +270,10 @@ def _fits(value: object, kind: Any) -> bool:
         return (value is None and NoneType in others) or (value == "auto" and len(others) > 1)
     number = numbers.Real if kind is float or float in others else numbers.Integral
     return isinstance(value, number)
+
+
+def _has_gate(options: Mapping[str, Any]) -> bool:
+    return str(options.get("stop", "")).startswith("gate:")
 
 
 @cache

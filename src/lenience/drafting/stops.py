@@ -257,6 +257,11 @@ class Gate(Scored):
     def keeps_bonus(self) -> bool:
         return self.bonus
 
+    def __str__(self) -> str:
+        """Says whether there is a bonus in any case: it is part of what an answer depends on."""
+        shown = super().__str__()
+        return shown if self.bonus else f"{shown},bonus=false"
+
     def stop_mask(self, probs: Tensor, rows: Sequence[Row]) -> Tensor:
         return probs < self.bound
 

@@ -95,7 +95,7 @@ def _used(head: Head, name: str) -> str:
     """A rule or a stop condition with a head of the Hub."""
     asked = f"{PREFIX}{name}@{head.threshold:.6g}"
     return {"judge": f"judge:{asked}", "stop": f"exact; stop=head:{asked}"}.get(
-        head.role, f"exact; stop=gate:{asked}"
+        head.role, f"speculative; stop=gate:{asked}"
     )
 
 

@@ -74,21 +74,21 @@ class FrontierRow(Record):
     tokens_per_pass: float | None
     """None where the target read nothing."""
     tokens_per_pass_interval: Interval | None
-    accepted_per_pass: float | None
+    accepted_per_pass: float | None = None
     """Drafted tokens that are kept, without corrections and bonus tokens: AutoJudge's accepted
     tokens per cycle, FSD's average accepted length."""
-    accepted_per_pass_interval: Interval | None
-    draft_share: float
+    accepted_per_pass_interval: Interval | None = None
+    draft_share: float | None = None
     """Of the answers' tokens, how many were drafted (FSD)."""
-    draft_share_interval: Interval
-    flops_per_token: float | None
+    draft_share_interval: Interval | None = None
+    flops_per_token: float | None = None
     """Floating-point operations for a token of an answer, attention and all that is rejected
     included; None where they are not known."""
-    flops_per_token_interval: Interval | None
-    flops_per_token_as_sprinter: float | None
+    flops_per_token_interval: Interval | None = None
+    flops_per_token_as_sprinter: float | None = None
     """By SPRINTER's count: embeddings as products, and nothing for what the target reads after a
     gate."""
-    flops_per_token_as_sprinter_interval: Interval | None
+    flops_per_token_as_sprinter_interval: Interval | None = None
     accepted_exact_per_pass: float | None
     accepted_exact_per_pass_interval: Interval | None
     tokens_per_second: float

@@ -69,8 +69,9 @@ def decided_states(
         origins = [entry.origin for entry in out.trace]
         places = [i for i, origin in enumerate(origins) if origin != "bonus"]
         places = places[:: max(1, -(-len(places) // STOP_TOKENS))]
-        rejected = torch.tensor([origins[i] == "correction" for i in places])
-        read, at = _Answer(pair, out.prompt_tokens, out.tokens), torch.tensor(places)
+        rejected = torch.tensor([origins[i] == "correction" for i in places], dtype=torch.bool)
+        at = torch.tensor(places, dtype=torch.long)
+        read = _Answer(pair, out.prompt_tokens, out.tokens)
         kept = torch.tensor(out.tokens)[at]
         drafted = torch.where(rejected, read.greedy_tokens()[at], kept)
         labelled.append((read.states(at, drafted, inputs), rejected.to(torch.uint8)))

@@ -22,7 +22,8 @@ class ReadingCost:
     """What the embedding would cost as a product, which SPRINTER (Zhong 2025) counts."""
 
     @classmethod
-    def of(cls, lm: LM) -> ReadingCost:
+    def of(cls, lm: LM) -> ReadingCost | None:
+        """None where the model is quantised, or does not say how many heads it has."""
         return lm.once("reading cost", lambda: _measured(lm))
 
     def read(self, tokens: int, length: int) -> float:
@@ -30,13 +31,15 @@ class ReadingCost:
         return tokens * (self.per_token + self.per_key * length / 2)
 
 
-def _measured(lm: LM) -> ReadingCost:
-    config = lm.model.config.get_text_config()
-    heads, embedding = config.num_attention_heads, lm.embedding.weight
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+def _measured(lm: LM) -> ReadingCost | None:
+    config, embedding = lm.model.config.get_text_config(), lm.embedding.weight
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int) or getattr(lm.model, "is_quantized", False):
+        return None
+    head_size = getattr(config, "head_dim", None) or lm.hidden_size // heads
     tables = [part.weight for part in lm.model.modules() if isinstance(part, torch.nn.Embedding)]
     looked_up = {id(table) for table in tables} - {id(lm.output_matrix)}  # multiplies nothing
     parts = [part for part in lm.model.parameters() if part.ndim > 1]
     matrices = sum(part.numel() for part in parts if id(part) not in looked_up)
-    per_key = 4 * config.num_hidden_layers * heads * head_size
+    per_key = 4 * lm.num_layers * heads * head_size
     return ReadingCost(2.0 * matrices, float(per_key), 2.0 * embedding.numel())

@@ -18,6 +18,7 @@ from lenience.decoding.options import OWN, Decoding
 from lenience.decoding.pair import Pair
 from lenience.decoding.response import pieces
 from lenience.models.flops import ReadingCost
+from lenience.rules.registry import BASELINES
 from lenience.runs.journal import Journal
 from lenience.tasks import Sample, Score, Task
 from lenience.tasks.base import AnswerValue
@@ -50,7 +51,8 @@ class Answer(Record):
     kept_by_lenience: int | None = None
     """How many of its tokens the strict rule would not have kept; None in older journals."""
     flops: float | None = None
-    """Floating-point operations of all that both models read; None where they are not known."""
+    """Floating-point operations of all that both models read for it; what a row had in common with
+    the answer before it was not read again. None where they are not known."""
     flops_as_sprinter: float | None = None
     """As SPRINTER (Zhong 2025) counts them: embeddings as products, and of the tokens that a gate
     let pass the target reads none."""
@@ -188,16 +190,21 @@ class Answers:
 
 
 def _flops(pair: Pair, decoding: Decoding, out: Generation) -> dict[str, float]:
-    """What models read for an answer; nothing where something else reads, or proposes."""
-    if pair.engine_name != OWN or str(decoding.drafter) != "model":
+    """What models read for an answer; nothing where something else reads, or proposes, or where
+    what a model costs is not known."""
+    alone = str(decoding.rule) in BASELINES
+    if pair.engine_name != OWN or not (alone or str(decoding.drafter) == "model"):
         return {}
+    costs = {role: ReadingCost.of(lm) for role, lm in pair.models.items()}
     read = {"target": out.target_tokens, "draft": out.draft_tokens}
     asked = dict(read)
     if str(decoding.stop).startswith("gate:") and out.target_passes:
-        asked["target"] = len(out.prompt_tokens) - 1 + out.target_passes
+        one_each = len(out.prompt_tokens) - 1 + out.target_passes
+        asked["target"] = min(out.target_tokens, one_each)
     length, total, as_sprinter = len(out.prompt_tokens) + len(out.tokens), 0.0, 0.0
-    for role, lm in pair.models.items():
-        cost = ReadingCost.of(lm)
+    for role, cost in costs.items():
+        if cost is None:
+            return {}
         total += cost.read(read[role], length)
         as_sprinter += cost.read(asked[role], length) + asked[role] * cost.lookup
     return {"flops": total, "flops_as_sprinter": as_sprinter}
