@@ -220,7 +220,7 @@ def pool_of(
     families = [hardest] * compare + others + [gift] * gifts
     questions, wholes, repeats = list[str](), list[str](), list[Text]()
     for i in range(number * 2048, (number + 1) * 2048):
-        lesson = rng.random()
+        lesson = rng.random() if training.repeats + training.recalls else 1.0
         if lesson < training.repeats:
             repeats.append(repeat(tokenizer, rng))
             continue
