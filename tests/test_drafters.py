@@ -27,7 +27,7 @@ from lenience.drafting.base import DrafterSetup
 from lenience.drafting.heads import DraftHeads, load_heads
 from lenience.drafting.registry import parse_drafter
 from lenience.drafting.stops import Fixed
-from lenience.drafting.suffixes import Suffixes
+from lenience.drafting.suffixes import END, Suffixes
 from lenience.drafting.trees import parse_tree
 from lenience.mining.drafters import DrafterPlan, fit_drafter, fit_to_answers
 from lenience.mining.search import MineConfig, mine
@@ -99,6 +99,58 @@ def test_the_index_of_suffixes_counts_as_a_scan_does(text: list[int]) -> None:
     for end in before:
         longer = [n for n in lengths if n >= len(end)]
         assert longer and followers(text[-min(longer) :]) == followers(end)
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=12), min_size=1, max_size=4),
+    st.lists(st.integers(1, 3), min_size=1, max_size=8),
+)
+def test_other_tokens_are_matched_as_a_scan_does(texts: list[list[int]], tail: list[int]) -> None:
+    index = Suffixes()
+    for text in texts:
+        for token in (*text, END):
+            index.add(token)
+    found = {length: state for state, length in index.matches_of(tail)}
+    ends = [tail[-n:] for n in range(1, len(tail) + 1)]
+
+    def stands(part: list[int]) -> list[int | None]:
+        """What follows a part wherever it stands in a text."""
+        n = len(part)
+        return [
+            text[i + n] if i + n < len(text) else None
+            for text in texts
+            for i in range(len(text) - n + 1)
+            if text[i : i + n] == part
+        ]
+
+    assert max(found, default=0) == max((len(end) for end in ends if stands(end)), default=0)
+    for length, state in found.items():
+        counts = Counter(token for token in stands(tail[-length:]) if token is not None)
+        shares = {token: share for token, share, _ in index.followers(state)}
+        assert shares == pytest.approx({t: n / counts.total() for t, n in counts.items()})
+
+
+def test_finished_answers_are_proposed_again(checkpoints) -> None:
+    pair = load_pair(checkpoints("llama")[0], dtype="float32", compile=False)
+    prompts = [[3, 4, 5], [6, 7], [8, 9, 10], [11]]
+    options = {"drafter": "suffix:finished=true", "window": 8, "max_new_tokens": 30}
+    plain = [pair.generate(prompt, rule="target", max_new_tokens=30).tokens for prompt in prompts]
+    first = list(pair.generate_batch(prompts, batch_size=2, **options))
+    again = list(pair.generate_batch(prompts, batch_size=3, **options))
+    for outs in (first, again):
+        assert [out.tokens for out in outs] == plain
+    for before, after in zip(first, again):
+        # what was answered is proposed, but for the first token, before which nothing is sure
+        assert after.target_passes <= before.target_passes
+        assert after.target_passes <= 2 + len(after.tokens) / 3
+    drawn = {"temperature": 0.9, "seed": 3}
+    one = pair.generate([3, 4, 5], rule="target", **drawn, max_new_tokens=30)
+    assert pair.generate([3, 4, 5], **options, **drawn).tokens == one.tokens
+    for wrong in ({"rule": "topk:2"}, {"rule": "speculative", **drawn}):
+        with pytest.raises(InputError, match="proposes by what was answered before"):
+            pair.generate([3], **{**options, **wrong})
+    with pytest.raises(InputError, match="proposes by what was answered before"):
+        pair.generate([3], rule="topk:2", drafter="ngram|suffix:finished=true")
 
 
 def test_suffixes_propose_what_mostly_followed(llama: Pair) -> None:

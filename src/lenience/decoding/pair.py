@@ -56,7 +56,7 @@ from lenience.models.memory import check_memory
 from lenience.models.prompts import Prompt, several
 from lenience.models.session import Session, check_trees, tree_cache
 from lenience.rules.combine import as_rule
-from lenience.rules.registry import BASELINES, parse_rule, refuse_forbidden
+from lenience.rules.registry import BASELINES, is_lossless, parse_rule, refuse_forbidden
 from lenience.rules.strict import Exact
 
 T = TypeVar("T")
@@ -336,6 +336,12 @@ class Pair:
         rule, stop = setup.rule, setup.stop
         if rule.needs_sampling and setup.decoding.temperature == 0:
             raise InputError(f"rule {rule}: has no greedy form; give a temperature above 0")
+        greedy = setup.decoding.temperature == 0 and is_lossless(rule)
+        if drafter.remembers and not (greedy or str(rule) == "exact"):
+            raise InputError(
+                f"drafter {drafter}: proposes by what was answered before, and answers by {rule} "
+                "depend on what is proposed; take rule exact, or another drafter"
+            )
         drafter.check(self.target, lambda: self.fingerprints)
         if drafter.reads_last or drafter.features(self.target):
             self.target.check_states()

@@ -57,6 +57,12 @@ class DrafterSpec:
     """Whether what it proposes may be a tree though chains are asked for."""
     reads_last: ClassVar[bool] = False
     """Whether it drafts with the states that the rule is given: they must be the last ones."""
+
+    @property
+    def remembers(self) -> bool:
+        """Whether what it proposes depends on what was answered before."""
+        return False
+
     grid: ClassVar[tuple[str, ...]] = ()
     """Specs of some of its settings, for whoever tries all drafters."""
 

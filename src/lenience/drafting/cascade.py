@@ -33,6 +33,10 @@ class Vertical(DrafterSpec):
     certain = False
     takes_stops = False
 
+    @property
+    def remembers(self) -> bool:
+        return any(part.remembers for part in (self.first, self.then))
+
     def __post_init__(self) -> None:
         if not self.then.drafts_by_model:
             raise InputError(f"{self}: {self.then} has no passes to save; join others")
@@ -143,6 +147,10 @@ class Horizontal(DrafterSpec):
     then: DrafterSpec
     name = "horizontal"
     takes_stops = False
+
+    @property
+    def remembers(self) -> bool:
+        return any(part.remembers for part in (self.first, self.then))
 
     def __post_init__(self) -> None:
         if self.count < 1:

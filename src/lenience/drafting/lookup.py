@@ -4,7 +4,8 @@ No model drafts; the tokens are proposed for certain."""
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
@@ -15,11 +16,13 @@ from lenience.core.errors import InputError
 from lenience.core.protocols import Drafter
 from lenience.core.types import Draft
 from lenience.drafting.base import DrafterSetup, DrafterSpec
-from lenience.drafting.suffixes import Suffixes
+from lenience.drafting.suffixes import END, Suffixes
 from lenience.drafting.trees import Dynamic, Grown, Tree, as_draft
 
 T = TypeVar("T", "_Ngrams", Suffixes)
 S = TypeVar("S")
+MOST_FINISHED = 1_000_000
+"""Tokens of finished texts that are remembered; with more it is begun anew."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,9 @@ class Suffix(DrafterSpec):
     factor: float = 1.0
     least: float = 0.1
     """Of the share of what followed that a proposed token's path must have."""
+    finished: bool = False
+    """Look also in the prompts and answers that were finished with this target before, while the
+    process runs."""
     name = "suffix"
     grows_trees = True
     grid = ("suffix", "suffix:factor=2.0", "suffix:depth=8,least=0.0")
@@ -63,6 +69,10 @@ class Suffix(DrafterSpec):
                 raise InputError(f"suffix's {what} {number}: must be above 0, and a number")
         if not 0 <= self.least <= 1:
             raise InputError(f"suffix's least {self.least}: must be from 0 to 1")
+
+    @property
+    def remembers(self) -> bool:
+        return self.finished
 
     def check_tree(self, tree: Tree) -> None:
         check_dynamic(self, tree)
@@ -99,6 +109,9 @@ class _Lookup(Drafter, Generic[T]):
     def new_index(self) -> T:
         raise NotImplementedError
 
+    def finish(self, tokens: list[int]) -> None:
+        """Take note of a text that is not gone on with."""
+
     def look_up(self, index: T, tokens: list[int], ahead: int, limit: int) -> Grown:
         """What may follow a text, whose last tokens `ahead` are not in the index, at most `limit`
         tokens one after the other."""
@@ -122,6 +135,8 @@ class _Lookup(Drafter, Generic[T]):
     def _up_to_date(self, row: int, prefix: list[int]) -> T:
         known = self._rows.get(row)
         if known is None or prefix[: len(known.tokens)] != known.tokens:
+            if known is not None:
+                self.finish(known.tokens)
             known = self._rows[row] = _Known(self.new_index())
         for token in prefix[len(known.tokens) :]:
             known.index.add(token)
@@ -167,18 +182,61 @@ class _NgramDrafter(_Lookup[_Ngrams]):
         return Grown()
 
 
+class Finished:
+    """The texts that were finished with a target."""
+
+    def __init__(self) -> None:
+        self.index, self.size, self.lock = Suffixes(), 0, threading.Lock()
+        self._unfinished: dict[int, _Known[Suffixes]] = {}
+
+    def add(self, tokens: list[int]) -> None:
+        with self.lock:
+            if self.size + len(tokens) > MOST_FINISHED:
+                self.index, self.size = Suffixes(), 0
+            for token in (*tokens, END):
+                self.index.add(token)
+            self.size += len(tokens) + 1
+
+    def go_on(self, rows: dict[int, _Known[Suffixes]]) -> None:
+        """Take up what the drafter before left in its rows; `rows` are another one's."""
+        before, self._unfinished = self._unfinished, rows
+        for known in before.values():
+            self.add(known.tokens)
+
+
 class _SuffixDrafter(_Lookup[Suffixes]):
     def __init__(self, setup: DrafterSetup, spec: Suffix):
         super().__init__(setup)
         self.spec, self.tree = spec, setup.tree
         self.proposes_trees = not setup.tree.is_chain
+        self.finished: Finished | None = None
+        if spec.finished:
+            self.finished = setup.target.once("finished texts", Finished)
+            self.finished.go_on(self._rows)
+
+    def finish(self, tokens: list[int]) -> None:
+        if self.finished:
+            self.finished.add(tokens)
 
     def new_index(self) -> Suffixes:
         return Suffixes()
 
     def look_up(self, index: Suffixes, tokens: list[int], ahead: int, limit: int) -> Grown:
+        best = self._best(index, index.matches(tokens[len(tokens) - ahead :]), limit)
+        if self.finished:
+            with self.finished.lock:
+                index = self.finished.index
+                matches = index.matches_of(tokens[-self.spec.depth :])
+                best = max(best, self._best(index, matches, limit), key=lambda one: one[1])
+        return best[0]
+
+    def _best(
+        self, index: Suffixes, matches: Iterable[tuple[int, int]], limit: int
+    ) -> tuple[Grown, float]:
+        """What the best of an index's matches, of which the longest come first, proposes, and the
+        sum of its shares."""
         best, worth = Grown(), 0.0
-        for state, length in index.matches(tokens[len(tokens) - ahead :]):  # the longest first
+        for state, length in matches:
             most = min(limit, int(self.spec.factor * min(length, self.spec.depth)))
             grown, sum_of = likeliest(
                 index.followers,
@@ -190,7 +248,7 @@ class _SuffixDrafter(_Lookup[Suffixes]):
             )
             if sum_of > worth:
                 best, worth = grown, sum_of
-        return best
+        return best, worth
 
 
 def likeliest(

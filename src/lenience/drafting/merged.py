@@ -25,6 +25,10 @@ class Merged(DrafterSpec):
     name = "merged"
     branches = True
 
+    @property
+    def remembers(self) -> bool:
+        return any(part.remembers for part in self.parts)
+
     def __post_init__(self) -> None:
         for part in self.parts:
             if [str(one) for one in self.parts].count(str(part)) > 1:

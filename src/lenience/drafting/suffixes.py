@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+END = -1
+"""Stands after each of several texts."""
+
 
 class Suffixes:
     """A suffix automaton (Blumer 1985) with how often each of its states' texts has occurred: at
@@ -55,6 +58,13 @@ class Suffixes:
         """The states of those ends of the text, followed by the tokens `ahead`, that stood in it
         before, and how long these are, the longest first; the empty one is none."""
         at, length = (self._last, self._length[self._last]) if ahead else self._shorter(self._last)
+        return self._ends(at, length, ahead)
+
+    def matches_of(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """The same of the ends of other tokens that stand in the text."""
+        return self._ends(0, 0, tokens)
+
+    def _ends(self, at: int, length: int, ahead: Sequence[int]) -> Iterator[tuple[int, int]]:
         for token in ahead:
             while at > 0 and token not in self._next[at]:
                 at, length = self._shorter(at)
@@ -72,6 +82,6 @@ class Suffixes:
     def followers(self, state: int) -> list[tuple[int, float, int]]:
         """What followed a state's text: each token, its share of what did, and the state after
         it."""
-        after = self._next[state]
+        after = {token: at for token, at in self._next[state].items() if token != END}
         total = sum(self._count[child] for child in after.values())
         return [(token, self._count[child] / total, child) for token, child in after.items()]
