@@ -669,8 +669,9 @@ def test_without_a_rule_a_doubted_token_is_verified_as_sprinter_does(gate: str) 
     for rule in ("exact", "speculative", "topk:3"):
         one = Decoding(rule=rule, stop=f"gate:{gate}@0.5")
         assert Decoding.of(one.changed()) == one and Decoding.parse(str(one)) == one
-    assert str(parse_stop("gate:run/gate@0.5")) == "gate:run/gate@0.5,bonus=false"
-    assert str(parse_stop("gate:run/gate@0.5,bonus=true")) == "gate:run/gate@0.5,bonus=true"
+    assert str(parse_stop("gate:run/gate@0.5")) == "gate:run/gate,bonus=false@0.5"
+    assert str(parse_stop("gate:run/gate@0.5,bonus=true")) == "gate:run/gate,bonus=true@0.5"
+    assert parse_stop(str(parse_stop("gate:run/gate"))) == parse_stop("gate:run/gate")
 
 
 def test_a_gate_learns_from_four_kinds_of_prefix(llama: Pair, tmp_path: Path) -> None:

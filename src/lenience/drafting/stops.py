@@ -260,7 +260,12 @@ class Gate(Scored):
     def __str__(self) -> str:
         """Says whether there is a bonus in any case: it is part of what an answer depends on."""
         shown = super().__str__()
-        return shown if self.bonus else f"{shown},bonus=false"
+        if self.bonus:
+            return shown
+        head, at, threshold = (
+            shown.rpartition("@") if self.threshold is not None else (shown, "", "")
+        )
+        return f"{head},bonus=false{at}{threshold}"
 
     def stop_mask(self, probs: Tensor, rows: Sequence[Row]) -> Tensor:
         return probs < self.bound
