@@ -262,10 +262,10 @@ class Gate(Scored):
         shown = super().__str__()
         if self.bonus:
             return shown
-        head, at, threshold = (
-            shown.rpartition("@") if self.threshold is not None else (shown, "", "")
-        )
-        return f"{head},bonus=false{at}{threshold}"
+        if self.threshold is None:
+            return f"{shown},bonus=false"
+        path, _, threshold = shown.rpartition("@")
+        return f"{path},bonus=false@{threshold}"
 
     def stop_mask(self, probs: Tensor, rows: Sequence[Row]) -> Tensor:
         return probs < self.bound
