@@ -35,7 +35,6 @@ from lenience.rules.divergence import DIVERGENCES
 from lenience.tasks import Sample, Task, load_task, take
 
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
-STRICT = ("exact", "speculative")
 KEPT = (
     "rule", "window", "n", "accuracy", "accuracy_interval", "paired_loss", "paired_loss_interval",
     "accepted_per_pass", "accepted_per_pass_interval", "draft_share", "draft_share_interval",
@@ -84,9 +83,10 @@ def told(found: dict[str, NDArray], answers: int) -> dict[str, Any]:
     }
 
 
-def decoders(found: dict[str, NDArray], below: list[float], windows: list[int]) -> list[str]:
-    """The settings that are compared."""
-    rules = list(STRICT)
+def decoders(found: dict[str, NDArray], given: argparse.Namespace) -> list[str]:
+    """The settings that are compared; greedily `speculative` is `exact`."""
+    below, windows = given.below, given.windows
+    rules = ["exact", "speculative"] if given.temperature else ["exact"]
     for share in below:
         rules += [f"fuzzy:{name}@{np.quantile(found[name], share):.4g}" for name in DIVERGENCES]
         rules.append(f"random:{share:g}")
@@ -134,7 +134,7 @@ def main() -> None:
     found = along(pair, samples, given.temperature)
     about: dict[str, Any] = {"temperature": given.temperature, "pair": pair.name, "task": task.name}
     about["divergences"] = told(found, len(samples))
-    settings = decoders(found, given.below, given.windows)
+    settings = decoders(found, given)
     about["rows"] = measured(pair, task, settings, given)
     (given.out / "fuzzy.json").write_text(json.dumps(about, indent=1))
     print(json.dumps(about, indent=1))
