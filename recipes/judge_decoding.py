@@ -2,6 +2,7 @@
 paper's probes.
 
     python recipes/judge_decoding.py OUT [--rows 500] [--probes 200] [--problems 300]
+        [--run RUN --annotated FILE]
 
 OUT/errors.jsonl: right solutions, and solutions with one slip at a known place, by either author,
 of training problems that were not mined. OUT/judge: what `lenience fit --from annotated
@@ -17,6 +18,9 @@ OUT/errors.jsonl` fits. OUT/probes.json, printed too:
 - `decoded`: judges at the paper's threshold of 0.5 and at those of some recalls, on problems of the
   test split: this one; the same head, of the same state and settings, fitted to equally many mined
   samples, so that the labels alone differ; and AutoJudge's own.
+
+With answers annotated for the pair and the task of a run of yours, only the judge and `decoded` are
+made: the probes are about authors and slips of the built-in task.
 """
 
 from __future__ import annotations
@@ -26,21 +30,19 @@ import itertools
 import json
 import random
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from mined import Mined, add_run, mined
 from numpy.typing import NDArray
 from rich.progress import track
 from sklearn.metrics import roc_auc_score
 
-from lenience import load_pair
 from lenience.cli.console import progress_bars
 from lenience.cli.steps import fit_annotated, fit_run
-from lenience.decoding.loading import EMBEDDED
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
 from lenience.heads.fitting import Examples, FitConfig, Setting, auc_interval, fit_stopped
@@ -54,7 +56,7 @@ from lenience.mining.annotated import (
 from lenience.mining.fit import HeadPlan
 from lenience.models.lm import States
 from lenience.models.session import Session
-from lenience.tasks import WordMath, wordmath, wordmath_problems
+from lenience.tasks import wordmath, wordmath_problems
 
 DECODED_RECALLS = (0.9, 0.98, 0.995)
 FIRST = 5000
@@ -203,15 +205,11 @@ def aucs(name: str, scores: NDArray, examples: Examples) -> dict[str, Any]:
     return {name: auc, f"{name}_interval": auc_interval(scores, examples)}
 
 
-def decoded(pair: Pair, out: Path, samples: int, problems: int) -> list[dict[str, Any]]:
+def decoded(source: Mined, out: Path, samples: int, problems: int) -> list[dict[str, Any]]:
     """What the judges lose and keep; that of OUT/judge is there."""
-    run = out / "run"
-    run.mkdir(exist_ok=True)
-    shutil.copy(EMBEDDED / "run" / "run.json", run)
-    lines = (EMBEDDED / "run" / "journal.jsonl").read_text().splitlines(keepends=True)
-    (run / "journal.jsonl").write_text("".join(lines[:samples]))
-    mined = FitConfig("adamw", recall=None)
-    fit_run(pair, run, HeadPlan(INPUTS, out / "mined", mined))
+    run, pair = out / "run", source.pair(compile=True)
+    source.first(run, samples)
+    fit_run(pair, run, HeadPlan(INPUTS, out / "mined", FitConfig("adamw", recall=None)))
     fit_run(pair, run, HeadPlan(Inputs(tokens=("draft",)), out / "autojudge", FitConfig()))
     rules = ["exact"]
     for name in ("judge", "mined", "autojudge"):
@@ -222,7 +220,7 @@ def decoded(pair: Pair, out: Path, samples: int, problems: int) -> list[dict[str
         rules += [f"judge:{out / name}@{threshold}" for threshold in thresholds]
     config = CompareConfig(rules=tuple(rules), windows=(8,), limit=problems, timed=1, repeats=1)
     with progress_bars() as progress:
-        rows = compare(pair, WordMath(), config, out / "compare", progress).rows
+        rows = compare(pair, source.task, config, out / "compare", progress).rows
     return [
         {
             "rule": row.rule.replace(f"{out}/", ""),
@@ -236,34 +234,40 @@ def decoded(pair: Pair, out: Path, samples: int, problems: int) -> list[dict[str
     ]
 
 
+def probed(pair: Pair, head: Head, rows: list[dict[str, Any]], n: int) -> dict[str, Any]:
+    """The probes on the built-in task, of `n` solutions each."""
+    told: dict[str, Any] = {"probes": n}
+    for threshold in dict.fromkeys((0.5, head.threshold)):
+        told[f"at {threshold:.4g}"] = {
+            "others": others(pair, head, threshold, n),
+            "first_objection": objections(pair, head, threshold, annotated("test", 0, n)),
+        }
+    return {**told, "families": families(pair, rows)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path)
+    add_run(parser)
+    parser.add_argument("--annotated", type=Path, help="answers of your own, see docs/rules.md")
     parser.add_argument("--rows", type=int, default=500)
     parser.add_argument("--probes", type=int, default=200)
     parser.add_argument("--problems", type=int, default=300)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    rows = annotated("train", FIRST, given.rows)
-    path = given.out / "errors.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pair = load_pair(compile=False)
-    plan = HeadPlan(INPUTS, given.out / "judge", FitConfig("adamw"))
-    head = fit_annotated(pair, read_annotated(path), plan)
-    told = {"rows": len(rows), "metrics": head.metrics}
-    for threshold in (0.5, head.threshold):
-        told[f"at {threshold:.4g}"] = {
-            "others": others(pair, head, threshold, given.probes),
-            "first_objection": objections(
-                pair, head, threshold, annotated("test", 0, given.probes)
-            ),
-        }
-    told["probes"] = given.probes
-    told["families"] = families(pair, rows)
-    (given.out / "probes.json").write_text(json.dumps(told, indent=1))
-    told["decoded"] = decoded(load_pair(compile=True), given.out, given.rows, given.problems)
+    source, path = mined(given.run), given.annotated
+    rows = [] if path else annotated("train", FIRST, given.rows)
+    if not path:
+        path = given.out / "errors.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pair, answers = source.pair(compile=False), read_annotated(path)
+    head = fit_annotated(pair, answers, HeadPlan(INPUTS, given.out / "judge", FitConfig("adamw")))
+    told: dict[str, Any] = {"rows": len(answers), "metrics": head.metrics}
+    if rows:
+        told |= probed(pair, head, rows, given.probes)
+    told["decoded"] = decoded(source, given.out, len(answers), given.problems)
     (given.out / "probes.json").write_text(json.dumps(told, indent=1))
     print(json.dumps({key: value for key, value in told.items() if key != "metrics"}, indent=1))
     print(
