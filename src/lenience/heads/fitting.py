@@ -64,11 +64,11 @@ class FitConfig:
     mend: str = MINE_MORE
     """What to do where there is too little to learn from."""
 
-    def weight_for(self, examples: Examples) -> float | None:
-        """What `weight` comes to."""
+    def weight_for(self, labels: NDArray) -> float | None:
+        """What `weight` comes to on labels [m]."""
         if self.weight is not None or self.kind != "adamw":
             return self.weight
-        share = float(examples.labels.mean())
+        share = float(labels.mean())
         return share / (1 - share)
 
 
@@ -368,7 +368,7 @@ def _tried(train: Examples, valid: Examples, config: FitConfig) -> dict[Setting,
 
 def _loss(logits: NDArray, examples: Examples, config: FitConfig) -> float:
     """The mean cross-entropy of logits [m] on what examples teach."""
-    labels, counts = examples.weighted(config.weight_for(examples))
+    labels, counts = examples.weighted(config.weight_for(examples.labels))
     return float(np.average(np.logaddexp(0, logits) - labels * logits, weights=counts))
 
 
@@ -438,7 +438,7 @@ def fit_stopped(examples: Examples, config: FitConfig, setting: Setting) -> Fitt
     samples was least."""
     train, valid = _split(examples, config)
     inputs = torch.from_numpy(examples.x)
-    weighted = examples.weighted(config.weight_for(examples.rows(train)))
+    weighted = examples.weighted(config.weight_for(examples.labels[train]))
     labels, counts = map(torch.from_numpy, weighted)
     counts = counts / counts[train].mean()
     with torch.random.fork_rng(devices=[]):
