@@ -234,7 +234,7 @@ def test_a_dynamic_tree_has_the_likeliest_paths(seed: int, nodes: int, depth: in
         return torch.stack([log_probs(path) for path in more])[None]
 
     wide = Dynamic(nodes, top=256)
-    (grown,) = wide.grow(_padded(expand), 1, depth, frozenset())
+    (grown,) = wide.grow(_padded(expand), Context([Row(Noise(0, b""))]), depth, frozenset())
     found = {
         tuple(grown.tokens[i] for i in path[: n + 1])
         for path in paths(grown.parents)

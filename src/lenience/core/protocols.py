@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from lenience.core.context import Context
 from lenience.core.types import Draft, Reading, Verdict
@@ -84,6 +84,12 @@ class Rule(Protocol):
         """Whether, when sampling, its chances are those of tokens that were drawn, one in each
         place, and not chosen for a tree."""
         return False
+
+    @property
+    def verifies(self) -> Literal["down", "up"] | None:
+        """How it verifies trees that were drawn: token by token from the prefix down, or whole
+        paths from their ends up; None where it takes their tokens as chosen for certain."""
+        return None
 
     @property
     def whole_window(self) -> bool:

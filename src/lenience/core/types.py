@@ -18,6 +18,8 @@ from torch import Tensor
 
 Finish = Literal["eos", "stop", "length", "context"]
 Origin = Literal["draft", "draft-lenient", "draft-trusted", "correction", "bonus"]
+Draws = Literal["with-replacement", "without-replacement"]
+"""How the tokens that follow one another's are drawn for a tree."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ class Draft:
     parents: Sequence[Sequence[int]] | None = None
     """[B][W]: which of the window's tokens each one follows, one before it, or -1 for the prefix;
     None for a chain, where each follows the one before it."""
+    draws: Draws | None = None
+    """How a tree's tokens were drawn from `logits`, siblings in their order; None where they were
+    chosen."""
     passes: int = 0
     """How many passes of a model proposing took."""
     tokens_read: Sequence[int] = ()

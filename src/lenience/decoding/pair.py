@@ -104,6 +104,12 @@ class Setup:
         return self.drafter is not None and (self.drafter.branches or not self.tree.is_chain)
 
     @property
+    def verifies_draws(self) -> bool:
+        """Whether the rule verifies trees by the chances that their tokens were drawn with."""
+        sampling = self.decoding.temperature > 0
+        return sampling and self.tree.draws is not None and self.rule.verifies is not None
+
+    @property
     def max_new_tokens(self) -> int:
         """Of an answer as it is given."""
         return self.sooner.max_new_tokens or self.decoding.max_new_tokens
@@ -380,7 +386,7 @@ class Pair:
                 raise InputError("draft_temperature: a tree's tokens are chosen; leave it out")
         wrong = {
             f"rule {rule}: judges tokens that were drawn, and a tree's are chosen": (
-                rule.needs_draws and sampling
+                rule.needs_draws and sampling and not setup.verifies_draws
             ),
             f"rule {rule}: reads the draft's states, which a tree's last tokens have none of": (
                 rule.reads_draft
@@ -451,7 +457,7 @@ class Pair:
             processors=processors_of(reader, sampling=decoding.temperature > 0) or None,
             decode=partial(reader.decode, special=True),
             token_mask=reader.token_mask,
-            fresh_noise_per_window=setup.rule.whole_window,
+            fresh_noise_per_window=setup.rule.whole_window or setup.verifies_draws,
         )
 
     def engine(

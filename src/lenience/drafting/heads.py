@@ -325,12 +325,13 @@ class HeadsDrafter(Drafter):
         def after(level: Level | None) -> Tensor:
             head, n = (0, 1) if level is None else (level.depth + 1, len(level.tokens[0]))
             asked.append(logits[:, head : head + 1].expand(-1, n, -1))
-            return torch.log_softmax(asked[-1].float() / (ctx.temperature or 1), -1)
+            return self.tree.log_probs(asked[-1], ctx)
 
         eos = self.target.eos_ids
-        grown = self.tree.grow(after, len(limits), max(limits), eos)
+        grown = self.tree.grow(after, ctx, max(limits), eos)
         grown = [tree.cut(limit, eos) for tree, limit in zip(grown, limits)]
-        return as_draft(grown, self.target.device, torch.cat(asked, 1))
+        draws = self.tree.drawn(ctx)
+        return as_draft(grown, self.target.device, torch.cat(asked, 1), draws=draws)
 
     def observe(self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]) -> None:
         for b, (row, verdict) in enumerate(zip(ctx.rows, verdicts)):

@@ -47,6 +47,8 @@ class Merged(DrafterSpec):
         return len(self.parts)
 
     def check_tree(self, tree: Tree) -> None:
+        if tree.draws:
+            raise InputError(f"tree {tree}: its draws are one drafter's, and {self} joins several")
         for part in self.parts:
             part.check_tree(tree)
 

@@ -31,7 +31,8 @@ def model_drafter(lm: LM, setup: DrafterSetup) -> Drafter:
 
 class TreeDrafter(Drafter):
     """Drafts trees with an independent model of the same vocabulary, a pass for each level. Its
-    tokens are chosen by their probability, also where the target samples."""
+    tokens are chosen by their probability, also where the target samples, unless the tree draws
+    them."""
 
     def __init__(self, session: Session, target: LM, tree: Tree):
         self.session, self.target, self.tree = session, target, tree
@@ -43,11 +44,12 @@ class TreeDrafter(Drafter):
             return as_draft([Grown() for _ in ctx.rows], self.target.device)
         # a row for which nothing is drafted may be longer than the draft's context
         prefixes = [row.prefix if n else row.prefix[:1] for row, n in zip(ctx.rows, limits)]
-        reader = _Reader(self.session, self.target, ctx, prefixes)
+        reader = _Reader(self, ctx, prefixes)
         eos = self.target.eos_ids
-        grown = self.tree.grow(reader.read, len(ctx.rows), depth, eos)
+        grown = self.tree.grow(reader.read, ctx, depth, eos)
         grown = [tree.cut(limit, eos) for tree, limit in zip(grown, limits)]
-        draft = as_draft(grown, self.target.device, torch.cat(reader.logits, 1))
+        logits, draws = torch.cat(reader.logits, 1), self.tree.drawn(ctx)
+        draft = as_draft(grown, self.target.device, logits, draws=draws)
         return replace(draft, passes=len(reader.logits), tokens_read=reader.tokens_read)
 
     def move(self, source: int, to: int) -> None:
@@ -57,8 +59,9 @@ class TreeDrafter(Drafter):
 class _Reader:
     """Reads a cycle's tokens level by level."""
 
-    def __init__(self, session: Session, target: LM, ctx: Context, prefixes: list[list[int]]):
-        self.session, self.target, self.ctx, self.prefixes = session, target, ctx, prefixes
+    def __init__(self, drafter: TreeDrafter, ctx: Context, prefixes: list[list[int]]):
+        self.session, self.target, self.tree = drafter.session, drafter.target, drafter.tree
+        self.ctx, self.prefixes = ctx, prefixes
         self.tokens = [list[int]() for _ in ctx.rows]
         self.parents = [list[int]() for _ in ctx.rows]
         self.logits: list[Tensor] = []
@@ -77,7 +80,7 @@ class _Reader:
         self.tokens_read = [a + b for a, b in zip(self.tokens_read, reading.tokens_read)]
         logits = self._processed(wide_as_target(reading.logits, self.target), n)
         self.logits.append(logits)
-        return torch.log_softmax(logits.float() / (self.ctx.temperature or 1), -1)
+        return self.tree.log_probs(logits, self.ctx)
 
     def _processed(self, logits: Tensor, n: int) -> Tensor:
         """By the model's logits processors, after each token's own path."""

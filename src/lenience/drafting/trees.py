@@ -5,19 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, cast, get_args
 
 import torch
 from torch import Tensor
 
 from lenience.core import spec
+from lenience.core.context import Context
 from lenience.core.errors import InputError
+from lenience.core.noise import gumbel_argmax, without_replacement
 from lenience.core.transfer import to_device
-from lenience.core.types import Draft
+from lenience.core.types import Draft, Draws
 from lenience.drafting.planning import BUILT_IN, best_shape, load_acceptance
 
 LARGEST = 1024
 """How many tokens a tree may have."""
+NONE = -1
+"""Stands for a token where a drafter has no more."""
 
 
 @dataclass
@@ -30,10 +34,11 @@ class Grown:
     """Which of the distributions that were asked for each token is picked from."""
 
     def cut(self, depth: int, eos: frozenset[int]) -> Grown:
-        """What stands at most `depth` tokens behind the prefix, and after no EOS."""
+        """What stands at most `depth` tokens behind the prefix, and after no EOS; and no token that
+        is `NONE`, nor what follows it."""
         grown, new, deep = Grown(), dict[int, int]({-1: -1}), {-1: 0}
         for i, (token, parent) in enumerate(zip(self.tokens, self.parents)):
-            ended = parent >= 0 and self.tokens[parent] in eos
+            ended = token == NONE or (parent >= 0 and self.tokens[parent] in eos)
             if parent in new and deep[parent] < depth and not ended:
                 new[i], deep[i] = len(grown.tokens), deep[parent] + 1
                 grown.tokens.append(token)
@@ -56,8 +61,8 @@ class Level:
 
 
 Expand = Callable[[Level | None], Tensor]
-"""[B, F, V]: log-probabilities after each of a level's tokens; [B, 1, V] after the prefix, where
-there is no level."""
+"""[B, F, V]: log-probabilities after each of a level's tokens, by `Tree.log_probs`; [B, 1, V] after
+the prefix, where there is no level."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,22 @@ class Tree:
         """How many tokens are read at most, by the target or by what drafts."""
         return max(window, self.size)
 
-    def grow(self, expand: Expand, rows: int, depth: int, eos: frozenset[int]) -> list[Grown]:
+    @property
+    def draws(self) -> Draws | None:
+        """How its tokens are drawn when sampling; None where they are chosen."""
+        return None
+
+    def drawn(self, ctx: Context) -> Draws | None:
+        """The same, None when greedy."""
+        return None if ctx.greedy else self.draws
+
+    def log_probs(self, logits: Tensor, ctx: Context) -> Tensor:
+        """[…, V] processed logits → the log-probabilities that it grows by."""
+        if self.drawn(ctx):
+            return ctx.probs(logits).log()
+        return ctx.log_probs(logits)
+
+    def grow(self, expand: Expand, ctx: Context, depth: int, eos: frozenset[int]) -> list[Grown]:
         """[B]: trees of at most `depth` tokens one after the other, by asking for distributions
         after the prefix and then level by level; a tree that chooses goes on from no EOS."""
         raise NotImplementedError
@@ -98,15 +118,93 @@ class Chain(Tree):
 
 
 @dataclass(frozen=True)
-class Cartesian(Tree):
-    """After each token of a level the same number of most probable ones: `cartesian:4,3,2` has 4
-    tokens after the prefix, 3 after each of these, and 2 after each of those (Medusa, Cai 2024,
-    section 2.1.2)."""
+class Ranked(Tree):
+    """A tree of one shape after every prefix: each token has a place among its siblings. When
+    sampling, with `draw`, they are drawn from what the drafter samples from, one after the other:
+    with-replacement (SpecInfer, Miao 2023, section 4.3) or without-replacement (Sequoia, Chen 2024,
+    section 3.2). Else, and when greedy, they are the most probable ones, the likeliest first."""
+
+    draw: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.draw not in (None, *get_args(Draws)):
+            raise InputError(
+                f"{self.name}'s draw {self.draw}: must be one of {', '.join(get_args(Draws))}"
+            )
+
+    def places(self) -> list[tuple[int, int]]:
+        """For each token, which one it follows and how many of its siblings stand before it; level
+        by level."""
+        raise NotImplementedError
+
+    @property
+    def draws(self) -> Draws | None:
+        return cast(Draws | None, self.draw)
+
+    def grow(self, expand: Expand, ctx: Context, depth: int, eos: frozenset[int]) -> list[Grown]:
+        places, trees = self.places(), [Grown() for _ in ctx.rows]
+        inner, level = {parent for parent, _ in places}, [-1]
+        asked = {-1: 0}  # where each token's distribution stands among those asked for
+        for deep in range(depth):
+            if deep:
+                tokens = [[max(tree.tokens[i], 0) for i in level] for tree in trees]
+                parents = [asked[places[i][0]] - 1 for i in level]
+                asked |= {i: len(asked) + n for n, i in enumerate(level)}
+                logs = expand(Level(tokens, [parents] * len(trees), deep - 1))
+            else:
+                logs = expand(None)
+            children = [i for i, (parent, _) in enumerate(places) if parent in level]
+            widest = 1 + max(places[i][1] for i in children)
+            picked = _Picking(self.drawn(ctx), ctx, deep, asked[level[0]]).tokens(logs, widest)
+            for tree, ranked in zip(trees, picked.tolist()):
+                for i in children:
+                    parent, rank = places[i]
+                    tree.tokens.append(ranked[level.index(parent)][rank])
+                    tree.parents.append(parent)
+                    tree.picked_from.append(asked[parent])
+            level = [i for i in children if i in inner]
+            if not level:
+                break
+        return trees
+
+
+@dataclass(frozen=True)
+class _Picking:
+    """How a level's tokens are picked."""
+
+    draws: Draws | None
+    ctx: Context
+    depth: int
+    asked: int
+    """How many distributions have been asked for before this level's."""
+
+    def tokens(self, logs: Tensor, k: int) -> Tensor:
+        """[B, F, k] from log-probabilities [B, F, V], `NONE` where there are no more."""
+        n = logs.shape[1]
+        if not self.draws:
+            most = logs.topk(min(k, logs.shape[-1])).indices
+            return torch.nn.functional.pad(most, (0, k - most.shape[-1]), value=NONE)
+        if self.draws == "with-replacement":
+            keys = self.ctx.noise_keys(n * k, "draft", self.asked * k, logs.device)
+            return gumbel_argmax(logs.exp()[:, :, None], keys.view(-1, n, k))
+        if self.ctx.fresh_noise_per_window:  # each of its own
+            keys = self.ctx.noise_keys(n, "draft", self.asked, logs.device)
+        else:  # as the target draws there, so that its token is likely to be among them
+            keys = self.ctx.noise_keys(1, "token", self.depth, logs.device).expand(-1, n)
+        return without_replacement(logs.exp(), keys, k)
+
+
+@dataclass(frozen=True)
+class Cartesian(Ranked):
+    """After each token of a level the same number of tokens: `cartesian:4,3,2` has 4 tokens after
+    the prefix, 3 after each of these, and 2 after each of those (Medusa, Cai 2024, section
+    2.1.2)."""
 
     widths: spec.NUMBERS
     name = "cartesian"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         size, level = 0, 1
         for width in self.widths:
             if width < 1:
@@ -117,33 +215,28 @@ class Cartesian(Tree):
 
     @property
     def size(self) -> int:
-        return len(self.shape())
+        return len(self.places())
 
-    def shape(self) -> list[tuple[int, int]]:
-        """For each token, which one it follows and how many of its siblings are more probable;
-        level by level."""
-        shape: list[tuple[int, int]] = []
+    def places(self) -> list[tuple[int, int]]:
+        places: list[tuple[int, int]] = []
         level = [-1]
         for width in self.widths:
-            first = len(shape)
-            shape += [(parent, rank) for parent in level for rank in range(width)]
-            level = [*range(first, len(shape))]
-        return shape
-
-    def grow(self, expand: Expand, rows: int, depth: int, eos: frozenset[int]) -> list[Grown]:
-        return _grow_by_rank(self.shape(), expand, rows, depth)
+            first = len(places)
+            places += [(parent, rank) for parent in level for rank in range(width)]
+            level = [*range(first, len(places))]
+        return places
 
 
 @dataclass(frozen=True)
-class Shape(Tree):
-    """A tree by how many children the prefix has, and then each token, level by level, each child
-    the most probable token that its siblings before it leave: `shape:2,1` has two tokens after the
-    prefix and one after the first of them; what is left out has none."""
+class Shape(Ranked):
+    """A tree by how many children the prefix has, and then each token, level by level: `shape:2,1`
+    has two tokens after the prefix and one after the first of them; what is left out has none."""
 
     children: spec.NUMBERS
     name = "shape"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if min(self.children) < 0:
             raise InputError(f"shape's {min(self.children)} children: must be 0 or more")
         size = sum(self.children)
@@ -165,9 +258,9 @@ class Shape(Tree):
     def size(self) -> int:
         return sum(self.children)
 
-    def grow(self, expand: Expand, rows: int, depth: int, eos: frozenset[int]) -> list[Grown]:
+    def places(self) -> list[tuple[int, int]]:
         ranks = [rank for n in self.children for rank in range(n)]
-        return _grow_by_rank([*zip(self.parents, ranks)], expand, rows, depth)
+        return [*zip(self.parents, ranks)]
 
 
 @dataclass(frozen=True)
@@ -178,6 +271,7 @@ class Planned(Tree):
 
     nodes: int
     path: str = str(BUILT_IN)
+    draw: str | None = field(default=None, kw_only=True)
     name = "planned"
 
     def __post_init__(self) -> None:
@@ -189,7 +283,7 @@ class Planned(Tree):
         counts, _ = best_shape(load_acceptance(self.path).shares, self.nodes)
         while counts[-1] == 0:
             counts.pop()
-        return Shape(tuple(counts))
+        return Shape(tuple(counts), draw=self.draw)
 
 
 @dataclass(frozen=True)
@@ -217,8 +311,8 @@ class Dynamic(Tree):
     def columns(self, window: int) -> int:
         return max(self.nodes, min(self.top, self.nodes) * min(window, self.depth or window))
 
-    def grow(self, expand: Expand, rows: int, depth: int, eos: frozenset[int]) -> list[Grown]:
-        pools, logs = [_Pool(self, eos) for _ in range(rows)], expand(None)
+    def grow(self, expand: Expand, ctx: Context, depth: int, eos: frozenset[int]) -> list[Grown]:
+        pools, logs = [_Pool(self, eos) for _ in ctx.rows], expand(None)
         depth = min(depth, self.depth or depth)
         for level in range(depth):
             k = min(self.top, self.nodes, logs.shape[-1])
@@ -297,45 +391,16 @@ class _Pool:
         )
 
 
-def _grow_by_rank(
-    shape: Sequence[tuple[int, int]], expand: Expand, rows: int, depth: int
-) -> list[Grown]:
-    """Trees of a shape, see `Cartesian.shape`."""
-    trees = [Grown() for _ in range(rows)]
-    inner, level = {parent for parent, _ in shape}, [-1]
-    asked = {-1: 0}  # where each token's distribution stands among those asked for
-    for deep in range(depth):
-        if deep:
-            tokens = [[tree.tokens[i] for i in level] for tree in trees]
-            parents = [asked[shape[i][0]] - 1 for i in level]
-            asked |= {i: len(asked) + n for n, i in enumerate(level)}
-            logs = expand(Level(tokens, [parents] * rows, deep - 1))
-        else:
-            logs = expand(None)
-        children = [i for i, (parent, _) in enumerate(shape) if parent in level]
-        widest = 1 + max(shape[i][1] for i in children)
-        best = logs.topk(min(widest, logs.shape[-1])).indices.tolist()
-        for tree, ranked in zip(trees, best):
-            for i in children:
-                parent, rank = shape[i]
-                tree.tokens.append(ranked[level.index(parent)][rank])
-                tree.parents.append(parent)
-                tree.picked_from.append(asked[parent])
-        level = [i for i in children if i in inner]
-        if not level:
-            break
-    return trees
-
-
 def as_draft(
     grown: Sequence[Grown],
     device: torch.device,
     logits: Tensor | None = None,
     trees: bool = True,
+    draws: Draws | None = None,
 ) -> Draft:
     """What is grown for each row as a window, the shorter ones padded; `logits` [B, n, V] are the
     distributions that the tokens were picked from, where there are any. Without `trees` all are
-    chains."""
+    chains. `draws` says how a tree's tokens were drawn."""
     width = max(len(one.tokens) for one in grown)
     missing = [width - len(one.tokens) for one in grown]
     tokens = [one.tokens + [0] * n for one, n in zip(grown, missing)]
@@ -346,7 +411,8 @@ def as_draft(
         at = to_device(places, logits.device)
         logits = logits[torch.arange(len(grown), device=at.device)[:, None], at]
     parents = [one.parents + [-1] * n for one, n in zip(grown, missing)] if trees else None
-    return Draft(window, lengths, logits if width else None, parents=parents)
+    logits = logits if width else None
+    return Draft(window, lengths, logits, parents=parents, draws=draws if width else None)
 
 
 def _check_size(name: str, size: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ class Term:
     needs_draws: ClassVar[bool] = False
     """Whether, when sampling, its chances are those of tokens that were drawn, one in each
     place."""
+    verifies: ClassVar[Literal["down", "up"] | None] = None
+    """How it verifies trees that were drawn, see `lenience.rules.drawn_trees`; None where it takes
+    their tokens as chosen."""
     has_threshold: ClassVar[bool] = False
     """Whether its field `threshold` is what makes it more or less lenient."""
     grid: ClassVar[tuple[str, ...]] = ()

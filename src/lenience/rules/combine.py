@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -117,6 +118,10 @@ class AnyOf:
     @property
     def needs_draws(self) -> bool:
         return any(term.needs_draws for term in self.terms)
+
+    @property
+    def verifies(self) -> Literal["down", "up"] | None:
+        return self.terms[0].verifies if len(self.terms) == 1 else None
 
     @property
     def whole_window(self) -> bool:

@@ -49,6 +49,7 @@ class Speculative(Term):
     the same as `exact` when greedy."""
 
     name = "speculative"
+    verifies = "down"
     is_strict = True
     exact_when_greedy = True
     grid = ("speculative",)
@@ -69,6 +70,7 @@ class Block(Term):
     `speculative` on average; `exact` when greedy."""
 
     name = "block"
+    verifies = "up"
     needs_draws = True
     is_strict = True
     composable = False

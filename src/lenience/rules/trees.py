@@ -1,7 +1,8 @@
 """Rules on trees of drafted tokens: each path from the prefix to a leaf is a window to the rule,
-and the deepest accepted one is kept. A tree's tokens are chosen for certain: to draw the target's
-token and to go down to it, if it is in the tree, keeps the target's distribution (SpecInfer, Miao
-2023, section 4.3, for drafts of probability 1)."""
+and the deepest accepted one is kept. A tree's tokens are taken as chosen for certain: to draw the
+target's token and to go down to it, if it is in the tree, keeps the target's distribution
+(SpecInfer, Miao 2023, section 4.3, for drafts of probability 1). What was drawn `speculative` and
+`block` verify by its chances, see `lenience.rules.drawn_trees`."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from lenience.core.protocols import Rule
 from lenience.core.transfer import to_device
 from lenience.core.trees import paths
 from lenience.core.types import Draft, Reading, Verdict
+from lenience.rules.drawn_trees import verify_drawn
 
 
 def judge_trees(rule: Rule, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:
@@ -29,10 +31,13 @@ def judge_trees(rule: Rule, draft: Draft, reading: Reading, ctx: Context) -> lis
         for b, (parents, n) in enumerate(zip(draft.parents, lengths))
         for nodes in paths(parents[:n])
     ]
-    ctx = replace(ctx, rows=[ctx.rows[path.row] for path in flat], on_trees=True)
+    on_rows, ctx = ctx, replace(ctx, rows=[ctx.rows[path.row] for path in flat], on_trees=True)
     windows, readings = _windows(draft, flat), _readings(reading, flat)
     if ctx.processors:
         readings = replace(readings, logits=ctx.process(readings.logits, windows.tokens))
+    if draft.draws and rule.verifies and not ctx.greedy:
+        reading = _of_nodes(reading, readings, flat)
+        return verify_drawn(draft, reading, on_rows, upwards=rule.verifies == "up")
     verdicts = rule(windows, readings, ctx)
     trees = [_Tree.of(row[:n]) for row, n in zip(draft.tokens.tolist(), lengths)]
     for path, verdict in zip(flat, verdicts):
@@ -90,6 +95,15 @@ def _windows(draft: Draft, flat: list[_Path]) -> Draft:
 def _readings(reading: Reading, flat: list[_Path]) -> Reading:
     at, rows = _places(flat, reading.logits.device)
     return Reading(_with_first(reading.logits, rows, at), _with_first(reading.hidden, rows, at))
+
+
+def _of_nodes(reading: Reading, of_paths: Reading, flat: list[_Path]) -> Reading:
+    """A reading whose logits are as processed for the paths."""
+    logits = of_paths.logits.new_empty(reading.logits.shape)
+    for path, processed in zip(flat, of_paths.logits):
+        places = [0, *(node + 1 for node in path.nodes)]
+        logits[path.row, places] = processed[: len(places)]
+    return replace(reading, logits=logits)
 
 
 def _places(flat: list[_Path], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,166 @@
+"""Lossless verification of trees whose tokens were drawn from what the draft says.
+
+After each token its children are asked about in the order in which they were drawn. What was drawn
+from q is to be kept as a share P of the target's p has it: with probability min(1, P · p / q).
+Otherwise what is left for the next ones is the positive part of P · p − q, and of q, where none is
+drawn twice, what the token leaves.
+
+Going down, P is 1: a child that is kept decides on its branch (SpecInfer, Miao 2023, algorithm 2;
+Sequoia, Chen 2024, algorithm 2). Going up, a whole path is kept by its last token's share, and a
+token's share grows with each branch that is given up (traversal verification, Weng 2025), which on
+a chain is block verification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lenience.core.context import Context
+from lenience.core.noise import gumbel_argmax, uniform
+from lenience.core.transfer import to_device
+from lenience.core.trees import Parents
+from lenience.core.types import Draft, Reading, Verdict
+from lenience.rules.base import select_position
+
+
+def verify_drawn(draft: Draft, reading: Reading, ctx: Context, *, upwards: bool) -> list[Verdict]:
+    """Decide on trees that were drawn from their `logits`, by the distributions that sampling
+    really uses. What is kept counts as what the strict rule accepts."""
+    assert draft.parents is not None and draft.logits is not None
+    lengths = draft.lengths.tolist()
+    trees = [list(parents[:n]) for parents, n in zip(draft.parents, lengths)]
+    shares = _Shares(draft, ctx.probs(reading.logits).double(), ctx, upwards)
+    for depth in _by_depth(trees):
+        for siblings in depth:
+            shares.ask(siblings)
+    chance = shares.of_prefix_and_tokens[:, 1:]
+    device = chance.device
+    kept = uniform(ctx.noise_keys(draft.width, "accept", device=device)) < chance
+    walk = _upwards if upwards else _downwards
+    walked = [walk(tree, row) for tree, row in zip(trees, kept.tolist())]
+    tokens = _next_tokens(shares.rest, trees, walked, ctx)
+    return [
+        _verdict(drafted[: len(tree)], tree, path, token)
+        for drafted, tree, path, token in zip(draft.tokens.tolist(), trees, walked, tokens.tolist())
+    ]
+
+
+def _next_tokens(
+    rest: Tensor, trees: Sequence[Parents], walked: Sequence[Sequence[int]], ctx: Context
+) -> Tensor:
+    """[B]: what follows the kept paths, drawn from what is left there; a bonus is drawn as plain
+    decoding draws."""
+    last = [path[-1] if path else -1 for path in walked]
+    bonus = to_device([at not in tree for at, tree in zip(last, trees)], rest.device)
+    place = to_device([*map(len, walked)], rest.device).long()
+    plain, own = (
+        select_position(ctx.noise_keys(rest.shape[1], purpose, device=rest.device), place)
+        for purpose in ("token", "correction")
+    )
+    left = select_position(rest, to_device(last, rest.device).long() + 1)
+    return gumbel_argmax(left, torch.where(bonus, plain, own))
+
+
+def _verdict(drafted: list[int], tree: list[int], path: list[int], token: int) -> Verdict:
+    exact = [False] * len(tree)
+    for node in path:
+        exact[node] = True
+    return Verdict(drafted, path, token, exact, [None] * len(tree), parents=tree)
+
+
+def _by_depth(trees: Sequence[Parents]) -> list[list[list[tuple[int, int, int]]]]:
+    """The tokens as (row, parent, token), by depth, and then by how many siblings stand before:
+    those together of which each can be asked about once those before it have been."""
+    levels: list[list[list[tuple[int, int, int]]]] = []
+    for row, parents in enumerate(trees):
+        depth, seen = {-1: 0}, dict[int, int]()
+        for node, parent in enumerate(parents):
+            at, rank = depth[parent], seen.get(parent, 0)
+            depth[node], seen[parent] = at + 1, rank + 1
+            while len(levels) <= at:
+                levels.append([])
+            while len(levels[at]) <= rank:
+                levels[at].append([])
+            levels[at][rank].append((row, parent, node))
+    return levels
+
+
+class _Shares:
+    """What is left of the target's distributions, and the shares to be kept of them, as children
+    are asked about."""
+
+    def __init__(self, draft: Draft, target: Tensor, ctx: Context, upwards: bool):
+        assert draft.logits is not None
+        self.draft, self.upwards = draft, upwards
+        self.rest = target
+        """[B, W + 1, V]: after the prefix and after each token, once its children are rejected."""
+        self.drafted = ctx.probs(draft.logits).double()
+        """[B, W, V]: what each token was drawn from, but for siblings before it."""
+        self.of_prefix_and_tokens = torch.ones_like(target[..., 0])
+        """[B, W + 1]: with what probability each is kept, where it is asked about."""
+        self._left: dict[tuple[int, int], Tensor] = {}
+
+    def ask(self, siblings: Sequence[tuple[int, int, int]]) -> None:
+        """Reckon with tokens of different parents."""
+        device = self.rest.device
+        row, parent, node = to_device(list(zip(*siblings)), device).long()
+        tokens = self.draft.tokens[row, node]
+        target, drafted = self.rest[row, parent + 1], self._unused(siblings, row, node)  # [M, V]
+        share = self.of_prefix_and_tokens[row, parent + 1] if self.upwards else 1.0
+        aim = target * share[:, None] if isinstance(share, Tensor) else target
+        own = (values.gather(1, tokens[:, None])[:, 0] for values in (aim, drafted))
+        self.of_prefix_and_tokens[row, node + 1] = torch.div(*own).clamp(max=1)
+        left = (aim - drafted).clamp(min=0)
+        mass = left.sum(-1)
+        # nothing is left of equal distributions, of which none is rejected but by rounding
+        self.rest[row, parent + 1] = torch.where(mass[:, None] > 0, left / mass[:, None], target)
+        if isinstance(share, Tensor):
+            of_all = mass + 1 - share
+            self.of_prefix_and_tokens[row, parent + 1] = torch.where(of_all > 0, mass / of_all, 1.0)
+        self._use(siblings, drafted, tokens)
+
+    def _unused(
+        self, siblings: Sequence[tuple[int, int, int]], row: Tensor, node: Tensor
+    ) -> Tensor:
+        """[M, V]: what the tokens were drawn from, without siblings that cannot be drawn again."""
+        known = [self._left.get(one[:2]) for one in siblings]
+        own = self.drafted[row, node]
+        return torch.stack([mine if left is None else left for left, mine in zip(known, own)])
+
+    def _use(
+        self, siblings: Sequence[tuple[int, int, int]], drafted: Tensor, tokens: Tensor
+    ) -> None:
+        if self.draft.draws != "without-replacement":
+            return
+        left = drafted.scatter(1, tokens[:, None], 0.0)
+        left = left / left.sum(-1, keepdim=True)
+        for (row, parent, _), one in zip(siblings, left):
+            self._left[row, parent] = one
+
+
+def _downwards(tree: Parents, kept: Sequence[bool]) -> list[int]:
+    """The path of the first children that are kept."""
+    path, at = list[int](), -1
+    for node, parent in enumerate(tree):
+        if parent == at and kept[node]:
+            path.append(node)
+            at = node
+    return path
+
+
+def _upwards(tree: Parents, kept: Sequence[bool]) -> list[int]:
+    """The path to the first token that is kept, where each comes after those that follow it."""
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(tree):
+        children.setdefault(parent, []).append(node)
+
+    def first(node: int, path: list[int]) -> list[int] | None:
+        for child in children.get(node, ()):
+            if (found := first(child, [*path, child])) is not None:
+                return found
+        return path if node < 0 or kept[node] else None
+
+    return first(-1, []) or []
