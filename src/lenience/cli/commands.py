@@ -349,8 +349,8 @@ def mine(
 @command
 def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> None:
     """Fit a judge to a run's journal and save it in RUN/judge; a stop condition for the drafter, in
-    RUN/stop or RUN/gate; a drafter, in RUN/medusa, RUN/blockwise or RUN/eagle; or a plan of trees,
-    in RUN/tree.json.
+    RUN/stop or RUN/gate; a drafter, in RUN/medusa, RUN/blockwise, RUN/eagle or RUN/model; or a plan
+    of trees, in RUN/tree.json.
 
     Parameters
     ----------
@@ -420,7 +420,9 @@ def _fit_drafter(run: Path, flags: FitFlags, json: bool) -> None:
     fitted = fit_drafter(models.load(tokens=MANY), run, plan)
     print_drafter(plan.kind, fitted.metrics, plan.out)
     if json:
-        _print_json({"drafter": f"{plan.kind}:{plan.out}", **fitted.metrics})
+        used = {"draft": str(plan.out)} if plan.kind == "model" else {}
+        used_as = {"drafter": plan.kind if used else f"{plan.kind}:{plan.out}", **used}
+        _print_json({**used_as, **fitted.metrics})
 
 
 @command

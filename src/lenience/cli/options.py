@@ -229,11 +229,22 @@ class FitFlags:
     gate: Flag = False
     """Fit a head that also says which tokens need no asking the target, used as --stop
     gate:RUN/gate@T (SPRINTER)."""
-    drafter: Literal["medusa", "blockwise", "eagle", "skip"] | None = None
+    drafter: Literal["medusa", "blockwise", "eagle", "model", "skip"] | None = None
     """Fit a drafter to the target's own answers in the run, used as --drafter medusa:RUN/medusa:
     medusa, heads on the target's last state, each with a vocabulary matrix of its own; blockwise,
-    heads that share the target's; eagle, a layer on the target's states (EAGLE-3). skip looks for
-    the layers that the target can leave out, and names them."""
+    heads that share the target's; eagle, a layer on the target's states (EAGLE-3). model aligns the
+    draft model, used as --draft RUN/model (DistillSpec). skip looks for the layers that the target
+    can leave out, and names them."""
+    distill: Literal["forward-kl", "reverse-kl", "on-policy"] | None = None
+    """With --drafter model: forward-kl, the target's divergence from the draft (the default), or
+    reverse-kl, the draft's from the target, along the target's answers; or on-policy, the first
+    along answers that the draft samples itself."""
+    only_rejected: Flag = False
+    """With --drafter model: learn only from tokens that would be rejected (Online Speculative
+    Decoding)."""
+    epochs: int | None = None
+    """With --drafter: how often all answers are learned from; by default 30 for medusa and
+    blockwise, 10 for eagle, 5 for model."""
     tree: Flag = False
     """Measure what trees are planned by, used as --tree planned:16,path=RUN/tree.json."""
     with_: Annotated[str | None, Parameter(name="--with")] = None
@@ -284,13 +295,25 @@ class FitFlags:
         from lenience.mining.drafters import DrafterPlan
 
         assert self.drafter is not None and self.drafter != "skip"
-        self._refuse_others("drafter", "heads", "out", "seed", what="another head than --drafter's")
-        if self.heads is not None and self.drafter == "eagle":
-            raise InputError("--heads: eagle has none; leave it out")
+        ours = ("drafter", "heads", "distill", "only_rejected", "epochs", "out", "seed")
+        self._refuse_others(*ours, what="another head than --drafter's")
+        if self.heads is not None and self.drafter in ("eagle", "model"):
+            raise InputError(f"--heads: {self.drafter} has none; leave it out")
         if self.heads is not None and not 1 <= self.heads <= MOST_HEADS:
             raise InputError(f"--heads {self.heads}: must be from 1 to {MOST_HEADS}")
+        if self.epochs is not None and self.epochs < 1:
+            raise InputError(f"--epochs {self.epochs}: must be 1 or more")
+        for flag, given in (("distill", self.distill), ("only-rejected", self.only_rejected)):
+            if given and self.drafter != "model":
+                raise InputError(f"--{flag}: is of --drafter model; leave it out")
         return DrafterPlan(
-            self.drafter, self.out or run / self.drafter, self.heads or 4, seed=self.seed
+            self.drafter,
+            self.out or run / self.drafter,
+            heads=self.heads or 4,
+            distill=self.distill or "forward-kl",
+            only_rejected=self.only_rejected,
+            epochs=self.epochs,
+            seed=self.seed,
         )
 
     def check_skip(self) -> None:
@@ -340,8 +363,10 @@ class FitFlags:
         )
 
     def _check(self) -> None:
-        if self.heads is not None:
-            raise InputError("--heads: is how many --drafter fits; name that too")
+        for name in ("heads", "distill", "only_rejected", "epochs"):
+            if getattr(self, name):
+                flag = name.replace("_", "-")
+                raise InputError(f"--{flag}: is of what --drafter fits; name that too")
         if self.with_ is not None:
             raise InputError("--with: is what --tree measures; name that too")
         if self.recall is not None and not 0 < self.recall <= 1:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lenience.heads.head import Head
     from lenience.mining.annotated import Annotated
     from lenience.mining.crew import Crew
+    from lenience.mining.distillation import DistilledDraft
     from lenience.mining.drafters import DrafterPlan
     from lenience.mining.fit import HeadPlan
     from lenience.mining.forecast import Forecast
@@ -152,7 +153,9 @@ def search_layers(pair: Pair, run: Path) -> list[Skipped]:
         return search_layers(pair, mined_samples(run), show)
 
 
-def fit_drafter(pair: Pair, run: Path, plan: DrafterPlan) -> DraftHeads | EagleWeights:
+def fit_drafter(
+    pair: Pair, run: Path, plan: DrafterPlan
+) -> DraftHeads | EagleWeights | DistilledDraft:
     from lenience.mining.drafters import fit_drafter
 
     with progress_bars() as show:

@@ -429,6 +429,8 @@ def print_skipped(found: Sequence[Skipped]) -> str:
 
 def print_drafter(kind: str, metrics: Mapping[str, Any], folder: Path) -> None:
     """What a fitted drafter comes to on the samples held out, and how to use it."""
+    if kind == "model":
+        return _print_distilled(metrics, folder)
     table = Table("drafted token", "right", box=None)
     for number, share in enumerate(metrics["accuracy"], 1):
         table.add_row(str(number), f"{share:.3f}")
@@ -438,6 +440,20 @@ def print_drafter(kind: str, metrics: Mapping[str, Any], folder: Path) -> None:
         f"{kept:.2f} tokens per pass on {held_out} samples held out, strictly; use it as "
         f"--drafter {kind}:{folder}"
     )
+
+
+def _print_distilled(metrics: Mapping[str, Any], folder: Path) -> None:
+    from lenience.mining.distillation import WINDOW
+
+    before, table = metrics["before"], Table("", "before", "now", box=None)
+    for key, what in (
+        ("agreement", "tokens accepted, greedily"),
+        ("acceptance", "tokens accepted, at temperature 1"),
+        ("tokens_per_pass", f"tokens per pass, greedily, window {WINDOW}"),
+    ):
+        table.add_row(what, f"{before[key]:.3f}", f"{metrics[key]:.3f}")
+    screen.print(table)
+    say(f"on {metrics['held_out']} samples held out; use it as --draft {folder}")
 
 
 def print_trees(found: Acceptance, path: Path) -> dict[str, float]:

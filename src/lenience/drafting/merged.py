@@ -124,7 +124,5 @@ class _Union:
             key = places[parent], token
             if key not in self._known:
                 self._known[key] = len(self.grown.tokens)
-                self.grown.tokens.append(token)
-                self.grown.parents.append(key[0])
-                self.grown.picked_from.append(0)
+                self.grown.add(token, key[0], 0)
             places[i] = self._known[key]

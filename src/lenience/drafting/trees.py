@@ -33,6 +33,11 @@ class Grown:
     picked_from: list[int] = field(default_factory=list)
     """Which of the distributions that were asked for each token is picked from."""
 
+    def add(self, token: int, parent: int, picked_from: int) -> None:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.picked_from.append(picked_from)
+
     def cut(self, depth: int, eos: frozenset[int]) -> Grown:
         """What stands at most `depth` tokens behind the prefix, and after no EOS; and no token that
         is `NONE`, nor what follows it."""
@@ -41,9 +46,7 @@ class Grown:
             ended = token == NONE or (parent >= 0 and self.tokens[parent] in eos)
             if parent in new and deep[parent] < depth and not ended:
                 new[i], deep[i] = len(grown.tokens), deep[parent] + 1
-                grown.tokens.append(token)
-                grown.parents.append(new[parent])
-                grown.picked_from.append(self.picked_from[i])
+                grown.add(token, new[parent], self.picked_from[i])
         return grown
 
 
@@ -159,9 +162,8 @@ class Ranked(Tree):
             for tree, ranked in zip(trees, picked.tolist()):
                 for i in children:
                     parent, rank = places[i]
-                    tree.tokens.append(ranked[level.index(parent)][rank])
-                    tree.parents.append(parent)
-                    tree.picked_from.append(asked[parent])
+                    token = ranked[level.index(parent)][rank]
+                    tree.add(token, parent, asked[parent])
             level = [i for i in children if i in inner]
             if not level:
                 break

@@ -1,5 +1,5 @@
-"""Fitting a drafter to what the target itself answered in a run: self-distillation, with no data
-but the journal (Medusa, Cai 2024, section 2.3.2)."""
+"""Fitting a drafter to what the target itself answered in a run, with no data but the journal:
+heads of its own (self-distillation: Medusa, Cai 2024, section 2.3.2), or the draft model."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from lenience.core.progress import Progress, silent
 from lenience.decoding.pair import Pair
 from lenience.drafting.eagle_model import EagleWeights
 from lenience.drafting.heads import DraftHeads
+from lenience.mining.distillation import Distill, DistilledDraft, DistillFit
 from lenience.mining.eagle import EagleFit
 from lenience.mining.features import check_models, mined_samples
 from lenience.mining.training import Answer, Schedule, Training
@@ -24,10 +25,10 @@ from lenience.models.lm import LM
 from lenience.models.session import Session
 from lenience.runs.uses import prompt_digest
 
-Kind = Literal["medusa", "blockwise", "eagle"]
+Kind = Literal["medusa", "blockwise", "eagle", "model"]
 HELD_OUT = 0.1
 """The share of the samples that only measures."""
-EPOCHS = {"medusa": 30, "blockwise": 30, "eagle": 10}
+EPOCHS = {"medusa": 30, "blockwise": 30, "eagle": 10, "model": 5}
 BATCH, LEARNING_RATE = 512, 1e-3
 FURTHER_WEIGHT = 0.8
 """What a head's loss weighs less than that of the head before (Medusa, section 2.2.1)."""
@@ -46,6 +47,10 @@ class DrafterPlan:
     """The folder that it is saved in."""
     heads: int = 4
     """How many; of medusa and blockwise."""
+    distill: Distill = "forward-kl"
+    """How the draft model learns."""
+    only_rejected: bool = False
+    """Whether the draft model learns only from tokens that would be rejected."""
     epochs: int | None = None
     """By default those of EPOCHS."""
     seed: int = 0
@@ -53,7 +58,7 @@ class DrafterPlan:
 
 def fit_drafter(
     pair: Pair, run: Path, plan: DrafterPlan, progress: Progress = silent
-) -> DraftHeads | EagleWeights:
+) -> DraftHeads | EagleWeights | DistilledDraft:
     """Fit a drafter to the target's own answers, and save what does best on samples held out;
     started again, it goes on after the last epoch. Raises InputError where the run is of other
     models or has too few samples."""
@@ -64,22 +69,19 @@ def fit_drafter(
 
 def fit_to_answers(
     pair: Pair, answers: Sequence[Answer], plan: DrafterPlan, progress: Progress = silent
-) -> DraftHeads | EagleWeights:
+) -> DraftHeads | EagleWeights | DistilledDraft:
     """The same of any answers of the target's own."""
     _check(pair, answers, plan)
     num_held_out = max(1, round(HELD_OUT * len(answers)))
     epochs = EPOCHS[plan.kind] if plan.epochs is None else plan.epochs
     parts = answers[num_held_out:], answers[:num_held_out]
-    if plan.kind == "eagle":
-        fit: _HeadsFit | EagleFit = EagleFit(pair.target, *parts, plan.seed)
-        what = "fitting eagle"
-    else:
-        fit = _HeadsFit(pair.target, *parts, plan, progress)
-        what = f"fitting {plan.kind} heads"
-    of_plan = [plan.kind, plan.heads, epochs, plan.seed]
-    made_of = digest([list(answers), of_plan, pair.target.fingerprint])
+    fit = _fit(pair, *parts, plan, progress)
+    of_plan = [plan.kind, plan.heads, epochs, plan.seed, plan.distill, plan.only_rejected]
+    learner = pair.fingerprints.get("draft") if plan.kind == "model" else None
+    made_of = digest([list(answers), of_plan, pair.target.fingerprint, learner])
     schedule = Schedule(epochs, fit.rate)
     training = Training(fit.weights, plan.out / "training.safetensors", made_of, schedule)
+    what = f"fitting {plan.kind}"
     training.run(lambda number: fit.epoch(number, training.step), fit.measure, what, progress)
     fitted, metrics = fit.result()
     about = {"samples": len(answers), "held_out": num_held_out, **metrics}
@@ -91,8 +93,27 @@ def fit_to_answers(
     return fitted
 
 
+def _fit(
+    pair: Pair,
+    answers: Sequence[Answer],
+    held_out: Sequence[Answer],
+    plan: DrafterPlan,
+    progress: Progress,
+) -> _HeadsFit | EagleFit | DistillFit:
+    """What learns."""
+    if plan.kind == "eagle":
+        return EagleFit(pair.target, answers, held_out, plan.seed)
+    if plan.kind == "model":
+        only_rejected = plan.only_rejected
+        return DistillFit(
+            pair, answers, held_out, plan.distill, only_rejected=only_rejected, seed=plan.seed
+        )
+    return _HeadsFit(pair.target, answers, held_out, plan, progress)
+
+
 def _check(pair: Pair, answers: Sequence[Answer], plan: DrafterPlan) -> None:
-    pair.target.check_states()
+    if plan.kind != "model":
+        pair.target.check_states()
     if len(answers) < LEAST:
         raise InputError(
             f"--drafter {plan.kind}: {len(answers)} answers to learn from, and {LEAST} are the "

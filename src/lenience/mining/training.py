@@ -16,6 +16,8 @@ from lenience.core.files import replacing
 from lenience.core.progress import Progress
 
 WEIGHT_DECAY, LARGEST_GRADIENT = 0.01, 0.5
+AVERAGES = ("exp_avg", "exp_avg_sq", "step")
+"""What AdamW keeps of a weight; the count of its steps stays on the CPU."""
 Answer = tuple[list[int], list[int]]
 """The tokens of a prompt and those of the target's own answer."""
 
@@ -85,7 +87,8 @@ class Training:
         for name, weight in self.weights.items():
             state = self.optimizer.state[weight]
             tensors |= {f"now.{name}": weight.detach(), f"best.{name}": self.best[name]}
-            tensors |= {f"{key}.{name}": state[key] for key in ("exp_avg", "exp_avg_sq", "step")}
+            # there are none where nothing was learned yet
+            tensors |= {f"{key}.{name}": state[key] for key in AVERAGES if key in state}
         about = {"of": self.made_of, "done": str(self.done), "best": repr(self.best_measure)}
         with replacing(self.path) as new:
             save_file({name: part.contiguous() for name, part in tensors.items()}, new, about)
@@ -106,6 +109,9 @@ class Training:
             for name, weight in self.weights.items():
                 weight.copy_(saved[f"now.{name}"])
                 self.best[name] = saved[f"best.{name}"].to(weight.device)
-                averages = ("exp_avg", "exp_avg_sq")
-                state = {key: saved[f"{key}.{name}"].to(weight.device) for key in averages}
-                self.optimizer.state[weight] = {**state, "step": saved[f"step.{name}"]}
+                kept = {key: saved.get(f"{key}.{name}") for key in AVERAGES}
+                self.optimizer.state[weight] = {
+                    key: part if key == "step" else part.to(weight.device)
+                    for key, part in kept.items()
+                    if part is not None
+                }

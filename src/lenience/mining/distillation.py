@@ -1,0 +1,165 @@
+"""Aligning a draft model with its target (DistillSpec, Zhou 2023)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lenience.core.files import write_json
+from lenience.decoding.pair import Pair
+from lenience.mining.training import Answer
+from lenience.models.lm import LM
+
+Distill = Literal["forward-kl", "reverse-kl", "on-policy"]
+"""What is made small: KL(target ‖ draft) or KL(draft ‖ target) along the target's own answers, or
+the first along answers that the draft samples itself, anew in each epoch."""
+BATCH, ROWS = 8, 32
+"""How many answers are learned from together, and how many are sampled together."""
+LEARNING_RATE, WIDTH = 3e-4, 320
+"""The first epoch's rate of a draft of this width; a wider one has less in proportion."""
+WINDOW = 8
+"""How far ahead what is kept by the strict rule is measured."""
+
+
+@dataclass(frozen=True)
+class DistilledDraft:
+    """A draft model after it has learned."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    fingerprints: Mapping[str, str]
+    """Of the target and the tokenizer that it was aligned with."""
+    metrics: Mapping[str, Any]
+    prompts: tuple[str, ...] | None = None
+    """The digests of those that it learned from."""
+
+    def save(self, folder: Path) -> None:
+        """As `transformers` keeps a model, with an account of the training in distilled.json."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        about = {"fingerprints": self.fingerprints, "metrics": self.metrics}
+        write_json(folder / "distilled.json", {**about, "prompts": self.prompts})
+
+
+class DistillFit:
+    """A copy of a pair's draft that learns, in float32. The target's distributions are read again
+    in each epoch, as all of them would take much memory."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        answers: Sequence[Answer],
+        held_out: Sequence[Answer],
+        how: Distill,
+        *,
+        only_rejected: bool,
+        seed: int,
+    ):
+        """`only_rejected`: learn only where the draft's most probable token is not the target's
+        (Online Speculative Decoding, Liu 2023)."""
+        draft = pair.require_draft("--drafter model")
+        self.target, self.seed, self.how, self.only_rejected = pair.target, seed, how, only_rejected
+        self.answers, self.held_out = _by_length(answers), _by_length(held_out)
+        self.dtype = draft.model.dtype
+        model = copy.deepcopy(draft.model).float().requires_grad_(True)
+        self.student = LM(model, draft.tokenizer, f"{draft.name} in training", "draft")
+        self.pair = Pair(pair.target, self.student, pair.name)
+        self.weights = dict(model.named_parameters())
+        self.rate = LEARNING_RATE * min(1.0, WIDTH / draft.hidden_size)
+        self.before = self._measured()
+
+    def epoch(self, number: int, step: Callable[[Tensor], None]) -> None:
+        answers = self._sampled(number) if self.how == "on-policy" else self.answers
+        starts = range(0, len(answers), BATCH)
+        generator = torch.Generator().manual_seed(self.seed + 1000 * number)
+        for i in torch.randperm(len(starts), generator=generator).tolist():
+            target, draft = self._read(answers[starts[i] : starts[i] + BATCH])
+            if self.only_rejected:
+                rejected = target.argmax(-1) != draft.argmax(-1)
+                target, draft = target[rejected], draft[rejected]
+            if len(draft):
+                reverse = self.how == "reverse-kl"
+                step((_kl(draft, target) if reverse else _kl(target, draft)).mean())
+
+    def measure(self) -> float:
+        return self._measured()["tokens_per_pass"]
+
+    def result(self) -> tuple[DistilledDraft, dict[str, object]]:
+        """The draft as it is kept, in the precision that it had, and what it comes to."""
+        self.student.model.to(self.dtype)
+        found = self._measured()
+        made = DistilledDraft(self.student.model, self.student.tokenizer, {}, {})
+        how = {"distill": self.how, "only_rejected": self.only_rejected}
+        return made, {**how, **found, "before": self.before}
+
+    def _sampled(self, epoch: int) -> list[Answer]:
+        """The draft's own answers to the same prompts, as long as the target's at most."""
+        prompts = [prompt for prompt, _ in self.answers]
+        outs = self.pair.generate_batch(
+            prompts,
+            rule="draft",
+            temperature=1.0,
+            seed=self.seed + epoch,
+            max_new_tokens=max(len(answer) for _, answer in self.answers),
+            batch_size=ROWS,
+        )
+        return _by_length([(prompt, out.tokens) for prompt, out in zip(prompts, outs)])
+
+    def _read(self, batch: Sequence[Answer]) -> tuple[Tensor, Tensor]:
+        """[n, V] each: what the target and the draft say at each place of some answers, of the
+        tokens that both have."""
+        sequences = [prompt + answer for prompt, answer in batch]
+        longest = max(map(len, sequences))
+        ids = torch.tensor([one + [0] * (longest - len(one)) for one in sequences])
+        places = torch.arange(longest - 1)
+        first = torch.tensor([len(prompt) - 1 for prompt, _ in batch])[:, None]
+        last = torch.tensor([len(one) - 1 for one in sequences])[:, None]
+        asked = (places >= first) & (places < last)  # [B, T - 1]
+        width = min(self.target.vocab_size, self.student.vocab_size)
+        with torch.no_grad():
+            target = _logits(self.target, ids, asked, width)
+        return target.to(self.student.device), _logits(self.student, ids, asked, width)
+
+    @torch.no_grad()
+    def _measured(self) -> dict[str, float]:
+        """On the target's answers held out: the share of tokens that speculative sampling accepts
+        at temperature 1, that of tokens which greedy decoding accepts, and how many a pass keeps
+        greedily at `WINDOW`, the target's own included, over all places."""
+        accepted, right, kept, places = 0.0, 0.0, 0.0, 0
+        for answer in self.held_out:
+            target, draft = self._read([answer])
+            both = torch.minimum(target.softmax(-1), draft.softmax(-1))
+            same = target.argmax(-1) == draft.argmax(-1)
+            accepted, right = accepted + float(both.sum()), right + float(same.sum())
+            runs = torch.nn.functional.pad(same, (0, WINDOW - 1)).unfold(0, WINDOW, 1)
+            kept, places = kept + float(runs.cumprod(1).sum()), places + len(same)
+        return {
+            "acceptance": accepted / places,
+            "agreement": right / places,
+            "tokens_per_pass": 1 + kept / places,
+        }
+
+
+def _by_length(answers: Sequence[Answer]) -> list[Answer]:
+    """Those of like length together, without empty ones."""
+    return sorted((one for one in answers if one[1]), key=lambda one: len(one[0]) + len(one[1]))
+
+
+def _logits(lm: LM, ids: Tensor, asked: Tensor, width: int) -> Tensor:
+    """[n, V] in float32, where they are asked for; texts that stand before padding do not see
+    it."""
+    logits = lm.model(input_ids=ids.to(lm.device), use_cache=False).logits[:, :-1, :width]
+    return logits[asked.to(lm.device)].float()
+
+
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    """[n]: KL(p ‖ q) of logits [n, V]."""
+    p, q = p.log_softmax(-1), q.log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1)
