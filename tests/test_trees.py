@@ -19,6 +19,7 @@ from lenience.core.trees import depths, followed, lineage, paths
 from lenience.core.types import Draft, Reading
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
+from lenience.drafting.planning import BUILT_IN
 from lenience.drafting.trees import Dynamic, Grown, Level, parse_tree
 from lenience.models import onnx_graph
 from lenience.models.cuda_graphs import CudaGraphs
@@ -348,3 +349,35 @@ def test_trees_of_a_model_with_processors(
     for tree in ("dynamic:8,top=1", "dynamic:9", "cartesian:2,2,2"):
         outs = pair.generate_batch(prompts, tree=tree, batch_size=4, max_new_tokens=40)
         assert [out.tokens for out in outs] == [out.tokens for out in alone]
+
+
+def test_the_fastest_shape_is_picked_and_answers_stay_the_targets(llama: Pair) -> None:
+    prompt, options = [5, 6, 7, 8], {"max_new_tokens": 40}
+    plain = llama.generate(prompt, rule="target", **options)
+    out = llama.generate(prompt, tree="auto", window="auto", **options)
+    assert out.tokens == plain.tokens
+    choices = [str(tree) for tree in parse_tree("auto").choices()]
+    assert choices == ["chain", *(f"dynamic:{n}" for n in (4, 8, 16, 32, 64))]
+    assert out.tree in choices
+    settled = llama.settle([prompt], tree="auto", window="auto")
+    assert (settled.tree, settled.window) == (out.tree, out.window)
+    planned = parse_tree(f"auto:path={BUILT_IN}").choices()
+    assert [tree.size for tree in planned[1:]] == [4, 8, 16, 32, 64]
+    with pytest.raises(InputError, match="window auto"):
+        llama.generate(prompt, tree="auto", window=8)
+    with pytest.raises(InputError, match="ngram: proposes chains"):
+        llama.generate(prompt, tree="auto", window="auto", drafter="ngram")
+
+
+def test_what_is_picked_is_what_is_estimated_to_be_fastest(
+    llama: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With cycles whose times are said, and what is kept by counting."""
+    monkeypatch.setattr(llama, "_picked", {})
+    seconds = {"chain": 1.0, "dynamic:4": 1.1, "dynamic:8": 0.1}
+    monkeypatch.setattr(
+        llama,
+        "_cycle_seconds",
+        lambda ids, size, setup: {8: seconds.get(str(setup.tree), 2.0)},
+    )
+    assert llama.settle([[3, 4, 5]], tree="auto", window="auto", seed=9).tree == "dynamic:8"

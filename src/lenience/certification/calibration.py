@@ -362,7 +362,8 @@ def _picked(
         samples = prompts.for_window()
         last = config.chains(decoding)[-1][-1]
         settled = pair.settle([sample.prompt for sample in samples], **vars(last))
-        write_json(path, {"window": settled.window, "stop": str(settled.stop)})
+        picked = {name: str(getattr(settled, name)) for name in ("stop", "tree")}
+        write_json(path, {"window": settled.window, **picked})
     return dict(read_json(path))
 
 

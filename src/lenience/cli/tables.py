@@ -315,7 +315,8 @@ def print_counts(out: Generation, picked: bool = False) -> None:
         *([] if out.seed is None else [f"seed {out.seed}"]),
     ]
     stop = "" if out.stop == "fixed" else f", with stop {out.stop}"
-    more = f"; window {out.window} was picked as the fastest here{stop}" if picked else ""
+    tree = "" if out.tree == "chain" else f", with tree {out.tree}"
+    more = f"; window {out.window} was picked as the fastest here{stop}{tree}" if picked else ""
     screen.print(f"[dim]{', '.join(counts)}{more}[/]")
 
 

@@ -1,12 +1,13 @@
 """Picking how drafting ends where prompts are answered fastest: a window or, where a stop condition
-has learned what the rule rejects, that."""
+has learned what the rule rejects, that; and the shape of what is drafted, where that is left
+open."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from lenience.core.context import Context, Row
 from lenience.core.protocols import Drafter, Rule
 from lenience.decoding.loop import cycle
 from lenience.drafting.stops import Likely, Stop
+from lenience.drafting.trees import Chain, Tree
 from lenience.heads.head import load_head
 from lenience.models.session import Session
 
@@ -41,6 +43,7 @@ class Drafting:
     stop: Stop
     tokens_per_second: float = 0.0
     """Estimated."""
+    tree: Tree = field(default_factory=Chain)
 
 
 def fastest_window(cycles: Sequence[Cycle], seconds: Mapping[int, float], stop: Stop) -> Drafting:

@@ -19,6 +19,8 @@ class Generation:
     """The draft window, as it was given or picked."""
     stop: str = "fixed"
     """What ended drafting earlier, as it was given or picked."""
+    tree: str = "chain"
+    """The shape of what was drafted, as it was given or picked."""
     seed: int | None = None
     """Of its sampling, as it was given or drawn; None where it is greedy."""
     tokens: list[int] = field(default_factory=list)

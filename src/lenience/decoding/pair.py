@@ -126,7 +126,7 @@ class Setup:
     def answer(self, prompt: list[int], window: int, number: int) -> Generation:
         """The answer to a prompt, to be filled."""
         seed = self.seed(number) if self.decoding.temperature else None
-        return Generation(prompt, window, str(self.stop), seed)
+        return Generation(prompt, window, str(self.stop), str(self.tree), seed)
 
     def columns(self, window: int) -> int:
         """How many tokens are read at most after a prefix, by any model."""
@@ -380,10 +380,13 @@ class Pair:
     def _check_tree(self, setup: Setup, drafter: DrafterSpec) -> None:
         """Raise InputError where trees cannot be proposed, read or decided."""
         rule, tree, sampling = setup.rule, setup.tree, setup.decoding.temperature > 0
-        if not tree.is_chain:
-            drafter.check_tree(tree)
-            if setup.decoding.draft_temperature is not None:
-                raise InputError("draft_temperature: a tree's tokens are chosen; leave it out")
+        if tree.choices() and setup.decoding.window != "auto":
+            raise InputError(f"tree {tree}: is picked with window auto; give that, or name a tree")
+        for one in tree.choices() or [tree]:
+            if not one.is_chain:
+                drafter.check_tree(one)
+        if not tree.is_chain and setup.decoding.draft_temperature is not None:
+            raise InputError("draft_temperature: a chain's tokens have one; leave it out")
         wrong = {
             f"rule {rule}: judges tokens that were drawn, and a tree's are chosen": (
                 rule.needs_draws and sampling and not setup.verifies_draws
@@ -551,12 +554,13 @@ class Pair:
 
     @takes_options
     def settle(self, prompts: Sequence[Prompt], *, batch_size: int = 1, **options: Any) -> Decoding:
-        """The options with what the window "auto" comes to for these prompts: the window of
-        CANDIDATES at which they should be answered fastest or, where no stop condition is named and
-        beside a judge lies one that has learned what it rejects, the widest with that, if this
-        should be faster. How many tokens the rule keeps is counted on a few prompts, and what a
-        cycle takes at each window is measured. It is picked once for a rule, a drafter, a stop
-        condition, the sampling and a batch size, and then stays."""
+        """The options with what the window "auto" comes to for these prompts, and the tree "auto":
+        the window of CANDIDATES at which they should be answered fastest or, where no stop
+        condition is named and beside a judge lies one that has learned what it rejects, the widest
+        with that, if this should be faster; and the shape. How many tokens the rule keeps is
+        counted on a few prompts, and what a cycle takes at each window is measured, for each shape.
+        It is picked once for a rule, a drafter, a stop condition, the sampling and a batch size,
+        and then stays."""
         setup = self.setup(options)
         ids = [self.encode(prompt, setup.reader) for prompt in prompts]
         window, setup = self._settled(ids, min(batch_size, len(ids)), setup)
@@ -574,9 +578,16 @@ class Pair:
         if key not in self._picked:
             self._picked[key] = self._pick(ids, size, setup)
         picked = self._picked[key]
-        return picked.window, _ending(setup, picked.stop)
+        return picked.window, _shaped(_ending(setup, picked.stop), picked.tree)
 
     def _pick(self, ids: list[list[int]], size: int, setup: Setup) -> Drafting:
+        trees = setup.tree.choices() or [setup.tree]
+        picked = [
+            replace(self._pick_ending(ids, size, _shaped(setup, tree)), tree=tree) for tree in trees
+        ]
+        return max(picked, key=lambda one: one.tokens_per_second)
+
+    def _pick_ending(self, ids: list[list[int]], size: int, setup: Setup) -> Drafting:
         seconds = self._cycle_seconds(ids, size, setup)
         tried = [fastest_window(self._pilot(ids, size, setup), seconds, setup.stop)]
         asks = bool(setup.drafter and setup.drafter.has_states and not setup.branches)
@@ -616,6 +627,11 @@ class Pair:
 def _ending(setup: Setup, stop: Stop) -> Setup:
     """The same with another stop condition."""
     return replace(setup, stop=stop, decoding=replace(setup.decoding, stop=str(stop)))
+
+
+def _shaped(setup: Setup, tree: Tree) -> Setup:
+    """The same with another shape of what is drafted."""
+    return replace(setup, tree=tree, decoding=replace(setup.decoding, tree=str(tree)))
 
 
 def _waiting(devices: set[torch.device]) -> Callable[[], None] | None:

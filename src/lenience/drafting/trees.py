@@ -20,6 +20,8 @@ from lenience.drafting.planning import BUILT_IN, best_shape, load_acceptance
 
 LARGEST = 1024
 """How many tokens a tree may have."""
+SIZES = (4, 8, 16, 32, 64)
+"""Those that the fastest one is picked from."""
 NONE = -1
 """Stands for a token where a drafter has no more."""
 
@@ -83,6 +85,10 @@ class Tree:
     def columns(self, window: int) -> int:
         """How many tokens are read at most, by the target or by what drafts."""
         return max(window, self.size)
+
+    def choices(self) -> list[Tree]:
+        """The shapes that the fastest one is picked from; none where one is given."""
+        return []
 
     @property
     def draws(self) -> Draws | None:
@@ -330,6 +336,25 @@ class Dynamic(Tree):
         return [pool.best() for pool in pools]
 
 
+@dataclass(frozen=True)
+class Auto(Tree):
+    """The fastest here of a chain and dynamic trees of several sizes or, with a `path`, planned
+    ones (Sequoia, Chen 2024, section 3.3: a size by what passes cost): it is picked with the window
+    "auto"."""
+
+    path: str | None = None
+    name = "auto"
+
+    @property
+    def size(self) -> int:
+        return max(SIZES)
+
+    def choices(self) -> list[Tree]:
+        path = self.path
+        trees = [Dynamic(n) if path is None else Planned(n, path).shape() for n in SIZES]
+        return [Chain(), *trees]
+
+
 class _Pool:
     """All tokens that a row's dynamic tree has met."""
 
@@ -423,7 +448,7 @@ def _check_size(name: str, size: int) -> None:
 
 
 TREES: dict[str, type[Tree]] = {
-    tree.name: tree for tree in (Chain, Cartesian, Dynamic, Planned, Shape)
+    tree.name: tree for tree in (Chain, Auto, Cartesian, Dynamic, Planned, Shape)
 }
 
 
