@@ -34,6 +34,8 @@ class DrafterSetup:
     profile: Profile
     session: Session | None = None
     """The target's; it is there once a drafter is built."""
+    alone: bool = True
+    """Whether no other drafter proposes for the same rows."""
 
 
 @dataclass(frozen=True)

@@ -63,10 +63,12 @@ class Vertical(DrafterSpec):
             self.first.check(target, fingerprints)
 
     def models(self, setup: DrafterSetup) -> list[LM]:
+        setup = replace(setup, alone=False)
         (lm,) = self.then.models(setup)
         return [lm, *self.first.models(replace(setup, target=lm))]
 
     def build(self, setup: DrafterSetup) -> Drafter:
+        setup = replace(setup, alone=False)
         (lm,) = self.then.models(setup)
         if self.first.drafts_by_model:  # some of that model's layers
             self.first.check(lm, dict)
@@ -190,9 +192,11 @@ class Horizontal(DrafterSpec):
         return self.first.features(target)
 
     def models(self, setup: DrafterSetup) -> list[LM]:
+        setup = replace(setup, alone=False)
         return self.first.models(setup) + self.then.models(setup)
 
     def build(self, setup: DrafterSetup) -> Drafter:
+        setup = replace(setup, alone=False)
         parts = self.first.build(setup), self.then.build(setup)
         return _HorizontalDrafter(*parts, self, setup.target)
 

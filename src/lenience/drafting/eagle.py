@@ -12,19 +12,18 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lenience.core.context import Context
 from lenience.core.errors import InputError
 from lenience.core.protocols import Drafter, Fitted
 from lenience.core.trees import Parents
-from lenience.core.types import Draft, Reading
+from lenience.core.types import Reading
+from lenience.drafting.after_target import AfterTarget, TargetSession
 from lenience.drafting.base import DrafterSetup, DrafterSpec, check_fitted_to
-from lenience.drafting.draft_model import ModelDrafter
 from lenience.drafting.eagle_model import EagleModel, EagleWeights, load_eagle
-from lenience.drafting.model_tree import TreeDrafter
+from lenience.drafting.model_tree import drafter_on
 from lenience.models.compile import compile_model
 from lenience.models.kv_cache import Forward, PlainCache
 from lenience.models.lm import LAST, LM
-from lenience.models.session import Batch, Session, common
+from lenience.models.session import Batch, common
 
 
 @dataclass(frozen=True)
@@ -75,11 +74,7 @@ class Eagle(DrafterSpec):
         if backend and lm.device.type == "cpu":
             compile_model(lm, export=backend.makes_others)
         session = FeatureSession(lm, setup)
-        if setup.tree.is_chain:
-            drafter: Drafter = ModelDrafter(session, setup.target, stop=setup.stop)
-        else:
-            drafter = TreeDrafter(session, setup.target, setup.tree)
-        return _AfterTarget(drafter, session)
+        return AfterTarget(drafter_on(session, setup), session)
 
 
 def eagle_lm(weights: EagleWeights, target: LM) -> LM:
@@ -98,21 +93,7 @@ def eagle_lm(weights: EagleWeights, target: LM) -> LM:
     return target.once(("eagle", weights.fingerprint), make)
 
 
-class _AfterTarget(Drafter):
-    """Proposes nothing for a row of which the target has read nothing."""
-
-    def __init__(self, drafter: Drafter, session: FeatureSession):
-        self.drafter, self.session = drafter, session
-
-    def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
-        ready = self.session.begin([row.prefix for row in ctx.rows])
-        return self.drafter.propose(ctx, [left if can else 1 for left, can in zip(room, ready)])
-
-    def move(self, source: int, to: int) -> None:
-        self.drafter.move(source, to)
-
-
-class FeatureSession(Session):
+class FeatureSession(TargetSession):
     """A session of EAGLE's model. Its rows lack the first token, since each is read with the
     features of the one before; tokens that were drafted are read with the model's own states until
     the target has read them, and then again with its features."""
@@ -130,8 +111,6 @@ class FeatureSession(Session):
         self._rows = [_Row() for _ in range(setup.rows)]
 
     def begin(self, prefixes: Sequence[list[int]]) -> list[bool]:
-        """[B]: whether what follows a prefix can be drafted, as the target has read all but the
-        last of its tokens. What is read next is these prefixes, and what follows them."""
         for row, prefix in enumerate(prefixes):
             features = self.target.features(row, prefix, 0)
             self._rows[row].ready = 1 <= len(prefix) - 1 <= len(features)

@@ -72,9 +72,11 @@ class Merged(DrafterSpec):
         return next((layers for part in self.parts if (layers := part.features(target))), ())
 
     def models(self, setup: DrafterSetup) -> list[LM]:
+        setup = replace(setup, alone=False)
         return [lm for part in self.parts for lm in part.models(setup)]
 
     def build(self, setup: DrafterSetup) -> Drafter:
+        setup = replace(setup, alone=False)
         return _MergedDrafter([part.build(setup) for part in self.parts], setup.target)
 
     def __str__(self) -> str:

@@ -21,12 +21,15 @@ from lenience.models.session import Session, tree_cache
 def model_drafter(lm: LM, setup: DrafterSetup) -> Drafter:
     """What drafts chains or trees with a model of the same vocabulary."""
     capacity = min(setup.capacity, lm.context_length or setup.capacity)
-    trees = not setup.tree.is_chain
-    cache = tree_cache(lm, setup.rows, capacity) if trees else None
-    session = Session(lm, setup.rows, capacity, cache, setup.profile)
-    if trees:
-        return TreeDrafter(session, setup.target, setup.tree)
-    return ModelDrafter(session, setup.target, setup.keep_states, setup.stop)
+    cache = None if setup.tree.is_chain else tree_cache(lm, setup.rows, capacity)
+    return drafter_on(Session(lm, setup.rows, capacity, cache, setup.profile), setup)
+
+
+def drafter_on(session: Session, setup: DrafterSetup) -> Drafter:
+    """The same with the session that the model is read in."""
+    if setup.tree.is_chain:
+        return ModelDrafter(session, setup.target, setup.keep_states, setup.stop)
+    return TreeDrafter(session, setup.target, setup.tree)
 
 
 class TreeDrafter(Drafter):

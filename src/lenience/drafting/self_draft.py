@@ -8,20 +8,29 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lenience.core import spec
 from lenience.core.errors import InputError
+from lenience.core.profile import Profile
 from lenience.core.protocols import Drafter
+from lenience.core.trees import Parents
+from lenience.core.types import Reading
+from lenience.drafting.after_target import AfterTarget, TargetSession
 from lenience.drafting.base import DrafterSetup, DrafterSpec
-from lenience.drafting.model_tree import model_drafter
+from lenience.drafting.model_tree import drafter_on, model_drafter
 from lenience.models.compile import compile_model
+from lenience.models.kv_cache import PlainCache
 from lenience.models.lm import LM
+from lenience.models.session import Session
 
 
 @dataclass(frozen=True)
 class _OwnLayers(DrafterSpec):
     """Some of the target's layers, with its final norm and head, as a draft model on the same
-    weights, whose keys and values are its own."""
+    weights. Where the target is read by its own forward, it also has its keys and values, so that
+    no prompt is read twice; they are its own where the target is exported or recorded, and where
+    other drafters propose too."""
 
     certain = False
     grows_trees = True
@@ -36,10 +45,18 @@ class _OwnLayers(DrafterSpec):
         self.left_out(target.num_layers)
 
     def models(self, setup: DrafterSetup) -> list[LM]:
-        return [self._lm(setup.target)]
+        shares = setup.alone and setup.target.backend is None
+        return [] if shares else [self._lm(setup.target)]
 
     def build(self, setup: DrafterSetup) -> Drafter:
-        return model_drafter(self._lm(setup.target), setup)
+        target = setup.target
+        lm = self._lm(target)
+        if not setup.alone or target.backend is not None or setup.session is None:
+            return model_drafter(lm, setup)
+        left_out = self.left_out(target.num_layers)
+        layers = [i for i in range(target.num_layers) if i + 1 not in left_out]
+        session = SharedSession(lm, layers, setup.session, setup.profile)
+        return AfterTarget(drafter_on(session, setup), session)
 
     def _lm(self, target: LM) -> LM:
         """The model, compiled where the target is."""
@@ -81,6 +98,61 @@ class Skip(_OwnLayers):
                 f"{self}: the target has layers 1 to {depth}; name some of them, each once"
             )
         return self.layers
+
+
+class SharedSession(TargetSession):
+    """A session of some of a target's layers on the target's own cache: what is drafted stands
+    there behind what the target has read, and is written over when the target reads it."""
+
+    def __init__(self, lm: LM, layers: Sequence[int], target: Session, profile: Profile):
+        """`layers`: which of the target's they are, the first being 0."""
+        cache = target.cache
+        assert isinstance(cache, PlainCache)
+        rows = len(target.tokens())
+        super().__init__(lm, rows, cache=cache.of_layers(lm, layers), profile=profile)
+        self.target = target
+        self._seen: list[list[int] | None] = [None] * rows
+        """What the target had read when it was looked at last."""
+        self._begun: list[tuple[list[int], list[int]]] = [([], [])] * rows
+        """The prefixes, and what is read of them."""
+
+    def begin(self, prefixes: Sequence[list[int]]) -> list[bool]:
+        ready = []
+        for row, prefix in enumerate(prefixes):
+            held, read = self.target.held(row, prefix), self.target.tokens()[row]
+            if read != self._seen[row]:  # what was drafted is written over
+                self._seen[row] = list(read)
+                self.cut(row, 0)
+                self.tokens()[row].extend(prefix[:held])
+            ready.append(held >= len(prefix) - 1)
+            # of a prefix of which little was read no more than a token is, so that rows stand
+            # side by side
+            self._begun[row] = prefix, prefix if ready[-1] else prefix[: held + 1]
+        return ready
+
+    def read(
+        self,
+        sequences: Sequence[list[int]],
+        num_states: int = 1,
+        device_tokens: Tensor | None = None,
+        lookahead: int = 0,
+        rows: Sequence[int] | None = None,
+        parents: Sequence[Parents] | None = None,
+    ) -> Reading:
+        assert device_tokens is None and rows is None
+        placed = []
+        for row, sequence in enumerate(sequences):
+            prefix, front = self._begun[row]
+            drafted = len(parents[row]) if parents else max(len(sequence) - len(prefix), 0)
+            # never before what the target has read, which would be written over
+            placed.append(front + sequence[len(sequence) - drafted :])
+        return super().read(placed, num_states, lookahead=lookahead, parents=parents)
+
+    def move(self, source: int, to: int) -> None:
+        """The target's session has moved what is in the row."""
+        for row in (source, to):
+            self.cut(row, 0)
+            self._seen[row] = None
 
 
 def without_layers(target: LM, left_out: Sequence[int]) -> LM:

@@ -216,6 +216,16 @@ class PlainCache:
         make_layer = cast(type[CacheLayerMixin], partial(_Layer, self.slots))
         self._cache = PassCache(layer_class_to_replicate=make_layer)
 
+    def of_layers(self, lm: LM, layers: Sequence[int]) -> PlainCache:
+        """The cache of a model that has only these layers, the first being 0, on the same
+        memory."""
+        other = PlainCache(lm, self.slots.num_rows, self.slots.capacity, LAST, self.reads_ragged)
+        other.slots, other._features = self.slots, _Kept(self.slots)
+        own = self._cache.layers
+        own += [_Layer(self.slots) for _ in range(len(own), max(layers) + 1)]
+        other._cache = PassCache(layers=[own[i] for i in layers])
+        return other
+
     @property
     def needs_host_tokens(self) -> bool:
         return self.lm.device.type != "cuda"
@@ -223,7 +233,8 @@ class PlainCache:
     def kept(self) -> Iterator[Tensor]:
         """Everything that is kept, [rows, H, capacity + 1, D] each."""
         for layer in cast(list[_Layer], self._cache.layers):
-            yield from layer.both()
+            if layer.is_initialized:
+                yield from layer.both()
         if self._features.states is not None:
             yield self._features.states
 

@@ -147,9 +147,15 @@ class Session:
     def features(self, row: int, sequence: list[int], start: int) -> Tensor:
         """[n, F]: the features of those of a sequence's tokens, from `start` on, that the row
         holds."""
+        return self.cache.features(row, start, self.held(row, sequence))
+
+    @torch.inference_mode()
+    def held(self, row: int, sequence: list[int]) -> int:
+        """How many of a sequence's first tokens the row holds; of a tree it keeps the path that the
+        sequence takes."""
         self.tokens()
         self._keep_paths([row], [sequence], None)
-        return self.cache.features(row, start, common(self._tokens[row], sequence))
+        return common(self._tokens[row], sequence)
 
     @torch.inference_mode()
     def read(

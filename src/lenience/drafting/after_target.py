@@ -1,0 +1,33 @@
+"""Drafting with what the target has read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lenience.core.context import Context
+from lenience.core.protocols import Drafter
+from lenience.core.types import Draft
+from lenience.models.session import Session
+
+
+class TargetSession(Session):
+    """A session of a model that goes on from the target's own states."""
+
+    def begin(self, prefixes: Sequence[list[int]]) -> list[bool]:
+        """[B]: whether what follows a prefix can be drafted, as the target has read all but the
+        last of its tokens. What is read next is these prefixes, and what follows them."""
+        raise NotImplementedError
+
+
+class AfterTarget(Drafter):
+    """Proposes nothing for a row of which the target has read nothing."""
+
+    def __init__(self, drafter: Drafter, session: TargetSession):
+        self.drafter, self.session = drafter, session
+
+    def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
+        ready = self.session.begin([row.prefix for row in ctx.rows])
+        return self.drafter.propose(ctx, [left if can else 1 for left, can in zip(room, ready)])
+
+    def move(self, source: int, to: int) -> None:
+        self.drafter.move(source, to)
