@@ -10,6 +10,7 @@ import torch
 from conftest import CONFIGS, VOCABULARY, prompt_lists, quick
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
@@ -250,3 +251,50 @@ def test_specs_of_joined_drafters_are_read_back() -> None:
                  'eagle:"/c++/run":2+ngram'):  # fmt: skip
         assert str(parse_drafter(text)) == text
         assert parse_drafter(str(parse_drafter(text))) == parse_drafter(text)
+
+
+@quick(25)
+@given(
+    prompts=prompt_lists(5),
+    drafter=st.sampled_from(["exit:1", "skip:1", "skip:2"]),
+    tree=st.sampled_from(["chain", "cartesian:2,2", "dynamic:5"]),
+    size=st.integers(1, 4),
+)
+def test_drafting_in_the_targets_cache_leaves_it_as_it_was(
+    llama: Pair, prompts: list[list[int]], drafter: str, tree: str, size: int
+) -> None:
+    """Rows that end, begin, and are at their last token while others are drafted for."""
+    options = {"max_new_tokens": 17, "window": 4}
+    plain = [llama.generate(prompt, rule="target", **options).tokens for prompt in prompts]
+    outs = llama.generate_batch(prompts, drafter=drafter, tree=tree, batch_size=size, **options)
+    assert [out.tokens for out in outs] == plain
+
+
+def test_what_the_target_has_read_is_not_read_again(
+    llama: Pair, checkpoints: Callable[[str], tuple[str, str]]
+) -> None:
+    """Windows are those of the first layers alone, by transformers; of the prompt nothing is
+    read."""
+    prompt, window, new = [*range(1, 40)], 4, 30
+    first = AutoModelForCausalLM.from_pretrained(checkpoints("llama")[0], num_hidden_layers=1)
+    whole = AutoModelForCausalLM.from_pretrained(checkpoints("llama")[0])
+
+    def greedy(model: torch.nn.Module, text: list[int]) -> int:
+        with torch.inference_mode():
+            return int(model(torch.tensor([text])).logits[0, -1].argmax())
+
+    text, passes, drafted = list(prompt), 0, 0
+    while (left := new - (len(text) - len(prompt))) > 0:
+        ahead = list(text)
+        for _ in range(0 if passes == 0 else min(window, left - 1)):
+            ahead.append(greedy(first, ahead))
+            drafted += 1
+        kept = len(text)
+        while kept < len(ahead) and greedy(whole, ahead[:kept]) == ahead[kept]:
+            kept += 1
+        text = [*ahead[:kept], greedy(whole, ahead[:kept])]
+        passes += 1
+    out = llama.generate(prompt, drafter="exit:1", window=window, max_new_tokens=new)
+    assert out.tokens == text[len(prompt) :]
+    assert (out.target_passes, out.drafted) == (passes, drafted)
+    assert out.draft_tokens < drafted + out.target_passes < len(prompt) + drafted
