@@ -29,6 +29,7 @@ from lenience.drafting.registry import parse_drafter
 from lenience.drafting.stops import Fixed
 from lenience.drafting.suffixes import END, Suffixes
 from lenience.drafting.trees import parse_tree
+from lenience.heads.head import Head, Inputs
 from lenience.mining.drafters import DrafterPlan, fit_drafter, fit_to_answers
 from lenience.mining.search import MineConfig, mine
 from lenience.tasks import Sample, Task
@@ -403,3 +404,25 @@ def test_heads_learn_from_a_run_go_on_after_a_stop_and_are_bound(
 def test_too_few_answers_are_refused(llama: Pair, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="3 answers to learn from, and 10"):
         fit_to_answers(llama, [([1], [2, 3])] * 3, DrafterPlan("medusa", tmp_path))
+
+
+@pytest.mark.parametrize("bias", [-30.0, 30.0])
+@pytest.mark.parametrize("tree", ["chain", "dynamic:7"])
+@pytest.mark.parametrize("kind", ["medusa", "blockwise"])
+def test_heads_draft_under_a_judge_of_another_layer(
+    kind: str, tree: str, bias: float, llama: Pair, tmp_path: Path
+) -> None:
+    """One that accepts nothing or everything, whatever it reads, as one of the last states does."""
+    random_heads(kind, 3).save(tmp_path)
+    outs = {}
+    prints = {name: llama.fingerprints[name] for name in ("target", "tokenizer")}
+    for layer in (1, None):
+        folder = tmp_path / str(layer)
+        inputs = Inputs(("target",), ("draft",), layer)
+        Head(torch.zeros(SIZE), bias, inputs, 0.5, prints).save(folder)
+        options = {"rule": f"judge:{folder}@0.5", "drafter": f"{kind}:{tmp_path}", "tree": tree}
+        prompts = [[5, 6, 7], list(range(1, 20)), [9], [4, 4]]
+        outs[layer] = llama.generate_batch(prompts, batch_size=2, max_new_tokens=30, **options)
+    for one, other in zip(*outs.values()):
+        assert one.drafted and (one.tokens, one.drafted) == (other.tokens, other.drafted)
+        assert (one.accepted_lenient > 0) == (bias > 0)

@@ -104,6 +104,12 @@ class Setup:
         return self.drafter is not None and (self.drafter.branches or not self.tree.is_chain)
 
     @property
+    def keeps_last(self) -> bool:
+        """Whether the target keeps its last states for the drafter, as the rule is given others."""
+        reads = self.drafter is not None and self.drafter.reads_last
+        return reads and self.rule.layer is not None
+
+    @property
     def verifies_draws(self) -> bool:
         """Whether the rule verifies trees by the chances that their tokens were drawn with."""
         sampling = self.decoding.temperature > 0
@@ -351,10 +357,10 @@ class Pair:
         drafter.check(self.target, lambda: self.fingerprints)
         if drafter.reads_last or drafter.features(self.target):
             self.target.check_states()
-        if drafter.reads_last and rule.layer is not None:
+        if setup.keeps_last and drafter.features(self.target):
             raise InputError(
-                f"drafter {drafter}: reads the target's last states, and rule {rule} those after "
-                f"layer {rule.layer}; take a judge of the last states"
+                f"drafter {drafter}: reads the target's last states and others, and rule {rule} "
+                f"those after layer {rule.layer}; take a judge of the last states"
             )
         if drafter.needs_draft and setup.decoding.window != 0:
             self.require_draft(f"drafter {drafter}")
@@ -486,9 +492,11 @@ class Pair:
             stop=setup.stop,
             tree=setup.tree,
             keep_states=setup.rule.reads_draft,
+            keeps_last=setup.keeps_last,
             profile=profile,
         )
-        states = States(setup.rule.layer, spec.features(reader) if spec else ())
+        features = (None,) if setup.keeps_last else spec.features(reader) if spec else ()
+        states = States(setup.rule.layer, features)
         others = [*(spec.models(needs) if spec else []), *beside]
         cached = [(reader, states), *((lm, LAST) for lm in others)]
         # a tree's tokens may be more than those that a context has left

@@ -32,6 +32,9 @@ class DrafterSetup:
     keep_states: bool
     """Whether the rule reads the draft's hidden states."""
     profile: Profile
+    keeps_last: bool = False
+    """Whether the target's session keeps its last states as features, as the rule is given
+    others."""
     session: Session | None = None
     """The target's; it is there once a drafter is built."""
     alone: bool = True
@@ -58,7 +61,7 @@ class DrafterSpec:
     branches: ClassVar[bool] = False
     """Whether what it proposes may be a tree though chains are asked for."""
     reads_last: ClassVar[bool] = False
-    """Whether it drafts with the states that the rule is given: they must be the last ones."""
+    """Whether it drafts with the target's last states."""
 
     @property
     def remembers(self) -> bool:

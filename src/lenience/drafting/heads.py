@@ -289,11 +289,16 @@ class HeadsDrafter(Drafter):
 
     def __init__(self, heads: DraftHeads, setup: DrafterSetup):
         self.target, self.stop, self.tree = setup.target, setup.stop, setup.tree
+        self.session = setup.session if setup.keeps_last else None
         self.matrix = setup.target.output_matrix
         self.heads = heads.to(self.matrix.device, self.matrix.dtype)
 
     @torch.inference_mode()
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
+        if self.session is not None:
+            for b, row in enumerate(ctx.rows):
+                kept = self.session.features(b, row.prefix, max(len(row.prefix) - 2, 0))
+                row.state = kept[0].clone() if len(kept) else None
         most, limits = len(self.heads.blocks), []
         for row, left in zip(ctx.rows, room):
             wanted = self.stop.max_tokens(row, ctx.window)
@@ -334,5 +339,7 @@ class HeadsDrafter(Drafter):
         return as_draft(grown, self.target.device, torch.cat(asked, 1), draws=draws)
 
     def observe(self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]) -> None:
+        if self.session is not None:
+            return
         for b, (row, verdict) in enumerate(zip(ctx.rows, verdicts)):
             row.state = reading.hidden[b, verdict.path[-1] + 1 if verdict.path else 0].clone()
