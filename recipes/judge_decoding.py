@@ -61,7 +61,7 @@ from lenience.tasks import wordmath, wordmath_problems
 DECODED_RECALLS = (0.9, 0.98, 0.995)
 FIRST = 5000
 """The number of the first training problem that is used: those before are for mining."""
-INPUTS = Inputs(("target",), ("draft",), -1)
+INPUTS = Inputs(("target",), ("draft",), (-1,))
 EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 
 
@@ -117,7 +117,7 @@ def verdicts(
 ) -> tuple[list[bool], list[float]]:
     """Of each token of an answer, whether it is the target's own choice there, and the judge's
     score."""
-    state = Session(pair.target, states=States(INPUTS.layer)).read([prompt + ids], len(ids) + 1)
+    state = Session(pair.target, states=States(INPUTS.layers)).read([prompt + ids], len(ids) + 1)
     reading = Session(pair.target).read([prompt + ids], len(ids) + 1)
     best = reading.greedy_tokens[0, :-1].tolist()
     return [a == b for a, b in zip(best, ids)], torch.sigmoid(

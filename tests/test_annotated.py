@@ -17,7 +17,7 @@ from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs
 from lenience.mining.annotated import Annotated, annotated_states, marked_answers, read_annotated
 
-INPUTS = Inputs(("target",), ("draft",), -1)
+INPUTS = Inputs(("target",), ("draft",), (-1,))
 
 
 def row(wrong: str, begin: int, end: int, correct: str = " w1 w2") -> Annotated:
@@ -39,7 +39,9 @@ def test_the_states_are_those_of_transformers(llama: Pair, layer: int | None) ->
     """hidden_states[k] is what the k-th layer gives, and the last entry what the final norm makes
     of the last one."""
     made = row(" w3 w4", 4, 6)
-    (x, wrong), *_ = annotated_states(llama.target, [made], Inputs(("target",), ("draft",), layer))
+    (x, wrong), *_ = annotated_states(
+        llama.target, [made], Inputs(("target",), ("draft",), (layer,))
+    )
     whole = torch.tensor([[5, 9, 3, 4]])
     norms = []
     hook = llama.target.model.model.norm.register_forward_pre_hook(
@@ -56,15 +58,13 @@ def test_the_states_are_those_of_transformers(llama: Pair, layer: int | None) ->
 
 
 def test_decoding_reads_the_layer_that_the_judge_names(llama: Pair, tmp_path: Path) -> None:
-    weight = torch.randn(llama.target.hidden_size, generator=torch.Generator().manual_seed(3))
+    size = llama.target.hidden_size
+    whole_weight = torch.randn(2 * size, generator=torch.Generator().manual_seed(3))
     known = {part: value for part, value in llama.fingerprints.items() if part != "draft"}
-    for layer in (1, -1):
-        Head(weight, 0.0, Inputs(("target",), ("draft",), layer), 0.5, known).save(
-            tmp_path / str(layer)
-        )
-        out = llama.generate(
-            [5, 9], rule=f"judge:{tmp_path / str(layer)}", window=4, max_new_tokens=30
-        )
+    for name, layers in {"1": (1,), "-1": (-1,), "1,norm": (1, None)}.items():
+        weight, folder = whole_weight[: size * len(layers)], tmp_path / name
+        Head(weight, 0.0, Inputs(("target",), ("draft",), layers), 0.5, known).save(folder)
+        out = llama.generate([5, 9], rule=f'judge:"{folder}"', window=4, max_new_tokens=30)
         asked = [(i, entry) for i, entry in enumerate(out.trace) if entry.origin == "draft-lenient"]
         assert asked
         for i, entry in asked:
@@ -77,11 +77,12 @@ def test_decoding_reads_the_layer_that_the_judge_names(llama: Pair, tmp_path: Pa
                     torch.tensor([[5, 9, *out.tokens[: i + 1]]]), output_hidden_states=True
                 )
                 hook.remove()
-            state = norms[0][0, -1] if layer == -1 else whole.hidden_states[1][0, -1]
+            after = {-1: norms[0], 1: whole.hidden_states[1], None: whole.hidden_states[-1]}
+            state = torch.cat([after[layer][0, -1] for layer in layers])
             assert entry.score == pytest.approx(float(torch.sigmoid(state @ weight)), abs=1e-4)
     with pytest.raises(InputError, match="different layers"):
         llama.check({"rule": f"judge:{tmp_path / '1'}|judge:{tmp_path / '-1'}"})
-    Head(weight, 0.0, Inputs(("target",), ("draft",), 9), 0.5, known).save(tmp_path / "9")
+    Head(weight[:size], 0.0, Inputs(("target",), ("draft",), (9,)), 0.5, known).save(tmp_path / "9")
     with pytest.raises(InputError, match=r"layer 9: target .* has 2"):
         llama.generate([5], rule=f"judge:{tmp_path / '9'}")
 
@@ -145,7 +146,7 @@ def test_the_command_fits_and_the_judge_decodes(checkpoints, tmp_path: Path) -> 
     told = last_json(run("fit", "--from", "annotated", path, *pair, "--json"))
     assert told["auc_out_of_fold"] > 0.95 and told["important"] == 40 and told["head"] == "adamw"
     about = json.loads((tmp_path / "errors" / "judge" / "judge.json").read_text())
-    assert about["inputs"]["layer"] == -1 and "draft" not in about["fingerprints"]
+    assert about["inputs"]["layers"] == [-1] and "draft" not in about["fingerprints"]
     assert about["threshold"] == told["threshold"] == 0.5
     other = last_json(run("fit", "--from", "annotated", path, *pair, "--recall", 0.9, "--json"))
     by_recall = {row["recall"]: row["threshold"] for row in other["thresholds"]}

@@ -86,10 +86,13 @@ def test_states_and_logits_are_the_models_own(
             )
 
 
+@pytest.mark.parametrize("layers", [(1,), (1, None)])
 @pytest.mark.parametrize(("name", "role"), [("llama", "target"), ("gpt2", "draft")])
-def test_states_after_a_layer_are_the_models_own(name: str, role: str, compiled) -> None:
+def test_states_after_layers_are_the_models_own(
+    name: str, role: str, layers: tuple[int | None, ...], compiled
+) -> None:
     lm = compiled(name, role)
-    session = Session(lm, 2, 40, states=States(1))
+    session = Session(lm, 2, 40, states=States(layers))
     assert isinstance(session.cache, GraphCache)
     sequences, on = [[3, 4, 5, 6, 7], [8, 9, 10, 11, 12]], 0 if role == "target" else 3
     session.read([[3], [8]])
@@ -100,9 +103,8 @@ def test_states_after_a_layer_are_the_models_own(name: str, role: str, compiled)
             own = lm.model(torch.tensor([read]), output_hidden_states=True)
         n = got.hidden.shape[1]
         assert n == (1 + on if on else 4)
-        torch.testing.assert_close(
-            got.hidden[row], own.hidden_states[1][0, -n:], atol=2e-4, rtol=1e-3
-        )
+        wanted = torch.cat([own.hidden_states[layer or -1][0, -n:] for layer in layers], -1)
+        torch.testing.assert_close(got.hidden[row], wanted, atol=2e-4, rtol=1e-3)
         torch.testing.assert_close(got.logits[row], own.logits[0, -n:], atol=2e-4, rtol=1e-3)
 
 
@@ -114,11 +116,13 @@ def test_without_an_export_of_a_layer_it_is_read_through_the_models_own_pass(
     graph_path(compiled("llama")).write_bytes(path.read_bytes())
     lm = load_pair(*checkpoints("llama"), dtype="float32", compile=None).target
     assert isinstance(Session(lm).cache, GraphCache)
-    assert not isinstance(Session(lm, states=States(1)).cache, GraphCache), (
+    assert not isinstance(Session(lm, states=States((1,))).cache, GraphCache), (
         "nothing is exported unasked"
     )
     assert compile_model(lm)
-    assert isinstance(Session(lm, states=States(1)).cache, GraphCache), "it is when it is asked for"
+    assert isinstance(Session(lm, states=States((1,))).cache, GraphCache), (
+        "it is when it is asked for"
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])

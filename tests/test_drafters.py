@@ -418,7 +418,7 @@ def test_heads_draft_under_a_judge_of_another_layer(
     prints = {name: llama.fingerprints[name] for name in ("target", "tokenizer")}
     for layer in (1, None):
         folder = tmp_path / str(layer)
-        inputs = Inputs(("target",), ("draft",), layer)
+        inputs = Inputs(("target",), ("draft",), (layer,))
         Head(torch.zeros(SIZE), bias, inputs, 0.5, prints).save(folder)
         options = {"rule": f"judge:{folder}@0.5", "drafter": f"{kind}:{tmp_path}", "tree": tree}
         prompts = [[5, 6, 7], list(range(1, 20)), [9], [4, 4]]

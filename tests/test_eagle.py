@@ -304,7 +304,7 @@ def test_features_of_exported_and_recorded_passes(
                 # the same is drafted, so what it is drafted from is the same
                 assert (other.drafted, other.target_passes) == (plain.drafted, plain.target_passes)
     if not recorded:
-        states = States(None, (1, 2, 2))
+        states = States(features=(1, 2, 2))
         assert isinstance(Session(pair.target, states=states).cache, GraphCache)
 
 
@@ -326,7 +326,7 @@ def test_eagle_drafts_as_its_formula_says(
     assert len(steps) > 3 and steps[0].drafted == 0
     drafted = {}
     spec = parse_drafter(f"eagle:{folder}")
-    session = Session(llama.target, states=States(None, spec.features(llama.target)))
+    session = Session(llama.target, states=States(features=spec.features(llama.target)))
     setup = DrafterSetup(
         llama.target, None, 1, 256, Fixed(), parse_tree("chain"), keep_states=False,
         profile=Profile(), session=session,

@@ -691,12 +691,20 @@ def test_a_response_may_fill_the_context(llama: Pair, tmp_path: Path) -> None:
     compute_features(llama, tmp_path, Inputs())
 
 
-@pytest.mark.parametrize("models", [("target", "draft"), ("target",), ("draft",)])
+@pytest.mark.parametrize(
+    ("models", "layers"),
+    [
+        (("target", "draft"), (None,)),
+        (("target",), (None,)),
+        (("draft",), (None,)),
+        (("target", "draft"), (1, None)),
+    ],
+)
 def test_features_equal_the_states_of_passes_from_scratch(
-    models: tuple[str, ...], llama: Pair, tmp_path: Path
+    models: tuple[str, ...], layers: tuple[int | None, ...], llama: Pair, tmp_path: Path
 ) -> None:
     mined(llama, ParityTask(), tmp_path, limit=6)
-    inputs = Inputs(models, ("draft", "previous", "target"))
+    inputs = Inputs(models, ("draft", "previous", "target"), layers)
     compute_features(llama, tmp_path, inputs)
     examples = load_features(tmp_path, inputs)
     x, important, sample = examples.x, ~examples.harmless, examples.samples
@@ -713,7 +721,10 @@ def test_features_equal_the_states_of_passes_from_scratch(
                         hidden = getattr(llama, model).model(
                             torch.tensor([prefix + last]), output_hidden_states=True
                         )
-                    wanted.append(hidden.hidden_states[-1][0, -1].numpy())
+                    wanted += [
+                        hidden.hidden_states[layer or -1][0, -1].numpy()
+                        for layer in (layers if model == "target" else (None,))
+                    ]
             np.testing.assert_allclose(x[row], np.concatenate(wanted), atol=2e-4, rtol=1e-3)
             assert (important[row], sample[row]) == (mismatch["important"], i)
             row += 1

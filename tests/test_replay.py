@@ -60,15 +60,15 @@ def test_answers_are_those_of_plain_passes(replayed, asked, how, stop, window, s
 def test_a_judge_on_a_layer_is_asked_of_recorded_passes(replayed, tmp_path: Path) -> None:
     pair, plain = replayed
     weight = torch.randn(pair.target.hidden_size, generator=torch.Generator().manual_seed(1))
-    inputs = Inputs(("target",), ("draft",), 1)
+    inputs = Inputs(("target",), ("draft",), (1,))
     Head(weight / 100, 1.0, inputs, 0.5, pair.fingerprints).save(tmp_path)
-    assert isinstance(Session(pair.target, states=States(1)).cache, CudaGraphCache)
+    assert isinstance(Session(pair.target, states=States((1,))).cache, CudaGraphCache)
     asked = [[i, 7, 9, 2 * i] for i in range(1, 20, 3)]
     options = {"rule": f"judge:{tmp_path}@0.5", "window": 4}
     together = pair.generate_batch(asked, max_new_tokens=30, **options)
     assert_same(together, plain.generate_batch(asked, max_new_tokens=30, **options))
     states = [
-        Session(one.target, states=States(1)).read(asked[:1], 3).hidden for one in (pair, plain)
+        Session(one.target, states=States((1,))).read(asked[:1], 3).hidden for one in (pair, plain)
     ]
     torch.testing.assert_close(*states, atol=2e-4, rtol=1e-3)
 

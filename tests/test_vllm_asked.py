@@ -207,7 +207,7 @@ def test_heads_that_do_not_fit_are_refused(known: None, tmp_path: Path, built_in
 
     own, target = built_in.fingerprints, Inputs(("target",))
     refused(Inputs(), own, "fit a judge with --models target")
-    refused(Inputs(("target",), layer=-1), own, "fit a judge without --layer")
+    refused(Inputs(("target",), layers=(-1,)), own, "fit a judge without --layer")
     refused(target, {**own, "target": "another"}, "was fitted to another target")
     refused(target, {**own, "draft": "another"}, "was fitted to another draft")
     refused(target, {**own, "tokenizer": "another"}, "was fitted to another tokenizer")

@@ -212,9 +212,10 @@ class FitFlags:
     several, with a comma. By default a judge reads draft, as AutoJudge has it, and draft,previous
     with --head mlp or --ahead; a gate and a stop read previous, as draft costs these one more pass
     of the draft."""
-    layer: int | None = None
-    """Read the target's states after this layer, -1 being the last, before the final norm; without
-    it after that norm, and -1 for annotated answers. Such a judge reads the target alone."""
+    layer: str | None = None
+    """Let a judge read the target's states after this layer, or several with a comma: a number, -1
+    being the last, before the final norm, or norm, after it. By default norm, and -1 for annotated
+    answers."""
     ahead: int | None = None
     """Let a judge also read what the models' logits say of the drafted token and of up to so many
     tokens drafted after it, which the target has read anyway."""
@@ -412,7 +413,7 @@ class FitFlags:
                     "--from annotated: fits a judge to the target's states after each token; "
                     "leave the others out"
                 )
-            return Inputs(("target",), ("draft",), -1 if self.layer is None else self.layer)
+            return Inputs(("target",), ("draft",), self._layers("-1"))
         if role != "judge" and models:
             raise InputError(f"--{role}: is fitted to the draft's own states; leave --models out")
         if role != "judge" and tokens not in (None, "draft", "previous"):
@@ -425,7 +426,14 @@ class FitFlags:
         whose = models or ("target,draft" if role == "judge" else "draft")
         read_after = tokens or defaults[role]
         models_read, tokens_read = tuple(whose.split(",")), tuple(read_after.split(","))
-        return Inputs(models_read, tokens_read, self.layer, self.ahead)
+        return Inputs(models_read, tokens_read, self._layers("norm"), self.ahead)
+
+    def _layers(self, usual: str) -> tuple[int | None, ...]:
+        named = (self.layer or usual).split(",")
+        try:
+            return tuple(None if one == "norm" else int(one) for one in named)
+        except ValueError:
+            raise InputError(f"--layer {self.layer}: name numbers, or norm, with commas") from None
 
 
 @Parameter(name="*")

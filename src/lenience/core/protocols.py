@@ -63,10 +63,10 @@ class Rule(Protocol):
         return False
 
     @property
-    def layer(self) -> int | None:
-        """After which of the target's layers the states are that it reads; None after the final
-        norm."""
-        return None
+    def layers(self) -> tuple[int | None, ...]:
+        """After which of the target's layers the states are that it reads, side by side; None
+        stands for the final norm."""
+        return (None,)
 
     @property
     def needs_sampling(self) -> bool:

@@ -49,6 +49,7 @@ from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.registry import NoDrafter, parse_drafter
 from lenience.drafting.stops import Fixed, Stop, parse_stop
 from lenience.drafting.trees import Chain, Tree, parse_tree
+from lenience.heads.head import shown_layers
 from lenience.models.compile import compile_model
 from lenience.models.generation_config import processors_of
 from lenience.models.lm import LAST, LM, States
@@ -107,7 +108,7 @@ class Setup:
     def keeps_last(self) -> bool:
         """Whether the target keeps its last states for the drafter, as the rule is given others."""
         reads = self.drafter is not None and self.drafter.reads_last
-        return reads and self.rule.layer is not None
+        return reads and self.rule.layers != LAST.layers
 
     @property
     def verifies_draws(self) -> bool:
@@ -360,7 +361,7 @@ class Pair:
         if setup.keeps_last and drafter.features(self.target):
             raise InputError(
                 f"drafter {drafter}: reads the target's last states and others, and rule {rule} "
-                f"those after layer {rule.layer}; take a judge of the last states"
+                f"those after layers {shown_layers(rule.layers)}; take a judge of the last states"
             )
         if drafter.needs_draft and setup.decoding.window != 0:
             self.require_draft(f"drafter {drafter}")
@@ -496,7 +497,7 @@ class Pair:
             profile=profile,
         )
         features = (None,) if setup.keeps_last else spec.features(reader) if spec else ()
-        states = States(setup.rule.layer, features)
+        states = States(setup.rule.layers, features)
         others = [*(spec.models(needs) if spec else []), *beside]
         cached = [(reader, states), *((lm, LAST) for lm in others)]
         # a tree's tokens may be more than those that a context has left

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -41,9 +41,9 @@ class Inputs:
 
     models: tuple[str, ...] = MODELS
     tokens: tuple[str, ...] = ("draft", "previous")
-    layer: int | None = None
-    """Of the target, after which of its layers: 1 the first, -1 the last, before the final norm;
-    None after that norm."""
+    layers: tuple[int | None, ...] = (None,)
+    """Of the target, after which of its layers, side by side: 1 the first, -1 the last, before the
+    final norm; None after that norm."""
     ahead: int | None = None
     """Beside the states, what the logits of these models say of the drafted token and of up to so
     many of the tokens drafted after it (`lenience.heads.lookahead`); None reads states alone."""
@@ -60,22 +60,29 @@ class Inputs:
                 )
         if self.ahead is not None and not 0 <= self.ahead <= FURTHEST:
             raise InputError(f"ahead {self.ahead}: must be from 0 to {FURTHEST} tokens")
-        if self.layer is not None and self.models != ("target",):
-            raise InputError(
-                f"layer {self.layer}: is the target's; a head that names one reads the target alone"
-            )
+        shown = shown_layers(self.layers)
+        if not self.layers or len(set(self.layers)) < len(self.layers) or 0 in self.layers:
+            raise InputError(f"layers {shown or 'none'}: name some, each once, 1 being the first")
+        if self.layers != (None,) and "target" not in self.models:
+            raise InputError(f"layers {shown}: are the target's, whose states are not read")
 
     def __str__(self) -> str:
-        layer = "" if self.layer is None else f"-layer{self.layer}"
+        layer = "" if self.layers == (None,) else f"-layer{shown_layers(self.layers, '+')}"
         ahead = "" if self.ahead is None else f"-ahead{self.ahead}"
         return f"{'+'.join(self.models)}-{'+'.join(self.tokens)}{layer}{ahead}"
 
     def width(self, sizes: Mapping[str, int]) -> int:
         """How many numbers are read, by the models' hidden sizes."""
-        states = sum(sizes[model] for model in self.models) * len(self.tokens)
+        times = {"target": len(self.layers), "draft": 1}
+        states = sum(sizes[model] * times[model] for model in self.models) * len(self.tokens)
         if self.ahead is None:
             return states
         return states + lookahead.width("draft" in self.models, self.ahead)
+
+
+def shown_layers(layers: Sequence[int | None], mark: str = ",") -> str:
+    """Layers as they are named: by number, and `norm`."""
+    return mark.join("norm" if layer is None else str(layer) for layer in layers)
 
 
 @dataclass
@@ -235,7 +242,8 @@ def _load(path: Path, role: Role, changed: int) -> Head:
         tensors = load_file(path / f"{role}.safetensors")
         asked = about["inputs"]
         models, tokens = tuple(asked["models"]), tuple(asked["tokens"])
-        inputs = Inputs(models, tokens, asked.get("layer"), asked.get("ahead"))
+        layers = asked.get("layers", [asked.get("layer")])  # one of an earlier version's
+        inputs = Inputs(models, tokens, tuple(layers), asked.get("ahead"))
         has_layer = about["kind"] == "mlp"
         head = Head(
             weight=tensors["weight"],

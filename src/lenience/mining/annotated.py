@@ -110,7 +110,7 @@ def annotated_states(
     erroneous [m]."""
     for row in rows:
         prompt, answers = marked_answers(lm, row)
-        session = Session(lm, states=States(inputs.layer))
+        session = Session(lm, states=States(inputs.layers))
         states, wrong = [], list[bool]()
         for answer in answers:
             reading = session.read([prompt + answer.ids], len(answer.ids))

@@ -36,7 +36,7 @@ class EagleFit:
         self.answers = sorted(answers, key=lambda answer: len(answer[0]) + len(answer[1]))
         self.fitted = first_weights(target, seed)
         self.model = EagleModel(self.fitted, target)
-        self.states = States(None, self.fitted.layers_of(target))
+        self.states = States(features=self.fitted.layers_of(target))
         self.rate = LEARNING_RATE * min(1.0, WIDTH / target.hidden_size)
         named = dict(self.model.named_parameters())
         self.weights: dict[str, Tensor] = {

@@ -24,7 +24,7 @@ from lenience.heads.head import Inputs, Role
 from lenience.heads.streaming import StreamedRows
 from lenience.mining.drafted_on import as_in_windows, values_drafted_on
 from lenience.mining.drafted_tokens import Labelled, decided_states, gate_states, stop_states
-from lenience.models.lm import States
+from lenience.models.lm import LAST, States
 from lenience.models.memory import free_bytes
 from lenience.models.session import Session
 from lenience.runs.journal import Journal
@@ -214,7 +214,8 @@ def _states_by_token(
     token each, from right to left so that each is a roll-back.
     """
     whole, start = sample.prompt_ids + sample.final_ids, len(sample.prompt_ids)
-    session = Session(pair.models[model], states=States(inputs.layer))
+    layers = inputs.layers if model == "target" else LAST.layers
+    session = Session(pair.models[model], states=States(layers))
     reading = session.read([whole], len(sample.final_ids) + 1)
     along = reading.hidden[0].cpu()  # [T + 1, H], row p: before position p
     states: dict[str, list[Tensor]] = {token: [] for token in inputs.tokens}

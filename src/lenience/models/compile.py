@@ -122,7 +122,7 @@ def _others(export: bool, states: States = LAST) -> Others:
         def reads(graph: Graph) -> bool:
             return reads_together_as_alone(lm, graph.cache(lm, 3, 256), wanted)
 
-        layers = [layer for layer in (wanted.layer, *wanted.features) if layer is not None]
+        layers = [layer for layer in (*wanted.layers, *wanted.features) if layer is not None]
         what = f"the states after layer {', '.join(map(str, layers))}" if layers else "features"
         return _another(lm, what, _Export(graph_path(lm, wanted), wanted, export), reads)
 
@@ -193,7 +193,7 @@ def graph_path(lm: LM, states: States = LAST, trees: bool = False) -> Path:
     role, the states that it gives, whether it is for trees, and what exports it."""
     versions = [FORMAT, torch.__version__, transformers.__version__]
     made_of = [*versions, lm.model.config.to_json_string(), lm.role]
-    made_of += [] if states.layer is None else [states.layer]
+    made_of += [] if states.layers == LAST.layers else [*states.layers]
     made_of += ["features", *states.features] if states.features else []
     made_of += ["trees"] if trees else []
     digest = hashlib.blake2b(repr(made_of).encode(), digest_size=12)

@@ -39,8 +39,8 @@ class States:
     """Which hidden states a model's passes give; of the layers 1 is the first and -1 the last, and
     None stands for the final norm."""
 
-    layer: int | None = None
-    """After what those are that come with the logits."""
+    layers: tuple[int | None, ...] = (None,)
+    """After what those are that come with the logits, side by side."""
     features: tuple[int | None, ...] = ()
     """After what those are that are kept of all tokens, side by side, as drafters on the target's
     features need them."""
@@ -64,8 +64,15 @@ class PassCache(Cache):
         """What the last pass gave: states [m, T, H], and features [m, T, F] where there are any."""
         given = self._hidden
         self._hidden = {}  # what nobody asks for must not stay
-        features = [given[layer].to(given[states.layer].device) for layer in states.features]
-        return given[states.layer], torch.cat(features, -1) if features else None
+        hidden = _side_by_side([given[layer] for layer in states.layers])
+        features = [given[layer].to(hidden.device) for layer in states.features]
+        return hidden, torch.cat(features, -1) if features else None
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """[m, T, H] each → one, on the last one's device."""
+    last = parts[-1]
+    return last if len(parts) == 1 else torch.cat([part.to(last.device) for part in parts], -1)
 
 
 def _hand_over(layer: int | None) -> Callable[..., None]:
@@ -229,7 +236,7 @@ class LM:
     def capture(self, states: States) -> None:
         """From now on hand these states to the PassCache of each pass. Raises InputError where
         there is no such layer."""
-        for layer in (states.layer, *states.features):
+        for layer in (*states.layers, *states.features):
             if layer is not None:
                 self._capture(layer)
 

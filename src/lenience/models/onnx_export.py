@@ -151,7 +151,7 @@ class _Twin(torch.nn.Module):
         self.states, self.caught = states, dict[str | int | None, Tensor]()
         head = cast(torch.nn.Module, self.model.get_output_embeddings())
         head.register_forward_pre_hook(lambda _, args: self._catch("head", args[0]))
-        for layer in {states.layer, *states.features}:
+        for layer in {*states.layers, *states.features}:
             block = self.model.get_decoder() if layer is None else lm.block(layer, self.model)
             block.register_forward_hook(lambda _, args, out, layer=layer: self._catch(layer, out))
         self.eval()
@@ -181,15 +181,19 @@ class _Twin(torch.nn.Module):
             **({} if inputs is None else {"inputs": inputs}),
         )
         new = [cast(Tensor, states) for layer in layers for states in (layer.keys, layer.values)]
-        if self.states.layer is None and inputs is None:
-            hidden = self.caught["head"]
-        else:  # a layer, or a decoder whose norm belongs to its head, gives those of all tokens
-            hidden = self.caught[self.states.layer]
-            hidden = hidden[:, -kept:] if isinstance(kept, int) else hidden[:, kept]
+        parts = [self._hidden(layer, kept, inputs) for layer in self.states.layers]
+        hidden = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         if not self.states.features:
             return out.logits, hidden, new
         features = torch.cat([self.caught[layer] for layer in self.states.features], -1)
         return out.logits, hidden, features, new
+
+    def _hidden(self, layer: int | None, kept: Tensor | int, inputs: Tensor | None) -> Tensor:
+        if layer is None and inputs is None:
+            return self.caught["head"]
+        # a layer, or a decoder whose norm belongs to its head, gives those of all tokens
+        hidden = self.caught[layer]
+        return hidden[:, -kept:] if isinstance(kept, int) else hidden[:, kept]
 
 
 class _First(_Twin):

@@ -89,10 +89,10 @@ class Term:
         return False
 
     @property
-    def layer(self) -> int | None:
-        """After which of the target's layers the states are that it reads; None after the final
-        norm."""
-        return None
+    def layers(self) -> tuple[int | None, ...]:
+        """After which of the target's layers the states are that it reads, side by side; None
+        stands for the final norm."""
+        return (None,)
 
     @property
     def open_threshold(self) -> bool:

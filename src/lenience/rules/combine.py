@@ -87,7 +87,7 @@ class AnyOf:
             term.check(fingerprints, sizes)
         if len(self._layers) > 1:
             raise InputError(
-                f"{self}: its judges read states of different layers; fit them to the same one"
+                f"{self}: its judges read states of different layers; fit them to the same ones"
             )
 
     @property
@@ -100,12 +100,12 @@ class AnyOf:
         return any(term.reads_draft for term in self.terms)
 
     @property
-    def layer(self) -> int | None:
-        return next(iter(self._layers), None)
+    def layers(self) -> tuple[int | None, ...]:
+        return next(iter(self._layers), (None,))
 
     @property
-    def _layers(self) -> set[int | None]:
-        return {term.layer for term in self.terms if term.reads_target}
+    def _layers(self) -> set[tuple[int | None, ...]]:
+        return {term.layers for term in self.terms if term.reads_target}
 
     @property
     def needs_sampling(self) -> bool:

@@ -67,8 +67,8 @@ class Judge(Learned, Lenient):
         return "target" in self.head.inputs.models
 
     @property
-    def layer(self) -> int | None:
-        return self.head.inputs.layer
+    def layers(self) -> tuple[int | None, ...]:
+        return self.head.inputs.layers
 
     @property
     def open_threshold(self) -> bool:

@@ -15,6 +15,7 @@ from lenience.core.identity import checkpoint_fingerprint, tokenizer_fingerprint
 from lenience.core.protocols import Rule
 from lenience.core.version import VERSION
 from lenience.decoding.certified import Certificate, check_binding
+from lenience.heads.head import shown_layers
 from lenience.integrations.vllm.asked import VARIABLE, Asked
 from lenience.rules.combine import AnyOf
 from lenience.rules.lenient import Ensemble
@@ -124,10 +125,10 @@ def check_reads(rule: Rule) -> None:
             f"rule {rule}: reads the draft's states, which vLLM does not keep; fit a judge with "
             "--models target"
         )
-    if rule.layer is not None:
+    if rule.layers != (None,):
         raise InputError(
-            f"rule {rule}: reads the states after layer {rule.layer}, and vLLM keeps those after "
-            "the final norm; fit a judge without --layer"
+            f"rule {rule}: reads the states after layers {shown_layers(rule.layers)}, and vLLM "
+            "keeps those after the final norm; fit a judge without --layer"
         )
 
 
