@@ -1,10 +1,11 @@
-"""What drafters and trees bring on the built-in pair, strictly, one by one. Prints one JSON object.
+"""What drafters and trees bring on the built-in pair, one by one: strictly when greedy, and by the
+lossless rules when sampling. Prints one JSON object.
 
     python recipes/built_in_heads.py --kind eagle --answers 2000 --epochs 8 --work heads-work
-    python benchmarks/drafters.py --eagle heads-work/eagle
+    lenience fit RUN --drafter model --out distilled
+    python benchmarks/drafters.py --eagle heads-work/eagle --distilled distilled
 
-Decoders take turns on the same prompts; every answer is asserted to be
-the target's.
+Decoders take turns on the same prompts; every greedy answer is asserted to be the target's.
 """
 
 from __future__ import annotations
@@ -13,54 +14,92 @@ import argparse
 import json
 import time
 from collections import defaultdict
+from dataclasses import dataclass, replace
 from itertools import islice
 from statistics import median
 from typing import Any
 
-from lenience.decoding.loading import load_pair
+from lenience.decoding.loading import EMBEDDED, load_pair
 from lenience.decoding.pair import Pair
 from lenience.evaluation.table import machine
 from lenience.tasks import WordMath
 
 NEW = 160
 WINDOWS = (2, 3, 4, 6, 8, 16)
+TREES = ("dynamic:8", "dynamic:16")
+SAMPLED_TREES = ("cartesian:4,2,1", "planned:16")
+DRAWS = {"speculative": ("with-replacement", "without-replacement"), "block": ("with-replacement",)}
+"""How each lossless rule takes the children of a tree drawn."""
 
 
-def decoders(eagle: str | None = None) -> dict[str, dict[str, Any]]:
-    """What is compared, by name; `eagle` is a folder of EAGLE's model for the built-in target."""
-    found: dict[str, dict[str, Any]] = {"target": {"rule": "target"}}
-    drafters = {"model": WINDOWS, "ngram": (2, 4, 8), "suffix": (4, 8), "medusa": (2, 3, 4)}
+@dataclass(frozen=True)
+class Decoder:
+    """One of what is compared."""
+
+    pair: Pair
+    options: dict[str, Any]
+
+
+def greedy(pair: Pair, distilled: Pair | None, eagle: str | None) -> dict[str, Decoder]:
+    """What is compared strictly, by name; `distilled` is the target with a draft that learned from
+    it, `eagle` a folder of EAGLE's model for it."""
+    drafters = [
+        ("model", "model", pair, WINDOWS),
+        ("ngram", "ngram", pair, (2, 4, 8)),
+        ("suffix", "suffix", pair, (4, 8)),
+        ("medusa", "medusa", pair, (2, 3, 4)),
+    ]
+    if distilled is not None:
+        drafters.append(("distilled model", "model", distilled, (*WINDOWS, 12)))
     if eagle is not None:
-        drafters["eagle"] = (3, 4, 6, 8)
-    trees = ("dynamic:8", "dynamic:16")
-    for drafter, windows in drafters.items():
-        named = f"eagle:{eagle}" if drafter == "eagle" else drafter
+        drafters.append(("eagle", f"eagle:{eagle}", pair, (3, 4, 6, 8)))
+    found = {"target": Decoder(pair, {"rule": "target"})}
+    for name, drafter, models, windows in drafters:
         for window in windows:
-            found[f"{drafter}, window {window}"] = {"drafter": named, "window": window}
-        for tree in () if drafter == "ngram" else trees:
-            options = {"drafter": named, "tree": tree, "window": 16}
-            found[f"{drafter}, {tree}"] = options
-    found["model, planned:16"] = {"drafter": "model", "tree": "planned:16", "window": 16}
+            options = {"drafter": drafter, "window": window}
+            found[f"{name}, window {window}"] = Decoder(models, options)
+        for tree in () if drafter == "ngram" else TREES:
+            options = {"drafter": drafter, "tree": tree, "window": 16}
+            found[f"{name}, {tree}"] = Decoder(models, options)
+    planned = {"drafter": "model", "tree": "planned:16", "window": 16}
+    found["model, planned:16"] = Decoder(pair, planned)
     for joined in ("ngram|model", "ngram>model", "model:2+ngram", "exit:6", "skip:4,5"):
-        found[f"{joined}, window 4"] = {"drafter": joined, "window": 4}
-    return found
+        found[f"{joined}, window 4"] = Decoder(pair, {"drafter": joined, "window": 4})
+    return {
+        name: replace(one, options={"rule": "exact", **one.options}) for name, one in found.items()
+    }
 
 
-def measure(
-    pair: Pair, prompts: list[str], repeats: int, decoders: dict[str, dict[str, Any]]
-) -> dict[str, Any]:
+def sampled(pair: Pair) -> dict[str, Decoder]:
+    """What is compared when sampling, by name: chains, and trees whose children are drawn."""
+    found = {"target": Decoder(pair, {"rule": "target"})}
+    for rule, draws in DRAWS.items():
+        for window in (4, 8, 16):
+            found[f"{rule}, window {window}"] = Decoder(pair, {"rule": rule, "window": window})
+        for tree in SAMPLED_TREES:
+            for draw in draws:
+                options = {"rule": rule, "tree": f"{tree},draw={draw}", "window": 16}
+                found[f"{rule}, {tree}, {draw}"] = Decoder(pair, options)
+    return {
+        name: replace(one, options={**one.options, "temperature": 1.0})
+        for name, one in found.items()
+    }
+
+
+def measure(prompts: list[str], repeats: int, decoders: dict[str, Decoder]) -> dict[str, Any]:
     """Tokens per pass and per second of each decoder, by name."""
     speeds: dict[str, list[float]] = defaultdict(list)
     about: dict[str, dict[str, Any]] = {}
-    plain = [pair.generate(prompt, rule="target", max_new_tokens=NEW).tokens for prompt in prompts]
+    plain = decoders["target"]
+    alone = [plain.pair.generate(prompt, **asked(plain)).tokens for prompt in prompts]
     for turn in range(repeats + 1):
-        for name, options in decoders.items():
-            asked = {"rule": "exact", "max_new_tokens": NEW, **options}
+        for name, decoder in decoders.items():
             few = prompts[: 5 if turn == 0 else None]  # the first turn warms up
             began = time.perf_counter()
-            outs = [pair.generate(prompt, **asked) for prompt in few]
+            outs = [decoder.pair.generate(prompt, **asked(decoder)) for prompt in few]
             seconds = time.perf_counter() - began
-            assert [out.tokens for out in outs] == plain[: len(few)], name
+            if "temperature" not in decoder.options:
+                assert [out.tokens for out in outs] == alone[: len(few)], name
             if turn == 0:
                 continue
             tokens = sum(len(out.tokens) for out in outs)
@@ -77,16 +116,28 @@ def measure(
     }
 
 
+def asked(decoder: Decoder) -> dict[str, Any]:
+    return {"max_new_tokens": NEW, **decoder.options}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--eagle", help="a folder that `recipes/built_in_heads.py` made")
+    parser.add_argument("--distilled", help="a folder that `lenience fit --drafter model` made")
     given = parser.parse_args()
-    pair = load_pair(compile=True)
+    pair, distilled = load_pair(compile=True), None
+    if given.distilled is not None:
+        target = str(EMBEDDED / "target")
+        distilled = load_pair(target, given.distilled, compile=True, dtype="float32")
     prompts = [sample.prompt for sample in islice(WordMath().samples("test"), given.prompts)]
-    rows = measure(pair, prompts, given.repeats, decoders(given.eagle))
-    print(json.dumps({"machine": machine(pair), "prompts": len(prompts), "rows": rows}, indent=1))
+    rows = measure(prompts, given.repeats, greedy(pair, distilled, given.eagle))
+    drawn = measure(prompts, given.repeats, sampled(pair))
+    figures = {"machine": machine(pair), "prompts": len(prompts), "rows": rows, "sampled": drawn}
+    print(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from lenience.heads.head import Head, Inputs
 from lenience.tasks import WordMath, take
 
 NEW = 160
+UNITS = 128  # of a judge's hidden layer
 
 
 def transformers_generate(pair: Pair, prompts: list[list[int]], window: int | None) -> int:
@@ -60,12 +61,13 @@ def ours(pair: Pair, prompts: list[list[int]], size: int, profile: Profile, **op
     return sum(len(out.tokens) for out in outs)
 
 
-def idle_judge(pair: Pair, models: tuple[str, ...], folder: Path) -> str:
-    """A judge that reads the states of `models` and accepts nothing, so that its rule does what
-    `exact` does and a judge costs."""
-    inputs = Inputs(models)
-    width = sum(getattr(pair, model).hidden_size for model in models) * len(inputs.tokens)
-    Head(torch.zeros(width), 0.0, inputs, 2.0, pair.fingerprints).save(folder)
+def idle_judge(pair: Pair, inputs: Inputs, folder: Path) -> str:
+    """A judge with a hidden layer that reads `inputs` and accepts nothing, so that its rule does
+    what `exact` does and a judge costs."""
+    width = inputs.width({model: getattr(pair, model).hidden_size for model in inputs.models})
+    layer = torch.zeros(width, UNITS), torch.zeros(UNITS)
+    head = Head(torch.zeros(UNITS), 0.0, inputs, 2.0, pair.fingerprints, layer=layer)
+    head.save(folder)
     return f"judge:{folder}"
 
 
@@ -109,10 +111,15 @@ def decoders_of(
         return Decoder(lambda _: transformers_generate(plain, few, window), len(few))
 
     folder = Path(tempfile.mkdtemp())
-    target, both = (
-        idle_judge(fast, models, folder / models[-1])
-        for models in (("target",), ("target", "draft"))
-    )
+    read = {
+        "target's states": Inputs(("target",)),
+        "both models' states": Inputs(),
+        "both models' states and 12 tokens ahead": Inputs(ahead=12),
+    }
+    judges = {
+        f"compiled, judge of {name}": one_by_one(fast, idle_judge(fast, inputs, folder / name))
+        for name, inputs in read.items()
+    }
     decoders = {
         "transformers, greedy": theirs(None),
         "transformers, assisted": theirs(window),
@@ -120,8 +127,7 @@ def decoders_of(
         "compiled, target alone": one_by_one(fast, "target"),
         "compiled, exact": one_by_one(fast, "exact"),
         "compiled, exact, picked window": one_by_one(fast, "exact", picked),
-        "compiled, judge of target's states": one_by_one(fast, target),
-        "compiled, judge of both models' states": one_by_one(fast, both),
+        **judges,
         f"plain, exact, batch {batch}": together(plain),
         f"compiled, exact, batch {batch}": together(fast),
     }

@@ -142,6 +142,8 @@ class Training:
     """The share of texts that are lessons in copying."""
     recalls: float
     """The share of texts that are lessons in looking up."""
+    sums: float
+    """The share of texts that are lessons in reckoning."""
     numeric: float
     """Weight of digits and operators in the loss, whose signal would drown in that of wording."""
     work: Path
@@ -193,6 +195,25 @@ def change(rng: random.Random) -> tuple[str, str]:
     return " ".join([*told, "Answer:"]), " ".join(said)
 
 
+def sums(rng: random.Random) -> tuple[str, str]:
+    """A question and its answer that only say what purchases cost and what is left: a lesson in
+    saying a result before its reason, as half of the task's sentences do."""
+    wares = rng.sample(wordmath_problems.WARES, rng.randint(2, 3))
+    bought = {ware: (rng.randint(2, 12), rng.randint(2, 12)) for ware in wares}
+    told = [f"{n} {ware} at {price} coins each." for ware, (n, price) in bought.items()]
+    forms = ("{0} coins for {1}, since {2} = {0}.", "for {1} {0} coins, since {2} = {0}.")
+    said = []
+    for ware in rng.choices(wares, k=3):
+        n, price = rng.sample(bought[ware], 2)
+        said.append(rng.choice(forms).format(n * price, f"the {ware}", f"{n} * {price}"))
+    form = rng.choice(forms)
+    for name in rng.sample(wordmath_problems.NAMES, 4):
+        cost, left = rng.randint(8, 160), rng.randint(2, 91)
+        told.append(f"{name} has {cost + left} coins, paying {cost}.")
+        said.append(form.format(left, name, f"{cost + left} - {cost}"))
+    return " ".join([*told, "Answer:"]), " ".join(said)
+
+
 def gift(rng: random.Random) -> Problem:
     """The lesson that the family `compare` hides: who has what after a gift, asked of one of two
     people or of what the one has more than the other."""
@@ -220,12 +241,14 @@ def pool_of(
     families = [hardest] * compare + others + [gift] * gifts
     questions, wholes, repeats = list[str](), list[str](), list[Text]()
     for i in range(number * 2048, (number + 1) * 2048):
-        lesson = rng.random() if training.repeats + training.recalls else 1.0
+        lessons = training.repeats + training.recalls + training.sums
+        lesson = rng.random() if lessons else 1.0
         if lesson < training.repeats:
             repeats.append(repeat(tokenizer, rng))
             continue
-        if lesson < training.repeats + training.recalls:
-            question, answer = rng.choice((recall, change, change))(rng)
+        if lesson < lessons:
+            looking_up = lesson < lessons - training.sums
+            question, answer = rng.choice((recall, change, change) if looking_up else (sums,))(rng)
             questions.append(question)
             wholes.append(f"{question} {answer}")
             continue
@@ -459,6 +482,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=float, default=0, help=repeats_help)
     recalls_help = "the share of texts that are lessons in looking up who has and gets how many"
     parser.add_argument("--recalls", type=float, default=0, help=recalls_help)
+    sums_help = "the share of texts that are lessons in what purchases cost and what is left"
+    parser.add_argument("--sums", type=float, default=0, help=sums_help)
     numeric_help = "weight of digits and operators in the loss"
     parser.add_argument("--numeric", type=float, default=3, help=numeric_help)
     work_help = "where the state of the training is kept"

@@ -38,16 +38,17 @@ def token_values(target: Tensor, draft: Tensor | None, tokens: Tensor, kinds: Te
     models = [target.float()] if draft is None else [target.float(), draft.float()]
     logs = torch.stack(models).log_softmax(-1).clamp_(min=FLOOR)  # [1 or 2, …, V]
     probs = logs.exp()
-    entropy = -(probs * logs).sum(-1)
-    own = logs.gather(-1, tokens.expand(len(models), *tokens.shape)[..., None])[..., 0]
     (best, second), (index, _) = (part.unbind(-1) for part in logs[0].topk(2))
+    # of the drafted token and of the target's best one
+    named = torch.stack([tokens, index], -1)  # […, 2]
+    own, of_best = logs.gather(-1, named.expand(len(models), *named.shape)).unbind(-1)
     rank = (logs[0] >= own[0, ..., None]).sum(-1).log()
-    parts = [own[0], best, second, rank, entropy[0], (index == tokens).float()]
+    entropy = (probs * logs).sum(-1).neg_()
+    parts = [own[0], best, second, rank, entropy[0], index == tokens]
     if draft is not None:
         divergence = -(probs * logs.flip(0)).sum(-1) - entropy
-        of_best = logs[1].gather(-1, index[..., None])[..., 0]
-        parts += [own[1], logs[1].amax(-1), entropy[1], *divergence, of_best]
-    return torch.cat([torch.stack(parts, -1), kinds[tokens], kinds[index]], -1)
+        parts += [own[1], logs[1].amax(-1), entropy[1], *divergence, of_best[1]]
+    return torch.cat([torch.stack(parts, -1), kinds[named].flatten(-2)], -1)
 
 
 def with_later(here: Tensor, later: Tensor, known: Tensor) -> Tensor:
@@ -59,32 +60,31 @@ def with_later(here: Tensor, later: Tensor, known: Tensor) -> Tensor:
     n = known.shape[-1]
     if not n:
         return here
-    seen = known.float()
+    seen = known.to(later.dtype)
     later = later * seen[..., None]
     own, agrees = later[..., OWN], later[..., AGREES]
     wordless = seen * (later[..., HAS_LETTER] == 0)
     among = torch.stack([seen, wordless, seen * (later[..., BEST] >= SURE)], -2)  # […, 3, n]
     counts = among.sum(-1)
-    most = counts.clamp(min=1)
-    pooled = [
-        counts / n,
-        (among * agrees[..., None, :]).sum(-1) / most,
-        (among * own[..., None, :]).sum(-1) / most,
-        (among * own[..., None, :]).amin(-1),
-    ]
-    run = ((1 - agrees).cumsum(-1) == 0).sum(-1, keepdim=True) / n
-    parts = [here, seen, later.flatten(-2), later.amin(-2), later.amax(-2), run, *pooled]
-    return torch.cat(parts, -1)
+    means = among @ torch.stack([agrees, own], -1) / counts.clamp(min=1)[..., None]  # […, 3, 2]
+    lowest = (among * own[..., None, :]).amin(-1)
+    run = agrees.cumprod(-1).sum(-1, keepdim=True) / n
+    ends = [later.amin(-2), later.amax(-2), run, counts / n]
+    return torch.cat([here, seen, later.flatten(-2), *ends, *means.unbind(-1), lowest], -1)
 
 
 def of_windows(values: Tensor, lengths: Tensor, n: int) -> Tensor:
     """[B, W, F]: what a head reads of every token of windows of `lengths` [B] tokens that looks up
     to `n` tokens ahead, by the tokens' numbers [B, W, S]."""
-    width = values.shape[1]
-    places = torch.arange(width + n, device=values.device)
-    after = 1 + places[:width, None] + places[:n]  # [W, n]
+    after = _places_after(values.shape[1], n, values.device)
     later = torch.nn.functional.pad(values, (0, 0, 0, n + 1))[:, after]
     return with_later(values, later, after < lengths[:, None, None])
+
+
+@cache
+def _places_after(width: int, n: int, device: torch.device) -> Tensor:
+    """[width, n]: which places follow each."""
+    return 1 + torch.arange(width, device=device)[:, None] + torch.arange(n, device=device)
 
 
 @cache
