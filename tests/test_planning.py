@@ -17,11 +17,12 @@ from test_cli import documented
 
 from lenience.cli import main
 from lenience.core.errors import InputError
+from lenience.core.types import Draws
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.drafting.planning import Acceptance, best_shape, load_acceptance
 from lenience.drafting.trees import Shape, parse_tree
-from lenience.mining.acceptance import DEPTH, RANKS, measure_acceptance
+from lenience.mining.acceptance import DEPTH, RANKS, Drawn, measure_acceptance
 from lenience.mining.search import MineConfig, mine
 from lenience.tasks import Sample, Task
 
@@ -194,9 +195,16 @@ def test_the_command_measures_a_run(
     assert said["drafter"] == "model" and f"planned:16,path={run}/tree.json" in said["trees"]
     kept = [*said["trees"].values()]
     assert kept == sorted(kept) and kept[0] >= 1
+    main(["fit", str(run), "--tree", "--draw", "without-replacement", "--json"])
+    drawn = [*json.loads(capsys.readouterr().out)["trees"]]
+    assert drawn[0] == f"planned:4,path={run}/tree.json,draw=without-replacement"
+    assert llama.generate([5, 6], rule="speculative", tree=drawn[0], temperature=1.0).tokens
     for flags, match in {
         ("--tree", "--heads", "2"): "--heads: is of a head, and --tree fits none",
-        ("--with", "model"): "--with: is what --tree measures",
+        ("--with", "model"): "--with: is of what --tree measures",
+        ("--draw", "with-replacement"): "--draw: is of what --tree measures",
+        ("--tree", "--temperature", "1"): "give --draw too",
+        ("--tree", "--draw", "with-replacement", "--temperature", "0"): "must be above 0",
         ("--drafter", "eagle", "--heads", "2"): "--heads: eagle has none",
         ("--tree", "--with", "ngram"): "--with ngram: proposes no trees",
     }.items():
@@ -204,3 +212,36 @@ def test_the_command_measures_a_run(
             main(["fit", str(run), *flags])
         assert ended.value.code == 2
         assert match in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("draw", ["with-replacement", "without-replacement"])
+@torch.no_grad()
+def test_acceptance_of_drawn_trees_is_counted(llama: Pair, draw: Draws, tmp_path: Path) -> None:
+    """The first of a place's drawn tokens is kept with the chance of one drawn token."""
+    prompts = [[i, 2 * i % 40 + 1] for i in range(1, 25)]
+    found = measure_acceptance(llama, prompts, "model", Drawn(draw, 0.8))
+    comb = (RANKS, *[RANKS, *[0] * (RANKS - 1)] * (DEPTH - 2), RANKS)
+    sampling = {"rule": "speculative", "temperature": 0.8, "seed": 0, "window": DEPTH}
+    outs = llama.generate_batch(prompts, tree=Shape(comb, draw=draw), **sampling)
+    chances = []
+    for prompt, out in zip(prompts, outs):
+        tokens, begins = out.tokens, [0]
+        for i, entry in enumerate(out.trace):
+            if not entry.origin.startswith("draft"):
+                begins.append(i + 1)
+        for at in begins:
+            if at + 1 >= len(tokens) and (out.finish != "eos" or at == len(tokens)):
+                continue
+            ids = torch.tensor([prompt + tokens[:at]])
+            p, q = (
+                torch.softmax(lm.model(ids).logits[0, -1] / 0.8, -1)
+                for lm in (llama.target, llama.draft)
+            )
+            chances.append(float(torch.minimum(p, q).sum()))
+    assert found.places[0] == len(chances)
+    expected, spread = sum(chances), sum(x * (1 - x) for x in chances) ** 0.5
+    assert abs(found.shares[0][0] * len(chances) - expected) < 4 * spread
+    # all of a place's together are kept more often
+    assert sum(found.shares[0]) > found.shares[0][0]
+    found.save(tmp_path / "tree.json")
+    assert load_acceptance(tmp_path / "tree.json") == found

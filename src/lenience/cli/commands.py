@@ -394,10 +394,10 @@ def _print_curve(rows: list[dict[str, Any]], json: bool) -> None:
 
 
 def _fit_tree(run: Path, flags: FitFlags, json: bool) -> None:
-    flags.check_tree()
+    drawn = flags.drawn()
     mined_with(run)  # raises where nothing is mined
     models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
-    found = fit_tree(models.load(tokens=MANY), run, flags.with_ or "model")
+    found = fit_tree(models.load(tokens=MANY), run, flags.with_ or "model", drawn)
     planned = print_trees(found, run / "tree.json")
     if json:
         _print_json({"drafter": found.drafter, "shares": found.shares, "trees": planned})

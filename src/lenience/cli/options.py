@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lenience.cli.prompts import Asked
     from lenience.evaluation.compare import CompareConfig
     from lenience.heads.head import Inputs, Role
+    from lenience.mining.acceptance import Drawn
     from lenience.mining.drafters import DrafterPlan
     from lenience.mining.fit import HeadPlan
     from lenience.mining.search import MineConfig
@@ -250,6 +251,10 @@ class FitFlags:
     """Measure what trees are planned by, used as --tree planned:16,path=RUN/tree.json."""
     with_: Annotated[str | None, Parameter(name="--with")] = None
     """With --tree: the drafter that is measured; the draft model by default."""
+    draw: Literal["with-replacement", "without-replacement"] | None = None
+    """With --tree: measure by trees whose tokens are drawn, as planned:16,draw=… draws them."""
+    temperature: float | None = None
+    """With --draw: at which is drawn; 1 by default."""
     heads: int | None = None
     """With --drafter medusa or blockwise: how many, each predicting a token further ahead; 4 by
     default."""
@@ -321,9 +326,21 @@ class FitFlags:
         """Raise InputError for what does not go together with `drafter` skip."""
         self._refuse_others("drafter", what="what is fitted, and --drafter skip only looks")
 
-    def check_tree(self) -> None:
-        """Raise InputError for what does not go together with `tree`."""
-        self._refuse_others("tree", "with_", what="a head, and --tree fits none")
+    def drawn(self) -> Drawn | None:
+        """How the tokens of a measured tree are drawn; None where they are chosen. Raises
+        InputError for what does not go together with `tree`."""
+        from lenience.mining.acceptance import Drawn
+
+        ours = ("tree", "with_", "draw", "temperature")
+        self._refuse_others(*ours, what="a head, and --tree fits none")
+        if self.draw is None:
+            if self.temperature is not None:
+                raise InputError("--temperature: is of trees that are drawn; give --draw too")
+            return None
+        temperature = 1.0 if self.temperature is None else self.temperature
+        if not 0 < temperature < math.inf:
+            raise InputError(f"--temperature {temperature:g}: must be above 0 where --draw draws")
+        return Drawn(self.draw, temperature)
 
     def _refuse_others(self, *names: str, what: str) -> None:
         """Raise InputError where other options are given than these and those of the models."""
@@ -368,8 +385,13 @@ class FitFlags:
             if getattr(self, name):
                 flag = name.replace("_", "-")
                 raise InputError(f"--{flag}: is of what --drafter fits; name that too")
-        if self.with_ is not None:
-            raise InputError("--with: is what --tree measures; name that too")
+        for flag, given in (
+            ("with", self.with_),
+            ("draw", self.draw),
+            ("temperature", self.temperature),
+        ):
+            if given is not None:
+                raise InputError(f"--{flag}: is of what --tree measures; name that too")
         if self.recall is not None and not 0 < self.recall <= 1:
             raise InputError(f"--recall {self.recall}: must be in (0, 1]")
         if not 0 <= self.seed < 2**32:

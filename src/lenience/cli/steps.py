@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lenience.evaluation.compare import CompareConfig
     from lenience.evaluation.table import Frontier
     from lenience.heads.head import Head
+    from lenience.mining.acceptance import Drawn
     from lenience.mining.annotated import Annotated
     from lenience.mining.crew import Crew
     from lenience.mining.distillation import DistilledDraft
@@ -137,11 +138,11 @@ def build_datastore(corpus: Sequence[Path], out: Path, field: str, target: str |
         return build_store(found, tokenizer_fingerprint(tokenizer), out)
 
 
-def fit_tree(pair: Pair, run: Path, drafter: str) -> Acceptance:
+def fit_tree(pair: Pair, run: Path, drafter: str, drawn: Drawn | None) -> Acceptance:
     from lenience.mining.acceptance import fit_tree
 
     with progress_bars() as show:
-        return fit_tree(pair, run, drafter, show)
+        return fit_tree(pair, run, drafter, drawn, show)
 
 
 def search_layers(pair: Pair, run: Path) -> list[Skipped]:

@@ -465,8 +465,9 @@ def print_trees(found: Acceptance, path: Path) -> dict[str, float]:
     for depth, shares in enumerate(found.shares):
         table.add_row(str(depth), *(f"{share:.3f}" for share in shares[:4]))
     screen.print(table)
+    draw = f",draw={found.draw}" if found.draw else ""
     planned = {
-        f"planned:{nodes},path={path}": 1 + best_shape(found.shares, nodes)[1]
+        f"planned:{nodes},path={path}{draw}": 1 + best_shape(found.shares, nodes)[1]
         for nodes in (4, 8, 16, 32, 64)
     }
     for tree, kept in planned.items():

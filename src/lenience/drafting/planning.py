@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from lenience.core.errors import InputError, first_line
 from lenience.core.files import write_json
+from lenience.core.types import Draws
 
 BUILT_IN = Path(__file__).parents[1] / "embedded" / "tree.json"
 MEND = "`lenience fit RUN --tree` measures it"
@@ -21,7 +22,7 @@ MEND = "`lenience fit RUN --tree` measures it"
 
 @dataclass(frozen=True)
 class Acceptance:
-    """How often the target says what a drafter does."""
+    """How often the target keeps what a drafter proposes."""
 
     drafter: str
     shares: tuple[tuple[float, ...], ...]
@@ -29,9 +30,11 @@ class Acceptance:
     right, the share at which the target says the drafter's token of this rank."""
     places: tuple[int, ...]
     """By the same number: at how many places that was counted."""
+    draw: Draws | None = None
+    """How its tokens were drawn; None where they were the most probable ones."""
 
     def save(self, path: Path) -> None:
-        write_json(path, {"drafter": self.drafter, "shares": self.shares, "places": self.places})
+        write_json(path, asdict(self))
 
 
 def load_acceptance(path: str | Path) -> Acceptance:
@@ -51,7 +54,8 @@ def _load(file: Path, changed: int) -> Acceptance:
             raise ValueError("its shares are no table")
         if not any(shares[0]):
             raise ValueError("nothing of what was drafted was said")
-        return Acceptance(str(said["drafter"]), shares, tuple(map(int, said["places"])))
+        places = tuple(map(int, said["places"]))
+        return Acceptance(str(said["drafter"]), shares, places, said.get("draw"))
     except (OSError, ValueError, LookupError, TypeError) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"planned {file}: is broken ({why}); {MEND}") from None

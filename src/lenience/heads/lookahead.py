@@ -44,7 +44,7 @@ def token_values(target: Tensor, draft: Tensor | None, tokens: Tensor, kinds: Te
     own, of_best = logs.gather(-1, named.expand(len(models), *named.shape)).unbind(-1)
     rank = (logs[0] >= own[0, ..., None]).sum(-1).log()
     entropy = (probs * logs).sum(-1).neg_()
-    parts = [own[0], best, second, rank, entropy[0], index == tokens]
+    parts = [own[0], best, second, rank, entropy[0], (index == tokens).float()]
     if draft is not None:
         divergence = -(probs * logs.flip(0)).sum(-1) - entropy
         parts += [own[1], logs[1].amax(-1), entropy[1], *divergence, of_best[1]]
@@ -68,7 +68,7 @@ def with_later(here: Tensor, later: Tensor, known: Tensor) -> Tensor:
     counts = among.sum(-1)
     means = among @ torch.stack([agrees, own], -1) / counts.clamp(min=1)[..., None]  # […, 3, 2]
     lowest = (among * own[..., None, :]).amin(-1)
-    run = agrees.cumprod(-1).sum(-1, keepdim=True) / n
+    run = ((1 - agrees).cumsum(-1) == 0).sum(-1, keepdim=True) / n
     ends = [later.amin(-2), later.amax(-2), run, counts / n]
     return torch.cat([here, seen, later.flatten(-2), *ends, *means.unbind(-1), lowest], -1)
 

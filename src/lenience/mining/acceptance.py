@@ -13,7 +13,7 @@ from lenience.core.context import Context
 from lenience.core.errors import InputError
 from lenience.core.progress import Progress, silent
 from lenience.core.protocols import Drafter
-from lenience.core.types import Draft, Reading, Verdict
+from lenience.core.types import Draft, Draws, Reading, Verdict
 from lenience.decoding.pair import Pair
 from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.planning import Acceptance
@@ -29,31 +29,49 @@ PROMPTS, TOGETHER = 200, 8
 """On how many prompts at most, and how many of them together."""
 
 
-def fit_tree(pair: Pair, run: Path, drafter: str, progress: Progress = silent) -> Acceptance:
+@dataclass(frozen=True)
+class Drawn:
+    """How a tree's tokens are drawn where they are not the most probable ones, and how answers
+    are."""
+
+    draw: Draws
+    temperature: float = 1.0
+
+
+def fit_tree(
+    pair: Pair, run: Path, drafter: str, drawn: Drawn | None = None, progress: Progress = silent
+) -> Acceptance:
     """Measure on a run's prompts what trees are planned by, and keep it in RUN/tree.json. Raises
     InputError where the run is of other models, or the drafter proposes no trees."""
     check_models(pair, run)
     prompts = [sample.prompt_ids for sample in mined_samples(run)]
-    found = measure_acceptance(pair, prompts[:PROMPTS], drafter, progress)
+    found = measure_acceptance(pair, prompts[:PROMPTS], drafter, drawn, progress)
     found.save(run / "tree.json")
     return found
 
 
 def measure_acceptance(
-    pair: Pair, prompts: Sequence[Prompt], drafter: str, progress: Progress = silent
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    drafter: str,
+    drawn: Drawn | None = None,
+    progress: Progress = silent,
 ) -> Acceptance:
     """Answer prompts strictly, with trees that have several tokens at each depth, all of them after
-    the likeliest, and count which of them the target says."""
+    the first, and count which of them the target keeps: of the most probable ones when greedy, or
+    of those that were drawn."""
     spec, counts = parse_drafter(drafter), _Counts()
     if not spec.grows_trees:
         raise InputError(f"--with {drafter}: proposes no trees; take another")
     after_first = [RANKS, *[0] * (RANKS - 1)]
-    comb = Shape((RANKS, *after_first * (DEPTH - 2), RANKS))
+    comb = (RANKS, *after_first * (DEPTH - 2), RANKS)
     answers = pair.as_completed(
         prompts,
-        rule="exact",
+        rule="speculative" if drawn else "exact",
+        temperature=drawn.temperature if drawn else 0.0,
+        seed=0,
         drafter=_Counted(spec, counts),
-        tree=comb,
+        tree=Shape(comb, draw=drawn.draw if drawn else None),
         window=DEPTH,
         batch_size=TOGETHER,
     )
@@ -65,7 +83,7 @@ def measure_acceptance(
             f"--with {drafter}: the target said nothing of what it drafted on {len(prompts)} "
             "prompts; measure on more, or take another"
         )
-    return Acceptance(str(spec), shares, places)
+    return Acceptance(str(spec), shares, places, drawn.draw if drawn else None)
 
 
 @dataclass
@@ -76,16 +94,18 @@ class _Counts:
     places: NDArray[np.int64] = field(default_factory=lambda: np.zeros(DEPTH, np.int64))
 
     def add(self, verdict: Verdict) -> None:
+        node = -1
         for depth in range(DEPTH):
-            first = depth * RANKS
-            if first >= len(verdict.drafted):
+            siblings = [i for i, parent in enumerate(verdict.parents or ()) if parent == node]
+            if not siblings:
                 return
             self.places[depth] += 1
-            at = next((node for node in verdict.path if first <= node < first + RANKS), None)
-            if at is not None:
-                self.said[depth, at - first] += 1
-            if at != first:
+            kept = next((i for i in siblings if i in verdict.path), None)
+            if kept is not None:
+                self.said[depth, siblings.index(kept)] += 1
+            if kept != siblings[0]:
                 return
+            node = kept
 
     def shares(self) -> tuple[tuple[tuple[float, ...], ...], tuple[int, ...]]:
         seen = self.places > 0
