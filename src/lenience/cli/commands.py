@@ -420,8 +420,11 @@ def _fit_drafter(run: Path, flags: FitFlags, json: bool) -> None:
     fitted = fit_drafter(models.load(tokens=MANY), run, plan)
     print_drafter(plan.kind, fitted.metrics, plan.out)
     if json:
-        used = {"draft": str(plan.out)} if plan.kind == "model" else {}
-        used_as = {"drafter": plan.kind if used else f"{plan.kind}:{plan.out}", **used}
+        used_as = {"drafter": plan.kind if plan.kind == "model" else f"{plan.kind}:{plan.out}"}
+        if plan.kind == "model":
+            used_as["draft"] = str(plan.out)
+        if plan.tune_target:
+            used_as["target"] = str(plan.out / "target")
         _print_json({**used_as, **fitted.metrics})
 
 

@@ -244,6 +244,9 @@ class FitFlags:
     only_rejected: Flag = False
     """With --drafter model: learn only from tokens that would be rejected (Online Speculative
     Decoding)."""
+    tune_target: Flag = False
+    """With --drafter blockwise: let a copy of the target learn with its heads, which is another
+    target then, in RUN/blockwise/target (Blockwise Parallel Decoding's fine-tuning)."""
     epochs: int | None = None
     """With --drafter: how often all answers are learned from; by default 30 for medusa and
     blockwise, 10 for eagle, 5 for model."""
@@ -301,8 +304,8 @@ class FitFlags:
         from lenience.mining.drafters import DrafterPlan
 
         assert self.drafter is not None and self.drafter != "skip"
-        ours = ("drafter", "heads", "distill", "only_rejected", "epochs", "out", "seed")
-        self._refuse_others(*ours, what="another head than --drafter's")
+        ours = ("heads", "distill", "only_rejected", "tune_target", "epochs", "out", "seed")
+        self._refuse_others("drafter", *ours, what="another head than --drafter's")
         if self.heads is not None and self.drafter in ("eagle", "model"):
             raise InputError(f"--heads: {self.drafter} has none; leave it out")
         if self.heads is not None and not 1 <= self.heads <= MOST_HEADS:
@@ -312,12 +315,15 @@ class FitFlags:
         for flag, given in (("distill", self.distill), ("only-rejected", self.only_rejected)):
             if given and self.drafter != "model":
                 raise InputError(f"--{flag}: is of --drafter model; leave it out")
+        if self.tune_target and self.drafter != "blockwise":
+            raise InputError("--tune-target: is of --drafter blockwise; leave it out")
         return DrafterPlan(
             self.drafter,
             self.out or run / self.drafter,
             heads=self.heads or 4,
             distill=self.distill or "forward-kl",
             only_rejected=self.only_rejected,
+            tune_target=self.tune_target,
             epochs=self.epochs,
             seed=self.seed,
         )
@@ -381,7 +387,7 @@ class FitFlags:
         )
 
     def _check(self) -> None:
-        for name in ("heads", "distill", "only_rejected", "epochs"):
+        for name in ("heads", "distill", "only_rejected", "tune_target", "epochs"):
             if getattr(self, name):
                 flag = name.replace("_", "-")
                 raise InputError(f"--{flag}: is of what --drafter fits; name that too")

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from lenience.decoding.generation import Generation
     from lenience.decoding.pair import Pair
     from lenience.drafting.datastore import Store
-    from lenience.drafting.eagle_model import EagleWeights
-    from lenience.drafting.heads import DraftHeads
     from lenience.drafting.planning import Acceptance
     from lenience.evaluation.compare import CompareConfig
     from lenience.evaluation.table import Frontier
@@ -37,8 +35,7 @@ if TYPE_CHECKING:
     from lenience.mining.acceptance import Drawn
     from lenience.mining.annotated import Annotated
     from lenience.mining.crew import Crew
-    from lenience.mining.distillation import DistilledDraft
-    from lenience.mining.drafters import DrafterPlan
+    from lenience.mining.drafters import DrafterPlan, Fitted
     from lenience.mining.fit import HeadPlan
     from lenience.mining.forecast import Forecast
     from lenience.mining.search import MineConfig, MinedCounts
@@ -154,9 +151,7 @@ def search_layers(pair: Pair, run: Path) -> list[Skipped]:
         return search_layers(pair, mined_samples(run), show)
 
 
-def fit_drafter(
-    pair: Pair, run: Path, plan: DrafterPlan
-) -> DraftHeads | EagleWeights | DistilledDraft:
+def fit_drafter(pair: Pair, run: Path, plan: DrafterPlan) -> Fitted:
     from lenience.mining.drafters import fit_drafter
 
     with progress_bars() as show:

@@ -437,9 +437,13 @@ def print_drafter(kind: str, metrics: Mapping[str, Any], folder: Path) -> None:
         table.add_row(str(number), f"{share:.3f}")
     screen.print(table)
     kept, held_out = metrics["tokens_per_pass"], metrics["held_out"]
+    target = ""
+    if "agreement" in metrics:
+        say(f"the target that learned too still says {metrics['agreement']:.1%} of its tokens")
+        target = f"--target {folder / 'target'} "
     say(
         f"{kept:.2f} tokens per pass on {held_out} samples held out, strictly; use it as "
-        f"--drafter {kind}:{folder}"
+        f"{target}--drafter {kind}:{folder}"
     )
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lenience.core.files import write_json
 from lenience.decoding.pair import Pair
-from lenience.mining.training import Answer
+from lenience.mining.training import Answer, batches, by_length
 from lenience.models.lm import LM
 
 Distill = Literal["forward-kl", "reverse-kl", "on-policy"]
@@ -66,7 +66,7 @@ class DistillFit:
         (Online Speculative Decoding, Liu 2023)."""
         draft = pair.require_draft("--drafter model")
         self.target, self.seed, self.how, self.only_rejected = pair.target, seed, how, only_rejected
-        self.answers, self.held_out = _by_length(answers), _by_length(held_out)
+        self.answers, self.held_out = by_length(answers), by_length(held_out)
         self.dtype = draft.model.dtype
         model = copy.deepcopy(draft.model).float().requires_grad_(True)
         self.student = LM(model, draft.tokenizer, f"{draft.name} in training", "draft")
@@ -77,10 +77,8 @@ class DistillFit:
 
     def epoch(self, number: int, step: Callable[[Tensor], None]) -> None:
         answers = self._sampled(number) if self.how == "on-policy" else self.answers
-        starts = range(0, len(answers), BATCH)
-        generator = torch.Generator().manual_seed(self.seed + 1000 * number)
-        for i in torch.randperm(len(starts), generator=generator).tolist():
-            target, draft = self._read(answers[starts[i] : starts[i] + BATCH])
+        for batch in batches(answers, BATCH, self.seed + 1000 * number):
+            target, draft = self._read(batch)
             if self.only_rejected:
                 rejected = target.argmax(-1) != draft.argmax(-1)
                 target, draft = target[rejected], draft[rejected]
@@ -110,7 +108,7 @@ class DistillFit:
             max_new_tokens=max(len(answer) for _, answer in self.answers),
             batch_size=ROWS,
         )
-        return _by_length([(prompt, out.tokens) for prompt, out in zip(prompts, outs)])
+        return by_length([(prompt, out.tokens) for prompt, out in zip(prompts, outs)])
 
     def _read(self, batch: Sequence[Answer]) -> tuple[Tensor, Tensor]:
         """[n, V] each: what the target and the draft say at each place of some answers, of the
@@ -145,11 +143,6 @@ class DistillFit:
             "agreement": right / places,
             "tokens_per_pass": 1 + kept / places,
         }
-
-
-def _by_length(answers: Sequence[Answer]) -> list[Answer]:
-    """Those of like length together, without empty ones."""
-    return sorted((one for one in answers if one[1]), key=lambda one: len(one[0]) + len(one[1]))
 
 
 def _logits(lm: LM, ids: Tensor, asked: Tensor, width: int) -> Tensor:

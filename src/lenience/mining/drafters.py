@@ -20,12 +20,14 @@ from lenience.drafting.heads import DraftHeads
 from lenience.mining.distillation import Distill, DistilledDraft, DistillFit
 from lenience.mining.eagle import EagleFit
 from lenience.mining.features import check_models, mined_samples
+from lenience.mining.fine_tuning import FineTuning, TunedTarget
 from lenience.mining.training import Answer, Schedule, Training
 from lenience.models.lm import LM
 from lenience.models.session import Session
 from lenience.runs.uses import prompt_digest
 
 Kind = Literal["medusa", "blockwise", "eagle", "model"]
+Fitted = DraftHeads | EagleWeights | DistilledDraft | TunedTarget
 HELD_OUT = 0.1
 """The share of the samples that only measures."""
 EPOCHS = {"medusa": 30, "blockwise": 30, "eagle": 10, "model": 5}
@@ -51,14 +53,14 @@ class DrafterPlan:
     """How the draft model learns."""
     only_rejected: bool = False
     """Whether the draft model learns only from tokens that would be rejected."""
+    tune_target: bool = False
+    """Whether a copy of the target learns with its blockwise heads."""
     epochs: int | None = None
     """By default those of EPOCHS."""
     seed: int = 0
 
 
-def fit_drafter(
-    pair: Pair, run: Path, plan: DrafterPlan, progress: Progress = silent
-) -> DraftHeads | EagleWeights | DistilledDraft:
+def fit_drafter(pair: Pair, run: Path, plan: DrafterPlan, progress: Progress = silent) -> Fitted:
     """Fit a drafter to the target's own answers, and save what does best on samples held out;
     started again, it goes on after the last epoch. Raises InputError where the run is of other
     models or has too few samples."""
@@ -69,7 +71,7 @@ def fit_drafter(
 
 def fit_to_answers(
     pair: Pair, answers: Sequence[Answer], plan: DrafterPlan, progress: Progress = silent
-) -> DraftHeads | EagleWeights | DistilledDraft:
+) -> Fitted:
     """The same of any answers of the target's own."""
     _check(pair, answers, plan)
     num_held_out = max(1, round(HELD_OUT * len(answers)))
@@ -77,6 +79,7 @@ def fit_to_answers(
     parts = answers[num_held_out:], answers[:num_held_out]
     fit = _fit(pair, *parts, plan, progress)
     of_plan = [plan.kind, plan.heads, epochs, plan.seed, plan.distill, plan.only_rejected]
+    of_plan += [plan.tune_target] if plan.tune_target else []
     learner = pair.fingerprints.get("draft") if plan.kind == "model" else None
     made_of = digest([list(answers), of_plan, pair.target.fingerprint, learner])
     schedule = Schedule(epochs, fit.rate)
@@ -99,8 +102,11 @@ def _fit(
     held_out: Sequence[Answer],
     plan: DrafterPlan,
     progress: Progress,
-) -> _HeadsFit | EagleFit | DistillFit:
+) -> _HeadsFit | EagleFit | DistillFit | FineTuning:
     """What learns."""
+    if plan.tune_target:
+        heads = first_heads(pair.target, plan)
+        return FineTuning(pair.target, heads, answers, held_out, plan.seed)
     if plan.kind == "eagle":
         return EagleFit(pair.target, answers, held_out, plan.seed)
     if plan.kind == "model":

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig
 
 from lenience.drafting.eagle_model import EagleModel, EagleWeights
-from lenience.mining.training import Answer
+from lenience.mining.training import Answer, batches, by_length
 from lenience.models.lm import LM, States
 from lenience.models.session import Session
 
@@ -33,7 +33,7 @@ class EagleFit:
         self, target: LM, answers: Sequence[Answer], held_out: Sequence[Answer], seed: int
     ):
         self.target, self.held_out, self.seed = target, held_out, seed
-        self.answers = sorted(answers, key=lambda answer: len(answer[0]) + len(answer[1]))
+        self.answers = by_length(answers)
         self.fitted = first_weights(target, seed)
         self.model = EagleModel(self.fitted, target)
         self.states = States(features=self.fitted.layers_of(target))
@@ -45,10 +45,7 @@ class EagleFit:
         }
 
     def epoch(self, number: int, step: Callable[[Tensor], None]) -> None:
-        generator = torch.Generator().manual_seed(self.seed + 1000 * number)
-        starts = range(0, len(self.answers), BATCH)  # answers of like length stand together
-        for i in torch.randperm(len(starts), generator=generator).tolist():
-            batch = self.answers[starts[i] : starts[i] + BATCH]
+        for batch in batches(self.answers, BATCH, self.seed + 1000 * number):
             loss = torch.zeros((), device=self.target.device)
             for k, (logits, wanted) in enumerate(self._steps(batch)):
                 cross = torch.nn.functional.cross_entropy(

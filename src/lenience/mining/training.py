@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,19 @@ AVERAGES = ("exp_avg", "exp_avg_sq", "step")
 """What AdamW keeps of a weight; the count of its steps stays on the CPU."""
 Answer = tuple[list[int], list[int]]
 """The tokens of a prompt and those of the target's own answer."""
+
+
+def by_length(answers: Sequence[Answer]) -> list[Answer]:
+    """Those of like length together, without empty ones."""
+    return sorted((one for one in answers if one[1]), key=lambda one: len(one[0]) + len(one[1]))
+
+
+def batches(answers: Sequence[Answer], size: int, seed: int) -> Iterator[Sequence[Answer]]:
+    """Answers that stand together, in an order that the seed tells."""
+    starts = range(0, len(answers), size)
+    generator = torch.Generator().manual_seed(seed)
+    for i in torch.randperm(len(starts), generator=generator).tolist():
+        yield answers[starts[i] : starts[i] + size]
 
 
 @dataclass(frozen=True)

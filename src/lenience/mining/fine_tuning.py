@@ -1,0 +1,134 @@
+"""Fine-tuning a target together with blockwise heads (Stern 2018, section 6.1): it gives up some of
+what it was for what its heads can predict."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer
+
+from lenience.drafting.heads import DraftHeads
+from lenience.mining.training import Answer, batches, by_length
+from lenience.models.lm import LM, PassCache
+
+BATCH, FURTHER_WEIGHT = 8, 0.8
+"""How many answers are learned from together, and what a further token's loss weighs less."""
+LEARNING_RATE, WIDTH = 3e-4, 320
+"""The first epoch's rate of a target of this width; a wider one has less in proportion."""
+NOT_ASKED = -100
+"""Stands for a token that is not learned: the prompt's, and what is past an answer's end."""
+
+
+@dataclass(frozen=True)
+class TunedTarget:
+    """A target after it has learned, and its heads."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    heads: DraftHeads
+    fingerprints: Mapping[str, str]
+    """Of the target that it was, and of the tokenizer."""
+    metrics: Mapping[str, Any]
+    prompts: tuple[str, ...] | None = None
+    """The digests of those that it learned from."""
+
+    def save(self, folder: Path) -> None:
+        """The target in FOLDER/target, as `transformers` keeps a model, and then the heads, which
+        know it."""
+        self.target.save_pretrained(folder / "target")
+        self.tokenizer.save_pretrained(folder / "target")
+        own = LM(self.target, self.tokenizer, "fine-tuned target").fingerprint
+        known = {**self.fingerprints, "target": own}
+        about = {**self.metrics, "tuned_from": self.fingerprints["target"]}
+        heads = replace(self.heads, fingerprints=known, metrics=about, prompts=self.prompts)
+        heads.save(folder)
+
+
+class FineTuning:
+    """A copy of a target that learns in float32 to answer as before, and with it heads that predict
+    its further tokens."""
+
+    def __init__(
+        self,
+        target: LM,
+        heads: DraftHeads,
+        answers: Sequence[Answer],
+        held_out: Sequence[Answer],
+        seed: int,
+    ):
+        self.answers, self.held_out = (by_length(part) for part in (answers, held_out))
+        self.dtype, self.seed = target.model.dtype, seed
+        model = copy.deepcopy(target.model).float().requires_grad_(True)
+        self.tuned = LM(model, target.tokenizer, f"{target.name} in training")
+        self.heads = heads.to(self.tuned.device, torch.float32)
+        named = {f"target.{name}": weight for name, weight in model.named_parameters()}
+        self.weights = {**named, **self.heads.tensors()}
+        self.rate = LEARNING_RATE * min(1.0, WIDTH / target.hidden_size)
+
+    def epoch(self, number: int, step: Callable[[Tensor], None]) -> None:
+        for batch in batches(self.answers, BATCH, self.seed + 1000 * number):
+            logits, wanted = self._read(batch)
+            loss = torch.zeros((), device=wanted.device)
+            for k in range(wanted.shape[-1]):
+                cross = torch.nn.functional.cross_entropy(
+                    logits[:, k], wanted[:, k], ignore_index=NOT_ASKED
+                )
+                loss = loss + FURTHER_WEIGHT**k * cross.nan_to_num()
+            step(loss)
+
+    def measure(self) -> float:
+        return self._measured()["tokens_per_pass"]
+
+    def result(self) -> tuple[TunedTarget, dict[str, Any]]:
+        """Both as they are kept, and what they come to."""
+        half = self.heads.to(torch.device("cpu"), torch.float16)
+        self.tuned.model.to(self.dtype)
+        self.heads = half.to(self.tuned.device, torch.float32)
+        made = TunedTarget(self.tuned.model, self.tuned.tokenizer, half, {}, {})
+        return made, dict(self._measured())
+
+    def _read(self, batch: Sequence[Answer]) -> tuple[Tensor, Tensor]:
+        """[n, 1 + heads, V] of what the target and its heads say at each place of some answers, and
+        [n, 1 + heads] the tokens that they are to say."""
+        further = 1 + len(self.heads.blocks)
+        longest = max(len(prompt) + len(answer) for prompt, answer in batch)
+        ids = torch.zeros(len(batch), longest, dtype=torch.long)
+        wanted = torch.full((len(batch), longest, further), NOT_ASKED)
+        for b, (prompt, answer) in enumerate(batch):
+            whole, first = torch.tensor(prompt + answer), len(prompt) - 1
+            ids[b, : len(whole)] = whole
+            for k in range(min(further, len(answer))):
+                wanted[b, first : len(whole) - 1 - k, k] = whole[first + 1 + k :]
+        asked = wanted[..., 0] != NOT_ASKED
+        device = self.tuned.device
+        cache = PassCache(layer_class_to_replicate=DynamicLayer)
+        # texts that stand before padding do not see it
+        self.tuned.model(input_ids=ids.to(device), past_key_values=cache, use_cache=True)
+        states = cache.take_hidden()[0][asked.to(device)].float()  # [n, H]
+        head = cast(torch.nn.Module, self.tuned.model.get_output_embeddings())
+        own = head(states.to(self.tuned.output_matrix.dtype)).float()
+        drafted = self.heads.logits(states, self.tuned.output_matrix.float())
+        return torch.cat([own[:, None], drafted], 1), wanted[asked].to(device)
+
+    @torch.no_grad()
+    def _measured(self) -> dict[str, Any]:
+        """On the answers held out, which are those of the target as it was: the share of tokens
+        that it still says, each head's share, and how many tokens a pass keeps, the target's own
+        included, over all places."""
+        right = []
+        for i in range(0, len(self.held_out), BATCH):
+            logits, wanted = self._read(self.held_out[i : i + BATCH])
+            right.append(logits.argmax(-1) == wanted)
+        own, heads = torch.cat(right)[:, 0].float(), torch.cat(right)[:, 1:].float()
+        return {
+            "tokens_per_pass": 1 + float(heads.cumprod(1).sum(1).mean()),
+            "accuracy": heads.mean(0).tolist(),
+            "agreement": float(own.mean()),
+        }
