@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lenience.cli import main
 from lenience.core.errors import InputError
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
@@ -75,3 +76,13 @@ def test_a_target_learns_with_its_heads(llama: Pair, checkpoints: Callable, tmp_
     with torch.inference_mode():  # the target itself is as it was
         again = AutoModelForCausalLM.from_pretrained(checkpoints("llama")[0])
         assert torch.equal(again(ids).logits, llama.target.model(ids).logits)
+
+
+@pytest.mark.parametrize("drafter", [("--drafter", "medusa"), ("--drafter", "model"), ()])
+def test_only_blockwise_heads_take_a_target_along(
+    drafter: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", str(tmp_path), *drafter, "--tune-target"])
+    assert ended.value.code == 2
+    assert "lenience: --tune-target: is of " in capsys.readouterr().err
