@@ -9,6 +9,7 @@ import re
 import shutil
 import threading
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from copy import copy
@@ -39,6 +40,7 @@ from lenience.evaluation.compare import CompareConfig, compare
 from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Head, Inputs, load_head
 from lenience.mining.annotated import Annotated
+from lenience.mining.drafters import DrafterPlan, fit_to_answers
 from lenience.mining.fit import HeadPlan, fit_annotated, fit_run
 from lenience.mining.search import MineConfig, mine
 from lenience.rules.registry import RULES
@@ -1160,6 +1162,20 @@ def test_a_head_takes_what_it_was_fitted_on_with_it(
         made = certify(llama, task, run, question(rules=(rule,), max_drop=0.9, limit=40))
         used = {use["id"] for use in Journal(run / "uses.jsonl")}
         assert made["n"] <= 40 and not used & {f"train-{i}" for i in range(100)}
+
+
+def test_prompts_that_the_draft_was_aligned_on_are_left_out(
+    llama: Pair, task: Echo, checkpoints: Callable, tmp_path: Path
+) -> None:
+    seen = [llama.target.encode(task.prompt(i)) for i in range(100)]
+    answers = [(prompt, llama.generate(prompt, max_new_tokens=4).tokens) for prompt in seen]
+    plan = DrafterPlan("model", tmp_path / "run" / "model", epochs=1)
+    fit_to_answers(llama, answers, plan)
+    pair = load_pair(checkpoints("llama")[0], str(plan.out))
+    run = tmp_path / "certified"
+    made = certify(pair, task, run, question(max_drop=0.9, limit=40))
+    used = {use["id"] for use in Journal(run / "uses.jsonl")}
+    assert made["n"] and used and not used & {f"train-{i}" for i in range(100)}
 
 
 def test_a_judge_that_is_fitted_says_on_which_prompts(llama: Pair, tmp_path: Path) -> None:

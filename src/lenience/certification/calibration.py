@@ -314,7 +314,7 @@ def calibration(
     key = digest(asked, 6, sort_keys=True)
     place = folder / use / key
     ledger = Ledger(folder, pair.fingerprints, config.home)
-    prompts = Prompts(ledger, pair.target, task, draw_of(config, key, use))
+    prompts = Prompts(ledger, pair.target, task, draw_of(pair, config, key, use))
     check_prompts(pair, task, prompts.rows)
     check_references(task, config, prompts.rows)
     decoding = for_task(config.decoding, config.options, task)

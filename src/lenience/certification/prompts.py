@@ -10,10 +10,11 @@ from lenience.certification.question import CertifyConfig
 from lenience.core.errors import InputError
 from lenience.decoding.certified import heads_in
 from lenience.runs.ledger import Ledger
-from lenience.runs.uses import Draw
+from lenience.runs.uses import Draw, aligned
 from lenience.tasks import Sample, Task, ungradable
 
 if TYPE_CHECKING:
+    from lenience.decoding.pair import Pair
     from lenience.models.lm import LM
 
 TUNING = 8
@@ -58,8 +59,9 @@ class Prompts:
         return own
 
 
-def draw_of(config: CertifyConfig, key: str, use: str) -> Draw:
-    """Which prompts a question draws: none that a head it asks about has learned from."""
+def draw_of(pair: Pair, config: CertifyConfig, key: str, use: str) -> Draw:
+    """Which prompts a question draws: none that a head it asks about has learned from, or the
+    draft."""
     settings = [decoding for chain in config.chains() for decoding in chain]
     heads = {head.path: head for one in settings for head in heads_in(one)}
     return Draw(
@@ -68,7 +70,7 @@ def draw_of(config: CertifyConfig, key: str, use: str) -> Draw:
         use,
         split=config.split,
         ids=config.ids,
-        heads=tuple(heads.values()),
+        heads=(*heads.values(), *aligned(pair.draft)),
     )
 
 

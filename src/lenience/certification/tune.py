@@ -25,7 +25,7 @@ from lenience.drafting.registry import DRAFTERS
 from lenience.evaluation.table import machine
 from lenience.runs.ledger import Ledger
 from lenience.runs.record import check_prompts, for_task
-from lenience.runs.uses import Draw
+from lenience.runs.uses import Draw, aligned
 from lenience.tasks import Sample, Task
 from lenience.tasks.base import Messages
 
@@ -177,7 +177,8 @@ def _prompts(
     asked = [str(setting_without_paths(one)) for one in settings]
     prints = [head.head.fingerprint for head in heads.values()]
     key = digest([asked, prints, pair.fingerprints, config.prompts, question.split, task.known_as])
-    draw = Draw(key, config.prompts, "tuning", split=question.split, heads=tuple(heads.values()))
+    fitted = (*heads.values(), *aligned(pair.draft))
+    draw = Draw(key, config.prompts, "tuning", split=question.split, heads=fitted)
     ledger = Ledger(folder, pair.fingerprints, question.home)
     with ledger.held():
         samples = ledger.rows(pair.target, task, draw)

@@ -246,8 +246,8 @@ def print_table(frontier: Frontier) -> None:
         say(graded(frontier.grading))
     if frontier.learned_from:
         say(
-            f"a judge has learned from {frontier.learned_from} of these {n} prompts, and is better "
-            "on them than it will be on others: compare on prompts that were not mined"
+            f"a judge or the draft has learned from {frontier.learned_from} of these {n} prompts, "
+            "and is better on them than on others: compare on prompts that were not mined"
         )
     if not any(row.accuracy for row in frontier.rows):
         say(

@@ -39,7 +39,7 @@ from lenience.runs.answers import Answer, Answers
 from lenience.runs.journal import Journal, open_run
 from lenience.runs.ledger import Ledger
 from lenience.runs.record import check_prompts, describe, for_task
-from lenience.runs.uses import fitted_in, prompt_digest
+from lenience.runs.uses import aligned, fitted_in, prompt_digest
 from lenience.tasks import Sample, Task, take
 
 DEFAULT_WINDOWS = (2, 4, 8, 16, 32)
@@ -348,9 +348,9 @@ class Comparison:
                 ledger.note(lm, samples, use=use, key="compare", task=task)
 
     def _learned_from(self) -> int:
-        """How many of the prompts a head that is compared has learned from."""
-        heads = self.config.heads().values()
-        known = {content for head in heads for content in head.head.prompts or ()}
+        """How many of the prompts a head that is compared, or the draft, has learned from."""
+        fitted = (*self.config.heads().values(), *aligned(self.pair.draft))
+        known = {content for one in fitted for content in one.head.prompts or ()}
         encoded = (self.pair.target.encode(sample.prompt) for sample in self.samples)
         return sum(prompt_digest(ids) in known for ids in encoded)
 

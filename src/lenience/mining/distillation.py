@@ -16,6 +16,7 @@ from lenience.core.files import write_json
 from lenience.decoding.pair import Pair
 from lenience.mining.training import Answer, batches, by_length
 from lenience.models.lm import LM
+from lenience.runs.uses import ALIGNED
 
 Distill = Literal["forward-kl", "reverse-kl", "on-policy"]
 """What is made small: KL(target ‖ draft) or KL(draft ‖ target) along the target's own answers, or
@@ -45,7 +46,7 @@ class DistilledDraft:
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         about = {"fingerprints": self.fingerprints, "metrics": self.metrics}
-        write_json(folder / "distilled.json", {**about, "prompts": self.prompts})
+        write_json(folder / ALIGNED, {**about, "prompts": self.prompts})
 
 
 class DistillFit:

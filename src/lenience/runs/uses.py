@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 RUN_FILES = ("run.json", "journal.jsonl", "uses.jsonl")
 """What says of a folder that it is a run's."""
+ALIGNED = "distilled.json"
+"""What says of a model's folder what it learned from."""
 
 
 class Use(Record):
@@ -63,6 +65,30 @@ class Draw:
     """None but these, where any are named."""
     heads: tuple[Fitted, ...] = ()
     """The prompts that they were fitted on are used ones, in their own run folders too."""
+
+
+@dataclass(frozen=True)
+class AlignedDraft:
+    """A draft model that `lenience fit RUN --drafter model` made, as something fitted."""
+
+    path: str
+    prompts: tuple[str, ...]
+
+    @property
+    def head(self) -> AlignedDraft:
+        return self
+
+    @property
+    def fingerprint(self) -> str:
+        return digest([*self.prompts])
+
+
+def aligned(draft: LM | None) -> tuple[Fitted, ...]:
+    """A draft as something fitted, where it is one that was aligned with its target."""
+    file = Path(draft.name) / ALIGNED if draft else None
+    if file is None or not file.is_file():
+        return ()
+    return (AlignedDraft(str(file.parent), tuple(read_json(file)["prompts"])),)
 
 
 def prompt_digest(ids: Sequence[int]) -> str:
