@@ -199,7 +199,8 @@ def sums(rng: random.Random) -> tuple[str, str]:
     """A question and its answer that only say what purchases cost and what is left: a lesson in
     saying a result before its reason, as half of the task's sentences do."""
     wares = rng.sample(wordmath_problems.WARES, rng.randint(2, 3))
-    bought = {ware: (rng.randint(2, 12), rng.randint(2, 12)) for ware in wares}
+    numbers = rng.sample(range(2, 13), 3)  # few, so that wares share some
+    bought = {ware: tuple(rng.choices(numbers, k=2)) for ware in wares}
     told = [f"{n} {ware} at {price} coins each." for ware, (n, price) in bought.items()]
     forms = ("{0} coins for {1}, since {2} = {0}.", "for {1} {0} coins, since {2} = {0}.")
     said = []
@@ -208,7 +209,7 @@ def sums(rng: random.Random) -> tuple[str, str]:
         said.append(rng.choice(forms).format(n * price, f"the {ware}", f"{n} * {price}"))
     form = rng.choice(forms)
     for name in rng.sample(wordmath_problems.NAMES, 4):
-        cost, left = rng.randint(8, 160), rng.randint(2, 91)
+        cost, left = rng.randint(8, 260), rng.randint(2, 91)
         told.append(f"{name} has {cost + left} coins, paying {cost}.")
         said.append(form.format(left, name, f"{cost + left} - {cost}"))
     return " ".join([*told, "Answer:"]), " ".join(said)
