@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from lenience.core.errors import InputError
 from lenience.decoding.options import Loading, takes_loading
 from lenience.decoding.pair import Pair
-from lenience.models.lm import LM
+from lenience.models.lm import LM, without_bars
 from lenience.models.prompts import Chat
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
@@ -41,7 +39,7 @@ def load_pair(
     if loading.tokenizer is not None and named:
         what = "the built-in pair" if target is None else target
         raise InputError(f"tokenizer: {what} comes with its own; leave it out")
-    with _without_bars():
+    with without_bars():
         if target is None:
             pair = _built_in(loading)
         else:
@@ -54,18 +52,6 @@ def load_pair(
     if loading.compile is not False:
         pair.compile(export=bool(loading.compile))
     return pair
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Keep transformers from drawing a bar for each file of weights; downloads have their own."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _built_in(loading: Loading) -> Pair:

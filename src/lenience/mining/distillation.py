@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lenience.core.files import write_json
 from lenience.decoding.pair import Pair
 from lenience.mining.training import Answer, batches, by_length
-from lenience.models.lm import LM
+from lenience.models.lm import LM, save_model
 from lenience.runs.uses import ALIGNED
 
 Distill = Literal["forward-kl", "reverse-kl", "on-policy"]
@@ -43,8 +43,7 @@ class DistilledDraft:
 
     def save(self, folder: Path) -> None:
         """As `transformers` keeps a model, with an account of the training in distilled.json."""
-        self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        save_model(self.model, self.tokenizer, folder)
         about = {"fingerprints": self.fingerprints, "metrics": self.metrics}
         write_json(folder / ALIGNED, {**about, "prompts": self.prompts})
 

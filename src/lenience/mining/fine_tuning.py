@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 from lenience.drafting.heads import DraftHeads
 from lenience.mining.training import Answer, batches, by_length
-from lenience.models.lm import LM, PassCache
+from lenience.models.lm import LM, PassCache, save_model
 
 BATCH, FURTHER_WEIGHT = 8, 0.8
 """How many answers are learned from together, and what a further token's loss weighs less."""
@@ -42,8 +42,7 @@ class TunedTarget:
     def save(self, folder: Path) -> None:
         """The target in FOLDER/target, as `transformers` keeps a model, and then the heads, which
         know it."""
-        self.target.save_pretrained(folder / "target")
-        self.tokenizer.save_pretrained(folder / "target")
+        save_model(self.target, self.tokenizer, folder / "target")
         own = LM(self.target, self.tokenizer, "fine-tuned target").fingerprint
         known = {**self.fingerprints, "target": own}
         about = {**self.metrics, "tuned_from": self.fingerprints["target"]}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.utils import logging
 
 from lenience.core.errors import InputError, TooLong, first_line
 from lenience.core.identity import tokenizer_fingerprint, tokens_with, weights_fingerprint
@@ -420,6 +422,25 @@ def tokenize(
             f"the text holds what the vocabulary of {name!r} lacks: {words}; it knows the words of "
             "its own task only"
         ) from error
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Keep transformers from drawing a bar for each file of weights; downloads have their own."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Both as `transformers` keeps them."""
+    with without_bars():
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
