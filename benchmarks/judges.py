@@ -1,16 +1,20 @@
 """What judges gain on the built-in pair, at which loss. Prints one JSON object.
 
-    python benchmarks/judges.py --out judges
+    lenience mine --task wordmath --limit 5000 --out more
+    python benchmarks/judges.py --out judges [--more more]
 
-Judges are fitted to the mining run that comes with the pair, some of them also to resampled labels
-or to what a judge lost on answers of its own. What is compared is picked on problems that none has
-learned from, and then measured on held-out ones that nothing was chosen on:
+Judges are fitted to the mining run that comes with the pair, some of them also to resampled labels,
+to what a judge lost on answers of its own, or to a longer run. What is compared is picked on
+problems that none has learned from, and then measured on held-out ones that nothing was chosen on:
 
-- tokens per pass at a wide window, of each judge with one threshold, and with a second one for
-  digits and operators, where at most a point of accuracy may be lost;
-- tokens per second, one by one, of the judge with a stop that learned what it rejects, with one
-  that learned what the strict rule rejects, and at fixed windows; and of strict decoding at its
-  fastest.
+- `heads`: out of fold, what share of the harmless mismatches each accepts;
+- `wide`: tokens per pass at a wide window, of each judge with one threshold, and with a second one
+  for digits and operators, where at most `--limit` of the accuracy may be lost; and what of the
+  best of them is certified;
+- `fast`: tokens per second, one by one, of what `lenience tune` finds and certifies, of strict
+  decoding at its fastest, of the target and of the draft alone.
+
+`figures` has what of these is asked for first.
 """
 
 from __future__ import annotations
@@ -18,17 +22,20 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lenience.certification.certify import certify
+from lenience.certification.question import CertifyConfig
+from lenience.certification.tune import TuneConfig, Tuned, tune
 from lenience.cli.console import progress_bars
+from lenience.decoding.certified import Certificate, TriedSetting
 from lenience.decoding.loading import EMBEDDED, load_pair
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
-from lenience.evaluation.pages import write_report
 from lenience.evaluation.table import Frontier, FrontierRow
 from lenience.heads.fitting import FitConfig, Kind
 from lenience.heads.head import Inputs, load_head
@@ -48,26 +55,34 @@ class Recipe:
     soft: bool = False
     own: bool = False
     """Whether it also learns from the answers of the judge "ahead"."""
+    more: bool = False
+    """Whether it learns from the longer run."""
 
 
+LAYERS = (4, 6, None)
 HEADS = {
     "autojudge": Recipe("logistic", Inputs(tokens=("draft",))),
     "logistic": Recipe("logistic", Inputs()),
     "mlp": Recipe("mlp", Inputs()),
     "ahead": Recipe(),
+    "ahead, layers": Recipe(inputs=Inputs(layers=LAYERS, ahead=12)),
     "ahead, soft": Recipe(soft=True),
     "ahead, own answers": Recipe(own=True),
+    "ahead, layers, more": Recipe(inputs=Inputs(layers=LAYERS, ahead=12), more=True),
 }
 """AutoJudge's own head, the same with the states before the drafted token, one with a hidden layer,
 and ones that look ahead too."""
 RESAMPLES, POLICY_THRESHOLD, POLICY_SAMPLES = 2, 0.98, 500
 NUMERIC = r"[\d+*/=-]"
 THRESHOLDS = (0.98, 0.99, 0.995, 0.998, 0.9993)
-TWO_THRESHOLDS, SURER = "ahead", (2.5,)
+TWO_THRESHOLDS, SURER = "ahead, layers", (2.5,)
 """Which judge is also tried with a second threshold for digits and operators, and by how much, as a
 logit, it must be surer of these."""
 RECALLS = ("0.9", "0.98", "0.995", "0.998")
 WIDE = 32
+CHEAP = "mlp"
+"""Which judge races beside the best at the wide window: it is asked faster, and there is little to
+look ahead at in a short one."""
 STOPS = (0.3, 0.5, 0.7)
 WINDOWS = (4, 8, 16)
 
@@ -77,7 +92,7 @@ class Picking(WordMath):
 
     name = "wordmath-picking"
 
-    def __init__(self, runs: Sequence[Path]):
+    def __init__(self, runs: Iterable[Path]):
         self.mined = {record["id"] for run in runs for record in Journal(run / "journal.jsonl")}
 
     def samples(self, split: str) -> Iterator[Sample]:
@@ -85,49 +100,86 @@ class Picking(WordMath):
         yield from rows[:4000] if split == "test" else rows[4000:]
 
 
-def fitted(pair: Pair, run: Path, name: str) -> str:
-    """A judge's folder, fitted where it is not there yet."""
-    folder, recipe = run / name.replace(", ", "-").replace(" ", "-"), HEADS[name]
-    if not (folder / "judge.json").exists():
-        also = (_own_answers(pair, run),) if recipe.own else ()
-        plan = HeadPlan(recipe.inputs, folder, FitConfig(recipe.kind), also=also, soft=recipe.soft)
+@dataclass(frozen=True)
+class Judges:
+    """The judges of a benchmark's folder, each fitted when it is first asked for."""
+
+    pair: Pair
+    out: Path
+    longer: Path | None
+    """A longer run, where there is one."""
+
+    @property
+    def run(self) -> Path:
+        """The mining run that comes with the pair."""
+        return self.out / "run"
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in HEADS if self.longer or not HEADS[name].more]
+
+    def fitted(self, name: str) -> str:
+        """A judge's folder."""
+        folder, recipe = self.run / name.replace(", ", "-").replace(" ", "-"), HEADS[name]
+        if not (folder / "judge.json").exists():
+            run = self.longer if recipe.more and self.longer else self.run
+            also = (self._own_answers(),) if recipe.own else ()
+            config = FitConfig(recipe.kind)
+            plan = HeadPlan(recipe.inputs, folder, config, also=also, soft=recipe.soft)
+            with progress_bars() as show:
+                if recipe.soft:
+                    mined = sum(1 for _ in Journal(run / "journal.jsonl"))
+                    resampled = MineConfig(mined, resamples=RESAMPLES, first=mined_first(run))
+                    mine(self.pair, WordMath(), run, resampled, show)
+                fit_run(self.pair, run, plan, show)
+        return str(folder)
+
+    def _own_answers(self) -> Path:
+        """A run of what the judge that looks ahead kept, on samples that it has not learned
+        from."""
+        own = self.out / "own"
+        policy = Decoding(rule=f"judge:{self.fitted('ahead')}@{POLICY_THRESHOLD}", window=WIDE)
+        config = MineConfig(limit=POLICY_SAMPLES, batch_size=32, policy=policy)
         with progress_bars() as show:
-            if recipe.soft:
-                mined = sum(1 for _ in Journal(run / "journal.jsonl"))
-                config = MineConfig(limit=mined, resamples=RESAMPLES, first=mined_first(run))
-                mine(pair, WordMath(), run, config, show)
-            fit_run(pair, run, plan, show)
-    return str(folder)
+            mine(self.pair, WordMath(), own, config, show)
+        return own
 
+    def runs(self) -> list[Path]:
+        """All that any has learned from."""
+        return [run for run in (self.run, self.out / "own", self.longer) if run]
 
-def _own_answers(pair: Pair, run: Path) -> Path:
-    """A run of what the judge that looks ahead kept, on samples that it has not learned from."""
-    own = run.parent / "own"
-    policy = Decoding(rule=f"judge:{fitted(pair, run, 'ahead')}@{POLICY_THRESHOLD}", window=WIDE)
-    config = MineConfig(limit=POLICY_SAMPLES, batch_size=32, policy=policy)
-    with progress_bars() as show:
-        mine(pair, WordMath(), own, config, show)
-    return own
+    def stop_of(self, rule: str) -> str:
+        """A stop's folder, fitted to what a rule rejects."""
+        folder = self.run / "stop"
+        if not (folder / "stop.json").exists():
+            plan = HeadPlan(
+                Inputs(("draft",), ("previous",)), folder, FitConfig(role="stop"), of=rule
+            )
+            with progress_bars() as show:
+                fit_run(self.pair, self.run, plan, show)
+        return str(folder)
 
-
-def stop_of(pair: Pair, run: Path, name: str, rule: str | None) -> str:
-    """A stop's folder, fitted to what a rule rejects, or else to what the strict one does."""
-    folder = run / name
-    if not (folder / "stop.json").exists():
-        inputs = Inputs(("draft",), ("previous",))
-        with progress_bars() as show:
-            plan = HeadPlan(inputs, folder, FitConfig(role="stop"), of=rule)
-            fit_run(pair, run, plan, show)
-    return str(folder)
+    def out_of_fold(self) -> dict[str, Any]:
+        """What share of the harmless mismatches each accepts at recalls of important ones."""
+        told = {}
+        for name in self.names:
+            metrics = load_head(self.fitted(name)).metrics
+            accepted = {f"{row['recall']:g}": row["accepted"] for row in metrics["thresholds"]}
+            told[name] = {
+                "auc": metrics["auc_out_of_fold"],
+                "mismatches": metrics["mismatches"],
+                "important": metrics["important"],
+                "accepted": {recall: accepted[recall] for recall in RECALLS},
+            }
+        return told
 
 
 def measured(
-    pair: Pair, task: WordMath, settings: Sequence[str], out: Path, limit: int, timed: int
+    pair: Pair, task: WordMath, settings: Iterable[str], out: Path, limit: int, timed: int
 ) -> Frontier:
-    """A comparison of settings that name their windows, with the strict rule at its fastest."""
+    """A comparison of settings that name their windows."""
     config = CompareConfig(
-        rules=("exact",),
-        settings=tuple(settings),
+        settings=tuple(dict.fromkeys(settings)),
         windows=WINDOWS,
         limit=limit,
         tuning=10,
@@ -138,90 +190,111 @@ def measured(
         return compare(pair, task, config, out, show)
 
 
-def most_lenient(rows: Sequence[FrontierRow], limit: float) -> FrontierRow | None:
-    """The row of the most tokens per pass that loses at most `limit`, net of what it gains."""
-    usable = [row for row in rows if row.paired_loss - row.paired_gain <= limit]
-    return max(usable, key=lambda row: row.tokens_per_pass or 0.0, default=None)
+def drop(row: FrontierRow) -> float:
+    """The target's accuracy minus a row's."""
+    return row.paired_loss - row.paired_gain
 
 
-def picked_settings(pair: Pair, out: Path, problems: int, limit: float) -> dict[str, FrontierRow]:
+def picked_settings(judges: Judges, problems: int, limit: float) -> dict[str, FrontierRow]:
     """Each judge's setting of the most tokens per pass at the wide window that loses at most
     `limit`, with one threshold and with two, by its name."""
     kinds = {}
-    for name in HEADS:
-        judge = f"judge:{fitted(pair, out / 'run', name)}"
+    for name in judges.names:
+        judge = f"judge:{judges.fitted(name)}"
         for threshold in THRESHOLDS:
             kinds[f"{judge}@{threshold}"] = name
             for by in SURER if name == TWO_THRESHOLDS else ():
                 two = f'{judge},strict="{NUMERIC}",by={by}@{threshold}'
                 kinds[two] = f"{name}, two thresholds"
     named = [f"{setting}; window={WIDE}" for setting in ("exact", *kinds)]
-    task = Picking([out / "run", out / "own"])
-    rows = measured(pair, task, named, out / "picking", limit=problems, timed=1).rows
+    task = Picking(judges.runs())
+    rows = measured(judges.pair, task, named, judges.out / "picking", problems, timed=1).rows
     best = {}
     for name in dict.fromkeys(kinds.values()):
-        if row := most_lenient([row for row in rows if kinds.get(row.rule) == name], limit):
-            best[name] = row
+        usable = [row for row in rows if kinds.get(row.rule) == name and drop(row) <= limit]
+        if usable:
+            best[name] = max(usable, key=lambda row: row.tokens_per_pass or 0.0)
     return best
 
 
-def wide(
-    pair: Pair, out: Path, picked: dict[str, FrontierRow], problems: int
-) -> list[dict[str, Any]]:
-    """What was picked on held-out problems at the wide window."""
-    held_out = [
-        f"{rule}; window={WIDE}" for rule in ("exact", *(one.rule for one in picked.values()))
-    ]
-    rows = measured(pair, WordMath(), held_out, out / "held-out", limit=problems, timed=1).rows
-    return _times_strict(rows, {row.rule: name for name, row in picked.items()})
-
-
-def out_of_fold(pair: Pair, run: Path) -> dict[str, Any]:
-    """What share of the harmless mismatches each judge accepts at recalls of important ones."""
-    told = {}
-    for name in HEADS:
-        metrics = load_head(fitted(pair, run, name)).metrics
-        accepted = {f"{row['recall']:g}": row["accepted"] for row in metrics["thresholds"]}
-        told[name] = {
-            "auc": metrics["auc_out_of_fold"],
-            "mismatches": metrics["mismatches"],
-            "important": metrics["important"],
-            "accepted": {recall: accepted[recall] for recall in RECALLS},
-        }
-    return told
-
-
-def _times_strict(rows: Sequence[FrontierRow], names: dict[str, str]) -> list[dict[str, Any]]:
-    """The rows of the rules that have `names`, with their tokens per pass over the strict rule's at
-    the wide window."""
-    by_rule = {row.rule: row for row in rows if row.window == WIDE}
-    strict = by_rule["exact"].tokens_per_pass or 1.0
+def wide(judges: Judges, picked: dict[str, FrontierRow], problems: int) -> list[dict[str, Any]]:
+    """What was picked, on held-out problems at the wide window, with its tokens per pass over the
+    strict rule's."""
+    names = {row.rule: name for name, row in picked.items()}
+    settings = [f"{rule}; window={WIDE}" for rule in ("exact", *names)]
+    out = judges.out / "held-out"
+    rows = {
+        one.rule: one for one in measured(judges.pair, WordMath(), settings, out, problems, 1).rows
+    }
+    strict = rows["exact"].tokens_per_pass or 1.0
     return [
         {
             "judge": name,
-            "times_strict": (by_rule[rule].tokens_per_pass or 0.0) / strict,
-            **by_rule[rule].to_json(),
+            "times_strict": (rows[rule].tokens_per_pass or 0.0) / strict,
+            **rows[rule].to_json(),
         }
         for rule, name in names.items()
     ]
 
 
-def fast(
-    pair: Pair, out: Path, rules: Sequence[str], problems: int, timed: int
-) -> list[dict[str, Any]]:
-    """Tokens per second of judges at some windows, of the first also by a stop that learned what it
-    rejects, and by one that learned what the strict rule rejects; of strict decoding likewise, and
-    of top-K."""
-    run, best = out / "run", rules[0]
-    settings = [f"{rule}; window={window}" for rule in rules for window in WINDOWS]
-    by_its_own = f"window=16; stop=head:{stop_of(pair, run, 'stop-judge', best)}"
-    by_strict = f"window=16; stop=head:{stop_of(pair, run, 'stop-strict', None)}"
-    settings += [f"{best}; {by_its_own}@{least}" for least in STOPS]
-    settings += [f"{rule}; {by_strict}@{least}" for rule in (best, "exact") for least in STOPS]
+def question(judges: Judges, name: str, max_drop: float, prompts: int) -> CertifyConfig:
+    """A question on at most so many prompts, the only one that its ledger knows."""
+    home = judges.out / name / "ledger"
+    return CertifyConfig(("exact",), max_drop=max_drop, limit=prompts, horizon=prompts, home=home)
+
+
+def certified_wide(judges: Judges, rule: str, max_drop: float, prompts: int) -> Certificate:
+    """What is certified at the wide window, of a judge's settings from strict to lenient."""
+    judge = rule.partition("@")[0]
+    chain = [f"{judge}@{one}; window={WIDE}" for one in sorted(THRESHOLDS, reverse=True)]
+    asked = question(judges, "certified-wide", max_drop, prompts)
+    asked = replace(asked, rules=(), settings=(tuple(chain),))
+    with progress_bars() as show:
+        return certify(judges.pair, WordMath(), judges.out / "certified-wide", asked, show)
+
+
+def tuned(judges: Judges, rules: Sequence[str], max_drop: float, prompts: int) -> Tuned:
+    """What `lenience tune` finds for judges, with a stop that has learned what the first
+    rejects."""
+    named = tuple(dict.fromkeys(rule.partition("@")[0] for rule in rules))
+    asked = question(judges, "certified-fast", max_drop, prompts)
+    asked = replace(asked, rules=named, thresholds=THRESHOLDS)
+    stop = judges.stop_of(rules[0])
+    stops = ("fixed", *(f"head:{stop}@{least}" for least in STOPS))
+    config = TuneConfig(asked, windows=WINDOWS, stops=stops)
+    with progress_bars() as show:
+        return tune(judges.pair, WordMath(), judges.out / "certified-fast", config, show)
+
+
+def fast(judges: Judges, won: Tuned, other: str, problems: int, timed: int) -> list[FrontierRow]:
+    """What was raced, and strict decoding, another rule and top-K beside it, on held-out
+    problems."""
+    raced = [won.races.strict, *(one for chain in won.races.lenient for one in chain)]
+    settings = [one.setting for one in raced]
+    settings += [f"{rule}; window={window}" for rule in ("exact", other) for window in WINDOWS]
     settings += [f"topk:{k}; window=4" for k in (2, 4)]
-    frontier = measured(pair, WordMath(), settings, out / "fast", limit=problems, timed=timed)
-    write_report(out / "fast" / "report.html", frontier)
-    return [row.to_json() for row in frontier.rows]
+    out = judges.out / "fast"
+    return measured(judges.pair, WordMath(), settings, out, problems, timed).rows
+
+
+def decoder(of: FrontierRow | TriedSetting) -> tuple[str, int, str, str]:
+    """What tells the settings of a comparison and of a certificate apart."""
+    options = of.options
+    return of.rule, of.window, options.get("stop", "fixed"), options.get("drafter", "model")
+
+
+def speed_figures(won: Tuned, rows: Sequence[FrontierRow], limit: float) -> dict[str, Any]:
+    """Tokens per second of what is certified, over strict decoding at its fastest and over the
+    target alone; and what share of the draft's own the fastest has that loses at most `limit`."""
+    alone = next(row for row in rows if row.rule == "target").tokens_per_second
+    strict = max(row.tokens_per_second for row in rows if row.rule == "exact")
+    usable = [row for row in rows if row.rule != "draft" and drop(row) <= limit]
+    fastest = max(usable, key=lambda row: row.tokens_per_second)
+    told: dict[str, Any] = {"share_of_draft_alone": fastest.share_of_cap, "by": fastest.rule}
+    if best := won.certificate.certified:
+        speed = {decoder(row): row.tokens_per_second for row in rows}[decoder(best)]
+        told |= {"certified_over_strict": speed / strict, "certified_over_target": speed / alone}
+    return told
 
 
 def main() -> None:
@@ -231,24 +304,53 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("judges"), help="finished work stays there"
     )
+    parser.add_argument("--more", type=Path, help="a longer run of the same pair")
     parser.add_argument("--picking", type=int, default=300, help="problems to pick settings on")
     parser.add_argument("--problems", type=int, default=500, help="held-out problems")
-    parser.add_argument("--raced", type=int, default=200, help="of them, those for the speeds")
-    parser.add_argument("--timed", type=int, default=40, help="of these, how many are timed")
+    parser.add_argument("--prompts", type=int, default=2000, help="to certify on, at most")
+    parser.add_argument("--timed", type=int, default=40, help="of the held-out ones")
     parser.add_argument("--limit", type=float, default=0.01, help="what may be lost")
     given = parser.parse_args()
-    run = given.out / "run"
-    run.mkdir(parents=True, exist_ok=True)
+    judges = Judges(load_pair(compile=True), given.out, given.more)
+    judges.run.mkdir(parents=True, exist_ok=True)
     for name in ("run.json", "journal.jsonl"):
-        shutil.copy(EMBEDDED / "run" / name, run)
-    pair = load_pair(compile=True)
-    picked = picked_settings(pair, given.out, given.picking, given.limit)
-    held_out = wide(pair, given.out, picked, given.problems)
+        if not (judges.run / name).exists():
+            shutil.copy(EMBEDDED / "run" / name, judges.run)
+    picked = picked_settings(judges, given.picking, given.limit)
+    at_width = wide(judges, picked, given.problems)
     best = max(picked.values(), key=lambda row: row.tokens_per_pass or 0.0).rule
-    rules = dict.fromkeys([best, picked["autojudge"].rule])
-    speeds = fast(pair, given.out, list(rules), given.raced, given.timed)
-    heads = out_of_fold(pair, run)
-    print(json.dumps({"heads": heads, "wide": held_out, "fast": speeds}, indent=1))
+    sure = certified_wide(judges, best, given.limit, given.prompts)
+    won = tuned(judges, [best, f"judge:{judges.fitted(CHEAP)}"], given.limit, given.prompts)
+    speeds = fast(judges, won, picked["autojudge"].rule, given.problems, given.timed)
+    heads = judges.out_of_fold()
+    strict = at_width[0]["tokens_per_pass"] / at_width[0]["times_strict"]
+    told = {
+        "wide_over_strict": {
+            one["judge"]: one["times_strict"]
+            for one in at_width
+            if one["paired_loss"] - one["paired_gain"] <= given.limit
+        },
+        "certified_wide_over_strict": sure.certified and sure.certified.tokens_per_pass / strict,
+        **speed_figures(won, speeds, given.limit),
+        "accepted_at_0.995": {name: one["accepted"]["0.995"] for name, one in heads.items()},
+    }
+    results = {
+        "figures": told,
+        "heads": heads,
+        "wide": at_width,
+        "certified_wide": certificate_figures(sure),
+        "races": won.races.to_json(),
+        "certified_fast": certificate_figures(won.certificate),
+        "fast": [row.to_json() for row in speeds],
+    }
+    print(json.dumps(results, indent=1))
+
+
+def certificate_figures(certificate: Certificate) -> dict[str, Any]:
+    """What a certificate came to."""
+    told = certificate.to_json()
+    named = ("certified", "max_drop", "confidence", "n", "losses", "upper_bound", "tried", "reason")
+    return {name: told[name] for name in named}
 
 
 if __name__ == "__main__":
