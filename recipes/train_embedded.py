@@ -33,9 +33,9 @@ two cores of an AMD EPYC, the target on two that multiply bfloat16 in tiles.
   all. After 36 M tokens it was right on 94.0 % of 400 problems (share 100 %, work 98 %, shop 94 %,
   compare 85 %); the second command prolongs it with more problems of the family `compare`, entering
   the learning rate's way down at a quarter of its peak.
-- target, 8 layers x 320, 10.7 M parameters: it begins as the narrow one, at the costs of a model of
-  its size, which are more like a served one's. Right of the first 500 problems of the test split, of
-  the next 500, of 500 from the millionth on and of 1,000 from the two-millionth:
+- target, 8 layers x 320, 10.7 M parameters: it begins as the narrow one, at the costs of a model
+  of its size, which are more like a served one's. Right of the first 500 problems of the test
+  split, of the next 500, of 500 from the millionth on and of 1,000 from the two-millionth:
       94.3 % of the last           as it begins
       97.8 % of the first          after 26 M tokens of problems, and 95.6 % of 1,500 others
       94.8 % of 1,000, 96.6, –     after 30 M with the lessons gifts, repeats, recalls and change
