@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -64,14 +65,15 @@ HEADS = {
     "autojudge": Recipe("logistic", Inputs(tokens=("draft",))),
     "logistic": Recipe("logistic", Inputs()),
     "mlp": Recipe("mlp", Inputs()),
+    "target's states": Recipe(inputs=Inputs(models=("target",), layers=LAYERS)),
     "ahead": Recipe(),
     "ahead, layers": Recipe(inputs=Inputs(layers=LAYERS, ahead=12)),
     "ahead, soft": Recipe(soft=True),
     "ahead, own answers": Recipe(own=True),
     "ahead, layers, more": Recipe(inputs=Inputs(layers=LAYERS, ahead=12), more=True),
 }
-"""AutoJudge's own head, the same with the states before the drafted token, one with a hidden layer,
-and ones that look ahead too."""
+"""AutoJudge's own head, the same with the states before the drafted token, ones with a hidden
+layer, and ones that look ahead too."""
 RESAMPLES, POLICY_THRESHOLD, POLICY_SAMPLES = 2, 0.98, 500
 NUMERIC = r"[\d+*/=-]"
 THRESHOLDS = (0.98, 0.99, 0.995, 0.998, 0.9993)
@@ -80,9 +82,8 @@ TWO_THRESHOLDS, SURER = "ahead, layers", (2.5,)
 logit, it must be surer of these."""
 RECALLS = ("0.9", "0.98", "0.995", "0.998")
 WIDE = 32
-CHEAP = "mlp"
-"""Which judge races beside the best at the wide window: it is asked faster, and there is little to
-look ahead at in a short one."""
+ANYWHERE = "target's states"
+"""Which judge races beside the best at the wide window: it can be asked with every drafter."""
 STOPS = (0.3, 0.5, 0.7)
 WINDOWS = (4, 8, 16)
 
@@ -120,7 +121,7 @@ class Judges:
 
     def fitted(self, name: str) -> str:
         """A judge's folder."""
-        folder, recipe = self.run / name.replace(", ", "-").replace(" ", "-"), HEADS[name]
+        folder, recipe = self.run / re.sub(r"\W+", "-", name), HEADS[name]
         if not (folder / "judge.json").exists():
             run = self.longer if recipe.more and self.longer else self.run
             also = (self._own_answers(),) if recipe.own else ()
@@ -320,7 +321,7 @@ def main() -> None:
     at_width = wide(judges, picked, given.problems)
     best = max(picked.values(), key=lambda row: row.tokens_per_pass or 0.0).rule
     sure = certified_wide(judges, best, given.limit, given.prompts)
-    won = tuned(judges, [best, f"judge:{judges.fitted(CHEAP)}"], given.limit, given.prompts)
+    won = tuned(judges, [best, f"judge:{judges.fitted(ANYWHERE)}"], given.limit, given.prompts)
     speeds = fast(judges, won, picked["autojudge"].rule, given.problems, given.timed)
     heads = judges.out_of_fold()
     strict = at_width[0]["tokens_per_pass"] / at_width[0]["times_strict"]

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
+from lenience.certification.tune import racing_drafters
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
 from lenience.core.noise import Noise
@@ -357,6 +358,8 @@ def test_heads_learn_from_a_run_go_on_after_a_stop_and_are_bound(
     plan = DrafterPlan(kind, run / kind, heads=2, epochs=6)
     heads = fit_drafter(llama, run, plan)
     assert not (run / kind / "training.safetensors").exists()
+    assert f"{kind}:{run / kind}" in racing_drafters(run), "a race tries what a run has fitted"
+    assert f"{kind}:{tmp_path / kind}" not in racing_drafters(tmp_path)
     before = fit_drafter(llama, run, replace(plan, out=tmp_path / "none", epochs=0))
     assert heads.metrics["tokens_per_pass"] >= before.metrics["tokens_per_pass"]
     assert heads.fingerprints["target"] == llama.target.fingerprint

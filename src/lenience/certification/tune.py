@@ -21,6 +21,7 @@ from lenience.decoding.asking import task_for
 from lenience.decoding.certified import Certificate, heads_in, setting_without_paths
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
+from lenience.drafting.heads import Medusa
 from lenience.drafting.registry import DRAFTERS
 from lenience.evaluation.table import machine
 from lenience.runs.ledger import Ledger
@@ -131,8 +132,9 @@ def _races(pair: Pair, task: Task, folder: Path, config: TuneConfig, progress: P
     chains = question.chains(shared)
     check_question(pair, task, folder, question)
     groups = [[replace(shared, rule="exact", window=0)]]
-    strict = replace(shared, rule="exact")
-    groups += [_group(pair, config, one) for one in (strict, *(one for c in chains for one in c))]
+    strict, drafters = replace(shared, rule="exact"), racing_drafters(folder)
+    for one in (strict, *(one for chain in chains for one in chain)):
+        groups.append(_group(pair, config, one, drafters))
     samples, place = _prompts(pair, task, folder, config, groups)
     path = place / "races.json"
     if path.exists():
@@ -150,10 +152,21 @@ def _races(pair: Pair, task: Task, folder: Path, config: TuneConfig, progress: P
     return races
 
 
-def _group(pair: Pair, config: TuneConfig, setting: Decoding) -> list[Decoding]:
+def racing_drafters(folder: Path) -> list[str]:
+    """The drafters that race: those that need no fitting, the heads that come with the built-in
+    target, and what was fitted in a run folder."""
+    grid = [spec for drafter in DRAFTERS.values() for spec in drafter.grid]
+    fitted = [
+        f"{name}:{folder / name}" for name in DRAFTERS if (folder / name / f"{name}.json").exists()
+    ]
+    return [*grid, Medusa.name, *fitted]
+
+
+def _group(
+    pair: Pair, config: TuneConfig, setting: Decoding, drafters: Sequence[str]
+) -> list[Decoding]:
     """A setting at every window, stop and drafter that it goes together with. Raises InputError
     where there is none."""
-    drafters = [spec for drafter in DRAFTERS.values() for spec in drafter.grid]
     group, error = list[Decoding](), InputError(f"drafter: the pair can use none for {setting}")
     for window, stop, drafter in product(config.windows, config.stops, drafters):
         one = replace(setting, window=window, stop=stop, drafter=drafter)
