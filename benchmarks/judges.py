@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -76,7 +77,7 @@ HEADS = {
 layer, and ones that look ahead too."""
 RESAMPLES, POLICY_THRESHOLD, POLICY_SAMPLES = 2, 0.98, 500
 NUMERIC = r"[\d+*/=-]"
-THRESHOLDS = (0.98, 0.99, 0.995, 0.998, 0.9993)
+THRESHOLDS = tuple(round(1 / (1 + math.exp(-logit)), 5) for logit in range(3, 10))
 TWO_THRESHOLDS, SURER = "ahead, layers", (2.5,)
 """Which judge is also tried with a second threshold for digits and operators, and by how much, as a
 logit, it must be surer of these."""
@@ -109,15 +110,13 @@ class Judges:
     out: Path
     longer: Path | None
     """A longer run, where there is one."""
+    names: Sequence[str]
+    """Which of HEADS."""
 
     @property
     def run(self) -> Path:
         """The mining run that comes with the pair."""
         return self.out / "run"
-
-    @property
-    def names(self) -> list[str]:
-        return [name for name in HEADS if self.longer or not HEADS[name].more]
 
     def fitted(self, name: str) -> str:
         """A judge's folder."""
@@ -306,13 +305,16 @@ def main() -> None:
         "--out", type=Path, default=Path("judges"), help="finished work stays there"
     )
     parser.add_argument("--more", type=Path, help="a longer run of the same pair")
+    judge_help = "one of those that are fitted, may be given again; by default all"
+    parser.add_argument("--judge", action="append", choices=HEADS, help=judge_help)
     parser.add_argument("--picking", type=int, default=300, help="problems to pick settings on")
     parser.add_argument("--problems", type=int, default=500, help="held-out problems")
     parser.add_argument("--prompts", type=int, default=2000, help="to certify on, at most")
     parser.add_argument("--timed", type=int, default=40, help="of the held-out ones")
     parser.add_argument("--limit", type=float, default=0.01, help="what may be lost")
     given = parser.parse_args()
-    judges = Judges(load_pair(compile=True), given.out, given.more)
+    known = [name for name in HEADS if given.more or not HEADS[name].more]
+    judges = Judges(load_pair(compile=True), given.out, given.more, given.judge or known)
     judges.run.mkdir(parents=True, exist_ok=True)
     for name in ("run.json", "journal.jsonl"):
         if not (judges.run / name).exists():

@@ -363,6 +363,7 @@ def test_a_wrong_option_leaves_no_folder(llama: Pair, tmp_path: Path) -> None:
         ({"temperature": -1.0}, "temperature"),
         ({"seed": 2**70}, "64 bits"),
         ({"windows": [-1]}, "window -1"),
+        ({"tree": "auto"}, "leave tree auto out"),
     ):
         with pytest.raises(InputError, match=says):
             compare(

@@ -23,6 +23,7 @@ from lenience.decoding.certified import heads_in, refuse_certified
 from lenience.decoding.generation import Generation
 from lenience.decoding.options import Decoding, given_options
 from lenience.decoding.pair import Pair
+from lenience.drafting.trees import parse_tree
 from lenience.evaluation.human import GRADING_FILES, with_grades
 from lenience.evaluation.quality import Quality, beside_target, qualities
 from lenience.evaluation.table import (
@@ -107,6 +108,11 @@ class CompareConfig:
                 raise InputError(
                     f"setting {entry['rule']}: window auto is chosen by leaving it out; give a "
                     "number"
+                )
+            if parse_tree(entry.get("tree", self.shared.tree)).choices():
+                raise InputError(
+                    f"setting {entry['rule']}: trees are compared by name, a setting for each; "
+                    "leave tree auto out"
                 )
         return entries
 
