@@ -4,17 +4,17 @@
     python benchmarks/judges.py --out judges [--more more]
 
 Judges are fitted to the mining run that comes with the pair, some of them also to resampled labels,
-to what a judge lost on answers of its own, or to a longer run. What is compared is picked on
-problems that none has learned from, and then measured on held-out ones that nothing was chosen on:
+to what a judge lost on answers of its own, or to a longer run. They are measured on held-out
+problems that nothing was chosen on:
 
 - `heads`: out of fold, what share of the harmless mismatches each accepts;
-- `wide`: tokens per pass at a wide window, of each judge with one threshold, and with a second one
-  for digits and operators, where at most `--limit` of the accuracy may be lost; and what of the
-  best of them is certified;
+- `wide`: tokens per pass at a wide window, of each judge at the thresholds of two recalls, and of
+  one with a second threshold for digits and operators; and what of one is certified;
 - `fast`: tokens per second, one by one, of what `lenience tune` finds and certifies, of strict
   decoding at its fastest, of the target and of the draft alone.
 
-`figures` has what of these is asked for first.
+`figures` has what of these is asked for first; `wide_over_strict` those that lose at most
+`--limit`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from lenience.mining.fit import HeadPlan, fit_run
 from lenience.mining.search import MineConfig, mine
 from lenience.runs.journal import Journal
 from lenience.runs.record import mined_first
-from lenience.tasks import Sample, WordMath
+from lenience.tasks import WordMath
 
 
 @dataclass(frozen=True)
@@ -77,29 +77,19 @@ HEADS = {
 layer, and ones that look ahead too."""
 RESAMPLES, POLICY_THRESHOLD, POLICY_SAMPLES = 2, 0.98, 500
 NUMERIC = r"[\d+*/=-]"
-THRESHOLDS = tuple(round(1 / (1 + math.exp(-logit)), 5) for logit in range(3, 10))
-TWO_THRESHOLDS, SURER = "ahead, layers", (2.5,)
+THRESHOLDS = tuple(round(1 / (1 + math.exp(-logit)), 5) for logit in (8, 6.5, 5, 4))
+"""Those that are certified, from strict to lenient."""
+TRIED = ("0.95", "0.98")
+"""At the thresholds of which recalls judges decode."""
+TWO_THRESHOLDS, SURER = ("ahead, layers", "0.95"), 2.5
 """Which judge is also tried with a second threshold for digits and operators, and by how much, as a
 logit, it must be surer of these."""
 RECALLS = ("0.9", "0.98", "0.995", "0.998")
 WIDE = 32
-ANYWHERE = "target's states"
-"""Which judge races beside the best at the wide window: it can be asked with every drafter."""
-STOPS = (0.3, 0.5, 0.7)
+LENIENT, ANYWHERE = "ahead, layers", "target's states"
+"""The judges that race: what accepts most, and what can be asked with every drafter."""
+STOPS = (0.5,)
 WINDOWS = (4, 8, 16)
-
-
-class Picking(WordMath):
-    """Problems that are neither mined nor held out, to pick settings on."""
-
-    name = "wordmath-picking"
-
-    def __init__(self, runs: Iterable[Path]):
-        self.mined = {record["id"] for run in runs for record in Journal(run / "journal.jsonl")}
-
-    def samples(self, split: str) -> Iterator[Sample]:
-        rows = [sample for sample in super().samples("train") if sample.id not in self.mined]
-        yield from rows[:4000] if split == "test" else rows[4000:]
 
 
 @dataclass(frozen=True)
@@ -144,9 +134,12 @@ class Judges:
             mine(self.pair, WordMath(), own, config, show)
         return own
 
-    def runs(self) -> list[Path]:
-        """All that any has learned from."""
-        return [run for run in (self.run, self.out / "own", self.longer) if run]
+    def rule(self, name: str, recall: str) -> str:
+        """A judge at the threshold that rejects so many of the important mismatches, out of
+        fold."""
+        listed = load_head(self.fitted(name)).metrics["thresholds"]
+        (found,) = (row["threshold"] for row in listed if f"{row['recall']:g}" == recall)
+        return f"judge:{self.fitted(name)}@{found}"
 
     def stop_of(self, rule: str) -> str:
         """A stop's folder, fitted to what a rule rejects."""
@@ -174,9 +167,7 @@ class Judges:
         return told
 
 
-def measured(
-    pair: Pair, task: WordMath, settings: Iterable[str], out: Path, limit: int, timed: int
-) -> Frontier:
+def measured(pair: Pair, settings: Iterable[str], out: Path, limit: int, timed: int) -> Frontier:
     """A comparison of settings that name their windows."""
     config = CompareConfig(
         settings=tuple(dict.fromkeys(settings)),
@@ -187,7 +178,7 @@ def measured(
         repeats=2,
     )
     with progress_bars() as show:
-        return compare(pair, task, config, out, show)
+        return compare(pair, WordMath(), config, out, show)
 
 
 def drop(row: FrontierRow) -> float:
@@ -195,45 +186,27 @@ def drop(row: FrontierRow) -> float:
     return row.paired_loss - row.paired_gain
 
 
-def picked_settings(judges: Judges, problems: int, limit: float) -> dict[str, FrontierRow]:
-    """Each judge's setting of the most tokens per pass at the wide window that loses at most
-    `limit`, with one threshold and with two, by its name."""
-    kinds = {}
-    for name in judges.names:
-        judge = f"judge:{judges.fitted(name)}"
-        for threshold in THRESHOLDS:
-            kinds[f"{judge}@{threshold}"] = name
-            for by in SURER if name == TWO_THRESHOLDS else ():
-                two = f'{judge},strict="{NUMERIC}",by={by}@{threshold}'
-                kinds[two] = f"{name}, two thresholds"
-    named = [f"{setting}; window={WIDE}" for setting in ("exact", *kinds)]
-    task = Picking(judges.runs())
-    rows = measured(judges.pair, task, named, judges.out / "picking", problems, timed=1).rows
-    best = {}
-    for name in dict.fromkeys(kinds.values()):
-        usable = [row for row in rows if kinds.get(row.rule) == name and drop(row) <= limit]
-        if usable:
-            best[name] = max(usable, key=lambda row: row.tokens_per_pass or 0.0)
-    return best
-
-
-def wide(judges: Judges, picked: dict[str, FrontierRow], problems: int) -> list[dict[str, Any]]:
-    """What was picked, on held-out problems at the wide window, with its tokens per pass over the
-    strict rule's."""
-    names = {row.rule: name for name, row in picked.items()}
-    settings = [f"{rule}; window={WIDE}" for rule in ("exact", *names)]
-    out = judges.out / "held-out"
-    rows = {
-        one.rule: one for one in measured(judges.pair, WordMath(), settings, out, problems, 1).rows
-    }
+def wide(judges: Judges, problems: int) -> list[dict[str, Any]]:
+    """Each judge at thresholds of some recalls, and one with two thresholds, on held-out problems
+    at the wide window; with its tokens per pass over the strict rule's."""
+    asked = [(name, recall, judges.rule(name, recall)) for name in judges.names for recall in TRIED]
+    for name, recall, rule in asked[:]:
+        if (name, recall) == TWO_THRESHOLDS:
+            judge, _, threshold = rule.partition("@")
+            two = f'{judge},strict="{NUMERIC}",by={SURER}@{threshold}'
+            asked.append((f"{name}, two thresholds", recall, two))
+    settings = [f"{rule}; window={WIDE}" for rule in ("exact", *(rule for *_, rule in asked))]
+    found = measured(judges.pair, settings, judges.out / "wide", problems, timed=1)
+    rows = {row.rule: row for row in found.rows}
     strict = rows["exact"].tokens_per_pass or 1.0
     return [
         {
             "judge": name,
+            "recall": recall,
             "times_strict": (rows[rule].tokens_per_pass or 0.0) / strict,
             **rows[rule].to_json(),
         }
-        for rule, name in names.items()
+        for name, recall, rule in asked
     ]
 
 
@@ -243,38 +216,39 @@ def question(judges: Judges, name: str, max_drop: float, prompts: int) -> Certif
     return CertifyConfig(("exact",), max_drop=max_drop, limit=prompts, horizon=prompts, home=home)
 
 
-def certified_wide(judges: Judges, rule: str, max_drop: float, prompts: int) -> Certificate:
+def certified_wide(judges: Judges, max_drop: float, prompts: int) -> Certificate:
     """What is certified at the wide window, of a judge's settings from strict to lenient."""
-    judge = rule.partition("@")[0]
-    chain = [f"{judge}@{one}; window={WIDE}" for one in sorted(THRESHOLDS, reverse=True)]
+    judge = f"judge:{judges.fitted(LENIENT)}"
+    chain = tuple(f"{judge}@{one}; window={WIDE}" for one in THRESHOLDS)
     asked = question(judges, "certified-wide", max_drop, prompts)
-    asked = replace(asked, rules=(), settings=(tuple(chain),))
+    asked = replace(asked, rules=(), settings=(chain,))
     with progress_bars() as show:
         return certify(judges.pair, WordMath(), judges.out / "certified-wide", asked, show)
 
 
-def tuned(judges: Judges, rules: Sequence[str], max_drop: float, prompts: int) -> Tuned:
-    """What `lenience tune` finds for judges, with a stop that has learned what the first
+def tuned(judges: Judges, max_drop: float, prompts: int) -> Tuned:
+    """What `lenience tune` finds for two judges, with a stop that has learned what the first
     rejects."""
-    named = tuple(dict.fromkeys(rule.partition("@")[0] for rule in rules))
+    named = tuple(f"judge:{judges.fitted(name)}" for name in (LENIENT, ANYWHERE))
     asked = question(judges, "certified-fast", max_drop, prompts)
     asked = replace(asked, rules=named, thresholds=THRESHOLDS)
-    stop = judges.stop_of(rules[0])
+    stop = judges.stop_of(judges.rule(LENIENT, "0.98"))
     stops = ("fixed", *(f"head:{stop}@{least}" for least in STOPS))
     config = TuneConfig(asked, windows=WINDOWS, stops=stops)
     with progress_bars() as show:
         return tune(judges.pair, WordMath(), judges.out / "certified-fast", config, show)
 
 
-def fast(judges: Judges, won: Tuned, other: str, problems: int, timed: int) -> list[FrontierRow]:
-    """What was raced, and strict decoding, another rule and top-K beside it, on held-out
+def fast(judges: Judges, won: Tuned, problems: int, timed: int) -> list[FrontierRow]:
+    """What was raced, and strict decoding, AutoJudge's head and top-K beside it, on held-out
     problems."""
+    other = judges.rule("autojudge", "0.98")
     raced = [won.races.strict, *(one for chain in won.races.lenient for one in chain)]
     settings = [one.setting for one in raced]
     settings += [f"{rule}; window={window}" for rule in ("exact", other) for window in WINDOWS]
     settings += [f"topk:{k}; window=4" for k in (2, 4)]
     out = judges.out / "fast"
-    return measured(judges.pair, WordMath(), settings, out, problems, timed).rows
+    return measured(judges.pair, settings, out, problems, timed).rows
 
 
 def decoder(of: FrontierRow | TriedSetting) -> tuple[str, int, str, str]:
@@ -307,10 +281,10 @@ def main() -> None:
     parser.add_argument("--more", type=Path, help="a longer run of the same pair")
     judge_help = "one of those that are fitted, may be given again; by default all"
     parser.add_argument("--judge", action="append", choices=HEADS, help=judge_help)
-    parser.add_argument("--picking", type=int, default=300, help="problems to pick settings on")
     parser.add_argument("--problems", type=int, default=500, help="held-out problems")
     parser.add_argument("--prompts", type=int, default=2000, help="to certify on, at most")
-    parser.add_argument("--timed", type=int, default=40, help="of the held-out ones")
+    parser.add_argument("--raced", type=int, default=200, help="of them, those for the speeds")
+    parser.add_argument("--timed", type=int, default=40, help="of these, how many are timed")
     parser.add_argument("--limit", type=float, default=0.01, help="what may be lost")
     given = parser.parse_args()
     known = [name for name in HEADS if given.more or not HEADS[name].more]
@@ -319,17 +293,15 @@ def main() -> None:
     for name in ("run.json", "journal.jsonl"):
         if not (judges.run / name).exists():
             shutil.copy(EMBEDDED / "run" / name, judges.run)
-    picked = picked_settings(judges, given.picking, given.limit)
-    at_width = wide(judges, picked, given.problems)
-    best = max(picked.values(), key=lambda row: row.tokens_per_pass or 0.0).rule
-    sure = certified_wide(judges, best, given.limit, given.prompts)
-    won = tuned(judges, [best, f"judge:{judges.fitted(ANYWHERE)}"], given.limit, given.prompts)
-    speeds = fast(judges, won, picked["autojudge"].rule, given.problems, given.timed)
+    at_width = wide(judges, given.problems)
+    won = tuned(judges, given.limit, given.prompts)
+    speeds = fast(judges, won, given.raced, given.timed)
+    sure = certified_wide(judges, given.limit, given.prompts)
     heads = judges.out_of_fold()
     strict = at_width[0]["tokens_per_pass"] / at_width[0]["times_strict"]
     told = {
         "wide_over_strict": {
-            one["judge"]: one["times_strict"]
+            f"{one['judge']}, {one['recall']}": one["times_strict"]
             for one in at_width
             if one["paired_loss"] - one["paired_gain"] <= given.limit
         },
