@@ -243,7 +243,8 @@ def fast(judges: Judges, won: Tuned, problems: int, timed: int) -> list[Frontier
     """What was raced, and strict decoding, AutoJudge's head and top-K beside it, on held-out
     problems."""
     other = judges.rule("autojudge", "0.98")
-    raced = [won.races.strict, *(one for chain in won.races.lenient for one in chain)]
+    races = won.races
+    raced = [races.alone, races.strict, *(one for chain in races.lenient for one in chain)]
     settings = [one.setting for one in raced]
     settings += [f"{rule}; window={window}" for rule in ("exact", other) for window in WINDOWS]
     settings += [f"topk:{k}; window=4" for k in (2, 4)]
