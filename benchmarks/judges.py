@@ -242,12 +242,13 @@ def tuned(judges: Judges, max_drop: float, prompts: int) -> Tuned:
 def fast(judges: Judges, won: Tuned, problems: int, timed: int) -> list[FrontierRow]:
     """What was raced, and strict decoding, AutoJudge's head and top-K beside it, on held-out
     problems."""
-    other = judges.rule("autojudge", "0.98")
-    races = won.races
-    raced = [races.alone, races.strict, *(one for chain in races.lenient for one in chain)]
-    settings = [one.setting for one in raced]
-    settings += [f"{rule}; window={window}" for rule in ("exact", other) for window in WINDOWS]
-    settings += [f"topk:{k}; window=4" for k in (2, 4)]
+    other, races = judges.rule("autojudge", "0.98"), won.races
+    settings = [f"{rule}; window={window}" for rule in ("exact", other) for window in WINDOWS]
+    for raced in (races.alone, races.strict, *(one for chain in races.lenient for one in chain)):
+        one = Decoding.parse(raced.setting)
+        named = f"{one.rule}; window={one.window}; stop={one.stop}; drafter={one.drafter}"
+        settings.append(named.removesuffix("; stop=fixed; drafter=model"))
+    settings.append("topk:2; window=4")
     out = judges.out / "fast"
     return measured(judges.pair, settings, out, problems, timed).rows
 
