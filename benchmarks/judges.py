@@ -38,6 +38,7 @@ from lenience.decoding.loading import EMBEDDED, load_pair
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
+from lenience.evaluation.pages import write_report
 from lenience.evaluation.table import Frontier, FrontierRow
 from lenience.heads.fitting import FitConfig, Kind
 from lenience.heads.head import Inputs, load_head
@@ -78,7 +79,9 @@ layer, and ones that look ahead too."""
 RESAMPLES, POLICY_THRESHOLD, POLICY_SAMPLES = 2, 0.98, 500
 NUMERIC = r"[\d+*/=-]"
 THRESHOLDS = tuple(round(1 / (1 + math.exp(-logit)), 5) for logit in (8, 6.5, 5, 4))
-"""Those that are certified, from strict to lenient."""
+STRICTER = tuple(round(1 / (1 + math.exp(-logit)), 6) for logit in (11, 9.5, 8, 6.5))
+"""Those that are certified, from strict to lenient; at the wide window, where more is doubtful,
+stricter ones."""
 TRIED = ("0.95", "0.98")
 """At the thresholds of which recalls judges decode."""
 TWO_THRESHOLDS, SURER = ("ahead, layers", "0.95"), 2.5
@@ -219,7 +222,7 @@ def question(judges: Judges, name: str, max_drop: float, prompts: int) -> Certif
 def certified_wide(judges: Judges, max_drop: float, prompts: int) -> Certificate:
     """What is certified at the wide window, of a judge's settings from strict to lenient."""
     judge = f"judge:{judges.fitted(LENIENT)}"
-    chain = tuple(f"{judge}@{one}; window={WIDE}" for one in THRESHOLDS)
+    chain = tuple(f"{judge}@{one}; window={WIDE}" for one in STRICTER)
     asked = question(judges, "certified-wide", max_drop, prompts)
     asked = replace(asked, rules=(), settings=(chain,))
     with progress_bars() as show:
@@ -250,7 +253,9 @@ def fast(judges: Judges, won: Tuned, problems: int, timed: int) -> list[Frontier
         settings.append(named.removesuffix("; stop=fixed; drafter=model"))
     settings.append("topk:2; window=4")
     out = judges.out / "fast"
-    return measured(judges.pair, settings, out, problems, timed).rows
+    frontier = measured(judges.pair, settings, out, problems, timed)
+    write_report(out / "report.html", frontier, certificate=won.certificate)
+    return frontier.rows
 
 
 def decoder(of: FrontierRow | TriedSetting) -> tuple[str, int, str, str]:
