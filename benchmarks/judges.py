@@ -88,6 +88,7 @@ TWO_THRESHOLDS, SURER = ("ahead, layers", "0.95"), 2.5
 """Which judge is also tried with a second threshold for digits and operators, and by how much, as a
 logit, it must be surer of these."""
 RECALLS = ("0.9", "0.98", "0.995", "0.998")
+STRICT = "strict"
 WIDE = 32
 LENIENT, ANYWHERE = "ahead, layers", "target's states"
 """The judges that race: what accepts most, and what can be asked with every drafter."""
@@ -192,13 +193,15 @@ def drop(row: FrontierRow) -> float:
 def wide(judges: Judges, problems: int) -> list[dict[str, Any]]:
     """Each judge at thresholds of some recalls, and one with two thresholds, on held-out problems
     at the wide window; with its tokens per pass over the strict rule's."""
-    asked = [(name, recall, judges.rule(name, recall)) for name in judges.names for recall in TRIED]
+    asked = [(STRICT, "", "exact")]
+    for name in judges.names:
+        asked += [(name, recall, judges.rule(name, recall)) for recall in TRIED]
     for name, recall, rule in asked[:]:
         if (name, recall) == TWO_THRESHOLDS:
             judge, _, threshold = rule.partition("@")
             two = f'{judge},strict="{NUMERIC}",by={SURER}@{threshold}'
             asked.append((f"{name}, two thresholds", recall, two))
-    settings = [f"{rule}; window={WIDE}" for rule in ("exact", *(rule for *_, rule in asked))]
+    settings = [f"{rule}; window={WIDE}" for *_, rule in asked]
     found = measured(judges.pair, settings, judges.out / "wide", problems, timed=1)
     rows = {row.rule: row for row in found.rows}
     strict = rows["exact"].tokens_per_pass or 1.0
@@ -305,12 +308,12 @@ def main() -> None:
     speeds = fast(judges, won, given.raced, given.timed)
     sure = certified_wide(judges, given.limit, given.prompts)
     heads = judges.out_of_fold()
-    strict = at_width[0]["tokens_per_pass"] / at_width[0]["times_strict"]
+    strict = at_width[0]["tokens_per_pass"]
     told = {
         "wide_over_strict": {
             f"{one['judge']}, {one['recall']}": one["times_strict"]
             for one in at_width
-            if one["paired_loss"] - one["paired_gain"] <= given.limit
+            if one["judge"] != STRICT and one["paired_loss"] - one["paired_gain"] <= given.limit
         },
         "certified_wide_over_strict": sure.certified and sure.certified.tokens_per_pass / strict,
         **speed_figures(won, speeds, given.limit),
