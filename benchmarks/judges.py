@@ -193,7 +193,7 @@ def drop(row: FrontierRow) -> float:
 def wide(judges: Judges, problems: int) -> list[dict[str, Any]]:
     """Each judge at thresholds of some recalls, and one with two thresholds, on held-out problems
     at the wide window; with its tokens per pass over the strict rule's."""
-    asked = [(STRICT, "", "exact")]
+    asked = [(STRICT, "–", "exact")]
     for name in judges.names:
         asked += [(name, recall, judges.rule(name, recall)) for recall in TRIED]
     for name, recall, rule in asked[:]:

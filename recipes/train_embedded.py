@@ -478,7 +478,7 @@ def average(of: list[tuple[float, Path]], out: Path) -> None:
     mean.to(torch.bfloat16).save_pretrained(out / "target")
 
 
-def main() -> None:
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -510,7 +510,11 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("training"), help=work_help)
     parser.add_argument("--out", type=Path, default=EMBEDDED, help="where the finished models go")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = vars(parser.parse_args())
+    return parser
+
+
+def main() -> None:
+    given = vars(options().parse_args())
     what, of = given.pop("what"), given.pop("of")
     if what == "average":
         average([(float(weight), Path(path)) for weight, path in of], given["out"])

@@ -167,17 +167,17 @@ def _group(
 ) -> list[Decoding]:
     """A setting at every window, stop and drafter that it goes together with. Raises InputError
     where there is none."""
-    group, error = list[Decoding](), InputError(f"drafter: the pair can use none for {setting}")
+    group, refusals = list[Decoding](), list[InputError]()
     for window, stop, drafter in product(config.windows, config.stops, drafters):
         one = replace(setting, window=window, stop=stop, drafter=drafter)
         try:
             pair.check(one)
         except InputError as refused:
-            error = refused
+            refusals.append(refused)
         else:
             group.append(one)
     if not group:
-        raise error
+        raise refusals[0]
     return group
 
 
