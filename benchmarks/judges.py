@@ -281,7 +281,7 @@ def speed_figures(won: Tuned, rows: Sequence[FrontierRow], limit: float) -> dict
     return told
 
 
-def main() -> None:
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -296,7 +296,11 @@ def main() -> None:
     parser.add_argument("--raced", type=int, default=200, help="of them, those for the speeds")
     parser.add_argument("--timed", type=int, default=40, help="of these, how many are timed")
     parser.add_argument("--limit", type=float, default=0.01, help="what may be lost")
-    given = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    given = options().parse_args()
     known = [name for name in HEADS if given.more or not HEADS[name].more]
     judges = Judges(load_pair(compile=True), given.out, given.more, given.judge or known)
     judges.run.mkdir(parents=True, exist_ok=True)
