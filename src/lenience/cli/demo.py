@@ -44,6 +44,8 @@ STOPPED_AT = 0.5
 """At which threshold the stop races."""
 MAX_DROP, CERTIFIED_ON = 0.03, 5
 """What is certified, on at most so many times as many problems as are compared."""
+TOLD_APART = ("rule", "window", "stop", "drafter")
+"""By what the settings that are compared differ."""
 TOLD = (
     "certified", "max_drop", "confidence", "n", "losses", "upper_bound", "procedure", "binds",
 )  # fmt: skip
@@ -139,9 +141,12 @@ def _compare(pair: Pair, out: Path, tuned: Tuned, limit: int) -> Frontier:
     screen.rule(f"4. comparing on {limit} held-out problems")
     raced = [tuned.races.strict, *(one for chain in tuned.races.lenient for one in chain)]
     fastest = [Decoding.parse(one.setting) for one in raced]
-    widest = [replace(fastest[i], window=WIDEST) for i in (0, -2)]
+    widest = [replace(fastest[i], window=WIDEST, drafter="model") for i in (0, -2)]
     compared = [*fastest, *widest, replace(fastest[0], rule="topk:2")]
-    settings = [f"{one.rule}; window={one.window}; stop={one.stop}" for one in compared]
+    settings = [
+        f"{one.rule}; window={one.window}; stop={one.stop}; drafter={one.drafter}"
+        for one in compared
+    ]
     config = CompareConfig(settings=tuple(dict.fromkeys(settings)), limit=limit, timed=8, repeats=1)
     asked = out / "compare.json"
     if asked.exists() and not _asks_for(read_json(asked), config):
@@ -151,8 +156,9 @@ def _compare(pair: Pair, out: Path, tuned: Tuned, limit: int) -> Frontier:
 
 def _asks_for(asked: dict[str, Any], config: CompareConfig) -> bool:
     settings = [one for one in asked.get("settings", []) if one["rule"] not in BASELINES]
-    kept = [(one["rule"], one["window"], one["stop"]) for one in settings]
-    return kept == [(str(one.rule), one.window, str(one.stop)) for one in config.decodings()]
+    kept = [tuple(str(one[name]) for name in TOLD_APART) for one in settings]
+    asked_now = [one.to_json() for one in config.decodings()]
+    return kept == [tuple(str(one[name]) for name in TOLD_APART) for one in asked_now]
 
 
 def _mining(counts: MinedCounts, head: Head) -> Mining:
