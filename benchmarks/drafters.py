@@ -1,7 +1,7 @@
 """What drafters and trees bring on the built-in pair, one by one: strictly when greedy, and by the
 lossless rules when sampling. Prints one JSON object.
 
-    python recipes/built_in_heads.py --kind eagle --answers 2000 --epochs 8 --work heads-work
+    python recipes/built_in_heads.py --kind eagle --answers 2000 --work heads-work
     lenience fit RUN --drafter model --out distilled
     python benchmarks/drafters.py --eagle heads-work/eagle --distilled distilled
 

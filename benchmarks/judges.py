@@ -3,9 +3,15 @@
     lenience mine --task wordmath --limit 5000 --out more
     python benchmarks/judges.py --out judges [--more more]
 
-Judges are fitted to the mining run that comes with the pair, some of them also to resampled labels,
-to what a judge lost on answers of its own, or to a longer run. They are measured on held-out
-problems that nothing was chosen on:
+With a draft that was aligned with the target, the fastest that strict decoding has here:
+
+    lenience fit RUN --drafter model --out aligned
+    lenience mine --task wordmath --limit 4000 --target TARGET --draft aligned --out aligned-run
+    python benchmarks/judges.py --out aligned-judges --draft aligned --run aligned-run
+
+Judges are fitted to the mining run that comes with the pair, or to --run, some of them also to
+resampled labels, to what a judge lost on answers of its own, or to a longer run. They are measured
+on held-out problems that nothing was chosen on:
 
 - `heads`: out of fold, what share of the harmless mismatches each accepts;
 - `wide`: tokens per pass at a wide window, of each judge at the thresholds of two recalls, and of
@@ -109,7 +115,7 @@ class Judges:
 
     @property
     def run(self) -> Path:
-        """The mining run that comes with the pair."""
+        """The mining run that judges are fitted to."""
         return self.out / "run"
 
     def fitted(self, name: str) -> str:
@@ -281,6 +287,13 @@ def speed_figures(won: Tuned, rows: Sequence[FrontierRow], limit: float) -> dict
     return told
 
 
+def built_in_pair(draft: str | None) -> Pair:
+    """The built-in target with its own draft, or with another."""
+    if draft is None:
+        return load_pair(compile=True)
+    return load_pair(str(EMBEDDED / "target"), draft, compile=True, dtype="float32")
+
+
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -288,6 +301,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, default=Path("judges"), help="finished work stays there"
     )
+    parser.add_argument("--draft", help="another draft for the built-in target, with its --run")
+    parser.add_argument("--run", type=Path, default=EMBEDDED / "run", help="to fit judges to")
     parser.add_argument("--more", type=Path, help="a longer run of the same pair")
     judge_help = "one of those that are fitted, may be given again; by default all"
     parser.add_argument("--judge", action="append", choices=HEADS, help=judge_help)
@@ -300,13 +315,16 @@ def options() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    given = options().parse_args()
+    given = (parser := options()).parse_args()
+    if not given.more and (of_more := [name for name in given.judge or () if HEADS[name].more]):
+        parser.error(f"--judge {of_more[0]!r}: learns from a longer run; name it with --more")
     known = [name for name in HEADS if given.more or not HEADS[name].more]
-    judges = Judges(load_pair(compile=True), given.out, given.more, given.judge or known)
+    pair = built_in_pair(given.draft)
+    judges = Judges(pair, given.out, given.more, given.judge or known)
     judges.run.mkdir(parents=True, exist_ok=True)
     for name in ("run.json", "journal.jsonl"):
         if not (judges.run / name).exists():
-            shutil.copy(EMBEDDED / "run" / name, judges.run)
+            shutil.copy(given.run / name, judges.run)
     at_width = wide(judges, given.problems)
     won = tuned(judges, given.limit, given.prompts)
     speeds = fast(judges, won, given.raced, given.timed)

@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--kind", default="medusa", choices=("medusa", "blockwise", "eagle"))
     parser.add_argument("--answers", type=int, default=5000, help="how many to learn from")
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--epochs", type=int, help="by default as fit --drafter has it")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     pair = load_pair(compile=True)

@@ -514,9 +514,11 @@ def options() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    given = vars(options().parse_args())
+    given = vars((parser := options()).parse_args())
     what, of = given.pop("what"), given.pop("of")
     if what == "average":
+        if not of:
+            parser.error("average: name each model with --of WEIGHT FOLDER")
         average([(float(weight), Path(path)) for weight, path in of], given["out"])
     elif what == "tokenizer":
         for role in ("target", "draft"):

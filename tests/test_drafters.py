@@ -17,12 +17,13 @@ from safetensors.torch import load_file
 
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
-from lenience.certification.tune import racing_drafters
+from lenience.certification.tune import GRID, TuneConfig, fitted_drafters, group_of
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
 from lenience.core.noise import Noise
 from lenience.core.profile import Profile
 from lenience.decoding.loading import load_pair
+from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.drafting.base import DrafterSetup
 from lenience.drafting.heads import DraftHeads, load_heads
@@ -349,6 +350,28 @@ class Counting(Task):
         return text.split()[-1] if text.split() else None
 
 
+@pytest.mark.parametrize("kind", ["medusa", "blockwise", "eagle"])
+def test_what_was_fitted_in_a_run_races_at_the_windows_that_it_can_fill(
+    kind: str, llama: Pair, tmp_path: Path
+) -> None:
+    run, strict = tmp_path / "rate=3, a|b", Decoding("exact")
+    mine(llama, Counting(), run, MineConfig(limit=20, batch_size=8))
+    fit_drafter(llama, run, DrafterPlan(kind, run / kind, heads=2, epochs=1))
+    fitted, refused = fitted_drafters(llama, run, strict)
+    assert len(fitted) == 1 and not refused
+    config = TuneConfig(CertifyConfig(("topk",)), windows=(1, 3, 4, 8))
+    raced = group_of(llama, config, strict, [*GRID, *fitted])
+    windows = [1, 3] if kind != "eagle" else [1, 3, 4, 8]
+    assert [one.window for one in raced if one.drafter == fitted[0]] == windows
+    assert [one.window for one in raced if one.drafter == "model"] == [1, 3, 4, 8]
+    assert "medusa" not in {one.drafter for one in raced}, "those are the built-in target's"
+    assert fitted_drafters(llama, tmp_path, strict) == ([], [])
+    built_in = load_pair(compile=False)
+    fitted, (why,) = fitted_drafters(built_in, run, strict)
+    assert not fitted and str(run / kind) in why
+    assert "medusa" in {one.drafter for one in group_of(built_in, config, strict, GRID)}
+
+
 @pytest.mark.parametrize("kind", ["medusa", "blockwise"])
 def test_heads_learn_from_a_run_go_on_after_a_stop_and_are_bound(
     kind: str, llama: Pair, tmp_path: Path
@@ -358,8 +381,6 @@ def test_heads_learn_from_a_run_go_on_after_a_stop_and_are_bound(
     plan = DrafterPlan(kind, run / kind, heads=2, epochs=6)
     heads = fit_drafter(llama, run, plan)
     assert not (run / kind / "training.safetensors").exists()
-    assert f"{kind}:{run / kind}" in racing_drafters(run), "a race tries what a run has fitted"
-    assert f"{kind}:{tmp_path / kind}" not in racing_drafters(tmp_path)
     before = fit_drafter(llama, run, replace(plan, out=tmp_path / "none", epochs=0))
     assert heads.metrics["tokens_per_pass"] >= before.metrics["tokens_per_pass"]
     assert heads.fingerprints["target"] == llama.target.fingerprint

@@ -138,6 +138,9 @@ def test_races_of_another_machine_are_run_again(llama: Pair, task: Echo, run: Pa
 
 
 def test_wrong_questions_are_told(llama: Pair, task: Echo, run: Path) -> None:
+    for empty in ({"windows": ()}, {"stops": ()}):
+        with pytest.raises(InputError, match=f"{next(iter(empty))}: name at least one"):
+            TuneConfig(CertifyConfig(("topk",)), **empty)  # type: ignore[arg-type]
     right = config(run)
     for wrong, says in (
         ({"window": 4}, "options: window is what is tuned"),

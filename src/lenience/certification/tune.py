@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
+from pydantic import Field
+
 from lenience.certification.calibration import check_question
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
@@ -21,8 +23,9 @@ from lenience.decoding.asking import task_for
 from lenience.decoding.certified import Certificate, heads_in, setting_without_paths
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
-from lenience.drafting.heads import Medusa
-from lenience.drafting.registry import DRAFTERS
+from lenience.drafting.eagle import Eagle
+from lenience.drafting.heads import Blockwise, Medusa
+from lenience.drafting.registry import DRAFTERS, parse_drafter
 from lenience.evaluation.table import machine
 from lenience.runs.ledger import Ledger
 from lenience.runs.record import check_prompts, for_task
@@ -35,6 +38,10 @@ HEATS = ((2, 0.3), (4, 0.3))
 """On how many prompts those that are left take turns, and which share of each group then stays."""
 LEAST_PROMPTS = 8
 """For the heats and the final."""
+GRID = (*(spec for drafter in DRAFTERS.values() for spec in drafter.grid), Medusa.name)
+"""The drafters that need no fitting, and the heads that come with the built-in target."""
+FITTED = (Medusa, Blockwise, Eagle)
+"""Those that also race where they were fitted in the run folder."""
 WARM_UP = 16
 """How many tokens each setting decodes before it is timed."""
 
@@ -51,6 +58,9 @@ class TuneConfig:
     """How many to race on."""
 
     def __post_init__(self) -> None:
+        for name in ("windows", "stops"):
+            if not getattr(self, name):
+                raise InputError(f"{name}: name at least one")
         if not self.question.rules or self.question.settings:
             raise InputError("rule: name those that are to be tuned")
         for name in ("window", "stop", "drafter"):
@@ -83,6 +93,8 @@ class Races(Record):
     """The fastest strict decoding that drafts."""
     lenient: list[list[Raced]]
     """For each rule, its settings from strict to lenient, each at its fastest."""
+    refused: list[str] = Field(default_factory=list)
+    """Why drafters that were fitted in the run folder did not race."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +144,11 @@ def _races(pair: Pair, task: Task, folder: Path, config: TuneConfig, progress: P
     chains = question.chains(shared)
     check_question(pair, task, folder, question)
     groups = [[replace(shared, rule="exact", window=0)]]
-    strict, drafters = replace(shared, rule="exact"), racing_drafters(folder)
+    strict = replace(shared, rule="exact")
+    fitted, refused = fitted_drafters(pair, folder, strict)
+    drafters = [*GRID, *fitted]
     for one in (strict, *(one for chain in chains for one in chain)):
-        groups.append(_group(pair, config, one, drafters))
+        groups.append(group_of(pair, config, one, drafters))
     samples, place = _prompts(pair, task, folder, config, groups)
     path = place / "races.json"
     if path.exists():
@@ -147,38 +161,54 @@ def _races(pair: Pair, task: Task, folder: Path, config: TuneConfig, progress: P
         alone=next(won),
         strict=next(won),
         lenient=[[next(won) for _ in chain] for chain in chains],
+        refused=refused,
     )
     write_json(path, races.to_json())
     return races
 
 
-def racing_drafters(folder: Path) -> list[str]:
-    """The drafters that race: those that need no fitting, the heads that come with the built-in
-    target, and what was fitted in a run folder."""
-    grid = [spec for drafter in DRAFTERS.values() for spec in drafter.grid]
-    fitted = [
-        f"{name}:{folder / name}" for name in DRAFTERS if (folder / name / f"{name}.json").exists()
-    ]
-    return [*grid, Medusa.name, *fitted]
+def fitted_drafters(pair: Pair, folder: Path, strict: Decoding) -> tuple[list[str], list[str]]:
+    """The drafters that were fitted in a run folder; and why those of them are refused that cannot
+    draft for this target."""
+    fitted, refused = list[str](), list[str]()
+    for kind in FITTED:
+        if not (folder / kind.name / f"{kind.name}.json").exists():
+            continue
+        drafter = str(kind(str(folder / kind.name)))
+        try:
+            pair.check(replace(strict, drafter=drafter))
+        except InputError as error:
+            refused.append(str(error))
+        else:
+            fitted.append(drafter)
+    return fitted, refused
 
 
-def _group(
+def group_of(
     pair: Pair, config: TuneConfig, setting: Decoding, drafters: Sequence[str]
 ) -> list[Decoding]:
     """A setting at every window, stop and drafter that it goes together with. Raises InputError
     where there is none."""
     group, refusals = list[Decoding](), list[InputError]()
-    for window, stop, drafter in product(config.windows, config.stops, drafters):
-        one = replace(setting, window=window, stop=stop, drafter=drafter)
-        try:
-            pair.check(one)
-        except InputError as refused:
-            refusals.append(refused)
-        else:
-            group.append(one)
+    for drafter, stop in product(drafters, config.stops):
+        for window in _windows_for(drafter, config.windows):
+            one = replace(setting, window=window, stop=stop, drafter=drafter)
+            try:
+                pair.check(one)
+            except InputError as refused:
+                refusals.append(refused)
+            else:
+                group.append(one)
     if not group:
         raise refusals[0]
     return group
+
+
+def _windows_for(drafter: str, windows: Sequence[int]) -> list[int]:
+    """Those of some windows at which a drafter proposes something else."""
+    longest = parse_drafter(drafter).longest or max(windows)
+    enough = min((window for window in windows if window >= longest), default=max(windows))
+    return [window for window in windows if window <= enough]
 
 
 def _prompts(

@@ -136,8 +136,8 @@ def _tune(pair: Pair, out: Path, head: Head, limit: int) -> Tuned:
 
 
 def _compare(pair: Pair, out: Path, tuned: Tuned, limit: int) -> Frontier:
-    """Each threshold and strict decoding at its fastest window, as tuned, and strict decoding and
-    the last but one threshold at the widest."""
+    """Each threshold and strict decoding as they won the race, and strict decoding and the last but
+    one threshold at the widest window with the draft model."""
     screen.rule(f"4. comparing on {limit} held-out problems")
     raced = [tuned.races.strict, *(one for chain in tuned.races.lenient for one in chain)]
     fastest = [Decoding.parse(one.setting) for one in raced]

@@ -133,19 +133,24 @@ def planned(found: Forecast, run: str) -> str:
 
 def print_races(races: Races) -> None:
     """The settings that were the fastest of their groups."""
+    from lenience.decoding.certified import drafter_without_paths, stop_without_paths
     from lenience.decoding.options import Decoding
-    from lenience.evaluation.names import short, short_stop
+    from lenience.evaluation.names import short
 
     table = Table("setting, at its fastest", title=f"races on {escape(races.machine)}")
-    for column in ("window", "stop", "tokens/s", "times strict", "times the target"):
+    for column in ("drafter", "window", "stop", "tokens/s", "times strict", "times the target"):
         table.add_column(column, justify="right")
     for one in (races.alone, races.strict, *(row for chain in races.lenient for row in chain)):
         decoding, speed = Decoding.parse(one.setting), one.tokens_per_second
         name = "the target alone" if decoding.window == 0 else short(str(decoding.rule))
-        cells = [str(decoding.window or "–"), short_stop(decoding.stop), f"{speed:.0f}"]
+        drafter = drafter_without_paths(decoding.drafter) if decoding.window else "–"
+        window, stop = str(decoding.window or "–"), stop_without_paths(decoding.stop)
+        cells = [drafter, window, stop, f"{speed:.0f}"]
         times = (speed / base.tokens_per_second for base in (races.strict, races.alone))
         table.add_row(escape(name), *map(escape, cells), *(f"{one:.2f}" for one in times))
     wide(110).print(table)
+    for why in races.refused:
+        say(f"did not race: {why}")
 
 
 def gained(tuned: Tuned) -> str:

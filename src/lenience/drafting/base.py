@@ -68,6 +68,11 @@ class DrafterSpec:
         """Whether what it proposes depends on what was answered before."""
         return False
 
+    @property
+    def longest(self) -> int | None:
+        """How many tokens it can propose one after another; None where as many as are asked for."""
+        return None
+
     grid: ClassVar[tuple[str, ...]] = ()
     """Specs of some of its settings, for whoever tries all drafters."""
 

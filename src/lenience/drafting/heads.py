@@ -248,6 +248,10 @@ class _Heads(DrafterSpec):
         return replace(self, path=path(self.path))
 
     @property
+    def longest(self) -> int:
+        return len(self.head.blocks)
+
+    @property
     def fitted(self) -> tuple[Fitted, ...]:
         return (self,)
 

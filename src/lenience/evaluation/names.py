@@ -7,8 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from lenience.core import spec
-from lenience.decoding.certified import TriedSetting
-from lenience.drafting.stops import Stop, parse_stop
+from lenience.decoding.certified import TriedSetting, drafter_without_paths, stop_without_paths
 from lenience.evaluation.table import FrontierRow
 from lenience.rules.base import Term
 from lenience.rules.registry import BASELINES, parse_spec, terms
@@ -88,14 +87,10 @@ def _label(term: Term, labels: Mapping[str, str]) -> str:
 def setting_name(row: TriedSetting) -> str:
     """A setting that was certified or tried, without its window."""
     options = {**row.options}
-    if "stop" in options:
-        options["stop"] = short_stop(options["stop"])
+    for name, short_one in (("stop", stop_without_paths), ("drafter", drafter_without_paths)):
+        if name in options:
+            options[name] = short_one(options[name])
     return ", ".join([short(row.rule), *(f"{name} {value}" for name, value in options.items())])
-
-
-def short_stop(stop: str | Stop) -> str:
-    """A stop condition with no more of its head's path than its folder."""
-    return str(parse_stop(stop).relocated(lambda path: Path(path).name))
 
 
 def why(row: FrontierRow) -> str:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from lenience.decoding.certified import Certificate, Certified
+from lenience.decoding.certified import Certificate, Certified, TriedSetting
 from lenience.evaluation.names import NamedRow, named, setting_name, why
-from lenience.evaluation.table import AllocationPoint, Frontier
+from lenience.evaluation.table import AllocationPoint, Frontier, FrontierRow
 
 COLORS = {
     "target": "#6b7280",
@@ -177,14 +177,15 @@ def _covered(place: tuple[float, float], taken: Sequence[tuple[float, float]]) -
     return sum(abs(place[0] - x) < width and abs(place[1] - y) < height for x, y in taken)
 
 
+def _tells(row: FrontierRow | TriedSetting) -> list[Any]:
+    """What one that is compared and one that is certified have in common, if they are the same."""
+    return [row.rule, row.window, *(row.options.get(name) for name in ("stop", "drafter"))]
+
+
 def _draw_ring(axis: Any, key: str, rows: Numbered, certified: Certified | None) -> None:
     for _, row in rows:
         x = getattr(row, key)
-        if (
-            certified
-            and (row.rule, row.window) == (certified.rule, certified.window)
-            and x is not None
-        ):
+        if certified and _tells(row) == _tells(certified) and x is not None:
             axis.plot(
                 x,
                 _inside(row.accuracy, row.n),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from pydantic import Field
 from scipy.stats import binomtest
 
 from lenience.core.records import Record
@@ -57,7 +58,7 @@ class FrontierRow(Record):
 
     rule: str
     window: int
-    options: dict[str, Any]
+    options: dict[str, Any] = Field(default_factory=dict)
     """What else differs from what the settings of the comparison share."""
     why: str
     n: int
