@@ -88,7 +88,7 @@ THRESHOLDS = tuple(round(1 / (1 + math.exp(-logit)), 5) for logit in (8, 6.5, 5,
 STRICTER = tuple(round(1 / (1 + math.exp(-logit)), 6) for logit in (11, 9.5, 8, 6.5))
 """Those that are certified, from strict to lenient; at the wide window, where more is doubtful,
 stricter ones."""
-TRIED = ("0.95", "0.98")
+TRIED = ("0.95", "0.98", "0.995")
 """At the thresholds of which recalls judges decode."""
 TWO_THRESHOLDS, SURER = ("ahead, layers", "0.95"), 2.5
 """Which judge is also tried with a second threshold for digits and operators, and by how much, as a
@@ -96,8 +96,9 @@ logit, it must be surer of these."""
 RECALLS = ("0.9", "0.98", "0.995", "0.998")
 STRICT = "strict"
 WIDE = 32
-LENIENT, ANYWHERE = "ahead, layers", "target's states"
-"""The judges that race: what accepts most, and what can be asked with every drafter."""
+RACED = ("ahead, layers", "target's states")
+"""The judges that race, where they are fitted: what accepts most, and what can be asked with every
+drafter."""
 STOPS = (0.5,)
 WINDOWS = (4, 8, 16)
 
@@ -112,6 +113,10 @@ class Judges:
     """A longer run, where there is one."""
     names: Sequence[str]
     """Which of HEADS."""
+
+    @property
+    def raced(self) -> list[str]:
+        return [name for name in RACED if name in self.names]
 
     @property
     def run(self) -> Path:
@@ -230,7 +235,7 @@ def question(judges: Judges, name: str, max_drop: float, prompts: int) -> Certif
 
 def certified_wide(judges: Judges, max_drop: float, prompts: int) -> Certificate:
     """What is certified at the wide window, of a judge's settings from strict to lenient."""
-    judge = f"judge:{judges.fitted(LENIENT)}"
+    judge = f"judge:{judges.fitted(judges.raced[0])}"
     chain = tuple(f"{judge}@{one}; window={WIDE}" for one in STRICTER)
     asked = question(judges, "certified-wide", max_drop, prompts)
     asked = replace(asked, rules=(), settings=(chain,))
@@ -239,12 +244,12 @@ def certified_wide(judges: Judges, max_drop: float, prompts: int) -> Certificate
 
 
 def tuned(judges: Judges, max_drop: float, prompts: int) -> Tuned:
-    """What `lenience tune` finds for two judges, with a stop that has learned what the first
+    """What `lenience tune` finds for those that race, with a stop that has learned what the first
     rejects."""
-    named = tuple(f"judge:{judges.fitted(name)}" for name in (LENIENT, ANYWHERE))
+    named = tuple(f"judge:{judges.fitted(name)}" for name in judges.raced)
     asked = question(judges, "certified-fast", max_drop, prompts)
     asked = replace(asked, rules=named, thresholds=THRESHOLDS)
-    stop = judges.stop_of(judges.rule(LENIENT, "0.98"))
+    stop = judges.stop_of(judges.rule(judges.raced[0], "0.98"))
     stops = ("fixed", *(f"head:{stop}@{least}" for least in STOPS))
     config = TuneConfig(asked, windows=WINDOWS, stops=stops)
     with progress_bars() as show:
@@ -319,8 +324,9 @@ def main() -> None:
     if not given.more and (of_more := [name for name in given.judge or () if HEADS[name].more]):
         parser.error(f"--judge {of_more[0]!r}: learns from a longer run; name it with --more")
     known = [name for name in HEADS if given.more or not HEADS[name].more]
-    pair = built_in_pair(given.draft)
-    judges = Judges(pair, given.out, given.more, given.judge or known)
+    judges = Judges(built_in_pair(given.draft), given.out, given.more, given.judge or known)
+    if not judges.raced:
+        parser.error(f"--judge: name one of those that race too, {' or '.join(map(repr, RACED))}")
     judges.run.mkdir(parents=True, exist_ok=True)
     for name in ("run.json", "journal.jsonl"):
         if not (judges.run / name).exists():

@@ -28,7 +28,14 @@ from lenience.models.session import Session
 from lenience.rules.registry import parse_rule
 from lenience.rules.trees import judge_trees
 
-TREES = ("dynamic:6", "dynamic:16", "dynamic:9,depth=3,top=2", "cartesian:3,2,1", "cartesian:2")
+TREES = (
+    "dynamic:6",
+    "dynamic:16",
+    "dynamic:8,temperature=1.5",
+    "dynamic:9,depth=3,top=2",
+    "cartesian:3,2,1",
+    "cartesian:2",
+)
 
 
 @st.composite
@@ -250,6 +257,24 @@ def _padded(expand: Callable[[Level | None], torch.Tensor]) -> Callable[..., tor
     return lambda level: torch.nn.functional.pad(expand(level), (0, 252), value=-torch.inf)
 
 
+def test_a_tree_can_rank_paths_at_a_temperature() -> None:
+    """Two sure tokens against one that is less sure: 0.9 · 0.9 > 0.1, and at a temperature of 8 the
+    other way round, 0.568² < 0.432."""
+    logits = torch.log(torch.tensor([0.9, 0.1]))
+    ctx = Context([Row(Noise(0, b""))])
+    for temperature, other in ((1.0, False), (8.0, True)):
+        tree = Dynamic(2, top=2, temperature=temperature)
+
+        def expand(level: Level | None, tree: Dynamic = tree) -> torch.Tensor:
+            width = 1 if level is None else len(level.tokens[0])
+            return tree.log_probs(logits.expand(1, width, 2), ctx)
+
+        (grown,) = tree.grow(expand, ctx, 2, frozenset())
+        ((path, *more),) = [paths(grown.parents)]
+        assert (len(more) == 1) == other, "a second branch, or a second token on the first"
+        assert grown.tokens == ([0, 1] if other else [0, 0]) and len(path) == (1 if other else 2)
+
+
 def test_a_tree_is_cut_at_a_depth() -> None:
     grown = Grown([1, 2, 3, 4, 5], [-1, 0, 1, 0, -1], [0, 1, 2, 1, 0])
     cut = grown.cut(2, frozenset())
@@ -265,6 +290,7 @@ def test_a_tree_is_cut_at_a_depth() -> None:
         ({"tree": "bush"}, "no tree 'bush'"),
         ({"tree": "dynamic"}, "dynamic needs nodes"),
         ({"tree": "dynamic:0"}, "nodes 0: must be 1"),
+        ({"tree": "dynamic:4,temperature=0"}, "temperature 0.0: must be above 0"),
         ({"tree": "dynamic:5000"}, "at most 1024"),
         ({"tree": "cartesian:64,64"}, "at most 1024"),
         ({"tree": "cartesian"}, "cartesian needs widths"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,15 @@ from test_certify import Echo
 
 from lenience import InputError
 from lenience.certification.question import CertifyConfig
-from lenience.certification.tune import HEATS, Raced, TuneConfig, _ever_faster, race, tune
+from lenience.certification.tune import (
+    HEATS,
+    Raced,
+    TuneConfig,
+    _ever_faster,
+    drafters_for,
+    race,
+    tune,
+)
 from lenience.decoding.certified import read_certificate
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
@@ -135,6 +144,21 @@ def test_races_of_another_machine_are_run_again(llama: Pair, task: Echo, run: Pa
     told = json.loads(path.read_text())
     path.write_text(json.dumps({**told, "machine": "another"}))
     assert tune(llama, task, run, config(run)).races.machine == told["machine"]
+
+
+def test_judges_race_with_the_drafter_that_they_were_mined_with(llama: Pair, run: Path) -> None:
+    drafters, judge = ["model", "ngram", "ngram>model", "medusa"], f"judge:{run / 'judge'}@0.9"
+    assert drafters_for(judge, drafters) == ["model", "ngram>model"]
+    assert drafters_for("topk:2", drafters) == drafters
+    weight, inputs = torch.zeros(llama.target.hidden_size), Inputs(("target",), ("draft",))
+    Head(weight, 0.0, inputs, 0.5, llama.fingerprints).save(run / "anywhere")
+    with pytest.warns(UserWarning, match="drafter suffix: a judge that was mined with the draft"):
+        llama.check({"rule": f"judge:{run / 'anywhere'}@0.9", "drafter": "suffix"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for drafter in ("model", "suffix>model"):
+            llama.check({"rule": judge, "drafter": drafter})
+        llama.check({"rule": "topk:2", "drafter": "suffix"})
 
 
 def test_wrong_questions_are_told(llama: Pair, task: Echo, run: Path) -> None:

@@ -27,6 +27,7 @@ from lenience.drafting.eagle import Eagle
 from lenience.drafting.heads import Blockwise, Medusa
 from lenience.drafting.registry import DRAFTERS, parse_drafter
 from lenience.evaluation.table import machine
+from lenience.rules.registry import terms
 from lenience.runs.ledger import Ledger
 from lenience.runs.record import check_prompts, for_task
 from lenience.runs.uses import Draw, aligned
@@ -148,7 +149,7 @@ def _races(pair: Pair, task: Task, folder: Path, config: TuneConfig, progress: P
     fitted, refused = fitted_drafters(pair, folder, strict)
     drafters = [*GRID, *fitted]
     for one in (strict, *(one for chain in chains for one in chain)):
-        groups.append(group_of(pair, config, one, drafters))
+        groups.append(group_of(pair, config, one, drafters_for(str(one.rule), drafters)))
     samples, place = _prompts(pair, task, folder, config, groups)
     path = place / "races.json"
     if path.exists():
@@ -182,6 +183,13 @@ def fitted_drafters(pair: Pair, folder: Path, strict: Decoding) -> tuple[list[st
         else:
             fitted.append(drafter)
     return fitted, refused
+
+
+def drafters_for(rule: str, drafters: Sequence[str]) -> list[str]:
+    """Those of some drafters that race with a rule: a judge has learned from what the draft model
+    proposes, and what it makes of other proposals is fast and wrong."""
+    learned = any(term.heads for term in terms(rule))
+    return [one for one in drafters if not learned or parse_drafter(one).proposes_as_draft]
 
 
 def group_of(

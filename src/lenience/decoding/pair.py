@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -310,13 +311,13 @@ class Pair:
         """What options come to on this pair. Raises InputError where a spec is wrong, a head is not
         for these models, a rule has no meaning at this temperature, or what was certified
         differs."""
-        ends = Sooner()
+        ends, is_bound = Sooner(), False
         if isinstance(options, Decoding) and is_certified(options.rule):
             options = options.changed()
         if isinstance(options, Decoding):
             decoding = options
         elif is_certified(options.get("rule")):
-            decoding = Decoding.of(self.certified(options))
+            decoding, is_bound = Decoding.of(self.certified(options)), True
             ends = sooner(options, decoding)
         else:
             decoding = Decoding.of(options)
@@ -331,6 +332,12 @@ class Pair:
             rule = parse_rule(decoding.rule)
             setup = Setup(decoding, rule, stop, drafter, self.target, tree=tree, sooner=ends)
             self._check_together(setup, drafter)
+            if rule.heads and not (is_bound or drafter.proposes_as_draft):
+                warnings.warn(
+                    f"rule {rule}, drafter {drafter}: a judge that was mined with the draft model "
+                    "may lose far more answers by what another drafter proposes; certify it",
+                    stacklevel=3,
+                )
         refuse_forbidden(setup.rule if setup.drafter else str(decoding.rule))
         if stop.skips_verification:
             refuse_forbidden(str(stop))

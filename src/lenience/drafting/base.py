@@ -69,6 +69,11 @@ class DrafterSpec:
         return False
 
     @property
+    def proposes_as_draft(self) -> bool:
+        """Whether its windows are those of the pair's draft model, as runs are mined with."""
+        return False
+
+    @property
     def longest(self) -> int | None:
         """How many tokens it can propose one after another; None where as many as are asked for."""
         return None

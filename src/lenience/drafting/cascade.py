@@ -37,6 +37,10 @@ class Vertical(DrafterSpec):
     def remembers(self) -> bool:
         return any(part.remembers for part in (self.first, self.then))
 
+    @property
+    def proposes_as_draft(self) -> bool:
+        return self.then.proposes_as_draft
+
     def __post_init__(self) -> None:
         if not self.then.drafts_by_model:
             raise InputError(f"{self}: {self.then} has no passes to save; join others")

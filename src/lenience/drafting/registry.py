@@ -37,6 +37,10 @@ class DraftModel(DrafterSpec):
     drafts_by_model = True
     grid = ("model",)
 
+    @property
+    def proposes_as_draft(self) -> bool:
+        return True
+
     def models(self, setup: DrafterSetup) -> list[LM]:
         return [setup.draft] if setup.draft else []
 

@@ -3,6 +3,7 @@ path may be kept. Like a rule, a shape is data: its fields are its spec."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, cast, get_args
@@ -304,6 +305,9 @@ class Dynamic(Tree):
     nodes: int
     depth: int | None = None
     top: int = 10
+    temperature: float = 1.0
+    """Of the distributions that paths are ranked by: above 1 for a drafter that is surer than it is
+    right."""
     name = "dynamic"
 
     def __post_init__(self) -> None:
@@ -311,6 +315,11 @@ class Dynamic(Tree):
         for what, number in (("nodes", self.nodes), ("top", self.top), ("depth", self.depth)):
             if number is not None and number < 1:
                 raise InputError(f"dynamic's {what} {number}: must be 1 or more")
+        if not 0 < self.temperature < math.inf:
+            raise InputError(f"dynamic's temperature {self.temperature}: must be above 0")
+
+    def log_probs(self, logits: Tensor, ctx: Context) -> Tensor:
+        return super().log_probs(logits / self.temperature, ctx)
 
     @property
     def size(self) -> int:
