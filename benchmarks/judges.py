@@ -16,6 +16,7 @@ on held-out problems that nothing was chosen on:
 - `heads`: out of fold, what share of the harmless mismatches each accepts;
 - `wide`: tokens per pass at a wide window, of each judge at the thresholds of two recalls, and of
   one with a second threshold for digits and operators; and what of one is certified;
+- `ceiling`: tokens per pass of what accepts exactly the harmless mismatches of the mined samples;
 - `fast`: tokens per second, one by one, of what `lenience tune` finds and certifies, of strict
   decoding at its fastest, of the target and of the draft alone.
 
@@ -51,7 +52,7 @@ from lenience.heads.head import Inputs, load_head
 from lenience.mining.fit import HeadPlan, fit_run
 from lenience.mining.search import MineConfig, mine
 from lenience.runs.journal import Journal
-from lenience.runs.record import mined_first
+from lenience.runs.record import mined_first, mined_samples
 from lenience.tasks import WordMath
 
 
@@ -292,6 +293,24 @@ def speed_figures(won: Tuned, rows: Sequence[FrontierRow], limit: float) -> dict
     return told
 
 
+def ceiling(run: Path) -> dict[str, float]:
+    """Tokens per pass, at each window, of what would accept the harmless mismatches of a run and no
+    others."""
+    found = {}
+    for window in (*WINDOWS, WIDE):
+        tokens, passes = 0, 0
+        for sample in mined_samples(Journal(run / "journal.jsonl")):
+            important = {one.position for one in sample.mismatches if one.important}
+            begin, end = 0, len(sample.final_ids)
+            while begin < end:
+                kept = range(begin, min(begin + window, end))
+                begin = next((place for place in kept if place in important), kept.stop) + 1
+                passes += 1
+            tokens += end
+        found[str(window)] = tokens / passes
+    return found
+
+
 def built_in_pair(draft: str | None) -> Pair:
     """The built-in target with its own draft, or with another."""
     if draft is None:
@@ -350,6 +369,7 @@ def main() -> None:
     results = {
         "figures": told,
         "heads": heads,
+        "ceiling": ceiling(judges.run),
         "wide": at_width,
         "certified_wide": certificate_figures(sure),
         "races": won.races.to_json(),
