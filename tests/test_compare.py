@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import beta
+from test_certify import certificate
 from test_mining import ParityTask
 
 from lenience import InputError
@@ -414,6 +415,22 @@ def test_accuracies_near_1_are_on_the_plot() -> None:
     figure = plot(frontier_of(found))
     low, high = figure.axes[0].get_ylim()
     assert low < found[0]["accuracy"] == 0.996 < high
+
+
+def test_the_ring_is_around_what_is_certified() -> None:
+    """Not around the same rule and window with another drafter."""
+    names = ("target", "draft", "exact", "exact")
+    answers = [[result(10, passes, True)] * 9 for passes in (10, 10, 4, 2)]
+    settings = [setting(name, 8, "fastest" if i > 1 else "") for i, name in enumerate(names)]
+    found = rows(settings, answers, [[1.0, 0.5, 0.5, 0.4]] * 5)
+    found[3]["options"] = {"drafter": "medusa"}
+    told = certificate("exact")
+    assert told.certified is not None
+    for options, at in (({"drafter": "medusa"}, [5.0]), ({}, [2.5]), ({"stop": "heuristic"}, [])):
+        row = told.certified.model_copy(update={"window": 8, "options": options})
+        axis = plot(frontier_of(found), told.model_copy(update={"certified": row})).axes[0]
+        rings = [line for line in axis.get_lines() if line.get_label() == "certified"]
+        assert [float(x) for ring in rings for x in ring.get_xdata()] == at
 
 
 def test_a_rule_is_shortened_but_not_changed() -> None:
