@@ -61,8 +61,8 @@ def greedy(pair: Pair, distilled: Pair | None, eagle: str | None) -> dict[str, D
         for tree in () if drafter == "ngram" else TREES:
             options = {"drafter": drafter, "tree": tree, "window": 16}
             found[f"{name}, {tree}"] = Decoder(models, options)
-    planned = {"drafter": "model", "tree": "planned:16", "window": 16}
-    found["model, planned:16"] = Decoder(pair, planned)
+    for tree in ("dynamic:16,temperature=1.5", "dynamic:32,temperature=1.5", "planned:16"):
+        found[f"model, {tree}"] = Decoder(pair, {"drafter": "model", "tree": tree, "window": 16})
     for joined in ("ngram|model", "ngram>model", "model:2+ngram", "exit:6", "skip:4,5"):
         found[f"{joined}, window 4"] = Decoder(pair, {"drafter": joined, "window": 4})
     return {

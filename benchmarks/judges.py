@@ -205,7 +205,7 @@ def drop(row: FrontierRow) -> float:
 def wide(judges: Judges, problems: int) -> list[dict[str, Any]]:
     """Each judge at thresholds of some recalls, and one with two thresholds, on held-out problems
     at the wide window; with its tokens per pass over the strict rule's."""
-    asked = [(STRICT, "–", "exact")]
+    asked = [(STRICT, "", "exact")]
     for name in judges.names:
         asked += [(name, recall, judges.rule(name, recall)) for recall in TRIED]
     for name, recall, rule in asked[:]:
@@ -220,7 +220,7 @@ def wide(judges: Judges, problems: int) -> list[dict[str, Any]]:
     return [
         {
             "judge": name,
-            "recall": recall,
+            "recall": None if name == STRICT else float(recall),
             "times_strict": (rows[rule].tokens_per_pass or 0.0) / strict,
             **rows[rule].to_json(),
         }
@@ -286,7 +286,11 @@ def speed_figures(won: Tuned, rows: Sequence[FrontierRow], limit: float) -> dict
     strict = max(row.tokens_per_second for row in rows if row.rule == "exact")
     usable = [row for row in rows if row.rule != "draft" and drop(row) <= limit]
     fastest = max(usable, key=lambda row: row.tokens_per_second)
-    told: dict[str, Any] = {"share_of_draft_alone": fastest.share_of_cap, "by": fastest.rule}
+    told: dict[str, Any] = {
+        "strict_over_target": strict / alone,
+        "share_of_draft_alone": fastest.share_of_cap,
+        "by": fastest.rule,
+    }
     if best := won.certificate.certified:
         speed = {decoder(row): row.tokens_per_second for row in rows}[decoder(best)]
         told |= {"certified_over_strict": speed / strict, "certified_over_target": speed / alone}

@@ -35,10 +35,12 @@ AXES = (
     ("seconds_per_correct", "seconds per right answer (fewer is better)"),
 )
 TICKS = (0.1, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
-LABEL_SIZE = (64, 9)
+LABEL_HEIGHT, CHARACTER_WIDTH = 9, 4
 """About what a label covers, in points."""
 LABEL_STEPS = 14
 """How many heights of a label it may be moved from its mark."""
+_Place = tuple[float, float, float]
+"""Where a label begins, in points, and how wide it is."""
 Numbered = list[tuple[int, NamedRow]]
 """Rows with their numbers in the table."""
 
@@ -143,13 +145,15 @@ def _draw_labels(axis: Any, labels: Sequence[_Label]) -> None:
     """Label marks, each as near as there is room for it."""
     points = 72 / axis.figure.dpi
     left, bottom, right, top = axis.get_window_extent().extents * points
-    width, height = LABEL_SIZE
-    taken: list[tuple[float, float]] = []
+    taken = list[_Place]()
     for label in sorted(labels, key=lambda label: not label.first):
         x, y = axis.transData.transform((label.x, label.y)) * points
-        places = [(x + dx, y + dy) for dx, dy in _shifts()]
+        width = CHARACTER_WIDTH * len(label.text)
+        places = [(x + dx, y + dy, width) for dx, dy in _shifts(width)]
         inside = [
-            (x, y) for x, y in places if left <= x <= right - width and bottom <= y <= top - height
+            place
+            for place in places
+            if left <= place[0] <= right - width and bottom <= place[1] <= top - LABEL_HEIGHT
         ]
         place = min(inside or places, key=lambda place: _covered(place, taken))
         taken.append(place)
@@ -164,17 +168,19 @@ def _draw_labels(axis: Any, labels: Sequence[_Label]) -> None:
         )
 
 
-def _shifts() -> list[tuple[float, float]]:
+def _shifts(width: float) -> list[tuple[float, float]]:
     """Where a label may stand from its mark, in points, the nearest first."""
-    width, height = LABEL_SIZE
     steps = [sign * step for step in range(LABEL_STEPS) for sign in ((1, -1) if step else (1,))]
-    return [(x, 4 + height * step) for step in steps for x in (4, -4 - width)]
+    return [(x, 4 + LABEL_HEIGHT * step) for step in steps for x in (4, -4 - width)]
 
 
-def _covered(place: tuple[float, float], taken: Sequence[tuple[float, float]]) -> int:
+def _covered(place: _Place, taken: Sequence[_Place]) -> int:
     """How many labels one at a place would cover."""
-    width, height = LABEL_SIZE
-    return sum(abs(place[0] - x) < width and abs(place[1] - y) < height for x, y in taken)
+    left, bottom, width = place
+    return sum(
+        left < x + its_width and x < left + width and abs(bottom - y) < LABEL_HEIGHT
+        for x, y, its_width in taken
+    )
 
 
 def _tells(row: FrontierRow | TriedSetting) -> list[Any]:
@@ -242,6 +248,8 @@ def _draw_marks(axis: Any, number: int, rows: Numbered, colors: dict[str, str]) 
             )
             mark.set_gid(f"mark-{i}-{number}")
             text = f"{row.name}, w {row.window}" if row.window else row.name
+            if len(group) > 1:  # the legend has their family
+                text = text.removeprefix(family).lstrip(":, ") or text
             # the judges and what stands alone are labelled first
             first = ":" not in row.name and "," not in row.name
             labels.append(_Label(x, y, text, color, first))
