@@ -321,23 +321,34 @@ class Pair:
             ends = sooner(options, decoding)
         else:
             decoding = Decoding.of(options)
-        stop, drafter = parse_stop(decoding.stop), parse_drafter(decoding.drafter)
-        tree = parse_tree(decoding.tree)
+        setup = self._parsed(decoding, ends)
+        rule, stop, drafter = setup.rule, setup.stop, setup.drafter
+        if drafter and rule.heads and not (is_bound or drafter.proposes_as_draft):
+            warnings.warn(
+                f"rule {rule}, drafter {drafter}: a judge that was mined with the draft model "
+                "may lose far more answers by what another drafter proposes; certify it",
+                stacklevel=3,
+            )
+        self._check_fit(setup)
+        return setup
+
+    def _parsed(self, decoding: Decoding, ends: Sooner) -> Setup:
+        """The parts that a decoding's specs name, which go together."""
+        stop = parse_stop(decoding.stop)
         if decoding.rule in BASELINES:
             reader = self.target
             if decoding.rule == "draft":
                 reader = self.require_draft("rule draft")
-            setup = Setup(decoding, as_rule(Exact()), stop, None, reader, sooner=ends)
-        else:
-            rule = parse_rule(decoding.rule)
-            setup = Setup(decoding, rule, stop, drafter, self.target, tree=tree, sooner=ends)
-            self._check_together(setup, drafter)
-            if rule.heads and not (is_bound or drafter.proposes_as_draft):
-                warnings.warn(
-                    f"rule {rule}, drafter {drafter}: a judge that was mined with the draft model "
-                    "may lose far more answers by what another drafter proposes; certify it",
-                    stacklevel=3,
-                )
+            return Setup(decoding, as_rule(Exact()), stop, None, reader, sooner=ends)
+        rule, drafter = parse_rule(decoding.rule), parse_drafter(decoding.drafter)
+        tree = parse_tree(decoding.tree)
+        setup = Setup(decoding, rule, stop, drafter, self.target, tree=tree, sooner=ends)
+        self._check_together(setup, drafter)
+        return setup
+
+    def _check_fit(self, setup: Setup) -> None:
+        """Raise InputError where a rule or stop is not for these models or this temperature."""
+        decoding, stop = setup.decoding, setup.stop
         refuse_forbidden(setup.rule if setup.drafter else str(decoding.rule))
         if stop.skips_verification:
             refuse_forbidden(str(stop))
@@ -349,7 +360,6 @@ class Pair:
             one.check_temperature(decoding.temperature)
         for role in {role for one in heads for role in one.head.inputs.models}:
             self.models[role].check_states()
-        return setup
 
     def _check_together(self, setup: Setup, drafter: DrafterSpec) -> None:
         """Raise InputError where the parts of a decoding do not go together."""
