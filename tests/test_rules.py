@@ -721,6 +721,10 @@ def test_the_judge_is_asked_only_where_the_strict_rule_rejects(tmp_path: Path) -
     assert (verdict.num_accepted, verdict.exact) == (1, [True, False])
     loose = decide(Judge(str(tmp_path), 0.5), draft, reading(logits), greedy())
     assert (loose.num_accepted, loose.next_token) == (2, 5)
+    # where it rejects nothing, there is nothing to ask: not even states
+    verdict = decide(Judge(str(tmp_path), 0.9), window([5, 5]), reading(logits), greedy())
+    assert (verdict.num_accepted, verdict.next_token) == (2, 5)
+    assert (verdict.scores, verdict.exact) == ([None, None], [True, True])
 
 
 @given(
