@@ -339,21 +339,12 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--raced", type=int, default=200, help="of them, those for the speeds")
     parser.add_argument("--timed", type=int, default=40, help="of these, how many are timed")
     parser.add_argument("--limit", type=float, default=0.01, help="what may be lost")
+    parser.add_argument("--heads", action="store_true", help="fit and tell of the heads alone")
     return parser
 
 
-def main() -> None:
-    given = (parser := options()).parse_args()
-    if not given.more and (of_more := [name for name in given.judge or () if HEADS[name].more]):
-        parser.error(f"--judge {of_more[0]!r}: learns from a longer run; name it with --more")
-    known = [name for name in HEADS if given.more or not HEADS[name].more]
-    judges = Judges(built_in_pair(given.draft), given.out, given.more, given.judge or known)
-    if not judges.raced:
-        parser.error(f"--judge: name one of those that race too, {' or '.join(map(repr, RACED))}")
-    judges.run.mkdir(parents=True, exist_ok=True)
-    for name in ("run.json", "journal.jsonl"):
-        if not (judges.run / name).exists():
-            shutil.copy(given.run / name, judges.run)
+def results(judges: Judges, given: argparse.Namespace) -> dict[str, Any]:
+    """Everything that is measured, what is asked for first."""
     at_width = wide(judges, given.problems)
     won = tuned(judges, given.limit, given.prompts)
     speeds = fast(judges, won, given.raced, given.timed)
@@ -370,7 +361,7 @@ def main() -> None:
         **speed_figures(won, speeds, given.limit),
         "accepted_at_0.995": {name: one["accepted"]["0.995"] for name, one in heads.items()},
     }
-    results = {
+    return {
         "figures": told,
         "heads": heads,
         "ceiling": ceiling(judges.run),
@@ -380,7 +371,22 @@ def main() -> None:
         "certified_fast": certificate_figures(won.certificate),
         "fast": [row.to_json() for row in speeds],
     }
-    print(json.dumps(results, indent=1))
+
+
+def main() -> None:
+    given = (parser := options()).parse_args()
+    if not given.more and (of_more := [name for name in given.judge or () if HEADS[name].more]):
+        parser.error(f"--judge {of_more[0]!r}: learns from a longer run; name it with --more")
+    known = [name for name in HEADS if given.more or not HEADS[name].more]
+    judges = Judges(built_in_pair(given.draft), given.out, given.more, given.judge or known)
+    if not (judges.raced or given.heads):
+        parser.error(f"--judge: name one of those that race too, {' or '.join(map(repr, RACED))}")
+    judges.run.mkdir(parents=True, exist_ok=True)
+    for name in ("run.json", "journal.jsonl"):
+        if not (judges.run / name).exists():
+            shutil.copy(given.run / name, judges.run)
+    told = {"heads": judges.out_of_fold()} if given.heads else results(judges, given)
+    print(json.dumps(told, indent=1))
 
 
 def certificate_figures(certificate: Certificate) -> dict[str, Any]:

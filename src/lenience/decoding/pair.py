@@ -7,7 +7,7 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
 from lenience.core.noise import Noise
 from lenience.core.profile import Profile
-from lenience.core.protocols import Drafter, Rule
+from lenience.core.protocols import Drafter
 from lenience.core.types import Step
 from lenience.decoding.auto_window import (
     CANDIDATES,
@@ -46,19 +46,19 @@ from lenience.decoding.generation import Generation
 from lenience.decoding.loop import Request, decode
 from lenience.decoding.options import OWN, Decoding, takes_options
 from lenience.decoding.response import Response
-from lenience.drafting.base import DrafterSetup, DrafterSpec
+from lenience.decoding.setup import Setup, check_fit, check_together, draft_of
+from lenience.drafting.base import DrafterSetup
 from lenience.drafting.registry import NoDrafter, parse_drafter
 from lenience.drafting.stops import Fixed, Stop, parse_stop
-from lenience.drafting.trees import Chain, Tree, parse_tree
-from lenience.heads.head import shown_layers
+from lenience.drafting.trees import Tree, parse_tree
 from lenience.models.compile import compile_model
 from lenience.models.generation_config import processors_of
 from lenience.models.lm import LAST, LM, States
 from lenience.models.memory import check_memory
 from lenience.models.prompts import Prompt, several
-from lenience.models.session import Session, check_trees, tree_cache
+from lenience.models.session import Session, tree_cache
 from lenience.rules.combine import as_rule
-from lenience.rules.registry import BASELINES, is_lossless, parse_rule, refuse_forbidden
+from lenience.rules.registry import BASELINES, parse_rule
 from lenience.rules.strict import Exact
 
 T = TypeVar("T")
@@ -84,63 +84,6 @@ class Telling:
             raise InputError(f"profile {self.profile!r:.60}: give a Profile()")
 
 
-@dataclass(frozen=True)
-class Setup:
-    """A decoding with its specs taken apart: what reads, what proposes, what decides."""
-
-    decoding: Decoding
-    rule: Rule
-    stop: Stop
-    drafter: DrafterSpec | None
-    """None where one model decodes alone."""
-    reader: LM
-    tree: Tree = field(default_factory=Chain)
-    sooner: Sooner = field(default_factory=Sooner)
-    """Where answers end before the end that was certified."""
-    seeds_by_prompt: bool = False
-    """Whether each prompt has a seed of its own, as none was given."""
-
-    @property
-    def branches(self) -> bool:
-        """Whether a window may be a tree."""
-        return self.drafter is not None and (self.drafter.branches or not self.tree.is_chain)
-
-    @property
-    def keeps_last(self) -> bool:
-        """Whether the target keeps its last states for the drafter, as the rule is given others."""
-        reads = self.drafter is not None and self.drafter.reads_last
-        return reads and self.rule.layers != LAST.layers
-
-    @property
-    def verifies_draws(self) -> bool:
-        """Whether the rule verifies trees by the chances that their tokens were drawn with."""
-        sampling = self.decoding.temperature > 0
-        return sampling and self.tree.draws is not None and self.rule.verifies is not None
-
-    @property
-    def max_new_tokens(self) -> int:
-        """Of an answer as it is given."""
-        return self.sooner.max_new_tokens or self.decoding.max_new_tokens
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """What answers end before."""
-        return (*self.decoding.stop_strings, *self.sooner.stop_strings)
-
-    def seed(self, number: int) -> int:
-        """Of the sampling of the answer to a prompt, by its number."""
-        return self.decoding.seed + (number if self.seeds_by_prompt else 0)
-
-    def answer(self, prompt: list[int], window: int, number: int) -> Generation:
-        """The answer to a prompt, to be filled."""
-        seed = self.seed(number) if self.decoding.temperature else None
-        return Generation(prompt, window, str(self.stop), str(self.tree), seed)
-
-    def columns(self, window: int) -> int:
-        """How many tokens are read at most after a prefix, by any model."""
-        return self.tree.columns(window) * (self.drafter.joined if self.drafter else 1)
-
-
 class Pair:
     """A target, and a draft of the same vocabulary where there is one. Raises InputError where
     their vocabularies differ."""
@@ -163,9 +106,7 @@ class Pair:
 
     def require_draft(self, what: str) -> LM:
         """The draft model. Raises InputError, naming what needs it, where the pair has none."""
-        if self.draft is None:
-            raise InputError(f"{what}: needs a draft model; load the pair with one (--draft)")
-        return self.draft
+        return draft_of(self.models, what)
 
     @property
     def models(self) -> dict[str, LM]:
@@ -322,112 +263,28 @@ class Pair:
         else:
             decoding = Decoding.of(options)
         setup = self._parsed(decoding, ends)
-        rule, stop, drafter = setup.rule, setup.stop, setup.drafter
+        rule, drafter = setup.rule, setup.drafter
         if drafter and rule.heads and not (is_bound or drafter.proposes_as_draft):
             warnings.warn(
                 f"rule {rule}, drafter {drafter}: a judge that was mined with the draft model "
                 "may lose far more answers by what another drafter proposes; certify it",
                 stacklevel=3,
             )
-        self._check_fit(setup)
+        check_fit(setup, self.models, lambda: self.fingerprints)
         return setup
 
     def _parsed(self, decoding: Decoding, ends: Sooner) -> Setup:
         """The parts that a decoding's specs name, which go together."""
-        stop = parse_stop(decoding.stop)
-        if decoding.rule in BASELINES:
-            reader = self.target
-            if decoding.rule == "draft":
-                reader = self.require_draft("rule draft")
-            return Setup(decoding, as_rule(Exact()), stop, None, reader, sooner=ends)
-        rule, drafter = parse_rule(decoding.rule), parse_drafter(decoding.drafter)
+        stop, drafter = parse_stop(decoding.stop), parse_drafter(decoding.drafter)
         tree = parse_tree(decoding.tree)
+        if decoding.rule in BASELINES:
+            is_draft = decoding.rule == "draft"
+            reader = self.require_draft("rule draft") if is_draft else self.target
+            return Setup(decoding, as_rule(Exact()), stop, None, reader, sooner=ends)
+        rule = parse_rule(decoding.rule)
         setup = Setup(decoding, rule, stop, drafter, self.target, tree=tree, sooner=ends)
-        self._check_together(setup, drafter)
+        check_together(setup, self.models, lambda: self.fingerprints)
         return setup
-
-    def _check_fit(self, setup: Setup) -> None:
-        """Raise InputError where a rule or stop is not for these models or this temperature."""
-        decoding, stop = setup.decoding, setup.stop
-        refuse_forbidden(setup.rule if setup.drafter else str(decoding.rule))
-        if stop.skips_verification:
-            refuse_forbidden(str(stop))
-        sizes = {role: lm.hidden_size for role, lm in self.models.items()}
-        for part in (setup.rule, stop):
-            part.check(lambda: self.fingerprints, sizes)
-        heads = (*setup.rule.heads, *stop.heads)
-        for one in heads:
-            one.check_temperature(decoding.temperature)
-        for role in {role for one in heads for role in one.head.inputs.models}:
-            self.models[role].check_states()
-
-    def _check_together(self, setup: Setup, drafter: DrafterSpec) -> None:
-        """Raise InputError where the parts of a decoding do not go together."""
-        rule, stop = setup.rule, setup.stop
-        if rule.needs_sampling and setup.decoding.temperature == 0:
-            raise InputError(f"rule {rule}: has no greedy form; give a temperature above 0")
-        greedy = setup.decoding.temperature == 0 and is_lossless(rule)
-        if drafter.remembers and not (greedy or str(rule) == "exact"):
-            raise InputError(
-                f"drafter {drafter}: proposes by what was answered before, and answers by {rule} "
-                "depend on what is proposed; take rule exact, or another drafter"
-            )
-        drafter.check(self.target, lambda: self.fingerprints)
-        if drafter.reads_last or drafter.features(self.target):
-            self.target.check_states()
-        if setup.keeps_last and drafter.features(self.target):
-            raise InputError(
-                f"drafter {drafter}: reads the target's last states and others, and rule {rule} "
-                f"those after layers {shown_layers(rule.layers)}; take a judge of the last states"
-            )
-        if drafter.needs_draft and setup.decoding.window != 0:
-            self.require_draft(f"drafter {drafter}")
-        lacks_states = not drafter.has_states and (rule.reads_draft or stop.per_token)
-        if lacks_states or (drafter.certain and rule.needs_draft_probs):
-            what = f"stop {stop}" if stop.per_token else f"rule {rule}"
-            raise InputError(
-                f"{what}: reads the draft model's distributions or states, and drafter {drafter} "
-                "has none; take --drafter model"
-            )
-        if setup.decoding.draft_temperature is not None and not drafter.drafts_by_model:
-            raise InputError(
-                f"draft_temperature: is of one model that drafts, and drafter {drafter} is none; "
-                "leave it out"
-            )
-        if not drafter.takes_stops and not isinstance(stop, Fixed):
-            raise InputError(
-                f"stop {stop}: ends windows of one drafter; leave it out, or join none"
-            )
-        if setup.branches:
-            self._check_tree(setup, drafter)
-
-    def _check_tree(self, setup: Setup, drafter: DrafterSpec) -> None:
-        """Raise InputError where trees cannot be proposed, read or decided."""
-        rule, tree, sampling = setup.rule, setup.tree, setup.decoding.temperature > 0
-        if tree.choices() and setup.decoding.window != "auto":
-            raise InputError(f"tree {tree}: is picked with window auto; give that, or name a tree")
-        for one in tree.choices() or [tree]:
-            if not one.is_chain:
-                drafter.check_tree(one)
-        if not tree.is_chain and setup.decoding.draft_temperature is not None:
-            raise InputError("draft_temperature: a chain's tokens have one; leave it out")
-        wrong = {
-            f"rule {rule}: judges tokens that were drawn, and a tree's are chosen": (
-                rule.needs_draws and sampling and not setup.verifies_draws
-            ),
-            f"rule {rule}: reads the draft's states, which a tree's last tokens have none of": (
-                rule.reads_draft
-            ),
-            f"stop {setup.stop}: ends chains": str(setup.stop) != "fixed",
-        }
-        mend = "a drafter alone" if tree.is_chain else "--tree chain"
-        for why, is_so in wrong.items():
-            if is_so:
-                raise InputError(f"{why}; take another, or {mend}")
-        if setup.decoding.window != 0:
-            check_trees(self.target, mend)
-            if drafter.needs_draft and self.draft and not tree.is_chain:
-                check_trees(self.draft, mend)
 
     def check(self, options: Mapping[str, Any] | Decoding) -> None:
         """Raise InputError where these options cannot be decoded with."""

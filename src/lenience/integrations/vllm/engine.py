@@ -25,7 +25,8 @@ from lenience.decoding.dialogue import (
 )
 from lenience.decoding.generation import Generation
 from lenience.decoding.options import Decoding, takes_options
-from lenience.decoding.pair import Pair, Setup, Telling
+from lenience.decoding.pair import Pair, Telling
+from lenience.decoding.setup import Setup
 from lenience.integrations.vllm.asked import ANY, KEY
 from lenience.integrations.vllm.checks import check_reads, needs_draft_probs, vllm_version
 from lenience.models.generation_config import processors_of
