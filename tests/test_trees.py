@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import CONFIGS, VOCABULARY, prompt_lists, quick
+from conftest import COMMON, CONFIGS, VOCABULARY, prompt_lists, quick, save_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import BloomConfig, FalconConfig, MptConfig
 
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
@@ -297,7 +299,6 @@ def test_a_tree_is_cut_at_a_depth() -> None:
         ({"tree": "cartesian:2,x"}, "whole number"),
         ({"tree": "dynamic:8", "drafter": "ngram"}, "ngram: proposes chains"),
         ({"tree": "cartesian:2,2", "drafter": "suffix"}, "dynamic:NODES"),
-        ({"tree": "dynamic:8", "stop": "confidence:0.4"}, "confidence.*ends chains"),
         ({"tree": "dynamic:8", "rule": "block", "temperature": 0.5}, "block: judges tokens that"),
         ({"tree": "dynamic:8", "rule": "lenient:0.5", "temperature": 0.5}, "lenient:0.5: judges"),
     ],
@@ -322,6 +323,35 @@ def test_a_model_that_cannot_read_trees_is_refused_by_name(
     """GPT-Neo's local layers place their window by the cache's length."""
     with pytest.raises(InputError, match=r"target .*cannot read a tree of tokens"):
         pairs("gpt_neo").generate([1, 2, 3], tree="dynamic:8")
+
+
+ALIBI = {
+    "bloom": BloomConfig(**COMMON, hidden_size=32, n_layer=2, n_head=4),
+    "falcon": FalconConfig(
+        **COMMON, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True
+    ),
+    "mpt": MptConfig(**COMMON, d_model=32, n_layers=2, n_heads=4, max_seq_len=256),
+}
+
+
+@pytest.mark.parametrize("name", ALIBI)
+def test_positions_from_the_cache_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    """ALiBi's are counted along the cache, so that a tree's tokens would stand too far behind."""
+    models = [str(save_model(tmp_path / role, ALIBI[name], 1)) for role in ("target", "draft")]
+    pair = load_pair(*models, dtype="float32", compile=False)
+    with pytest.raises(InputError, match=r"target .*cannot read a tree") as told:
+        pair.generate([1, 2, 3], tree="dynamic:8")
+    eager = pair.target.model.config._attn_implementation == "eager"
+    assert ("attn_implementation eager" in str(told.value)) is not eager, "that is no mend then"
+
+
+def test_attentions_without_masks_are_refused_by_name(
+    checkpoints: Callable[[str], tuple[str, str]],
+) -> None:
+    pair = load_pair(*checkpoints("llama"), dtype="float32", compile=False)
+    pair.target.model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(InputError, match=r"its attention \(flash_attention_2\)"):
+        pair.generate([1, 2, 3], tree="dynamic:8")
 
 
 def test_a_tree_of_the_same_tokens_and_other_parents_is_read_anew(llama: Pair) -> None:

@@ -102,7 +102,10 @@ def cycle(
 def _cycle(
     session: Session, drafter: Drafter, rule: Rule, ctx: Context, room: Sequence[int]
 ) -> tuple[Draft, Sequence[int], list[Verdict]]:
+    session.profile.add("rest")
     draft = drafter.propose(ctx, room)
+    if draft.width and not draft.passes:  # passes of a model are counted by their session
+        session.profile.add("draft")
     session.profile.count_cycle()
     if draft.trusted is None:
         return draft, *_judge(session, drafter, rule, ctx, draft)

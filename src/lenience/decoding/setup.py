@@ -107,13 +107,7 @@ def check_together(
         )
     if drafter.needs_draft and setup.decoding.window != 0:
         draft_of(models, f"drafter {drafter}")
-    lacks_states = not drafter.has_states and (rule.reads_draft or stop.per_token)
-    if lacks_states or (drafter.certain and rule.needs_draft_probs):
-        what = f"stop {stop}" if stop.per_token else f"rule {rule}"
-        raise InputError(
-            f"{what}: reads the draft model's distributions or states, and drafter {drafter} "
-            "has none; take --drafter model"
-        )
+    _check_what_is_read(rule, stop, drafter)
     if setup.decoding.draft_temperature is not None and not drafter.drafts_by_model:
         raise InputError(
             f"draft_temperature: is of one model that drafts, and drafter {drafter} is none; "
@@ -123,6 +117,23 @@ def check_together(
         raise InputError(f"stop {stop}: ends windows of one drafter; leave it out, or join none")
     if setup.branches:
         _check_tree(setup, drafter, models)
+
+
+def _check_what_is_read(rule: Rule, stop: Stop, drafter: DrafterSpec) -> None:
+    """Raise InputError where a rule or a stop condition reads what a drafter has not."""
+    read_by = {
+        f"rule {rule}: reads the draft model's states": rule.reads_draft and not drafter.has_states,
+        f"rule {rule}: reads what tokens are drawn from": rule.needs_draft_probs
+        and drafter.certain,
+        f"stop {stop}: reads the draft model's states": stop.reads_states
+        and not drafter.has_states,
+        f"stop {stop}: reads what tokens are drawn from": (
+            stop.per_token and not drafter.tells_chances and drafter.takes_stops
+        ),
+    }
+    for what, is_lacking in read_by.items():
+        if is_lacking:
+            raise InputError(f"{what}, and drafter {drafter} has none; take --drafter model")
 
 
 def _check_tree(setup: Setup, drafter: DrafterSpec, models: Mapping[str, LM]) -> None:
@@ -142,7 +153,9 @@ def _check_tree(setup: Setup, drafter: DrafterSpec, models: Mapping[str, LM]) ->
         f"rule {rule}: reads the draft's states, which a tree's last tokens have none of": (
             rule.reads_draft
         ),
-        f"stop {setup.stop}: ends chains": str(setup.stop) != "fixed",
+        f"stop {setup.stop}: reads the draft's states, which a tree's last tokens have none of": (
+            setup.stop.reads_states
+        ),
     }
     mend = "a drafter alone" if tree.is_chain else "--tree chain"
     for why, is_so in wrong.items():

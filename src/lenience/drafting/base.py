@@ -51,7 +51,9 @@ class DrafterSpec:
     certain: ClassVar[bool] = True
     """Whether it proposes its tokens for certain, so that it has no distributions."""
     has_states: ClassVar[bool] = False
-    """Whether it has hidden states, and a stop condition can ask about each token."""
+    """Whether it has hidden states, which rules and stop conditions can read."""
+    tells_chances: ClassVar[bool] = False
+    """Whether a stop condition can ask about each token, by what it was picked from."""
     grows_trees: ClassVar[bool] = False
     """Whether it can propose trees."""
     drafts_by_model: ClassVar[bool] = False

@@ -134,8 +134,12 @@ def _load(path: Path, changed: int) -> Store:
         ]
         if len({len(array) for array in arrays}) > 1 or len(arrays[0]) != _size(about):
             raise ValueError("its files are not of the same corpus")
+        if any(array.ndim > 1 or array.dtype != np.int32 for array in arrays):
+            raise ValueError("its files are no lists of 32-bit numbers")
+        if not {"tokenizer", "fingerprint"} <= about.keys():
+            raise ValueError(f"{ABOUT} names no tokenizer or no fingerprint")
         return Store(str(path), arrays[0], arrays[1], about)
-    except (OSError, ValueError, LookupError, TypeError, EOFError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"datastore {path}: is broken ({why}); build it again") from None
 

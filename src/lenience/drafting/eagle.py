@@ -38,6 +38,7 @@ class Eagle(DrafterSpec):
     checkpoint says."""
     name = "eagle"
     certain = False
+    tells_chances = True
     grows_trees = True
 
     def __post_init__(self) -> None:

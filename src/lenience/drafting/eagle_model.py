@@ -110,6 +110,53 @@ class EagleWeights:
         ]
         return digest_bytes(b"".join(parts))
 
+    def check_shapes(self) -> None:
+        """Raise ValueError where a tensor has another shape than the configuration and the other
+        tensors say, and KeyError where one is missing."""
+        for name, wanted in self._shapes().items():
+            found = tuple(self.tensors[name].shape)
+            if len(found) != len(wanted) or any(n not in (a, None) for a, n in zip(found, wanted)):
+                said = " × ".join("any" if n is None else str(n) for n in wanted)
+                raise ValueError(f"{name} is {' × '.join(map(str, found))}, and {said} is wanted")
+        offsets = self.tensors.get("d2t")
+        if offsets is not None:
+            if len(offsets) != len(self.tensors["lm_head.weight"]) or offsets.is_floating_point():
+                raise ValueError("d2t has no whole number for each row of lm_head.weight")
+            if int((torch.arange(len(offsets)) + offsets.long()).min()) < 0:
+                raise ValueError("d2t names a token below 0")
+
+    def _shapes(self) -> dict[str, tuple[int | None, ...]]:
+        """Of the tensors that it has or needs; None stands for any number."""
+        size, reads = self.config.hidden_size, self.tensors["fc.weight"].shape[-1]
+        with torch.device("meta"):
+            layer = LlamaDecoderLayer(self.config, 0)
+        shapes: dict[str, tuple[int | None, ...]] = {"fc.weight": (size, None)}
+        for i in range(self.config.num_hidden_layers):
+            own = {f"layers.{i}.{name}": part.shape for name, part in layer.named_parameters()}
+            shapes |= {name: tuple(shape) for name, shape in own.items()}
+        if self.is_first:  # which reads the target's norm and head, and has no norm in front
+            del shapes["layers.0.input_layernorm.weight"]
+        else:
+            for part in "qkv":
+                name = f"layers.0.self_attn.{part}_proj.weight"
+                shapes[name] = (shapes[name][0], 2 * size)
+            shapes |= {"layers.0.hidden_norm.weight": (size,), "norm.weight": (size,)}
+            shapes["lm_head.weight"] = (None, size)
+        sums = [len(part) for name, part in self.tensors.items() if name.startswith("fc_norm.")]
+        if sums and sum(sums) != reads:
+            raise ValueError(f"fc_norm has {sum(sums)} numbers, and fc reads {reads}")
+        held: dict[str, tuple[int | None, ...]] = {
+            "embed_tokens.weight": (None, size),
+            "input_norm.weight": (reads,),
+            "d2t": (None,),
+            **{
+                name: (self.tensors[f"{name.removesuffix('bias')}weight"].shape[0],)
+                for name in self.tensors
+                if name.endswith(".bias")
+            },
+        }
+        return shapes | {name: shape for name, shape in held.items() if name in self.tensors}
+
     def layers_of(self, target: LM) -> tuple[int | None, ...]:
         """After which layers of a target the features are: those that it says, else those of
         EAGLE-3 (Li 2025, section 3), the 2nd, a middle one and the third to last; EAGLE-1 reads the
@@ -162,11 +209,16 @@ class EagleWeights:
                 f"layers {named} are {given}; name a checkpoint of this target, or its layers="
             )
         own = self.tensors.get("embed_tokens.weight")
-        width = (target.embedding.weight if own is None else own).shape[1]
+        known, width = (target.embedding.weight if own is None else own).shape
         if width != self.size:
             raise InputError(
                 f"{where}: reads tokens of {self.size} numbers, and the target's have {width}; "
                 "name a checkpoint of this target"
+            )
+        if known < (tokens := min(target.vocab_size, len(target.tokenizer))):
+            raise InputError(
+                f"{where}: knows {known} tokens, and the target has {tokens}; name a checkpoint of "
+                "this target"
             )
         ids = self.tensors.get("lm_head.weight", target.output_matrix).shape[0]
         if "d2t" in self.tensors:
@@ -408,7 +460,7 @@ def _load(path: Path, file: Path, changed: tuple[int, ...]) -> EagleWeights:
         )
         if ours and ours["fingerprint"] != weights.fingerprint:
             raise ValueError(f"{ABOUT} and {file.name} are not of the same fit")
-        EagleDecoder(weights, nn.Identity())
+        weights.check_shapes()
         return weights
     except UnpicklingError as error:
         raise InputError(
@@ -433,10 +485,16 @@ def _tensors(file: Path) -> dict[str, Tensor]:
 
 
 def _layer_config(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
+    kind = about.get("speculators_model_type")
+    if kind not in (None, "eagle", "eagle3"):
+        raise ValueError(f"it is of {kind}, and EAGLE's are read here")
     said = about.get("transformer_layer_config", about)
     layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     config = {name: said[name] for name in CONFIGURED if said.get(name) is not None}
-    return LlamaConfig(**config, num_hidden_layers=len(layers))
+    try:
+        return LlamaConfig(**config, num_hidden_layers=len(layers))
+    except Exception as error:  # its own, of each field
+        raise ValueError(f"config.json: {first_line(error)}") from None
 
 
 def _features(about: Mapping[str, Any]) -> tuple[int, ...] | None:

@@ -4,6 +4,7 @@ other model is asked."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -24,12 +25,25 @@ from lenience.core.protocols import Drafter, Fitted
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.drafting.base import DrafterSetup, DrafterSpec, check_fitted_to
 from lenience.drafting.draft_model import wide_as_target
-from lenience.drafting.trees import Grown, Level, as_draft
+from lenience.drafting.trees import Grown, Level, as_draft, stopped
 from lenience.models.lm import LM
 
 BUILT_IN = Path(__file__).parents[1] / "embedded" / "medusa"
 HUB_FILE = "medusa_lm_head.pt"
+PUBLISHED = re.compile(r"(\d+)\.(\d+)\.(?:linear\.(weight|bias)|weight)")
+"""The tensors of Medusa-1's file: of a head's blocks and, without `linear`, its matrix."""
 MEND = "`lenience fit RUN --drafter {kind}` makes RUN/{kind}"
+_BROKEN = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    EOFError,
+    SafetensorError,
+)
+"""What reading a broken file raises."""
 
 
 @dataclass
@@ -123,6 +137,30 @@ class DraftHeads:
         each = zip(states.unbind(-2), self.matrices)
         return torch.stack([state @ own.T for state, own in each], -2)
 
+    def check_shapes(self) -> None:
+        """Raise ValueError where a part is missing, or has another shape than goes with the
+        others."""
+        if not any(self.blocks) and not self.matrices:
+            raise ValueError("it has no heads")
+        size = self.hidden_size
+        for i, blocks in enumerate(self.blocks):
+            for j, block in enumerate(blocks):
+                found = {part: tuple(tensor.shape) for part, tensor in block.items()}
+                wanted: dict[str, tuple[int, ...]] = {"weight": (size, size), "bias": (size,)}
+                if self.kind == "blockwise":
+                    (inner,) = found.get("into_bias", (0,))
+                    wanted = {
+                        "into": (inner, size),
+                        "into_bias": (inner,),
+                        "out": (size, inner),
+                        "out_bias": (size,),
+                    }
+                if found != wanted:
+                    raise ValueError(f"block {j} of head {i} has {found} and not {wanted}")
+        shapes = {tuple(matrix.shape) for matrix in self.matrices or ()}
+        if len(shapes) > 1 or any(len(shape) != 2 or shape[1] != size for shape in shapes):
+            raise ValueError(f"its matrices are {shapes}, of states of {size} numbers")
+
     def check(self, where: str, target: LM, fingerprints: Mapping[str, str]) -> None:
         """Raise InputError unless these can draft for a target."""
         if self.hidden_size != target.hidden_size:
@@ -183,13 +221,14 @@ def _load(path: Path, kind: str, changed: int) -> DraftHeads:
         if heads.fingerprint != about["fingerprint"]:
             raise ValueError(f"{kind}.json and {kind}.safetensors are not of the same fit")
         return heads
-    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
+    except _BROKEN as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"{kind} {path}: is broken ({why}); fit it again") from None
 
 
 def _from_tensors(kind: str, tensors: Mapping[str, Tensor], count: int) -> DraftHeads:
-    """Heads from tensors as `DraftHeads.tensors` names them."""
+    """Heads from tensors as `DraftHeads.tensors` names them. Raises ValueError or LookupError where
+    they do not go together."""
     blocks: list[list[dict[str, Tensor]]] = [[] for _ in range(count)]
     matrices: dict[int, Tensor] = {}
     for name in sorted(tensors):
@@ -202,7 +241,9 @@ def _from_tensors(kind: str, tensors: Mapping[str, Tensor], count: int) -> Draft
             blocks[int(head)].append({})
         blocks[int(head)][int(number)][part] = tensors[name]
     own = [matrices[i] for i in range(count)] if matrices else None
-    return DraftHeads(kind, blocks, own, {}, {})
+    heads = DraftHeads(kind, blocks, own, {}, {})
+    heads.check_shapes()
+    return heads
 
 
 @lru_cache(maxsize=2)
@@ -211,14 +252,18 @@ def _load_published(path: Path, changed: int) -> DraftHeads:
     configurations say another number."""
     try:
         saved = torch.load(path / HUB_FILE, map_location="cpu", weights_only=True)
-        numbers = {int(name.split(".")[0]) for name in saved}
-        tensors = {}
+        if not isinstance(saved, Mapping):
+            raise ValueError(f"it is a {type(saved).__name__} and no table of tensors")
+        tensors, numbers = {}, set[str]()
         for name, tensor in saved.items():
-            head, block, *part = name.split(".")
-            is_block = part[0] == "linear"
-            tensors[f"{head}.{block}.{part[1]}" if is_block else f"{head}.matrix"] = tensor
+            named = PUBLISHED.fullmatch(str(name))
+            if named is None or not isinstance(tensor, Tensor):
+                raise ValueError(f"it has {str(name)!r:.60}, which Medusa-1's heads have not")
+            head, block, part = named.groups()
+            numbers.add(head)
+            tensors[f"{head}.{block}.{part}" if part else f"{head}.matrix"] = tensor
         return _from_tensors("medusa", tensors, len(numbers))
-    except (OSError, ValueError, KeyError, IndexError, RuntimeError, EOFError) as error:
+    except _BROKEN as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"medusa {path}: {HUB_FILE} cannot be read ({why})") from None
     except UnpicklingError as error:
@@ -234,6 +279,7 @@ class _Heads(DrafterSpec):
 
     path: str
     certain = False
+    tells_chances = True
     grows_trees = True
     reads_last = True
 
@@ -320,12 +366,11 @@ class HeadsDrafter(Drafter):
         return self._tree(logits, limits, ctx)
 
     def _chain(self, logits: Tensor, limits: list[int], ctx: Context) -> Draft:
-        grown = []
+        grown, n = [], range(logits.shape[1])
         for row, limit in zip(ctx.draw(logits).tolist(), limits):
-            ends = (i for i, token in enumerate(row, 1) if token in self.target.eos_ids)
-            tokens = row[: min(limit, next(ends, limit))]
-            n = range(len(tokens))
-            grown.append(Grown(tokens, [i - 1 for i in n], list(n)))
+            chain = Grown(row, [i - 1 for i in n], list(n))
+            grown.append(chain.cut(limit, self.target.eos_ids))
+        grown = stopped(grown, logits, self.stop, ctx)
         return as_draft(grown, self.target.device, logits, trees=False)
 
     def _tree(self, logits: Tensor, limits: list[int], ctx: Context) -> Draft:
@@ -339,8 +384,9 @@ class HeadsDrafter(Drafter):
         eos = self.target.eos_ids
         grown = self.tree.grow(after, ctx, max(limits), eos)
         grown = [tree.cut(limit, eos) for tree, limit in zip(grown, limits)]
-        draws = self.tree.drawn(ctx)
-        return as_draft(grown, self.target.device, torch.cat(asked, 1), draws=draws)
+        picked_from, draws = torch.cat(asked, 1), self.tree.drawn(ctx)
+        grown = stopped(grown, picked_from, self.stop, ctx)
+        return as_draft(grown, self.target.device, picked_from, draws=draws)
 
     def observe(self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]) -> None:
         if self.session is not None:

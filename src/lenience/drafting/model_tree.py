@@ -13,7 +13,8 @@ from lenience.core.protocols import Drafter
 from lenience.core.types import Draft
 from lenience.drafting.base import DrafterSetup
 from lenience.drafting.draft_model import ModelDrafter, most_drafted, wide_as_target
-from lenience.drafting.trees import Grown, Level, Tree, as_draft
+from lenience.drafting.stops import Stop
+from lenience.drafting.trees import Grown, Level, Tree, as_draft, stopped
 from lenience.models.lm import LM
 from lenience.models.session import Session, tree_cache
 
@@ -29,19 +30,22 @@ def drafter_on(session: Session, setup: DrafterSetup) -> Drafter:
     """The same with the session that the model is read in."""
     if setup.tree.is_chain:
         return ModelDrafter(session, setup.target, setup.keep_states, setup.stop)
-    return TreeDrafter(session, setup.target, setup.tree)
+    return TreeDrafter(session, setup.target, setup.tree, setup.stop)
 
 
 class TreeDrafter(Drafter):
     """Drafts trees with an independent model of the same vocabulary, a pass for each level. Its
     tokens are chosen by their probability, also where the target samples, unless the tree draws
-    them."""
+    them. A stop condition that asks about each token ends the paths at which it would end a
+    chain."""
 
-    def __init__(self, session: Session, target: LM, tree: Tree):
-        self.session, self.target, self.tree = session, target, tree
+    def __init__(self, session: Session, target: LM, tree: Tree, stop: Stop):
+        self.session, self.target, self.tree, self.stop = session, target, tree, stop
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
-        limits = most_drafted(self.session, self.target, ctx, room)
+        wanted = [self.stop.max_tokens(row, ctx.window) for row in ctx.rows]
+        most = most_drafted(self.session, self.target, ctx, room)
+        limits = [min(pair) for pair in zip(wanted, most)]
         depth = max(limits)
         if not depth:
             return as_draft([Grown() for _ in ctx.rows], self.target.device)
@@ -52,6 +56,7 @@ class TreeDrafter(Drafter):
         grown = self.tree.grow(reader.read, ctx, depth, eos)
         grown = [tree.cut(limit, eos) for tree, limit in zip(grown, limits)]
         logits, draws = torch.cat(reader.logits, 1), self.tree.drawn(ctx)
+        grown = stopped(grown, logits, self.stop, ctx)
         draft = as_draft(grown, self.target.device, logits, draws=draws)
         return replace(draft, passes=len(reader.logits), tokens_read=reader.tokens_read)
 

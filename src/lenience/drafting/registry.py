@@ -33,6 +33,7 @@ class DraftModel(DrafterSpec):
     needs_draft = True
     certain = False
     has_states = True
+    tells_chances = True
     grows_trees = True
     drafts_by_model = True
     grid = ("model",)

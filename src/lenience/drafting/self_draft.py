@@ -33,6 +33,7 @@ class _OwnLayers(DrafterSpec):
     other drafters propose too."""
 
     certain = False
+    tells_chances = True
     grows_trees = True
     drafts_by_model = True
 

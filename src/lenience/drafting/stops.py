@@ -33,6 +33,8 @@ class Stop:
     name: ClassVar[str]
     per_token: ClassVar[bool] = False
     """Whether each drafted token is asked about."""
+    reads_states: ClassVar[bool] = False
+    """Whether it is asked with the draft's hidden states."""
     skips_verification: ClassVar[bool] = False
     """Whether the tokens before the one at which it stops are kept without asking the target."""
 
@@ -64,16 +66,22 @@ class Stop:
         return window
 
     def acceptance_probs(
-        self, logits: Tensor, hidden: Tensor, tokens: Tensor, ctx: Context
+        self, logits: Tensor, hidden: Tensor | None, tokens: Tensor, ctx: Context
     ) -> Tensor:
         """[B, n]: how likely each of the drafted `tokens` [B, n] is to be accepted; `logits` [B, n,
-        V] are what they were picked from, `hidden` [B, n, H] the draft's states there. One that
-        looks back is given the states after the tokens, and must not use the others."""
+        V] are what they were picked from, `hidden` [B, n, H] the draft's states there, which one
+        that reads them is given. One that looks back is given the states after the tokens, and must
+        not use the others."""
         raise NotImplementedError
 
     def stop_mask(self, probs: Tensor, rows: Sequence[Row]) -> Tensor:
         """[B, n] bool: where drafting ends, by the probabilities [B, n] of the window so far."""
         raise NotImplementedError
+
+    def ends(self, logits: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
+        """[B, n] bool: at which of the drafted `tokens` [B, n] one that reads no states ends
+        drafting, each told by what it was picked from, `logits` [B, n, V]."""
+        return self.stop_mask(self.acceptance_probs(logits, None, tokens, ctx), ctx.rows)
 
     def check(
         self, fingerprints: Callable[[], Mapping[str, str]], sizes: Mapping[str, int]
@@ -133,7 +141,7 @@ class Confidence(Asking):
     name = "confidence"
 
     def acceptance_probs(
-        self, logits: Tensor, hidden: Tensor, tokens: Tensor, ctx: Context
+        self, logits: Tensor, hidden: Tensor | None, tokens: Tensor, ctx: Context
     ) -> Tensor:
         return torch.softmax(_at_temperature(logits, ctx), -1).gather(2, tokens[..., None])[..., 0]
 
@@ -148,7 +156,7 @@ class Fallback(Asking):
     proposes_doubted = False
 
     def acceptance_probs(
-        self, logits: Tensor, hidden: Tensor, tokens: Tensor, ctx: Context
+        self, logits: Tensor, hidden: Tensor | None, tokens: Tensor, ctx: Context
     ) -> Tensor:
         return torch.softmax(_at_temperature(logits, ctx), -1).amax(-1)
 
@@ -185,7 +193,7 @@ class Entropy(Asking):
         return probs < torch.tensor(least, device=probs.device, dtype=probs.dtype)[:, None]
 
     def acceptance_probs(
-        self, logits: Tensor, hidden: Tensor, tokens: Tensor, ctx: Context
+        self, logits: Tensor, hidden: Tensor | None, tokens: Tensor, ctx: Context
     ) -> Tensor:
         logs = torch.log_softmax(_at_temperature(logits, ctx), -1)
         finite = logs.clamp(min=torch.finfo(logs.dtype).min)  # 0 · log 0 is 0
@@ -198,6 +206,7 @@ class Scored(Learned, Stop):
     """What asks a head on the draft's states; subclasses say what its score means."""
 
     per_token = True
+    reads_states = True
 
     @property
     def heads(self) -> tuple[Learned, ...]:
@@ -221,8 +230,9 @@ class Scored(Learned, Stop):
             )
 
     def acceptance_probs(
-        self, logits: Tensor, hidden: Tensor, tokens: Tensor, ctx: Context
+        self, logits: Tensor, hidden: Tensor | None, tokens: Tensor, ctx: Context
     ) -> Tensor:
+        assert hidden is not None
         return torch.sigmoid(self.head.logits(hidden).double())
 
 

@@ -18,6 +18,7 @@ from lenience.core.noise import gumbel_argmax, without_replacement
 from lenience.core.transfer import to_device
 from lenience.core.types import Draft, Draws
 from lenience.drafting.planning import BUILT_IN, best_shape, load_acceptance
+from lenience.drafting.stops import Stop
 
 LARGEST = 1024
 """How many tokens a tree may have."""
@@ -50,6 +51,15 @@ class Grown:
             if parent in new and deep[parent] < depth and not ended:
                 new[i], deep[i] = len(grown.tokens), deep[parent] + 1
                 grown.add(token, new[parent], self.picked_from[i])
+        return grown
+
+    def without(self, dropped: Sequence[bool], ends: Sequence[bool]) -> Grown:
+        """What is not dropped, and follows nothing that is or that `ends` its path."""
+        grown, new = Grown(), dict[int, int]({-1: -1})
+        for i, parent in enumerate(self.parents):
+            if parent in new and not dropped[i] and (parent < 0 or not ends[parent]):
+                new[i] = len(grown.tokens)
+                grown.add(self.tokens[i], new[parent], self.picked_from[i])
         return grown
 
 
@@ -425,6 +435,23 @@ class _Pool:
             [new[self.parents[i]] for i in kept],
             [self.from_which[i] for i in kept],
         )
+
+
+def stopped(grown: list[Grown], logits: Tensor, stop: Stop, ctx: Context) -> list[Grown]:
+    """What is grown for each row up to where a stop condition ends each path, by the distributions
+    [B, n, V] that the tokens were picked from."""
+    width = max(len(one.tokens) for one in grown)
+    if not stop.per_token or not width:
+        return grown
+    missing = [width - len(one.tokens) for one in grown]
+    tokens = to_device([one.tokens + [0] * n for one, n in zip(grown, missing)], logits.device)
+    at = to_device([one.picked_from + [0] * n for one, n in zip(grown, missing)], logits.device)
+    rows = torch.arange(len(grown), device=at.device)[:, None]
+    ends = stop.ends(logits[rows, at], tokens, ctx).tolist()
+    return [
+        one.without([False] * width if stop.proposes_doubted else end, end)
+        for one, end in zip(grown, ends)
+    ]
 
 
 def as_draft(

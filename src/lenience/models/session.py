@@ -403,20 +403,24 @@ def tree_cache(lm: LM, rows: int, capacity: int, states: States = LAST) -> RowCa
 def check_trees(lm: LM, mend: str) -> None:
     """Raise InputError, which says what to take instead, where a model cannot read trees of tokens
     through its own forward; found out once for a model."""
-    if not lm.once("reads trees", lambda: _try_trees(lm)):
-        attention = lm.model.config.get_text_config()._attn_implementation
-        raise InputError(
-            f"{lm.role} {lm.name!r}: cannot read a tree of tokens, as its attention ({attention}) "
-            f"takes no mask or no positions from outside; take {mend}, or load it with "
-            "attn_implementation eager"
-        )
+    if (why := lm.once("reads trees", lambda: _why_no_trees(lm))) is None:
+        return
+    attention = lm.model.config.get_text_config()._attn_implementation
+    other = "" if attention == "eager" else ", or load it with attn_implementation eager"
+    raise InputError(
+        f"{lm.role} {lm.name!r}: cannot read a tree of tokens, as its attention ({attention}) "
+        f"takes no mask or no positions from outside ({why}); take {mend}{other}"
+    )
 
 
-def _try_trees(lm: LM) -> bool:
+def _why_no_trees(lm: LM) -> str | None:
+    """What goes wrong where a tree is read through a model's own forward; None where nothing
+    does."""
     try:
-        return reads_trees_as_paths(lm, PlainCache(lm, 2, 64, reads_ragged=False))
-    except Exception:  # whatever a model raises that wants its mask or its positions otherwise
-        return False
+        reads = reads_trees_as_paths(lm, PlainCache(lm, 2, 64, reads_ragged=False))
+    except Exception as error:  # whatever one raises that wants its mask or positions otherwise
+        return f"{type(error).__name__}: {first_line(error)}"
+    return None if reads else "a tree's states are not those of its paths"
 
 
 def reads_trees_as_paths(lm: LM, cache: RowCache, given: States = LAST) -> bool:

@@ -1,0 +1,178 @@
+"""Files of drafters that are broken, or of something else: each is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import VOCABULARY
+from safetensors.torch import save_file
+from test_eagle import CONFIG, SIZE, tensors
+
+from lenience.core.errors import InputError
+from lenience.decoding.pair import Pair
+from lenience.drafting.datastore import _load, build_store
+
+INNER = 12
+
+
+def refused(pair: Pair, drafter: str, match: str) -> None:
+    with pytest.raises(InputError, match=match) as told:
+        pair.generate("w1", drafter=drafter, max_new_tokens=4)
+    assert "\n" not in str(told.value) and str(told.value).startswith(drafter.replace(":", " ", 1))
+
+
+def medusa(**changes: Any) -> dict[str, Any]:
+    """Two heads as they are published, with other tensors in some places; None leaves one out."""
+    made: dict[str, Any] = {}
+    for i in range(2):
+        made[f"{i}.0.linear.weight"] = torch.ones(SIZE, SIZE)
+        made[f"{i}.0.linear.bias"] = torch.ones(SIZE)
+        made[f"{i}.1.weight"] = torch.ones(VOCABULARY, SIZE)
+    made |= {name.replace("_", "."): part for name, part in changes.items()}
+    return {name: part for name, part in made.items() if part is not None}
+
+
+MEDUSA = {
+    "a list": ([torch.ones(1)], "a list and no table"),
+    "a tensor": (torch.ones(2), "a Tensor and no table"),
+    "nothing": (None, "a NoneType and no table"),
+    "no heads": ({}, "no heads"),
+    "keys that are numbers": ({0: torch.ones(1)}, "it has '0'"),
+    "values that are numbers": ({"0.0.linear.weight": 3}, "it has '0.0.linear.weight'"),
+    "Medusa-2's": ({"medusa_head.0.0.linear.weight": torch.ones(1)}, "it has 'medusa_head"),
+    "no bias": (medusa(**{"1_0_linear_bias": None}), "block 0 of head 1"),
+    "a head of another size": (
+        medusa(**{"1_0_linear_weight": torch.ones(SIZE + 1, SIZE)}),
+        "block 0 of head 1",
+    ),
+    "a matrix of another width": (
+        medusa(**{"1_1_weight": torch.ones(VOCABULARY, SIZE + 1)}),
+        "matrices",
+    ),
+    "a matrix for one head alone": (medusa(**{"1_1_weight": None}), "cannot be read"),
+    "a head that is missing": (
+        {name.replace("1.", "2.", 1): part for name, part in medusa().items()},
+        "cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", MEDUSA)
+def test_medusa_files(which: str, llama: Pair, tmp_path: Path) -> None:
+    saved, match = MEDUSA[which]
+    torch.save(saved, tmp_path / "medusa_lm_head.pt")
+    refused(llama, f"medusa:{tmp_path}", match)
+
+
+def test_whole_medusa_files_are_read(llama: Pair, tmp_path: Path) -> None:
+    """So that what is refused above is refused for what is changed; with and without matrices."""
+    saved = medusa()
+    for _ in range(2):
+        torch.save(saved, tmp_path / "medusa_lm_head.pt")
+        out = llama.generate("w1", drafter=f"medusa:{tmp_path}", max_new_tokens=9)
+        assert out.drafted
+        saved = {name: part for name, part in saved.items() if "linear" in name}
+
+
+def eagle(**changes: Any) -> Callable[[Path], None]:
+    """A checkpoint with other tensors, or another number of its configuration."""
+
+    def write(folder: Path) -> None:
+        made: dict[str, Any] = tensors(3)
+        config = {**CONFIG, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}}
+        for name, value in changes.items():
+            if isinstance(value, torch.Tensor):
+                made[name] = value
+            elif value is None:
+                del made[name]
+            else:
+                config[name] = value
+        save_file(made, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return write
+
+
+ATTENTION = "layers.0.self_attn.q_proj.weight"
+EAGLE = {
+    "no head": (eagle(**{"lm_head.weight": None}), "lm_head.weight"),
+    "no norm": (eagle(**{"norm.weight": None}), "norm.weight"),
+    "a head of another width": (
+        eagle(**{"lm_head.weight": torch.ones(30, SIZE + 1)}),
+        "lm_head.weight is 30 × 33, and any × 32",
+    ),
+    "a norm of another width": (eagle(**{"norm.weight": torch.ones(1)}), "norm.weight is 1"),
+    "an attention of another width": (
+        eagle(**{ATTENTION: torch.ones(SIZE, SIZE + 1)}),
+        "q_proj.weight is 32 × 33, and 32 × 64",
+    ),
+    "an MLP of another width": (
+        eagle(**{"layers.0.mlp.down_proj.weight": torch.ones(SIZE, 3)}),
+        "down_proj.weight is 32 × 3",
+    ),
+    "a vocabulary below 0": (
+        eagle(d2t=torch.full((30,), -1)),
+        "d2t names a token below 0",
+    ),
+    "a shorter vocabulary": (eagle(d2t=torch.zeros(7, dtype=torch.long)), "d2t has no whole"),
+    "a vocabulary of fractions": (eagle(d2t=torch.zeros(30)), "d2t has no whole"),
+    "few embeddings": (
+        eagle(**{"embed_tokens.weight": torch.ones(4, SIZE)}),
+        f"knows 4 tokens, and the target has {VOCABULARY}",
+    ),
+    "a configuration of nonsense": (eagle(num_attention_heads="four"), "config.json"),
+    "another configuration": (eagle(intermediate_size=7), "gate_proj.weight is 40 × 32"),
+    "another kind": (eagle(speculators_model_type="dflash"), "it is of dflash"),
+}
+
+
+@pytest.mark.parametrize("which", EAGLE)
+def test_eagle_files(which: str, llama: Pair, tmp_path: Path) -> None:
+    write, match = EAGLE[which]
+    write(tmp_path)
+    refused(llama, f"eagle:{tmp_path}", match)
+
+
+def test_a_whole_eagle_file_is_read(llama: Pair, tmp_path: Path) -> None:
+    eagle(speculators_model_type="eagle3")(tmp_path)
+    assert llama.generate("w1", drafter=f"eagle:{tmp_path}", max_new_tokens=9).drafted
+
+
+def damaged(name: str, content: Any) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        if isinstance(content, np.ndarray):
+            np.save(folder / name, content)
+        else:
+            (folder / name).write_text(content)
+
+    return damage
+
+
+STORES = {
+    "tokens in rows": (damaged("tokens.npy", np.zeros((6, 2), np.int32)), "32-bit numbers"),
+    "tokens that are fractions": (damaged("tokens.npy", np.zeros(6, np.float32)), "32-bit"),
+    "tokens that are short": (damaged("tokens.npy", np.zeros(3, np.int32)), "same corpus"),
+    "suffixes that are long": (damaged("suffixes.npy", np.zeros(6, np.int64)), "32-bit"),
+    "an empty file": (damaged("tokens.npy", ""), "is broken"),
+    "no tokenizer": (
+        damaged("datastore.json", '{"tokens": 5, "documents": 1, "fingerprint": "x"}'),
+        "names no tokenizer",
+    ),
+    "a list": (damaged("datastore.json", "[1]"), "is broken"),
+}
+
+
+@pytest.mark.parametrize("which", STORES)
+def test_datastores(which: str, llama: Pair, tmp_path: Path) -> None:
+    damage, match = STORES[which]
+    build_store(iter([[1, 2, 3, 4, 5]]), llama.target.tokenizer_fingerprint, tmp_path)
+    assert llama.generate("w1", drafter=f"datastore:{tmp_path}", max_new_tokens=4).tokens
+    damage(tmp_path)
+    _load.cache_clear()  # the file's time may not have moved on
+    refused(llama, f"datastore:{tmp_path}", match)
