@@ -19,7 +19,8 @@ from lenience.cli import main
 from lenience.core.errors import InputError
 from lenience.decoding.pair import Pair
 from lenience.drafting.corpus import documents
-from lenience.drafting.datastore import Store, build_store, load_store
+from lenience.drafting.datastore import END, Datastore, Store, build_store, load_store
+from lenience.drafting.trees import parse_tree
 from lenience.tasks import WordMath
 
 CORPUS = st.lists(st.lists(st.integers(1, 4), max_size=12), min_size=1, max_size=5)
@@ -72,6 +73,75 @@ def test_a_store_finds_what_a_scan_does(
         behind = [(d, i) for d, i in found if i < len(corpus[d]) and corpus[d][i] == token]
         then = Counter(corpus[d][i + 1] for d, i in behind if i + 1 < len(corpus[d]))
         assert {t: len(p) for t, _, p in store.followers(at)} == then
+
+
+def test_tokens_have_32_bits(tmp_path: Path) -> None:
+    """REST's own store cuts them to 16."""
+    store = build_store(iter([[70_001, 4_465, 90_000, 7], [4_465, 5]]), "tokenizer", tmp_path)
+    (place,) = store.matches([70_001, 4_465], 4, 2)
+    ((token, share, _),) = store.followers(store.suffixes[place : place + 1].astype(np.int64))
+    assert (token, share) == (90_000, 1.0)
+
+
+@given(
+    corpus=CORPUS.filter(any),
+    text=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    depth=st.integers(1, 5),
+    least=st.floats(0, 1),
+    most=st.integers(1, 30),
+    nodes=st.integers(0, 6),
+)
+def test_what_mostly_followed_is_proposed(
+    tmp_path_factory: pytest.TempPathFactory,
+    corpus: list[list[int]],
+    text: list[int],
+    depth: int,
+    least: float,
+    most: int,
+    nodes: int,
+) -> None:
+    """Against counting in the corpus: a chain of what followed most, or the likeliest paths."""
+    folder = tmp_path_factory.mktemp("store")
+    store = build_store(iter(corpus), "tokenizer", folder)
+    spec = Datastore(str(folder), longest=3, shortest=1, most=most, least=least)
+    tree = parse_tree(f"dynamic:{nodes}" if nodes else "chain")
+    grown = spec.look_up(text, depth, tree, frozenset())
+    matches = store.matches(text, 3, 1)
+    looked_at = [*matches][:: -(-len(matches) // most) or 1]
+    assert len(looked_at) <= most
+    after = []  # what stands behind each place that is looked at
+    for i in looked_at:
+        place = int(store.suffixes[i])
+        before = store.tokens[:place][::-1].tolist()
+        after.append(before[: before.index(END)] if END in before else before)
+    shares = {}  # of each path, one token's share of what followed the path before it, multiplied
+
+    def count(path: tuple[int, ...], share: float) -> None:
+        following = [text[len(path)] for text in after if tuple(text[: len(path)]) == path
+                     and len(text) > len(path)]  # fmt: skip
+        for token in set(following):
+            part = share * following.count(token) / len(following)
+            if part >= least and len(path) < depth:
+                shares[*path, token] = part
+                count((*path, token), part)
+
+    count((), 1.0)
+    paths = {-1: ()}
+    for i, (token, parent) in enumerate(zip(grown.tokens, grown.parents)):
+        paths[i] = (*paths[parent], token)
+    del paths[-1]
+    found = [*paths.values()]
+    assert all(path in shares for path in found)
+    if nodes:
+        best = sorted(shares.values(), reverse=True)[:nodes]
+        assert sorted((shares[path] for path in found), reverse=True) == pytest.approx(best)
+        return
+    for n in range(depth):
+        beside = {p: s for p, s in shares.items() if len(p) == n + 1 and p[:-1] == ((), *found)[n]}
+        assert len(found) > n if beside else len(found) == n
+        if not beside:
+            break
+        assert shares[found[n]] == pytest.approx(max(beside.values()))
 
 
 @pytest.fixture(scope="module")

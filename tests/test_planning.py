@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import cache
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -30,18 +29,15 @@ from lenience.tasks import Sample, Task
 @cache
 def all_trees(nodes: int) -> list[tuple[int, ...]]:
     """All ordered trees of so many tokens after the prefix, by their children level by level."""
-    found = []
-    for counts in product(range(nodes + 1), repeat=nodes):
-        if sum(counts) != nodes:
-            continue
-        known = 1  # how many, the prefix included, are there when one's children are counted
-        for i, n in enumerate(counts):
-            if i >= known:
-                break
-            known += n
-        else:
-            found.append(counts)
-    return found
+    found = [()]
+    for i in range(nodes):  # one's children are counted where it is there, the prefix first
+        found = [
+            (*counts, n)
+            for counts in found
+            if i <= sum(counts)
+            for n in range(nodes - sum(counts) + 1)
+        ]
+    return [counts for counts in found if sum(counts) == nodes]
 
 
 def worth(counts: tuple[int, ...], shares: list[list[float]]) -> float:
@@ -57,13 +53,15 @@ def worth(counts: tuple[int, ...], shares: list[list[float]]) -> float:
 
 
 @given(
-    nodes=st.integers(1, 6),
-    shares=st.lists(
-        st.lists(st.floats(0.01, 1.0), min_size=3, max_size=3).map(
-            lambda row: [share / sum(row) for share in sorted(row, reverse=True)]
-        ),
-        min_size=1,
-        max_size=4,
+    nodes=st.integers(1, 8),
+    shares=st.integers(1, 6).flatmap(
+        lambda ranks: st.lists(
+            st.lists(st.floats(0.01, 1.0), min_size=ranks, max_size=ranks).map(
+                lambda row: [share / sum(row) for share in sorted(row, reverse=True)]
+            ),
+            min_size=1,
+            max_size=4,
+        )
     ),
 )
 def test_the_plan_is_the_best_of_all_trees(nodes: int, shares: list[list[float]]) -> None:

@@ -23,6 +23,7 @@ from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.drafting.planning import BUILT_IN
 from lenience.drafting.trees import Dynamic, Grown, Level, parse_tree
+from lenience.heads.head import Head, Inputs
 from lenience.models import onnx_graph
 from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.lm import LAST
@@ -158,15 +159,26 @@ LENIENT = ("topk:2", "topk:3", "typical:0.3,0.55", "fuzzy:js@0.4", "random:0.5",
            "exact", "exact|fuzzy:tv@0.6,floor=0.05", "ensemble:0.4", "fly:0.1,1")  # fmt: skip
 
 
-@pytest.mark.parametrize("rule", LENIENT)
+@pytest.fixture(scope="module")
+def judges(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Judges of random weights on the target's states, so that each node's own state decides."""
+    folder = tmp_path_factory.mktemp("judges")
+    for token in ("draft", "previous"):
+        inputs = Inputs(("target",), (token,))
+        weight = torch.randn(8, generator=torch.Generator().manual_seed(1))
+        Head(weight, 0.3, inputs, 0.5, {}).save(folder / token)
+    return folder
+
+
+@pytest.mark.parametrize("rule", (*LENIENT, "judge:{judges}/draft", "judge:{judges}/previous"))
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @settings(max_examples=25)
 @given(seed=st.integers(0, 10_000))
 def test_the_deepest_path_that_the_rule_accepts_is_kept(
-    rule: str, temperature: float, seed: int
+    rule: str, temperature: float, seed: int, judges: Path
 ) -> None:
     """Against each path's own chain, asked alone."""
-    parsed = parse_rule(rule)
+    parsed = parse_rule(rule.format(judges=judges))
     if temperature and parsed.needs_draws:
         return
     draft, reading, ctx = trees_of(seed, 2, 7)
