@@ -176,3 +176,23 @@ def test_datastores(which: str, llama: Pair, tmp_path: Path) -> None:
     damage(tmp_path)
     _load.cache_clear()  # the file's time may not have moved on
     refused(llama, f"datastore:{tmp_path}", match)
+
+
+def test_drafters_on_the_hub(llama: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Published files as they are, fetched by the drafter's name."""
+    monkeypatch.setenv("LENIENCE_HUB", str(tmp_path))
+    for kind in ("medusa", "eagle"):
+        folder = tmp_path / "org" / kind
+        folder.mkdir(parents=True)
+        if kind == "medusa":
+            torch.save(medusa(), folder / "medusa_lm_head.pt")
+        else:
+            eagle()(folder)
+        outs = [
+            llama.generate("w1", drafter=f"{kind}:{path}", max_new_tokens=12)
+            for path in (folder, f"hf:org/{kind}")
+        ]
+        assert outs[1].drafted == outs[0].drafted > 0
+        assert outs[1].tokens == outs[0].tokens
+    with pytest.raises(InputError, match="there is none in LENIENCE_HUB"):
+        llama.generate("w1", drafter="medusa:hf:org/none")

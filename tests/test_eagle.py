@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,8 +41,11 @@ CONFIG = {
 }  # fmt: skip
 
 
-def tensors(version: int, seed: int = 0, layers: int = 1) -> dict[str, Tensor]:
-    """A checkpoint of random weights, in speculators' names."""
+def tensors(
+    version: int, seed: int = 0, layers: int = 1, more: Sequence[str] = ()
+) -> dict[str, Tensor]:
+    """A checkpoint of random weights, in speculators' names; `more` says which of the parts it has
+    that some have."""
     generator = torch.Generator().manual_seed(seed)
 
     def of(*shape: int, scale: float = 0.3) -> Tensor:
@@ -64,10 +67,17 @@ def tensors(version: int, seed: int = 0, layers: int = 1) -> dict[str, Tensor]:
         made |= {f"layers.{i}.{name}.weight": 1 + of(SIZE) for name in norms}
     if version == 1:
         return made | {"fc.weight": of(SIZE, 2 * SIZE), "fc.bias": of(SIZE)}
+    if "input_norm" in more:
+        made["input_norm.weight"] = 1 + of(3 * SIZE)
+    if "fc_norm" in more:
+        made |= {f"fc_norm.{i}.weight": 1 + of(SIZE) for i in range(3)}
+    if "embed_tokens" in more:
+        made["embed_tokens.weight"] = of(VOCABULARY, SIZE, scale=1.0)
+    made |= {"fc.weight": of(SIZE, 3 * SIZE), "norm.weight": 1 + of(SIZE)}
+    if "whole vocabulary" in more:
+        return made | {"lm_head.weight": of(VOCABULARY, SIZE, scale=1.0)}
     offsets = torch.sort(torch.randperm(VOCABULARY, generator=generator)[:SMALLER]).values
     return made | {
-        "fc.weight": of(SIZE, 3 * SIZE),
-        "norm.weight": 1 + of(SIZE),
         "lm_head.weight": of(SMALLER, SIZE, scale=1.0),
         "d2t": offsets - torch.arange(SMALLER),
         "t2d": torch.zeros(VOCABULARY, dtype=torch.bool).index_fill(0, offsets, True),
@@ -75,10 +85,16 @@ def tensors(version: int, seed: int = 0, layers: int = 1) -> dict[str, Tensor]:
 
 
 def write(
-    folder: Path, version: int, seed: int = 0, layout: str = "original", layers: int = 1
+    folder: Path,
+    version: int,
+    seed: int = 0,
+    layout: str = "original",
+    layers: int = 1,
+    more: Sequence[str] = (),
 ) -> Path:
-    """A checkpoint in one of the layouts."""
-    saved = tensors(version, seed, layers)
+    """A checkpoint in one of the layouts; what is `more` and no tensor is said in its
+    configuration."""
+    saved = tensors(version, seed, layers, more)
     folder.mkdir(parents=True, exist_ok=True)
     if layout == "speculators":
         about = {"transformer_layer_config": CONFIG, "eagle_aux_hidden_state_layer_ids": [1, 2, 2]}
@@ -88,6 +104,7 @@ def write(
         saved = {name.replace("layers.0.", "midlayer.") if version == 3 else name: part
                  for name, part in saved.items()}  # fmt: skip
         torch.save(saved, folder / "pytorch_model.bin")
+    about |= {name: True for name in ("norm_before_residual", "norm_output") if name in more}
     (folder / "config.json").write_text(json.dumps(about))
     return folder
 
@@ -128,6 +145,8 @@ def by_formula(
     text: list[int],
     window: int,
     layers: tuple[int, ...] = (1, 2, 2),
+    depth: int = 1,
+    more: Sequence[str] = (),
 ) -> list[int]:
     """What EAGLE drafts greedily after a text of which the target has read all but the last token:
     row i has token i + 1 and what was made of token i."""
@@ -140,19 +159,33 @@ def by_formula(
         model(torch.tensor([text[:-1]]))
         hook.remove()
         after = {1: out.hidden_states[1][0], 2: last[0][0]}
-        inputs = torch.cat([after[i] for i in layers], -1) @ t["fc.weight"].T
+        read = [after[i] for i in layers]
+        if "fc_norm" in more:
+            read = [rms(part, t[f"fc_norm.{i}.weight"]) for i, part in enumerate(read)]
+        joined = torch.cat(read, -1)
+        if "input_norm" in more:
+            joined = rms(joined, t["input_norm.weight"])
+        inputs = joined @ t["fc.weight"].T
     else:
         inputs = out.hidden_states[-1][0]
     tokens, drafted = text[1:], []
     for _ in range(window):
         embedded = model.get_input_embeddings()(torch.tensor(tokens))
+        if "embed_tokens" in more:
+            embedded = t["embed_tokens.weight"][tokens]
         if version == 3:
             w = {name.removeprefix("layers.0."): part for name, part in t.items()}
             x = [rms(embedded, w["input_layernorm.weight"]), rms(inputs, w["hidden_norm.weight"])]
-            states = layer(t, 0, torch.cat(x, -1), inputs)
-            logits = rms(states[-1], t["norm.weight"]) @ t["lm_head.weight"].T
-            best = int(logits.argmax())
-            best += int(t["d2t"][best])
+            states = layer(
+                t, 0, torch.cat(x, -1), x[1] if "norm_before_residual" in more else inputs
+            )
+            for i in range(1, depth):
+                normed = rms(states, t[f"layers.{i}.input_layernorm.weight"])
+                states = layer(t, i, normed, states)
+            normed = rms(states, t["norm.weight"])
+            states = normed if "norm_output" in more else states  # what is gone on with
+            best = int((normed[-1] @ t["lm_head.weight"].T).argmax())
+            best += int(t["d2t"][best]) if "d2t" in t else 0
         else:
             joined = torch.cat([embedded, inputs], -1) @ t["fc.weight"].T + t["fc.bias"]
             states = layer(t, 0, joined, joined)
@@ -309,13 +342,21 @@ def test_features_of_exported_and_recorded_passes(
 
 
 @pytest.mark.parametrize(
-    ("version", "layout"), [(3, "original"), (3, "speculators"), (1, "original")]
+    ("version", "layout", "depth", "more"),
+    [
+        (3, "original", 1, ()),
+        (3, "speculators", 1, ()),
+        (1, "original", 1, ()),
+        (3, "speculators", 1, ("norm_before_residual", "fc_norm", "embed_tokens")),
+        (3, "original", 1, ("norm_output", "input_norm", "whole vocabulary")),
+        (3, "speculators", 2, ("norm_before_residual", "whole vocabulary")),
+    ],
 )
 def test_eagle_drafts_as_its_formula_says(
-    version: int, layout: str, llama: Pair, tmp_path: Path
+    version: int, layout: str, depth: int, more: tuple[str, ...], llama: Pair, tmp_path: Path
 ) -> None:
-    folder = write(tmp_path / "eagle", version, layout=layout)
-    t = tensors(version)
+    folder = write(tmp_path / "eagle", version, layout=layout, layers=depth, more=more)
+    t = tensors(version, layers=depth, more=more)
     prompt = [7, 3, 9, 9, 12, 30]
     steps = []
     for step in llama.stream(
@@ -340,7 +381,8 @@ def test_eagle_drafts_as_its_formula_says(
             drafted[len(text)] = found
             assert len(found) == step.drafted
             if len(text) > len(prompt):
-                assert found == by_formula(version, t, llama.target, text, 4)
+                wanted = by_formula(version, t, llama.target, text, 4, depth=depth, more=more)
+                assert found == wanted
             # the target also reads what is not kept
             session.read([text + found], len(found) + 1)
             text += step.tokens

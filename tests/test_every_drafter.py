@@ -10,10 +10,13 @@ import pytest
 import torch
 from conftest import CONFIGS, VOCABULARY
 from scipy.stats import chi2
-from test_drafters import random_heads
+from test_drafters import Counting, random_heads
 from test_eagle import write
 
+from lenience.certification.certify import certify
+from lenience.certification.question import CertifyConfig
 from lenience.core.context import Context, Row
+from lenience.core.errors import InputError
 from lenience.core.noise import Noise
 from lenience.core.profile import Profile
 from lenience.decoding.loading import load_pair
@@ -24,6 +27,9 @@ from lenience.drafting.datastore import build_store
 from lenience.drafting.registry import DRAFTERS, parse_drafter
 from lenience.drafting.stops import Fixed
 from lenience.drafting.trees import parse_tree
+from lenience.evaluation.compare import CompareConfig, compare
+from lenience.evaluation.pages import write_report
+from lenience.mining.search import MineConfig, mine
 from lenience.models.lm import LAST, States
 from lenience.models.session import Session
 from lenience.rules.registry import parse_rule
@@ -180,3 +186,47 @@ def test_heads_verify_and_predict_in_one_pass(folder: Path, llama: Pair) -> None
         rule=f"topk:{VOCABULARY}",
     )  # fmt: skip
     assert len(out.tokens) == 41 and out.target_passes == 1 + 40 / 4
+
+
+def test_a_certificate_binds_a_drafter_and_its_tree(llama: Pair, tmp_path: Path) -> None:
+    mine(llama, Counting(), tmp_path, MineConfig(limit=12, batch_size=8))
+    options = {"drafter": "suffix|model", "tree": "dynamic:6", "window": 3}
+    config = CertifyConfig(
+        rules=("topk:1",), options=options, max_drop=0.9, confidence=0.5, split="test",
+        loss="disagreement",
+    )  # fmt: skip
+    assert certify(llama, Counting(), tmp_path, config).certified
+    out = llama.generate("w1 w2", rule=f"certified:{tmp_path}")
+    assert out.drafted and out.tree == "dynamic:6"
+    for other in ({"tree": "dynamic:8"}, {"tree": "chain"}, {"drafter": "model"}, {"window": 4}):
+        with pytest.raises(InputError, match=f"certified.*{next(iter(other))}"):
+            llama.generate("w1 w2", rule=f"certified:{tmp_path}", **other)
+
+
+def test_drafters_and_trees_are_compared_and_reported(
+    folder: Path, llama: Pair, tmp_path: Path
+) -> None:
+    settings = (
+        "exact; window=3; tree=dynamic:6",
+        f"topk:2; window=3; drafter=medusa:{folder / 'medusa'}",
+        "exact; window=3; drafter=suffix|model; tree=dynamic:6",
+    )
+    config = CompareConfig(settings=settings, limit=4, timed=1, repeats=1)
+    found = compare(llama, Counting(), config)
+    rows = {(row.rule, *sorted(row.options.items())): row for row in found.rows if row.window}
+    assert set(rows) == {
+        ("exact", ("tree", "dynamic:6")),
+        ("topk:2", ("drafter", f"medusa:{folder / 'medusa'}")),
+        ("exact", ("drafter", "suffix|model"), ("tree", "dynamic:6")),
+    }
+    samples = [*Counting().samples("test")][:4]
+    for (rule, *options), row in rows.items():
+        outs = [
+            llama.generate(one.prompt, rule=rule, window=3, max_new_tokens=40, **dict(options))
+            for one in samples
+        ]
+        tokens, passes = sum(len(out.tokens) for out in outs), sum(o.target_passes for o in outs)
+        assert row.tokens_per_pass == pytest.approx(tokens / passes)
+    write_report(tmp_path / "report.html", found)
+    page = (tmp_path / "report.html").read_text()
+    assert "dynamic:6" in page and "suffix|model" in page and "medusa" in page

@@ -11,6 +11,7 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 from test_decode import plain_greedy
+from test_drafters import random_heads
 from test_mining import ParityTask, lines, mined
 
 from lenience import InputError
@@ -131,16 +132,27 @@ def test_every_kind_of_head_learns_soft_labels(kind: str) -> None:
 # ---- a rule's own answers
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "{judge}@0.2; window=6",
+        "topk:6; drafter=medusa:{heads}; window=3",
+        "topk:6; tree=dynamic:8; window=6",
+        "topk:6; drafter=medusa:{heads}; tree=cartesian:3,2; window=3",
+    ],
+)
 def test_the_first_token_that_changes_the_answer_is_important(
-    llama: Pair, judge: str, tmp_path: Path
+    setting: str, llama: Pair, judge: str, tmp_path: Path
 ) -> None:
     task = ParityTask()
-    policy = Decoding(rule=judge.replace("@0.5", "@0.2"), window=6)
+    random_heads("medusa", 3).save(tmp_path / "heads")
+    named = setting.format(judge=judge.removesuffix("@0.5"), heads=tmp_path / "heads")
+    policy = Decoding.parse(named)
     mined(llama, task, tmp_path, limit=30, batch_size=7, policy=policy)
     labels = set()
     for record in lines(tmp_path):
         prompt = record["prompt_ids"]
-        out = llama.generate(prompt, rule=policy.rule, window=6, max_new_tokens=24)
+        out = llama.generate(prompt, **policy.changed(), max_new_tokens=24)
         own = plain_greedy(llama, prompt, 24)
         answer = task.answer(llama.target.decode(own))
         assert record["response_ids"] == own
@@ -168,6 +180,10 @@ def test_the_first_token_that_changes_the_answer_is_important(
             assert record["answers"]["final"] == answer
         labels |= {important for *_, important in found}
     assert labels >= {True, False}
+    plan = HeadPlan(Inputs(ahead=2), tmp_path / "judge", FitConfig())
+    if "medusa" in setting:
+        with pytest.raises(InputError, match="what medusa:heads proposes, and a judge that looks"):
+            fit_run(llama, tmp_path, plan)
 
 
 def test_samples_that_the_head_has_learned_from_are_left_out(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -26,6 +27,7 @@ from lenience.drafting.trees import Dynamic, Grown, Level, parse_tree
 from lenience.heads.head import Head, Inputs
 from lenience.models import onnx_graph
 from lenience.models.cuda_graphs import CudaGraphs
+from lenience.models.kv_cache import Forward, TreeSight
 from lenience.models.lm import LAST
 from lenience.models.session import Session
 from lenience.rules.registry import parse_rule
@@ -36,6 +38,7 @@ TREES = (
     "dynamic:16",
     "dynamic:8,temperature=1.5",
     "dynamic:9,depth=3,top=2",
+    "dynamic:9,least=0.3",
     "cartesian:3,2,1",
     "cartesian:2",
 )
@@ -222,20 +225,32 @@ def test_a_lenient_tree_counts_what_the_strict_rule_would_keep(llama: Pair) -> N
 
 
 def likeliest(log_probs: Callable[[tuple[int, ...]], torch.Tensor], nodes: int, depth: int) -> set:
-    """All paths up to a depth, and those of the highest probability, by trying all."""
+    """Of all paths up to a depth those of the highest probability, by trying all."""
+    return {path for _, path in best_paths(log_probs, nodes, depth)}
+
+
+def best_paths(
+    log_probs: Callable[[tuple[int, ...]], torch.Tensor], nodes: int, depth: int
+) -> list[tuple[float, tuple[int, ...]]]:
+    """The same with their log-probabilities."""
     scored = []
     for n in range(1, depth + 1):
         for path in product(range(4), repeat=n):
             score = sum(float(log_probs(path[:i])[path[i]]) for i in range(n))
             scored.append((score, path))
-    scored.sort(reverse=True)
-    return {path for _, path in scored[:nodes]}
+    return sorted(scored, reverse=True)[:nodes]
 
 
-@settings(max_examples=40)
-@given(st.integers(0, 10_000), st.integers(1, 12), st.integers(1, 4))
-def test_a_dynamic_tree_has_the_likeliest_paths(seed: int, nodes: int, depth: int) -> None:
-    """With as wide levels as there are tokens nothing is left out."""
+@settings(max_examples=60)
+@given(
+    st.integers(0, 10_000), st.integers(1, 12), st.integers(1, 4),
+    st.sampled_from([0.0, 0.1, 0.3, 0.6]),
+)  # fmt: skip
+def test_a_dynamic_tree_has_the_likeliest_paths(
+    seed: int, nodes: int, depth: int, least: float
+) -> None:
+    """With as wide levels as there are tokens nothing is left out; with `least` (OPT-Tree) down to
+    the first level by which the sum of their probabilities grows by less."""
     generator = torch.Generator().manual_seed(seed)
     known: dict[tuple[int, ...], torch.Tensor] = {}
 
@@ -255,15 +270,19 @@ def test_a_dynamic_tree_has_the_likeliest_paths(seed: int, nodes: int, depth: in
         assert all(len(path) == level.depth + 1 for path in more)
         return torch.stack([log_probs(path) for path in more])[None]
 
-    wide = Dynamic(nodes, top=256)
+    wide = Dynamic(nodes, top=256, least=least)
     (grown,) = wide.grow(_padded(expand), Context([Row(Noise(0, b""))]), depth, frozenset())
     found = {
         tuple(grown.tokens[i] for i in path[: n + 1])
         for path in paths(grown.parents)
         for n in range(len(path))
     }
-    if nodes <= 12 and len(grown.tokens) == nodes:
-        assert found == likeliest(log_probs, nodes, depth)
+    worth = [
+        sum(math.exp(score) for score, _ in best_paths(log_probs, nodes, n))
+        for n in range(depth + 1)
+    ]
+    small = (n for n in range(1, depth + 1) if worth[n] - worth[n - 1] < least)
+    assert found == likeliest(log_probs, nodes, next(small, depth))
 
 
 def _padded(expand: Callable[[Level | None], torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -305,6 +324,7 @@ def test_a_tree_is_cut_at_a_depth() -> None:
         ({"tree": "dynamic"}, "dynamic needs nodes"),
         ({"tree": "dynamic:0"}, "nodes 0: must be 1"),
         ({"tree": "dynamic:4,temperature=0"}, "temperature 0.0: must be above 0"),
+        ({"tree": "dynamic:4,least=-1"}, "least -1.0: must be 0 or more"),
         ({"tree": "dynamic:5000"}, "at most 1024"),
         ({"tree": "cartesian:64,64"}, "at most 1024"),
         ({"tree": "cartesian"}, "cartesian needs widths"),
@@ -335,6 +355,39 @@ def test_a_model_that_cannot_read_trees_is_refused_by_name(
     """GPT-Neo's local layers place their window by the cache's length."""
     with pytest.raises(InputError, match=r"target .*cannot read a tree of tokens"):
         pairs("gpt_neo").generate([1, 2, 3], tree="dynamic:8")
+
+
+def test_a_long_prompt_before_a_tree_is_read_without_a_mask_over_all_of_it(
+    llama: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, real = [], TreeSight.of
+
+    def spy(forward: Forward, longest: int | None) -> TreeSight:
+        read.append(forward.length)
+        return real(forward, longest)
+
+    monkeypatch.setattr(TreeSight, "of", spy)
+    prompts = [[1 + (7 * i) % 40 for i in range(150)], [5, 6, 7], list(range(1, 30))]
+    for size in (1, 3):
+        outs = llama.generate_batch(prompts, tree="dynamic:8", batch_size=size, max_new_tokens=20)
+        for prompt, out in zip(prompts, outs):
+            alone = llama.generate(prompt, rule="target", max_new_tokens=20)
+            assert out.tokens == alone.tokens
+            # each token of the prompt is read once; together rows are read as wide as the widest
+            if size == 1:
+                assert out.target_tokens <= len(prompt) + out.drafted + out.target_passes
+    assert read and max(read) <= 1 + 29 + 8
+
+
+def test_trees_too_large_for_memory_are_refused(
+    llama: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InputError, match="a tree of up to 1200 tokens, and at most 1024"):
+        llama.generate([1, 2, 3], drafter="suffix|model", tree="dynamic:600")
+    monkeypatch.setattr("lenience.models.memory.free_bytes", lambda device: 1 << 20)
+    assert llama.generate([1, 2, 3], tree="dynamic:8", max_new_tokens=8).tokens
+    with pytest.raises(InputError, match=r"of KV cache and masks of trees .* take a smaller tree"):
+        llama.generate([1, 2, 3], tree="dynamic:1000", max_new_tokens=200)
 
 
 ALIBI = {

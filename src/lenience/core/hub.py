@@ -1,5 +1,5 @@
-"""Heads on the Hugging Face Hub: "hf:org/name" is a folder of it. $LENIENCE_HUB may name a local
-folder that serves in its place. No torch."""
+"""Heads and drafters on the Hugging Face Hub: "hf:org/name" is a folder of it. $LENIENCE_HUB may
+name a local folder that serves in its place. No torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lenience.core.errors import InputError, RunError, first_line
 from lenience.core.files import written
 
 PREFIX = "hf:"
-FETCHED = ("*.json", "*.safetensors")
-"""Of a repository."""
+FETCHED = ("*.json", "*.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
+"""Of a repository; the last two are how drafters are published."""
 
 
 def is_on_hub(path: str | Path) -> bool:

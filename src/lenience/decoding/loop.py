@@ -161,9 +161,12 @@ def _judge(
     prefixes, n = [row.prefix for row in ctx.rows], draft.width + 1
     if draft.parents is None:
         reading = session.read(prefixes, n, device_tokens=draft.tokens, rows=rows)
+        tokens_read = reading.tokens_read
     else:
+        before = session.catch_up(prefixes, rows or range(len(prefixes)))
         sequences = [prefix + more for prefix, more in zip(prefixes, draft.tokens.tolist())]
         reading = session.read(sequences, n, rows=rows, parents=draft.parents)
+        tokens_read = [a + b for a, b in zip(before, reading.tokens_read)]
     told = reading.logits
     if ctx.processors and draft.parents is None:
         reading = replace(reading, logits=ctx.process(reading.logits, draft.tokens))
@@ -176,4 +179,4 @@ def _judge(
         verdicts = [_without_bonus(one) for one in verdicts]
     session.profile.add("rule")
     drafter.observe(ctx, reading, verdicts)
-    return reading.tokens_read, verdicts
+    return tokens_read, verdicts

@@ -377,7 +377,7 @@ class Pair:
         # a tree's tokens may be more than those that a context has left
         beyond = setup.columns(window) if setup.branches else 0
         lengths = [min(capacity, (lm.context_length or capacity) + beyond) for lm, _ in cached]
-        check_memory([(*one, n) for one, n in zip(cached, lengths)], rows)
+        check_memory([(*one, n) for one, n in zip(cached, lengths)], rows, beyond)
         cache = tree_cache(reader, rows, lengths[0], states) if setup.branches else None
         session = Session(reader, rows, lengths[0], cache, profile, states=states)
         session.torch_threads = self.torch_threads

@@ -12,7 +12,7 @@ from lenience.decoding.generation import Generation
 from lenience.decoding.options import Decoding
 from lenience.drafting.base import DrafterSpec
 from lenience.drafting.stops import Fixed, Stop
-from lenience.drafting.trees import Chain, Tree
+from lenience.drafting.trees import LARGEST, Chain, Tree
 from lenience.heads.head import shown_layers
 from lenience.models.lm import LAST, LM
 from lenience.models.session import check_trees
@@ -144,6 +144,11 @@ def _check_tree(setup: Setup, drafter: DrafterSpec, models: Mapping[str, LM]) ->
     for one in tree.choices() or [tree]:
         if not one.is_chain:
             drafter.check_tree(one)
+    if (most := tree.size * drafter.joined) > LARGEST:
+        raise InputError(
+            f"drafter {drafter}, tree {tree}: a tree of up to {most} tokens, and at most {LARGEST} "
+            "are read; name a smaller one"
+        )
     if not tree.is_chain and setup.decoding.draft_temperature is not None:
         raise InputError("draft_temperature: a chain's tokens have one; leave it out")
     wrong = {

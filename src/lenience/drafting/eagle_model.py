@@ -28,6 +28,7 @@ from transformers.models.llama.modeling_llama import (
 
 from lenience.core.errors import InputError, first_line
 from lenience.core.files import digest_bytes, replacing, write_json
+from lenience.core.hub import local
 from lenience.models.lm import LM
 
 ABOUT = "eagle.json"
@@ -428,9 +429,10 @@ def _layer(tensors: Mapping[str, Tensor], config: LlamaConfig, i: int) -> LlamaD
 
 
 def load_eagle(folder: str | Path) -> EagleWeights:
-    """The checkpoint in a folder: in the original layout, in speculators', or ours, which is the
-    original one. Raises InputError where there is none, or it is broken or of another kind."""
-    path = Path(folder)
+    """The checkpoint in a folder, or on the Hub as hf:org/name: in the original layout, in
+    speculators', or ours, which is the original one. Raises InputError where there is none, or it
+    is broken or of another kind."""
+    path = local(folder)
     found = [path / name for name in WEIGHTS if (path / name).is_file()]
     if not found or not (path / "config.json").is_file():
         raise InputError(

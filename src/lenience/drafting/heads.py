@@ -21,6 +21,7 @@ from lenience.core import spec
 from lenience.core.context import Context
 from lenience.core.errors import InputError, first_line
 from lenience.core.files import digest_bytes, replacing, write_json
+from lenience.core.hub import local
 from lenience.core.protocols import Drafter, Fitted
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.drafting.base import DrafterSetup, DrafterSpec, check_fitted_to
@@ -192,9 +193,10 @@ class DraftHeads:
 
 
 def load_heads(folder: str | Path, kind: str) -> DraftHeads:
-    """The heads of a kind saved in a folder, by us or, for medusa, as they are published, in
-    medusa_lm_head.pt. Raises InputError where there are none or they are broken."""
-    path = Path(folder)
+    """The heads of a kind saved in a folder, or on the Hub as hf:org/name, by us or, for medusa, as
+    they are published, in medusa_lm_head.pt. Raises InputError where there are none or they are
+    broken."""
+    path = local(folder)
     if (path / f"{kind}.json").is_file():
         return _load(path, kind, (path / f"{kind}.json").stat().st_mtime_ns)
     if kind == "medusa" and (path / HUB_FILE).is_file():

@@ -3,6 +3,7 @@ path may be kept. Like a rule, a shape is data: its fields are its spec."""
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -318,6 +319,9 @@ class Dynamic(Tree):
     temperature: float = 1.0
     """Of the distributions that paths are ranked by: above 1 for a drafter that is surer than it is
     right."""
+    least: float = 0.0
+    """It goes no deeper after a level by which the sum of its paths' probabilities, as many tokens
+    as should be kept of it, has grown by less (OPT-Tree, Wang 2024, section 3.2)."""
     name = "dynamic"
 
     def __post_init__(self) -> None:
@@ -327,6 +331,8 @@ class Dynamic(Tree):
                 raise InputError(f"dynamic's {what} {number}: must be 1 or more")
         if not 0 < self.temperature < math.inf:
             raise InputError(f"dynamic's temperature {self.temperature}: must be above 0")
+        if not 0 <= self.least < math.inf:
+            raise InputError(f"dynamic's least {self.least}: must be 0 or more")
 
     def log_probs(self, logits: Tensor, ctx: Context) -> Tensor:
         return super().log_probs(logits / self.temperature, ctx)
@@ -386,9 +392,13 @@ class _Pool:
         self.num_asked = 1
         self.level = [-1]
         self.newest = range(0)
+        self.worth, self.is_done = 0.0, False
+        """The sum of the best paths' probabilities, and whether it has stopped growing."""
 
     def add(self, values: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]]) -> None:
         """Take the most probable tokens after each of the level's, and their log-probabilities."""
+        if self.is_done:  # asked about again beside a row that goes on
+            return
         first = len(self.tokens)
         for parent, logs, ids in zip(self.level, values, tokens):
             if parent >= 0 and self.tokens[parent] in self.eos:
@@ -402,10 +412,16 @@ class _Pool:
                 self.scores.append(before + log)
                 self.from_which.append(self.asked[parent])
         self.newest = range(first, len(self.tokens))
+        if self.tree.least:
+            best = heapq.nlargest(self.tree.nodes, self.scores)
+            before, self.worth = self.worth, sum(map(math.exp, best))
+            self.is_done = self.worth - before < self.tree.least
 
     @property
     def goes_on(self) -> bool:
-        """Whether what follows the newest could be among the best."""
+        """Whether what follows the newest could be among the best, and is looked for."""
+        if self.is_done:
+            return False
         ranked = sorted(self.scores, reverse=True)
         open_ends = [self.scores[i] for i in self.newest if self.tokens[i] not in self.eos]
         full = len(ranked) >= self.tree.nodes

@@ -12,7 +12,9 @@ import numpy as np
 from lenience.core.errors import InputError
 from lenience.core.progress import Progress, silent
 from lenience.decoding.certified import heads_of
+from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
+from lenience.drafting.registry import parse_drafter
 from lenience.heads.fitting import Examples, FitConfig, fit_head
 from lenience.heads.head import Head, Inputs
 from lenience.heads.streaming import StreamedRows
@@ -117,6 +119,14 @@ def _computed(pair: Pair, run: Path, plan: HeadPlan, progress: Progress) -> Exam
             f"{run}: was mined at temperature {temperatures[run]:g}, and a judge that looks ahead "
             "learns from windows that are drafted greedily; leave out --ahead"
         )
+    for one in judges if plan.inputs.ahead is not None else ():
+        policy = read_run(one).policy
+        drafter = parse_drafter(Decoding.parse(policy["setting"]).drafter if policy else "model")
+        if not drafter.proposes_as_draft:
+            raise InputError(
+                f"{one}: was mined with what {drafter} proposes, and a judge that looks ahead "
+                "learns from windows of the draft model; leave out --ahead"
+            )
     for one in runs:
         compute_features(pair, one, plan.inputs, plan.config.role, progress, of=plan.of)
     in_files = not fit_in_memory(runs, plan.inputs, plan.config.role, plan.of)

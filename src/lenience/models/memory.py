@@ -23,11 +23,17 @@ def token_bytes(lm: LM, states: States = LAST) -> dict[torch.device, int]:
     return lm.once(("token bytes", way, states.features), find)
 
 
-def check_memory(caches: Iterable[tuple[LM, States, int]], rows: int) -> None:
-    """Raise InputError where the caches of `rows` rows would not fit into the free memory; `caches`
-    says of each model which states are wanted, and how many tokens a row must hold."""
+MASK_BYTES = 6
+"""What an entry of a tree's mask takes while it is made, of whatever kind the attention wants."""
+
+
+def check_memory(caches: Iterable[tuple[LM, States, int]], rows: int, nodes: int = 0) -> None:
+    """Raise InputError where the caches of `rows` rows, and the masks of trees of so many `nodes`,
+    would not fit into the free memory; `caches` says of each model which states are wanted, and how
+    many tokens a row must hold."""
     need: dict[torch.device, int] = {}
     for lm, states, capacity in caches:
+        need[lm.device] = need.get(lm.device, 0) + MASK_BYTES * nodes * capacity
         if lm.backend is not None:
             lm.backend.drop_spare(rows, capacity)
             if lm.backend.has_spare(rows, capacity):
@@ -37,10 +43,12 @@ def check_memory(caches: Iterable[tuple[LM, States, int]], rows: int) -> None:
     for device, size in need.items():
         free = free_bytes(device)
         if free is not None and size * rows > free:
-            wanted = f"{rows} rows need {size * rows / 2**30:.1f} GiB of KV cache on {device}"
+            what, mend = "KV cache", "batch_size or max_new_tokens"
+            if nodes:
+                what, mend = "KV cache and masks of trees", f"{mend}, or take a smaller tree"
             raise InputError(
-                f"{wanted}, {free / 2**30:.1f} GiB are free: at most {free // size} rows fit; "
-                "lower batch_size or max_new_tokens"
+                f"{rows} rows need {size * rows / 2**30:.1f} GiB of {what} on {device}, "
+                f"{free / 2**30:.1f} GiB are free: at most {free // size} rows fit; lower {mend}"
             )
 
 

@@ -21,6 +21,8 @@ from lenience.models.lm import LAST, LM, States
 
 LARGEST_MASK = 1 << 26
 """How many entries the attention mask of rows that are read together may have."""
+MUCH = 64
+"""More new tokens than these before a tree are read in a pass of their own."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,19 @@ class Session:
         self._fetch_later(cached, batch, reading)
         self.profile.add("cache")
         return reading
+
+    def catch_up(self, prefixes: Sequence[list[int]], rows: Sequence[int]) -> list[int]:
+        """[B]: how many tokens were read now, of prefixes that trees are to follow: all but the
+        last of those that are new, where they are many, since a pass that reads a tree has a mask
+        over all that it reads."""
+        new = [len(prefix) - 1 - self.held(row, prefix) for prefix, row in zip(prefixes, rows)]
+        long = [b for b, n in enumerate(new) if n > MUCH]
+        counts = [0] * len(prefixes)
+        if long:
+            reading = self.read([prefixes[b][:-1] for b in long], rows=[rows[b] for b in long])
+            for b, n in zip(long, reading.tokens_read):
+                counts[b] = n
+        return counts
 
     def _read_in_groups(self, batch: Batch, groups: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Logits and hidden states of a batch that is read in one pass or several."""
