@@ -2,26 +2,35 @@
 lossless rules when sampling. Prints one JSON object.
 
     python recipes/built_in_heads.py --kind eagle --answers 2000 --work heads-work
+    python recipes/built_in_heads.py --kind blockwise --answers 2000 --work heads-work
     lenience fit RUN --drafter model --out distilled
-    python benchmarks/drafters.py --eagle heads-work/eagle --distilled distilled
+    python benchmarks/drafters.py --distilled distilled --eagle heads-work/eagle \\
+        --blockwise heads-work/blockwise-4
 
-Decoders take turns on the same prompts; every greedy answer is asserted to be the target's.
+Decoders take turns on the same prompts; every greedy answer is asserted to be the target's. The
+datastore is of the answers in the mining run that comes with the pair.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+from lenience.core.profile import Profile
 from lenience.decoding.loading import EMBEDDED, load_pair
 from lenience.decoding.pair import Pair
+from lenience.drafting.datastore import build_store
 from lenience.evaluation.table import machine
+from lenience.runs.journal import Journal
+from lenience.runs.record import mined_samples
 from lenience.tasks import WordMath
 
 NEW = 160
@@ -40,19 +49,24 @@ class Decoder:
     options: dict[str, Any]
 
 
-def greedy(pair: Pair, distilled: Pair | None, eagle: str | None) -> dict[str, Decoder]:
+def greedy(
+    pair: Pair, distilled: Pair | None, fitted: dict[str, str | None], store: Path
+) -> dict[str, Decoder]:
     """What is compared strictly, by name; `distilled` is the target with a draft that learned from
-    it, `eagle` a folder of EAGLE's model for it."""
+    it, `fitted` has folders of other drafters for it, by their names."""
     drafters = [
         ("model", "model", pair, WINDOWS),
         ("ngram", "ngram", pair, (2, 4, 8)),
         ("suffix", "suffix", pair, (4, 8)),
+        ("datastore", f"datastore:{store}", pair, (4, 8)),
         ("medusa", "medusa", pair, (2, 3, 4)),
     ]
     if distilled is not None:
         drafters.append(("distilled model", "model", distilled, (*WINDOWS, 12)))
-    if eagle is not None:
-        drafters.append(("eagle", f"eagle:{eagle}", pair, (3, 4, 6, 8)))
+    windows = {"eagle": (3, 4, 6, 8, 16), "blockwise": (2, 3, 4)}
+    for name, folder in fitted.items():
+        if folder is not None:
+            drafters.append((name, f"{name}:{folder}", pair, windows[name]))
     found = {"target": Decoder(pair, {"rule": "target"})}
     for name, drafter, models, windows in drafters:
         for window in windows:
@@ -65,6 +79,9 @@ def greedy(pair: Pair, distilled: Pair | None, eagle: str | None) -> dict[str, D
         found[f"model, {tree}"] = Decoder(pair, {"drafter": "model", "tree": tree, "window": 16})
     for joined in ("ngram|model", "ngram>model", "model:2+ngram", "exit:6", "skip:4,5"):
         found[f"{joined}, window 4"] = Decoder(pair, {"drafter": joined, "window": 4})
+    for joined in ("suffix|model", "exit:6"):
+        options = {"drafter": joined, "tree": "dynamic:8", "window": 16}
+        found[f"{joined}, dynamic:8"] = Decoder(pair, options)
     return {
         name: replace(one, options={"rule": "exact", **one.options}) for name, one in found.items()
     }
@@ -95,8 +112,9 @@ def measure(prompts: list[str], repeats: int, decoders: dict[str, Decoder]) -> d
     for turn in range(repeats + 1):
         for name, decoder in decoders.items():
             few = prompts[: 5 if turn == 0 else None]  # the first turn warms up
-            began = time.perf_counter()
-            outs = [decoder.pair.generate(prompt, **asked(decoder)) for prompt in few]
+            began, profile = time.perf_counter(), Profile()
+            options = {**asked(decoder), "profile": profile}
+            outs = [decoder.pair.generate(prompt, **options) for prompt in few]
             seconds = time.perf_counter() - began
             if "temperature" not in decoder.options:
                 assert [out.tokens for out in outs] == alone[: len(few)], name
@@ -109,6 +127,7 @@ def measure(prompts: list[str], repeats: int, decoders: dict[str, Decoder]) -> d
             about[name] = {
                 "tokens_per_pass": tokens / passes,
                 "draft_passes_per_pass": drafted / passes,
+                "draft_ms_per_pass": 1000 * profile.seconds["draft"] / passes,
             }
     return {
         name: {**about[name], "tokens_per_second": median(of), "range": [min(of), max(of)]}
@@ -127,6 +146,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--eagle", help="a folder that `recipes/built_in_heads.py` made")
+    parser.add_argument("--blockwise", help="another one")
     parser.add_argument("--distilled", help="a folder that `lenience fit --drafter model` made")
     given = parser.parse_args()
     pair, distilled = load_pair(compile=True), None
@@ -134,7 +154,12 @@ def main() -> None:
         target = str(EMBEDDED / "target")
         distilled = load_pair(target, given.distilled, compile=True, dtype="float32")
     prompts = [sample.prompt for sample in islice(WordMath().samples("test"), given.prompts)]
-    rows = measure(prompts, given.repeats, greedy(pair, distilled, given.eagle))
+    fitted = {"eagle": given.eagle, "blockwise": given.blockwise}
+    with tempfile.TemporaryDirectory() as store:
+        mined = mined_samples(Journal(EMBEDDED / "run" / "journal.jsonl"))
+        texts = (one.prompt_ids + one.response_ids for one in mined)
+        build_store(texts, pair.target.tokenizer_fingerprint, Path(store))
+        rows = measure(prompts, given.repeats, greedy(pair, distilled, fitted, Path(store)))
     drawn = measure(prompts, given.repeats, sampled(pair))
     figures = {"machine": machine(pair), "prompts": len(prompts), "rows": rows, "sampled": drawn}
     print(json.dumps(figures, indent=1))

@@ -229,4 +229,5 @@ def test_drafters_and_trees_are_compared_and_reported(
         assert row.tokens_per_pass == pytest.approx(tokens / passes)
     write_report(tmp_path / "report.html", found)
     page = (tmp_path / "report.html").read_text()
-    assert "dynamic:6" in page and "suffix|model" in page and "medusa" in page
+    assert "dynamic:6" in page and "suffix|model" in page
+    assert "drafter=medusa:medusa" in page, "by its folder, as there is little room"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from lenience.core import spec
 from lenience.decoding.certified import TriedSetting, drafter_without_paths, stop_without_paths
@@ -39,7 +40,16 @@ def named(rows: Sequence[FrontierRow]) -> list[NamedRow]:
 
 
 def _options(row: FrontierRow) -> list[str]:
-    return [f"{name}={value}" for name, value in row.options.items()]
+    return [f"{name}={value}" for name, value in _without_paths(row.options).items()]
+
+
+def _without_paths(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with a stop condition and a drafter that name no more than their heads' folders."""
+    shown = {**options}
+    for name, short_one in (("stop", stop_without_paths), ("drafter", drafter_without_paths)):
+        if name in shown:
+            shown[name] = short_one(shown[name])
+    return shown
 
 
 def _shortest_end(path: Path, paths: set[Path]) -> str:
@@ -86,11 +96,8 @@ def _label(term: Term, labels: Mapping[str, str]) -> str:
 
 def setting_name(row: TriedSetting) -> str:
     """A setting that was certified or tried, without its window."""
-    options = {**row.options}
-    for name, short_one in (("stop", stop_without_paths), ("drafter", drafter_without_paths)):
-        if name in options:
-            options[name] = short_one(options[name])
-    return ", ".join([short(row.rule), *(f"{name} {value}" for name, value in options.items())])
+    options = _without_paths(row.options).items()
+    return ", ".join([short(row.rule), *(f"{name} {value}" for name, value in options)])
 
 
 def why(row: FrontierRow) -> str:
