@@ -49,6 +49,18 @@ class Decoder:
     options: dict[str, Any]
 
 
+def further() -> dict[str, dict[str, Any]]:
+    """Trees of the draft model, drafters that are joined, and the target's own layers."""
+    model = {"drafter": "model", "window": 16}
+    trees = ("dynamic:16,temperature=1.5", "dynamic:32,temperature=1.5", "planned:16")
+    found = {f"model, {tree}": {**model, "tree": tree} for tree in trees}
+    for one in ("ngram|model", "ngram>model", "model:2+ngram", "exit:6", "skip:4,5"):
+        found[f"{one}, window 4"] = {"drafter": one, "window": 4}
+    for one in ("suffix|model", "exit:6"):
+        found[f"{one}, dynamic:8"] = {"drafter": one, "tree": "dynamic:8", "window": 16}
+    return found
+
+
 def greedy(
     pair: Pair, distilled: Pair | None, fitted: dict[str, str | None], store: Path
 ) -> dict[str, Decoder]:
@@ -75,13 +87,7 @@ def greedy(
         for tree in () if drafter == "ngram" else TREES:
             options = {"drafter": drafter, "tree": tree, "window": 16}
             found[f"{name}, {tree}"] = Decoder(models, options)
-    for tree in ("dynamic:16,temperature=1.5", "dynamic:32,temperature=1.5", "planned:16"):
-        found[f"model, {tree}"] = Decoder(pair, {"drafter": "model", "tree": tree, "window": 16})
-    for joined in ("ngram|model", "ngram>model", "model:2+ngram", "exit:6", "skip:4,5"):
-        found[f"{joined}, window 4"] = Decoder(pair, {"drafter": joined, "window": 4})
-    for joined in ("suffix|model", "exit:6"):
-        options = {"drafter": joined, "tree": "dynamic:8", "window": 16}
-        found[f"{joined}, dynamic:8"] = Decoder(pair, options)
+    found |= {name: Decoder(pair, options) for name, options in further().items()}
     return {
         name: replace(one, options={"rule": "exact", **one.options}) for name, one in found.items()
     }

@@ -119,6 +119,10 @@ class EagleWeights:
             if len(found) != len(wanted) or any(n not in (a, None) for a, n in zip(found, wanted)):
                 said = " × ".join("any" if n is None else str(n) for n in wanted)
                 raise ValueError(f"{name} is {' × '.join(map(str, found))}, and {said} is wanted")
+        read = self.tensors["fc.weight"].shape[1]
+        normed = [len(part) for name, part in self.tensors.items() if name.startswith("fc_norm.")]
+        if normed and sum(normed) != read:
+            raise ValueError(f"fc_norm has {sum(normed)} numbers, and fc reads {read}")
         offsets = self.tensors.get("d2t")
         if offsets is not None:
             if len(offsets) != len(self.tensors["lm_head.weight"]) or offsets.is_floating_point():
@@ -143,19 +147,14 @@ class EagleWeights:
                 shapes[name] = (shapes[name][0], 2 * size)
             shapes |= {"layers.0.hidden_norm.weight": (size,), "norm.weight": (size,)}
             shapes["lm_head.weight"] = (None, size)
-        sums = [len(part) for name, part in self.tensors.items() if name.startswith("fc_norm.")]
-        if sums and sum(sums) != reads:
-            raise ValueError(f"fc_norm has {sum(sums)} numbers, and fc reads {reads}")
         held: dict[str, tuple[int | None, ...]] = {
             "embed_tokens.weight": (None, size),
             "input_norm.weight": (reads,),
             "d2t": (None,),
-            **{
-                name: (self.tensors[f"{name.removesuffix('bias')}weight"].shape[0],)
-                for name in self.tensors
-                if name.endswith(".bias")
-            },
         }
+        for name in self.tensors:
+            if name.endswith(".bias"):
+                held[name] = (self.tensors[name.removesuffix("bias") + "weight"].shape[0],)
         return shapes | {name: shape for name, shape in held.items() if name in self.tensors}
 
     def layers_of(self, target: LM) -> tuple[int | None, ...]:

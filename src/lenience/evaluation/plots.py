@@ -247,13 +247,17 @@ def _draw_marks(axis: Any, number: int, rows: Numbered, colors: dict[str, str]) 
                 label=family if nth == 0 and not other_window else None,
             )
             mark.set_gid(f"mark-{i}-{number}")
-            text = f"{row.name}, w {row.window}" if row.window else row.name
-            if len(group) > 1:  # the legend has their family
-                text = text.removeprefix(family).lstrip(":, ") or text
+            text = _text(row, without=family if len(group) > 1 else "")
             # the judges and what stands alone are labelled first
             first = ":" not in row.name and "," not in row.name
             labels.append(_Label(x, y, text, color, first))
     return labels
+
+
+def _text(row: NamedRow, without: str) -> str:
+    """A mark's label, without the family that the legend has."""
+    text = f"{row.name}, w {row.window}" if row.window else row.name
+    return text.removeprefix(without).lstrip(":, ") or text
 
 
 def _draw_line(
