@@ -26,6 +26,8 @@ from lenience.models.lm import LM
 ABOUT, TOKENS, SUFFIXES = "datastore.json", "tokens.npy", "suffixes.npy"
 END = -1
 """Stands between documents."""
+FEW = 16
+"""Of so many places what followed is grouped without sorting."""
 MEND = "`lenience datastore CORPUS --out PATH` makes one"
 
 
@@ -77,6 +79,15 @@ class Store:
         its places."""
         after = places[places > 0] - 1
         found = self.tokens[after]
+        if len(found) <= FEW:  # most are, and sorting them costs several times as much
+            of: dict[int, list[int]] = {}
+            for place, token in zip(after.tolist(), found.tolist()):
+                of.setdefault(token, []).append(place)
+            of.pop(END, None)
+            total = sum(map(len, of.values()))
+            return [
+                (token, len(at) / total, np.array(at, np.int64)) for token, at in sorted(of.items())
+            ]
         after, found = after[found != END], found[found != END]
         values, which, counts = np.unique(found, return_inverse=True, return_counts=True)
         return [
