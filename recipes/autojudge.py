@@ -67,10 +67,9 @@ from lenience.heads.fitting import (
     Setting,
     fit_mlp,
     fit_stopped,
-    threshold_at,
-    thresholds,
 )
 from lenience.heads.head import Inputs
+from lenience.heads.scores import threshold_at, thresholds
 from lenience.mining.features import compute_features, load_features
 from lenience.mining.fit import HeadPlan
 from lenience.models.session import Session

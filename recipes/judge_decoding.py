@@ -45,8 +45,9 @@ from lenience.cli.console import progress_bars
 from lenience.cli.steps import fit_annotated, fit_run
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
-from lenience.heads.fitting import Examples, FitConfig, Setting, auc_interval, fit_stopped
+from lenience.heads.fitting import Examples, FitConfig, Setting, fit_stopped
 from lenience.heads.head import Head, Inputs, load_head
+from lenience.heads.scores import auc_interval
 from lenience.mining.annotated import (
     Annotated,
     annotated_examples,
@@ -202,7 +203,10 @@ def families(pair: Pair, rows: list[dict[str, Any]]) -> dict[str, Any]:
 def aucs(name: str, scores: NDArray, examples: Examples) -> dict[str, Any]:
     """The AUC of scores [m], and its interval."""
     auc = float(roc_auc_score(examples.harmless, scores))
-    return {name: auc, f"{name}_interval": auc_interval(scores, examples)}
+    return {
+        name: auc,
+        f"{name}_interval": auc_interval(scores, examples.harmless, examples.samples),
+    }
 
 
 def decoded(source: Mined, out: Path, samples: int, problems: int) -> list[dict[str, Any]]:

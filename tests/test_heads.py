@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +23,10 @@ from lenience.heads.fitting import (
     RATES,
     Examples,
     FitConfig,
-    auc_interval,
     fit_head,
-    threshold_at,
-    thresholds,
 )
 from lenience.heads.head import Head, Inputs, load_head
+from lenience.heads.scores import auc_interval, threshold_at, thresholds
 
 DRAFTED = Inputs(tokens=("draft",))
 PRINTS = {"target": "a", "draft": "b", "tokenizer": "c"}
@@ -248,15 +245,13 @@ def test_the_interval_of_an_auc_is_over_samples() -> None:
     samples = np.repeat(np.arange(30), 5)
     harmless = rng.random(150) < 0.8
     scores = np.round(rng.random(150) + 0.3 * harmless, 1)  # with ties
-    examples = Examples(np.zeros((150, 1), np.float32), harmless, samples)
     aucs, draws = [], np.random.default_rng(7)
     for _ in range(200):
         times = np.bincount(draws.integers(0, 30, 30), minlength=30)[samples]
         aucs.append(roc_auc_score(harmless, scores, sample_weight=times))
     wanted = np.quantile(aucs, [0.025, 0.975])
-    assert auc_interval(scores, examples, seed=7) == pytest.approx(tuple(wanted))
-    alone = replace(examples, samples=np.arange(150))
-    low, high = auc_interval(scores, alone)
+    assert auc_interval(scores, harmless, samples, seed=7) == pytest.approx(tuple(wanted))
+    low, high = auc_interval(scores, harmless, np.arange(150))
     assert low < roc_auc_score(harmless, scores) < high
 
 

@@ -372,7 +372,7 @@ def print_thresholds(head: Head, folder: Path) -> None:
 
 def _print_judge(head: Head, folder: Path) -> None:
     from lenience.evaluation.names import probability
-    from lenience.heads.fitting import TELLING
+    from lenience.heads.scores import TELLING
     from lenience.rules.judge import Judge
 
     columns = ("recall of important", "its interval", "threshold", "unimportant accepted")

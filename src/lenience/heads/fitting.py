@@ -1,4 +1,4 @@
-"""Fitting heads to labelled states, and reading thresholds off scores out of fold."""
+"""Fitting heads to labelled states."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lenience.core.errors import InputError
 from lenience.heads.head import Head, Inputs, Role
+from lenience.heads.scores import auc_interval, threshold_at, thresholds
 from lenience.heads.streaming import Problem, Standardised, StreamedRows, fit_together
 
 if TYPE_CHECKING:
@@ -24,12 +25,6 @@ MINE_MORE = "mine more samples (lenience mine --limit)"
 """The mend where there is too little to fit to; who fits to other data names another."""
 L2_GRID = tuple(10.0**k for k in range(-4, 3))
 """Values of C, the inverse strength of the L2 penalty, weakest last."""
-THRESHOLD_RECALLS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 1.0)
-"""The recalls of important mismatches at which a fitted head lists its thresholds."""
-TELLING = 100
-"""With so many important mismatches a recall of 0.99 is told from 1: one of them is missed."""
-BOOTSTRAPS = 200
-"""How often samples are drawn anew for an interval."""
 LEAST_SAMPLES = 10
 """In so many samples there must be something important, so that folds by sample hold some each."""
 UNITS, BATCH, EPOCHS, LEAST_STEPS = 128, 512, 15, 400
@@ -299,41 +294,13 @@ def _metrics(examples: Examples, scores: NDArray, valid: Examples) -> dict[str, 
     important = ~examples.harmless
     return {
         "auc_out_of_fold": float(roc_auc_score(examples.harmless, scores)),
-        "auc_interval": auc_interval(scores, examples),
+        "auc_interval": auc_interval(scores, examples.harmless, examples.samples),
         "mismatches": len(examples),
         "important": int(important.sum()),
         "samples": len(set(examples.samples.tolist())),
         "validation": {"mismatches": len(valid), "important": int((~valid.harmless).sum())},
         "thresholds": thresholds(scores, important),
     }
-
-
-def auc_interval(scores: NDArray, examples: Examples, seed: int = 0) -> tuple[float, float]:
-    """The 95 % interval of the AUC of scores [m] over samples drawn anew, as mismatches of one
-    sample are alike."""
-    from scipy.stats import rankdata
-
-    rng = np.random.default_rng(seed)
-    _, groups = np.unique(examples.samples, return_inverse=True)
-    n, harmless, ranks = int(groups.max()) + 1, examples.harmless, rankdata(scores)
-    order = np.argsort(ranks, kind="stable")
-    aucs = []
-    for _ in range(BOOTSTRAPS):
-        times = np.bincount(rng.integers(0, n, n), minlength=n)[groups].astype(float)
-        good, bad = np.where(harmless, times, 0)[order], np.where(harmless, 0, times)[order]
-        if good.sum() and bad.sum():
-            aucs.append(_weighted_auc(good, bad, ranks[order]))
-    low, high = np.quantile(aucs, [0.025, 0.975])
-    return float(low), float(high)
-
-
-def _weighted_auc(good: NDArray, bad: NDArray, ranks: NDArray) -> float:
-    """How often a harmless one stands above an important one, ties counted half, by the weights of
-    both [m] in the order of their `ranks`."""
-    starts = np.flatnonzero(np.diff(ranks, prepend=-1.0))
-    good, bad = np.add.reduceat(good, starts), np.add.reduceat(bad, starts)
-    below = np.cumsum(bad) - bad
-    return float((good * (below + bad / 2)).sum() / (good.sum() * bad.sum()))
 
 
 def _split(examples: Examples, config: FitConfig) -> tuple[NDArray, NDArray]:
@@ -480,27 +447,3 @@ def _train_until_worse(
         if epochs_since == PATIENCE:
             break
     model.load_state_dict(best)
-
-
-def threshold_at(scores: NDArray, important: NDArray, recall: float) -> float:
-    """The lowest threshold that rejects at least a share `recall` of the important mismatches."""
-    ranked = np.sort(scores[important])
-    caught = int(np.ceil(recall * len(ranked) - 1e-9))
-    return 0.0 if caught == 0 else float(np.nextafter(ranked[caught - 1], 2.0))
-
-
-def thresholds(scores: NDArray, important: NDArray) -> list[dict[str, Any]]:
-    """For each recall of important mismatches: its threshold, the 95 % interval (exact binomial) of
-    the recall that it has on others, and the share of unimportant ones still accepted."""
-    from scipy.stats import binomtest
-
-    rows: list[dict[str, Any]] = []
-    n = int(important.sum())
-    for recall in THRESHOLD_RECALLS:
-        threshold = threshold_at(scores, important, recall)
-        accepted = float((scores[~important] >= threshold).mean())
-        caught = int((scores[important] < threshold).sum())
-        interval = binomtest(caught, n).proportion_ci()
-        row = {"recall": recall, "threshold": threshold, "accepted": accepted}
-        rows.append({**row, "recall_interval": (float(interval.low), float(interval.high))})
-    return rows
