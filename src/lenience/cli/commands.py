@@ -16,6 +16,7 @@ import cyclopts
 from cyclopts import App, Group, Parameter
 
 from lenience.cli.console import loading, say, screen
+from lenience.cli.fit_options import FitFlags
 from lenience.cli.named import (
     SETTINGS,
     Models,
@@ -36,7 +37,6 @@ from lenience.cli.options import (
     CertifyFlags,
     CompareDecoding,
     CompareFlags,
-    FitFlags,
     Flag,
     GenerateFlags,
     Json,
