@@ -111,54 +111,113 @@ def test_a_chain_ends_where_it_should(
     assert ended
 
 
-@pytest.mark.parametrize("kind", [*LEAST, "heuristic"])
-@pytest.mark.parametrize("tree", ["dynamic:9", "cartesian:3,2,1"])
+Tokens = tuple[int, ...]
+
+
+def proposed(
+    pair: Pair, prompts: list[list[int]], room: list[int], window: int, **options: str
+) -> list[dict[Tokens, np.ndarray]]:
+    """For each prompt the proposed tokens, each by its path, with the logits [V] that it was picked
+    from."""
+    setup = pair.setup({**options, "window": window, "rule": "exact"})
+    _, drafter = pair.engine(setup, window, len(prompts), 64)
+    rows = [Row(Noise(0, b""), list(prompt)) for prompt in prompts]
+    for row in rows:  # heads go on from the target's last state
+        generator = torch.Generator().manual_seed(sum(row.prefix))
+        row.state = torch.randn(pair.target.hidden_size, generator=generator)
+    with torch.inference_mode():
+        draft = drafter.propose(replace(pair.context(setup, window), rows=rows), room)
+    found = []
+    for b, n in enumerate(draft.lengths.tolist()):
+        paths: dict[int, Tokens] = {-1: ()}
+        for i in range(n):
+            parent = draft.parents[b][i] if draft.parents else i - 1
+            paths[i] = (*paths[parent], int(draft.tokens[b, i]))
+        found.append({paths[i]: draft.logits[b, i].numpy() for i in range(n)})
+    return found
+
+
+def reached(paths: dict[Tokens, np.ndarray], kind: str) -> set[Tokens]:
+    """Those that a condition leaves of all paths, the longer ones after the shorter."""
+    kept, open_ = set(), {()}
+    for path in sorted(paths, key=len):
+        doubted = chances(kind, paths[path], path[-1]) < LEAST[kind]
+        if path[:-1] in open_ and not (doubted and kind == "fallback"):
+            kept.add(path)
+            open_ |= set() if doubted else {path}
+    return kept
+
+
+@pytest.mark.parametrize("kind", LEAST)
+@pytest.mark.parametrize("tree", ["dynamic:9,top=48", "cartesian:3,2,1"])
 @pytest.mark.parametrize("name", ["model", "medusa"])
-@quick(8)
+@quick(6)
 @given(prompts=prompt_lists(3))
 def test_a_tree_ends_each_path_where_a_chain_would(
     name: str, tree: str, kind: str, drafters: dict[str, str], llama: Pair,
     prompts: list[list[int]],
 ) -> None:  # fmt: skip
-    """Against the tree that is drafted without a condition."""
-    stop = kind if kind == "heuristic" else f"{kind}:{LEAST[kind]}"
-    found = []
-    for one in ("fixed", stop):
-        options = {"drafter": drafters[name], "tree": tree, "stop": one, "rule": "exact"}
-        setup = llama.setup({**options, "window": WINDOW})
-        _, drafter = llama.engine(setup, WINDOW, len(prompts), 64)
-        generator = torch.Generator().manual_seed(3)
-        rows = [Row(Noise(0, b""), list(prompt)) for prompt in prompts]
-        for row in rows:  # heads go on from the target's last state
-            row.state = torch.randn(llama.target.hidden_size, generator=generator)
-        ctx = replace(llama.context(setup, WINDOW), rows=rows)
-        with torch.inference_mode():
-            found.append(drafter.propose(ctx, [50] * len(rows)))
-    whole, cut = found
-    for b in range(len(prompts)):
-        n = int(whole.lengths[b])
-        kept: dict[int, int] = {-1: -1}
-        depth = {-1: 0}
-        wanted, ends = [], {-1: False}
-        for i in range(n):
-            token, parent = int(whole.tokens[b, i]), whole.parents[b][i]
-            doubted = False
-            if kind != "heuristic":
-                doubted = chances(kind, whole.logits[b, i].numpy(), token) < LEAST[kind]
-            depth[i], ends[i] = depth[parent] + 1, doubted
-            reached = (
-                parent in kept
-                and not ends[parent]
-                and depth[i] <= (5 if kind == "heuristic" else WINDOW)
-            )
-            if reached and not (doubted and kind == "fallback"):
-                kept[i] = len(wanted)
-                wanted.append((token, kept[parent]))
-        m = int(cut.lengths[b])
-        assert [*zip(cut.tokens[b, :m].tolist(), (cut.parents or [])[b][:m])] == wanted
+    """Against the tree that is drafted without a condition; a dynamic one, against nearly all paths
+    of two tokens, has the likeliest of those that are left."""
+    dynamic, room = tree.startswith("dynamic"), [50] * len(prompts)
+    window, options = 2 if dynamic else WINDOW, {"drafter": drafters[name]}
+    whole = "dynamic:1024,top=48" if dynamic else tree
+    all_ = proposed(llama, prompts, room, window, tree=whole, **options)
+    stop = f"{kind}:{LEAST[kind]}"
+    for paths, found in zip(
+        all_, proposed(llama, prompts, room, window, tree=tree, stop=stop, **options)
+    ):
+        wanted = reached(paths, kind)
+        if dynamic:
+            score = {
+                path: sum(
+                    np.log(softmax(paths[path[:n]])[path[n - 1]]) for n in range(1, 1 + len(path))
+                )
+                for path in wanted
+            }
+            wanted = set(sorted(wanted, key=lambda path: -score[path])[:9])
+        assert set(found) == wanted
 
 
-@pytest.mark.parametrize("stop", ["confidence:0.3", "entropy:0.4,rate=0.8", "heuristic"])
+@pytest.mark.parametrize("tree", ["dynamic:9", "cartesian:3,2,1", "cartesian:2,2,1,1"])
+@pytest.mark.parametrize("name", ["model", "medusa", "exit"])
+@quick(6)
+@given(prompts=prompt_lists(3))
+def test_what_is_drafted_does_not_depend_on_other_rows(
+    name: str, tree: str, drafters: dict[str, str], llama: Pair, prompts: list[list[int]]
+) -> None:
+    """Also where these may be longer: a schedule has each row at a length of its own."""
+    options = {"drafter": drafters[name], "tree": tree, "stop": "confidence:0.2"}
+    rooms = [2 + 3 * i for i in range(len(prompts))]
+    together = proposed(llama, prompts, rooms, WINDOW, **options)
+    for prompt, room, found in zip(prompts, rooms, together):
+        (alone,) = proposed(llama, [prompt], [room], WINDOW, **options)
+        assert set(found) == set(alone)
+        assert all(len(path) < room for path in found)
+
+
+@pytest.mark.parametrize("name", ["model", "medusa"])
+def test_a_schedule_says_how_deep_a_tree_may_be(
+    name: str, drafters: dict[str, str], llama: Pair
+) -> None:
+    """It begins with five tokens."""
+    options = {"drafter": drafters[name], "tree": "dynamic:30,top=2"}
+    (found,) = proposed(llama, [[5, 6, 7]], [50], 9, stop="heuristic", **options)
+    (fixed,) = proposed(llama, [[5, 6, 7]], [50], 5, **options)
+    assert set(found) == set(fixed)
+    assert max(map(len, found)) == (5 if name == "model" else 4)
+
+
+@pytest.mark.parametrize("tree", ["dynamic:12", "cartesian:3,2,1,1,1,1"])
+def test_paths_that_end_save_passes_of_the_draft(tree: str, llama: Pair) -> None:
+    options = {"tree": tree, "window": WINDOW, "max_new_tokens": 40}
+    plain = llama.generate([5, 6, 7, 9], **options)
+    out = llama.generate([5, 6, 7, 9], stop="fallback:0.9", **options)
+    assert out.tokens == plain.tokens
+    assert out.draft_passes / out.target_passes < 0.6 * plain.draft_passes / plain.target_passes
+
+
+@pytest.mark.parametrize("stop", ["confidence:0.3", "fallback:0.3", "heuristic"])
 @pytest.mark.parametrize("tree", ["chain", "dynamic:7"])
 @quick(4)
 @given(prompts=prompt_lists(4))
@@ -179,6 +238,11 @@ def test_no_condition_changes_a_strict_answer(
         ({"drafter": "exit:1", "stop": "{stop}"}, "reads the draft model's states, and drafter ex"),
         ({"drafter": "model", "stop": "{stop}", "tree": "dynamic:4"}, "reads the draft's states"),
         ({"drafter": "ngram", "stop": "confidence:0.4"}, "reads what tokens are drawn from"),
+        ({"drafter": "ngram|model", "stop": "heuristic"}, "ends windows of one drafter"),
+        (
+            {"drafter": "model", "stop": "entropy:0.4,rate=0.8", "tree": "dynamic:4"},
+            "of a tree.s tokens one path alone can be kept",
+        ),
     ],
 )
 def test_what_a_drafter_cannot_tell_is_refused(

@@ -17,7 +17,7 @@ from lenience.core.errors import InputError
 from lenience.core.noise import Noise, without_replacement
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.decoding.pair import Pair
-from lenience.drafting.trees import Level, Ranked, as_draft, parse_tree
+from lenience.drafting.trees import Ends, Level, Ranked, as_draft, parse_tree
 from lenience.rules.registry import parse_rule
 from lenience.rules.trees import judge_trees
 
@@ -43,9 +43,9 @@ def cycle(tree: Ranked, rule: str, rows: list[Row]) -> tuple[Draft, list[Verdict
     def expand(level: Level | None) -> torch.Tensor:
         tokens = [[row.prefix[-1]] for row in rows] if level is None else level.tokens
         logits.append(logits_of(DRAFT, torch.tensor(tokens)))
-        return tree.log_probs(logits[-1], ctx)
+        return logits[-1]
 
-    grown = [one.cut(9, frozenset()) for one in tree.grow(expand, ctx, 9, frozenset())]
+    grown = tree.grow(expand, ctx, Ends([9] * len(rows), frozenset()))
     draft = as_draft(grown, torch.device("cpu"), torch.cat(logits, 1), draws=tree.draws)
     read = torch.cat([torch.tensor([[row.prefix[-1]] for row in rows]), draft.tokens], 1)
     reading = Reading(logits_of(TARGET, read), torch.zeros(*read.shape, 1))

@@ -23,7 +23,7 @@ from lenience.core.types import Draft, Reading
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.drafting.planning import BUILT_IN
-from lenience.drafting.trees import Dynamic, Grown, Level, parse_tree
+from lenience.drafting.trees import Dynamic, Ends, Grown, Level, parse_tree
 from lenience.heads.head import Head, Inputs
 from lenience.models import onnx_graph
 from lenience.models.cuda_graphs import CudaGraphs
@@ -271,7 +271,8 @@ def test_a_dynamic_tree_has_the_likeliest_paths(
         return torch.stack([log_probs(path) for path in more])[None]
 
     wide = Dynamic(nodes, top=256, least=least)
-    (grown,) = wide.grow(_padded(expand), Context([Row(Noise(0, b""))]), depth, frozenset())
+    ctx = Context([Row(Noise(0, b""))])
+    (grown,) = wide.grow(_padded(expand), ctx, Ends([depth], frozenset()))
     found = {
         tuple(grown.tokens[i] for i in path[: n + 1])
         for path in paths(grown.parents)
@@ -298,11 +299,11 @@ def test_a_tree_can_rank_paths_at_a_temperature() -> None:
     for temperature, other in ((1.0, False), (8.0, True)):
         tree = Dynamic(2, top=2, temperature=temperature)
 
-        def expand(level: Level | None, tree: Dynamic = tree) -> torch.Tensor:
+        def expand(level: Level | None) -> torch.Tensor:
             width = 1 if level is None else len(level.tokens[0])
-            return tree.log_probs(logits.expand(1, width, 2), ctx)
+            return logits.expand(1, width, 2)
 
-        (grown,) = tree.grow(expand, ctx, 2, frozenset())
+        (grown,) = tree.grow(expand, ctx, Ends([2], frozenset()))
         ((path, *more),) = [paths(grown.parents)]
         assert (len(more) == 1) == other, "a second branch, or a second token on the first"
         assert grown.tokens == ([0, 1] if other else [0, 0]) and len(path) == (1 if other else 2)

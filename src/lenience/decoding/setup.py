@@ -161,6 +161,9 @@ def _check_tree(setup: Setup, drafter: DrafterSpec, models: Mapping[str, LM]) ->
         f"stop {setup.stop}: reads the draft's states, which a tree's last tokens have none of": (
             setup.stop.reads_states
         ),
+        f"stop {setup.stop}: keeps a share, and of a tree's tokens one path alone can be kept": (
+            setup.stop.counts_kept
+        ),
     }
     mend = "a drafter alone" if tree.is_chain else "--tree chain"
     for why, is_so in wrong.items():

@@ -26,7 +26,7 @@ from lenience.core.protocols import Drafter, Fitted
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.drafting.base import DrafterSetup, DrafterSpec, check_fitted_to
 from lenience.drafting.draft_model import wide_as_target
-from lenience.drafting.trees import Grown, Level, as_draft, stopped
+from lenience.drafting.trees import Ends, Grown, Level, as_draft
 from lenience.models.lm import LM
 
 BUILT_IN = Path(__file__).parents[1] / "embedded" / "medusa"
@@ -368,11 +368,15 @@ class HeadsDrafter(Drafter):
         return self._tree(logits, limits, ctx)
 
     def _chain(self, logits: Tensor, limits: list[int], ctx: Context) -> Draft:
-        grown, n = [], range(logits.shape[1])
-        for row, limit in zip(ctx.draw(logits).tolist(), limits):
+        drawn, n = ctx.draw(logits), range(logits.shape[1])
+        ends = Ends(limits, self.target.eos_ids, self.stop)
+        doubted = ends.doubted(logits, drawn[..., None], ctx)
+        grown = []
+        for row, limit, each in zip(drawn.tolist(), limits, doubted):
+            end = next((i for i, (is_end,) in enumerate(each) if is_end), len(row))
+            limit = min(limit, end + self.stop.proposes_doubted)
             chain = Grown(row, [i - 1 for i in n], list(n))
             grown.append(chain.cut(limit, self.target.eos_ids))
-        grown = stopped(grown, logits, self.stop, ctx)
         return as_draft(grown, self.target.device, logits, trees=False)
 
     def _tree(self, logits: Tensor, limits: list[int], ctx: Context) -> Draft:
@@ -381,14 +385,11 @@ class HeadsDrafter(Drafter):
         def after(level: Level | None) -> Tensor:
             head, n = (0, 1) if level is None else (level.depth + 1, len(level.tokens[0]))
             asked.append(logits[:, head : head + 1].expand(-1, n, -1))
-            return self.tree.log_probs(asked[-1], ctx)
+            return asked[-1]
 
-        eos = self.target.eos_ids
-        grown = self.tree.grow(after, ctx, max(limits), eos)
-        grown = [tree.cut(limit, eos) for tree, limit in zip(grown, limits)]
-        picked_from, draws = torch.cat(asked, 1), self.tree.drawn(ctx)
-        grown = stopped(grown, picked_from, self.stop, ctx)
-        return as_draft(grown, self.target.device, picked_from, draws=draws)
+        grown = self.tree.grow(after, ctx, Ends(limits, self.target.eos_ids, self.stop))
+        draws = self.tree.drawn(ctx)
+        return as_draft(grown, self.target.device, torch.cat(asked, 1), draws=draws)
 
     def observe(self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]) -> None:
         if self.session is not None:

@@ -24,6 +24,7 @@ class Merged(DrafterSpec):
     parts: tuple[DrafterSpec, ...]
     name = "merged"
     branches = True
+    takes_stops = False
 
     @property
     def remembers(self) -> bool:

@@ -14,7 +14,7 @@ from lenience.core.types import Draft
 from lenience.drafting.base import DrafterSetup
 from lenience.drafting.draft_model import ModelDrafter, most_drafted, wide_as_target
 from lenience.drafting.stops import Stop
-from lenience.drafting.trees import Grown, Level, Tree, as_draft, stopped
+from lenience.drafting.trees import Ends, Grown, Level, Tree, as_draft
 from lenience.models.lm import LM
 from lenience.models.session import Session, tree_cache
 
@@ -46,17 +46,14 @@ class TreeDrafter(Drafter):
         wanted = [self.stop.max_tokens(row, ctx.window) for row in ctx.rows]
         most = most_drafted(self.session, self.target, ctx, room)
         limits = [min(pair) for pair in zip(wanted, most)]
-        depth = max(limits)
-        if not depth:
+        if not max(limits):
             return as_draft([Grown() for _ in ctx.rows], self.target.device)
         # a row for which nothing is drafted may be longer than the draft's context
         prefixes = [row.prefix if n else row.prefix[:1] for row, n in zip(ctx.rows, limits)]
         reader = _Reader(self, ctx, prefixes)
-        eos = self.target.eos_ids
-        grown = self.tree.grow(reader.read, ctx, depth, eos)
-        grown = [tree.cut(limit, eos) for tree, limit in zip(grown, limits)]
+        ends = Ends(limits, self.target.eos_ids, self.stop)
+        grown = self.tree.grow(reader.read, ctx, ends)
         logits, draws = torch.cat(reader.logits, 1), self.tree.drawn(ctx)
-        grown = stopped(grown, logits, self.stop, ctx)
         draft = as_draft(grown, self.target.device, logits, draws=draws)
         return replace(draft, passes=len(reader.logits), tokens_read=reader.tokens_read)
 
@@ -68,7 +65,7 @@ class _Reader:
     """Reads a cycle's tokens level by level."""
 
     def __init__(self, drafter: TreeDrafter, ctx: Context, prefixes: list[list[int]]):
-        self.session, self.target, self.tree = drafter.session, drafter.target, drafter.tree
+        self.session, self.target = drafter.session, drafter.target
         self.ctx, self.prefixes = ctx, prefixes
         self.tokens = [list[int]() for _ in ctx.rows]
         self.parents = [list[int]() for _ in ctx.rows]
@@ -88,7 +85,7 @@ class _Reader:
         self.tokens_read = [a + b for a, b in zip(self.tokens_read, reading.tokens_read)]
         logits = self._processed(wide_as_target(reading.logits, self.target), n)
         self.logits.append(logits)
-        return self.tree.log_probs(logits, self.ctx)
+        return logits
 
     def _processed(self, logits: Tensor, n: int) -> Tensor:
         """By the model's logits processors, after each token's own path."""

@@ -57,6 +57,11 @@ class Stop:
         return False
 
     @property
+    def counts_kept(self) -> bool:
+        """Whether it is adapted to the share of what is drafted that is kept."""
+        return False
+
+    @property
     def keeps_bonus(self) -> bool:
         """Whether the target's own token follows a window that is kept whole."""
         return True
@@ -177,6 +182,10 @@ class Entropy(Asking):
             raise InputError(f"entropy's gamma {self.gamma}: must be above 0")
         if self.rate is not None and not 0 < self.rate <= 1:
             raise InputError(f"entropy's rate {self.rate}: must be in (0, 1]")
+
+    @property
+    def counts_kept(self) -> bool:
+        return self.rate is not None
 
     def max_tokens(self, row: Row, window: int) -> int:
         if self.rate is not None and row.last and row.last.drafted:

@@ -19,7 +19,7 @@ from lenience.core.noise import gumbel_argmax, without_replacement
 from lenience.core.transfer import to_device
 from lenience.core.types import Draft, Draws
 from lenience.drafting.planning import BUILT_IN, best_shape, load_acceptance
-from lenience.drafting.stops import Stop
+from lenience.drafting.stops import Fixed, Stop
 
 LARGEST = 1024
 """How many tokens a tree may have."""
@@ -54,15 +54,6 @@ class Grown:
                 grown.add(token, new[parent], self.picked_from[i])
         return grown
 
-    def without(self, dropped: Sequence[bool], ends: Sequence[bool]) -> Grown:
-        """What is not dropped, and follows nothing that is or that `ends` its path."""
-        grown, new = Grown(), dict[int, int]({-1: -1})
-        for i, parent in enumerate(self.parents):
-            if parent in new and not dropped[i] and (parent < 0 or not ends[parent]):
-                new[i] = len(grown.tokens)
-                grown.add(self.tokens[i], new[parent], self.picked_from[i])
-        return grown
-
 
 @dataclass(frozen=True)
 class Level:
@@ -78,8 +69,30 @@ class Level:
 
 
 Expand = Callable[[Level | None], Tensor]
-"""[B, F, V]: log-probabilities after each of a level's tokens, by `Tree.log_probs`; [B, 1, V] after
-the prefix, where there is no level."""
+"""[B, F, V]: processed logits after each of a level's tokens; [B, 1, V] after the prefix, where
+there is no level."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Where trees end."""
+
+    limits: Sequence[int]
+    """[B]: how many tokens may follow one another."""
+    eos: frozenset[int]
+    stop: Stop = field(default_factory=Fixed)
+
+    def doubted(self, logits: Tensor, tokens: Tensor, ctx: Context) -> list[list[list[bool]]]:
+        """[B][F][k]: which of the tokens [B, F, k], picked from logits [B, F, V], the stop
+        condition ends a path at."""
+        rows, n, k = tokens.shape
+        if not self.stop.per_token:
+            return [[[False] * k] * n] * rows
+        each = logits[:, :, None].expand(-1, -1, k, -1).flatten(1, 2)
+        ends: list[list[list[bool]]] = (
+            self.stop.ends(each, tokens.flatten(1), ctx).view(rows, n, k).tolist()
+        )
+        return ends
 
 
 @dataclass(frozen=True)
@@ -117,9 +130,9 @@ class Tree:
             return ctx.probs(logits).log()
         return ctx.log_probs(logits)
 
-    def grow(self, expand: Expand, ctx: Context, depth: int, eos: frozenset[int]) -> list[Grown]:
-        """[B]: trees of at most `depth` tokens one after the other, by asking for distributions
-        after the prefix and then level by level; a tree that chooses goes on from no EOS."""
+    def grow(self, expand: Expand, ctx: Context, ends: Ends) -> list[Grown]:
+        """[B]: trees, by asking for distributions after the prefix and then level by level, as long
+        as any row's goes on."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -162,30 +175,69 @@ class Ranked(Tree):
     def draws(self) -> Draws | None:
         return cast(Draws | None, self.draw)
 
-    def grow(self, expand: Expand, ctx: Context, depth: int, eos: frozenset[int]) -> list[Grown]:
-        places, trees = self.places(), [Grown() for _ in ctx.rows]
-        inner, level = {parent for parent, _ in places}, [-1]
-        asked = {-1: 0}  # where each token's distribution stands among those asked for
-        for deep in range(depth):
-            if deep:
-                tokens = [[max(tree.tokens[i], 0) for i in level] for tree in trees]
-                parents = [asked[places[i][0]] - 1 for i in level]
-                asked |= {i: len(asked) + n for n, i in enumerate(level)}
-                logs = expand(Level(tokens, [parents] * len(trees), deep - 1))
-            else:
-                logs = expand(None)
-            children = [i for i, (parent, _) in enumerate(places) if parent in level]
-            widest = 1 + max(places[i][1] for i in children)
-            picked = _Picking(self.drawn(ctx), ctx, deep, asked[level[0]]).tokens(logs, widest)
-            for tree, ranked in zip(trees, picked.tolist()):
-                for i in children:
-                    parent, rank = places[i]
-                    token = ranked[level.index(parent)][rank]
-                    tree.add(token, parent, asked[parent])
-            level = [i for i in children if i in inner]
-            if not level:
+    def grow(self, expand: Expand, ctx: Context, ends: Ends) -> list[Grown]:
+        trees = _OfOneShape(self.places(), ends)
+        for depth in range(max(ends.limits)):
+            first = len(trees.asked) if depth else 0
+            logits = expand(trees.ask(depth))
+            picking = _Picking(self.drawn(ctx), ctx, depth, first)
+            picked = picking.tokens(self.log_probs(logits, ctx), trees.most_siblings)
+            trees.add(picked.tolist(), ends.doubted(logits, picked.clamp(min=0), ctx))
+            if not trees.go_on:
                 break
-        return trees
+        return [tree.cut(limit, ends.eos) for tree, limit in zip(trees.grown, ends.limits)]
+
+
+class _OfOneShape:
+    """All rows' trees, each with a token in every place of a shape, or `NONE`, while they grow."""
+
+    def __init__(self, places: list[tuple[int, int]], ends: Ends):
+        self.places, self.ends = places, ends
+        self.grown = [Grown() for _ in ends.limits]
+        self.closed = [{-1: False} for _ in ends.limits]
+        """After which places nothing may follow."""
+        self.inner, self.level = {parent for parent, _ in places}, [-1]
+        self.asked = {-1: 0}
+        """Where each place's distribution stands among those asked for."""
+
+    @property
+    def children(self) -> list[int]:
+        return [i for i, (parent, _) in enumerate(self.places) if parent in self.level]
+
+    @property
+    def most_siblings(self) -> int:
+        return 1 + max(self.places[i][1] for i in self.children)
+
+    def ask(self, depth: int) -> Level | None:
+        """The places that distributions are wanted after; none before the first."""
+        if not depth:
+            return None
+        tokens = [[max(tree.tokens[i], 0) for i in self.level] for tree in self.grown]
+        parents = [self.asked[self.places[i][0]] - 1 for i in self.level]
+        self.asked |= {i: len(self.asked) + n for n, i in enumerate(self.level)}
+        return Level(tokens, [parents] * len(tokens), depth - 1)
+
+    def add(
+        self, picked: Sequence[Sequence[Sequence[int]]], doubted: Sequence[Sequence[Sequence[bool]]]
+    ) -> None:
+        """Put the tokens [B][F][k] that were picked after the level's places in theirs; `doubted`
+        are those at which a path ends."""
+        children = self.children
+        for tree, closed, ranked, ends in zip(self.grown, self.closed, picked, doubted):
+            for i in children:
+                parent, rank = self.places[i]
+                at = self.level.index(parent)
+                token, is_end = ranked[at][rank], ends[at][rank]
+                if closed[parent] or (is_end and not self.ends.stop.proposes_doubted):
+                    token = NONE
+                closed[i] = token == NONE or is_end
+                tree.add(token, parent, self.asked[parent])
+        # the same places of every row, so that none's draws depend on the others
+        self.level = [i for i in children if i in self.inner]
+
+    @property
+    def go_on(self) -> bool:
+        return any(not row[i] for row in self.closed for i in self.level)
 
 
 @dataclass(frozen=True)
@@ -344,20 +396,20 @@ class Dynamic(Tree):
     def columns(self, window: int) -> int:
         return max(self.nodes, min(self.top, self.nodes) * min(window, self.depth or window))
 
-    def grow(self, expand: Expand, ctx: Context, depth: int, eos: frozenset[int]) -> list[Grown]:
-        pools, logs = [_Pool(self, eos) for _ in ctx.rows], expand(None)
-        depth = min(depth, self.depth or depth)
-        for level in range(depth):
-            k = min(self.top, self.nodes, logs.shape[-1])
-            likeliest = logs.topk(k)
-            values, tokens = likeliest.values.tolist(), likeliest.indices.tolist()
-            for pool, more, ids in zip(pools, values, tokens):
-                pool.add(more, ids)
-            if level + 1 == depth or not any(pool.goes_on for pool in pools):
+    def grow(self, expand: Expand, ctx: Context, ends: Ends) -> list[Grown]:
+        pools, logits = [_Pool(self, ends, limit) for limit in ends.limits], expand(None)
+        for level in range(max(ends.limits)):
+            k = min(self.top, self.nodes, logits.shape[-1])
+            likeliest = self.log_probs(logits, ctx).topk(k)
+            doubted = ends.doubted(logits, likeliest.indices, ctx)
+            found = zip(likeliest.values.tolist(), likeliest.indices.tolist(), doubted)
+            for pool, (values, tokens, is_doubted) in zip(pools, found):
+                pool.add(values, tokens, is_doubted)
+            if not any(pool.goes_on for pool in pools):
                 break
             chosen = [pool.choose(k) for pool in pools]
             tokens_of, parents_of = ([pair[i] for pair in chosen] for i in range(2))
-            logs = expand(Level(tokens_of, parents_of, level))
+            logits = expand(Level(tokens_of, parents_of, level))
         return [pool.best() for pool in pools]
 
 
@@ -383,56 +435,68 @@ class Auto(Tree):
 class _Pool:
     """All tokens that a row's dynamic tree has met."""
 
-    def __init__(self, tree: Dynamic, eos: frozenset[int]):
-        self.tree, self.eos = tree, eos
+    def __init__(self, tree: Dynamic, ends: Ends, limit: int):
+        self.tree, self.ends, self.left = tree, ends, min(limit, tree.depth or limit)
+        """The last: how many levels may still be added."""
         self.tokens, self.parents, self.scores = list[int](), list[int](), list[float]()
         """The scores are the log-probabilities of whole paths."""
+        self.closed = list[bool]()
+        """Which tokens nothing may follow."""
         self.from_which, self.asked = list[int](), {-1: 0}
         """Where each was picked from, and where each's own distribution stands."""
         self.num_asked = 1
         self.level = [-1]
         self.newest = range(0)
-        self.worth, self.is_done = 0.0, False
-        """The sum of the best paths' probabilities, and whether it has stopped growing."""
+        self.worth = 0.0
+        """The sum of the best paths' probabilities."""
 
-    def add(self, values: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]]) -> None:
-        """Take the most probable tokens after each of the level's, and their log-probabilities."""
-        if self.is_done:  # asked about again beside a row that goes on
+    def add(
+        self,
+        values: Sequence[Sequence[float]],
+        tokens: Sequence[Sequence[int]],
+        doubted: Sequence[Sequence[bool]],
+    ) -> None:
+        """Take the most probable tokens after each of the level's, their log-probabilities, and
+        whether the stop condition ends a path at them."""
+        if not self.left:  # asked about again beside a row that goes on
             return
         first = len(self.tokens)
-        for parent, logs, ids in zip(self.level, values, tokens):
-            if parent >= 0 and self.tokens[parent] in self.eos:
+        for parent, logs, ids, at_end in zip(self.level, values, tokens, doubted):
+            if parent >= 0 and self.closed[parent]:
                 continue
             before = self.scores[parent] if parent >= 0 else 0.0
-            for log, id in zip(logs, ids):
-                if log == -torch.inf:
+            for log, id, is_doubted in zip(logs, ids, at_end):
+                if log == -torch.inf or (is_doubted and not self.ends.stop.proposes_doubted):
                     continue
                 self.tokens.append(id)
                 self.parents.append(parent)
                 self.scores.append(before + log)
+                self.closed.append(is_doubted or id in self.ends.eos)
                 self.from_which.append(self.asked[parent])
-        self.newest = range(first, len(self.tokens))
+        self.newest, self.left = range(first, len(self.tokens)), self.left - 1
         if self.tree.least:
             best = heapq.nlargest(self.tree.nodes, self.scores)
             before, self.worth = self.worth, sum(map(math.exp, best))
-            self.is_done = self.worth - before < self.tree.least
+            if self.worth - before < self.tree.least:
+                self.left = 0
 
     @property
     def goes_on(self) -> bool:
         """Whether what follows the newest could be among the best, and is looked for."""
-        if self.is_done:
+        if not self.left:
             return False
         ranked = sorted(self.scores, reverse=True)
-        open_ends = [self.scores[i] for i in self.newest if self.tokens[i] not in self.eos]
+        open_ends = [self.scores[i] for i in self.newest if not self.closed[i]]
         full = len(ranked) >= self.tree.nodes
         return bool(open_ends) and not (full and max(open_ends) <= ranked[self.tree.nodes - 1])
 
     def choose(self, k: int) -> tuple[list[int], list[int]]:
         """The tokens to go on from, always `k`, and which of those asked about they follow."""
+        if not self.tokens:
+            self.num_asked += k
+            return [0] * k, [-1] * k
         order = sorted(
-            self.newest,
-            key=lambda i: (self.tokens[i] not in self.eos, self.scores[i]),
-            reverse=True,
+            self.newest, key=lambda i: (not self.closed[i], self.scores[i]), reverse=True
         )
         self.level = (order or [len(self.tokens) - 1])[:k]
         missing = k - len(self.level)  # asked about again, so that rows stand side by side
@@ -451,23 +515,6 @@ class _Pool:
             [new[self.parents[i]] for i in kept],
             [self.from_which[i] for i in kept],
         )
-
-
-def stopped(grown: list[Grown], logits: Tensor, stop: Stop, ctx: Context) -> list[Grown]:
-    """What is grown for each row up to where a stop condition ends each path, by the distributions
-    [B, n, V] that the tokens were picked from."""
-    width = max(len(one.tokens) for one in grown)
-    if not stop.per_token or not width:
-        return grown
-    missing = [width - len(one.tokens) for one in grown]
-    tokens = to_device([one.tokens + [0] * n for one, n in zip(grown, missing)], logits.device)
-    at = to_device([one.picked_from + [0] * n for one, n in zip(grown, missing)], logits.device)
-    rows = torch.arange(len(grown), device=at.device)[:, None]
-    ends = stop.ends(logits[rows, at], tokens, ctx).tolist()
-    return [
-        one.without([False] * width if stop.proposes_doubted else end, end)
-        for one, end in zip(grown, ends)
-    ]
 
 
 def as_draft(
