@@ -368,6 +368,7 @@ def test_a_long_prompt_before_a_tree_is_read_without_a_mask_over_all_of_it(
         return real(forward, longest)
 
     monkeypatch.setattr(TreeSight, "of", spy)
+    monkeypatch.setattr("lenience.models.session.LARGEST_BEFORE_TREES", 100 * 100)
     prompts = [[1 + (7 * i) % 40 for i in range(150)], [5, 6, 7], list(range(1, 30))]
     for size in (1, 3):
         outs = llama.generate_batch(prompts, tree="dynamic:8", batch_size=size, max_new_tokens=20)
@@ -387,7 +388,9 @@ def test_trees_too_large_for_memory_are_refused(
         llama.generate([1, 2, 3], drafter="suffix|model", tree="dynamic:600")
     monkeypatch.setattr("lenience.models.memory.free_bytes", lambda device: 1 << 20)
     assert llama.generate([1, 2, 3], tree="dynamic:8", max_new_tokens=8).tokens
-    with pytest.raises(InputError, match=r"of KV cache and masks of trees .* take a smaller tree"):
+    with pytest.raises(
+        InputError, match=r"of KV cache and masks of trees .*, the tree.s size or the window"
+    ):
         llama.generate([1, 2, 3], tree="dynamic:1000", max_new_tokens=200)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from functools import lru_cache
 from pathlib import Path
 
 from lenience.core.errors import InputError, RunError, first_line
@@ -25,24 +26,30 @@ def local(path: str | Path) -> Path:
     is none, or it cannot be fetched."""
     if not is_on_hub(path):
         return Path(path)
-    name = _checked(str(path).removeprefix(PREFIX))
+    name = _checked(str(path).removeprefix(PREFIX), str(path))
     if served := os.environ.get("LENIENCE_HUB"):
         folder = Path(served) / name
         if not folder.is_dir():
             raise InputError(f"{path}: there is none in LENIENCE_HUB, {served}")
         return folder
-    from huggingface_hub import snapshot_download
-
     try:
-        return Path(snapshot_download(name, allow_patterns=list(FETCHED)))
+        return _fetched(name)
     except Exception as error:  # of the network, of the Hub, of what is not there
         raise InputError(f"{path}: cannot be fetched ({first_line(error)})") from error
+
+
+@lru_cache(maxsize=64)
+def _fetched(name: str) -> Path:
+    """A repository's folder, fetched once in a process, so that it stays the same there."""
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=list(FETCHED)))
 
 
 def upload(folder: Path, name: str, private: bool) -> str:
     """Put a folder's files on the Hub as "org/name", and say where they are. Raises InputError for
     a name that can be none, and RunError where the Hub refuses."""
-    name = _checked(name)
+    name = _checked(name, name)
     if served := os.environ.get("LENIENCE_HUB"):
         place = Path(served) / name
         with written(place):
@@ -60,7 +67,7 @@ def upload(folder: Path, name: str, private: bool) -> str:
     return str(made)
 
 
-def _checked(name: str) -> str:
+def _checked(name: str, told: str) -> str:
     if not re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", name):
-        raise InputError(f"{name}: is no name on the Hub; write org/name")
+        raise InputError(f"{told}: is no name on the Hub; write org/name")
     return name

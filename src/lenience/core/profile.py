@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 
 class Profile:
-    """Where the time of decoding goes: `seconds` in the passes of the draft, or in drafting without
-    any, in the passes of the target, in the rule, in the caches (what is new in the rows, and
-    writing their states) and in the rest; `cycles` in all. It may be given to several calls, one
-    after the other. On a GPU each part is waited for, which takes time itself."""
+    """Where the time of decoding goes: `seconds` in the passes of the draft, or in drafting where a
+    window takes none, in the passes of the target, in the rule, in the caches (what is new in the
+    rows, and writing their states) and in the rest; `cycles` in all. It may be given to several
+    calls, one after the other. On a GPU each part is waited for, which takes time itself."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(("draft", "target", "rule", "cache", "rest"), 0.0)

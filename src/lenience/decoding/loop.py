@@ -14,6 +14,7 @@ from lenience.core.context import Context, Row
 from lenience.core.protocols import Drafter, Rule
 from lenience.core.types import Draft, Step, Verdict
 from lenience.decoding.response import Response
+from lenience.drafting.registry import NoDrafter
 from lenience.models.session import Session
 from lenience.models.threads import torch_threads
 from lenience.rules.trees import judge_trees
@@ -104,8 +105,9 @@ def _cycle(
 ) -> tuple[Draft, Sequence[int], list[Verdict]]:
     session.profile.add("rest")
     draft = drafter.propose(ctx, room)
-    if draft.width and not draft.passes:  # passes of a model are counted by their session
-        session.profile.add("draft")
+    # passes of a model are counted by their session
+    is_drafting = not draft.passes and not isinstance(drafter, NoDrafter)
+    session.profile.add("draft" if is_drafting else "rest")
     session.profile.count_cycle()
     if draft.trusted is None:
         return draft, *_judge(session, drafter, rule, ctx, draft)
@@ -163,7 +165,9 @@ def _judge(
         reading = session.read(prefixes, n, device_tokens=draft.tokens, rows=rows)
         tokens_read = reading.tokens_read
     else:
-        before = session.catch_up(prefixes, rows or range(len(prefixes)))
+        before = [0] * len(prefixes)
+        if draft.width:
+            before = session.catch_up(prefixes, rows or range(len(prefixes)))
         sequences = [prefix + more for prefix, more in zip(prefixes, draft.tokens.tolist())]
         reading = session.read(sequences, n, rows=rows, parents=draft.parents)
         tokens_read = [a + b for a, b in zip(before, reading.tokens_read)]

@@ -91,7 +91,7 @@ def eagle_lm(weights: EagleWeights, target: LM) -> LM:
         model.restore_frequencies()
         return LM(model.requires_grad_(False), target.tokenizer, weights.path, "draft")
 
-    return target.once(("eagle", weights.fingerprint), make)
+    return target.once(("eagle", weights.fingerprint, repr(weights.configured)), make)
 
 
 class FeatureSession(TargetSession):

@@ -10,12 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
@@ -29,6 +27,7 @@ from transformers.models.llama.modeling_llama import (
 from lenience.core.errors import InputError, first_line
 from lenience.core.files import digest_bytes, replacing, write_json
 from lenience.core.hub import local
+from lenience.drafting.published import BROKEN, has_shape, shown_shape, table, tensors_in
 from lenience.models.lm import LM
 
 ABOUT = "eagle.json"
@@ -42,17 +41,6 @@ KNOWN = re.compile(
     r"|fc\.(weight|bias)|(norm|input_norm|fc_norm\.\d+|lm_head|embed_tokens)\.weight|d2t|t2d"
 )
 """The tensors of a checkpoint."""
-_BROKEN = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    RuntimeError,
-    EOFError,
-    SafetensorError,
-)
-"""What reading a broken checkpoint raises."""
 CONFIGURED = (
     "hidden_size",
     "intermediate_size",
@@ -87,6 +75,12 @@ class EagleWeights:
     """Digests of the prompts that it was fitted on; None where nobody needs to know."""
 
     @property
+    def configured(self) -> list[Any]:
+        """What it is beside its tensors."""
+        numbers = {name: getattr(self.config, name, None) for name in CONFIGURED}
+        return [numbers, self.features, self.norm_before_residual, self.norm_output]
+
+    @property
     def is_first(self) -> bool:
         """Whether it is of EAGLE-1 or -2, which have the same model: its layer reads states and
         tokens that are joined before it."""
@@ -104,8 +98,10 @@ class EagleWeights:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identifies what it predicts."""
-        parts = [name.encode() for name in sorted(self.tensors)]
+        """Identifies what it predicts; of one that is published also by its configuration, which of
+        ours follows from the tensors."""
+        parts = [] if self.fingerprints else [repr(self.configured).encode()]
+        parts += [name.encode() for name in sorted(self.tensors)]
         parts += [
             self.tensors[name].float().cpu().numpy().tobytes() for name in sorted(self.tensors)
         ]
@@ -115,20 +111,32 @@ class EagleWeights:
         """Raise ValueError where a tensor has another shape than the configuration and the other
         tensors say, and KeyError where one is missing."""
         for name, wanted in self._shapes().items():
-            found = tuple(self.tensors[name].shape)
-            if len(found) != len(wanted) or any(n not in (a, None) for a, n in zip(found, wanted)):
-                said = " × ".join("any" if n is None else str(n) for n in wanted)
-                raise ValueError(f"{name} is {' × '.join(map(str, found))}, and {said} is wanted")
-        read = self.tensors["fc.weight"].shape[1]
-        normed = [len(part) for name, part in self.tensors.items() if name.startswith("fc_norm.")]
-        if normed and sum(normed) != read:
-            raise ValueError(f"fc_norm has {sum(normed)} numbers, and fc reads {read}")
+            tensor = self.tensors[name]
+            if not has_shape(tensor, wanted):
+                raise ValueError(f"{name} is {shown_shape(tensor)}, not {shown_shape(wanted)}")
+        for name, tensor in self.tensors.items():
+            if name not in ("d2t", "t2d") and not tensor.is_floating_point():
+                raise ValueError(f"{name} has whole numbers")
+        self._check_norms()
         offsets = self.tensors.get("d2t")
         if offsets is not None:
             if len(offsets) != len(self.tensors["lm_head.weight"]) or offsets.is_floating_point():
                 raise ValueError("d2t has no whole number for each row of lm_head.weight")
             if int((torch.arange(len(offsets)) + offsets.long()).min()) < 0:
                 raise ValueError("d2t names a token below 0")
+
+    def _check_norms(self) -> None:
+        """Raise ValueError where the norms of the target's layers are not one for each, of equal
+        parts."""
+        norms = {name: part for name, part in self.tensors.items() if name.startswith("fc_norm.")}
+        reads = self.tensors["fc.weight"].shape[1]
+        for i in range(len(norms)):
+            norm = norms.get(f"fc_norm.{i}.weight")
+            if norm is None or norm.shape != (reads / len(norms),):
+                raise ValueError(
+                    f"fc_norm.{i} is not one of {len(norms)} equal parts of the {reads} numbers "
+                    "that fc reads"
+                )
 
     def _shapes(self) -> dict[str, tuple[int | None, ...]]:
         """Of the tensors that it has or needs; None stands for any number."""
@@ -139,8 +147,10 @@ class EagleWeights:
         for i in range(self.config.num_hidden_layers):
             own = {f"layers.{i}.{name}": part.shape for name, part in layer.named_parameters()}
             shapes |= {name: tuple(shape) for name, shape in own.items()}
-        if self.is_first:  # which reads the target's norm and head, and has no norm in front
-            del shapes["layers.0.input_layernorm.weight"]
+        if self.is_first:  # which reads the target's head, and mostly has no norm in front
+            if "layers.0.input_layernorm.weight" not in self.tensors:
+                del shapes["layers.0.input_layernorm.weight"]
+            shapes |= {"norm.weight": (size,)} if self.norm_output else {}
         else:
             for part in "qkv":
                 name = f"layers.0.self_attn.{part}_proj.weight"
@@ -439,46 +449,40 @@ def load_eagle(folder: str | Path) -> EagleWeights:
         )
     files = [path / name for name in ("config.json", ABOUT)]
     changed = [file.stat().st_mtime_ns for file in (found[0], *files) if file.is_file()]
-    return _load(path, found[0], tuple(changed))
+    return _load(str(folder), found[0], tuple(changed))
 
 
 @lru_cache(maxsize=2)
-def _load(path: Path, file: Path, changed: tuple[int, ...]) -> EagleWeights:
+def _load(named: str, file: Path, changed: tuple[int, ...]) -> EagleWeights:
+    path = file.parent
     try:
         about = json.loads((path / "config.json").read_text())
         ours = json.loads((path / ABOUT).read_text()) if (path / ABOUT).is_file() else {}
         tensors = _tensors(file)
         weights = EagleWeights(
-            str(path),
+            named,
             _layer_config(about, tensors),
             tensors,
             _features(about),
             norm_before_residual=bool(about.get("norm_before_residual")),
             norm_output=bool(about.get("norm_output")),
-            fingerprints=ours.get("fingerprints", {}),
-            metrics=ours.get("metrics", {}),
+            fingerprints=table(ours.get("fingerprints", {}), "fingerprints"),
+            metrics=table(ours.get("metrics", {}), "metrics"),
             prompts=ours.get("prompts") and tuple(ours["prompts"]),
         )
         if ours and ours["fingerprint"] != weights.fingerprint:
             raise ValueError(f"{ABOUT} and {file.name} are not of the same fit")
         weights.check_shapes()
+        EagleDecoder(weights, nn.Identity())
         return weights
-    except UnpicklingError as error:
-        raise InputError(
-            f"eagle {path}: {file.name} holds more than tensors ({first_line(error)}); it is not "
-            "loaded"
-        ) from None
-    except _BROKEN as error:
+    except BROKEN as error:
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise InputError(f"eagle {path}: cannot be read ({why}); {MEND}") from None
+        raise InputError(f"eagle {named}: cannot be read ({why}); {MEND}") from None
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:
     """A checkpoint's tensors by the names of speculators' layout."""
-    if file.suffix == ".safetensors":
-        saved = load_file(file)
-    else:
-        saved = torch.load(file, map_location="cpu", weights_only=True)
+    saved = tensors_in(file)
     tensors = {name: part for name, part in saved.items() if "rotary_emb" not in name}
     if strange := [name for name in tensors if not KNOWN.fullmatch(name)]:
         raise ValueError(f"it has {strange[0]}, which no layer of Llama's kind has")

@@ -9,11 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -26,6 +24,7 @@ from lenience.core.protocols import Drafter, Fitted
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.drafting.base import DrafterSetup, DrafterSpec, check_fitted_to
 from lenience.drafting.draft_model import wide_as_target
+from lenience.drafting.published import BROKEN, has_shape, shown_shape, table, tensors_in
 from lenience.drafting.trees import Ends, Grown, Level, as_draft
 from lenience.models.lm import LM
 
@@ -34,17 +33,6 @@ HUB_FILE = "medusa_lm_head.pt"
 PUBLISHED = re.compile(r"(\d+)\.(\d+)\.(?:linear\.(weight|bias)|weight)")
 """The tensors of Medusa-1's file: of a head's blocks and, without `linear`, its matrix."""
 MEND = "`lenience fit RUN --drafter {kind}` makes RUN/{kind}"
-_BROKEN = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    RuntimeError,
-    EOFError,
-    SafetensorError,
-)
-"""What reading a broken file raises."""
 
 
 @dataclass
@@ -141,26 +129,38 @@ class DraftHeads:
     def check_shapes(self) -> None:
         """Raise ValueError where a part is missing, or has another shape than goes with the
         others."""
-        if not any(self.blocks) and not self.matrices:
-            raise ValueError("it has no heads")
+        for i, blocks in enumerate(self.blocks):
+            if not blocks and self.matrices is None:
+                raise ValueError(f"head {i} has nothing")
         size = self.hidden_size
         for i, blocks in enumerate(self.blocks):
             for j, block in enumerate(blocks):
-                found = {part: tuple(tensor.shape) for part, tensor in block.items()}
-                wanted: dict[str, tuple[int, ...]] = {"weight": (size, size), "bias": (size,)}
-                if self.kind == "blockwise":
-                    (inner,) = found.get("into_bias", (0,))
-                    wanted = {
-                        "into": (inner, size),
-                        "into_bias": (inner,),
-                        "out": (size, inner),
-                        "out_bias": (size,),
-                    }
-                if found != wanted:
-                    raise ValueError(f"block {j} of head {i} has {found} and not {wanted}")
-        shapes = {tuple(matrix.shape) for matrix in self.matrices or ()}
-        if len(shapes) > 1 or any(len(shape) != 2 or shape[1] != size for shape in shapes):
-            raise ValueError(f"its matrices are {shapes}, of states of {size} numbers")
+                self._check_block(f"block {j} of head {i}", block, size)
+        first = self.matrices[0] if self.matrices else None
+        for i, matrix in enumerate(self.matrices or ()):
+            wanted = (None if first is None else first.shape[0], size)
+            if not has_shape(matrix, wanted):
+                raise ValueError(
+                    f"head {i}'s matrix is {shown_shape(matrix)}, not {shown_shape(wanted)}"
+                )
+
+    def _check_block(self, where: str, block: Mapping[str, Tensor], size: int) -> None:
+        shapes: dict[str, tuple[int | None, ...]] = {"weight": (size, size), "bias": (size,)}
+        if self.kind == "blockwise":
+            inner = len(block["into_bias"]) if "into_bias" in block else None
+            shapes = {
+                "into": (inner, size),
+                "into_bias": (inner,),
+                "out": (size, inner),
+                "out_bias": (size,),
+            }
+        for part in sorted(block.keys() ^ shapes.keys()):
+            raise ValueError(f"{where} has {'no' if part in shapes else 'a'} {part}")
+        for part, wanted in shapes.items():
+            if not has_shape(block[part], wanted):
+                raise ValueError(
+                    f"{where}: its {part} is {shown_shape(block[part])}, not {shown_shape(wanted)}"
+                )
 
     def check(self, where: str, target: LM, fingerprints: Mapping[str, str]) -> None:
         """Raise InputError unless these can draft for a target."""
@@ -198,16 +198,16 @@ def load_heads(folder: str | Path, kind: str) -> DraftHeads:
     broken."""
     path = local(folder)
     if (path / f"{kind}.json").is_file():
-        return _load(path, kind, (path / f"{kind}.json").stat().st_mtime_ns)
+        return _load(str(folder), path, kind, (path / f"{kind}.json").stat().st_mtime_ns)
     if kind == "medusa" and (path / HUB_FILE).is_file():
-        return _load_published(path, (path / HUB_FILE).stat().st_mtime_ns)
+        return _load_published(str(folder), path, (path / HUB_FILE).stat().st_mtime_ns)
     published = f" and no {HUB_FILE}" if kind == "medusa" else ""
     mend = MEND.format(kind=kind)
     raise InputError(f"{kind} {folder}: there is no {kind}.json in it{published}; {mend}")
 
 
 @lru_cache(maxsize=4)
-def _load(path: Path, kind: str, changed: int) -> DraftHeads:
+def _load(named: str, path: Path, kind: str, changed: int) -> DraftHeads:
     try:
         about = json.loads((path / f"{kind}.json").read_text())
         tensors = load_file(path / f"{kind}.safetensors")
@@ -216,16 +216,16 @@ def _load(path: Path, kind: str, changed: int) -> DraftHeads:
         heads = _from_tensors(kind, tensors, about["heads"])
         heads = replace(
             heads,
-            fingerprints=about["fingerprints"],
-            metrics=about["metrics"],
+            fingerprints=table(about["fingerprints"], "fingerprints"),
+            metrics=table(about["metrics"], "metrics"),
             prompts=about["prompts"] and tuple(about["prompts"]),
         )
         if heads.fingerprint != about["fingerprint"]:
             raise ValueError(f"{kind}.json and {kind}.safetensors are not of the same fit")
         return heads
-    except _BROKEN as error:
+    except BROKEN as error:
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise InputError(f"{kind} {path}: is broken ({why}); fit it again") from None
+        raise InputError(f"{kind} {named}: is broken ({why}); fit it again") from None
 
 
 def _from_tensors(kind: str, tensors: Mapping[str, Tensor], count: int) -> DraftHeads:
@@ -242,6 +242,9 @@ def _from_tensors(kind: str, tensors: Mapping[str, Tensor], count: int) -> Draft
         while len(blocks[int(head)]) <= int(number):
             blocks[int(head)].append({})
         blocks[int(head)][int(number)][part] = tensors[name]
+    for i in range(count):
+        if matrices and i not in matrices:
+            raise ValueError(f"head {i} has no matrix")
     own = [matrices[i] for i in range(count)] if matrices else None
     heads = DraftHeads(kind, blocks, own, {}, {})
     heads.check_shapes()
@@ -249,30 +252,23 @@ def _from_tensors(kind: str, tensors: Mapping[str, Tensor], count: int) -> Draft
 
 
 @lru_cache(maxsize=2)
-def _load_published(path: Path, changed: int) -> DraftHeads:
+def _load_published(named: str, path: Path, changed: int) -> DraftHeads:
     """Medusa-1 heads as they are published. The heads are counted from the file, since uploaded
     configurations say another number."""
     try:
-        saved = torch.load(path / HUB_FILE, map_location="cpu", weights_only=True)
-        if not isinstance(saved, Mapping):
-            raise ValueError(f"it is a {type(saved).__name__} and no table of tensors")
+        saved = tensors_in(path / HUB_FILE)
         tensors, numbers = {}, set[str]()
         for name, tensor in saved.items():
-            named = PUBLISHED.fullmatch(str(name))
-            if named is None or not isinstance(tensor, Tensor):
+            found = PUBLISHED.fullmatch(str(name))
+            if found is None or not isinstance(tensor, Tensor):
                 raise ValueError(f"it has {str(name)!r:.60}, which Medusa-1's heads have not")
-            head, block, part = named.groups()
+            head, block, part = found.groups()
             numbers.add(head)
             tensors[f"{head}.{block}.{part}" if part else f"{head}.matrix"] = tensor
         return _from_tensors("medusa", tensors, len(numbers))
-    except _BROKEN as error:
+    except BROKEN as error:
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise InputError(f"medusa {path}: {HUB_FILE} cannot be read ({why})") from None
-    except UnpicklingError as error:
-        raise InputError(
-            f"medusa {path}: {HUB_FILE} holds more than tensors ({first_line(error)}); it is not "
-            "loaded"
-        ) from None
+        raise InputError(f"medusa {named}: {HUB_FILE} cannot be read ({why})") from None
 
 
 @dataclass(frozen=True)

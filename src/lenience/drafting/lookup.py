@@ -89,6 +89,13 @@ def check_dynamic(drafter: DrafterSpec, tree: Tree) -> None:
             f"drafter {drafter}: what followed has no ranks everywhere; with tree {tree} take "
             "another, or --tree dynamic:NODES"
         )
+    usual = Dynamic(tree.nodes, tree.depth)
+    for name in ("top", "temperature", "least"):
+        if getattr(tree, name) != getattr(usual, name):
+            raise InputError(
+                f"tree {tree}: its {name} is of distributions, and drafter {drafter} knows shares "
+                "of what followed; leave it out"
+            )
 
 
 @dataclass

@@ -15,6 +15,7 @@ from lenience.decoding.certified import heads_of
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.drafting.registry import parse_drafter
+from lenience.drafting.trees import parse_tree
 from lenience.heads.fitting import Examples, FitConfig, fit_head
 from lenience.heads.head import Head, Inputs
 from lenience.heads.streaming import StreamedRows
@@ -120,17 +121,31 @@ def _computed(pair: Pair, run: Path, plan: HeadPlan, progress: Progress) -> Exam
             "learns from windows that are drafted greedily; leave out --ahead"
         )
     for one in judges if plan.inputs.ahead is not None else ():
-        policy = read_run(one).policy
-        drafter = parse_drafter(Decoding.parse(policy["setting"]).drafter if policy else "model")
-        if not drafter.proposes_as_draft:
-            raise InputError(
-                f"{one}: was mined with what {drafter} proposes, and a judge that looks ahead "
-                "learns from windows of the draft model; leave out --ahead"
-            )
+        _check_windows(one)
     for one in runs:
         compute_features(pair, one, plan.inputs, plan.config.role, progress, of=plan.of)
     in_files = not fit_in_memory(runs, plan.inputs, plan.config.role, plan.of)
     return _joined([_examples(one, plan, in_files, asked=one == run) for one in runs])
+
+
+def _check_windows(run: Path) -> None:
+    """Raise InputError where a judge that looks ahead cannot learn from a run, as what was drafted
+    is no window of the draft model."""
+    policy = read_run(run).policy
+    if policy is None:
+        return
+    of = Decoding.parse(policy["setting"])
+    others = {
+        f"drafter {of.drafter}": not parse_drafter(of.drafter).proposes_as_draft,
+        f"tree {of.tree}": not parse_tree(of.tree).is_chain,
+        f"draft_temperature {of.draft_temperature}": bool(of.draft_temperature),
+    }
+    for part, is_other in others.items():
+        if is_other:
+            raise InputError(
+                f"{run}: was mined with {part}, and a judge that looks ahead learns from what the "
+                "draft model puts after a token; leave out --ahead"
+            )
 
 
 def _prompts(run: Path) -> list[str]:

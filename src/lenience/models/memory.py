@@ -11,6 +11,9 @@ from lenience.core.errors import InputError
 from lenience.models.lm import LAST, LM, States
 from lenience.models.session import Session
 
+MASK_BYTES = 6
+"""What an entry of a tree's mask takes while it is made, of whatever kind the attention wants."""
+
 
 def token_bytes(lm: LM, states: States = LAST) -> dict[torch.device, int]:
     """What one token takes in the KV cache, features included, on each device; found out once for a
@@ -21,10 +24,6 @@ def token_bytes(lm: LM, states: States = LAST) -> dict[torch.device, int]:
         return Session(lm, capacity=1, states=states).cache.token_bytes()
 
     return lm.once(("token bytes", way, states.features), find)
-
-
-MASK_BYTES = 6
-"""What an entry of a tree's mask takes while it is made, of whatever kind the attention wants."""
 
 
 def check_memory(caches: Iterable[tuple[LM, States, int]], rows: int, nodes: int = 0) -> None:
@@ -45,7 +44,7 @@ def check_memory(caches: Iterable[tuple[LM, States, int]], rows: int, nodes: int
         if free is not None and size * rows > free:
             what, mend = "KV cache", "batch_size or max_new_tokens"
             if nodes:
-                what, mend = "KV cache and masks of trees", f"{mend}, or take a smaller tree"
+                what, mend = "KV cache and masks of trees", f"{mend}, the tree's size or the window"
             raise InputError(
                 f"{rows} rows need {size * rows / 2**30:.1f} GiB of {what} on {device}, "
                 f"{free / 2**30:.1f} GiB are free: at most {free // size} rows fit; lower {mend}"

@@ -21,8 +21,9 @@ from lenience.models.lm import LAST, LM, States
 
 LARGEST_MASK = 1 << 26
 """How many entries the attention mask of rows that are read together may have."""
-MUCH = 64
-"""More new tokens than these before a tree are read in a pass of their own."""
+LARGEST_BEFORE_TREES = 1 << 22
+"""And that of one row which ends with a tree: of more the tokens before the tree are read by
+themselves, which counts as part of the same pass, as reading a long prompt in parts does."""
 
 
 @dataclass(frozen=True)
@@ -214,10 +215,11 @@ class Session:
 
     def catch_up(self, prefixes: Sequence[list[int]], rows: Sequence[int]) -> list[int]:
         """[B]: how many tokens were read now, of prefixes that trees are to follow: all but the
-        last of those that are new, where they are many, since a pass that reads a tree has a mask
-        over all that it reads."""
+        last of those that are new, where their mask would be large, since a pass that reads a tree
+        has one over all that it reads."""
         new = [len(prefix) - 1 - self.held(row, prefix) for prefix, row in zip(prefixes, rows)]
-        long = [b for b, n in enumerate(new) if n > MUCH]
+        masks = [n * len(prefix) for n, prefix in zip(new, prefixes)]
+        long = [b for b, mask in enumerate(masks) if mask > LARGEST_BEFORE_TREES]
         counts = [0] * len(prefixes)
         if long:
             reading = self.read([prefixes[b][:-1] for b in long], rows=[rows[b] for b in long])

@@ -1,0 +1,70 @@
+"""Reading files of drafters that others have written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+from zipfile import is_zipfile
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+BROKEN = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    EOFError,
+    SafetensorError,
+)
+"""What reading a broken file, or one of something else, raises."""
+POINTER, PICKLE = b"version https://git-lfs", b"\x80"
+"""What a file of Git LFS begins with that was not fetched, and a pickle."""
+
+
+def tensors_in(file: Path) -> Mapping[Any, Any]:
+    """The tensors of a file of safetensors or of torch, of which nothing but tensors is loaded.
+    Raises one of BROKEN where it is something else."""
+    if file.suffix == ".safetensors":
+        return load_file(file)
+    with file.open("rb") as begun:
+        start = begun.read(len(POINTER))
+    if start == POINTER:
+        raise ValueError("it is a pointer of Git LFS; fetch the file that it stands for")
+    if not is_zipfile(file) and not start.startswith(PICKLE):
+        raise ValueError("it is no file of torch's")
+    try:
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+    except UnpicklingError:
+        # torch's own message says how to run what the file holds
+        raise ValueError("it holds more than tensors and is not loaded") from None
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"it is a {type(saved).__name__} and no table of tensors")
+    return saved
+
+
+def shown_shape(tensor: Tensor | tuple[int | None, ...]) -> str:
+    """A shape as 32 × 64; None stands for any number."""
+    shape = tensor.shape if isinstance(tensor, Tensor) else tensor
+    return " × ".join("any" if n is None else str(n) for n in shape) or "one number"
+
+
+def has_shape(tensor: Tensor, wanted: tuple[int | None, ...]) -> bool:
+    """Whether a tensor has a shape; None stands for any number."""
+    return len(tensor.shape) == len(wanted) and all(
+        n in (known, None) for known, n in zip(tensor.shape, wanted)
+    )
+
+
+def table(value: Any, name: str) -> dict[str, Any]:
+    """A value that must be a table. Raises ValueError where it is none."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is no table")
+    return value
