@@ -12,11 +12,13 @@ import pytest
 import torch
 from conftest import VOCABULARY
 from safetensors.torch import save_file
+from test_drafters import random_heads
 from test_eagle import CONFIG, SIZE, tensors
 
 from lenience.core.errors import InputError
 from lenience.decoding.pair import Pair
 from lenience.drafting.datastore import _load, build_store
+from lenience.drafting.eagle import eagle_lm
 
 INNER = 12
 
@@ -42,20 +44,20 @@ MEDUSA = {
     "a list": ([torch.ones(1)], "a list and no table"),
     "a tensor": (torch.ones(2), "a Tensor and no table"),
     "nothing": (None, "a NoneType and no table"),
-    "no heads": ({}, "no heads"),
+    "no heads": ({}, "it has no heads"),
     "keys that are numbers": ({0: torch.ones(1)}, "it has '0'"),
     "values that are numbers": ({"0.0.linear.weight": 3}, "it has '0.0.linear.weight'"),
     "Medusa-2's": ({"medusa_head.0.0.linear.weight": torch.ones(1)}, "it has 'medusa_head"),
-    "no bias": (medusa(**{"1_0_linear_bias": None}), "block 0 of head 1"),
+    "no bias": (medusa(**{"1_0_linear_bias": None}), "block 0 of head 1 has no bias"),
     "a head of another size": (
         medusa(**{"1_0_linear_weight": torch.ones(SIZE + 1, SIZE)}),
-        "block 0 of head 1",
+        "block 0 of head 1: its weight is 33 × 32, not 32 × 32",
     ),
     "a matrix of another width": (
         medusa(**{"1_1_weight": torch.ones(VOCABULARY, SIZE + 1)}),
-        "matrices",
+        "head 1's matrix is 48 × 33, not 48 × 32",
     ),
-    "a matrix for one head alone": (medusa(**{"1_1_weight": None}), "cannot be read"),
+    "a matrix for one head alone": (medusa(**{"1_1_weight": None}), "head 1 has no matrix"),
     "a head that is missing": (
         {name.replace("1.", "2.", 1): part for name, part in medusa().items()},
         "cannot be read",
@@ -68,6 +70,42 @@ def test_medusa_files(which: str, llama: Pair, tmp_path: Path) -> None:
     saved, match = MEDUSA[which]
     torch.save(saved, tmp_path / "medusa_lm_head.pt")
     refused(llama, f"medusa:{tmp_path}", match)
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a pointer of Git LFS"),
+        (b"not a file of torch", "no file of torch's"),
+        (b"", "no file of torch's"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_files_of_something_else(
+    kind: str, content: bytes, match: str, llama: Pair, tmp_path: Path
+) -> None:
+    """Told without torch's advice to load them all the same."""
+    name = "medusa_lm_head.pt" if kind == "medusa" else "pytorch_model.bin"
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "config.json").write_text("{}")
+    refused(llama, f"{kind}:{tmp_path}", match)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"heads": 5}, "head 3 has nothing"),
+        ({"heads": 0}, "0 heads"),
+        ({"fingerprints": None}, "fingerprints is no table"),
+        ({"metrics": []}, "metrics is no table"),
+        ({"fingerprint": "x"}, "not of the same fit"),
+    ],
+)
+def test_our_own_heads(changes: dict[str, Any], match: str, llama: Pair, tmp_path: Path) -> None:
+    random_heads("blockwise", 3).save(tmp_path)
+    about = json.loads((tmp_path / "blockwise.json").read_text())
+    (tmp_path / "blockwise.json").write_text(json.dumps(about | changes))
+    refused(llama, f"blockwise:{tmp_path}", match)
 
 
 def test_whole_medusa_files_are_read(llama: Pair, tmp_path: Path) -> None:
@@ -129,6 +167,23 @@ EAGLE = {
     "a configuration of nonsense": (eagle(num_attention_heads="four"), "config.json"),
     "another configuration": (eagle(intermediate_size=7), "gate_proj.weight is 40 × 32"),
     "another kind": (eagle(speculators_model_type="dflash"), "it is of dflash"),
+    "positions of nonsense": (
+        eagle(rope_scaling={"rope_type": "foo", "factor": 2.0}),
+        "cannot be read",
+    ),
+    "no keys": (eagle(num_key_value_heads=0), "cannot be read"),
+    "whole numbers": (
+        eagle(**{"fc.weight": torch.ones(SIZE, 3 * SIZE, dtype=torch.long)}),
+        "fc.weight has whole numbers",
+    ),
+    "norms of unequal parts": (
+        eagle(**{"fc_norm.0.weight": torch.ones(2 * SIZE), "fc_norm.1.weight": torch.ones(SIZE)}),
+        "fc_norm.0 is not one of 2 equal parts of the 96",
+    ),
+    "norms of some layers": (
+        eagle(**{"fc_norm.0.weight": torch.ones(48), "fc_norm.2.weight": torch.ones(48)}),
+        "fc_norm.1 is not one of 2 equal parts",
+    ),
 }
 
 
@@ -142,6 +197,20 @@ def test_eagle_files(which: str, llama: Pair, tmp_path: Path) -> None:
 def test_a_whole_eagle_file_is_read(llama: Pair, tmp_path: Path) -> None:
     eagle(speculators_model_type="eagle3")(tmp_path)
     assert llama.generate("w1", drafter=f"eagle:{tmp_path}", max_new_tokens=9).drafted
+
+
+def test_a_checkpoint_is_its_configuration_too(llama: Pair, tmp_path: Path) -> None:
+    """The same tensors with another one are another drafter, to models that are kept and to
+    certificates."""
+    found = {}
+    for name, changes in (("one", {}), ("two", {"norm_before_residual": True})):
+        (tmp_path / name).mkdir()
+        eagle(**changes)(tmp_path / name)
+        setup = llama.setup({"drafter": f"eagle:{tmp_path / name}"})
+        lm = eagle_lm(setup.drafter.head, llama.target)
+        found[name] = (setup.drafter.head.fingerprint, lm.model.model.norm_before_residual)
+    assert found["one"][0] != found["two"][0]
+    assert [flag for _, flag in found.values()] == [False, True]
 
 
 def damaged(name: str, content: Any) -> Callable[[Path], None]:
@@ -196,3 +265,8 @@ def test_drafters_on_the_hub(llama: Pair, tmp_path: Path, monkeypatch: pytest.Mo
         assert outs[1].tokens == outs[0].tokens
     with pytest.raises(InputError, match="there is none in LENIENCE_HUB"):
         llama.generate("w1", drafter="medusa:hf:org/none")
+    with pytest.raises(InputError, match="hf:none: is no name on the Hub"):
+        llama.generate("w1", drafter="medusa:hf:none")
+    (tmp_path / "org" / "eagle" / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(InputError, match="eagle hf:org/eagle: cannot be read"):
+        llama.generate("w1", drafter="eagle:hf:org/eagle")

@@ -451,6 +451,16 @@ def test_judges_of_one_name_are_told_apart() -> None:
         "exact",
     ]
     assert [row["family"] for row in found] == ["a/run/judge", "b/run/judge", "mlp", "exact"]
+    strict = table(settings, answers, [[1.0] * 6], Decoding())[-1]
+    options = [
+        {"drafter": f"eagle:{run}/eagle", "stop": f"head:{run}/stop@0.5"} for run in ("c", "d/c")
+    ]
+    rows = [strict.model_copy(update={"options": one}) for one in (*options, {"stop": "fixed"})]
+    assert [row.name for row in named(rows)] == [
+        "exact, drafter=eagle:c/eagle, stop=head:c/stop@0.5",
+        "exact, drafter=eagle:d/c/eagle, stop=head:d/c/stop@0.5",
+        "exact, stop=fixed",
+    ]
 
 
 def test_a_missing_judge_is_told_before_any_work(llama: Pair, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from lenience.decoding.pair import Pair
 from lenience.drafting.base import DrafterSetup
 from lenience.drafting.datastore import build_store
 from lenience.drafting.registry import DRAFTERS, parse_drafter
-from lenience.drafting.stops import Fixed
+from lenience.drafting.stops import parse_stop
 from lenience.drafting.trees import parse_tree
 from lenience.evaluation.compare import CompareConfig, compare
 from lenience.evaluation.pages import write_report
@@ -123,25 +123,27 @@ def later(llama: Pair) -> tuple[list[int], list[torch.Tensor]]:
     return prompt, [first @ second, (first[:, None] * second).flatten() @ third]
 
 
+WITH, WITHOUT = ("cartesian:2,2,draw=with-replacement", "cartesian:2,2,draw=without-replacement")
 SAMPLED = [
-    ("medusa:{folder}/medusa", "speculative", "chain"),
-    ("medusa:{folder}/medusa", "speculative", "cartesian:2,2,draw=with-replacement"),
-    ("blockwise:{folder}/blockwise", "block", "chain"),
-    ("blockwise:{folder}/blockwise", "speculative", "cartesian:2,2,draw=without-replacement"),
-    ("eagle:{folder}/eagle3", "block", "chain"),
-    ("eagle:{folder}/eagle3", "speculative", "cartesian:2,2,draw=without-replacement"),
-    ("eagle:{folder}/eagle1", "block", "cartesian:2,2,draw=with-replacement"),
-    ("exit:1", "speculative", "chain"),
-    ("exit:1", "block", "cartesian:2,2,draw=with-replacement"),
-    ("skip:1", "speculative", "cartesian:2,2,draw=without-replacement"),
+    ("medusa:{folder}/medusa", "speculative", "chain", "fixed"),
+    ("medusa:{folder}/medusa", "speculative", WITH, "fallback:0.2"),
+    ("blockwise:{folder}/blockwise", "block", "chain", "confidence:0.2"),
+    ("blockwise:{folder}/blockwise", "speculative", WITHOUT, "fixed"),
+    ("eagle:{folder}/eagle3", "block", "chain", "fixed"),
+    ("eagle:{folder}/eagle3", "speculative", WITHOUT, "confidence:0.2"),
+    ("eagle:{folder}/eagle1", "block", WITH, "fixed"),
+    ("exit:1", "speculative", "chain", "entropy:0.5"),
+    ("exit:1", "block", WITH, "confidence:0.2"),
+    ("skip:1", "speculative", WITHOUT, "fixed"),
 ]
 
 
-@pytest.mark.parametrize(("drafter", "rule", "tree"), SAMPLED)
+@pytest.mark.parametrize(("drafter", "rule", "tree", "stop"), SAMPLED)
 def test_what_is_sampled_keeps_the_targets_distribution(
     drafter: str,
     rule: str,
     tree: str,
+    stop: str,
     folder: Path,
     llama: Pair,
     later: tuple[list[int], list[torch.Tensor]],
@@ -152,8 +154,8 @@ def test_what_is_sampled_keeps_the_targets_distribution(
     features = spec.features(llama.target)
     session = Session(llama.target, n, 32, states=States(features=features) if features else LAST)
     setup = DrafterSetup(
-        llama.target, llama.draft, n, 32, Fixed(), shape, keep_states=False, profile=Profile(),
-        session=session,
+        llama.target, llama.draft, n, 32, parse_stop(stop), shape, keep_states=False,
+        profile=Profile(), session=session,
     )  # fmt: skip
     decides, drafts = parse_rule(rule), spec.build(setup)
     rows = [Row(Noise(seed, b""), list(prompt)) for seed in range(n)]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from lenience.core import spec
-from lenience.decoding.certified import TriedSetting, drafter_without_paths, stop_without_paths
+from lenience.decoding.certified import TriedSetting
+from lenience.drafting.registry import parse_drafter
+from lenience.drafting.stops import parse_stop
 from lenience.evaluation.table import FrontierRow
 from lenience.rules.base import Term
 from lenience.rules.registry import BASELINES, parse_spec, terms
@@ -25,30 +27,36 @@ class NamedRow(FrontierRow):
 
 
 def named(rows: Sequence[FrontierRow]) -> list[NamedRow]:
-    """Name rows; a judge is called by as much of its path as tells it from the others."""
+    """Name rows; a judge, a stop condition and a drafter are called by as much of their paths as
+    tells them from the others."""
     heads = [head for row in rows for term in terms(row.rule) for head in term.heads]
     paths = {Path(head.path) for head in heads}
+
+    def note(path: str) -> str:
+        paths.add(Path(path))
+        return path
+
+    for row in rows:
+        _options(row.options, note)
     labels = {str(path): _shortest_end(path, paths) for path in paths}
     return [
-        NamedRow(
-            **row.model_dump(),
-            name=", ".join([short(row.rule, labels), *_options(row)]),
-            family=family(row.rule, labels),
-        )
+        NamedRow(**row.model_dump(), name=_name(row, labels), family=family(row.rule, labels))
         for row in rows
     ]
 
 
-def _options(row: FrontierRow) -> list[str]:
-    return [f"{name}={value}" for name, value in _without_paths(row.options).items()]
+def _name(row: FrontierRow, labels: Mapping[str, str]) -> str:
+    options = _options(row.options, lambda path: labels[str(Path(path))])
+    parts = [f"{name}={value}" for name, value in options.items()]
+    return ", ".join([short(row.rule, labels), *parts])
 
 
-def _without_paths(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with a stop condition and a drafter that name no more than their heads' folders."""
+def _options(options: Mapping[str, Any], path: Callable[[str], str]) -> dict[str, Any]:
+    """Options whose stop condition and drafter have their heads at other paths."""
     shown = {**options}
-    for name, short_one in (("stop", stop_without_paths), ("drafter", drafter_without_paths)):
+    for name, parse in (("stop", parse_stop), ("drafter", parse_drafter)):
         if name in shown:
-            shown[name] = short_one(shown[name])
+            shown[name] = str(parse(shown[name]).relocated(path))
     return shown
 
 
@@ -96,7 +104,7 @@ def _label(term: Term, labels: Mapping[str, str]) -> str:
 
 def setting_name(row: TriedSetting) -> str:
     """A setting that was certified or tried, without its window."""
-    options = _without_paths(row.options).items()
+    options = _options(row.options, lambda path: Path(path).name).items()
     return ", ".join([short(row.rule), *(f"{name} {value}" for name, value in options)])
 
 
