@@ -143,12 +143,12 @@ EAGLE = {
     "no norm": (eagle(**{"norm.weight": None}), "norm.weight"),
     "a head of another width": (
         eagle(**{"lm_head.weight": torch.ones(30, SIZE + 1)}),
-        "lm_head.weight is 30 × 33, and any × 32",
+        "lm_head.weight is 30 × 33, not any × 32",
     ),
     "a norm of another width": (eagle(**{"norm.weight": torch.ones(1)}), "norm.weight is 1"),
     "an attention of another width": (
         eagle(**{ATTENTION: torch.ones(SIZE, SIZE + 1)}),
-        "q_proj.weight is 32 × 33, and 32 × 64",
+        "q_proj.weight is 32 × 33, not 32 × 64",
     ),
     "an MLP of another width": (
         eagle(**{"layers.0.mlp.down_proj.weight": torch.ones(SIZE, 3)}),

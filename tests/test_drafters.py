@@ -346,7 +346,7 @@ def test_missing_and_broken_files_are_told(llama: Pair, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"320 numbers, and the target's have 32"):
         llama.generate("w1", drafter="medusa")
     torch.save({"0.0.linear.weight": Path("/tmp")}, tmp_path / "medusa_lm_head.pt")
-    with pytest.raises(InputError, match=r"holds more than tensors .*it is not loaded"):
+    with pytest.raises(InputError, match="holds more than tensors and is not loaded"):
         llama.generate("w1", drafter=f"medusa:{tmp_path}")
     random_heads("blockwise", 2).save(tmp_path)
     (tmp_path / "blockwise.safetensors").write_bytes(b"torn")

@@ -129,6 +129,8 @@ class DraftHeads:
     def check_shapes(self) -> None:
         """Raise ValueError where a part is missing, or has another shape than goes with the
         others."""
+        if not self.blocks:
+            raise ValueError("it has no heads")
         for i, blocks in enumerate(self.blocks):
             if not blocks and self.matrices is None:
                 raise ValueError(f"head {i} has nothing")

@@ -90,8 +90,7 @@ class Judge(Learned, Lenient):
     def ask(
         self, draft: Draft, reading: Reading, ctx: Context, exact: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        # on an accelerator, finding that out costs more than asking
-        if exact.device.type == "cpu" and bool((exact | ~draft.proposed).all()):
+        if looks_cheaply(exact) and bool((exact | ~draft.proposed).all()):
             return exact, None  # nothing would be rejected, and nobody need be asked
         logits = self.head.window_logits(draft, reading, ctx)
         least: Tensor | float = logit(self.bound)
@@ -100,6 +99,11 @@ class Judge(Learned, Lenient):
             own = ctx.found_in(self.strict, reading.greedy_tokens[:, :-1])
             least = least + self.by * (drafted | own)  # [B, W]
         return logits >= least, logits
+
+
+def looks_cheaply(tensor: Tensor) -> bool:
+    """Whether the host can look at it at once; an accelerator would have to be waited for."""
+    return tensor.device.type == "cpu"
 
 
 def logit(threshold: float) -> float:
