@@ -159,17 +159,18 @@ def test_the_first_token_that_changes_the_answer_is_important(
         kept = [i for i, entry in enumerate(out.trace) if entry.origin == "draft-lenient"]
         found, final = [], out.tokens
         same = task.same(task.answer(out.text), answer)
+        lost = answer is not None and not same  # also where there is no answer any more
         for at in kept:
             token = plain_greedy(llama, prompt + out.tokens[:at], 1)[0]
             important = None if same is None else False
-            if same is False:
+            if lost:
                 settled = out.tokens[: at + 1]
                 goes_on = settled[-1] != 0 and len(settled) < 24
                 more = plain_greedy(llama, prompt + settled, 24 - len(settled)) if goes_on else []
                 now = task.same(task.answer(llama.target.decode(settled + more)), answer)
-                important = None if now is None else not now
+                important = not now
             found.append((at, token, out.tokens[at], important))
-            if same is False and important is not False:
+            if lost and important:
                 break
         assert [tuple(mismatch.values()) for mismatch in record["mismatches"]] == found
         for at, token, drafted, important in found:

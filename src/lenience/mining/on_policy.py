@@ -162,8 +162,7 @@ def _labelled(
         response, text = until_stop(pair.target, whole, policy.stop_strings)
         found = task.answer(text, one.sample)
         same = task.same(found, one.answer, one.sample)
-        important = None if same is None else not same  # None: it cannot be compared
-        labelled.append(mismatch.model_copy(update={"important": important}))
+        labelled.append(mismatch.model_copy(update={"important": not same}))
         if not same:
             break
         final = response
