@@ -1,4 +1,4 @@
-"""Reading files of drafters that others have written."""
+"""Reading files of drafters, which others may have written, and saying what is wrong with them."""
 
 from __future__ import annotations
 
