@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from test_certify import Echo
 
 from lenience import InputError
 from lenience.certification.question import CertifyConfig
+from lenience.certification.speeds import Speeds, Timed
 from lenience.certification.tune import (
     HEATS,
     Raced,
@@ -23,6 +25,7 @@ from lenience.certification.tune import (
     race,
     tune,
 )
+from lenience.cli.tables import gained
 from lenience.decoding.certified import read_certificate
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
@@ -71,6 +74,55 @@ def test_what_is_not_faster_than_a_stricter_setting_is_left_out() -> None:
     assert [one.setting for one in _ever_faster(lossless, chain)] == ["1", "3"]
 
 
+def test_how_many_times_as_fast_is_told_with_an_interval_over_the_same_prompts() -> None:
+    """Where each prompt has the same ratio nothing is unsure, however much prompts differ; where
+    few prompts decide, the interval has both sides of one."""
+    seconds = [0.5, 4.0, 1.0, 2.5, 0.25, 3.0]
+    slow = Timed(setting="a", tokens=[60] * 6, seconds=seconds)
+    fast = Timed(setting="b", tokens=[60] * 6, seconds=[one / 1.5 for one in seconds])
+    assert fast.times(slow) == pytest.approx((1.5, 1.5, 1.5))
+    mixed = Timed(setting="c", tokens=[60] * 6, seconds=[0.25, 8.0, 0.5, 5.0, 0.1, 1.0])
+    times = mixed.times(slow)
+    assert times.value == pytest.approx(sum(seconds) / 14.85)
+    resampled = np.random.default_rng(7).choice(6, (20_000, 6))
+    ratios = np.array(seconds)[resampled].sum(1) / np.array(mixed.seconds)[resampled].sum(1)
+    wanted = np.quantile(ratios, [0.025, 0.975])
+    assert (times.low, times.high) == pytest.approx(tuple(wanted), rel=0.05)
+    assert times.low < 1 < times.high
+
+
+@pytest.mark.parametrize(
+    ("rule", "seconds", "begins"),
+    [
+        ("judge:run/judge@0.9", 0.5, "120 tokens/s: 2.00 (2.00–2.00) times the fastest strict"),
+        ("judge:run/judge@0.9", 2.0, "Nothing is gained over strict decoding. 30 tokens/s: 0.50"),
+        ("judge:run/judge@0.9", None, "Whether anything is gained over strict decoding, 4 prompts"),
+        ("exact", 1.0, "Strict decoding is the fastest at a loss of at most 1.00%"),
+        (None, 1.0, "Nothing is gained: nothing is certified"),
+    ],
+)
+def test_what_is_gained_is_told_as_far_as_it_is_sure(
+    rule: str | None, seconds: float | None, begins: str
+) -> None:
+    def timed(setting: str, *each: float) -> Timed:
+        return Timed(setting=setting, tokens=[60] * 4, seconds=list(each))
+
+    strict, alone = timed("exact", *[1.0] * 4), timed("exact; window=0", *[3.0] * 4)
+    unsure = (0.6, 1.5, 0.9, 1.1)
+    speeds = Speeds(
+        machine="known",
+        certified=timed(rule or "", *(unsure if seconds is None else [seconds] * 4)),
+        strict=strict,
+        alone=alone,
+    )
+    certified = rule and SimpleNamespace(rule=rule, window=4)
+    certificate = SimpleNamespace(certified=certified, max_drop=0.01, confidence=0.95)
+    said = gained(SimpleNamespace(certificate=certificate, speeds=speeds))  # type: ignore[arg-type]
+    assert said.startswith(begins)
+    if rule:
+        assert "times the target alone" in said and "at most 1.00% with 95% confidence" in said
+
+
 @pytest.fixture(scope="module")
 def task(llama: Pair) -> Echo:
     return Echo(llama)
@@ -95,7 +147,7 @@ def config(run: Path, max_drop: float = 0.9) -> TuneConfig:
         (f"judge:{run / 'judge'}",), max_drop=max_drop, thresholds=(0.8, 0.4), limit=60, horizon=60
     )
     stops = ("fixed", f"head:{run / 'stop'}@0.5")
-    return TuneConfig(question, windows=(2, 4), stops=stops, prompts=8)
+    return TuneConfig(question, windows=(2, 4), stops=stops, prompts=16)
 
 
 def test_the_fastest_that_passes_is_certified_and_decoded_with(
@@ -121,10 +173,20 @@ def test_the_fastest_that_passes_is_certified_and_decoded_with(
     assert llama.generate(prompt, rule=f"certified:{run}").tokens == wanted.tokens
     uses = [line for line in Journal(run / "uses.jsonl")]
     raced = {line["prompt"] for line in uses if line["use"] == "tuning"}
-    assert len(raced) == 8
+    assert len(raced) == 16
     assert not raced & {line["prompt"] for line in uses if line["use"] == "calibration"}
+    speeds = made.speeds
+    assert speeds is not None
+    assert Decoding.parse(speeds.certified.setting).rule == certified.rule
+    fresh = [line for line in uses if line["use"] == "tuning"][-5:]  # of 16, after 6 and 5 of races
+    prompts = {sample.id: sample.prompt for sample in task.samples("train")}
+    wanted_tokens = [
+        len(llama.generate(prompts[line["id"]], rule=f"certified:{run}").tokens) for line in fresh
+    ]
+    assert speeds.certified.tokens == wanted_tokens
     again = tune(llama, task, run, config(run))
     assert again.races == made.races and list(Journal(run / "uses.jsonl")) == uses
+    assert again.speeds == speeds, "what was timed once stays"
 
 
 def test_where_leniency_loses_too_much_strict_decoding_is_certified(
@@ -174,7 +236,7 @@ def test_wrong_questions_are_told(llama: Pair, task: Echo, run: Path) -> None:
         with pytest.raises(InputError, match=says):
             replace(right, question=replace(right.question, options=wrong))
     for changed, says in (
-        ({"prompts": 7}, "prompts 7: must be 8 or more"),
+        ({"prompts": 15}, "prompts 15: must be 16 or more"),
         ({"windows": (0,)}, "window 0: must be 1 or more"),
     ):
         with pytest.raises(InputError, match=says):

@@ -1,6 +1,6 @@
 """Finding the decoding that is fastest on this machine, and certifying it: settings of rule,
-window, stop and drafter race on prompts of their own, and are certified in the order of the
-race."""
+window, stop and drafter race on prompts of their own, are certified in the order of the race, and
+what is certified is timed on further ones."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from pydantic import Field
 from lenience.certification.calibration import check_question
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
+from lenience.certification.speeds import WARM_UP, Speeds, take_turns
 from lenience.core.errors import InputError
 from lenience.core.files import digest, read_json, write_json
 from lenience.core.progress import Progress, silent
 from lenience.core.records import Record
 from lenience.decoding.asking import task_for
-from lenience.decoding.certified import Certificate, heads_in, setting_without_paths
+from lenience.decoding.certified import PREFIX, Certificate, heads_in, setting_without_paths
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.drafting.eagle import Eagle
@@ -37,14 +38,12 @@ from lenience.tasks.base import Messages
 WINDOWS = (2, 4, 8, 16, 32)
 HEATS = ((2, 0.3), (4, 0.3))
 """On how many prompts those that are left take turns, and which share of each group then stays."""
-LEAST_PROMPTS = 8
-"""For the heats and the final."""
+LEAST_PROMPTS = 16
+"""For the heats, the final, and as many as the final has to tell of the fastest on."""
 GRID = (*(spec for drafter in DRAFTERS.values() for spec in drafter.grid), Medusa.name)
 """The drafters that need no fitting, and the heads that come with the built-in target."""
 FITTED = (Medusa, Blockwise, Eagle)
 """Those that also race where they were fitted in the run folder."""
-WARM_UP = 16
-"""How many tokens each setting decodes before it is timed."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,8 @@ class TuneConfig:
     """Its rules race, each with all its settings, beside strict decoding and the target alone."""
     windows: tuple[int, ...] = WINDOWS
     stops: tuple[str, ...] = ("fixed",)
-    prompts: int = 20
-    """How many to race on."""
+    prompts: int = 32
+    """How many to race on, and to time what is certified on."""
 
     def __post_init__(self) -> None:
         for name in ("windows", "stops"):
@@ -104,6 +103,8 @@ class Tuned:
 
     races: Races
     certificate: Certificate
+    speeds: Speeds | None
+    """None where nothing is certified."""
 
 
 def tune(
@@ -114,18 +115,30 @@ def tune(
     Each of a rule's settings from strict to lenient races at every window, stop and drafter; those
     whose best is not faster than a stricter one's are left out. The chain that is certified begins
     with the fastest lossless decoding: the certificate is of the fastest setting that passes, and
-    of strict decoding where leniency gains nothing. What was raced once on this machine stays.
-    Raises InputError as `certify` does.
+    of strict decoding where leniency gains nothing. What is certified is timed anew beside the
+    fastest lossless ones, on prompts of its own: what won a race was also lucky. What was raced or
+    timed once on this machine stays. Raises InputError as `certify` does.
     """
     task, question = task_for(pair, task, progress), config.question
-    races = _races(pair, task, folder, config, progress)
+    shared = for_task(question.decoding, question.options, task)
+    chains = question.chains(shared)
+    check_question(pair, task, folder, question)
+    groups, refused = _groups(pair, folder, config, shared, chains)
+    samples, place = _prompts(pair, task, folder, config, groups)
+    prompts = [sample.prompt for sample in samples]
+    apart = (len(prompts) - sum(n for n, _ in HEATS)) // 2
+    races = _races(pair, groups, chains, prompts[:-apart], place, progress)
+    races = races.model_copy(update={"refused": refused})
     lossless = max(races.alone, races.strict, key=lambda raced: raced.tokens_per_second)
-    chains = [_ever_faster(lossless, raced) for raced in races.lenient]
-    chains[0].insert(0, lossless)
-    speeds = {one.setting: one.tokens_per_second for chain in chains for one in chain}
-    settings = tuple(tuple(one.setting for one in chain) for chain in chains if chain)
+    of_rules = [_ever_faster(lossless, raced) for raced in races.lenient]
+    of_rules[0].insert(0, lossless)
+    speeds = {one.setting: one.tokens_per_second for chain in of_rules for one in chain}
+    settings = tuple(tuple(one.setting for one in chain) for chain in of_rules if chain)
     asked = replace(question, rules=(), thresholds=(), settings=settings, speeds=speeds)
-    return Tuned(races, certify(pair, task, folder, asked, progress))
+    certificate = certify(pair, task, folder, asked, progress)
+    if certificate.certified is None:
+        return Tuned(races, certificate, None)
+    return Tuned(races, certificate, _timed(pair, folder, races, prompts[-apart:], place, progress))
 
 
 def _ever_faster(fastest: Raced, chain: Iterable[Raced]) -> list[Raced]:
@@ -138,34 +151,76 @@ def _ever_faster(fastest: Raced, chain: Iterable[Raced]) -> list[Raced]:
     return kept
 
 
-def _races(pair: Pair, task: Task, folder: Path, config: TuneConfig, progress: Progress) -> Races:
-    """The races, or what they came to before."""
-    question = config.question
-    shared = for_task(question.decoding, question.options, task)
-    chains = question.chains(shared)
-    check_question(pair, task, folder, question)
-    groups = [[replace(shared, rule="exact", window=0)]]
+def _groups(
+    pair: Pair,
+    folder: Path,
+    config: TuneConfig,
+    shared: Decoding,
+    chains: Iterable[Iterable[Decoding]],
+) -> tuple[list[list[Decoding]], list[str]]:
+    """What races against each other: the target alone, strict decoding, and each setting of each
+    chain, all but the first at every window, stop and drafter; and why drafters that were fitted
+    in the run folder do not."""
     strict = replace(shared, rule="exact")
     fitted, refused = fitted_drafters(pair, folder, strict)
     drafters = [*GRID, *fitted]
+    groups = [[replace(strict, window=0)]]
     for one in (strict, *(one for chain in chains for one in chain)):
         groups.append(group_of(pair, config, one, drafters_for(str(one.rule), drafters)))
-    samples, place = _prompts(pair, task, folder, config, groups)
+    return groups, refused
+
+
+def _races(
+    pair: Pair,
+    groups: Sequence[Sequence[Decoding]],
+    chains: Sequence[Sequence[Decoding]],
+    prompts: Sequence[str | Messages],
+    place: Path,
+    progress: Progress,
+) -> Races:
+    """The races, or what they came to before."""
     path = place / "races.json"
     if path.exists():
         before = Races.read(read_json(path), str(path))
         if before.machine == machine(pair):
             return before
-    won = iter(race(pair, groups, [sample.prompt for sample in samples], progress))
+    won = iter(race(pair, groups, prompts, progress))
     races = Races(
         machine=machine(pair),
         alone=next(won),
         strict=next(won),
         lenient=[[next(won) for _ in chain] for chain in chains],
-        refused=refused,
     )
     write_json(path, races.to_json())
     return races
+
+
+def _timed(
+    pair: Pair,
+    folder: Path,
+    races: Races,
+    prompts: Sequence[str | Messages],
+    place: Path,
+    progress: Progress,
+) -> Speeds:
+    """How fast what is certified is beside what is lossless, or what that came to before."""
+    certified = Decoding.of(pair.certified({"rule": f"{PREFIX}{folder}"}))
+    strict, alone = (Decoding.parse(one.setting) for one in (races.strict, races.alone))
+    path = place / "speeds.json"
+    if path.exists():
+        before = Speeds.read(read_json(path), str(path))
+        known = [one.setting for one in (before.certified, before.strict, before.alone)]
+        if before.machine == races.machine and known == list(map(str, (certified, strict, alone))):
+            return before
+    timed = take_turns(pair, (certified, strict, alone), prompts, "timing", progress)
+    speeds = Speeds(
+        machine=races.machine,
+        certified=timed[certified],
+        strict=timed[strict],
+        alone=timed[alone],
+    )
+    write_json(path, speeds.to_json())
+    return speeds
 
 
 def fitted_drafters(pair: Pair, folder: Path, strict: Decoding) -> tuple[list[str], list[str]]:
@@ -261,10 +316,10 @@ def race(
         for one in group:
             pair.generate(prompts[0], **vars(replace(one, max_new_tokens=WARM_UP)))
     for heat, (n, share) in enumerate(HEATS, 1):
-        speeds = _speeds(pair, left, prompts[first : first + n], f"heat {heat}", progress)
+        speeds = _speeds(pair, left, prompts[first : first + n], f"racing, heat {heat}", progress)
         left = [_best(group, speeds, math.ceil(share * len(group))) for group in left]
         first += n
-    speeds = _speeds(pair, left, prompts[first:], "final", progress)
+    speeds = _speeds(pair, left, prompts[first:], "racing, final", progress)
     won = [_best(group, speeds, 1)[0] for group in left]
     return [Raced(setting=str(one), tokens_per_second=speeds[one]) for one in won]
 
@@ -281,13 +336,6 @@ def _speeds(
     progress: Progress,
 ) -> dict[Decoding, float]:
     """Tokens per second of every setting."""
-    settings = [one for group in groups for one in group]
-    tokens, seconds = dict.fromkeys(settings, 0), dict.fromkeys(settings, 0.0)
-    total = len(prompts) * len(settings)
-    for turn, (prompt, one) in enumerate(product(prompts, settings)):
-        progress(f"racing, {phase}", turn, total)
-        out = pair.generate(prompt, **vars(one))
-        tokens[one] += len(out.tokens)
-        seconds[one] += out.seconds
-    progress(f"racing, {phase}", total, total)
-    return {one: tokens[one] / seconds[one] for one in settings}
+    settings = (one for group in groups for one in group)
+    timed = take_turns(pair, settings, prompts, phase, progress)
+    return {one: timed[one].tokens_per_second for one in timed}

@@ -532,8 +532,9 @@ def tune(
     with fitting(pair, task, choice) as fits:
         tuned = tune_run(pair, fits, run, config)
     if json:
-        races, certificate = tuned.races.to_json(), tuned.certificate.to_json()
-        _print_json({"run": str(run), "races": races, **certificate})
+        speeds = tuned.speeds and tuned.speeds.to_json()
+        told = {"run": str(run), "races": tuned.races.to_json(), "speeds": speeds}
+        _print_json({**told, **tuned.certificate.to_json()})
 
 
 @command

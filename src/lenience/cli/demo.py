@@ -37,9 +37,9 @@ RECALLS = (0.998, 0.995, 0.98, 0.9)
 paper's."""
 STOP_OF = RECALLS.index(0.98)
 """Of which of these settings the stop learns what is rejected."""
-WINDOWS, WIDEST, RACED = (4, 8, 16), 16, 8
+WINDOWS, WIDEST, RACED = (4, 8, 16), 16, 30
 """The windows that race, the one for what is gained where only the target's passes cost, and how
-many problems are raced on."""
+many problems are raced and timed on."""
 STOPPED_AT = 0.5
 """At which threshold the stop races."""
 MAX_DROP, CERTIFIED_ON = 0.03, 5
@@ -82,6 +82,7 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
         "judge_auc": mining.judge_auc,
         "gain": gain,
         "races": tuned.races.to_json(),
+        "speeds": tuned.speeds and tuned.speeds.to_json(),
         "certificate": {key: told[key] for key in TOLD},
         "rows": [row.model_dump(mode="json") for row in frontier.rows],
         "machine": frontier.machine,

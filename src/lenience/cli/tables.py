@@ -154,25 +154,29 @@ def print_races(races: Races) -> None:
 
 
 def gained(tuned: Tuned) -> str:
-    """What a user gains by what was tuned, at which loss."""
+    """What a user gains by what was tuned, at which loss, and how sure that is."""
     from lenience.decoding.options import Decoding
 
-    certificate, races = tuned.certificate, tuned.races
+    certificate, speeds = tuned.certificate, tuned.speeds
     best = certificate.certified
-    if best is None or best.tokens_per_second is None:
+    if best is None or speeds is None:
         return "Nothing is gained: nothing is certified"
-    strict, alone = races.strict.tokens_per_second, races.alone.tokens_per_second
-    speed, loss = best.tokens_per_second, f"at most {certificate.max_drop:.2%}"
+    speed = f"{speeds.certified.tokens_per_second:.0f} tokens/s"
     if best.window == 0:
-        return f"Nothing is gained: the target alone is the fastest here ({speed:.0f} tokens/s)"
+        return f"Nothing is gained: the target alone is the fastest here ({speed})"
+    over_strict = speeds.certified.times(speeds.strict)
+    over_target = f"{speeds.certified.times(speeds.alone)} the target alone"
+    sure = f"{certificate.confidence:.0%} confidence"
+    loss = f"a loss of at most {certificate.max_drop:.2%} with {sure}"
     if best.rule == Decoding().rule:
-        gain = f"{speed / alone:.2f} times the target alone"
-        return f"Strict decoding is the fastest at a loss of {loss}: {speed:.0f} tokens/s, {gain}"
-    return (
-        f"{speed:.0f} tokens/s: {speed / strict:.2f} times the fastest strict decoding and "
-        f"{speed / alone:.2f} times the target alone, at a loss of {loss} with "
-        f"{certificate.confidence:.0%} confidence"
-    )
+        return f"Strict decoding is the fastest at {loss}: {speed}, {over_target}"
+    told = f"{speed}: {over_strict} the fastest strict decoding and {over_target}, at {loss}"
+    if over_strict.low > 1:
+        return told
+    if over_strict.high < 1:
+        return f"Nothing is gained over strict decoding. {told}"
+    n = len(speeds.certified.tokens)
+    return f"Whether anything is gained over strict decoding, {n} prompts do not tell. {told}"
 
 
 def print_plan(plan: Plan) -> None:

@@ -1,0 +1,88 @@
+"""How fast decoders are on the same prompts, one at a time, and how sure it is which is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from lenience.core.progress import Progress, silent
+from lenience.core.records import Record
+from lenience.decoding.options import Decoding
+from lenience.decoding.pair import Pair
+from lenience.tasks.base import Messages
+
+BOOTSTRAPS, SEED = 2000, 0
+WARM_UP = 16
+"""How many tokens each decoder decodes before it is timed."""
+
+
+class Times(NamedTuple):
+    """How many times as fast one is as another, and the 95 % interval of it over prompts."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.low:.2f}–{self.high:.2f}) times"
+
+
+class Timed(Record):
+    """A decoder's turns on some prompts."""
+
+    setting: str
+    """As `Decoding.parse` takes it."""
+    tokens: list[int]
+    seconds: list[float]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(self.tokens) / sum(self.seconds)
+
+    def times(self, other: Timed) -> Times:
+        """How many times as fast as another that took its turns on the same prompts."""
+        n = len(self.tokens)
+        draws = np.random.default_rng(SEED).integers(0, n, (BOOTSTRAPS, n))
+        ratios = _speeds(self, draws) / _speeds(other, draws)
+        low, high = np.quantile(ratios, [0.025, 0.975])
+        return Times(self.tokens_per_second / other.tokens_per_second, float(low), float(high))
+
+
+def _speeds(timed: Timed, draws: np.ndarray) -> np.ndarray:
+    tokens, seconds = np.array(timed.tokens), np.array(timed.seconds)
+    return tokens[draws].sum(1) / seconds[draws].sum(1)
+
+
+class Speeds(Record):
+    """speeds.json: what was certified, on prompts on which nothing was chosen, beside the fastest
+    that loses nothing."""
+
+    machine: str
+    certified: Timed
+    strict: Timed
+    """Strict decoding at its fastest."""
+    alone: Timed
+    """The target."""
+
+
+def take_turns(
+    pair: Pair,
+    settings: Iterable[Decoding],
+    prompts: Sequence[str | Messages],
+    phase: str,
+    progress: Progress = silent,
+) -> dict[Decoding, Timed]:
+    """Time decoders that take turns on each prompt, so that a machine's moods fall on all."""
+    settings = list(dict.fromkeys(settings))
+    timed = {one: Timed(setting=str(one), tokens=[], seconds=[]) for one in settings}
+    total = len(prompts) * len(settings)
+    for turn, (prompt, one) in enumerate(product(prompts, settings)):
+        progress(phase, turn, total)
+        out = pair.generate(prompt, **vars(one))
+        timed[one].tokens.append(len(out.tokens))
+        timed[one].seconds.append(out.seconds)
+    progress(phase, total, total)
+    return timed
