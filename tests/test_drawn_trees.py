@@ -17,7 +17,8 @@ from lenience.core.errors import InputError
 from lenience.core.noise import Noise, without_replacement
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.decoding.pair import Pair
-from lenience.drafting.trees import Ends, Level, Ranked, as_draft, parse_tree
+from lenience.drafting.growing import Ends, Level, as_draft
+from lenience.drafting.trees import Ranked, parse_tree
 from lenience.rules.registry import parse_rule
 from lenience.rules.trees import judge_trees
 

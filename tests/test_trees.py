@@ -22,8 +22,9 @@ from lenience.core.trees import depths, followed, lineage, paths
 from lenience.core.types import Draft, Reading
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
+from lenience.drafting.growing import Ends, Grown, Level
 from lenience.drafting.planning import BUILT_IN
-from lenience.drafting.trees import Dynamic, Ends, Grown, Level, parse_tree
+from lenience.drafting.trees import Dynamic, parse_tree
 from lenience.heads.head import Head, Inputs
 from lenience.models import onnx_graph
 from lenience.models.cuda_graphs import CudaGraphs
