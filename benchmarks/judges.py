@@ -80,26 +80,30 @@ HEADS = {
     "ahead, soft": Recipe(soft=True),
     "ahead, own answers": Recipe(own=True),
     "ahead, layers, more": Recipe(inputs=Inputs(layers=LAYERS, ahead=12), more=True),
+    "target's states, more": Recipe(inputs=Inputs(models=("target",), layers=LAYERS), more=True),
 }
 """AutoJudge's own head, the same with the states before the drafted token, ones with a hidden
 layer, and ones that look ahead too."""
 RESAMPLES, POLICY_THRESHOLD, POLICY_SAMPLES = 2, 0.98, 500
 NUMERIC = r"[\d+*/=-]"
 THRESHOLDS = tuple(round(1 / (1 + math.exp(-logit)), 5) for logit in (8, 6.5, 5, 4))
-STRICTER = tuple(round(1 / (1 + math.exp(-logit)), 6) for logit in (11, 9.5, 8, 6.5))
+STRICTER = tuple(
+    round(1 / (1 + math.exp(-logit)), 6) for logit in (11, 10, 9, 8.5, 8, 7.5, 7, 6.5)
+)
 """Those that are certified, from strict to lenient; at the wide window, where more is doubtful,
 stricter ones."""
 TRIED = ("0.95", "0.98", "0.995")
 """At the thresholds of which recalls judges decode."""
-TWO_THRESHOLDS, SURER = ("ahead, layers", "0.95"), 2.5
-"""Which judge is also tried with a second threshold for digits and operators, and by how much, as a
-logit, it must be surer of these."""
+TWO_THRESHOLDS, SURER = "0.95", 2.5
+"""At which recall's threshold the first that races is also tried with a second one for digits and
+operators, and by how much, as a logit, it must be surer of these."""
 RECALLS = ("0.9", "0.98", "0.995", "0.998")
 STRICT = "strict"
 WIDE = 32
+MORE = ", more"
 RACED = ("ahead, layers", "target's states")
-"""The judges that race, where they are fitted: what accepts most, and what can be asked with every
-drafter."""
+"""The judges that race, where they are fitted: what accepts most, and what is asked fastest; those
+of the longer run in their places, where there is one."""
 STOPS = (0.5,)
 WINDOWS = (4, 8, 16)
 
@@ -117,7 +121,8 @@ class Judges:
 
     @property
     def raced(self) -> list[str]:
-        return [name for name in RACED if name in self.names]
+        of_longer = [name + MORE if name + MORE in self.names else name for name in RACED]
+        return [name for name in of_longer if name in self.names]
 
     @property
     def run(self) -> Path:
@@ -209,7 +214,7 @@ def wide(judges: Judges, problems: int) -> list[dict[str, Any]]:
     for name in judges.names:
         asked += [(name, recall, judges.rule(name, recall)) for recall in TRIED]
     for name, recall, rule in asked[:]:
-        if (name, recall) == TWO_THRESHOLDS:
+        if (name, recall) == (judges.raced[0], TWO_THRESHOLDS):
             judge, _, threshold = rule.partition("@")
             two = f'{judge},strict="{NUMERIC}",by={SURER}@{threshold}'
             asked.append((f"{name}, two thresholds", recall, two))
