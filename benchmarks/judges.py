@@ -131,7 +131,7 @@ class Judges:
 
     def fitted(self, name: str) -> str:
         """A judge's folder."""
-        folder, recipe = self.run / re.sub(r"\W+", "-", name), HEADS[name]
+        folder, recipe = self._folder(name), HEADS[name]
         if not (folder / "judge.json").exists():
             run = self.longer if recipe.more and self.longer else self.run
             also = (self._own_answers(),) if recipe.own else ()
@@ -162,9 +162,12 @@ class Judges:
         (found,) = (row["threshold"] for row in listed if f"{row['recall']:g}" == recall)
         return f"judge:{self.fitted(name)}@{found}"
 
-    def stop_of(self, rule: str) -> str:
-        """A stop's folder, fitted to what a rule rejects."""
-        folder = self.run / "stop"
+    def _folder(self, name: str) -> Path:
+        return self.run / re.sub(r"\W+", "-", name)
+
+    def stop_of(self, name: str, recall: str) -> str:
+        """A stop's folder, fitted to what a judge rejects."""
+        rule, folder = self.rule(name, recall), self._folder(f"stop of {name}")
         if not (folder / "stop.json").exists():
             plan = HeadPlan(
                 Inputs(("draft",), ("previous",)), folder, FitConfig(role="stop"), of=rule
@@ -255,7 +258,7 @@ def tuned(judges: Judges, max_drop: float, prompts: int) -> Tuned:
     named = tuple(f"judge:{judges.fitted(name)}" for name in judges.raced)
     asked = question(judges, "certified-fast", max_drop, prompts)
     asked = replace(asked, rules=named, thresholds=THRESHOLDS)
-    stop = judges.stop_of(judges.rule(judges.raced[0], "0.98"))
+    stop = judges.stop_of(judges.raced[0], "0.98")
     stops = ("fixed", *(f"head:{stop}@{least}" for least in STOPS))
     config = TuneConfig(asked, windows=WINDOWS, stops=stops)
     with progress_bars() as show:
@@ -374,6 +377,7 @@ def results(judges: Judges, given: argparse.Namespace) -> dict[str, Any]:
         "certified_wide": certificate_figures(sure),
         "races": won.races.to_json(),
         "certified_fast": certificate_figures(won.certificate),
+        "speeds": won.speeds and won.speeds.to_json(),
         "fast": [row.to_json() for row in speeds],
     }
 

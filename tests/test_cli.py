@@ -146,7 +146,7 @@ def test_show_colours_without_losing_text() -> None:
         (["fit", "{tmp}", "--ahead", "65"], "ahead 65: must be from 0 to 64"),
         (["fit", "{tmp}", "--stop", "--ahead", "2"], "--ahead: is for judges"),
         (["tune", "{tmp}"], "has no judge"),
-        (["tune", "{tmp}", "--rule", "topk", "--prompts", "3"], "prompts 3: must be 8 or more"),
+        (["tune", "{tmp}", "--rule", "topk", "--prompts", "3"], "prompts 3: must be 16 or more"),
         (["tune", "{tmp}", "--rule", "topk", "--window", "0"], "window 0: must be 1 or more"),
         (["tune", "{tmp}", "--rule", "topk", "--stop", "confidence:2"], "least chance 2.0"),
         (["compare", "--setting", 'exact; stop="fixed'], "a double quote is not closed"),
@@ -430,7 +430,7 @@ def test_tuning_ends_in_a_certificate_that_decodes(checkpoints, tmp_path: Path) 
     models = ["--target", target, "--draft", draft]
     task = ["--task", tmp_path / "own.jsonl", "--answer", r"regex:(w\d+)", "--same", "text"]
     asked = ["--rule", "topk:1", "--loss", "disagreement", "--max-drop", 0.8]
-    few = ["--prompts", 8, "--window", 2, "--window", 4, "--max-new-tokens", 12, "--json"]
+    few = ["--prompts", 16, "--window", 2, "--window", 4, "--max-new-tokens", 12, "--json"]
     done = run("tune", tmp_path / "run", *models, *task, *asked, *few)
     told = last_json(done)
     assert "races on" in done.stderr and "the target alone" in done.stderr
@@ -448,7 +448,7 @@ def test_the_demo_tells_the_whole_story(tmp_path: Path, monkeypatch: pytest.Monk
     shutil.copy(EMBEDDED / "run" / "run.json", few / "run")
     (few / "run" / "journal.jsonl").write_text("".join(lines[:45]))
     monkeypatch.setattr("lenience.cli.demo.EMBEDDED", few)
-    monkeypatch.setattr("lenience.cli.demo.RACED", 8)
+    monkeypatch.setattr("lenience.cli.demo.RACED", 16)
     done = run("demo", "--out", tmp_path, "--fresh", 1, "--limit", 3, "--json")
     told = last_json(done)
     assert set(told) >= {

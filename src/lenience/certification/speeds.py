@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from scipy.stats import norm, t
 
 from lenience.core.progress import Progress, silent
 from lenience.core.records import Record
@@ -14,7 +17,10 @@ from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.tasks.base import Messages
 
-BOOTSTRAPS, SEED = 2000, 0
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+BOOTSTRAPS, SEED = 10_000, 0
 WARM_UP = 16
 """How many tokens each decoder decodes before it is timed."""
 
@@ -43,17 +49,21 @@ class Timed(Record):
         return sum(self.tokens) / sum(self.seconds)
 
     def times(self, other: Timed) -> Times:
-        """How many times as fast as another that took its turns on the same prompts."""
+        """How many times as fast as another that took its turns on the same prompts.
+
+        The interval is the bootstrap's over prompts, its quantiles as far out as Student's t puts
+        them for so few (Hesterberg 2015, expanded percentiles)."""
         n = len(self.tokens)
         draws = np.random.default_rng(SEED).integers(0, n, (BOOTSTRAPS, n))
-        ratios = _speeds(self, draws) / _speeds(other, draws)
-        low, high = np.quantile(ratios, [0.025, 0.975])
+        ratios = self._resampled(draws) / other._resampled(draws)
+        tail = norm.cdf(-math.sqrt(n / (n - 1)) * t.ppf(0.975, n - 1))
+        low, high = np.quantile(ratios, [tail, 1 - tail])
         return Times(self.tokens_per_second / other.tokens_per_second, float(low), float(high))
 
-
-def _speeds(timed: Timed, draws: np.ndarray) -> np.ndarray:
-    tokens, seconds = np.array(timed.tokens), np.array(timed.seconds)
-    return tokens[draws].sum(1) / seconds[draws].sum(1)
+    def _resampled(self, draws: NDArray) -> NDArray:
+        """Tokens per second on each row's prompts."""
+        tokens, seconds = np.array(self.tokens), np.array(self.seconds)
+        return tokens[draws].sum(1) / seconds[draws].sum(1)
 
 
 class Speeds(Record):
@@ -66,6 +76,12 @@ class Speeds(Record):
     """Strict decoding at its fastest."""
     alone: Timed
     """The target."""
+
+
+def warm_up(pair: Pair, settings: Iterable[Decoding], prompt: str | Messages) -> None:
+    """Decode a little by each, so that no one's turn has what the first pass of a kind takes."""
+    for one in settings:
+        pair.generate(prompt, **vars(replace(one, max_new_tokens=WARM_UP)))
 
 
 def take_turns(

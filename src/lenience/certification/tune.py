@@ -15,13 +15,18 @@ from pydantic import Field
 from lenience.certification.calibration import check_question
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
-from lenience.certification.speeds import WARM_UP, Speeds, take_turns
+from lenience.certification.speeds import Speeds, take_turns, warm_up
 from lenience.core.errors import InputError
 from lenience.core.files import digest, read_json, write_json
 from lenience.core.progress import Progress, silent
 from lenience.core.records import Record
 from lenience.decoding.asking import task_for
-from lenience.decoding.certified import PREFIX, Certificate, heads_in, setting_without_paths
+from lenience.decoding.certified import (
+    Certificate,
+    certified_options,
+    heads_in,
+    setting_without_paths,
+)
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.drafting.eagle import Eagle
@@ -35,6 +40,8 @@ from lenience.runs.uses import Draw, aligned
 from lenience.tasks import Sample, Task
 from lenience.tasks.base import Messages
 
+FORMAT = 2
+"""Of what is kept of races; what was kept in another is raced anew."""
 WINDOWS = (2, 4, 8, 16, 32)
 HEATS = ((2, 0.3), (4, 0.3))
 """On how many prompts those that are left take turns, and which share of each group then stays."""
@@ -120,25 +127,19 @@ def tune(
     timed once on this machine stays. Raises InputError as `certify` does.
     """
     task, question = task_for(pair, task, progress), config.question
-    shared = for_task(question.decoding, question.options, task)
-    chains = question.chains(shared)
-    check_question(pair, task, folder, question)
-    groups, refused = _groups(pair, folder, config, shared, chains)
-    samples, place = _prompts(pair, task, folder, config, groups)
-    prompts = [sample.prompt for sample in samples]
-    apart = (len(prompts) - sum(n for n, _ in HEATS)) // 2
-    races = _races(pair, groups, chains, prompts[:-apart], place, progress)
-    races = races.model_copy(update={"refused": refused})
+    contest = _contest(pair, task, folder, config)
+    races = _races(pair, contest, progress)
     lossless = max(races.alone, races.strict, key=lambda raced: raced.tokens_per_second)
-    of_rules = [_ever_faster(lossless, raced) for raced in races.lenient]
-    of_rules[0].insert(0, lossless)
-    speeds = {one.setting: one.tokens_per_second for chain in of_rules for one in chain}
-    settings = tuple(tuple(one.setting for one in chain) for chain in of_rules if chain)
-    asked = replace(question, rules=(), thresholds=(), settings=settings, speeds=speeds)
+    chains = [_ever_faster(lossless, raced) for raced in races.lenient]
+    chains[0].insert(0, lossless)
+    settings = tuple(tuple(one.setting for one in chain) for chain in chains if chain)
+    raced = {one.setting: one.tokens_per_second for chain in chains for one in chain}
+    asked = replace(question, rules=(), thresholds=(), settings=settings, speeds=raced)
     certificate = certify(pair, task, folder, asked, progress)
-    if certificate.certified is None:
+    if not certificate.holds:
         return Tuned(races, certificate, None)
-    return Tuned(races, certificate, _timed(pair, folder, races, prompts[-apart:], place, progress))
+    certified = Decoding.of(certified_options(certificate, folder))
+    return Tuned(races, certificate, _timed(pair, contest, races, certified, progress=progress))
 
 
 def _ever_faster(fastest: Raced, chain: Iterable[Raced]) -> list[Raced]:
@@ -151,68 +152,73 @@ def _ever_faster(fastest: Raced, chain: Iterable[Raced]) -> list[Raced]:
     return kept
 
 
-def _groups(
-    pair: Pair,
-    folder: Path,
-    config: TuneConfig,
-    shared: Decoding,
-    chains: Iterable[Iterable[Decoding]],
-) -> tuple[list[list[Decoding]], list[str]]:
-    """What races against each other: the target alone, strict decoding, and each setting of each
-    chain, all but the first at every window, stop and drafter; and why drafters that were fitted
-    in the run folder do not."""
+@dataclass(frozen=True)
+class _Contest:
+    """Who races, and on what."""
+
+    groups: list[list[Decoding]]
+    """The target alone, strict decoding, and each setting of each chain, all but the first at every
+    window, stop and drafter."""
+    chains: list[list[Decoding]]
+    refused: list[str]
+    prompts: list[str | Messages]
+    place: Path
+    """Where what it comes to is kept."""
+
+    @property
+    def apart(self) -> int:
+        """How many prompts are left for what is certified: as many as the final has."""
+        return (len(self.prompts) - sum(n for n, _ in HEATS)) // 2
+
+
+def _contest(pair: Pair, task: Task, folder: Path, config: TuneConfig) -> _Contest:
+    question = config.question
+    shared = for_task(question.decoding, question.options, task)
+    chains = question.chains(shared)
+    check_question(pair, task, folder, question)
     strict = replace(shared, rule="exact")
     fitted, refused = fitted_drafters(pair, folder, strict)
     drafters = [*GRID, *fitted]
     groups = [[replace(strict, window=0)]]
     for one in (strict, *(one for chain in chains for one in chain)):
         groups.append(group_of(pair, config, one, drafters_for(str(one.rule), drafters)))
-    return groups, refused
+    samples, place = _prompts(pair, task, folder, config, groups)
+    return _Contest(groups, chains, refused, [sample.prompt for sample in samples], place)
 
 
-def _races(
-    pair: Pair,
-    groups: Sequence[Sequence[Decoding]],
-    chains: Sequence[Sequence[Decoding]],
-    prompts: Sequence[str | Messages],
-    place: Path,
-    progress: Progress,
-) -> Races:
+def _races(pair: Pair, contest: _Contest, progress: Progress) -> Races:
     """The races, or what they came to before."""
-    path = place / "races.json"
+    path = contest.place / "races.json"
     if path.exists():
         before = Races.read(read_json(path), str(path))
         if before.machine == machine(pair):
             return before
-    won = iter(race(pair, groups, prompts, progress))
+    won = iter(race(pair, contest.groups, contest.prompts[: -contest.apart], progress))
     races = Races(
         machine=machine(pair),
         alone=next(won),
         strict=next(won),
-        lenient=[[next(won) for _ in chain] for chain in chains],
+        lenient=[[next(won) for _ in chain] for chain in contest.chains],
+        refused=contest.refused,
     )
     write_json(path, races.to_json())
     return races
 
 
 def _timed(
-    pair: Pair,
-    folder: Path,
-    races: Races,
-    prompts: Sequence[str | Messages],
-    place: Path,
-    progress: Progress,
+    pair: Pair, contest: _Contest, races: Races, certified: Decoding, *, progress: Progress
 ) -> Speeds:
     """How fast what is certified is beside what is lossless, or what that came to before."""
-    certified = Decoding.of(pair.certified({"rule": f"{PREFIX}{folder}"}))
     strict, alone = (Decoding.parse(one.setting) for one in (races.strict, races.alone))
-    path = place / "speeds.json"
+    path, asked = contest.place / "speeds.json", (certified, strict, alone)
     if path.exists():
         before = Speeds.read(read_json(path), str(path))
         known = [one.setting for one in (before.certified, before.strict, before.alone)]
-        if before.machine == races.machine and known == list(map(str, (certified, strict, alone))):
+        if before.machine == races.machine and known == [str(one) for one in asked]:
             return before
-    timed = take_turns(pair, (certified, strict, alone), prompts, "timing", progress)
+    prompts = contest.prompts[-contest.apart :]
+    warm_up(pair, asked, prompts[0])
+    timed = take_turns(pair, asked, prompts, "timing", progress)
     speeds = Speeds(
         machine=races.machine,
         certified=timed[certified],
@@ -282,7 +288,8 @@ def _prompts(
     heads = {head.path: head for one in settings for head in heads_in(one)}
     asked = [str(setting_without_paths(one)) for one in settings]
     prints = [head.head.fingerprint for head in heads.values()]
-    key = digest([asked, prints, pair.fingerprints, config.prompts, question.split, task.known_as])
+    parts = [asked, prints, pair.fingerprints, config.prompts, question.split, task.known_as]
+    key = digest([FORMAT, *parts])
     fitted = (*heads.values(), *aligned(pair.draft))
     draw = Draw(key, config.prompts, "tuning", split=question.split, heads=fitted)
     ledger = Ledger(folder, pair.fingerprints, question.home)
@@ -312,9 +319,7 @@ def race(
     faster than they are. All take turns on each prompt, so that a machine's moods fall on all.
     """
     left, first = [list(group) for group in groups], 0
-    for group in left:
-        for one in group:
-            pair.generate(prompts[0], **vars(replace(one, max_new_tokens=WARM_UP)))
+    warm_up(pair, (one for group in left for one in group), prompts[0])
     for heat, (n, share) in enumerate(HEATS, 1):
         speeds = _speeds(pair, left, prompts[first : first + n], f"racing, heat {heat}", progress)
         left = [_best(group, speeds, math.ceil(share * len(group))) for group in left]

@@ -163,20 +163,21 @@ def gained(tuned: Tuned) -> str:
         return "Nothing is gained: nothing is certified"
     speed = f"{speeds.certified.tokens_per_second:.0f} tokens/s"
     if best.window == 0:
-        return f"Nothing is gained: the target alone is the fastest here ({speed})"
-    over_strict = speeds.certified.times(speeds.strict)
-    over_target = f"{speeds.certified.times(speeds.alone)} the target alone"
-    sure = f"{certificate.confidence:.0%} confidence"
-    loss = f"a loss of at most {certificate.max_drop:.2%} with {sure}"
-    if best.rule == Decoding().rule:
-        return f"Strict decoding is the fastest at {loss}: {speed}, {over_target}"
-    told = f"{speed}: {over_strict} the fastest strict decoding and {over_target}, at {loss}"
-    if over_strict.low > 1:
-        return told
-    if over_strict.high < 1:
-        return f"Nothing is gained over strict decoding. {told}"
-    n = len(speeds.certified.tokens)
-    return f"Whether anything is gained over strict decoding, {n} prompts do not tell. {told}"
+        return f"Nothing is gained: the target alone won the races ({speed})"
+    over = {"the target alone": speeds.certified.times(speeds.alone)}
+    if best.rule != Decoding().rule:
+        over["the fastest strict decoding"] = speeds.certified.times(speeds.strict)
+    ratios = " and ".join(f"{times} {name}" for name, times in over.items())
+    told = (
+        f"{speed}: {ratios} (95 % over {len(speeds.certified.tokens)} prompts), at a loss of at "
+        f"most {certificate.max_drop:.2%} with {certificate.confidence:.0%} confidence"
+    )
+    lossless, times = min(over.items(), key=lambda item: item[1].value)
+    if times.high < 1:
+        return f"Nothing is gained over {lossless}. {told}"
+    if times.low <= 1:
+        return f"Whether anything is gained over {lossless} these prompts do not tell. {told}"
+    return told if len(over) > 1 else f"Strict decoding is the fastest that is certified. {told}"
 
 
 def print_plan(plan: Plan) -> None:
