@@ -87,9 +87,7 @@ layer, and ones that look ahead too."""
 RESAMPLES, POLICY_THRESHOLD, POLICY_SAMPLES = 2, 0.98, 500
 NUMERIC = r"[\d+*/=-]"
 THRESHOLDS = tuple(round(1 / (1 + math.exp(-logit)), 5) for logit in (8, 6.5, 5, 4))
-STRICTER = tuple(
-    round(1 / (1 + math.exp(-logit)), 6) for logit in (11, 10, 9, 8.5, 8, 7.5, 7, 6.5)
-)
+STRICTER = tuple(round(1 / (1 + math.exp(-logit)), 6) for logit in (11, 10, 9, 8.5, 8, 7.5, 7, 6.5))
 """Those that are certified, from strict to lenient; at the wide window, where more is doubtful,
 stricter ones."""
 TRIED = ("0.95", "0.98", "0.995")
