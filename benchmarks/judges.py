@@ -83,7 +83,7 @@ HEADS = {
     "target's states, more": Recipe(inputs=Inputs(models=("target",), layers=LAYERS), more=True),
 }
 """AutoJudge's own head, the same with the states before the drafted token, ones with a hidden
-layer, and ones that look ahead too."""
+layer, and ones that look ahead too; further labels, and those of the longer run, for some."""
 RESAMPLES, POLICY_THRESHOLD, POLICY_SAMPLES = 2, 0.98, 500
 NUMERIC = r"[\d+*/=-]"
 THRESHOLDS = tuple(round(1 / (1 + math.exp(-logit)), 5) for logit in (8, 6.5, 5, 4))
@@ -400,6 +400,8 @@ def certificate_figures(certificate: Certificate) -> dict[str, Any]:
     """What a certificate came to."""
     told = certificate.to_json()
     named = ("certified", "max_drop", "confidence", "n", "losses", "upper_bound", "tried", "reason")
+    if told["certified"]:
+        del told["certified"]["heads"]  # where they lie on this machine
     return {name: told[name] for name in named}
 
 

@@ -36,7 +36,7 @@ READ = Inputs(("target",), layers=(4, 6, None))
 """What the judge reads: of the target alone, which it has read anyway when it is asked."""
 RECALLS = (0.98, 0.95)
 """Of important tokens: the thresholds that are tried. A stricter one is slower than strict decoding
-here, and the paper's of 0.9 loses ten in a hundred."""
+here, and the paper's of 0.9 loses too much."""
 STOP_OF = RECALLS.index(0.98)
 """Of which of these settings the stop learns what is rejected."""
 WINDOWS, WIDEST, RACED = (4, 8, 16), 16, 30
