@@ -123,8 +123,8 @@ def tune(
     whose best is not faster than a stricter one's are left out. The chain that is certified begins
     with the fastest lossless decoding: the certificate is of the fastest setting that passes, and
     of strict decoding where leniency gains nothing. What is certified is timed anew beside the
-    fastest lossless ones, on prompts of its own: what won a race was also lucky. What was raced or
-    timed once on this machine stays. Raises InputError as `certify` does.
+    fastest lossless ones, on prompts of its own: what won a race was also lucky. What was raced
+    once on this machine stays. Raises InputError as `certify` does.
     """
     task, question = task_for(pair, task, progress), config.question
     contest = _contest(pair, task, folder, config)
