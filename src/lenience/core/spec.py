@@ -23,14 +23,15 @@ from lenience.core.errors import InputError
 T = TypeVar("T")
 NUMBERS = tuple[int, ...]
 """The type of a last field that takes all the values that are left."""
+PLACED = {"placed": True}
+"""The metadata of a field with a default that is shown in its place, without its key, where it is
+not the default."""
 
 
 def show(name: str, value: Any) -> str:
     """The spec of a dataclass, which `parse_term` takes back."""
-    without_default = [item for item in _fields(value) if item.default is dataclasses.MISSING]
-    args = [
-        _shown(getattr(value, item.name)) for item in without_default if item.name != "threshold"
-    ]
+    placed = [item for item in _fields(value) if _in_its_place(item, value)]
+    args = [_shown(getattr(value, item.name)) for item in placed if item.name != "threshold"]
     args += further_arguments(value)
     threshold = getattr(value, "threshold", None)
     after = "" if threshold is None else f"@{threshold!r}"
@@ -43,8 +44,9 @@ def further_arguments(value: Any) -> list[str]:
     args = []
     for item in _fields(value):
         content = getattr(value, item.name)
-        has_default = item.default is not dataclasses.MISSING and item.name != "threshold"
-        if has_default and content != item.default:
+        if item.name == "threshold" or _in_its_place(item, value):
+            continue
+        if content != item.default:
             args.append(f"{item.name}={_quote(_as_text(content))}")
     return args
 
@@ -58,6 +60,13 @@ def named_arguments(value: Any) -> list[str]:
         if item.default is dataclasses.MISSING and isinstance(getattr(value, item.name), str)
     ]
     return words + [argument.split("=", 1)[0] for argument in further_arguments(value)]
+
+
+def _in_its_place(item: dataclasses.Field[Any], value: Any) -> bool:
+    """Whether a field is shown without its key."""
+    if item.default is dataclasses.MISSING:
+        return True
+    return bool(item.metadata.get("placed")) and getattr(value, item.name) != item.default
 
 
 def _shown(content: Any) -> str:

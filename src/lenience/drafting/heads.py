@@ -311,16 +311,11 @@ class Medusa(_Heads):
     (Medusa-1, Cai 2024, section 2.1.1), ours or published ones; without a path those of the
     built-in target."""
 
-    path: str = str(BUILT_IN)
+    path: str = field(default=str(BUILT_IN), metadata=spec.PLACED)
     name = "medusa"
 
     def relocated(self, path: Callable[[str], str]) -> Self:
         return self if self.path == str(BUILT_IN) else super().relocated(path)
-
-    def __str__(self) -> str:
-        if self.path == str(BUILT_IN):
-            return self.name
-        return spec.show(self.name, Blockwise(self.path))  # a path that has no default
 
 
 @dataclass(frozen=True)

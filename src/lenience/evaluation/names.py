@@ -13,6 +13,7 @@ from lenience.drafting.registry import parse_drafter
 from lenience.drafting.stops import parse_stop
 from lenience.evaluation.table import FrontierRow
 from lenience.rules.base import Term
+from lenience.rules.judge import BUILT_IN
 from lenience.rules.registry import BASELINES, parse_spec, terms
 
 NO_LABELS: Mapping[str, str] = MappingProxyType({})
@@ -99,6 +100,8 @@ def _short_term(term: Term, labels: Mapping[str, str]) -> str:
 
 def _label(term: Term, labels: Mapping[str, str]) -> str:
     path = Path(term.heads[0].path)
+    if path == BUILT_IN:
+        return "built-in judge"
     return labels.get(str(path), path.name)
 
 

@@ -6,23 +6,28 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Self
 
 from torch import Tensor
 
+from lenience.core import spec
 from lenience.core.context import Context
 from lenience.core.errors import InputError
 from lenience.core.types import Draft, Reading
 from lenience.heads.head import Learned
 from lenience.rules.base import Lenient
 
+BUILT_IN = Path(__file__).parents[1] / "embedded" / "judge"
+
 
 @dataclass(frozen=True)
 class Judge(Learned, Lenient):
     """Accept a mismatch that a fitted head scores at least `threshold` (AutoJudge, Garipov 2025;
-    Judge Decoding, Bachmann 2025). Alone it means `exact|judge:…` when greedy and
-    `speculative|judge:…` when sampling."""
+    Judge Decoding, Bachmann 2025); without a path that of the built-in pair. Alone it means
+    `exact|judge:…` when greedy and `speculative|judge:…` when sampling."""
 
+    path: str = field(default=str(BUILT_IN), metadata=spec.PLACED)
     strict: str = field(default="", kw_only=True)
     """A regular expression: where it is found in the drafted token or in the target's own, the
     judge must be surer."""
@@ -85,7 +90,7 @@ class Judge(Learned, Lenient):
         return [replace(self, threshold=threshold) for threshold in ordered]
 
     def relocated(self, path: Callable[[str], str]) -> Self:
-        return replace(self, path=path(self.path))
+        return self if self.path == str(BUILT_IN) else replace(self, path=path(self.path))
 
     def ask(
         self, draft: Draft, reading: Reading, ctx: Context, exact: Tensor
