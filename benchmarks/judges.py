@@ -18,9 +18,7 @@ on held-out problems that nothing was chosen on:
   one with a second threshold for digits and operators; and what of one is certified;
 - `ceiling`: tokens per pass of what accepts exactly the harmless mismatches of the mined samples;
 - `fast`: tokens per second, one by one, of what `lenience tune` finds and certifies, of strict
-  decoding at its fastest, of the target and of the draft alone;
-- `net`: what is certified at the wide window, and of what raced, where gains count too: bounded is
-  the drop of accuracy, losses less gains, and not the losses alone.
+  decoding at its fastest, of the target and of the draft alone.
 
 `figures` has what of these is asked for first; `wide_over_strict` those that lose at most
 `--limit`.
@@ -33,14 +31,14 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
-from lenience.certification.tune import Races, TuneConfig, Tuned, tune
+from lenience.certification.tune import TuneConfig, Tuned, tune
 from lenience.cli.console import progress_bars
 from lenience.decoding.certified import Certificate, TriedSetting
 from lenience.decoding.loading import EMBEDDED, load_pair
@@ -88,11 +86,10 @@ HEADS = {
 layer, and ones that look ahead too; further labels, and those of the longer run, for some."""
 RESAMPLES, POLICY_THRESHOLD, POLICY_SAMPLES = 2, 0.98, 500
 NUMERIC = r"[\d+*/=-]"
-THRESHOLDS = tuple(round(1 / (1 + math.exp(-logit)), 5) for logit in (8, 6.5, 5, 4))
+THRESHOLDS = tuple(round(1 / (1 + math.exp(-logit)), 5) for logit in (8, 7.5, 7, 6.5, 5, 4))
 STRICTER = tuple(round(1 / (1 + math.exp(-logit)), 6) for logit in (11, 10, 9, 8.5, 8, 7.5, 7, 6.5))
-OF_NET = tuple(round(1 / (1 + math.exp(-logit)), 6) for logit in (8, 7, 6.5, 6, 5.5, 5, 4.5, 4))
 """Those that are certified, from strict to lenient; at the wide window, where more is doubtful,
-stricter ones, but where gains count too."""
+stricter ones."""
 TRIED = ("0.95", "0.98", "0.995")
 """At the thresholds of which recalls judges decode."""
 TWO_THRESHOLDS, SURER = "0.95", 2.5
@@ -243,30 +240,14 @@ def question(judges: Judges, name: str, max_drop: float, prompts: int) -> Certif
     return CertifyConfig(("exact",), max_drop=max_drop, limit=prompts, horizon=prompts, home=home)
 
 
-def certified(judges: Judges, name: str, asked: CertifyConfig) -> Certificate:
-    """What is certified, in a folder of that name."""
-    with progress_bars() as show:
-        return certify(judges.pair, WordMath(), judges.out / name, asked, show)
-
-
-def certified_wide(
-    judges: Judges, max_drop: float, prompts: int, *, net: bool = False
-) -> Certificate:
+def certified_wide(judges: Judges, max_drop: float, prompts: int) -> Certificate:
     """What is certified at the wide window, of a judge's settings from strict to lenient."""
-    name = "certified-wide-net" if net else "certified-wide"
     judge = f"judge:{judges.fitted(judges.raced[0])}"
-    chain = tuple(f"{judge}@{one}; window={WIDE}" for one in (OF_NET if net else STRICTER))
-    asked = replace(question(judges, name, max_drop, prompts), rules=(), settings=(chain,))
-    return certified(judges, name, replace(asked, loss="net") if net else asked)
-
-
-def certified_net(judges: Judges, races: Races, max_drop: float, prompts: int) -> Certificate:
-    """What is certified of those that raced, where gains count too."""
-    chains = tuple(tuple(one.setting for one in chain) for chain in races.lenient)
-    speeds = {one.setting: one.tokens_per_second for chain in races.lenient for one in chain}
-    asked = question(judges, "certified-net", max_drop, prompts)
-    asked = replace(asked, rules=(), settings=chains, speeds=speeds, loss="net")
-    return certified(judges, "certified-net", asked)
+    chain = tuple(f"{judge}@{one}; window={WIDE}" for one in STRICTER)
+    asked = question(judges, "certified-wide", max_drop, prompts)
+    asked = replace(asked, rules=(), settings=(chain,))
+    with progress_bars() as show:
+        return certify(judges.pair, WordMath(), judges.out / "certified-wide", asked, show)
 
 
 def tuned(judges: Judges, max_drop: float, prompts: int) -> Tuned:
@@ -304,12 +285,9 @@ def decoder(of: FrontierRow | TriedSetting) -> tuple[str, int, str, str]:
     return of.rule, of.window, options.get("stop", "fixed"), options.get("drafter", "model")
 
 
-def speed_figures(
-    certificates: Mapping[str, Certificate], rows: Sequence[FrontierRow], limit: float
-) -> dict[str, Any]:
-    """Tokens per second of what each certificate certifies, over strict decoding at its fastest and
-    over the target alone; and what share of the draft's own the fastest has that loses at most
-    `limit`."""
+def speed_figures(won: Tuned, rows: Sequence[FrontierRow], limit: float) -> dict[str, Any]:
+    """Tokens per second of what is certified, over strict decoding at its fastest and over the
+    target alone; and what share of the draft's own the fastest has that loses at most `limit`."""
     alone = next(row for row in rows if row.rule == "target").tokens_per_second
     strict = max(row.tokens_per_second for row in rows if row.rule == "exact")
     usable = [row for row in rows if row.rule != "draft" and drop(row) <= limit]
@@ -319,11 +297,9 @@ def speed_figures(
         "share_of_draft_alone": fastest.share_of_cap,
         "by": fastest.rule,
     }
-    speeds = {decoder(row): row.tokens_per_second for row in rows}
-    for name, certificate in certificates.items():
-        if best := certificate.certified:
-            speed = speeds[decoder(best)]
-            told |= {f"{name}_over_strict": speed / strict, f"{name}_over_target": speed / alone}
+    if best := won.certificate.certified:
+        speed = {decoder(row): row.tokens_per_second for row in rows}[decoder(best)]
+        told |= {"certified_over_strict": speed / strict, "certified_over_target": speed / alone}
     return told
 
 
@@ -379,8 +355,6 @@ def results(judges: Judges, given: argparse.Namespace) -> dict[str, Any]:
     won = tuned(judges, given.limit, given.prompts)
     speeds = fast(judges, won, given.raced, given.timed)
     sure = certified_wide(judges, given.limit, given.prompts)
-    net_wide = certified_wide(judges, given.limit, given.prompts, net=True)
-    net = certified_net(judges, won.races, given.limit, given.prompts)
     heads = judges.out_of_fold()
     strict = at_width[0]["tokens_per_pass"]
     told = {
@@ -389,11 +363,8 @@ def results(judges: Judges, given: argparse.Namespace) -> dict[str, Any]:
             for one in at_width
             if one["judge"] != STRICT and one["paired_loss"] - one["paired_gain"] <= given.limit
         },
-        **{
-            f"{name}_over_strict": one.certified and one.certified.tokens_per_pass / strict
-            for name, one in (("certified_wide", sure), ("net_certified_wide", net_wide))
-        },
-        **speed_figures({"certified": won.certificate, "net_certified": net}, speeds, given.limit),
+        "certified_wide_over_strict": sure.certified and sure.certified.tokens_per_pass / strict,
+        **speed_figures(won, speeds, given.limit),
         "accepted_at_0.995": {name: one["accepted"]["0.995"] for name, one in heads.items()},
     }
     return {
@@ -405,7 +376,6 @@ def results(judges: Judges, given: argparse.Namespace) -> dict[str, Any]:
         "races": won.races.to_json(),
         "certified_fast": certificate_figures(won.certificate),
         "speeds": won.speeds and won.speeds.to_json(),
-        "net": {"wide": certificate_figures(net_wide), "raced": certificate_figures(net)},
         "fast": [row.to_json() for row in speeds],
     }
 
