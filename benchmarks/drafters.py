@@ -24,8 +24,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from lenience.core.files import EMBEDDED
 from lenience.core.profile import Profile
-from lenience.decoding.loading import EMBEDDED, load_pair
+from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.drafting.datastore import build_store
 from lenience.evaluation.table import machine

@@ -40,8 +40,9 @@ from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
 from lenience.certification.tune import TuneConfig, Tuned, tune
 from lenience.cli.console import progress_bars
+from lenience.core.files import EMBEDDED
 from lenience.decoding.certified import Certificate, TriedSetting
-from lenience.decoding.loading import EMBEDDED, load_pair
+from lenience.decoding.loading import load_pair
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare

@@ -19,7 +19,8 @@ from typing import Any
 
 from drafters import measure
 
-from lenience.decoding.loading import EMBEDDED, load_pair
+from lenience.core.files import EMBEDDED
+from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.evaluation.table import machine
 from lenience.heads.fitting import FitConfig

@@ -29,7 +29,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lenience.decoding.loading import EMBEDDED, load_pair
+from lenience.core.files import EMBEDDED
+from lenience.decoding.loading import load_pair
 from lenience.tasks import Sample, WordMath
 
 MOST = 320

@@ -55,7 +55,7 @@ from sklearn.neural_network import MLPClassifier
 
 from lenience.cli.console import progress_bars
 from lenience.cli.steps import fit_run
-from lenience.decoding.loading import EMBEDDED
+from lenience.core.files import EMBEDDED
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
 from lenience.evaluation.table import FrontierRow

@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.progress import track
 from sklearn.metrics import roc_auc_score
 
-from lenience.core.files import read_json
+from lenience.core.files import EMBEDDED, read_json
 from lenience.core.profile import Profile
-from lenience.decoding.loading import EMBEDDED, load_pair
+from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.models.lm import LM
 from lenience.models.prompts import Prompt

@@ -12,7 +12,7 @@ from typing import Any
 
 from lenience import load_pair
 from lenience.cli.named import TaskChoice, choice_of, mined_with
-from lenience.decoding.loading import EMBEDDED
+from lenience.core.files import EMBEDDED
 from lenience.decoding.pair import Pair
 from lenience.tasks import Task
 

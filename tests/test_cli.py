@@ -20,8 +20,8 @@ import pytest
 
 import lenience
 from lenience.cli.commands import EXAMPLES, app, main
+from lenience.core.files import EMBEDDED
 from lenience.decoding.auto_window import CANDIDATES
-from lenience.decoding.loading import EMBEDDED
 
 PROBLEM = (
     "Ann has 12 apples. Bob has 5 more apples than Ann. How many apples do they have together? "
@@ -462,6 +462,7 @@ def test_the_demo_tells_the_whole_story(tmp_path: Path, monkeypatch: pytest.Monk
     }
     families = {re.split("[:@]", row["rule"])[0] for row in told["rows"]}
     assert families == {"target", "draft", "exact", "topk", "judge"}
+    assert {"judge:", "judge@"} <= {row["rule"][:6] for row in told["rows"]}
     shipped = (few / "run" / "journal.jsonl").read_text()
     journal = (tmp_path / "run" / "journal.jsonl").read_text()
     assert (

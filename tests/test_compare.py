@@ -441,17 +441,20 @@ def test_a_rule_is_shortened_but_not_changed() -> None:
 
 def test_judges_of_one_name_are_told_apart() -> None:
     rules = ["judge:a/run/judge@0.9", "judge:b/run/judge@0.9", "judge:a/run/mlp@0.9", "exact"]
-    answers = [[result(10, 5, True)]] * 6
+    rules.insert(3, "judge@0.9")
+    answers = [[result(10, 5, True)]] * 7
     settings = [setting("target", 0), setting("draft", 0), *(setting(rule, 8) for rule in rules)]
-    found = [row.to_json() for row in named(table(settings, answers, [[1.0] * 6], Decoding()))[2:]]
+    found = [row.to_json() for row in named(table(settings, answers, [[1.0] * 7], Decoding()))[2:]]
     assert [row["name"] for row in found] == [
         "a/run/judge@0.9",
         "b/run/judge@0.9",
         "mlp@0.9",
+        "built-in judge@0.9",
         "exact",
     ]
-    assert [row["family"] for row in found] == ["a/run/judge", "b/run/judge", "mlp", "exact"]
-    strict = table(settings, answers, [[1.0] * 6], Decoding())[-1]
+    families = ["a/run/judge", "b/run/judge", "mlp", "built-in judge", "exact"]
+    assert [row["family"] for row in found] == families
+    strict = table(settings, answers, [[1.0] * 7], Decoding())[-1]
     options = [
         {"drafter": f"eagle:{run}/eagle", "stop": f"head:{run}/stop@0.5"} for run in ("c", "d/c")
     ]

@@ -12,8 +12,9 @@ import pytest
 from lenience.certification.audit import Audit, AuditConfig
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
+from lenience.core.files import EMBEDDED
 from lenience.decoding.certified import read_certificate
-from lenience.decoding.loading import EMBEDDED, load_pair
+from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Inputs, load_head

@@ -10,8 +10,8 @@ import yaml
 from test_cli import run
 
 from lenience import InputError
+from lenience.core.files import EMBEDDED
 from lenience.decoding.certified import head_paths, is_certified
-from lenience.decoding.loading import EMBEDDED
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.evaluation.cards import push

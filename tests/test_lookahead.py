@@ -13,7 +13,7 @@ import torch
 from scipy.special import log_softmax
 
 from lenience import InputError
-from lenience.decoding.loading import EMBEDDED
+from lenience.core.files import EMBEDDED
 from lenience.decoding.pair import Pair
 from lenience.heads import lookahead
 from lenience.heads.fitting import FitConfig

@@ -33,8 +33,9 @@ from vllm.exceptions import VLLMValidationError
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
 from lenience.core.errors import InputError
+from lenience.core.files import EMBEDDED
 from lenience.core.progress import silent
-from lenience.decoding.loading import EMBEDDED, load_pair
+from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, Comparison
 from lenience.heads.head import Head, Inputs

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lenience.core.errors import InputError
+from lenience.core.files import EMBEDDED
 from lenience.core.identity import checkpoint_fingerprint, tokenizer_fingerprint
-from lenience.decoding.loading import EMBEDDED
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs
 from lenience.integrations.vllm import asked, checks

@@ -14,8 +14,8 @@ from lenience.cli.console import loading, say, screen
 from lenience.cli.steps import compare_run, compile_pair, fit_run, mine_run, tune_run
 from lenience.cli.tables import gained
 from lenience.core.errors import InputError
-from lenience.core.files import read_json, write_text
-from lenience.decoding.loading import EMBEDDED, load_pair
+from lenience.core.files import EMBEDDED, read_json, write_text
+from lenience.decoding.loading import load_pair
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.drafting.stops import Likely
@@ -31,13 +31,14 @@ from lenience.rules.registry import BASELINES
 from lenience.tasks import WordMath
 
 SHIPPED = 300
-"""How many of the samples that come with the pair are fitted to: what a demo has time for."""
+"""How many of the samples that come with the pair are fitted to: what a demo has time for. The
+judge that comes with it has learned from 5,000."""
 READ = Inputs(("target",), layers=(4, 6, None))
 """What the judge reads: of the target alone, which it has read anyway when it is asked."""
 THRESHOLDS = (0.9995, 0.9985)
-"""Those that are tried, of the judge that is fitted now and of the one that comes with the pair,
-which has learned from 5,000 samples. Stricter ones are no faster than strict decoding here, and the
-paper's, of a recall of 0.9, loses too much."""
+"""Those that are tried, of the judge that is fitted now and of the one that comes with the pair.
+Stricter ones are hardly faster than strict decoding here, and the paper's, of a recall of 0.9,
+loses too much."""
 WINDOWS, WIDEST, RACED = (4, 8, 16), 16, 30
 """The windows that race, the one for what is gained where only the target's passes cost, and how
 many problems are raced and timed on."""

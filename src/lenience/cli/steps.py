@@ -122,8 +122,8 @@ def curve_run(pair: Pair, run: Path, plan: HeadPlan) -> list[dict[str, Any]]:
 
 
 def build_datastore(corpus: Sequence[Path], out: Path, field: str, target: str | None) -> Store:
+    from lenience.core.files import EMBEDDED
     from lenience.core.identity import tokenizer_fingerprint
-    from lenience.decoding.loading import EMBEDDED
     from lenience.drafting.corpus import documents
     from lenience.drafting.datastore import build_store
     from lenience.models.lm import load_tokenizer

@@ -15,6 +15,14 @@ from filelock import FileLock, Timeout
 
 from lenience.core.errors import InputError, RunError
 
+EMBEDDED = Path(__file__).parents[1] / "embedded"
+"""The built-in pair, and what comes with it."""
+
+
+def built_in(path: str | Path) -> bool:
+    """Whether something fitted comes with the built-in pair: no spec names its path."""
+    return Path(path).is_relative_to(EMBEDDED)
+
 
 def data_folder() -> Path:
     """What is kept for a user, whichever run it is about: $LENIENCE_HOME, else lenience in the

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field
 
 from lenience.core.errors import InputError
-from lenience.core.files import read_json
+from lenience.core.files import built_in, read_json
 from lenience.core.hub import is_on_hub
 from lenience.core.protocols import Rule
 from lenience.core.records import Record
@@ -290,6 +290,8 @@ def head_paths(decoding: Decoding, folder: Path) -> dict[str, str]:
     these: within the run folder, or else on this machine."""
     paths = {}
     for head in heads_in(decoding):
+        if built_in(head.path):
+            continue
         if is_on_hub(head.path):
             paths[head.path] = head.path
             continue

@@ -10,13 +10,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lenience.core.errors import InputError
+from lenience.core.files import EMBEDDED
 from lenience.decoding.options import Loading, takes_loading
 from lenience.decoding.pair import Pair
 from lenience.models.lm import LM, without_bars
 from lenience.models.prompts import Chat
-
-EMBEDDED = Path(__file__).parents[1] / "embedded"
-"""Where the built-in pair lies, and the journal of a mining run on it."""
 
 
 @takes_loading

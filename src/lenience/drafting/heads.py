@@ -18,7 +18,7 @@ from torch import Tensor
 from lenience.core import spec
 from lenience.core.context import Context
 from lenience.core.errors import InputError, first_line
-from lenience.core.files import digest_bytes, replacing, write_json
+from lenience.core.files import EMBEDDED, digest_bytes, replacing, write_json
 from lenience.core.hub import local
 from lenience.core.protocols import Drafter, Fitted
 from lenience.core.types import Draft, Reading, Verdict
@@ -28,7 +28,7 @@ from lenience.drafting.growing import Ends, Grown, Level, as_draft
 from lenience.drafting.published import BROKEN, has_shape, shown_shape, table, tensors_in
 from lenience.models.lm import LM
 
-BUILT_IN = Path(__file__).parents[1] / "embedded" / "medusa"
+BUILT_IN = EMBEDDED / "medusa"
 HUB_FILE = "medusa_lm_head.pt"
 PUBLISHED = re.compile(r"(\d+)\.(\d+)\.(?:linear\.(weight|bias)|weight)")
 """The tensors of Medusa-1's file: of a head's blocks and, without `linear`, its matrix."""

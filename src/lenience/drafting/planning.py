@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lenience.core.errors import InputError, first_line
-from lenience.core.files import write_json
+from lenience.core.files import EMBEDDED, write_json
 from lenience.core.types import Draws
 
-BUILT_IN = Path(__file__).parents[1] / "embedded" / "tree.json"
+BUILT_IN = EMBEDDED / "tree.json"
 MEND = "`lenience fit RUN --tree` measures it"
 
 

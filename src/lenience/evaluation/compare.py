@@ -4,7 +4,7 @@ intervals."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lenience.core.errors import InputError
-from lenience.core.files import alone, read_json, write_json
+from lenience.core.files import alone, built_in, read_json, write_json
 from lenience.core.progress import Progress, silent
 from lenience.core.protocols import Fitted
 from lenience.decoding.asking import task_for
@@ -125,9 +125,7 @@ class CompareConfig:
 
     def heads(self) -> dict[str, Fitted]:
         """The fitted heads that are asked, by their paths. Raises InputError for a wrong entry."""
-        decodings = self.decodings()
-        asked = [head for one in decodings for head in heads_in(one)]
-        return {head.path: head for head in asked}
+        return _by_path(self.decodings())
 
     def check(self) -> None:
         """Raise InputError for what is wrong whatever the models are."""
@@ -251,7 +249,8 @@ class Comparison:
             return
         open_run(out, self._asked() | {name: before[name] for name in GROWING}, path.name)
         had = [Decoder.of(one) for one in before["settings"]]
-        heads = {head.path: head.head.fingerprint for one in had for head in heads_in(one.decoding)}
+        joined = _by_path(one.decoding for one in had)
+        heads = {path: head.head.fingerprint for path, head in joined.items()}
         if changed := [head for head in heads if heads[head] != before["heads"].get(head)]:
             raise InputError(f"{out}: {changed[0]} has been fitted anew since; name another folder")
         self.decoders = [*had, *(one for one in self.decoders if one not in had)]
@@ -508,6 +507,13 @@ class Comparison:
 
     def _generate(self, sample: Sample, decoding: Decoding) -> Generation:
         return self.pair.generate(sample.prompt, **vars(decoding))
+
+
+def _by_path(decodings: Iterable[Decoding]) -> dict[str, Fitted]:
+    """The fitted heads of decodings, by their paths; one that comes with the built-in pair by its
+    name, wherever that is installed."""
+    heads = [head for one in decodings for head in heads_in(one)]
+    return {f"built-in {Path(h.path).name}" if built_in(h.path) else h.path: h for h in heads}
 
 
 def _by_setting(seconds: Any, settings: Sequence[str]) -> Mapping[str, float]:

@@ -8,12 +8,12 @@ from types import MappingProxyType
 from typing import Any
 
 from lenience.core import spec
+from lenience.core.files import built_in
 from lenience.decoding.certified import TriedSetting
 from lenience.drafting.registry import parse_drafter
 from lenience.drafting.stops import parse_stop
 from lenience.evaluation.table import FrontierRow
 from lenience.rules.base import Term
-from lenience.rules.judge import BUILT_IN
 from lenience.rules.registry import BASELINES, parse_spec, terms
 
 NO_LABELS: Mapping[str, str] = MappingProxyType({})
@@ -31,7 +31,7 @@ def named(rows: Sequence[FrontierRow]) -> list[NamedRow]:
     """Name rows; a judge, a stop condition and a drafter are called by as much of their paths as
     tells them from the others."""
     heads = [head for row in rows for term in terms(row.rule) for head in term.heads]
-    paths = {Path(head.path) for head in heads}
+    paths = {Path(head.path) for head in heads if not built_in(head.path)}
 
     def note(path: str) -> str:
         paths.add(Path(path))
@@ -100,8 +100,8 @@ def _short_term(term: Term, labels: Mapping[str, str]) -> str:
 
 def _label(term: Term, labels: Mapping[str, str]) -> str:
     path = Path(term.heads[0].path)
-    if path == BUILT_IN:
-        return "built-in judge"
+    if built_in(path):
+        return f"built-in {path.name}"
     return labels.get(str(path), path.name)
 
 

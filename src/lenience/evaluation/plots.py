@@ -18,11 +18,12 @@ COLORS = {
     "exact": "#2563eb",
     "topk": "#d97706",
     "judge": "#059669",
+    "built-in judge": "#7c3aed",
     "mlp": "#047857",
     "random": "#9ca3af",
 }
 OTHER_COLORS = (
-    "#7c3aed", "#db2777", "#0891b2", "#65a30d", "#b45309",
+    "#db2777", "#0891b2", "#65a30d", "#b45309",
     "#4f46e5", "#be123c", "#0d9488", "#a16207", "#0369a1",
 )  # fmt: skip
 """Of the rules that COLORS does not name, in turn."""

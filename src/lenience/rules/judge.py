@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Self
 
 from torch import Tensor
@@ -14,11 +13,12 @@ from torch import Tensor
 from lenience.core import spec
 from lenience.core.context import Context
 from lenience.core.errors import InputError
+from lenience.core.files import EMBEDDED
 from lenience.core.types import Draft, Reading
 from lenience.heads.head import Learned
 from lenience.rules.base import Lenient
 
-BUILT_IN = Path(__file__).parents[1] / "embedded" / "judge"
+BUILT_IN = EMBEDDED / "judge"
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,19 @@ class Judge(Learned, Lenient):
 
     def relocated(self, path: Callable[[str], str]) -> Self:
         return self if self.path == str(BUILT_IN) else replace(self, path=path(self.path))
+
+    def check(
+        self, fingerprints: Callable[[], Mapping[str, str]], sizes: Mapping[str, int]
+    ) -> None:
+        try:
+            super().check(fingerprints, sizes)
+        except InputError as error:
+            if self.path != str(BUILT_IN):
+                raise
+            raise InputError(
+                f"{self.name} without a path is that of the built-in pair, and this is another "
+                "one; name yours, judge:RUN/judge, which `lenience fit RUN` makes"
+            ) from error
 
     def ask(
         self, draft: Draft, reading: Reading, ctx: Context, exact: Tensor
