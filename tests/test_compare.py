@@ -57,7 +57,7 @@ def result(tokens: int, passes: int, correct: bool, **counts: float) -> Answer:
     return Answer(id="x", rule="x", answer=None, **counts)
 
 
-RESULTS = Path(__file__).parents[1] / "benchmarks/results"
+FIXTURES = Path(__file__).parent / "fixtures"
 
 
 def setting(rule: str, window: int, why: str = "given") -> Setting:
@@ -118,9 +118,9 @@ def test_what_was_drafted_is_told_without_corrections() -> None:
 
 
 def test_a_comparison_of_an_earlier_version_is_read() -> None:
-    known = json.loads((RESULTS / "judges_compared.json").read_text())["rows"][2]
+    known = json.loads((FIXTURES / "earlier_frontier_row.json").read_text())
     assert not {"draft_share", "options"} & known.keys()
-    row = FrontierRow.read(known, "judges_compared.json")
+    row = FrontierRow.read(known, "earlier_frontier_row.json")
     assert row.tokens_per_pass == known["tokens_per_pass"] and row.draft_share is None
 
 

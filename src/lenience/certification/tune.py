@@ -40,13 +40,13 @@ from lenience.runs.uses import Draw, aligned
 from lenience.tasks import Sample, Task
 from lenience.tasks.base import Messages
 
-FORMAT = 2
+FORMAT = 3
 """Of what is kept of races; what was kept in another is raced anew."""
 WINDOWS = (2, 4, 8, 16, 32)
 HEATS = ((2, 0.3), (4, 0.3))
 """On how many prompts those that are left take turns, and which share of each group then stays."""
 LEAST_PROMPTS = 16
-"""For the heats, the final, and as many as the final has to tell of the fastest on."""
+"""For the heats, the final, and twice as many as the final has to time what is certified on."""
 GRID = (*(spec for drafter in DRAFTERS.values() for spec in drafter.grid), Medusa.name)
 """The drafters that need no fitting, and the heads that come with the built-in target."""
 FITTED = (Medusa, Blockwise, Eagle)
@@ -167,8 +167,9 @@ class _Contest:
 
     @property
     def apart(self) -> int:
-        """How many prompts are left for what is certified: as many as the final has."""
-        return (len(self.prompts) - sum(n for n, _ in HEATS)) // 2
+        """How many prompts are left for what is certified: twice as many as the final has, since
+        few decoders take turns on them, and what they come to is what a user is told."""
+        return 2 * (len(self.prompts) - sum(n for n, _ in HEATS)) // 3
 
 
 def _contest(pair: Pair, task: Task, folder: Path, config: TuneConfig) -> _Contest:

@@ -39,7 +39,7 @@ THRESHOLDS = (0.9995, 0.9985)
 """Those that are tried, of the judge that is fitted now and of the one that comes with the pair.
 Stricter ones are hardly faster than strict decoding here, and the paper's, of a recall of 0.9,
 loses too much."""
-WINDOWS, WIDEST, RACED = (4, 8, 16), 16, 30
+WINDOWS, WIDEST, RACED = (4, 8, 16), 16, 42
 """The windows that race, the one for what is gained where only the target's passes cost, and how
 many problems are raced and timed on."""
 STOPPED_AT = 0.5
