@@ -103,7 +103,7 @@ MORE = ", more"
 RACED = ("ahead, layers", "target's states")
 """The judges that race, where they are fitted: what accepts most, and what is asked fastest; those
 of the longer run in their places, where there is one."""
-STOPS = (0.5,)
+STOPS, RACED_ON = (0.5,), 96
 WINDOWS = (4, 8, 16)
 
 
@@ -259,7 +259,7 @@ def tuned(judges: Judges, max_drop: float, prompts: int) -> Tuned:
     asked = replace(asked, rules=named, thresholds=THRESHOLDS)
     stop = judges.stop_of(judges.raced[0], "0.98")
     stops = ("fixed", *(f"head:{stop}@{least}" for least in STOPS))
-    config = TuneConfig(asked, windows=WINDOWS, stops=stops)
+    config = TuneConfig(asked, windows=WINDOWS, stops=stops, prompts=RACED_ON)
     with progress_bars() as show:
         return tune(judges.pair, WordMath(), judges.out / "certified-fast", config, show)
 

@@ -14,19 +14,20 @@ import torch
 from test_certify import Echo
 
 from lenience import InputError
+from lenience.certification.certify import _Chains
 from lenience.certification.question import CertifyConfig
 from lenience.certification.speeds import Speeds, Timed, take_turns
 from lenience.certification.tune import (
     HEATS,
     Raced,
     TuneConfig,
-    _ever_faster,
+    _fast,
     drafters_for,
     race,
     tune,
 )
 from lenience.cli.tables import gained
-from lenience.decoding.certified import read_certificate
+from lenience.decoding.certified import TriedSetting, read_certificate
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs
@@ -66,12 +67,27 @@ def test_a_race_finds_the_fastest_of_each_group_and_tells_its_speed_in_the_final
     assert turns == sorted(turns, key=prompts.index), "all take turns on each prompt"
 
 
-def test_what_is_not_faster_than_a_stricter_setting_is_left_out() -> None:
-    chain = [
-        Raced(setting=str(i), tokens_per_second=speed) for i, speed in enumerate([9, 12, 11, 15])
-    ]
+def test_what_is_clearly_slower_than_a_stricter_setting_is_left_out() -> None:
+    speeds = [8, 9, 12, 11, 10, 15, 14]
+    chain = [Raced(setting=str(i), tokens_per_second=speed) for i, speed in enumerate(speeds)]
     lossless = Raced(setting="exact", tokens_per_second=10)
-    assert [one.setting for one in _ever_faster(lossless, chain)] == ["1", "3"]
+    assert [one.setting for one in _fast(lossless, chain)] == ["1", "2", "3", "5", "6"]
+    assert _fast(lossless, chain[:2]) == [], "nothing is faster than what loses nothing"
+
+
+def test_of_all_that_passed_the_fastest_is_certified() -> None:
+    """They all hold together; a later one that is slower by the race is not taken for it."""
+
+    def row(rule: str, speed: float | None, passed: bool) -> TriedSetting:
+        numbers = {"window": 8, "n": 9, "losses": 0.0, "upper_bound": 0.1, "accuracy": 1.0}
+        found = {"hopeless": False, "tokens_per_pass": 2.0 + len(rule), "target_accuracy": 1.0}
+        return TriedSetting(rule=rule, passed=passed, tokens_per_second=speed, **numbers, **found)
+
+    one = [row("exact", 10, True), row("kl:0.1", 12, True), row("kl:0.40", 11, True)]
+    other = [row("topk:2", 11.5, True), row("topk:3", 15, False)]
+    assert _Chains([one, other]).best == one[1]
+    untimed = [[each.model_copy(update={"tokens_per_second": None}) for each in one]]
+    assert _Chains(untimed).best == untimed[0][2]
 
 
 def test_how_many_times_as_fast_is_told_with_an_interval_over_the_same_prompts() -> None:

@@ -138,11 +138,14 @@ class _Chains:
 
     @property
     def best(self) -> TriedSetting | None:
-        """Of each chain's last setting that passed, the fastest, or the one with the most tokens
-        per pass where seconds were not measured."""
+        """Of all settings that passed, which all hold together, the fastest; where seconds were not
+        measured, of each chain's last the one with the most tokens per pass."""
         passed = [[row for row in chain if row.passed] for chain in self.tried]
+        timed = [row for chain in passed for row in chain if row.tokens_per_second]
+        if timed:
+            return max(timed, key=lambda row: row.tokens_per_second or 0.0)
         last = [chain[-1] for chain in passed if chain]
-        return max(last, key=lambda row: row.tokens_per_second or row.tokens_per_pass, default=None)
+        return max(last, key=lambda row: row.tokens_per_pass, default=None)
 
     @property
     def shown(self) -> TriedSetting:

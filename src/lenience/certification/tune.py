@@ -47,6 +47,9 @@ HEATS = ((2, 0.3), (4, 0.3))
 """On how many prompts those that are left take turns, and which share of each group then stays."""
 LEAST_PROMPTS = 16
 """For the heats, the final, and twice as many as the final has to time what is certified on."""
+SLOWER = 0.85
+"""A setting that makes less than this share of a stricter one's tokens a second is left out; one
+that makes more may have been unlucky in the race."""
 GRID = (*(spec for drafter in DRAFTERS.values() for spec in drafter.grid), Medusa.name)
 """The drafters that need no fitting, and the heads that come with the built-in target."""
 FITTED = (Medusa, Blockwise, Eagle)
@@ -61,7 +64,7 @@ class TuneConfig:
     """Its rules race, each with all its settings, beside strict decoding and the target alone."""
     windows: tuple[int, ...] = WINDOWS
     stops: tuple[str, ...] = ("fixed",)
-    prompts: int = 32
+    prompts: int = 64
     """How many to race on, and to time what is certified on."""
 
     def __post_init__(self) -> None:
@@ -120,17 +123,17 @@ def tune(
     """Race settings on fresh prompts, which are used up by it, and certify what is fastest.
 
     Each of a rule's settings from strict to lenient races at every window, stop and drafter; those
-    whose best is not faster than a stricter one's are left out. The chain that is certified begins
-    with the fastest lossless decoding: the certificate is of the fastest setting that passes, and
-    of strict decoding where leniency gains nothing. What is certified is timed anew beside the
-    fastest lossless ones, on prompts of its own: what won a race was also lucky. What was raced
-    once on this machine stays. Raises InputError as `certify` does.
+    whose best is clearly slower than a stricter one's are left out. The chain that is certified
+    begins with the fastest lossless decoding: the certificate is of the fastest setting that
+    passes, and of strict decoding where leniency gains nothing. What is certified is timed anew
+    beside the fastest lossless ones, on prompts of its own: what won a race was also lucky. What
+    was raced once on this machine stays. Raises InputError as `certify` does.
     """
     task, question = task_for(pair, task, progress), config.question
     contest = _contest(pair, task, folder, config)
     races = _races(pair, contest, progress)
     lossless = max(races.alone, races.strict, key=lambda raced: raced.tokens_per_second)
-    chains = [_ever_faster(lossless, raced) for raced in races.lenient]
+    chains = [_fast(lossless, raced) for raced in races.lenient]
     chains[0].insert(0, lossless)
     settings = tuple(tuple(one.setting for one in chain) for chain in chains if chain)
     raced = {one.setting: one.tokens_per_second for chain in chains for one in chain}
@@ -142,14 +145,17 @@ def tune(
     return Tuned(races, certificate, _timed(pair, contest, races, certified, progress=progress))
 
 
-def _ever_faster(fastest: Raced, chain: Iterable[Raced]) -> list[Raced]:
-    """Those of a chain that are faster than all before them and than `fastest`."""
-    kept = []
+def _fast(lossless: Raced, chain: Iterable[Raced]) -> list[Raced]:
+    """Those of a chain that are not clearly slower than any before them and than `lossless`, as far
+    as the last that is faster than that."""
+    kept, best, end = list[Raced](), lossless.tokens_per_second, 0
     for one in chain:
-        if one.tokens_per_second > fastest.tokens_per_second:
+        if one.tokens_per_second >= SLOWER * best:
             kept.append(one)
-            fastest = one
-    return kept
+            best = max(best, one.tokens_per_second)
+            if one.tokens_per_second > lossless.tokens_per_second:
+                end = len(kept)
+    return kept[:end]
 
 
 @dataclass(frozen=True)
