@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 
 PILOT = 40
 """How many prompts a pilot has."""
+ALIKE = 0.97
+"""What share of the fastest's speed is as good as it: a race does not tell such small gains, for
+which nothing need be lost."""
 PROMISES_NOT = (
     "prompts of another kind than those it was calibrated on: it holds on average over prompts "
     "like them, not for each of them",
@@ -138,12 +141,13 @@ class _Chains:
 
     @property
     def best(self) -> TriedSetting | None:
-        """Of all settings that passed, which all hold together, the fastest; where seconds were not
-        measured, of each chain's last the one with the most tokens per pass."""
+        """Of all settings that passed, which all hold together, the strictest that is as fast as
+        any but for ALIKE; where seconds were not measured, of each chain's last the one with the
+        most tokens per pass."""
         passed = [[row for row in chain if row.passed] for chain in self.tried]
-        timed = [row for chain in passed for row in chain if row.tokens_per_second]
-        if timed:
-            return max(timed, key=lambda row: row.tokens_per_second or 0.0)
+        timed = [(row.tokens_per_second or 0.0, row) for chain in passed for row in chain]
+        if most := max((speed for speed, _ in timed), default=0.0):
+            return next(row for speed, row in timed if speed >= ALIKE * most)
         last = [chain[-1] for chain in passed if chain]
         return max(last, key=lambda row: row.tokens_per_pass, default=None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -158,7 +159,7 @@ def _draw_labels(axis: Any, labels: Sequence[_Label]) -> None:
         ]
         place = min(inside or places, key=lambda place: _covered(place, taken))
         taken.append(place)
-        axis.annotate(
+        shown = axis.annotate(
             label.text,
             (label.x, label.y),
             fontsize=7,
@@ -167,6 +168,7 @@ def _draw_labels(axis: Any, labels: Sequence[_Label]) -> None:
             textcoords="offset points",
             arrowprops={"arrowstyle": "-", "color": label.color, "alpha": 0.4, "linewidth": 0.5},
         )
+        shown.set_in_layout(False)  # a long one would squeeze the axes
 
 
 def _shifts(width: float) -> list[tuple[float, float]]:
@@ -256,8 +258,10 @@ def _draw_marks(axis: Any, number: int, rows: Numbered, colors: dict[str, str]) 
 
 
 def _text(row: NamedRow, without: str) -> str:
-    """A mark's label, without the family that the legend has."""
-    text = f"{row.name}, w {row.window}" if row.window else row.name
+    """A mark's label, without the family that the legend has, and with no more of a stop condition
+    than its kind: there is little room."""
+    name = re.sub(r"(stop=\w+):[^,]*", r"\1", row.name)
+    text = f"{name}, w {row.window}" if row.window else name
     return text.removeprefix(without).lstrip(":, ") or text
 
 
