@@ -88,6 +88,8 @@ def test_of_all_that_passed_the_fastest_is_certified() -> None:
     assert _Chains([one, other]).best == one[1]
     as_fast = row("exact", 11.8, True)
     assert _Chains([[as_fast, *one[1:]], other]).best == as_fast, "leniency has to pay"
+    nearly = row("kl:0.40", 12.1, True)
+    assert _Chains([[*one[:2], nearly], other]).best == nearly, "but no more than once"
     untimed = [[each.model_copy(update={"tokens_per_second": None}) for each in one]]
     assert _Chains(untimed).best == untimed[0][2]
 

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 PILOT = 40
 """How many prompts a pilot has."""
 ALIKE = 0.97
-"""What share of the fastest's speed is as good as it: a race does not tell such small gains, for
-which nothing need be lost."""
+"""What share of the fastest's speed is as good as it where nothing is lost: a race does not tell
+smaller gains."""
 PROMISES_NOT = (
     "prompts of another kind than those it was calibrated on: it holds on average over prompts "
     "like them, not for each of them",
@@ -141,13 +141,16 @@ class _Chains:
 
     @property
     def best(self) -> TriedSetting | None:
-        """Of all settings that passed, which all hold together, the strictest that is as fast as
-        any but for ALIKE; where seconds were not measured, of each chain's last the one with the
-        most tokens per pass."""
+        """Of all settings that passed, which all hold together, the fastest, or the first of all
+        where that is as fast but for ALIKE; where seconds were not measured, of each chain's last
+        the one with the most tokens per pass."""
         passed = [[row for row in chain if row.passed] for chain in self.tried]
         timed = [(row.tokens_per_second or 0.0, row) for chain in passed for row in chain]
-        if most := max((speed for speed, _ in timed), default=0.0):
-            return next(row for speed, row in timed if speed >= ALIKE * most)
+        most, fastest = max(timed, key=lambda each: each[0], default=(0.0, None))
+        if most:
+            speed, first = timed[0]
+            is_first = first is self.tried[0][0] and speed >= ALIKE * most
+            return first if is_first else fastest
         last = [chain[-1] for chain in passed if chain]
         return max(last, key=lambda row: row.tokens_per_pass, default=None)
 
