@@ -417,6 +417,22 @@ def test_accuracies_near_1_are_on_the_plot() -> None:
     assert low < found[0]["accuracy"] == 0.996 < high
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_long_label_leaves_the_plots_axes_alone() -> None:
+    """Of a stop condition the kind alone stands there."""
+    answers = [[result(10, 5, True)] * 9] * 3
+    settings = [setting("target", 0), setting("draft", 0), setting("exact", 8, "fastest")]
+    found = rows(settings, answers, [[1.0, 0.5, 0.4]] * 5)
+    widths = []
+    for rule in ("exact", "judge:" + "long" * 40 + "@0.5"):
+        found[2] |= {"rule": rule, "options": {"stop": f"head:{'folder' * 20}@0.5"}}
+        figure = plot(frontier_of(found))
+        figure.draw_without_rendering()
+        assert "stop=head, w 8" in " ".join(text.get_text() for text in figure.axes[0].texts)
+        widths.append([axis.get_position().width for axis in figure.axes])
+    assert widths[0] == pytest.approx(widths[1])
+
+
 def test_the_ring_is_around_what_is_certified() -> None:
     """Not around the same rule and window with another drafter."""
     names = ("target", "draft", "exact", "exact")
