@@ -13,10 +13,12 @@ from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
 from lenience.core.errors import InputError
 from lenience.core.files import EMBEDDED
-from lenience.decoding.certified import head_paths, without_paths
+from lenience.decoding.auto_window import learned_stops
+from lenience.decoding.certified import head_paths, stop_without_paths, without_paths
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.drafting.registry import parse_drafter
+from lenience.drafting.stops import Likely, parse_stop
 from lenience.evaluation.compare import CompareConfig
 from lenience.rules.judge import BUILT_IN, Judge
 from lenience.rules.registry import parse_rule
@@ -91,6 +93,30 @@ def test_its_judge_needs_no_path() -> None:
     assert str(Judge("run/judge", 0.9)) == "judge:run/judge@0.9"
 
 
+def test_its_stop_has_learned_of_its_judge_and_needs_no_path() -> None:
+    found = learned_stops(parse_rule("judge@0.98"))
+    assert [str(stop) for stop in found] == ["head@0.3", "head@0.5", "head@0.7"]
+    assert parse_stop(f"head:{Likely().path}@0.5") == parse_stop("head@0.5")
+    assert stop_without_paths(Likely("run/stop", 0.5)) == "head:stop@0.5"
+    assert stop_without_paths("head@0.5") == "head@0.5"
+
+
+def test_its_stop_ends_windows_where_its_judge_would_reject(built_in: Pair) -> None:
+    """A tenth fewer tokens are drafted for each that is kept, and there are at most a fifth more
+    passes: what it cuts off would mostly have been rejected."""
+    prompts = [sample.prompt for sample in take(WordMath(), "test", 30)]
+    drafted, kept, passes = list[int](), list[int](), list[int]()
+    for stop in ("fixed", "head@0.5"):
+        outs = built_in.generate_batch(
+            prompts, batch_size=30, rule="judge@0.98", window=16, stop=stop, max_new_tokens=320
+        )
+        drafted.append(sum(out.drafted for out in outs))
+        kept.append(sum(len(out.tokens) for out in outs))
+        passes.append(sum(out.target_passes for out in outs))
+    assert drafted[1] / kept[1] < 0.9 * drafted[0] / kept[0]
+    assert passes[1] < 1.2 * passes[0]
+
+
 def test_its_judge_is_certified_on_prompts_that_it_has_not_learned_from(
     built_in: Pair, tmp_path: Path
 ) -> None:
@@ -108,15 +134,18 @@ def test_its_judge_is_certified_on_prompts_that_it_has_not_learned_from(
     assert made.n == len(fresh) == 4
 
 
-def test_its_judge_is_not_asked_of_another_pair(llama: Pair) -> None:
+def test_its_judge_and_its_stop_are_not_asked_of_another_pair(llama: Pair) -> None:
     for rule in ("judge@0.9", "judge:unchecked=true@0.9"):
         with pytest.raises(InputError, match="judge without a path is that of the built-in pair"):
             llama.generate("1 2 3", rule=rule)
+    with pytest.raises(InputError, match="one; name yours, head:RUN/stop, which"):
+        llama.generate("1 2 3", stop="head@0.5")
 
 
 def test_what_is_kept_of_its_judge_names_no_path_of_the_machine(tmp_path: Path) -> None:
-    judged = Decoding(rule="judge@0.9", drafter="medusa")
+    judged = Decoding(rule="judge@0.9", stop="head@0.5", drafter="model")
     assert head_paths(judged, tmp_path) == {}
+    assert head_paths(Decoding(rule="judge@0.9", drafter="medusa"), tmp_path) == {}
     asked = CompareConfig(("judge@0.9", f"judge:{tmp_path}@0.9"))
     assert set(asked.heads()) == {"built-in judge", str(tmp_path)}
 

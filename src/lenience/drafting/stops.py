@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 import torch
@@ -19,8 +19,10 @@ from torch import Tensor
 from lenience.core import spec
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
+from lenience.core.files import EMBEDDED
 from lenience.heads.head import Learned
 
+BUILT_IN = str(EMBEDDED / "stop")
 OF_SHARE, OF_LEAST, STEP = 0.5, 0.9, 0.01
 """How a threshold is adapted to the share that is accepted (Zhang 2023, section 3.3): how much of
 the share before is kept, how much of the threshold, and by how much it is moved."""
@@ -225,9 +227,6 @@ class Scored(Learned, Stop):
     def needs_state_after(self) -> bool:
         return self.head.inputs.tokens == ("draft",)
 
-    def relocated(self, path: Callable[[str], str]) -> Self:
-        return replace(self, path=path(self.path))
-
     def check(
         self, fingerprints: Callable[[], Mapping[str, str]], sizes: Mapping[str, int]
     ) -> None:
@@ -249,10 +248,12 @@ class Scored(Learned, Stop):
 class Likely(Scored):
     """Stop at the first token with which it becomes likelier than `threshold` that the window holds
     one that is rejected (SpecDec++, Huang 2024, section 3); `lenience fit RUN --stop` makes the
-    head."""
+    head, and without a path it is that of the built-in pair."""
 
+    path: str = field(default=BUILT_IN, metadata=spec.PLACED)
     name = "head"
     role = "stop"
+    built_in = BUILT_IN
 
     def stop_mask(self, probs: Tensor, rows: Sequence[Row]) -> Tensor:
         return 1 - probs.cumprod(1) > self.bound

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -279,6 +279,8 @@ class Learned:
     """Run the head on models other than those it was fitted to."""
     name: ClassVar[str]
     role: ClassVar[Role]
+    built_in: ClassVar[str | None] = None
+    """The head that comes with the built-in pair, which is asked where no path is given."""
     highest: ClassVar[float] = 1
     """Of the threshold."""
 
@@ -299,12 +301,24 @@ class Learned:
         """The threshold that holds."""
         return self.head.threshold if self.threshold is None else self.threshold
 
+    def relocated(self, path: Callable[[str], str]) -> Self:
+        """The same with its head's path changed; the one of the built-in pair has none."""
+        return self if self.path == self.built_in else replace(self, path=path(self.path))
+
     def check(
         self, fingerprints: Callable[[], Mapping[str, str]], sizes: Mapping[str, int]
     ) -> None:
         """Raise InputError where the head cannot run on models of these fingerprints and hidden
         sizes."""
-        self.head.check({} if self.unchecked else fingerprints(), sizes)
+        try:
+            self.head.check({} if self.unchecked else fingerprints(), sizes)
+        except InputError as error:
+            if self.path != self.built_in:
+                raise
+            raise InputError(
+                f"{self.name} without a path is that of the built-in pair, and this is another "
+                f"one; name yours, {self.name}:RUN/{self.role}, which `lenience fit` makes"
+            ) from error
 
     def check_temperature(self, temperature: float) -> None:
         """Raise InputError where the head learned from answers that were drawn at another

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -18,7 +18,7 @@ from lenience.core.types import Draft, Reading
 from lenience.heads.head import Learned
 from lenience.rules.base import Lenient
 
-BUILT_IN = EMBEDDED / "judge"
+BUILT_IN = str(EMBEDDED / "judge")
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Judge(Learned, Lenient):
     Judge Decoding, Bachmann 2025); without a path that of the built-in pair. Alone it means
     `exact|judge:…` when greedy and `speculative|judge:…` when sampling."""
 
-    path: str = field(default=str(BUILT_IN), metadata=spec.PLACED)
+    path: str = field(default=BUILT_IN, metadata=spec.PLACED)
     strict: str = field(default="", kw_only=True)
     """A regular expression: where it is found in the drafted token or in the target's own, the
     judge must be surer."""
@@ -35,6 +35,7 @@ class Judge(Learned, Lenient):
     """How much larger the logit of its score must be there."""
     name = "judge"
     role = "judge"
+    built_in = BUILT_IN
     implies_strict = True
     has_threshold = True
     highest = math.nextafter(1, 2)
@@ -88,22 +89,6 @@ class Judge(Learned, Lenient):
     def with_thresholds(self, thresholds: Sequence[float]) -> list[Self]:
         ordered = sorted(set(thresholds), reverse=True)
         return [replace(self, threshold=threshold) for threshold in ordered]
-
-    def relocated(self, path: Callable[[str], str]) -> Self:
-        return self if self.path == str(BUILT_IN) else replace(self, path=path(self.path))
-
-    def check(
-        self, fingerprints: Callable[[], Mapping[str, str]], sizes: Mapping[str, int]
-    ) -> None:
-        try:
-            super().check(fingerprints, sizes)
-        except InputError as error:
-            if self.path != str(BUILT_IN):
-                raise
-            raise InputError(
-                f"{self.name} without a path is that of the built-in pair, and this is another "
-                "one; name yours, judge:RUN/judge, which `lenience fit RUN` makes"
-            ) from error
 
     def ask(
         self, draft: Draft, reading: Reading, ctx: Context, exact: Tensor
