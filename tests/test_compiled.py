@@ -30,7 +30,7 @@ from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.lm import LM, States
 from lenience.models.memory import token_bytes
 from lenience.models.onnx_export import export_graph
-from lenience.models.onnx_graph import GraphCache
+from lenience.models.onnx_graph import Graph, GraphCache
 from lenience.models.session import Session
 from lenience.models.threads import torch_threads
 
@@ -216,6 +216,24 @@ def test_a_recorded_cache_is_taken_over_and_forgets(checkpoints, llama: Pair) ->
     assert gone() is None, "a model that nobody uses is freed, and its spare cache with it"
 
 
+def test_an_exported_cache_takes_over_memory_that_is_forgotten(compiled, llama: Pair) -> None:
+    pair = Pair(compiled("llama"), compiled("llama", "draft"), "compiled")
+    long, short = [3 + i % 20 for i in range(170)], [2]  # for the long one a cache grows
+    pair.generate(long, max_new_tokens=8)
+    gc.collect()
+    spare = pair.target.backend._spare
+    kept = {key: memory for key, memory in spare.items() if key[0] == 1 and key[1] >= 160}
+    assert len(kept) == 2
+    with torch.inference_mode():
+        for memory in kept.values():
+            memory.states += torch.nan  # as after a pass that overflowed
+    for prompt in (long, short):
+        wanted = llama.generate(prompt, max_new_tokens=8).tokens
+        assert pair.generate(prompt, max_new_tokens=8).tokens == wanted
+        gc.collect()
+    assert all(spare[key] is memory for key, memory in kept.items())
+
+
 def test_the_built_in_pair_compiled_answers_as_plain(
     built_in: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,16 +348,23 @@ def test_a_passing_failure_keeps_the_export(
 def test_torch_has_one_thread_beside_graphs_and_gets_back_what_it_had(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also between steps, and where several decode at once."""
+    """Also between steps, while caches are made, and where several decode at once."""
     built_in = load_pair(compile=True)
     assert built_in.compiled
-    seen, judge = list[int](), loop._judge
+    seen = set[tuple[str, int]]()
 
-    def judged(*args: Any) -> Any:
-        seen.append(torch.get_num_threads())
-        return judge(*args)
+    def noted(owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
 
-    monkeypatch.setattr(loop, "_judge", judged)
+        def noting(*args: Any) -> Any:
+            seen.add((name, torch.get_num_threads()))
+            return inner(*args)
+
+        monkeypatch.setattr(owner, name, noting)
+
+    noted(loop, "_judge")
+    noted(loop, "_replace_finished")
+    noted(Graph, "memory")
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -348,7 +373,7 @@ def test_torch_has_one_thread_beside_graphs_and_gets_back_what_it_had(
         _, steps = built_in._decode(ids, setup, 2, Telling())
         for _ in steps:
             assert torch.get_num_threads() == 3
-        assert set(seen) == {1}
+        assert seen == {("_judge", 1), ("_replace_finished", 1), ("memory", 1)}
         with ThreadPoolExecutor(4) as workers:
             list(workers.map(lambda _: built_in.generate(ids[0], max_new_tokens=20), range(8)))
         assert torch.get_num_threads() == 3

@@ -15,7 +15,8 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import cache
 from typing import Any, Literal, TypeVar, cast, get_type_hints
 
 from lenience.core.errors import InputError
@@ -131,8 +132,7 @@ def parse_term(text: str, what: str, kinds: Mapping[str, type[T]]) -> T:
     if name not in kinds:
         raise InputError(f"there is no {what} {name!r}; there are {', '.join(kinds)}")
     kind = kinds[name]
-    hints = get_type_hints(kind)
-    types = {item.name: hints[item.name] for item in _fields(kind)}
+    types = _types(cast(Hashable, kind))
     values = _arguments(name, args, kind, types)
     if after:
         if "threshold" not in types:
@@ -143,6 +143,13 @@ def parse_term(text: str, what: str, kinds: Mapping[str, type[T]]) -> T:
             written = f"{body}@T" if item.name == "threshold" else f"{name}:{item.name.upper()}"
             raise InputError(f"{name} needs {item.name}: write {written}")
     return kind(**values)
+
+
+@cache
+def _types(kind: Hashable) -> Mapping[str, object]:
+    """The types of a dataclass's fields, which take long to find."""
+    hints = get_type_hints(kind)
+    return {item.name: hints[item.name] for item in _fields(kind)}
 
 
 def parse(value: Any, label: str, what: str, kinds: Mapping[str, type[T]], base: type[T]) -> T:

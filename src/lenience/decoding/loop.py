@@ -66,7 +66,8 @@ def decode(
             profile.add("rest")
             yield request, step
             profile.start()
-        active = _replace_finished(active, next_request, session, drafter)
+        with torch_threads(session.torch_threads):
+            active = _replace_finished(active, next_request, session, drafter)
         profile.add("cache")
 
 

@@ -57,6 +57,7 @@ from lenience.models.lm import LAST, LM, States
 from lenience.models.memory import check_memory
 from lenience.models.prompts import Prompt, several
 from lenience.models.session import Session, tree_cache
+from lenience.models.threads import torch_threads
 from lenience.rules.combine import as_rule
 from lenience.rules.registry import BASELINES, parse_rule
 from lenience.rules.strict import Exact
@@ -377,13 +378,14 @@ class Pair:
         # a tree's tokens may be more than those that a context has left
         beyond = setup.columns(window) if setup.branches else 0
         lengths = [min(capacity, (lm.context_length or capacity) + beyond) for lm, _ in cached]
-        check_memory([(*one, n) for one, n in zip(cached, lengths)], rows, beyond)
-        cache = tree_cache(reader, rows, lengths[0], states) if setup.branches else None
-        session = Session(reader, rows, lengths[0], cache, profile, states=states)
-        session.torch_threads = self.torch_threads
-        if spec is None:
-            return session, NoDrafter(reader.device)
-        return session, spec.build(replace(needs, session=session))
+        with torch_threads(self.torch_threads):
+            check_memory([(*one, n) for one, n in zip(cached, lengths)], rows, beyond)
+            cache = tree_cache(reader, rows, lengths[0], states) if setup.branches else None
+            session = Session(reader, rows, lengths[0], cache, profile, states=states)
+            session.torch_threads = self.torch_threads
+            if spec is None:
+                return session, NoDrafter(reader.device)
+            return session, spec.build(replace(needs, session=session))
 
     def converse(
         self,

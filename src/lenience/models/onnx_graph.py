@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ FIRST_CAPACITY = 160
 """How many tokens a row of a new cache can hold before it grows."""
 KEPT_CALLS, LARGEST_KEPT_CALL = 16, 1 << 20
 """How many shapes of calls a cache keeps bound, and of how many numbers."""
+SPARE_MEMORIES, LARGEST_SPARE = 4, 1 << 23
+"""How many memories a graph keeps for later caches, and of how many numbers: the kernel takes
+longer to hand out their pages than a pass over a few tokens takes."""
 LARGEST_SCORES = 1 << 24
 """How many attention scores a layer may take at once; longer reads are made in parts."""
 
@@ -73,6 +76,7 @@ class Graph:
         self._others, self.makes_others = others, bool(others and others.makes)
         self.trees: Graph | None = None
         """What reads trees, once that was asked for."""
+        self._spare: dict[tuple[int, int], _Memory] = {}
 
     def giving(self, lm: LM, states: States) -> Graph | None:
         return self._others.giving(lm, states) if self._others else None
@@ -90,6 +94,22 @@ class Graph:
     def cache(self, lm: LM, rows: int, capacity: int) -> GraphCache:
         return GraphCache(lm, self, rows, capacity)
 
+    def memory(self, rows: int, capacity: int) -> _Memory:
+        """An empty one, which may have been another cache's."""
+        spare = self._spare.pop((rows, capacity), None)
+        if spare is None:
+            return _Memory.of(self, rows, capacity)
+        spare.clear()
+        return spare
+
+    def keep(self, memory: _Memory) -> None:
+        """Keep what a cache needs no longer for another one."""
+        if memory.states.numel() > LARGEST_SPARE:
+            return
+        self._spare[memory.states.shape[1], memory.capacity] = memory
+        for oldest in list(self._spare)[:-SPARE_MEMORIES]:
+            self._spare.pop(oldest, None)
+
 
 @cache
 def _share_threads() -> None:
@@ -98,6 +118,34 @@ def _share_threads() -> None:
     import onnxruntime
 
     onnxruntime.set_global_thread_pool_sizes(cores(), 1)
+
+
+@dataclass(eq=False)
+class _Memory:
+    """What a cache of a capacity keeps, and the calls that are bound to it."""
+
+    states: Tensor
+    """[2 · layers, rows, H, C, D]"""
+    features: Tensor
+    """[rows, C, F]"""
+    calls: dict[_Shape, _Call] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, graph: Graph, rows: int, capacity: int) -> _Memory:
+        """Zeros, not anything: a masked key's weight is 0, and 0 times a NaN is none."""
+        return cls(
+            torch.zeros(2 * graph.layers, rows, graph.heads, capacity, graph.head_size),
+            torch.zeros(rows, capacity, graph.feature_size or 0),
+        )
+
+    @property
+    def capacity(self) -> int:
+        return self.states.shape[3]
+
+    @torch.inference_mode()
+    def clear(self) -> None:
+        self.states.zero_()
+        self.features.zero_()
 
 
 class GraphCache:
@@ -111,36 +159,41 @@ class GraphCache:
         self.lm, self.graph = lm, graph
         self.num_queries = int(lm.model.config.get_text_config().num_attention_heads)
         self.largest_capacity = capacity
-        self.states = self._zeros(rows, min(capacity, FIRST_CAPACITY))
-        self._features = self._no_features()
-        self._calls: dict[_Shape, _Call] = {}
+        self._memory = graph.memory(rows, min(capacity, FIRST_CAPACITY))
 
     @property
     def can_loop(self) -> bool:
         return self.graph.can_loop
 
     @property
+    def states(self) -> Tensor:
+        return self._memory.states
+
+    @property
     def capacity(self) -> int:
-        return self.states.shape[3]
+        return self._memory.capacity
 
     def token_bytes(self) -> dict[torch.device, int]:
         """While a cache grows there are two."""
-        one = self.states[:, 0, :, 0].nbytes + self._features[0, 0].nbytes
+        one = self.states[:, 0, :, 0].nbytes + self._memory.features[0, 0].nbytes
         return {self.states.device: 2 * one}
 
-    def on_session_closed(self) -> None: ...
+    def on_session_closed(self) -> None:
+        self.graph.keep(self._memory)
 
     def copy(self, source: int, to: int, length: int) -> None:
         self.states[:, to, :, :length] = self.states[:, source, :, :length]
-        self._features[to, :length] = self._features[source, :length]
+        features = self._memory.features
+        features[to, :length] = features[source, :length]
 
     def gather(self, row: int, start: int, columns: list[int]) -> None:
         kept, states = slice(start, start + len(columns)), self.states[:, row]
         states[:, :, kept] = states[:, :, columns]
-        self._features[row, kept] = self._features[row, columns]
+        features = self._memory.features
+        features[row, kept] = features[row, columns]
 
     def features(self, row: int, start: int, end: int) -> Tensor:
-        return self._features[row, start:end]
+        return self._memory.features[row, start:end]
 
     def read(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
         self._make_room(forward.kv_length)
@@ -172,18 +225,18 @@ class GraphCache:
             states = call.new.select(1, place).narrow(2, padding, n)
             self.states.select(1, row).narrow(2, cached, n).copy_(states)
             if call.features is not None:
-                self._features[row, cached : cached + n] = call.features[place, padding:]
+                features = call.features[place, padding:]
+                self._memory.features[row, cached : cached + n] = features
 
     def _make_room(self, kv_length: int) -> None:
         if kv_length <= self.capacity:
             return
-        old, by_half = self.states, self.capacity * 3 // 2
+        old, by_half = self._memory, self.capacity * 3 // 2
         capacity = max(kv_length, min(by_half, self.largest_capacity))
-        self.states = self._zeros(old.shape[1], capacity)
-        self.states[:, :, :, : old.shape[3]] = old
-        features, self._features = self._features, self._no_features()
-        self._features[:, : old.shape[3]] = features
-        self._calls = {}
+        self._memory = self.graph.memory(old.states.shape[1], capacity)
+        self.states[:, :, :, : old.capacity] = old.states
+        self._memory.features[:, : old.capacity] = old.features
+        self.graph.keep(old)
 
     def _in_halves(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
         """Read what would take too much memory at once, the first half of the columns and then the
@@ -249,23 +302,15 @@ class GraphCache:
 
     def _call(self, shape: _Shape) -> _Call:
         """What reads the rows of a shape; some are kept."""
-        if call := self._calls.get(shape):
+        calls = self._memory.calls
+        if call := calls.get(shape):
             return call
         call = _Call(self._graph(shape), self.states[:, shape.first : shape.end], shape)
         if call.new.numel() + call.logits.numel() <= LARGEST_KEPT_CALL:
-            if len(self._calls) >= KEPT_CALLS:
-                self._calls.clear()
-            self._calls[shape] = call
+            if len(calls) >= KEPT_CALLS:
+                calls.clear()
+            calls[shape] = call
         return call
-
-    def _zeros(self, rows: int, capacity: int) -> Tensor:
-        """Zeros, not anything: a masked key's weight is 0, and 0 times a NaN is none."""
-        graph = self.graph
-        return torch.zeros(2 * graph.layers, rows, graph.heads, capacity, graph.head_size)
-
-    def _no_features(self) -> Tensor:
-        """[rows, C, F]"""
-        return torch.zeros(self.states.shape[1], self.capacity, self.graph.feature_size or 0)
 
 
 @dataclass(frozen=True)
