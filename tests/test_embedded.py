@@ -121,7 +121,7 @@ def test_its_judge_is_certified_on_prompts_that_it_has_not_learned_from(
     built_in: Pair, tmp_path: Path
 ) -> None:
     task, learned_from = WordMath(), set(Judge().head.prompts)
-    assert len(learned_from) == 5000
+    assert len(learned_from) == 10000
     samples = take(task, "train", 100)
     digests = {one.id: prompt_digest(built_in.target.encode(one.prompt)) for one in samples}
     used = next(id for id in digests if digests[id] in learned_from)
