@@ -23,8 +23,8 @@ FIRST_CAPACITY = 160
 KEPT_CALLS, LARGEST_KEPT_CALL = 16, 1 << 20
 """How many shapes of calls a cache keeps bound, and of how many numbers."""
 SPARE_MEMORIES, LARGEST_SPARE = 4, 1 << 23
-"""How many memories a graph keeps for later caches, and of how many numbers: the kernel takes
-longer to hand out their pages than a pass over a few tokens takes."""
+"""How many memories a graph keeps for later caches, whose pages need not be handed out anew, and of
+how many numbers each at most."""
 LARGEST_SCORES = 1 << 24
 """How many attention scores a layer may take at once; longer reads are made in parts."""
 
