@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
@@ -15,6 +17,7 @@ from lenience.core.errors import InputError
 from lenience.core.files import EMBEDDED
 from lenience.decoding.auto_window import learned_stops
 from lenience.decoding.certified import head_paths, stop_without_paths, without_paths
+from lenience.decoding.loading import load_pair
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.drafting.registry import parse_drafter
@@ -115,6 +118,19 @@ def test_its_stop_ends_windows_where_its_judge_would_reject(built_in: Pair) -> N
         passes.append(sum(out.target_passes for out in outs))
     assert drafted[1] / kept[1] < 0.9 * drafted[0] / kept[0]
     assert passes[1] < 1.2 * passes[0]
+
+
+def test_an_automatic_window_leaves_a_stop_of_another_draft_alone(tmp_path: Path) -> None:
+    shutil.copytree(EMBEDDED / "draft", tmp_path / "draft")
+    weights = load_file(tmp_path / "draft/model.safetensors")
+    weights["model.norm.weight"] *= 1.01
+    save_file(weights, tmp_path / "draft/model.safetensors", metadata={"format": "pt"})
+    pair = load_pair(str(EMBEDDED / "target"), str(tmp_path / "draft"), compile=False)
+    prompts = [sample.prompt for sample in take(WordMath(), "test", 2)]
+    asked = {"window": "auto", "max_new_tokens": 30}
+    settled = pair.settle(prompts, rule="judge:unchecked=true@0.98", **asked)
+    assert settled.stop == "fixed"
+    pair.check(settled)
 
 
 def test_its_judge_is_certified_on_prompts_that_it_has_not_learned_from(

@@ -36,8 +36,8 @@ What is tuned is the one that comes with the pair, which has learned from thirty
 READ = Inputs(("target",))
 """What the judge reads: of the target alone, which it has read anyway when it is asked."""
 THRESHOLDS = (0.9985, 0.993)
-"""Those that are tried. Stricter ones are hardly faster than strict decoding here, and the paper's,
-of a recall of 0.9, loses too much."""
+"""Those that are tried. Stricter ones gain less, and the paper's, of a recall of 0.9, loses too
+much."""
 WINDOWS, WIDEST, RACED = (4, 8, 16), 16, 42
 """The windows that race, the one for what is gained where only the target's passes cost, and how
 many problems are raced and timed on."""
@@ -132,8 +132,8 @@ def _tune(pair: Pair, out: Path, limit: int) -> Tuned:
 
 
 def _compare(pair: Pair, out: Path, tuned: Tuned, limit: int) -> Frontier:
-    """Each threshold and strict decoding as they won the race, the judge that was fitted now like
-    the most lenient of these, and it and strict decoding at the widest window with the draft
+    """Each threshold and strict decoding as they won the race, the judge that was fitted now at the
+    most lenient one, and that one and strict decoding at the widest window with the draft
     model."""
     screen.rule(f"4. comparing on {limit} held-out problems")
     raced = [tuned.races.strict, *(one for chain in tuned.races.lenient for one in chain)]

@@ -477,7 +477,7 @@ class Pair:
         tried = [fastest_window(self._pilot(ids, size, setup), seconds, setup.stop)]
         asks = bool(setup.drafter and setup.drafter.has_states and not setup.branches)
         stops = learned_stops(setup.rule) if asks and isinstance(setup.stop, Fixed) else []
-        if stops:
+        if stops and self._can_ask(stops[0], setup):
             asked = _ending(setup, replace(stops[0], threshold=1.0))  # which never ends a window
             seconds = self._cycle_seconds(ids, size, asked)
             tried += [
@@ -485,6 +485,15 @@ class Pair:
                 for stop in stops
             ]
         return max(tried, key=lambda one: one.tokens_per_second)
+
+    def _can_ask(self, stop: Stop, setup: Setup) -> bool:
+        """Whether a stop condition was fitted to this draft, as the rule's judge need not have
+        been."""
+        try:
+            self.check(_ending(setup, stop).decoding)
+        except InputError:
+            return False
+        return True
 
     def _pilot(self, ids: list[list[int]], size: int, setup: Setup) -> list[Cycle]:
         """What cycles with the widest window do on some prompts."""

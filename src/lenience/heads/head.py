@@ -223,12 +223,16 @@ class Head:
         write_json(folder / f"{self.role}.json", about)
 
 
+def _how_to_fit(role: Role) -> str:
+    return "lenience fit RUN" + ("" if role == "judge" else f" --{role}")
+
+
 def load_head(folder: str | Path, role: Role = "judge") -> Head:
     """The head saved in a folder for a role. Raises InputError where there is none or it is
     broken."""
     path = local(folder)
     if not (path / f"{role}.json").is_file():
-        how = "lenience fit RUN" + ("" if role == "judge" else f" --{role}")
+        how = _how_to_fit(role)
         raise InputError(
             f"{role} {folder}: there is no {role}.json in it; `{how}` makes RUN/{role}"
         )
@@ -310,14 +314,16 @@ class Learned:
     ) -> None:
         """Raise InputError where the head cannot run on models of these fingerprints and hidden
         sizes."""
+        head = self.head
         try:
-            self.head.check({} if self.unchecked else fingerprints(), sizes)
+            head.check({} if self.unchecked else fingerprints(), sizes)
         except InputError as error:
             if self.path != self.built_in:
                 raise
             raise InputError(
                 f"{self.name} without a path is that of the built-in pair, and this is another "
-                f"one; name yours, {self.name}:RUN/{self.role}, which `lenience fit` makes"
+                f"one; name yours, {self.name}:RUN/{self.role}, which `{_how_to_fit(self.role)}` "
+                "makes"
             ) from error
 
     def check_temperature(self, temperature: float) -> None:

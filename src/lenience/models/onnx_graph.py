@@ -89,7 +89,8 @@ class Graph:
     def has_spare(self, rows: int, capacity: int) -> bool:
         return False
 
-    def drop_spare(self, rows: int, capacity: int) -> None: ...
+    def drop_spare(self, rows: int, capacity: int) -> None:
+        self._spare = {key: kept for key, kept in self._spare.items() if key[0] == rows}
 
     def cache(self, lm: LM, rows: int, capacity: int) -> GraphCache:
         return GraphCache(lm, self, rows, capacity)
