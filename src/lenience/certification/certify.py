@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,9 +48,6 @@ if TYPE_CHECKING:
 
 PILOT = 40
 """How many prompts a pilot has."""
-ALIKE = 0.97
-"""What share of the fastest's speed is as good as it where nothing is lost: a race does not tell
-smaller gains."""
 PROMISES_NOT = (
     "prompts of another kind than those it was calibrated on: it holds on average over prompts "
     "like them, not for each of them",
@@ -83,14 +80,21 @@ class Plan(Record):
 
 
 def certify(
-    pair: Pair, task: Task, folder: Path, config: CertifyConfig, progress: Progress = silent
+    pair: Pair,
+    task: Task,
+    folder: Path,
+    config: CertifyConfig,
+    progress: Progress = silent,
+    *,
+    choose: Callable[[list[Decoding]], Decoding] | None = None,
 ) -> Certificate:
     """Find the most lenient of the rules' settings whose loss is at most `max_drop` with the wanted
     confidence, or none; it is written to the run folder, see `lenience.decoding.certified`.
 
     Learn-then-Test (Angelopoulos 2021): each rule's settings are tested from strict to lenient
     until one does not pass, each on growing batches of prompts. Of several rules that pass, the one
-    with the most tokens per pass is certified. The same question asked again goes on where it
+    with the most tokens per pass is certified, or what `choose` names of all settings that
+    passed, which all hold together. The same question asked again goes on where it
     stopped, on more prompts if it is allowed more, or gets the answer that it got; another one is
     tested at the level that the ledger leaves it. What it contradicts is withdrawn. Raises
     InputError, see `CertifyConfig`, `draw_rows` and `Labels`.
@@ -101,7 +105,7 @@ def certify(
         path = on.folder / FILE
         made = Certificate.read(read_json(path), str(path)) if path.exists() else None
         if made is None or not (made.certified or made.most == on.most):
-            made = _certificate(on, folder)
+            made = _certificate(on, folder, choose)
             account(on, folder, made)
             write_json(path, made.to_json())
         with on.ledger.held():
@@ -140,32 +144,33 @@ class _Chains:
     """Each chain's settings as far as they were tested."""
 
     @property
+    def passed(self) -> list[list[TriedSetting]]:
+        """Each chain's settings that passed."""
+        return [[row for row in chain if row.passed] for chain in self.tried]
+
+    @property
     def best(self) -> TriedSetting | None:
-        """Of all settings that passed, which all hold together, the fastest, or the first of all
-        where that is as fast but for ALIKE; where seconds were not measured, of each chain's last
-        the one with the most tokens per pass."""
-        passed = [[row for row in chain if row.passed] for chain in self.tried]
-        timed = [(row.tokens_per_second or 0.0, row) for chain in passed for row in chain]
-        most, fastest = max(timed, key=lambda each: each[0], default=(0.0, None))
-        if most:
-            speed, first = timed[0]
-            is_first = first is self.tried[0][0] and speed >= ALIKE * most
-            return first if is_first else fastest
-        last = [chain[-1] for chain in passed if chain]
+        """Of each chain's last that passed, the one with the most tokens per pass."""
+        last = [chain[-1] for chain in self.passed if chain]
         return max(last, key=lambda row: row.tokens_per_pass, default=None)
 
     @property
-    def shown(self) -> TriedSetting:
-        """The best, or the strictest setting that came nearest to passing."""
-        strictest = [chain[0] for chain in self.tried]
-        return self.best or min(strictest, key=lambda row: row.upper_bound)
+    def nearest(self) -> TriedSetting:
+        """The strictest setting that came nearest to passing."""
+        return min((chain[0] for chain in self.tried), key=lambda row: row.upper_bound)
 
 
-def _certificate(on: Calibration, folder: Path) -> Certificate:
+def _certificate(
+    on: Calibration, folder: Path, choose: Callable[[list[Decoding]], Decoding] | None
+) -> Certificate:
     began = time.perf_counter()
     config = on.config
     outcome = _Chains([_test_chain(on, chain) for chain in on.chains()])
-    best, shown = outcome.best, outcome.shown
+    best = outcome.best
+    if best and choose:
+        passed = {on.decoding_of(row): row for chain in outcome.passed for row in chain}
+        best = passed[choose(list(passed))]
+    shown = best or outcome.nearest
     setting = on.decoding_of(shown)
     return Certificate(
         certified=_certified(best, on, folder) if best else None,

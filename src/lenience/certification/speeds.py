@@ -9,6 +9,7 @@ from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from pydantic import Field
 from scipy.stats import norm, t
 
 from lenience.core.progress import Progress, silent
@@ -76,6 +77,9 @@ class Speeds(Record):
     """Strict decoding at its fastest."""
     alone: Timed
     """The target."""
+    passed: list[Timed] = Field(default_factory=list)
+    """Where more than one that passed may have been the fastest, their turns on the prompts on
+    which what is certified was chosen; none where it had been chosen before."""
 
 
 def warm_up(pair: Pair, settings: Iterable[Decoding], prompt: str | Messages) -> None:

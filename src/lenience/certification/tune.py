@@ -1,11 +1,11 @@
 """Finding the decoding that is fastest on this machine, and certifying it: settings of rule,
-window, stop and drafter race on prompts of their own, are certified in the order of the race, and
-what is certified is timed on further ones."""
+window, stop and drafter race on prompts of their own, are tested from strict to lenient, and what
+passes is timed on further prompts, which choose, and on the last, which tell what is gained."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -15,7 +15,7 @@ from pydantic import Field
 from lenience.certification.calibration import check_question
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
-from lenience.certification.speeds import Speeds, take_turns, warm_up
+from lenience.certification.speeds import Speeds, Timed, take_turns, warm_up
 from lenience.core.errors import InputError
 from lenience.core.files import digest, read_json, write_json
 from lenience.core.progress import Progress, silent
@@ -40,16 +40,19 @@ from lenience.runs.uses import Draw, aligned
 from lenience.tasks import Sample, Task
 from lenience.tasks.base import Messages
 
-FORMAT = 3
+FORMAT = 4
 """Of what is kept of races; what was kept in another is raced anew."""
 WINDOWS = (2, 4, 8, 16, 32)
 HEATS = ((2, 0.3), (4, 0.3))
 """On how many prompts those that are left take turns, and which share of each group then stays."""
 LEAST_PROMPTS = 16
-"""For the heats, the final, and twice as many as the final has to time what is certified on."""
+"""For the heats, the final, to choose among what passed, and to tell of what was chosen."""
 SLOWER = 0.85
 """A setting that makes less than this share of a stricter one's tokens a second is left out; one
 that makes more may have been unlucky in the race."""
+ALIKE = 0.97
+"""What share of another's speed is as fast as it: where nothing is lost that is enough, and a race
+does not tell less."""
 GRID = (*(spec for drafter in DRAFTERS.values() for spec in drafter.grid), Medusa.name)
 """The drafters that need no fitting, and the heads that come with the built-in target."""
 FITTED = (Medusa, Blockwise, Eagle)
@@ -64,8 +67,8 @@ class TuneConfig:
     """Its rules race, each with all its settings, beside strict decoding and the target alone."""
     windows: tuple[int, ...] = WINDOWS
     stops: tuple[str, ...] = ("fixed",)
-    prompts: int = 64
-    """How many to race on, and to time what is certified on."""
+    prompts: int = 80
+    """How many to race on, to choose on among what passed, and to time that on."""
 
     def __post_init__(self) -> None:
         for name in ("windows", "stops"):
@@ -124,10 +127,11 @@ def tune(
 
     Each of a rule's settings from strict to lenient races at every window, stop and drafter; those
     whose best is clearly slower than a stricter one's are left out. The chain that is certified
-    begins with the fastest lossless decoding: the certificate is of the fastest setting that
-    passes, and of strict decoding where leniency gains nothing. What is certified is timed anew
-    beside the fastest lossless ones, on prompts of its own: what won a race was also lucky. What
-    was raced once on this machine stays. Raises InputError as `certify` does.
+    begins with the fastest lossless decoding. All that pass hold together; those that may be the
+    fastest of them are timed anew on prompts of their own, since a race of many on few prompts does
+    not tell them apart, and the fastest is certified, which is the lossless one where leniency
+    gains nothing. What it gains is told on the last prompts, on which nothing was chosen. What was
+    timed once on this machine stays. Raises InputError as `certify` does.
     """
     task, question = task_for(pair, task, progress), config.question
     contest = _contest(pair, task, folder, config)
@@ -137,23 +141,53 @@ def tune(
     chains[0].insert(0, lossless)
     settings = tuple(tuple(one.setting for one in chain) for chain in chains if chain)
     raced = {one.setting: one.tokens_per_second for chain in chains for one in chain}
+    timed = list[Timed]()
+
+    def choose(passed: list[Decoding]) -> Decoding:
+        left = _perhaps_fastest(passed, raced, lossless)
+        if len(left) == 1:
+            return left[0]
+        warm_up(pair, left, contest.prompts_to_choose[0])
+        again = take_turns(pair, left, contest.prompts_to_choose, "timing what passed", progress)
+        timed.extend(again.values())
+        return _chosen(again, lossless)
+
     asked = replace(question, rules=(), thresholds=(), settings=settings, speeds=raced)
-    certificate = certify(pair, task, folder, asked, progress)
+    certificate = certify(pair, task, folder, asked, progress, choose=choose)
     if not certificate.holds:
         return Tuned(races, certificate, None)
     certified = Decoding.of(certified_options(certificate, folder))
-    return Tuned(races, certificate, _timed(pair, contest, races, certified, progress=progress))
+    speeds = _timed(pair, contest, races, (certified, timed), progress=progress)
+    return Tuned(races, certificate, speeds)
+
+
+def _perhaps_fastest(
+    passed: Iterable[Decoding], raced: Mapping[str, float], lossless: Raced
+) -> list[Decoding]:
+    """Of what passed, all that is not clearly slower by the race than the fastest, and the lossless
+    one."""
+    speeds = {one: raced[str(one)] for one in passed}
+    least = SLOWER * max(speeds.values())
+    return [one for one in speeds if speeds[one] >= least or str(one) == lossless.setting]
+
+
+def _chosen(timed: Mapping[Decoding, Timed], lossless: Raced) -> Decoding:
+    """The fastest, or the lossless one where that is as fast but for ALIKE."""
+    fastest = max(timed, key=lambda one: timed[one].tokens_per_second)
+    enough = ALIKE * timed[fastest].tokens_per_second
+    as_fast = [one for one in timed if timed[one].tokens_per_second >= enough]
+    return next((one for one in as_fast if str(one) == lossless.setting), fastest)
 
 
 def _fast(lossless: Raced, chain: Iterable[Raced]) -> list[Raced]:
     """Those of a chain that are not clearly slower than any before them and than `lossless`, as far
-    as the last that is faster than that."""
+    as the last that is as fast as that but for ALIKE."""
     kept, best, end = list[Raced](), lossless.tokens_per_second, 0
     for one in chain:
         if one.tokens_per_second >= SLOWER * best:
             kept.append(one)
             best = max(best, one.tokens_per_second)
-            if one.tokens_per_second > lossless.tokens_per_second:
+            if one.tokens_per_second > ALIKE * lossless.tokens_per_second:
                 end = len(kept)
     return kept[:end]
 
@@ -172,10 +206,21 @@ class _Contest:
     """Where what it comes to is kept."""
 
     @property
-    def apart(self) -> int:
-        """How many prompts are left for what is certified: twice as many as the final has, since
-        few decoders take turns on them, and what they come to is what a user is told."""
-        return 2 * (len(self.prompts) - sum(n for n, _ in HEATS)) // 3
+    def prompts_to_race(self) -> list[str | Messages]:
+        """Those of the heats, and a quarter of all others: many take turns on them."""
+        heats = sum(n for n, _ in HEATS)
+        return self.prompts[: heats + (len(self.prompts) - heats) // 4]
+
+    @property
+    def prompts_to_choose(self) -> list[str | Messages]:
+        """Half of those that are left."""
+        raced = len(self.prompts_to_race)
+        return self.prompts[raced : (raced + len(self.prompts)) // 2]
+
+    @property
+    def prompts_to_tell(self) -> list[str | Messages]:
+        """The others."""
+        return self.prompts[len(self.prompts_to_race) + len(self.prompts_to_choose) :]
 
 
 def _contest(pair: Pair, task: Task, folder: Path, config: TuneConfig) -> _Contest:
@@ -200,7 +245,7 @@ def _races(pair: Pair, contest: _Contest, progress: Progress) -> Races:
         before = Races.read(read_json(path), str(path))
         if before.machine == machine(pair):
             return before
-    won = iter(race(pair, contest.groups, contest.prompts[: -contest.apart], progress))
+    won = iter(race(pair, contest.groups, contest.prompts_to_race, progress))
     races = Races(
         machine=machine(pair),
         alone=next(won),
@@ -213,21 +258,30 @@ def _races(pair: Pair, contest: _Contest, progress: Progress) -> Races:
 
 
 def _timed(
-    pair: Pair, contest: _Contest, races: Races, certified: Decoding, *, progress: Progress
+    pair: Pair,
+    contest: _Contest,
+    races: Races,
+    chosen: tuple[Decoding, list[Timed]],
+    *,
+    progress: Progress,
 ) -> Speeds:
-    """How fast what is certified is beside what is lossless, or what that came to before."""
+    """How fast what is certified, given with what it was chosen from, is beside what is lossless;
+    or what that came to before."""
+    certified, passed = chosen
     strict, alone = (Decoding.parse(one.setting) for one in (races.strict, races.alone))
     path, asked = contest.place / "speeds.json", (certified, strict, alone)
     if path.exists():
         before = Speeds.read(read_json(path), str(path))
         known = [one.setting for one in (before.certified, before.strict, before.alone)]
-        if before.machine == races.machine and known == [str(one) for one in asked]:
+        same = known == [str(one) for one in asked] and before.machine == races.machine
+        if same and not passed:
             return before
-    prompts = contest.prompts[-contest.apart :]
+    prompts = contest.prompts_to_tell
     warm_up(pair, asked, prompts[0])
     timed = take_turns(pair, asked, prompts, "timing", progress)
     speeds = Speeds(
         machine=races.machine,
+        passed=passed,
         certified=timed[certified],
         strict=timed[strict],
         alone=timed[alone],

@@ -38,7 +38,7 @@ READ = Inputs(("target",))
 THRESHOLDS = (0.9985, 0.993)
 """Those that are tried. Stricter ones gain less, and the paper's, of a recall of 0.9, loses too
 much."""
-WINDOWS, WIDEST, RACED = (4, 8, 16), 16, 42
+WINDOWS, WIDEST, RACED = (4, 8, 16), 16, 60
 """The windows that race, the one for what is gained where only the target's passes cost, and how
 many problems are raced and timed on."""
 STOPPED_AT = 0.5

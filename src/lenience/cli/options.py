@@ -273,8 +273,8 @@ class TuneFlags(QuestionFlags):
     stop: tuple[str, ...] = ()
     """The stop conditions that are tried beside a fixed window; by default, if the run has a stop
     head, that at three thresholds."""
-    prompts: int = 64
-    """How many prompts settings race on and what is certified is timed on; they are used up."""
+    prompts: int = 80
+    """How many prompts settings race on, and what passes is timed on; they are used up."""
     max_new_tokens: int | None = None
     """The length limit of an answer; by default the task's own."""
 

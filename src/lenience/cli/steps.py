@@ -13,6 +13,7 @@ from lenience.cli.tables import (
     planned,
     print_audit,
     print_certificate,
+    print_passed,
     print_plan,
     print_races,
     print_table,
@@ -182,6 +183,7 @@ def tune_run(pair: Pair, task: Task, run: Path, config: TuneConfig) -> Tuned:
     with progress_bars() as show:
         tuned = tune(pair, task, run, config, show)
     print_races(tuned.races)
+    print_passed(tuned.speeds.passed if tuned.speeds else ())
     print_certificate(run, tuned.certificate)
     say(gained(tuned))
     return tuned

@@ -18,6 +18,7 @@ from lenience.cli.console import duration, say, screen, wide
 if TYPE_CHECKING:
     from lenience.certification.audit import Audit, State
     from lenience.certification.certify import Plan
+    from lenience.certification.speeds import Timed
     from lenience.certification.tune import Races, Tuned
     from lenience.core.profile import Profile
     from lenience.decoding.certified import Certificate
@@ -151,6 +152,22 @@ def print_races(races: Races) -> None:
     wide(110).print(table)
     for why in races.refused:
         say(f"did not race: {why}")
+
+
+def print_passed(passed: Sequence[Timed]) -> None:
+    """What was timed anew of all that passed, the fastest first."""
+    from lenience.decoding.options import Decoding
+    from lenience.evaluation.names import short
+
+    if not passed:
+        return
+    named = []
+    for one in sorted(passed, key=lambda one: -one.tokens_per_second):
+        decoding = Decoding.parse(one.setting)
+        name = "the target alone" if decoding.window == 0 else short(str(decoding.rule))
+        named.append(f"{name} {one.tokens_per_second:.0f}")
+    prompts = len(passed[0].tokens)
+    say(f"of what passed, timed anew on {prompts} prompts, in tokens/s: {', '.join(named)}")
 
 
 def gained(tuned: Tuned) -> str:
