@@ -103,7 +103,7 @@ MORE = ", more"
 RACED = ("ahead, layers", "target's states")
 """The judges that race, where they are fitted: what accepts most, and what is asked fastest; those
 of the longer run in their places, where there is one."""
-STOPS, RACED_ON = (0.5,), 96
+STOPS, RACED_ON = (0.5,), 128
 WINDOWS = (4, 8, 16)
 
 
