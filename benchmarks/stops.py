@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from drafters import measure
+from drafters import Decoder, measure
 
 from lenience.core.files import EMBEDDED
 from lenience.decoding.loading import load_pair
@@ -45,7 +45,7 @@ def fitted(pair: Pair, work: Path) -> dict[str, dict[str, Any]]:
     return told
 
 
-def decoders(work: Path) -> dict[str, dict[str, Any]]:
+def decoders(pair: Pair, work: Path) -> dict[str, Decoder]:
     """What is compared, by name."""
     found: dict[str, dict[str, Any]] = {"target": {"rule": "target"}}
     found |= {f"fixed, window {window}": {"window": window} for window in (2, 3, 4, 8, 16)}
@@ -56,7 +56,7 @@ def decoders(work: Path) -> dict[str, dict[str, Any]]:
         for threshold in (0.3, 0.5, 0.7):
             spec = f"head:{work / name}@{threshold}"
             found[f"head:{name}@{threshold}"] = {"stop": spec, "window": WINDOW}
-    return found
+    return {name: Decoder(pair, {"rule": "exact", **options}) for name, options in found.items()}
 
 
 def main() -> None:
@@ -68,7 +68,7 @@ def main() -> None:
     pair = load_pair(compile=True)
     heads = fitted(pair, given.work)
     prompts = [sample.prompt for sample in islice(WordMath().samples("test"), given.prompts)]
-    rows = measure(pair, prompts, given.repeats, decoders(given.work))
+    rows = measure(prompts, given.repeats, decoders(pair, given.work))
     about = {"machine": machine(pair), "prompts": len(prompts), "window": WINDOW, "heads": heads}
     print(json.dumps({**about, "rows": rows}, indent=1))
 

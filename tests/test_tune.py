@@ -7,6 +7,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,14 +22,14 @@ from lenience.certification.tune import (
     HEATS,
     Raced,
     TuneConfig,
-    _chosen,
+    _Choice,
     _fast,
-    _perhaps_fastest,
     drafters_for,
     race,
     tune,
 )
 from lenience.cli.tables import gained
+from lenience.core.progress import silent
 from lenience.decoding.certified import TriedSetting, read_certificate
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
@@ -86,32 +87,38 @@ def test_the_last_of_a_chain_with_the_most_tokens_per_pass_is_the_best() -> None
         return TriedSetting(rule=rule, passed=passed, **numbers, **found)
 
     one = [row("exact", 2, True), row("kl:0.1", 3, True), row("kl:0.4", 6, False)]
-    other = [row("topk:2", 4, False)]
-    assert _Chains([one, other]).best == one[1]
-    assert _Chains([other]).best is None
+    other = [row("topk:2", 2.5, True), row("topk:3", 4, False)]
+    assert _Chains([other, one]).best == one[1]
+    assert _Chains([other[1:]]).best is None
 
 
 def test_what_may_be_the_fastest_is_timed_anew_and_leniency_has_to_pay() -> None:
     """What is clearly slower by the race is not, but for what is lossless; within three hundredths
     of the fastest, what is lossless is as fast."""
     strict, *lenient = (Decoding(rule) for rule in ("exact", "kl:0.1", "kl:0.4", "topk:2"))
-    lossless = Raced(setting=str(strict), tokens_per_second=10)
     raced = dict(zip(map(str, (strict, *lenient)), (10.0, 17.5, 20.0, 16.9)))
-    assert _perhaps_fastest([strict, *lenient], raced, lossless) == [strict, *lenient[:2]]
-    assert _perhaps_fastest([lenient[0]], raced, lossless) == [lenient[0]]
 
-    def chosen(*speeds: float) -> Decoding:
-        settings = zip((strict, *lenient), speeds)
-        timed = {
-            one: Timed(setting=str(one), tokens=[60] * 2, seconds=[80 / speed, 40 / speed])
-            for one, speed in settings
-        }
-        return _chosen(timed, lossless)
+    def chosen(passed: list[Decoding], *speeds: float) -> Decoding:
+        """Where those of them that take turns have these speeds."""
+        known = iter(speeds)
 
-    assert chosen(10, 12, 11) == lenient[0]
-    assert chosen(97.1, 100, 99) == strict
-    assert chosen(96.9, 100, 99) == lenient[0], "but no more than once"
-    assert chosen(50, 99, 100) == lenient[1], "only what is lossless is taken for as fast"
+        def take(settings, phase, progress):
+            assert settings == choice.perhaps_fastest(passed)
+            return {
+                one: Timed(setting=str(one), tokens=[60] * 2, seconds=[80 / speed, 40 / speed])
+                for one, speed in zip(settings, known, strict=True)
+            }
+
+        turns: Any = SimpleNamespace(take=take)
+        choice = _Choice(raced, str(strict), turns, silent)
+        return choice.fastest(passed)
+
+    assert chosen([strict, *lenient], 10, 12, 11) == lenient[0], "the last takes no turns"
+    assert chosen([lenient[0]]) == lenient[0], "alone it takes none"
+    passed = [strict, *lenient[:2]]
+    assert chosen(passed, 97.1, 100, 99) == strict
+    assert chosen(passed, 96.9, 100, 99) == lenient[0], "but no more than once"
+    assert chosen(passed, 50, 99, 100) == lenient[1], "only what is lossless is taken for as fast"
 
 
 def test_how_many_times_as_fast_is_told_with_an_interval_over_the_same_prompts() -> None:
@@ -152,7 +159,12 @@ def test_the_interval_has_the_true_ratio_as_often_as_it_says(n: int) -> None:
         ("judge:run/judge@0.9", 4, None, "Whether anything is gained over the fastest strict"),
         ("exact", 4, 1.0, "Strict decoding is the fastest that is certified. 60 tokens/s: 3.00"),
         ("exact", 4, 4.0, "Nothing is gained over the target alone. 15 tokens/s"),
-        ("exact", 0, 3.0, "Nothing is gained: the target alone won the races (20 tokens/s)"),
+        (
+            "exact",
+            0,
+            3.0,
+            "Nothing is gained: the target alone is the fastest that is certified (20 ",
+        ),
         (None, 4, 1.0, "Nothing is gained: nothing is certified"),
     ],
 )
@@ -169,6 +181,7 @@ def test_what_is_gained_is_told_as_far_as_it_is_sure(
         certified=timed(rule or "", *(unsure if seconds is None else [seconds] * 4)),
         strict=strict,
         alone=alone,
+        passed=[],
     )
     certified = rule and SimpleNamespace(rule=rule, window=window)
     certificate = SimpleNamespace(certified=certified, max_drop=0.01, confidence=0.95)
@@ -216,8 +229,7 @@ def test_the_fastest_that_passes_is_certified_and_decoded_with(
     assert [(one.rule, one.window == 0) for one in tried] == [("exact", True), ("exact", False)]
     first, *later = certificate.tried
     assert first.rule == "exact" and first.losses == 0, "the chain begins losslessly"
-    speeds = [row.tokens_per_second or 0 for row in certificate.tried]
-    assert speeds == sorted(speeds) and all(row.rule.startswith("judge") for row in later)
+    assert all(row.rule.startswith("judge") for row in later)
     certified = certificate.certified
     assert certified is not None and certified.passed
     prompt = task.prompt(3)
@@ -273,11 +285,19 @@ def test_what_passed_is_chosen_from_by_further_prompts(
     assert certified.rule.split(":")[0] == chosen
     rules = [str(Decoding.parse(one.setting).rule) for one in speeds.passed]
     assert rules[0] == "exact" and rules[1].startswith("judge")
+    prompt = task.prompt(3)
+    options = {name: getattr(certified, name) for name in ("rule", "window")}
+    wanted = llama.generate(prompt, **options, **certified.options, max_new_tokens=12)
+    assert llama.generate(prompt, rule=f"certified:{run}").tokens == wanted.tokens
     phases = ("racing, heat 1", "racing, heat 2", "racing, final", "timing what passed", "timing")
     assert [len(turns[phase]) for phase in phases] == [2, 4, 2, 4, 4]
     assert len({prompt for phase in phases for prompt in turns[phase]}) == 16
+    turns.clear()
     again = tune(llama, task, run, config(run))
     assert again.certificate == made.certificate and again.speeds == speeds
+    assert not turns, "what was timed once stays"
+    stricter = tune(llama, task, run, config(run, max_drop=0.3))
+    assert stricter.speeds and stricter.speeds.passed == [], "strict decoding alone passed"
 
 
 def test_where_leniency_loses_too_much_strict_decoding_is_certified(

@@ -166,6 +166,7 @@ def _certificate(
     began = time.perf_counter()
     config = on.config
     outcome = _Chains([_test_chain(on, chain) for chain in on.chains()])
+    seconds = round(time.perf_counter() - began, 1)
     best = outcome.best
     if best and choose:
         passed = {on.decoding_of(row): row for chain in outcome.passed for row in chain}
@@ -195,7 +196,7 @@ def _certificate(
         reason=None if best else _reason(config, shown),
         needed=None if best else _needed(on, setting, shown),
         decoded=on.decoded,
-        seconds=round(time.perf_counter() - began, 1),
+        seconds=seconds,
     )
 
 
@@ -254,7 +255,7 @@ def _procedure(on: Calibration) -> str:
     error, number = 1 - config.confidence, on.attempt.number
     return (
         "Learn-then-Test: settings tested from strict to lenient until one fails, each by "
-        f"{test.said} on growing numbers of fresh prompts, so that the last setting to pass loses "
+        f"{test.said} on growing numbers of fresh prompts, so that any setting that passed loses "
         f"more than max_drop with a chance of at most {error * on.attempt.share:.3g}{several}. "
         f"This is attempt {number}: all attempts on such prompts together are wrong with a chance "
         f"of at most {error:.3g}."

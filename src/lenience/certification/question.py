@@ -76,8 +76,8 @@ class CertifyConfig:
     """A JSONL file that references are asked for in: where answers differ, and a prompt has none,
     it is written there, and its reference read from there. No part of the question."""
     speeds: Mapping[str, float] = field(default_factory=dict)
-    """Tokens per second of settings, where they were measured, which are told beside their losses.
-    No part of the question."""
+    """Tokens per second of settings in a race, which are told beside their losses. No part of the
+    question."""
     home: Path | None = None
     """Where the ledger is kept, by default the user's. No part of the question."""
 

@@ -9,7 +9,6 @@ from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from pydantic import Field
 from scipy.stats import norm, t
 
 from lenience.core.progress import Progress, silent
@@ -67,19 +66,25 @@ class Timed(Record):
         return tokens[draws].sum(1) / seconds[draws].sum(1)
 
 
+class Turns(Record):
+    """What decoders that took turns on some prompts came to, and on which machine."""
+
+    machine: str
+    timed: list[Timed]
+
+
 class Speeds(Record):
-    """speeds.json: what was certified, on prompts on which nothing was chosen, beside the fastest
-    that loses nothing."""
+    """What was certified, on prompts on which nothing was chosen, beside what loses nothing."""
 
     machine: str
     certified: Timed
     strict: Timed
-    """Strict decoding at its fastest."""
+    """Strict decoding as it won the race."""
     alone: Timed
     """The target."""
-    passed: list[Timed] = Field(default_factory=list)
-    """Where more than one that passed may have been the fastest, their turns on the prompts on
-    which what is certified was chosen; none where it had been chosen before."""
+    passed: list[Timed]
+    """What may have been the fastest of all that passed, on the prompts on which it was chosen;
+    empty where only one may have been, or it was chosen on another machine."""
 
 
 def warm_up(pair: Pair, settings: Iterable[Decoding], prompt: str | Messages) -> None:

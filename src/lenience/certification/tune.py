@@ -15,7 +15,7 @@ from pydantic import Field
 from lenience.certification.calibration import check_question
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
-from lenience.certification.speeds import Speeds, Timed, take_turns, warm_up
+from lenience.certification.speeds import Speeds, Timed, Turns, take_turns, warm_up
 from lenience.core.errors import InputError
 from lenience.core.files import digest, read_json, write_json
 from lenience.core.progress import Progress, silent
@@ -51,8 +51,7 @@ SLOWER = 0.85
 """A setting that makes less than this share of a stricter one's tokens a second is left out; one
 that makes more may have been unlucky in the race."""
 ALIKE = 0.97
-"""What share of another's speed is as fast as it: where nothing is lost that is enough, and a race
-does not tell less."""
+"""What share of another's speed is as good as it: less is not worth losing anything for."""
 GRID = (*(spec for drafter in DRAFTERS.values() for spec in drafter.grid), Medusa.name)
 """The drafters that need no fitting, and the heads that come with the built-in target."""
 FITTED = (Medusa, Blockwise, Eagle)
@@ -131,7 +130,8 @@ def tune(
     fastest of them are timed anew on prompts of their own, since a race of many on few prompts does
     not tell them apart, and the fastest is certified, which is the lossless one where leniency
     gains nothing. What it gains is told on the last prompts, on which nothing was chosen. What was
-    timed once on this machine stays. Raises InputError as `certify` does.
+    timed once on this machine stays, and what is certified once stays certified. Raises InputError
+    as `certify` does.
     """
     task, question = task_for(pair, task, progress), config.question
     contest = _contest(pair, task, folder, config)
@@ -140,43 +140,34 @@ def tune(
     chains = [_fast(lossless, raced) for raced in races.lenient]
     chains[0].insert(0, lossless)
     settings = tuple(tuple(one.setting for one in chain) for chain in chains if chain)
-    raced = {one.setting: one.tokens_per_second for chain in chains for one in chain}
-    timed = list[Timed]()
-
-    def choose(passed: list[Decoding]) -> Decoding:
-        left = _perhaps_fastest(passed, raced, lossless)
-        if len(left) == 1:
-            return left[0]
-        warm_up(pair, left, contest.prompts_to_choose[0])
-        again = take_turns(pair, left, contest.prompts_to_choose, "timing what passed", progress)
-        timed.extend(again.values())
-        return _chosen(again, lossless)
-
-    asked = replace(question, rules=(), thresholds=(), settings=settings, speeds=raced)
-    certificate = certify(pair, task, folder, asked, progress, choose=choose)
+    choice = _Choice(
+        raced={one.setting: one.tokens_per_second for chain in chains for one in chain},
+        lossless=lossless.setting,
+        turns=_Turns(pair, contest.place / "choosing", races.machine, contest.prompts_to_choose),
+        progress=progress,
+    )
+    asked = replace(question, rules=(), thresholds=(), settings=settings, speeds=choice.raced)
+    certificate = certify(pair, task, folder, asked, progress, choose=choice.fastest)
     if not certificate.holds:
         return Tuned(races, certificate, None)
+    shared = for_task(question.decoding, question.options, task)
+    passed = [
+        shared.with_options({"rule": row.rule, "window": row.window, **row.options})
+        for row in certificate.tried
+        if row.passed
+    ]
     certified = Decoding.of(certified_options(certificate, folder))
-    speeds = _timed(pair, contest, races, (certified, timed), progress=progress)
+    strict, alone = (Decoding.parse(one.setting) for one in (races.strict, races.alone))
+    telling = _Turns(pair, contest.place / "telling", races.machine, contest.prompts_to_tell)
+    timed = telling.take((certified, strict, alone), "timing", progress)
+    speeds = Speeds(
+        machine=races.machine,
+        certified=timed[certified],
+        strict=timed[strict],
+        alone=timed[alone],
+        passed=choice.turns.known(choice.perhaps_fastest(passed)) or [],
+    )
     return Tuned(races, certificate, speeds)
-
-
-def _perhaps_fastest(
-    passed: Iterable[Decoding], raced: Mapping[str, float], lossless: Raced
-) -> list[Decoding]:
-    """Of what passed, all that is not clearly slower by the race than the fastest, and the lossless
-    one."""
-    speeds = {one: raced[str(one)] for one in passed}
-    least = SLOWER * max(speeds.values())
-    return [one for one in speeds if speeds[one] >= least or str(one) == lossless.setting]
-
-
-def _chosen(timed: Mapping[Decoding, Timed], lossless: Raced) -> Decoding:
-    """The fastest, or the lossless one where that is as fast but for ALIKE."""
-    fastest = max(timed, key=lambda one: timed[one].tokens_per_second)
-    enough = ALIKE * timed[fastest].tokens_per_second
-    as_fast = [one for one in timed if timed[one].tokens_per_second >= enough]
-    return next((one for one in as_fast if str(one) == lossless.setting), fastest)
 
 
 def _fast(lossless: Raced, chain: Iterable[Raced]) -> list[Raced]:
@@ -257,37 +248,66 @@ def _races(pair: Pair, contest: _Contest, progress: Progress) -> Races:
     return races
 
 
-def _timed(
-    pair: Pair,
-    contest: _Contest,
-    races: Races,
-    chosen: tuple[Decoding, list[Timed]],
-    *,
-    progress: Progress,
-) -> Speeds:
-    """How fast what is certified, given with what it was chosen from, is beside what is lossless;
-    or what that came to before."""
-    certified, passed = chosen
-    strict, alone = (Decoding.parse(one.setting) for one in (races.strict, races.alone))
-    path, asked = contest.place / "speeds.json", (certified, strict, alone)
-    if path.exists():
-        before = Speeds.read(read_json(path), str(path))
-        known = [one.setting for one in (before.certified, before.strict, before.alone)]
-        same = known == [str(one) for one in asked] and before.machine == races.machine
-        if same and not passed:
-            return before
-    prompts = contest.prompts_to_tell
-    warm_up(pair, asked, prompts[0])
-    timed = take_turns(pair, asked, prompts, "timing", progress)
-    speeds = Speeds(
-        machine=races.machine,
-        passed=passed,
-        certified=timed[certified],
-        strict=timed[strict],
-        alone=timed[alone],
-    )
-    write_json(path, speeds.to_json())
-    return speeds
+@dataclass(frozen=True)
+class _Turns:
+    """Decoders that take turns on some prompts; what they came to on this machine is kept."""
+
+    pair: Pair
+    path: Path
+    """The beginning of the path of where."""
+    machine: str
+    prompts: list[str | Messages]
+
+    def take(
+        self, settings: Iterable[Decoding], phase: str, progress: Progress
+    ) -> dict[Decoding, Timed]:
+        """How fast each is."""
+        settings = list(dict.fromkeys(settings))
+        timed = self.known(settings)
+        if timed is None:
+            warm_up(self.pair, settings, self.prompts[0])
+            taken = take_turns(self.pair, settings, self.prompts, phase, progress)
+            timed = list(taken.values())
+            turns = Turns(machine=self.machine, timed=timed)
+            write_json(self._path(settings), turns.to_json())
+        return dict(zip(settings, timed))
+
+    def known(self, settings: Sequence[Decoding]) -> list[Timed] | None:
+        """What that came to before, None where they have not taken turns here."""
+        path = self._path(settings)
+        turns = Turns.read(read_json(path), str(path)) if path.exists() else None
+        return turns.timed if turns and turns.machine == self.machine else None
+
+    def _path(self, settings: Sequence[Decoding]) -> Path:
+        return self.path.with_name(f"{self.path.name}-{digest([*map(str, settings)])}.json")
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Which of the settings that pass is certified."""
+
+    raced: Mapping[str, float]
+    """The tokens per second of each in the race."""
+    lossless: str
+    turns: _Turns
+    progress: Progress
+
+    def fastest(self, passed: Iterable[Decoding]) -> Decoding:
+        """The fastest, or the lossless one where that is as fast but for ALIKE."""
+        left = self.perhaps_fastest(passed)
+        if len(left) == 1:
+            return left[0]
+        timed = self.turns.take(left, "timing what passed", self.progress)
+        fastest = max(left, key=lambda one: timed[one].tokens_per_second)
+        enough = ALIKE * timed[fastest].tokens_per_second
+        as_fast = [one for one in left if timed[one].tokens_per_second >= enough]
+        return next((one for one in as_fast if str(one) == self.lossless), fastest)
+
+    def perhaps_fastest(self, passed: Iterable[Decoding]) -> list[Decoding]:
+        """All that is not clearly slower by the race than the fastest, and the lossless one."""
+        speeds = {one: self.raced[str(one)] for one in passed}
+        least = SLOWER * max(speeds.values())
+        return [one for one in speeds if speeds[one] >= least or str(one) == self.lossless]
 
 
 def fitted_drafters(pair: Pair, folder: Path, strict: Decoding) -> tuple[list[str], list[str]]:

@@ -183,8 +183,8 @@ def tune_run(pair: Pair, task: Task, run: Path, config: TuneConfig) -> Tuned:
     with progress_bars() as show:
         tuned = tune(pair, task, run, config, show)
     print_races(tuned.races)
-    print_passed(tuned.speeds.passed if tuned.speeds else ())
     print_certificate(run, tuned.certificate)
+    print_passed(tuned.speeds.passed if tuned.speeds else ())
     say(gained(tuned))
     return tuned
 

@@ -155,19 +155,27 @@ def print_races(races: Races) -> None:
 
 
 def print_passed(passed: Sequence[Timed]) -> None:
-    """What was timed anew of all that passed, the fastest first."""
+    """Those of all that passed that were timed anew, the fastest first."""
+    if not passed:
+        return
+    named = [
+        f"{_decoder_name(one.setting)} {one.tokens_per_second:.0f}"
+        for one in sorted(passed, key=lambda one: -one.tokens_per_second)
+    ]
+    say(
+        "the fastest by the race of all that passed, timed anew on "
+        f"{len(passed[0].tokens)} prompts, in tokens/s: {', '.join(named)}"
+    )
+
+
+def _decoder_name(setting: str) -> str:
     from lenience.decoding.options import Decoding
     from lenience.evaluation.names import short
 
-    if not passed:
-        return
-    named = []
-    for one in sorted(passed, key=lambda one: -one.tokens_per_second):
-        decoding = Decoding.parse(one.setting)
-        name = "the target alone" if decoding.window == 0 else short(str(decoding.rule))
-        named.append(f"{name} {one.tokens_per_second:.0f}")
-    prompts = len(passed[0].tokens)
-    say(f"of what passed, timed anew on {prompts} prompts, in tokens/s: {', '.join(named)}")
+    decoding = Decoding.parse(setting)
+    if decoding.window == 0:
+        return "the target alone"
+    return f"{short(str(decoding.rule))} (window {decoding.window})"
 
 
 def gained(tuned: Tuned) -> str:
@@ -180,7 +188,7 @@ def gained(tuned: Tuned) -> str:
         return "Nothing is gained: nothing is certified"
     speed = f"{speeds.certified.tokens_per_second:.0f} tokens/s"
     if best.window == 0:
-        return f"Nothing is gained: the target alone won the races ({speed})"
+        return f"Nothing is gained: the target alone is the fastest that is certified ({speed})"
     over = {"the target alone": speeds.certified.times(speeds.alone)}
     if best.rule != Decoding().rule:
         over["the fastest strict decoding"] = speeds.certified.times(speeds.strict)

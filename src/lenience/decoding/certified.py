@@ -72,7 +72,7 @@ class TriedSetting(Record):
     target_accuracy: float
     """On the first of them, at most 50: the target's answer to each is not needed."""
     tokens_per_second: float | None = None
-    """One by one on the machine that it was tuned on; None where it was not."""
+    """In the race on the machine that it was tuned on; None where it was not."""
 
 
 class Certified(TriedSetting):
