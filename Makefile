@@ -9,6 +9,8 @@ lint:
 
 types:
 	$(BIN)/mypy
+	MYPYPATH=benchmarks:recipes $(BIN)/mypy --explicit-package-bases \
+		--disable-error-code=arg-type --disable-error-code=union-attr benchmarks recipes
 
 test:
 	$(BIN)/pytest -n 2

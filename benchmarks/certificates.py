@@ -161,7 +161,7 @@ def climb(test: Test, losses: NDArray) -> list[SettingResult]:
     ends = [test.passed_at(row) for row in losses]
 
     def of(setting: int, n: int) -> NDArray:
-        seen = losses[setting, :n].view(Seen)
+        seen: Seen = losses[setting, :n].view(Seen)
         seen.passed_at = ends[setting]
         return seen
 
@@ -177,10 +177,13 @@ class Seen(np.ndarray):
 class _Told(Test):
     """A test that is told when losses pass, and does not work it out anew with each batch."""
 
+    test: Test
+
     def __init__(self, test: Test):
         self.__dict__.update(test=test, limit=test.limit)
 
     def passed_at(self, losses: NDArray) -> int | None:
+        assert isinstance(losses, Seen)
         at = losses.passed_at
         return at if at and at <= len(losses) else None
 
@@ -494,7 +497,7 @@ def audits(
         early += when < at
         if when >= at:
             delays.append(when - at if when < length else np.inf)
-    told = {
+    told: dict[str, float | None] = {
         "limit": limit,
         "before": before,
         "after": after,

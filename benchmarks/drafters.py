@@ -76,18 +76,20 @@ def greedy(
     ]
     if distilled is not None:
         drafters.append(("distilled model", "model", distilled, (*WINDOWS, 12)))
-    windows = {"eagle": (3, 4, 6, 8, 16), "blockwise": (2, 3, 4)}
+    of_fitted = {"eagle": (3, 4, 6, 8, 16), "blockwise": (2, 3, 4)}
     for name, folder in fitted.items():
         if folder is not None:
-            drafters.append((name, f"{name}:{folder}", pair, windows[name]))
+            drafters.append((name, f"{name}:{folder}", pair, of_fitted[name]))
     found = {"target": Decoder(pair, {"rule": "target"})}
     for name, drafter, models, windows in drafters:
         for window in windows:
-            options = {"drafter": drafter, "window": window}
-            found[f"{name}, window {window}"] = Decoder(models, options)
+            found[f"{name}, window {window}"] = Decoder(
+                models, {"drafter": drafter, "window": window}
+            )
         for tree in () if drafter == "ngram" else TREES:
-            options = {"drafter": drafter, "tree": tree, "window": 16}
-            found[f"{name}, {tree}"] = Decoder(models, options)
+            found[f"{name}, {tree}"] = Decoder(
+                models, {"drafter": drafter, "tree": tree, "window": 16}
+            )
     found |= {name: Decoder(pair, options) for name, options in further().items()}
     return {
         name: replace(one, options={"rule": "exact", **one.options}) for name, one in found.items()

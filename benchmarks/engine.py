@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -94,12 +94,12 @@ def check_identical(
 
 def decoders_of(
     plain: Pair, fast: Pair, prompts: list[list[int]], window: int, batch: int
-) -> tuple[dict[str, Decoder], int]:
+) -> tuple[dict[str, Decoder], int | Literal["auto"]]:
     """What is compared, by name; and the window that was picked."""
     few = prompts[:8]
     picked = fast.settle(few, max_new_tokens=NEW, rule="exact", window="auto").window
 
-    def one_by_one(pair: Pair, rule: str, window: int = window) -> Decoder:
+    def one_by_one(pair: Pair, rule: str, window: int | Literal["auto"] = window) -> Decoder:
         options = {"rule": rule, "window": window}
         return Decoder(lambda profile: ours(pair, few, 1, profile, **options), len(few))
 

@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from lenience.core.errors import InputError
@@ -41,6 +42,14 @@ def {name}(*args):
         return value + type(value)([0])
     return value or 0
 """
+
+
+def checks(box: Sandbox) -> bool:
+    return box.check(FUNCTION, "add", TESTS).passed
+
+
+def runs(box: Sandbox) -> bool:
+    return box.run("print(1)").out == "1\n"
 
 
 def rate(function: Callable[[], bool], n: int) -> float:
@@ -89,10 +98,8 @@ def main() -> None:
         box = Sandbox(kind)
         try:
             figures[kind] = {
-                "checks_per_second": rate(
-                    lambda box=box: box.check(FUNCTION, "add", TESTS).passed, given.n
-                ),
-                "runs_per_second": rate(lambda box=box: box.run("print(1)").out == "1\n", given.n),
+                "checks_per_second": rate(partial(checks, box), given.n),
+                "runs_per_second": rate(partial(runs, box), given.n),
             }
         except (InputError, RuntimeError) as error:
             figures[kind] = str(error)

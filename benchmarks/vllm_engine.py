@@ -94,7 +94,7 @@ def _answers(engine: Engine, prompts: Sequence[str], repeats: int) -> Answers:
         seconds.append(time.perf_counter() - began)
     llm.llm_engine.engine_core.shutdown()  # a process that has others under it would wait for them
     counted = [(out.kv_transfer_params or {}).get("lenience") for out in outs]
-    passes = sum(counts["passes"] for counts in counted) if all(counted) else None
+    passes = sum(counts["passes"] for counts in counted if counts) if all(counted) else None
     return Answers([list(out.outputs[0].token_ids) for out in outs], seconds, passes)
 
 
@@ -120,10 +120,10 @@ def plugin(samples: Sequence[Sample], processes: int, repeats: int) -> dict[str,
 def fidelity(judge: str, samples: Sequence[Sample]) -> dict[str, Any]:
     """The judge in vLLM against our own loop at the same window."""
     task, pair = WordMath(), load_pair(dtype="float32")
-    there = answers(Engine(4, judge), [sample.prompt for sample in samples], 1)
+    asked = [str(sample.prompt) for sample in samples]
+    there = answers(Engine(4, judge), asked, 1)
     prompts = [
-        pair.target.encode(sample.prompt) + tokens[:1]
-        for sample, tokens in zip(samples, there.tokens)
+        pair.target.encode(prompt) + tokens[:1] for prompt, tokens in zip(asked, there.tokens)
     ]
     options = dict(batch_size=8, rule=judge, window=4, max_new_tokens=MOST - 1)
     own = dict(pair.as_completed(prompts, **options))

@@ -97,7 +97,7 @@ def states(pair: Pair, run: Path, inputs: Inputs) -> tuple[NDArray, NDArray, NDA
     """The states of a run's mismatches, which of them are important, and their samples."""
     compute_features(pair, run, inputs)
     examples = load_features(run, inputs)
-    return examples.x, ~examples.harmless, examples.samples
+    return examples.in_memory, ~examples.harmless, examples.samples
 
 
 def logistic(c: float) -> Fit:

@@ -87,7 +87,7 @@ def slip(text: str, rng: random.Random) -> tuple[str, tuple[int, int]]:
 
 
 def annotated(split: str, first: int, n: int) -> list[dict[str, Any]]:
-    rows = []
+    rows: list[dict[str, Any]] = []
     for i in itertools.count(first):
         if len(rows) == n:
             break
@@ -133,7 +133,8 @@ def run_length(accepted: list[bool]) -> int:
 def others(pair: Pair, head: Head, threshold: float, n: int) -> dict[str, Any]:
     told: dict[str, Any] = {}
     for author in ("target", "draft"):
-        runs, shares = {"strict": [], "judge": []}, {"strict": [], "judge": []}
+        runs: dict[str, list[int]] = {"strict": [], "judge": []}
+        shares: dict[str, list[float]] = {"strict": [], "judge": []}
         for i in track(range(n), f"solutions by the {author}'s author"):
             made = wordmath.problem("test", i)
             text = " " + wordmath.solution(made, author, random.Random(i))
@@ -178,7 +179,7 @@ def families(pair: Pair, rows: list[dict[str, Any]]) -> dict[str, Any]:
         for row in rows
     ]
     examples = annotated_examples(pair.target, given, INPUTS)
-    x, harmless, numbers = examples.x, examples.harmless, examples.samples
+    x, harmless, numbers = examples.in_memory, examples.harmless, examples.samples
     x = ((x - x.mean(0)) / (x.std(0) + 1e-6)).astype(np.float32)
     examples = replace(examples, x=x)
     kinds, within, told = np.array([rows[n]["family"] for n in numbers]), np.zeros(len(x)), {}

@@ -186,7 +186,7 @@ def change(rng: random.Random) -> tuple[str, str]:
     unit, people = rng.choice(wordmath_problems.GOODS), rng.sample(wordmath_problems.NAMES, 4)
     have = {name: rng.randint(6, 90) for name in people}
     told = [f"{name} has {number} {unit}." for name, number in have.items()]
-    signed = {}
+    signed: dict[str, tuple[str, int]] = {}
     for giver, taker in zip(people[::2], people[1::2]):
         number = rng.randint(2, 30)
         gives = f"{giver} gives {number} {unit} to {taker}."
@@ -383,7 +383,7 @@ def begin_with(model: LlamaForCausalLM, narrow: LlamaForCausalLM) -> None:
         if "embed" in name:
             value[:, columns:] = 0
         elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            value *= WRITTEN
+            value.mul_(WRITTEN)
         value[:rows, columns:] = 0
         value[:rows, :columns] = old[name]
 
