@@ -157,17 +157,25 @@ def tune(
         if row.passed
     ]
     certified = Decoding.of(certified_options(certificate, folder))
+    turns = _Turns(pair, contest.place / "telling", races.machine, contest.prompts_to_tell)
+    known = choice.turns.known(choice.perhaps_fastest(passed)) or []
+    return Tuned(races, certificate, _speeds(races, certified, known, turns, progress))
+
+
+def _speeds(
+    races: Races, certified: Decoding, passed: list[Timed], turns: _Turns, progress: Progress
+) -> Speeds:
+    """How fast what is certified is beside what is lossless; `passed` is what it was chosen
+    from."""
     strict, alone = (Decoding.parse(one.setting) for one in (races.strict, races.alone))
-    telling = _Turns(pair, contest.place / "telling", races.machine, contest.prompts_to_tell)
-    timed = telling.take((certified, strict, alone), "timing", progress)
-    speeds = Speeds(
+    timed = turns.take((certified, strict, alone), "timing", progress)
+    return Speeds(
         machine=races.machine,
         certified=timed[certified],
         strict=timed[strict],
         alone=timed[alone],
-        passed=choice.turns.known(choice.perhaps_fastest(passed)) or [],
+        passed=passed,
     )
-    return Tuned(races, certificate, speeds)
 
 
 def _fast(lossless: Raced, chain: Iterable[Raced]) -> list[Raced]:
