@@ -159,10 +159,10 @@ def tune(
     certified = Decoding.of(certified_options(certificate, folder))
     turns = _Turns(pair, contest.place / "telling", races.machine, contest.prompts_to_tell)
     known = choice.turns.known(choice.perhaps_fastest(passed)) or []
-    return Tuned(races, certificate, _speeds(races, certified, known, turns, progress))
+    return Tuned(races, certificate, _told(races, certified, known, turns, progress))
 
 
-def _speeds(
+def _told(
     races: Races, certified: Decoding, passed: list[Timed], turns: _Turns, progress: Progress
 ) -> Speeds:
     """How fast what is certified is beside what is lossless; `passed` is what it was chosen
