@@ -28,7 +28,7 @@ from lenience.certification.tune import (
     race,
     tune,
 )
-from lenience.cli.tables import gained
+from lenience.cli.tables import gained, print_passed
 from lenience.core.progress import silent
 from lenience.decoding.certified import TriedSetting, read_certificate
 from lenience.decoding.options import Decoding
@@ -192,6 +192,21 @@ def test_what_is_gained_is_told_as_far_as_it_is_sure(
         assert said.endswith("over 4 prompts), at a loss of at most 1.00% with 95% confidence")
 
 
+def test_what_passed_is_told_the_fastest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[str]()
+    monkeypatch.setattr("lenience.cli.tables.say", said.append)
+    print_passed([])
+    assert not said
+    settings = {"exact; window=0": 3.0, "judge:run/judge@0.9; window=16": 0.5, "exact": 1.0}
+    print_passed(
+        [Timed(setting=one, tokens=[60] * 4, seconds=[each] * 4) for one, each in settings.items()]
+    )
+    assert said[0].endswith(
+        "timed anew on 4 prompts, in tokens/s: judge@0.9 (window 16) 120, exact (window 8) 60, "
+        "the target alone 20"
+    )
+
+
 @pytest.fixture(scope="module")
 def task(llama: Pair) -> Echo:
     return Echo(llama)
@@ -219,9 +234,7 @@ def config(run: Path, max_drop: float = 0.9) -> TuneConfig:
     return TuneConfig(question, windows=(2, 4), stops=stops, prompts=16)
 
 
-def test_the_fastest_that_passes_is_certified_and_decoded_with(
-    llama: Pair, task: Echo, run: Path
-) -> None:
+def test_what_is_tuned_is_certified_and_decoded_with(llama: Pair, task: Echo, run: Path) -> None:
     made = tune(llama, task, run, config(run))
     certificate = made.certificate
     assert certificate == read_certificate(run)

@@ -249,7 +249,7 @@ class Calibration:
 
     def decoding_of(self, row: TriedSetting) -> Decoding:
         """The whole decoder that was tried."""
-        return self.decoding.with_options({"rule": row.rule, "window": row.window, **row.options})
+        return row.decoding(self.decoding)
 
     def binds(self, decoding: Decoding, n: int) -> dict[str, Any]:
         """All that a certificate of a setting, on the first n prompts, depends on."""

@@ -151,11 +151,7 @@ def tune(
     if not certificate.holds:
         return Tuned(races, certificate, None)
     shared = for_task(question.decoding, question.options, task)
-    passed = [
-        shared.with_options({"rule": row.rule, "window": row.window, **row.options})
-        for row in certificate.tried
-        if row.passed
-    ]
+    passed = [row.decoding(shared) for row in certificate.tried if row.passed]
     certified = Decoding.of(certified_options(certificate, folder))
     turns = _Turns(pair, contest.place / "telling", races.machine, contest.prompts_to_tell)
     known = choice.turns.known(choice.perhaps_fastest(passed)) or []
@@ -262,7 +258,7 @@ class _Turns:
 
     pair: Pair
     path: Path
-    """The beginning of the path of where."""
+    """Where it is kept, but for what tells one set of decoders from another."""
     machine: str
     prompts: list[str | Messages]
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lenience.core.profile import Profile
     from lenience.decoding.certified import Certificate
     from lenience.decoding.generation import Generation
+    from lenience.decoding.options import Decoding
     from lenience.decoding.pair import Pair
     from lenience.drafting.planning import Acceptance
     from lenience.evaluation.table import Frontier, HumanGrades
@@ -136,14 +137,13 @@ def print_races(races: Races) -> None:
     """The settings that were the fastest of their groups."""
     from lenience.decoding.certified import drafter_without_paths, stop_without_paths
     from lenience.decoding.options import Decoding
-    from lenience.evaluation.names import short
 
     table = Table("setting, at its fastest", title=f"races on {escape(races.machine)}")
     for column in ("drafter", "window", "stop", "tokens/s", "times strict", "times the target"):
         table.add_column(column, justify="right")
     for one in (races.alone, races.strict, *(row for chain in races.lenient for row in chain)):
         decoding, speed = Decoding.parse(one.setting), one.tokens_per_second
-        name = "the target alone" if decoding.window == 0 else short(str(decoding.rule))
+        name = _rule_name(decoding)
         drafter = drafter_without_paths(decoding.drafter) if decoding.window else "–"
         window, stop = str(decoding.window or "–"), stop_without_paths(decoding.stop)
         cells = [drafter, window, stop, f"{speed:.0f}"]
@@ -156,26 +156,25 @@ def print_races(races: Races) -> None:
 
 def print_passed(passed: Sequence[Timed]) -> None:
     """Those of all that passed that were timed anew, the fastest first."""
+    from lenience.decoding.options import Decoding
+
     if not passed:
         return
-    named = [
-        f"{_decoder_name(one.setting)} {one.tokens_per_second:.0f}"
-        for one in sorted(passed, key=lambda one: -one.tokens_per_second)
-    ]
+    named = []
+    for one in sorted(passed, key=lambda one: -one.tokens_per_second):
+        decoding = Decoding.parse(one.setting)
+        window = f" (window {decoding.window})" if decoding.window else ""
+        named.append(f"{_rule_name(decoding)}{window} {one.tokens_per_second:.0f}")
     say(
         "the fastest by the race of all that passed, timed anew on "
         f"{len(passed[0].tokens)} prompts, in tokens/s: {', '.join(named)}"
     )
 
 
-def _decoder_name(setting: str) -> str:
-    from lenience.decoding.options import Decoding
+def _rule_name(decoding: Decoding) -> str:
     from lenience.evaluation.names import short
 
-    decoding = Decoding.parse(setting)
-    if decoding.window == 0:
-        return "the target alone"
-    return f"{short(str(decoding.rule))} (window {decoding.window})"
+    return "the target alone" if decoding.window == 0 else short(str(decoding.rule))
 
 
 def gained(tuned: Tuned) -> str:

@@ -74,6 +74,10 @@ class TriedSetting(Record):
     tokens_per_second: float | None = None
     """In the race on the machine that it was tuned on; None where it was not."""
 
+    def decoding(self, shared: Decoding) -> Decoding:
+        """The whole decoder, what the setting does not name as in `shared`."""
+        return shared.with_options({"rule": self.rule, "window": self.window, **self.options})
+
 
 class Certified(TriedSetting):
     """The setting that is certified."""
