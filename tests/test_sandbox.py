@@ -236,8 +236,9 @@ def test_verdicts_of_functions(kind: Kind, name: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_expected_is_nowhere_in_the_programs_process(kind: Kind) -> None:
+    secret = 86753_20260_41937_55081  # longer than an address, which could hold it by chance
     look = (
-        "import gc, os, sys\ndef look():\n    mark = '35768'\n    found = []\n"
+        f"import gc, os, sys\ndef look():\n    mark = '{str(secret)[::-1]}'\n    found = []\n"
         "    frame = sys._getframe()\n    while frame:\n"
         "        found += [str(one) for one in frame.f_locals.values()]\n"
         "        frame = frame.f_back\n    found += [str(one) for one in gc.get_objects()]\n"
@@ -248,7 +249,7 @@ def test_what_is_expected_is_nowhere_in_the_programs_process(kind: Kind) -> None
     )
     tests = "def check(candidate):\n    got = candidate()\n    assert got > 100\n"
     assert Sandbox(kind).check(look, "look", tests).passed  # it can look at much
-    tests += "    assert got == 86753\n"
+    tests += f"    assert got == {secret}\n"
     assert Sandbox(kind).check(look, "look", tests).kind == "wrong answer"
 
 
