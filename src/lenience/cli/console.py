@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -17,6 +18,11 @@ screen = Console(stderr=True)
 def say(text: str) -> None:
     """Print text as it is; a command in it can be copied, however narrow the screen is."""
     screen.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print an object as a line of standard output."""
+    print(json.dumps(value), flush=True)
 
 
 def wide(width: int) -> Console:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -29,6 +29,10 @@ SETTINGS = "lenience.toml"
 """In a run folder: its models and its task."""
 SEVERAL, SWITCHES = ("template_option", "stop_string"), ("chat", "unsafe_local", "skip_long")
 """What is kept there and no text."""
+MANY = 10_000
+"""Samples, or tokens, where it is not known how many: it pays to export the models."""
+USED = 0.5
+"""How much of its length limit an answer takes."""
 KEPT = ("target", "draft", "dtype", "device", "chat", "system", "template_option")
 
 
@@ -167,6 +171,12 @@ class TaskChoice:
         if isinstance(task, JsonlTask) and task.unread:
             say(f"task {task.label}: {told_unread(task.unread)}")
         return task
+
+
+def expected_tokens(options: Mapping[str, Any], task: Task | None = None) -> float:
+    """About how many tokens an answer takes."""
+    usual = 256 if task is None else task.max_new_tokens
+    return USED * (options.get("max_new_tokens") or usual)
 
 
 def crew_of(flags: MineFlags, models: Models, choice: TaskChoice) -> Crew | None:

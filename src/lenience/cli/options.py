@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
@@ -344,8 +345,7 @@ class CompareFlags:
         loaded."""
         from lenience.evaluation.compare import DEFAULT_WINDOWS, CompareConfig
 
-        if self.limit is not None and self.limit < 1:
-            raise InputError(f"--limit {self.limit}: must be 1 or more")
+        check_limit(self.limit)
         if any(one < 1 for one in self.window):
             raise InputError("--window: must be 1 or more")
         config = CompareConfig(
@@ -382,3 +382,48 @@ def read_ids(path: Path | None) -> tuple[str, ...]:
         return tuple(dict.fromkeys(path.read_text(encoding="utf-8").split()))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--ids {path}: cannot be read ({error})") from None
+
+
+def check_specs(options: Mapping[str, Any]) -> bool:
+    """Raise InputError for what is wrong with options before the models are loaded; says whether
+    anything is drafted."""
+    from lenience.decoding.options import Decoding
+    from lenience.drafting.registry import parse_drafter
+    from lenience.drafting.stops import parse_stop
+    from lenience.drafting.trees import parse_tree
+    from lenience.rules.registry import BASELINES, parse_rule
+
+    decoding = Decoding.of(resolved(options))
+    parse_stop(decoding.stop)
+    parse_drafter(decoding.drafter)
+    parse_tree(decoding.tree)
+    if decoding.rule in BASELINES:
+        return False
+    parse_rule(decoding.rule)
+    return True
+
+
+def resolved(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Options with what "certified:RUN" stands for in its place."""
+    from lenience.decoding.certified import is_certified, resolve
+
+    if not is_certified(options.get("rule")):
+        return options
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what there is to say is said when it decodes
+        return resolve(options["rule"], options)[0]
+
+
+def needs_draft(options: Mapping[str, Any]) -> bool:
+    """Whether a draft model is asked for anything."""
+    from lenience.drafting.registry import parse_drafter
+
+    options = resolved(options)
+    if options.get("rule") in ("target", "draft"):
+        return options["rule"] == "draft"
+    return options.get("window") != 0 and parse_drafter(options.get("drafter", "model")).needs_draft
+
+
+def check_limit(limit: int | None) -> None:
+    if limit is not None and limit < 1:
+        raise InputError(f"--limit {limit}: must be 1 or more")

@@ -96,7 +96,7 @@ class Problem:
     """[m] bool: which rows it is fitted to."""
 
 
-Labelled = tuple["NDArray", "NDArray"]
+WeightedLabels = tuple["NDArray", "NDArray"]
 """Of rows the labels [m] from 0 to 1, and how much each counts [m]."""
 
 
@@ -125,7 +125,7 @@ class Standardised:
 
 
 def fit_together(
-    x: Standardised, labelled: Labelled, problems: Sequence[Problem], begin: NDArray | None = None
+    x: Standardised, labelled: WeightedLabels, problems: Sequence[Problem], begin: NDArray | None = None
 ) -> NDArray:
     """Heads [F + 1, K] for K problems on labelled rows x [m, F], the last row their biases, which
     are not penalised. All take their steps of L-BFGS in the same passes; `begin` is where they

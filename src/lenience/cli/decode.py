@@ -1,0 +1,165 @@
+"""The commands that decode: `demo`, `generate` and `chat`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lenience.cli.console import loading, print_json, screen
+from lenience.cli.named import Models, expected_tokens, is_run, known_run, models_of
+from lenience.cli.options import (
+    GenerateFlags,
+    Json,
+    PromptFlags,
+    check_limit,
+    check_specs,
+    given,
+    needs_draft,
+)
+from lenience.cli.prompts import prompt_of
+from lenience.cli.steps import answer
+from lenience.cli.tables import print_answer, print_counts, print_profile
+from lenience.core.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lenience.cli.prompts import Asked
+    from lenience.decoding.generation import Generation
+    from lenience.decoding.pair import Pair
+
+
+def generate(
+    prompt: str | None = None,
+    /,
+    *,
+    prompts: PromptFlags | None = None,
+    run: Path | None = None,
+    flags: GenerateFlags | None = None,
+    models: Models | None = None,
+    json: Json = False,
+) -> None:
+    """Answer a prompt, or many.
+
+    Parameters
+    ----------
+    prompt
+        The prompt, @FILE for a file's text, or - for standard input, which is also read where there
+        is none; for the built-in pair at a terminal, one of its task's problems.
+    run
+        A run folder whose models are taken where no flag names others; that of a rule certified:RUN
+        is taken anyway.
+    """
+    options = given(flags)
+    drafts = check_specs(options)
+    prompts = prompts or PromptFlags()
+    many = prompts.many(prompt)
+    one = None if many else prompt_of(prompt, prompts.messages)
+    models = _models_for(options, run, models)
+    pair = models.load(
+        needs_draft=needs_draft(options), tokens=len(many) * expected_tokens(options)
+    )
+    if many:
+        _answer_many(pair, many, options, prompts.batch_size, json=json)
+        return
+    asked = _one_of_its_problems(pair) if one is None else one
+    out, measured = answer(pair, asked, options, prompts.profile)
+    if prompts.show or not json:
+        print_answer(pair, out, prompts.show)
+    print_counts(out, picked=options.get("window") == "auto" and drafts)
+    if measured:
+        print_profile(measured)
+    if json:
+        whole = _as_json(out, asked)
+        if measured:
+            whole["profile"] = {"cycles": measured.cycles, "seconds": measured.seconds}
+        print_json(whole)
+
+
+def _models_for(options: Mapping[str, Any], run: Path | None, models: Models | None) -> Models:
+    """The models that are named, or else those of a run or of the run that a rule is certified
+    in."""
+    from lenience.decoding.certified import is_certified, run_of
+
+    models = models or Models()
+    if run is not None:
+        return models_of(known_run(run), models)
+    if is_certified(options.get("rule")) and is_run(run_of(options["rule"])):
+        return models_of(run_of(options["rule"]), models)
+    return models
+
+
+def _answer_many(
+    pair: Pair, asked: list[Asked], options: Mapping[str, Any], batch_size: int, *, json: bool
+) -> None:
+    """Print the answers to many prompts, each when all before it are there."""
+    from lenience.cli.steps import answers
+
+    for (id, prompt), out in zip(asked, answers(pair, asked, options, batch_size)):
+        if json:
+            print_json({"id": id, **_as_json(out, prompt)})
+        else:
+            print(f"── {id}\n{out.text}", flush=True)
+
+
+def _as_json(out: Generation, prompt: Any) -> dict[str, Any]:
+    trace = [[entry.token, entry.origin, entry.score] for entry in out.trace]
+    whole = {"prompt": prompt, **vars(out), "tokens_per_pass": out.tokens_per_pass}
+    return whole | {"trace": trace}
+
+
+def _one_of_its_problems(pair: Pair) -> str:
+    """What the built-in pair is asked where nothing is."""
+    if pair.name != "built-in":
+        raise InputError("PROMPT: give a prompt, as an argument or on standard input")
+    from lenience.tasks import WordMath
+
+    prompt = str(next(iter(WordMath().samples("test"))).prompt)
+    said = "[dim]no prompt given; one of wordmath's problems:[/]"
+    screen.print(f"{said} {prompt}", highlight=False)
+    return prompt
+
+
+def chat(
+    *,
+    run: Path | None = None,
+    flags: GenerateFlags | None = None,
+    models: Models | None = None,
+) -> None:
+    """Answer line by line what is typed, the models staying loaded.
+
+    Parameters
+    ----------
+    run
+        A run folder whose models are taken where no flag names others; that of a rule certified:RUN
+        is taken anyway.
+    """
+    from lenience.cli.prompts import chat
+
+    options = given(flags)
+    check_specs(options)
+    models = _models_for(options, run, models)
+    models.refuse_vllm("chat")
+    chat(models.load(needs_draft=needs_draft(options)), options)
+
+
+def demo(*, out: Path = Path("demo"), fresh: int = 8, limit: int = 60, json: Json = False) -> None:
+    """The whole story on the built-in pair: mine, fit, tune, certify, compare, report.html.
+
+    Parameters
+    ----------
+    out
+        Where to put the run folder (OUT/run) and the report.
+    fresh
+        How many samples to mine live, on top of those that come with the pair.
+    limit
+        How many held-out problems to compare on.
+    """
+    check_limit(limit)
+    if fresh < 0:
+        raise InputError(f"--fresh {fresh}: must be 0 or more")
+    with loading():
+        from lenience.cli.demo import tell
+    figures = tell(out, fresh, limit)
+    if json:
+        print_json(figures)

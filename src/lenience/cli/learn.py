@@ -1,0 +1,249 @@
+"""The commands that learn: `init`, `mine`, `fit`, `datastore`; and `push`, which gives away."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from lenience.cli.console import print_json, say
+from lenience.cli.fit_options import FitFlags
+from lenience.cli.named import (
+    MANY,
+    SETTINGS,
+    Models,
+    TaskChoice,
+    choice_of,
+    crew_of,
+    expected_tokens,
+    fitting,
+    is_run,
+    left_out,
+    mined_with,
+    models_of,
+    remember,
+)
+from lenience.cli.options import Flag, Json, MineFlags, check_limit
+from lenience.cli.steps import (
+    build_datastore,
+    curve_run,
+    fit_annotated,
+    fit_drafter,
+    fit_run,
+    fit_tree,
+    forecast_run,
+    mine_run,
+    search_layers,
+)
+from lenience.cli.tables import (
+    print_curve,
+    print_drafter,
+    print_mined,
+    print_skipped,
+    print_thresholds,
+    print_trees,
+)
+from lenience.core.errors import InputError
+
+CONTINUED = 20
+"""How many times a mined answer is written."""
+
+
+def init(run: Path, /, *, choice: TaskChoice | None = None, models: Models | None = None) -> None:
+    """Note a run's models and task in RUN/lenience.toml, so that no other command on it need be
+    told; mine does so too.
+
+    Parameters
+    ----------
+    run
+        The run folder.
+    """
+    settings = run / SETTINGS
+    if settings.exists():
+        raise InputError(f"{settings}: is there already; edit it, or name another folder")
+    choice = choice_of(run, choice or TaskChoice())
+    choice.load()
+    remember(run, models_of(run, models), choice)
+    say(f"{settings} is written; next: lenience mine --out {run}")
+
+
+def mine(
+    *,
+    out: Path,
+    flags: MineFlags | None = None,
+    choice: TaskChoice | None = None,
+    models: Models | None = None,
+    json: Json = False,
+) -> None:
+    """Search a task's training samples for important tokens; started again, it goes on where it
+    stopped.
+
+    Parameters
+    ----------
+    out
+        The run folder.
+    """
+    config = (flags or MineFlags()).config()
+    check_limit(config.limit)
+    choice = choice_of(out, choice or TaskChoice())
+    models = models_of(out, models)
+    task = choice.load()
+    length = expected_tokens(vars(config.decoding(task)), task)
+    pair = models.load(tokens=(config.limit or MANY) * length * CONTINUED)
+    if not is_run(out):
+        remember(out, models, choice)
+    with fitting(pair, task, choice) as fits:
+        crew = crew_of(flags or MineFlags(), models, choice)
+        counts = mine_run(pair, fits, out, config, crew)
+    remember(out, models, choice)
+    print_mined(counts, task)
+    whole: dict[str, Any] = {"run": str(out), **asdict(counts)}
+    if flags and flags.plan:
+        whole["plan"] = asdict(forecast_run(out, flags.plan))
+    elif counts.abstained < counts.mismatches:
+        say(f"next: lenience fit {quote(str(out))}")
+    if json:
+        print_json(whole)
+
+
+def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> None:
+    """Fit a judge to a run's journal and save it in RUN/judge; a stop condition for the drafter, in
+    RUN/stop or RUN/gate; a drafter, in RUN/medusa, RUN/blockwise, RUN/eagle or RUN/model; or a plan
+    of trees, in RUN/tree.json.
+
+    Parameters
+    ----------
+    run
+        The run folder; or, with --from annotated, a JSONL file of question, correct, wrong (two
+        answers) and error (of the wrong one, the characters [begin, end] that are wrong), whose
+        judge is saved in RUN without .jsonl, in judge/.
+    """
+    flags = flags or FitFlags()
+    if flags.drafter == "skip":
+        return _search_layers(run, flags, json)
+    if flags.drafter is not None:
+        return _fit_drafter(run, flags, json)
+    if flags.tree:
+        return _fit_tree(run, flags, json)
+    plan = flags.plan(run)
+    if flags.annotated:
+        from lenience.mining.annotated import read_annotated
+
+        rows = read_annotated(run)  # what is wrong is told before the models are loaded
+        pair = Models(flags.target, flags.draft, None, flags.device).load()
+        fitted = fit_annotated(pair, rows, plan)
+    else:
+        mined_with(run)  # raises where nothing is mined
+        models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
+        pair = models.load(tokens=MANY if flags.gate else 0)
+        plan = replace(plan, without=left_out(pair, run, flags.fold))
+        if flags.curve:
+            return _print_curve(curve_run(pair, run, plan), json)
+        fitted = fit_run(pair, run, plan)
+    print_thresholds(fitted, plan.out)
+    if json:
+        head = {flags.role: str(plan.out), "head": plan.config.kind}
+        print_json({**head, "threshold": fitted.threshold, **fitted.metrics})
+
+
+def _print_curve(rows: list[dict[str, Any]], json: bool) -> None:
+    print_curve(rows)
+    if json:
+        print_json({"curve": rows})
+
+
+def _fit_tree(run: Path, flags: FitFlags, json: bool) -> None:
+    drawn = flags.drawn()
+    mined_with(run)  # raises where nothing is mined
+    models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
+    found = fit_tree(models.load(tokens=MANY), run, flags.with_ or "model", drawn)
+    planned = print_trees(found, run / "tree.json")
+    if json:
+        print_json({"drafter": found.drafter, "shares": found.shares, "trees": planned})
+
+
+def _search_layers(run: Path, flags: FitFlags, json: bool) -> None:
+    flags.check_skip()
+    mined_with(run)  # raises where nothing is mined
+    models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
+    found = search_layers(models.load(needs_draft=False), run)
+    best = print_skipped(found)
+    if json:
+        print_json({"drafter": best, "skipped": [asdict(one) for one in found]})
+
+
+def _fit_drafter(run: Path, flags: FitFlags, json: bool) -> None:
+    plan = flags.drafter_plan(run)
+    mined_with(run)  # raises where nothing is mined
+    models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
+    fitted = fit_drafter(models.load(tokens=MANY), run, plan)
+    print_drafter(plan.kind, fitted.metrics, plan.out)
+    if json:
+        used_as = {"drafter": plan.kind if plan.kind == "model" else f"{plan.kind}:{plan.out}"}
+        if plan.kind == "model":
+            used_as["draft"] = str(plan.out)
+        if plan.tune_target:
+            used_as["target"] = str(plan.out / "target")
+        print_json({**used_as, **fitted.metrics})
+
+
+def datastore(
+    corpus: tuple[Path, ...],
+    /,
+    *,
+    out: Path,
+    field: str = "text",
+    target: str | None = None,
+    json: Json = False,
+) -> None:
+    """Build what --drafter datastore:OUT looks up in, from a corpus.
+
+    Parameters
+    ----------
+    corpus
+        Files: .jsonl, perhaps .jsonl.gz, of which each row is a document; any other is one.
+    out
+        The folder to write.
+    field
+        Where a row has its text.
+    target
+        Whose tokenizer is taken; by default the built-in target's.
+    """
+    store = build_datastore(corpus, out, field, target)
+    say(
+        f"{store.about['tokens']:,} tokens of {store.about['documents']:,} documents; use it as "
+        f"--drafter datastore:{out}"
+    )
+    if json:
+        print_json({"drafter": f"datastore:{out}", **store.about})
+
+
+def push(
+    head: Path,
+    name: str,
+    /,
+    *,
+    license: str | None = None,
+    private: Flag = False,
+    json: Json = False,
+) -> None:
+    """Put a fitted head on the Hugging Face Hub, with a card that says what it is.
+
+    Parameters
+    ----------
+    head
+        The head's folder, such as RUN/judge.
+    name
+        Its name there, org/name; others use it as --rule judge:hf:org/name@T.
+    license
+        For the card, such as apache-2.0.
+    private
+        Where there is no such repository yet, make a private one.
+    """
+    from lenience.evaluation.cards import push
+
+    place = push(head, name, license, private)
+    say(f"{head} is at {place}")
+    if json:
+        print_json({"head": f"hf:{name}", "at": place})

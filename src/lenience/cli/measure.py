@@ -1,0 +1,222 @@
+"""The commands that measure: `compare`, `grade`, `certify`, `tune` and `audit`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lenience.cli.console import print_json, say
+from lenience.cli.named import (
+    MANY,
+    Models,
+    TaskChoice,
+    choice_of,
+    expected_tokens,
+    fitting,
+    known_run,
+    models_of,
+)
+from lenience.cli.options import (
+    AuditFlags,
+    CertifyDecoding,
+    CertifyFlags,
+    CompareDecoding,
+    CompareFlags,
+    Json,
+    TuneFlags,
+    check_limit,
+    given,
+    needs_draft,
+)
+from lenience.cli.steps import audit_run, certify_run, compare_run, plan_run, tune_run
+from lenience.cli.tables import print_grades
+
+
+def compare(
+    *,
+    run: Path | None = None,
+    flags: CompareFlags | None = None,
+    decoding: CompareDecoding | None = None,
+    choice: TaskChoice | None = None,
+    models: Models | None = None,
+    json: Json = False,
+) -> None:
+    """Compare acceptance rules, or whole decoders, on a task's test samples: quality and speed,
+    each with its interval.
+
+    Parameters
+    ----------
+    run
+        A run folder whose models and task are taken where no flag names others.
+    """
+    flags = flags or CompareFlags()
+    config = flags.config(given(decoding))
+    choice, models = choice or TaskChoice(), models or Models()
+    if run is not None:
+        choice, models = choice_of(known_run(run), choice), models_of(run, models)
+    task = choice.load()
+    drafts = any(needs_draft(vars(one)) for one in config.decodings())
+    answers = len(config.decodings()) * (config.limit or MANY)
+    pair = models.load(answers * expected_tokens(config.options, task), drafts)
+    with fitting(pair, task, choice) as fits:
+        frontier = compare_run(pair, fits, config, flags.out)
+    if flags.out is not None:
+        from lenience.evaluation.pages import write_report
+        from lenience.evaluation.plots import no_figures
+
+        report = flags.out / "report.html"
+        write_report(report, frontier)
+        say(f"report: {report}   {no_figures()}".rstrip())
+    if json:
+        whole = frontier.to_json()
+        print_json({key: value for key, value in whole.items() if key != "examples"})
+
+
+def grade(
+    folder: Path,
+    /,
+    *,
+    take: Path | None = None,
+    rule: tuple[str, ...] = (),
+    limit: int = 50,
+    json: Json = False,
+) -> None:
+    """Let people grade a comparison: write a page of blinded pairs of answers, and take the file
+    that it saves.
+
+    Parameters
+    ----------
+    folder
+        Where compare --out put the comparison.
+    take
+        The file that the page saved; its grades go into the folder's frontier.json and report.html.
+    rule
+        Whose answers are shown beside the target's; by default of all but the strict rule.
+    limit
+        How many pairs of each.
+    """
+    from lenience.evaluation.human import take_grades, write_page
+
+    check_limit(limit)
+    if take is None:
+        page = write_page(folder, rule, limit)
+        say(f"{page.pairs} pairs, {page.alike} more are the same text: open {page.path}")
+        if json:
+            print_json({"page": str(page.path), "pairs": page.pairs, "alike": page.alike})
+        return
+    found = take_grades(folder, take)
+    print_grades(found)
+    if json:
+        print_json({name: grades.to_json() for name, grades in found.items()})
+
+
+def certify(
+    run: Path,
+    /,
+    *,
+    flags: CertifyFlags | None = None,
+    decoding: CertifyDecoding | None = None,
+    choice: TaskChoice | None = None,
+    models: Models | None = None,
+    json: Json = False,
+) -> None:
+    """Find the most lenient setting of a rule whose loss of quality is at most --max-drop, with a
+    confidence; started again, it goes on where it stopped.
+
+    Parameters
+    ----------
+    run
+        The run folder; it records which prompts have been used for what, and none is used twice.
+    """
+    from lenience.tasks import take
+
+    flags = flags or CertifyFlags()
+    check_limit(flags.limit)
+    config = flags.config(run, given(decoding))
+    choice = choice_of(run, choice or TaskChoice())
+    task = choice.load()
+    drafts = needs_draft(given(decoding))
+    if config.split not in ("train", "test"):
+        take(task, config.split, 1)  # raises where there is none, before the models are loaded
+    answers = flags.pilot if flags.plan else config.num_prompts()
+    tokens = 2 * answers * expected_tokens(config.options, task)
+    pair = models_of(run, models).load(tokens, drafts)
+    with fitting(pair, task, choice) as fits:
+        if flags.plan:
+            outcome = plan_run(pair, fits, run, config, flags.pilot).to_json()
+        else:
+            outcome = certify_run(pair, fits, run, config).to_json()
+    if json:
+        print_json({"run": str(run), **outcome})
+
+
+def tune(
+    run: Path,
+    /,
+    *,
+    flags: TuneFlags | None = None,
+    choice: TaskChoice | None = None,
+    models: Models | None = None,
+    json: Json = False,
+) -> None:
+    """Find what decodes fastest on this machine at a loss of at most --max-drop: settings of a
+    rule, windows, stops and drafters race on fresh prompts, and the fastest that passes is
+    certified, strict decoding included. certified:RUN then decodes with it.
+
+    Parameters
+    ----------
+    run
+        The run folder; it records which prompts have been used for what, and none is used twice.
+    """
+    flags = flags or TuneFlags()
+    check_limit(flags.limit)
+    config = flags.config(run)
+    choice = choice_of(run, choice or TaskChoice())
+    task = choice.load()
+    models = models_of(run, models)
+    models.refuse_vllm("tune")
+    answers = config.question.num_prompts()
+    pair = models.load(2 * answers * expected_tokens(config.question.options, task))
+    with fitting(pair, task, choice) as fits:
+        tuned = tune_run(pair, fits, run, config)
+    if json:
+        speeds = tuned.speeds and tuned.speeds.to_json()
+        told = {"run": str(run), "races": tuned.races.to_json(), "speeds": speeds}
+        print_json({**told, **tuned.certificate.to_json()})
+
+
+def audit(
+    run: Path,
+    prompts: Path,
+    /,
+    *,
+    flags: AuditFlags | None = None,
+    choice: TaskChoice | None = None,
+    models: Models | None = None,
+    json: Json = False,
+) -> None:
+    """Answer a small random share of prompts both with a run's certified rule and with the target
+    alone, and say whether the certificate still holds. RUN/audit.jsonl keeps what was seen.
+
+    Parameters
+    ----------
+    run
+        The run folder with the certificate.
+    prompts
+        A JSONL file of prompt or messages and, if known, reference.
+    """
+    from lenience.certification.audit import AuditConfig, read_prompts
+    from lenience.decoding.certified import read_certificate
+    from lenience.tasks import JsonlTask
+    from lenience.tasks.rows import USUAL_FIELDS
+
+    flags = flags or AuditFlags()
+    # what is wrong is told before the models are loaded
+    task = choice_of(run, choice or TaskChoice()).load()
+    rows = read_prompts(prompts, task.fields if isinstance(task, JsonlTask) else USUAL_FIELDS)
+    read_certificate(run)
+    config = AuditConfig(share=flags.share, confidence=flags.confidence, seed=flags.seed)
+    config.check()
+    pair = models_of(run, models).load(len(rows) * expected_tokens({}, task))
+    state = audit_run(pair, task, run, rows, config, batch_size=flags.batch_size)
+    if json:
+        print_json({"run": str(run), **vars(state)})
