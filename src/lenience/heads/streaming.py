@@ -125,7 +125,10 @@ class Standardised:
 
 
 def fit_together(
-    x: Standardised, labelled: WeightedLabels, problems: Sequence[Problem], begin: NDArray | None = None
+    x: Standardised,
+    labelled: WeightedLabels,
+    problems: Sequence[Problem],
+    begin: NDArray | None = None,
 ) -> NDArray:
     """Heads [F + 1, K] for K problems on labelled rows x [m, F], the last row their biases, which
     are not penalised. All take their steps of L-BFGS in the same passes; `begin` is where they
