@@ -49,7 +49,7 @@ from lenience.tasks import JsonlTask, Sample, Task, ungradable
 
 ALPHA, REPEATS, MANY = 0.05, 2000, 50_000
 """The error that is allowed, how many simulations there are, and how many where they are cheap."""
-POOLED = ((0.005, 3000), (0.01, 1000), (0.01, 2000), (0.01, 3000), (0.015, 3000))
+POOLED = ((0.0045, 3000), (0.01, 1000), (0.01, 2000), (0.01, 3000), (0.011, 3000))
 """Limits and prompts of the calibrations on the pool, two of them just under what a setting really
 loses."""
 ENOUGH, TOKENS = 50, 102

@@ -53,7 +53,7 @@ from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Head, Inputs
 from lenience.mining.drafted_tokens import gate_states
 from lenience.mining.fit import HeadPlan
-from lenience.models.flops import ReadingCost
+from lenience.runs.answers import reading_flops
 from lenience.runs.record import MinedAnswers, MinedSample, MiningCost
 from lenience.tasks import Sample, Task, take
 
@@ -155,19 +155,9 @@ def runs(outs: Sequence[Generation]) -> dict[str, float]:
 
 def cost(pair: Pair, outs: Sequence[Generation]) -> dict[str, float]:
     """What a token of an answer costs."""
-    tokens, flops, as_paper = sum(len(out.tokens) for out in outs), 0.0, 0.0
-    for out in outs:
-        length = len(out.prompt_tokens) + len(out.tokens)
-        asked = out.target_tokens
-        if out.stop.startswith("gate"):
-            asked = (len(out.prompt_tokens) - 1) * bool(out.target_passes) + out.target_passes
-        for lm, read, counted in (
-            (pair.target, out.target_tokens, asked),
-            (pair.draft, out.draft_tokens, out.draft_tokens),
-        ):
-            of = ReadingCost.of(lm)
-            flops += of.read(read, length)
-            as_paper += of.read(counted, length) + counted * of.lookup
+    tokens = sum(len(out.tokens) for out in outs)
+    counted = [reading_flops(pair, out) for out in outs]
+    flops, as_paper = (sum(counts) for counts in zip(*(one for one in counted if one)))
     return {
         "tokens_per_pass": tokens / max(1, sum(out.target_passes for out in outs)),
         "mflops": flops / tokens / 1e6,

@@ -189,25 +189,31 @@ class Answers:
         self._keep(answer)
 
 
-def _flops(pair: Pair, decoding: Decoding, out: Generation) -> dict[str, float]:
-    """What models read for an answer; nothing where something else reads, or proposes, or where
-    what a model costs is not known."""
-    alone = str(decoding.rule) in BASELINES
-    if pair.engine_name != OWN or not (alone or str(decoding.drafter) == "model"):
-        return {}
-    costs = {role: ReadingCost.of(lm) for role, lm in pair.models.items()}
+def reading_flops(pair: Pair, out: Generation) -> tuple[float, float] | None:
+    """What the models read for an answer, in floating-point operations, and the same as SPRINTER
+    (Zhong 2025) counts it; None where what a model costs is not known."""
     read = {"target": out.target_tokens, "draft": out.draft_tokens}
     asked = dict(read)
-    if str(decoding.stop).startswith("gate:") and out.target_passes:
+    if out.stop.startswith("gate:") and out.target_passes:
         one_each = len(out.prompt_tokens) - 1 + out.target_passes
         asked["target"] = min(out.target_tokens, one_each)
     length, total, as_sprinter = len(out.prompt_tokens) + len(out.tokens), 0.0, 0.0
-    for role, cost in costs.items():
+    for role, lm in pair.models.items():
+        cost = ReadingCost.of(lm)
         if cost is None:
-            return {}
+            return None
         total += cost.read(read[role], length)
         as_sprinter += cost.read(asked[role], length) + asked[role] * cost.lookup
-    return {"flops": total, "flops_as_sprinter": as_sprinter}
+    return total, as_sprinter
+
+
+def _flops(pair: Pair, decoding: Decoding, out: Generation) -> dict[str, float]:
+    """The same; nothing where something else than the models reads, or proposes."""
+    alone = str(decoding.rule) in BASELINES
+    if pair.engine_name != OWN or not (alone or str(decoding.drafter) == "model"):
+        return {}
+    counted = reading_flops(pair, out)
+    return {} if counted is None else dict(zip(("flops", "flops_as_sprinter"), counted))
 
 
 def _closest(out: Generation) -> float | None:
