@@ -14,6 +14,7 @@ import sys
 import tomllib
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -127,6 +128,13 @@ def test_show_colours_without_losing_text() -> None:
         (["generate", "Ann", "--target", "no/where", "--draft", "no/where"], "target 'no/where'"),
         (["generate", "Ann", "--window", "-1"], "window -1"),
         (["generate", "Ann", "--windw", "1"], "--windw"),
+        (["generate", "Ann", "--rule", "topk:2|"], "a rule is missing"),
+        (["generate", "Ann", "--rule", "all"], "every rule in a comparison"),
+        (["generate", "Ann", "--rule", "certified"], "write certified:RUN"),
+        (["generate", "--messages", "{tmp}/no"], "/no: cannot be read (No such file or directory)"),
+        (["grade", "{tmp}", "--take", "{tmp}/no"], "has no page of pairs"),
+        (["mine", "--out", __file__], "is a file; name a folder"),
+        (["compare", "--rule", "exact", "--out", __file__], "is a file; name a folder"),
         (["generate", "Ann", "--window", "x"], "--window"),
         (["generate", "Ann", "--stop", "head:{tmp}@0.5"], "no stop.json"),
         (["certify", "{tmp}"], "has no judge"),
@@ -177,6 +185,27 @@ def test_wrong_input_is_one_line_and_exit_2(args: list[str], says: str, tmp_path
     assert done.returncode == 2
     assert says in done.stderr and done.stdout == ""
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    "args, keeps", [(["generate", "Ann"], False), (["mine", "--out", "{tmp}/r"], True)]
+)
+def test_what_is_stopped_says_what_is_kept(
+    args: list[str],
+    keeps: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def stop(*_args: Any, **_options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lenience.cli.named.Models.load", stop)
+    with pytest.raises(SystemExit) as ended:
+        main([arg.replace("{tmp}", str(tmp_path)) for arg in args])
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert said.startswith("lenience: stopped") and ("goes on from there" in said) == keeps
 
 
 def test_a_marker_that_finds_no_answer_is_told(checkpoints, tmp_path: Path) -> None:
@@ -377,7 +406,8 @@ def test_a_run_remembers_its_models_and_its_task(
     monkeypatch.chdir(tmp_path)
     named = ["--target", target, "--draft", draft, "--task", "own.jsonl", "--prompt-field", "q"]
     named += ["--answer", r"regex:(w\d+)", "--same", "text"]
-    assert run("init", "run", *named).returncode == 0
+    told = last_json(run("init", "run", *named, "--json"))
+    assert told == {"run": "run", "settings": "run/lenience.toml"}
     assert run("init", "run", *named).returncode == 2, "what is there is not written over"
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -441,7 +471,9 @@ def test_tuning_ends_in_a_certificate_that_decodes(checkpoints, tmp_path: Path) 
     assert last_json(decoded)["window"] == told["certified"]["window"]
 
 
-def test_the_demo_tells_the_whole_story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_tells_the_whole_story(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: Path
+) -> None:
     """With fewer of the samples that come with the pair, shorter fits, and one window and two
     drafters that race."""
     few, lines = tmp_path / "few", (EMBEDDED / "run" / "journal.jsonl").read_text().splitlines(True)
@@ -479,6 +511,8 @@ def test_the_demo_tells_the_whole_story(tmp_path: Path, monkeypatch: pytest.Monk
     assert told["gain"] in html.unescape((tmp_path / "report.html").read_text())
     # what is left of the shipped run resumes it, and a judge fitted from it runs
     assert told["certificate"]["max_drop"] == 0.03 and told["certificate"]["n"] > 0
+    assert not list(home.glob("ledger/*/*.jsonl"))  # it is no question of its user's
+    assert list(tmp_path.glob("ledger/*/attempts.jsonl"))
     assert "The certificate" in (tmp_path / "report.html").read_text()
     judge = f"judge:{tmp_path}/run/judge@0.5"
     assert (

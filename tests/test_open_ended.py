@@ -492,6 +492,9 @@ def test_people_grade_blinded_pairs(pair: Pair, tmp_path: Path) -> None:
         filled.write_text(json.dumps(content))
         with pytest.raises(InputError, match=message):
             take_grades(out, filled)
+    with pytest.raises(InputError, match="cannot be read"):
+        take_grades(out, tmp_path / "none.json")
+    assert f"lenience grade {out} --take FILE" in html
     with pytest.raises(InputError, match="is not in"):
         write_page(out, ["topk:9"])
     with pytest.raises(InputError, match="would not take what was graded on it"):

@@ -3,6 +3,7 @@ between them."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -324,6 +325,8 @@ def calibration(
             picked = _picked(pair, config, decoding, prompts, place / "window.json")
             decoding = replace(decoding, **picked)
         attempt = ledger.attempt(key, task, config.split, counts=use == "calibration")
+        if use == "calibration":
+            warn_of_too_few(config, attempt.share)
         yield Calibration(
             pair,
             task,
@@ -351,6 +354,19 @@ def check_question(pair: Pair, task: Task, folder: Path, config: CertifyConfig) 
         if task.beside_target:
             mend = "give --loss disagreement, or a --grader"
         raise InputError(f"task {task.name!r}: has no loss(text, target_text, sample); {mend}")
+
+
+def warn_of_too_few(config: CertifyConfig, share: float) -> None:
+    """Warn where so many prompts as are allowed cannot certify anything, by that share of the
+    error."""
+    allowed, least = config.num_prompts(), config.sample_size(np.zeros(1), share)
+    if least is None or least > allowed:
+        takes = "more than can be asked" if least is None else f"about {least:,}"
+        warnings.warn(
+            f"{allowed:,} prompts cannot certify a loss of at most {config.max_drop:.2%}: even a "
+            f"setting that loses nothing takes {takes}; allow more (--limit)",
+            stacklevel=2,
+        )
 
 
 def _picked(

@@ -268,6 +268,8 @@ def _reason(config: CertifyConfig, row: TriedSetting) -> str:
     if row.hopeless and _too_high(config, row):
         return f"the loss is too high: already {strictest}, lost {rate:.2%} of {row.n} prompts"
     more = ", more than is allowed, but on too few to be sure" if rate >= config.max_drop else ""
+    if row.hopeless and not row.losses:
+        more = ", and on all that are allowed none could pass"
     return f"too few prompts: {strictest}, lost {row.losses:g} of {row.n}{more}"
 
 

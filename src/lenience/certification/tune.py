@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from lenience.certification.calibration import check_question
+from lenience.certification.calibration import check_question, warn_of_too_few
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
 from lenience.certification.speeds import Speeds, Timed, Turns, take_turns, warm_up
@@ -135,6 +135,9 @@ def tune(
     """
     task, question = task_for(pair, task, progress), config.question
     contest = _contest(pair, task, folder, config)
+    ledger = Ledger(folder, pair.fingerprints, question.home)
+    next_one = ledger.attempt("", task, question.split, counts=False)
+    warn_of_too_few(question, next_one.share)
     races = _races(pair, contest, progress)
     lossless = max(races.alone, races.strict, key=lambda raced: raced.tokens_per_second)
     chains = [_fast(lossless, raced) for raced in races.lenient]

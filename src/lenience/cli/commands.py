@@ -30,6 +30,8 @@ GROUPS = {
     Group("Give to others", sort_key=4): (push,),
 }
 """Of commands."""
+GO_ON = (demo, mine, fit, compare, certify, tune, audit)
+"""Those that keep what is finished."""
 EXAMPLES = {
     "demo": "lenience demo --out demo",
     "generate": 'lenience generate "…" --rule certified:run --show',
@@ -71,7 +73,8 @@ def main(argv: list[str] | None = None) -> None:
     except (InputError, cyclopts.CycloptsError) as error:
         _fail(first_line(error), 2)
     except KeyboardInterrupt:
-        _fail("stopped; finished samples are kept, the same command goes on from them", 1)
+        kept = "; what is finished is kept, and the same command goes on from there"
+        _fail("stopped" + (kept if command in GO_ON else ""), 1)
     except RunError as error:
         _fail(first_line(error), 1)
     except Exception as error:

@@ -32,10 +32,12 @@ def wide(width: int) -> Console:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """While models load: says so, and keeps transformers from saying what is no error."""
+    """While models load: says so, and keeps their libraries from saying what is no error."""
     with screen.status("loading the models"):
+        from huggingface_hub.utils import logging as hub_logging
         from transformers.utils import logging
 
+        hub_logging.set_verbosity_error()
         logging.set_verbosity_error()
         yield
 
@@ -70,6 +72,8 @@ def progress_bars() -> Iterator[Progress]:
             bars.update(by_phase[phase], completed=done, total=total)
 
         yield show_progress
+        for task in bars.tasks:  # what ended early is over too
+            bars.update(task.id, total=task.completed)
 
 
 def duration(seconds: float) -> str:

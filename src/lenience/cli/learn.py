@@ -24,7 +24,7 @@ from lenience.cli.named import (
     models_of,
     remember,
 )
-from lenience.cli.options import Flag, Json, MineFlags, check_limit
+from lenience.cli.options import Flag, Json, MineFlags, check_folder, check_limit
 from lenience.cli.steps import (
     build_datastore,
     curve_run,
@@ -50,7 +50,14 @@ CONTINUED = 20
 """How many times a mined answer is written."""
 
 
-def init(run: Path, /, *, choice: TaskChoice | None = None, models: Models | None = None) -> None:
+def init(
+    run: Path,
+    /,
+    *,
+    choice: TaskChoice | None = None,
+    models: Models | None = None,
+    json: Json = False,
+) -> None:
     """Note a run's models and task in RUN/lenience.toml, so that no other command on it need be
     told; mine does so too.
 
@@ -65,7 +72,9 @@ def init(run: Path, /, *, choice: TaskChoice | None = None, models: Models | Non
     choice = choice_of(run, choice or TaskChoice())
     choice.load()
     remember(run, models_of(run, models), choice)
-    say(f"{settings} is written; next: lenience mine --out {run}")
+    say(f"{settings} is written; next: lenience mine --out {quote(str(run))}")
+    if json:
+        print_json({"run": str(run), "settings": str(settings)})
 
 
 def mine(
@@ -85,6 +94,7 @@ def mine(
         The run folder.
     """
     config = (flags or MineFlags()).config()
+    check_folder(out)
     check_limit(config.limit)
     choice = choice_of(out, choice or TaskChoice())
     models = models_of(out, models)
@@ -96,13 +106,17 @@ def mine(
     with fitting(pair, task, choice) as fits:
         crew = crew_of(flags or MineFlags(), models, choice)
         counts = mine_run(pair, fits, out, config, crew)
+    from lenience.heads.fitting import LEAST_SAMPLES
+
     remember(out, models, choice)
     print_mined(counts, task)
     whole: dict[str, Any] = {"run": str(out), **asdict(counts)}
     if flags and flags.plan:
         whole["plan"] = asdict(forecast_run(out, flags.plan))
     elif counts.abstained < counts.mismatches:
-        say(f"next: lenience fit {quote(str(out))}")
+        few = min(counts.samples, counts.important) < LEAST_SAMPLES
+        more = f"a higher --limit; a judge takes {LEAST_SAMPLES} samples with important mismatches"
+        say(f"next: {more if few else f'lenience fit {quote(str(out))}'}")
     if json:
         print_json(whole)
 
@@ -134,7 +148,8 @@ def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> N
         pair = Models(flags.target, flags.draft, None, flags.device).load()
         fitted = fit_annotated(pair, rows, plan)
     else:
-        mined_with(run)  # raises where nothing is mined
+        for one in (run, *flags.also):
+            mined_with(one)  # raises where nothing is mined
         models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
         pair = models.load(tokens=MANY if flags.gate else 0)
         plan = replace(plan, without=left_out(pair, run, flags.fold))

@@ -23,6 +23,7 @@ from lenience.cli.options import (
     CompareFlags,
     Json,
     TuneFlags,
+    check_folder,
     check_limit,
     given,
     needs_draft,
@@ -50,6 +51,8 @@ def compare(
     """
     flags = flags or CompareFlags()
     config = flags.config(given(decoding))
+    if flags.out is not None:
+        check_folder(flags.out)
     choice, models = choice or TaskChoice(), models or Models()
     if run is not None:
         choice, models = choice_of(known_run(run), choice), models_of(run, models)

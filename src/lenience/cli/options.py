@@ -424,6 +424,11 @@ def needs_draft(options: Mapping[str, Any]) -> bool:
     return options.get("window") != 0 and parse_drafter(options.get("drafter", "model")).needs_draft
 
 
+def check_folder(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise InputError(f"--out {out}: is a file; name a folder")
+
+
 def check_limit(limit: int | None) -> None:
     if limit is not None and limit < 1:
         raise InputError(f"--limit {limit}: must be 1 or more")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lenience.cli.console import say, screen
 from lenience.cli.tables import print_counts
-from lenience.core.errors import InputError, first_line
+from lenience.core.errors import InputError, first_line, reason
 
 if TYPE_CHECKING:
     from lenience.decoding.pair import Pair
@@ -43,15 +43,16 @@ def _text(path: Path, what: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{what} {path}: cannot be read ({first_line(error)})") from None
+        raise InputError(f"{what} {path}: cannot be read ({reason(error)})") from None
 
 
 def _messages(path: Path) -> Messages:
     from lenience.tasks.rows import is_chat
 
     shape = '[{"role": "user", "content": "…"}, …]'
+    text = _text(path, "--messages")
     try:
-        found: Any = json.loads(_text(path, "--messages"))
+        found: Any = json.loads(text)
     except ValueError as error:
         raise InputError(f"--messages {path}: not JSON ({error}); write {shape}") from None
     found = found.get("messages") if isinstance(found, dict) else found
@@ -65,15 +66,15 @@ def prompts_in(path: Path) -> list[Asked]:
     """The prompts in a file, each with its id: rows of JSON with prompt or messages, or the lines
     of a text. Raises InputError that names the line."""
     from lenience.tasks.jsonl import SUFFIXES
-    from lenience.tasks.rows import USUAL_FIELDS, read_rows
+    from lenience.tasks.rows import USUAL_FIELDS, is_chat, read_rows
 
     found: list[Asked] = []
     if path.name.endswith(SUFFIXES):
         for number, (where, row) in enumerate(read_rows(path), 1):
-            try:
-                found.append((str(row.get("id", number)), USUAL_FIELDS.prompt_of(row)))
-            except InputError as error:
-                raise InputError(f"{where}: {error}") from None
+            if not isinstance(row.get("prompt"), str) and not is_chat(row.get("messages")):
+                shape = 'a "prompt" (text) or "messages" (a list of {"role", "content"})'
+                raise InputError(f"{where}: needs {shape}; it has {', '.join(row) or 'nothing'}")
+            found.append((str(row.get("id", number)), USUAL_FIELDS.prompt_of(row)))
     else:
         lines = enumerate(_text(path, "--prompts").splitlines(), 1)
         found = [(str(number), line) for number, line in lines if line.strip()]
@@ -93,7 +94,9 @@ def chat(pair: Pair, options: Mapping[str, Any]) -> None:
     while (line := _line()) is not None:
         if line == "/new":
             said = []
-        if line in ("", "/new"):
+        elif line.startswith("/"):
+            say(HELP)
+        if not line or line.startswith("/"):
             continue
         asked = [*said, {"role": "user", "content": line}]
         out, began = Generation([]), time.perf_counter()

@@ -180,6 +180,7 @@ def _rule_name(decoding: Decoding) -> str:
 def gained(tuned: Tuned) -> str:
     """What a user gains by what was tuned, at which loss, and how sure that is."""
     from lenience.decoding.options import Decoding
+    from lenience.evaluation.names import setting_name
 
     certificate, speeds = tuned.certificate, tuned.speeds
     best = certificate.certified
@@ -193,8 +194,9 @@ def gained(tuned: Tuned) -> str:
         over["the fastest strict decoding"] = speeds.certified.times(speeds.strict)
     ratios = " and ".join(f"{times} {name}" for name, times in over.items())
     told = (
-        f"{speed}: {ratios} (95 % over {len(speeds.certified.tokens)} prompts), at a loss of at "
-        f"most {certificate.max_drop:.2%} with {certificate.confidence:.0%} confidence"
+        f"{setting_name(best)} at a window of {best.window} makes {speed}: {ratios} (95 % over "
+        f"{len(speeds.certified.tokens)} prompts), at a loss of at most {certificate.max_drop:.2%} "
+        f"with {certificate.confidence:.0%} confidence"
     )
     lossless, times = min(over.items(), key=lambda item: item[1].value)
     if times.high < 1:
@@ -220,7 +222,7 @@ def print_plan(plan: Plan) -> None:
         table.add_row(escape(short(row.rule)), *cells)
     wide(100).print(table)
     least = f"a setting that never loses anything takes {plan.least} prompts"
-    say(f"{least}; – is more than the error is spent over")
+    say(f"{least}; – takes more prompts than a test goes on for (--horizon)")
 
 
 def print_mined(counts: MinedCounts, task: Task) -> None:
@@ -339,19 +341,22 @@ def print_answer(pair: Pair, out: Generation, coloured: bool) -> None:
 
 def print_counts(out: Generation, picked: bool = False) -> None:
     """What an answer took."""
-    counts = [
-        f"{len(out.tokens)} tokens",
+    passes = [
         f"{out.target_passes} passes of the target",
         f"{out.tokens_per_pass:.2f} tokens per pass",
-        f"{out.tokens_per_second:.0f} tokens/s",
         f"{out.accepted_lenient} gained by lenience",
+    ]
+    counts = [
+        f"{len(out.tokens)} tokens",
+        f"{out.tokens_per_second:.0f} tokens/s",
+        *(passes if out.target_passes else [f"{out.draft_passes} passes of the draft alone"]),
         f"ended by {out.finish}",
         *([] if out.seed is None else [f"seed {out.seed}"]),
     ]
     stop = "" if out.stop == "fixed" else f", with stop {out.stop}"
     tree = "" if out.tree == "chain" else f", with tree {out.tree}"
     more = f"; window {out.window} was picked as the fastest here{stop}{tree}" if picked else ""
-    screen.print(f"[dim]{', '.join(counts)}{more}[/]")
+    screen.print(f"[dim]{', '.join(counts)}{more}[/]", soft_wrap=True)
 
 
 def print_profile(profile: Profile) -> None:

@@ -16,6 +16,11 @@ class TooLong(InputError):
     """A prompt leaves a model no room for an answer."""
 
 
+def reason(error: BaseException) -> str:
+    """Why a file could not be read, without its name."""
+    return getattr(error, "strerror", None) or first_line(error)
+
+
 def first_line(error: BaseException) -> str:
     """An error's message cut to its first line, for messages of one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -62,7 +62,7 @@ def upload(folder: Path, name: str, private: bool) -> str:
         made = api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder)
     except Exception as error:
-        mend = "log in with `hf auth login`"
+        mend = "log in with `hf auth login`, or mend the network"
         raise RunError(f"{name}: cannot be pushed ({first_line(error)}); {mend}") from error
     return str(made)
 

@@ -129,6 +129,8 @@ def parse_term(text: str, what: str, kinds: Mapping[str, type[T]]) -> T:
     number, *more = split(after[0], ",", limit=1) if after else ("",)
     name, *args = split(body, ":", limit=1)
     args = [argument for part in (*args, *more) for argument in split(part, ",")]
+    if not name:
+        raise InputError(f"a {what} is missing; there are {', '.join(kinds)}")
     if name not in kinds:
         raise InputError(f"there is no {what} {name!r}; there are {', '.join(kinds)}")
     kind = kinds[name]

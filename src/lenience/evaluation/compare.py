@@ -74,6 +74,8 @@ class CompareConfig:
     """How often each of those is decoded; medians are taken."""
     batch_size: int = 32
     """How many samples are decoded together where quality is measured."""
+    home: Path | None = None
+    """In place of the user's data folder, where it is noted which prompts have been used."""
 
     def __post_init__(self) -> None:
         for name in ("rule", "window"):
@@ -348,7 +350,7 @@ class Comparison:
         used = {"window": self.tuning_samples, "comparison": self.samples}
         lm, task = self.pair.target, self.task
         for run in {fitted_in(head) for head in self.config.heads().values()}:
-            ledger = Ledger(run, self.pair.fingerprints)
+            ledger = Ledger(run, self.pair.fingerprints, self.config.home)
             for use, samples in used.items():
                 ledger.note(lm, samples, use=use, key="compare", task=task)
 

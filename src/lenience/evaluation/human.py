@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lenience.core.errors import InputError
+from lenience.core.errors import InputError, reason
 from lenience.core.files import digest, read_json, write_json, write_text
 from lenience.core.records import Record
 from lenience.decoding.options import Decoding
@@ -73,7 +73,7 @@ def write_page(folder: Path, rules: Sequence[str] = (), limit: int = 50) -> Page
     name = digest([one.to_json() for one in pairs])
     write_json(folder / KEY, Key(page=name, pairs=pairs).to_json())
     shown = [_blinded(one, prompts[one.id], own, answers[one.settings[0]]) for one in pairs]
-    page = template(PAGE).render(page=name, pairs=shown, title=folder.name)
+    page = template(PAGE).render(page=name, pairs=shown, title=str(folder))
     write_text(folder / PAGE, page)
     return Page(folder / PAGE, len(pairs), alike)
 
@@ -143,11 +143,16 @@ def take_grades(folder: Path, filled: Path) -> dict[str, HumanGrades]:
 def _said(folder: Path, key: Key, filled: Path) -> dict[int, str]:
     """What the file that a page gave says of its pairs. Raises InputError for another file."""
     try:
-        content = json.loads(filled.read_text(encoding="utf-8-sig"))
+        text = filled.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{filled}: cannot be read ({reason(error)})") from None
+    try:
+        content = json.loads(text)
         grades = {int(number): str(said) for number, said in content["grades"].items()}
         page = content["page"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise InputError(f"{filled}: is not what the page saves ({error!r:.80})") from None
+    except (ValueError, LookupError, TypeError, AttributeError):
+        mend = f"open {folder / PAGE} and save the grades there"
+        raise InputError(f"{filled}: is not what the page saves; {mend}") from None
     if page != key.page:
         raise InputError(f"{filled}: is of another page than {folder / PAGE}")
     wrong = [said for number, said in grades.items() if said not in GRADES]

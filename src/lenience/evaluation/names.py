@@ -105,6 +105,14 @@ def _label(term: Term, labels: Mapping[str, str]) -> str:
     return labels.get(str(path), path.name)
 
 
+def alike(row: FrontierRow, tried: TriedSetting) -> bool:
+    """Whether one that is compared and one that is certified are the same."""
+    same = (row.rule, row.window) == (tried.rule, tried.window)
+    return same and all(
+        row.options.get(name) == tried.options.get(name) for name in ("stop", "drafter")
+    )
+
+
 def setting_name(row: TriedSetting) -> str:
     """A setting that was certified or tried, without its window."""
     options = _options(row.options, lambda path: Path(path).name).items()
@@ -114,8 +122,8 @@ def setting_name(row: TriedSetting) -> str:
 def why(row: FrontierRow) -> str:
     """Why a row's window is in the table, where it is not the rule's fastest."""
     if row.why.startswith("window of"):
-        return "judge's"
-    return "widest" if row.why == "widest" else ""
+        return "judge's window"
+    return "widest window" if row.why == "widest" else ""
 
 
 def probability(p: float) -> str:

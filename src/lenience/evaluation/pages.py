@@ -9,9 +9,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, Template
 
 from lenience.core.files import write_text
-from lenience.decoding.certified import Certificate
+from lenience.decoding.certified import Certificate, Certified
 from lenience.evaluation.advice import recommended
-from lenience.evaluation.names import NamedRow, named, setting_name, short, why
+from lenience.evaluation.names import NamedRow, alike, named, setting_name, short, why
 from lenience.evaluation.plots import as_svg, no_figures, plot, rungs
 from lenience.evaluation.table import Example, Frontier
 from lenience.rules.registry import terms
@@ -78,15 +78,16 @@ def template(name: str) -> Template:
     return environment.get_template(name)
 
 
-def example(frontier: Frontier) -> Shown | None:
-    """The kept answer that shows most: of a judge if there is one, right, with the most leniently
-    kept tokens."""
+def example(frontier: Frontier, certified: Certified | None = None) -> Shown | None:
+    """The kept answer that shows most: of what is certified or a judge if there is one, right, with
+    the most leniently kept tokens."""
     shown = []
     for sample in frontier.examples:
         for row, result in zip(named(frontier.rows), sample.results):
             lenient = sum(origin == "draft-lenient" for _, origin, _ in result.trace or ())
             judged = any(term.heads for term in terms(row.rule))
-            rank = (judged, result.correct, lenient)
+            ours = certified is not None and alike(row, certified)
+            rank = (ours, judged, result.correct, lenient)
             shown.append((rank, Shown(row, sample, result, lenient)))
     return max(shown, key=lambda item: item[0], default=(None, None))[1]
 
@@ -144,10 +145,11 @@ def write_report(
     """Write report.html and, beside it, where figures can be drawn, frontier.svg; `mining` adds
     what was mined and fitted, `certificate` marks what was certified, and says it, and the
     `headline` stands first: what is recommended, where there is no other."""
+    certified = certificate.certified if certificate and certificate.holds else None
     drawn = narrow = no_figures()
     if not drawn:
-        drawn = as_svg(plot(frontier, certificate))
-        narrow = as_svg(plot(frontier, certificate, narrow=True))
+        drawn = as_svg(plot(frontier, certified))
+        narrow = as_svg(plot(frontier, certified, narrow=True))
         write_text(path.with_name("frontier.svg"), drawn)
     page = template("report.html").render(
         frontier=frontier,
@@ -156,7 +158,7 @@ def write_report(
         rungs=_rungs(certificate) if certificate else "",
         plot=drawn,
         narrow=narrow,
-        example=example(frontier),
+        example=example(frontier, certified),
         details=details(frontier),
         origins=ORIGINS,
         mining=mining,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from lenience.decoding.certified import Certificate, Certified, TriedSetting
-from lenience.evaluation.names import NamedRow, named, setting_name, why
-from lenience.evaluation.table import AllocationPoint, Frontier, FrontierRow
+from lenience.decoding.certified import Certificate, Certified
+from lenience.evaluation.names import NamedRow, alike, named, setting_name, why
+from lenience.evaluation.table import AllocationPoint, Frontier
 
 COLORS = {
     "target": "#6b7280",
@@ -41,6 +41,8 @@ LABEL_HEIGHT, CHARACTER_WIDTH = 9, 4
 """About what a label covers, in points."""
 LABEL_STEPS = 14
 """How many heights of a label it may be moved from its mark."""
+NEAR = 4
+"""How many points from a label another mark must be."""
 _Place = tuple[float, float, float]
 """Where a label begins, in points, and how wide it is."""
 Numbered = list[tuple[int, NamedRow]]
@@ -62,7 +64,7 @@ def no_figures() -> str:
     return "" if find_spec("matplotlib") else "without figures: pip install 'lenience[plots]'"
 
 
-def plot(frontier: Frontier, certificate: Certificate | None = None, narrow: bool = False) -> Any:
+def plot(frontier: Frontier, certified: Certified | None = None, narrow: bool = False) -> Any:
     """The frontier as a matplotlib figure: accuracy against tokens per pass and, at the rules'
     fastest windows, against tokens per second and seconds per right answer, with bands of 95 % and
     the line of random allocation. Accuracies are drawn on a logit scale, which parts those near 1;
@@ -77,7 +79,6 @@ def plot(frontier: Frontier, certificate: Certificate | None = None, narrow: boo
     axes = _parts(figure, len(there), narrow)
     fastest = [(i, row) for i, row in rows if not why(row)]
     colors = _colors(row.family for _, row in rows)
-    certified = certificate.certified if certificate and certificate.holds else None
     labels = []
     for number, (axis, (key, title)) in enumerate(zip(axes, there)):
         shown = fastest if number else rows
@@ -147,6 +148,7 @@ def _draw_labels(axis: Any, labels: Sequence[_Label]) -> None:
     """Label marks, each as near as there is room for it."""
     points = 72 / axis.figure.dpi
     left, bottom, right, top = axis.get_window_extent().extents * points
+    marks = [axis.transData.transform((label.x, label.y)) * points for label in labels]
     taken = list[_Place]()
     for label in sorted(labels, key=lambda label: not label.first):
         x, y = axis.transData.transform((label.x, label.y)) * points
@@ -157,7 +159,7 @@ def _draw_labels(axis: Any, labels: Sequence[_Label]) -> None:
             for place in places
             if left <= place[0] <= right - width and bottom <= place[1] <= top - LABEL_HEIGHT
         ]
-        place = min(inside or places, key=lambda place: _covered(place, taken))
+        place = min(inside or places, key=lambda place: _covered(place, taken, marks))
         taken.append(place)
         shown = axis.annotate(
             label.text,
@@ -177,24 +179,24 @@ def _shifts(width: float) -> list[tuple[float, float]]:
     return [(x, 4 + LABEL_HEIGHT * step) for step in steps for x in (4, -4 - width)]
 
 
-def _covered(place: _Place, taken: Sequence[_Place]) -> int:
-    """How many labels one at a place would cover."""
+def _covered(place: _Place, taken: Sequence[_Place], marks: Sequence[Any]) -> int:
+    """How many labels, and how many marks, one at a place would cover."""
     left, bottom, width = place
-    return sum(
+    labels = sum(
         left < x + its_width and x < left + width and abs(bottom - y) < LABEL_HEIGHT
         for x, y, its_width in taken
     )
-
-
-def _tells(row: FrontierRow | TriedSetting) -> list[Any]:
-    """What one that is compared and one that is certified have in common, if they are the same."""
-    return [row.rule, row.window, *(row.options.get(name) for name in ("stop", "drafter"))]
+    near = sum(
+        left - NEAR < x < left + width + NEAR and bottom - NEAR < y < bottom + LABEL_HEIGHT
+        for x, y in marks
+    )
+    return labels + near
 
 
 def _draw_ring(axis: Any, key: str, rows: Numbered, certified: Certified | None) -> None:
     for _, row in rows:
         x = getattr(row, key)
-        if certified and _tells(row) == _tells(certified) and x is not None:
+        if certified and alike(row, certified) and x is not None:
             axis.plot(
                 x,
                 _inside(row.accuracy, row.n),
@@ -284,24 +286,15 @@ def rungs(certificate: Certificate) -> Any:
     per pass."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.5, 3.2), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    axes, labels = figure.subplots(), list[_Label]()
     for row in certificate.tried:
         color, x = ("#059669" if row.passed else "#dc2626"), row.tokens_per_pass
         low, high = 100 * row.losses / row.n, 100 * row.upper_bound
         axes.plot([x, x], [low, high], color=color, linewidth=1)
         axes.plot(x, low, "o", color=color, markersize=5)
         axes.plot(x, high, marker="_", color=color, markersize=12, markeredgewidth=2)
-        axes.annotate(
-            setting_name(row),
-            (x, high),
-            fontsize=7,
-            color=color,
-            xytext=(0, 5),
-            textcoords="offset points",
-            rotation=35,
-            rotation_mode="anchor",
-        )
+        labels.append(_Label(x, high, setting_name(row), color, first=row.passed))
     limit = 100 * certificate.max_drop
     axes.axhline(limit, color="#6b7280", linestyle="--", linewidth=1)
     bottom, top = axes.get_ylim()
@@ -311,6 +304,8 @@ def rungs(certificate: Certificate) -> Any:
     axes.margins(x=0.12)
     axes.grid(alpha=0.25, linewidth=0.5)
     axes.spines[["top", "right"]].set_visible(False)
+    figure.draw_without_rendering()  # so that data can be told in pixels
+    _draw_labels(axes, labels)
     return figure
 
 

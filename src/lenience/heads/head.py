@@ -290,7 +290,7 @@ class Learned:
 
     def __post_init__(self) -> None:
         if self.threshold is not None and not 0 <= self.threshold <= self.highest:
-            percent = f"; percent? write {self.threshold / 100:g}" if self.threshold > 1 else ""
+            percent = f"; percent? write {self.threshold / 100:g}" if self.threshold >= 2 else ""
             raise InputError(
                 f"{self.name}'s threshold {self.threshold}: a score is a probability, and must be "
                 f"from 0 to 1{percent}"

@@ -47,6 +47,11 @@ RULES: dict[str, type[Term]] = {
 FORBID = "LENIENCE_FORBID"
 BASELINES = ("target", "draft")
 """Stand in place of a rule for decoding with that model alone."""
+ELSEWHERE = {
+    "all": "stands for every rule in a comparison alone; name one",
+    "certified": "write certified:RUN, with a run folder that has a certificate",
+}
+"""What people write for a rule that is none."""
 
 
 def parse_rule(rule: str | Term | Rule) -> Rule:
@@ -66,6 +71,8 @@ def parse_rule(rule: str | Term | Rule) -> Rule:
 
 def parse_spec(text: str) -> AnyOf:
     """A rule from its spec. Raises InputError that names what is wrong with it."""
+    if text in ELSEWHERE:
+        raise InputError(f"rule {text!r}: {ELSEWHERE[text]}")
     try:
         return AnyOf(tuple(_part(part) for part in spec.split(text, "|")))
     except InputError as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from lenience.core.errors import InputError
+from lenience.core.errors import InputError, reason
 from lenience.tasks.base import Messages
 
 USUAL = {
@@ -125,7 +125,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
             content = gzip.decompress(content)
         text = content.decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read ({error})") from None
+        raise InputError(f"{path}: cannot be read ({reason(error)})") from None
     for where, value in _values(path, text):
         if not isinstance(value, dict):
             raise InputError(f"{where}: is no object with a prompt")
