@@ -22,6 +22,7 @@ import pytest
 import torch
 from conftest import quick
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from scipy.stats import beta
 
 import lenience
@@ -30,6 +31,7 @@ from lenience.certification import certify as certifying
 from lenience.certification.audit import Audit, AuditConfig, LivePrompt, State, audit, read_prompts
 from lenience.certification.certify import _reason, save
 from lenience.certification.question import CertifyConfig
+from lenience.certification.sequential_tests import fixed_sequence_test
 from lenience.core.files import write_json
 from lenience.decoding import certified
 from lenience.decoding.certified import Certificate, TriedSetting
@@ -591,6 +593,21 @@ def test_a_changed_data_file_is_refused(llama: Pair, task: Echo, tmp_path: Path)
     path.write_text(path.read_text() + json.dumps(rows[0]) + "\n")
     with pytest.raises(InputError, match=r"has changed since .* was mined"):
         certify(llama, load(), tmp_path / "run", question(limit=20))
+
+
+def test_what_is_as_good_as_the_target_passes_on_as_many_as_are_told() -> None:
+    """Also by the net drop, where a tie is a loss of one half as it is tested."""
+    for loss, at_par in (("paired", 0.0), ("net", 0.5)):
+        asked = question(loss=loss, max_drop=0.02)
+        least = asked.least_prompts(0.9)
+        assert least is not None
+
+        def losses(_j: int, n: int, at_par: float = at_par) -> NDArray:
+            return np.full(n, at_par)
+
+        for n in (least - 1, least):
+            (tried,) = fixed_sequence_test(asked.test(0.9), 1, losses, n)
+            assert tried.passed == (n == least), loss
 
 
 def test_a_plan_counts_what_a_pilot_costs(llama: Pair, task: Echo, tmp_path: Path) -> None:

@@ -264,7 +264,6 @@ class Calibration:
 
     def lost_samples(self, decoding: Decoding, n: int) -> list[LostSample]:
         """The prompts on which quality was lost, with both answers."""
-        at_par = 0.5 if self.config.loss == "net" else 0.0
         losses, lenient = self.losses(decoding, n).tolist(), self.answers(decoding, n)
         rows = zip(self.prompts.rows, losses, self.beside(decoding, lenient), lenient)
         return [
@@ -277,7 +276,7 @@ class Calibration:
                 lenient=LostAnswer(text=lenient.text, answer=lenient.answer),
             )
             for sample, loss, alone, lenient in rows
-            if loss > at_par and alone
+            if loss > self.config.at_par and alone
         ]
 
 
@@ -359,7 +358,7 @@ def check_question(pair: Pair, task: Task, folder: Path, config: CertifyConfig) 
 def warn_of_too_few(config: CertifyConfig, share: float) -> None:
     """Warn where so many prompts as are allowed cannot certify anything, by that share of the
     error."""
-    allowed, least = config.num_prompts(), config.sample_size(np.zeros(1), share)
+    allowed, least = config.num_prompts(), config.least_prompts(share)
     if least is None or least > allowed:
         takes = "more than can be asked" if least is None else f"about {least:,}"
         warnings.warn(

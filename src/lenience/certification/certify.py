@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 from scipy.stats import binom
 
 from lenience.certification.calibration import (
@@ -303,7 +302,7 @@ def plan(
         pilot=on.most,
         max_drop=config.max_drop,
         confidence=config.confidence,
-        least=config.sample_size(np.zeros(1), share),
+        least=config.least_prompts(share),
     )
 
 

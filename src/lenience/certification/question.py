@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from lenience.certification.sequential_tests import (
     COMMON,
     TESTS,
@@ -177,6 +179,11 @@ class CertifyConfig:
         return (1 + self.max_drop) / 2 if self.loss == "net" else self.max_drop
 
     @property
+    def at_par(self) -> float:
+        """The loss, as it is tested, of an answer that is as good as the target's."""
+        return 0.5 if self.loss == "net" else 0.0
+
+    @property
     def spent_over(self) -> int:
         """The horizon. Losses that are not 0 or 1 take more prompts."""
         usual = math.ceil(HORIZON / self.max_drop)
@@ -204,3 +211,7 @@ class CertifyConfig:
         if isinstance(test, Binomial):
             return sample_size(test, max(float(losses.mean()), least))
         return sample_size_by_trial(test, losses)
+
+    def least_prompts(self, share: float) -> int | None:
+        """How many it takes to certify a setting that never loses or gains anything."""
+        return self.sample_size(np.full(1, self.at_par), share)
