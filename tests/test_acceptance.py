@@ -314,7 +314,7 @@ def test_or_binds_weaker_than_and() -> None:
         ("ensemble:0.5|exact", "cannot be joined"),
         ("mentored:1&topk:2", "cannot be joined"),
         ("fly|topk:3", "cannot be joined"),
-        ("topk:2&", "there is no rule ''"),
+        ("topk:2&", "a rule is missing"),
         ("topk:2,floor=2", "floor 2: must be"),
         ("topk:2,budget=-1", "budget -1"),
         ("topk:2,begin=x", "give both"),
