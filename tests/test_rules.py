@@ -881,7 +881,7 @@ def test_arguments_may_be_named() -> None:
     "spec, says",
     [
         ("tokp:3", "there is no rule 'tokp'"),
-        ("", "there is no rule ''"),
+        ("", "a rule is missing"),
         ("topk", "topk needs k"),
         ("topk:x", "whole number"),
         ("topk:0", "at least 1"),
@@ -892,7 +892,7 @@ def test_arguments_may_be_named() -> None:
         ("judge:x@high", "a number"),
         ("exact:1", "at most 0"),
         ('judge:"x@0.5', "not closed"),
-        ("exact|", "there is no rule ''"),
+        ("exact|", "a rule is missing"),
         ("judge:x@0.5@0.6", "a number"),
         ("judge:x,unchecked=maybe@1", "true or false"),
         ("judge:@0.5", "must be given"),
