@@ -35,6 +35,7 @@ from lenience.decoding.certified import (
 )
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
+from lenience.evaluation.names import setting_name
 from lenience.evaluation.pages import write_certificate
 from lenience.rules.registry import parse_spec
 from lenience.runs.answers import Answer
@@ -263,7 +264,7 @@ def _procedure(on: Calibration) -> str:
 
 def _reason(config: CertifyConfig, row: TriedSetting) -> str:
     """Why nothing is certified."""
-    rate, strictest = row.losses / row.n, f"the strictest setting, {row.rule}"
+    rate, strictest = row.losses / row.n, f"the strictest setting, {setting_name(row)}"
     if row.hopeless and _too_high(config, row):
         return f"the loss is too high: already {strictest}, lost {rate:.2%} of {row.n} prompts"
     more = ", more than is allowed, but on too few to be sure" if rate >= config.max_drop else ""

@@ -418,7 +418,8 @@ def _print_judge(head: Head, folder: Path) -> None:
         cells = probability(last["threshold"]), f"{last['accepted']:.3f}"
         table.add_row("–".join(recalls), f"{low:.3f}–{high:.3f}", *cells)
     screen.print(table)
-    say(f"{_auc(head)}; use it as {Judge(str(folder), head.threshold)}")
+    own = f"whose own threshold is {probability(head.threshold)}; @T asks at another"
+    say(f"{_auc(head)}; use it as {Judge(str(folder))}, {own}")
     if (important := head.metrics["important"]) < TELLING:
         mined = len(head.prompts or ()) or head.metrics["samples"]
         samples = -(-mined * TELLING // important)
