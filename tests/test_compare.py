@@ -444,7 +444,7 @@ def test_the_ring_is_around_what_is_certified() -> None:
     assert told.certified is not None
     for options, at in (({"drafter": "medusa"}, [5.0]), ({}, [2.5]), ({"stop": "heuristic"}, [])):
         row = told.certified.model_copy(update={"window": 8, "options": options})
-        axis = plot(frontier_of(found), told.model_copy(update={"certified": row})).axes[0]
+        axis = plot(frontier_of(found), row).axes[0]
         rings = [line for line in axis.get_lines() if line.get_label() == "certified"]
         assert [float(x) for ring in rings for x in ring.get_xdata()] == at
 

@@ -236,7 +236,7 @@ def test_an_interrupt_ends_what_waits_for_a_grader(
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     try:
-        _, said = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=60)
     finally:
         process.kill()
         over.set()

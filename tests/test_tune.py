@@ -153,12 +153,37 @@ def test_the_interval_has_the_true_ratio_as_often_as_it_says(n: int) -> None:
 @pytest.mark.parametrize(
     ("rule", "window", "seconds", "begins"),
     [
-        ("judge:run/judge@0.9", 4, 0.5, "120 tokens/s: 6.00 (6.00–6.00) times the target alone "),
-        ("judge:run/judge@0.9", 4, 2.0, "Nothing is gained over the fastest strict decoding. 30 "),
-        ("judge:run/judge@0.9", 4, 4.0, "Nothing is gained over the fastest strict decoding. 15 "),
+        (
+            "judge:run/judge@0.9",
+            4,
+            0.5,
+            "judge@0.9 at a window of 4 makes 120 tokens/s: 6.00 (6.00–6.00) times ",
+        ),
+        (
+            "judge:run/judge@0.9",
+            4,
+            2.0,
+            "Nothing is gained over the fastest strict decoding. judge",
+        ),
+        (
+            "judge:run/judge@0.9",
+            4,
+            4.0,
+            "Nothing is gained over the fastest strict decoding. judge",
+        ),
         ("judge:run/judge@0.9", 4, None, "Whether anything is gained over the fastest strict"),
-        ("exact", 4, 1.0, "Strict decoding is the fastest that is certified. 60 tokens/s: 3.00"),
-        ("exact", 4, 4.0, "Nothing is gained over the target alone. 15 tokens/s"),
+        (
+            "exact",
+            4,
+            1.0,
+            "Strict decoding is the fastest that is certified. exact at a window of 4 ",
+        ),
+        (
+            "exact",
+            4,
+            4.0,
+            "Nothing is gained over the target alone. exact at a window of 4 makes 15 ",
+        ),
         (
             "exact",
             0,
@@ -183,7 +208,7 @@ def test_what_is_gained_is_told_as_far_as_it_is_sure(
         alone=alone,
         passed=[],
     )
-    certified = rule and SimpleNamespace(rule=rule, window=window)
+    certified = rule and SimpleNamespace(rule=rule, window=window, options={})
     certificate = SimpleNamespace(certified=certified, max_drop=0.01, confidence=0.95)
     said = gained(SimpleNamespace(certificate=certificate, speeds=speeds))  # type: ignore[arg-type]
     assert said.startswith(begins)

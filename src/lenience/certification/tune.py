@@ -135,9 +135,6 @@ def tune(
     """
     task, question = task_for(pair, task, progress), config.question
     contest = _contest(pair, task, folder, config)
-    ledger = Ledger(folder, pair.fingerprints, question.home)
-    next_one = ledger.attempt("", task, question.split, counts=False)
-    warn_of_too_few(question, next_one.share)
     races = _races(pair, contest, progress)
     lossless = max(races.alone, races.strict, key=lambda raced: raced.tokens_per_second)
     chains = [_fast(lossless, raced) for raced in races.lenient]
@@ -226,6 +223,9 @@ def _contest(pair: Pair, task: Task, folder: Path, config: TuneConfig) -> _Conte
     shared = for_task(question.decoding, question.options, task)
     chains = question.chains(shared)
     check_question(pair, task, folder, question)
+    ledger = Ledger(folder, pair.fingerprints, question.home)
+    next_one = ledger.attempt("", task, question.split, counts=False)
+    warn_of_too_few(question, next_one.share)
     strict = replace(shared, rule="exact")
     fitted, refused = fitted_drafters(pair, folder, strict)
     drafters = [*GRID, *fitted]
