@@ -327,8 +327,9 @@ def test_what_passed_is_chosen_from_by_further_prompts(
     options = {name: getattr(certified, name) for name in ("rule", "window")}
     wanted = llama.generate(prompt, **options, **certified.options, max_new_tokens=12)
     assert llama.generate(prompt, rule=f"certified:{run}").tokens == wanted.tokens
-    phases = ("racing, heat 1", "racing, heat 2", "racing, final", "timing what passed", "timing")
-    assert [len(turns[phase]) for phase in phases] == [2, 4, 2, 4, 4]
+    heats = [f"racing, heat {i}" for i, _ in enumerate(HEATS, 1)]
+    phases = [*heats, "racing, final", "timing what passed", "timing"]
+    assert [len(turns[phase]) for phase in phases] == [1, 1, 4, 2, 4, 4]
     assert len({prompt for phase in phases for prompt in turns[phase]}) == 16
     turns.clear()
     again = tune(llama, task, run, config(run))

@@ -40,11 +40,12 @@ from lenience.runs.uses import Draw, aligned
 from lenience.tasks import Sample, Task
 from lenience.tasks.base import Messages
 
-FORMAT = 4
+FORMAT = 5
 """Of what is kept of races; what was kept in another is raced anew."""
 WINDOWS = (2, 4, 8, 16, 32)
-HEATS = ((2, 0.3), (4, 0.3))
-"""On how many prompts those that are left take turns, and which share of each group then stays."""
+HEATS = ((1, 0.5), (1, 0.6), (4, 0.3))
+"""On how many prompts those that are left take turns, and which share of each group then stays; the
+first is short, as some are many times as slow as others."""
 LEAST_PROMPTS = 16
 """For the heats, the final, to choose among what passed, and to tell of what was chosen."""
 SLOWER = 0.85
