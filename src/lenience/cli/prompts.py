@@ -94,9 +94,10 @@ def chat(pair: Pair, options: Mapping[str, Any]) -> None:
     while (line := _line()) is not None:
         if line == "/new":
             said = []
-        elif line.startswith("/"):
+        elif line.startswith("/") and len(line.split()) == 1:
             say(HELP)
-        if not line or line.startswith("/"):
+            continue
+        if line in ("", "/new"):
             continue
         asked = [*said, {"role": "user", "content": line}]
         out, began = Generation([]), time.perf_counter()

@@ -41,7 +41,7 @@ LABEL_HEIGHT, CHARACTER_WIDTH = 9, 4
 """About what a label covers, in points."""
 LABEL_STEPS = 14
 """How many heights of a label it may be moved from its mark."""
-NEAR = 4
+NEAR = 3
 """How many points from a label another mark must be."""
 _Place = tuple[float, float, float]
 """Where a label begins, in points, and how wide it is."""
