@@ -451,7 +451,10 @@ def test_what_a_head_without_a_run_was_compared_on_is_used(
 def test_nothing_certified_is_said_and_decodes_strictly(
     llama: Pair, task: Echo, tmp_path: Path
 ) -> None:
-    too_few = certify(llama, task, tmp_path, question(max_drop=0.01, limit=20, rules=("topk:1",)))
+    with pytest.warns(UserWarning, match="20 prompts cannot certify a loss of at most 1.00%"):
+        too_few = certify(
+            llama, task, tmp_path, question(max_drop=0.01, limit=20, rules=("topk:1",))
+        )
     assert too_few["certified"] is None and too_few.keys() >= TOLD
     assert "too few prompts" in too_few["reason"]
     needed = too_few["needed"]  # the first attempt's error, 0.09, is spent over 5,000 prompts

@@ -21,7 +21,7 @@ from lenience.evaluation.advice import recommended
 from lenience.evaluation.compare import CompareConfig
 from lenience.evaluation.names import family, named, short
 from lenience.evaluation.pages import Mining, example, write_report
-from lenience.evaluation.plots import AXES, plot
+from lenience.evaluation.plots import AXES, _covered, plot
 from lenience.evaluation.table import SHARES, Frontier, FrontierRow, Setting, allocation, table
 from lenience.heads.head import Head, Inputs
 from lenience.mining.search import MineConfig, mine
@@ -447,6 +447,13 @@ def test_the_ring_is_around_what_is_certified() -> None:
         axis = plot(frontier_of(found), row).axes[0]
         rings = [line for line in axis.get_lines() if line.get_label() == "certified"]
         assert [float(x) for ring in rings for x in ring.get_xdata()] == at
+
+
+def test_a_label_covers_marks_and_labels_that_it_stands_over() -> None:
+    place = (100.0, 50.0, 40.0)  # from 100 to 140, and a label high
+    assert _covered(place, [], [(120, 54)]) == 1
+    assert _covered(place, [], [(96, 46), (120, 70), (150, 54)]) == 0, "its own, above, beside"
+    assert _covered(place, [(120.0, 55.0, 40.0), (120.0, 70.0, 40.0)], [(120, 54)]) == 2
 
 
 def test_a_rule_is_shortened_but_not_changed() -> None:

@@ -74,7 +74,7 @@ def test_chat_messages_are_a_prompt_and_a_chat_knows_what_was_said(
     second = last_json(run("generate", "--messages", file, "--json", *models, *SHORT))
     alone = last_json(run("generate", "w6", "--json", *models, *SHORT))
     assert second["text"] != alone["text"], "or the test would not see what is forgotten"
-    chat = run("chat", *models, *SHORT, stdin="w5\nw6\n/new\nw6\n")
+    chat = run("chat", *models, *SHORT, stdin="w5\n/help\nw6\n/new\nw6\n")
     assert chat.stdout.splitlines() == [first["text"], second["text"], alone["text"]]
     file.write_text('{"a": 1}')
     assert "holds no chat" in run("generate", "--messages", file, *models).stderr

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
-from lenience.core.errors import InputError
+from lenience.core.errors import InputError, reason
 from lenience.decoding.options import Decoding, default_options, option_types, told_options
 
 if TYPE_CHECKING:
@@ -381,7 +381,7 @@ def read_ids(path: Path | None) -> tuple[str, ...]:
     try:
         return tuple(dict.fromkeys(path.read_text(encoding="utf-8").split()))
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--ids {path}: cannot be read ({error})") from None
+        raise InputError(f"--ids {path}: cannot be read ({reason(error)})") from None
 
 
 def check_specs(options: Mapping[str, Any]) -> bool:

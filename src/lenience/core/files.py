@@ -13,7 +13,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from lenience.core.errors import InputError, RunError
+from lenience.core.errors import InputError, RunError, reason
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
 """The built-in pair, and what comes with it."""
@@ -118,7 +118,7 @@ def read_lines(path: Path, holds: str) -> list[tuple[int, str]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"{path}: cannot be read ({error}); name a JSONL file of {holds}"
+            f"{path}: cannot be read ({reason(error)}); name a JSONL file of {holds}"
         ) from None
     return [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 from lenience.core import spec
-from lenience.core.errors import InputError
+from lenience.core.errors import InputError, reason
 from lenience.tasks.base import Messages, Sample, Task
 from lenience.tasks.rows import Row, read_rows
 
@@ -303,7 +303,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
         with path.open(newline="", encoding="utf-8-sig") as file:
             lines = list(csv.reader(file, strict=True))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"{path}: cannot be read ({error})") from None
+        raise InputError(f"{path}: cannot be read ({reason(error)})") from None
     lines = [line for line in lines if line]
     if lines and len(lines[0]) == 6 and lines[0][5].strip() in "ABCD":
         subject = re.sub(r"_(test|val|dev|train)$", "", path.stem).replace("_", " ")
@@ -326,4 +326,4 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         for batch in ParquetFile(path).iter_batches():
             yield from batch.to_pylist()
     except (OSError, ArrowException) as error:
-        raise InputError(f"{path}: cannot be read ({error})") from None
+        raise InputError(f"{path}: cannot be read ({reason(error)})") from None

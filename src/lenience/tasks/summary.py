@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from lenience.core.errors import InputError
+from lenience.core.errors import InputError, reason
 from lenience.tasks.base import Sample, Score
 from lenience.tasks.published import SUFFIXES, Published
 from lenience.tasks.rows import Row
@@ -116,7 +116,7 @@ class Continuation(RougeTask):
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{path}: cannot be read ({error})") from None
+            raise InputError(f"{path}: cannot be read ({reason(error)})") from None
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield f"{path}, line {number}", {"text": line}
