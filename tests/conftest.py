@@ -13,11 +13,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share the folder that their controller made
     os.environ["LENIENCE_CACHE"] = tempfile.mkdtemp(prefix="lenience-tests-")  # exported models
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
 import torch
+from capabilities import fail_if_skipped, skip_unless_capable
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -55,6 +56,24 @@ def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     folder = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("LENIENCE_HOME", str(folder))
     return folder
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    skip_unless_capable(item)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    fail_if_skipped(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    fail_if_skipped(report)
+    return report
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

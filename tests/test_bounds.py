@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from capabilities import needs
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import beta, binom
@@ -133,8 +134,10 @@ def test_a_bound_is_under_the_limit_where_the_test_passes(n: int, limit: float) 
             assert test.passed_at(seen[: passed - 1]) is None
 
 
+@needs("mapie")
 def test_p_values_are_mapies() -> None:
-    methods = pytest.importorskip("mapie.risk_control.methods")
+    from mapie.risk_control import methods
+
     rng = np.random.default_rng(0)
     for n, mean in itertools.product((20, 200, 1000), (0.01, 0.1, 0.5)):
         losses = rng.beta(1, 3, n) * mean
@@ -154,8 +157,10 @@ class OneLook(Binomial):
         return False
 
 
+@needs("mapie")
 def test_fixed_sequences_are_mapies() -> None:
-    control = pytest.importorskip("mapie.risk_control").control_fwer
+    from mapie.risk_control import control_fwer as control
+
     rng = np.random.default_rng(1)
     for _ in range(50):
         losses = (rng.random((6, 300)) < np.sort(rng.random(6) * 0.03)[:, None]).astype(float)

@@ -7,11 +7,11 @@ import html
 import io
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from capabilities import browser, needs
 from test_compare import RULES, compare
 from test_mining import ParityTask
 
@@ -20,8 +20,6 @@ from lenience.evaluation.names import named
 from lenience.evaluation.pages import write_report
 from lenience.evaluation.table import Frontier
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-BROWSER = next((found for found in map(shutil.which, NAMES) if found), None)
 WIDTH = 400
 READER = """
 <pre id="told"></pre>
@@ -63,16 +61,15 @@ def read_in_a_browser(page: Path) -> dict:
     frame = f'<iframe width="{WIDTH}" height="800" srcdoc="{html.escape(page.read_text())}">'
     around = page.with_name("around.html")
     around.write_text(f'<!doctype html><meta charset="utf-8">{frame}</iframe>{READER}')
-    assert BROWSER
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-web-security"]
     flags += ["--allow-file-access-from-files", "--virtual-time-budget=10000"]
-    command = [BROWSER, *flags, "--dump-dom", around.as_uri()]
+    command = [str(browser()), *flags, "--dump-dom", around.as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
     (told,) = re.findall(r'<pre id="told">(.*?)</pre>', dom, re.S)
     return json.loads(html.unescape(told))
 
 
-@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
+@needs("browser")
 def test_the_report_is_read_on_a_narrow_screen_by_keyboard(llama: Pair, tmp_path: Path) -> None:
     _, made = compare(llama, ParityTask(), RULES, windows=(4,), limit=5, tuning=2)
     frontier = Frontier(**made)

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from capabilities import needs
+
 from lenience.core.errors import InputError
 from lenience.tasks import sandbox as module
 from lenience.tasks.sandbox import Kind, Limits, Sandbox, Verdict, sandbox
 from lenience.tasks.sandboxed import decode, encode
 
-KINDS: tuple[Kind, ...] = ("bubblewrap", "landlock")
+KINDS = [pytest.param(kind, marks=needs(kind)) for kind in ("bubblewrap", "landlock")]
 SHORT = Limits(seconds=1.5)
 
 # Each tries something, and prints IN where it got through. What is written in capitals is put in by
@@ -294,7 +296,7 @@ def test_values_come_back_as_they_were() -> None:
 def test_without_a_sandbox_nothing_is_run_unless_that_is_accepted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_works", lambda kind: "forbidden here")
+    monkeypatch.setattr(module, "probe", lambda kind: "forbidden here")
     sandbox.cache_clear()
     try:
         with pytest.raises(InputError, match=r"bubblewrap: forbidden here; landlock: .*unsafe"):

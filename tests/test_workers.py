@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from capabilities import needs
 
 from lenience.core.errors import InputError, RunError
 from lenience.decoding.loading import load_pair
@@ -189,11 +190,9 @@ def test_what_workers_cannot_do_is_told(
 
 # ---- on a Ray cluster of several nodes on this machine
 
-ray = pytest.importorskip("ray")
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator:
+    import ray
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
@@ -209,6 +208,7 @@ def ray_crew(plan: WorkerPlan, cluster) -> Crew:
     return RayCrew(plan, cluster.address)
 
 
+@needs("ray")
 def test_a_lost_node_loses_nothing_and_an_added_one_helps(
     plan: WorkerPlan, pair: Pair, task: Task, whole: list[dict], tmp_path: Path, cluster
 ) -> None:
@@ -229,6 +229,7 @@ def test_a_lost_node_loses_nothing_and_an_added_one_helps(
     assert happened == ["added", "lost"] and lines(tmp_path) == whole
 
 
+@needs("ray")
 def test_no_cluster_is_told(plan: WorkerPlan) -> None:
     from lenience.mining.ray_crew import RayCrew
 

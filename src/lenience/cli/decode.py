@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
 
 from lenience.cli.console import loading, print_json, screen
 from lenience.cli.named import Models, expected_tokens, is_run, known_run, models_of
@@ -143,11 +145,21 @@ def chat(
     chat(models.load(needs_draft=needs_draft(options)), options)
 
 
-def demo(*, out: Path = Path("demo"), fresh: int = 8, limit: int = 60, json: Json = False) -> None:
-    """The whole story on the built-in pair: mine, fit, tune, certify, compare, report.html.
+def demo(
+    *,
+    quick: Annotated[bool, Parameter(negative="")] = False,
+    out: Path = Path("demo"),
+    fresh: int = 8,
+    limit: int = 60,
+    json: Json = False,
+) -> None:
+    """Show the whole story on the built-in pair: race, mine, fit, tune, certify, compare,
+    report.html.
 
     Parameters
     ----------
+    quick
+        Show the live race alone, in less than a minute; nothing is written.
     out
         Where to put the run folder (OUT/run) and the report.
     fresh
@@ -159,7 +171,7 @@ def demo(*, out: Path = Path("demo"), fresh: int = 8, limit: int = 60, json: Jso
     if fresh < 0:
         raise InputError(f"--fresh {fresh}: must be 0 or more")
     with loading():
-        from lenience.cli.demo import tell
-    figures = tell(out, fresh, limit)
+        from lenience.cli.demo import show_race, tell
+    figures = {"live": show_race()[1]} if quick else tell(out, fresh, limit)
     if json:
         print_json(figures)

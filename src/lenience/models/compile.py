@@ -18,19 +18,21 @@ import torch
 import transformers
 
 from lenience.core.errors import first_line
-from lenience.core.files import cache_folder
+from lenience.core.files import EMBEDDED, cache_folder
 from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.kv_cache import Backend
 from lenience.models.lm import LAST, LM, States
 from lenience.models.onnx_graph import Graph, Others, load
 from lenience.models.session import reads_together_as_alone, reads_trees_as_paths
 
-FORMAT = 1
+FORMAT = 2
 """Of the graphs: raised when the same model would be exported to another one, so that graphs kept
 before are not used."""
 NEEDS_ONNX = "exported passes need ONNX Runtime: pip install 'lenience[onnx]'"
-EXPORTERS = ("onnx_ir", "onnxruntime", "onnxscript")
+EXPORTERS = ("onnx", "onnx_ir", "onnxruntime", "onnxscript")
 """What the extra `onnx` brings."""
+NOT_OF_THE_GRAPH = ("transformers_version", "dtype", "torch_dtype", "_name_or_path")
+"""Entries of a configuration that change no pass; weights are float32 when a graph is made."""
 TRIED = 5
 """Passes that are timed."""
 LARGEST = 1 << 28
@@ -45,7 +47,11 @@ SAVED, TOKENS_A_CYCLE, DRAFTED = 0.6, 3.0, 8
 
 def export_seconds(models: Sequence[LM]) -> float:
     """About what exporting models takes, those left out whose graphs are in the cache."""
-    missing = [lm for lm in models if lm.backend is None and not graph_path(lm).exists()]
+    missing = [
+        lm
+        for lm in models
+        if lm.backend is None and not _Export(graph_path(lm), LAST, False).exists(lm)
+    ]
     millions = sum(lm.model.num_parameters() for lm in missing) / 1e6
     return EXPORT_SECONDS * len(missing) + EXPORT_SECONDS_A_MILLION * millions
 
@@ -83,16 +89,13 @@ def compile_model(lm: LM, *, export: bool = True) -> bool:
 def _compile(lm: LM, export: bool) -> bool:
     why = refuses(lm)
     path = None if why or lm.device.type != "cpu" else graph_path(lm)
-    if not export and not (path and path.exists()):
+    if not export and not (path and _Export(path, LAST, export).exists(lm)):
         return False
     if not why:
         try:
-            backend = _backend(lm, path, export)
-            if reads_together_as_alone(lm, backend.cache(lm, 3, 256)):
+            if backend := _backend(lm, path, export):
                 lm.use(backend)
                 return True
-            if path:
-                path.unlink(missing_ok=True)
             why = f"the {'exported' if path else 'recorded'} pass differs from its own"
         except Exception as error:  # whatever an exporter raises
             why = f"{type(error).__name__}: {first_line(error)}"
@@ -100,19 +103,17 @@ def _compile(lm: LM, export: bool) -> bool:
     return False
 
 
-def _backend(lm: LM, path: Path | None, export: bool) -> Backend:
-    """The graph in a file, exported where there is none yet; or recorded passes."""
+def _backend(lm: LM, path: Path | None, export: bool) -> Backend | None:
+    """Return the graph in a file, which is shipped or exported if there is none yet, or recorded
+    passes; None if what it reads differs from the model's own pass."""
     if path is None:
-        return CudaGraphs()
-    if not path.exists():
-        _write_graph(lm, path)
-    return load(path, _others(export))
-
-
-def _write_graph(lm: LM, path: Path, states: States = LAST, trees: bool = False) -> None:
-    from lenience.models.onnx_export import export_graph  # of an extra, and slow to import
-
-    export_graph(lm, path, states, trees)
+        recorded = CudaGraphs()
+        return recorded if reads_together_as_alone(lm, recorded.cache(lm, 3, 256)) else None
+    return _load_right(
+        lm,
+        _Export(path, LAST, export),
+        lambda graph: reads_together_as_alone(lm, graph.cache(lm, 3, 256)),
+    )
 
 
 def _others(export: bool, states: States = LAST) -> Others:
@@ -139,12 +140,25 @@ def _others(export: bool, states: States = LAST) -> Others:
 
 @dataclass(frozen=True)
 class _Export:
-    """Where another graph lies, what it gives, and whether it may be made."""
+    """Where a graph lies, what it gives, and whether it may be exported."""
 
     path: Path
     states: States
     makes: bool
     trees: bool = False
+
+    def exists(self, lm: LM) -> bool:
+        """True if there is a graph without exporting one."""
+        return self.path.exists() or self.shipped(lm).exists()
+
+    def shipped(self, lm: LM) -> Path:
+        return shipped_path(lm, self.states, self.trees)
+
+    def write(self, lm: LM) -> None:
+        """Export the graph; takes some seconds."""
+        from lenience.models.onnx_export import export_graph  # of an extra, and slow to import
+
+        export_graph(lm, self.path, self.states, self.trees)
 
 
 def _another(
@@ -152,22 +166,41 @@ def _another(
 ) -> Graph | None:
     """Another graph of a model, exported where that is wanted and there is none yet; None, with a
     warning, where it cannot be made or differs."""
-    path = export.path
-    if not export.makes and not path.exists():
+    if not export.makes and not export.exists(lm):
         return None
     try:
-        if not path.exists():
-            _write_graph(lm, path, export.states, export.trees)
-        graph = load(path, None if export.trees else _others(export.makes, export.states))
-        if reads_rightly(graph):
+        if graph := _load_right(lm, export, reads_rightly):
             return graph
-        path.unlink(missing_ok=True)
         why = "the exported pass differs from its own"
     except Exception as error:  # whatever an exporter raises
         why = f"{type(error).__name__}: {first_line(error)}"
     warnings.warn(
         f"{lm.role} {lm.name!r}: {what} are read through its own pass: {why}", stacklevel=3
     )
+    return None
+
+
+def _load_right(
+    lm: LM, export: _Export, reads_rightly: Callable[[Graph], bool]
+) -> Graph | None:
+    """Load the first graph that reads as the model does: the cached one, the one that is shipped
+    with the package, or, if it may be made, a new one. None if none of them does."""
+    others = None if export.trees else _others(export.makes, export.states)
+    if not export.path.exists() and (shipped := export.shipped(lm)).exists():
+        try:
+            graph = load(shipped, lm, others, keep=True)
+            if reads_rightly(graph):
+                return graph
+        except Exception:  # made by other versions than this machine's
+            pass
+    if not export.path.exists():
+        if not export.makes:
+            return None
+        export.write(lm)
+    graph = load(export.path, lm, others)
+    if reads_rightly(graph):
+        return graph
+    export.path.unlink(missing_ok=True)
     return None
 
 
@@ -189,15 +222,27 @@ def refuses(lm: LM) -> str | None:
 
 
 def graph_path(lm: LM, states: States = LAST, trees: bool = False) -> Path:
-    """Where a model's graph is cached: its name is a hash of all weights, the configuration, the
-    role, the states that it gives, whether it is for trees, and what exports it."""
-    versions = [FORMAT, torch.__version__, transformers.__version__]
-    made_of = [*versions, lm.model.config.to_json_string(), lm.role]
-    made_of += [] if states.layers == LAST.layers else [*states.layers]
-    made_of += ["features", *states.features] if states.features else []
-    made_of += ["trees"] if trees else []
+    """Return where a model's graph is cached: its name is a hash of all weights, of what the graph
+    depends on, and of the versions that export it."""
+    made_of = [torch.__version__, transformers.__version__, *_structure(lm, states, trees)]
     digest = hashlib.blake2b(repr(made_of).encode(), digest_size=12)
     for name, weight in sorted(lm.model.state_dict().items()):
         content = weight.detach().reshape(-1).contiguous().view(torch.uint8).numpy()
         digest.update(name.encode() + content.data)
     return cache_folder() / f"{digest.hexdigest()}.onnx"
+
+
+def shipped_path(lm: LM, states: States = LAST, trees: bool = False) -> Path:
+    """Return where the package has a graph for models of this shape, if it has one. A graph holds
+    no weights, so it serves any model of the shape, a distilled draft too."""
+    made_of = repr(_structure(lm, states, trees)).encode()
+    return EMBEDDED / "graphs" / f"{hashlib.blake2b(made_of, digest_size=12).hexdigest()}.onnx"
+
+
+def _structure(lm: LM, states: States, trees: bool) -> list[object]:
+    """Return what a graph depends on besides the weights: the configuration, the role, the states
+    that it gives, and whether it is for trees."""
+    config = lm.model.config.to_dict()
+    config = {key: config[key] for key in sorted(config) if key not in NOT_OF_THE_GRAPH}
+    kind = type(lm.model).__name__
+    return [FORMAT, kind, config, lm.role, tuple(states.layers), tuple(states.features), trees]

@@ -28,8 +28,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lenience.core.files import replacing
 from lenience.models.kv_cache import NOWHERE, Sight, positions
 from lenience.models.lm import LAST, LM, States
+from lenience.models.onnx_graph import TRANSPOSED
 
 _TRACING = threading.RLock()
+LEAST_LEFT_OUT = 1 << 10
+"""Bytes from which on a constant is looked for among the weights."""
 
 
 def export_graph(lm: LM, path: Path, states: States = LAST, trees: bool = False) -> None:
@@ -48,6 +51,9 @@ def export_graph(lm: LM, path: Path, states: States = LAST, trees: bool = False)
     A model that `reads_inputs` takes inputs [m, T, H] too, and each step of its loop its own last
     states.
 
+    The file holds the graph alone: each weight is named as in the model's state_dict, with TRANSPOSED
+    behind the name where the graph has it so, and `weights_of` gives it back when the file is read.
+
     A graph for `trees` takes, in place of pads and cached, the positions at [m, T] of the tokens
     and keys [m, C + T] of what they may see, cached and new, and related [m, T, C + T], which of it
     is not of another branch.
@@ -56,6 +62,8 @@ def export_graph(lm: LM, path: Path, states: States = LAST, trees: bool = False)
         loops = lm.role == "draft" and not states.features
         make = _tree_graph if trees else _looping_graph if loops else _plain_graph
         model = make(lm, states)
+        _leave_out_weights(model.graph, lm.model)
+        _leave_out_comments(model)
     with replacing(path) as new:
         ir.save(model, new)
 
@@ -478,6 +486,56 @@ def _loop_body(step: ir.Graph, carried: list[ir.Value]) -> ir.Graph:
     goes_on = ir.Value(name="step_same", type=go_on.type, shape=go_on.shape)
     same = ir.Node("", "Identity", [go_on], outputs=[goes_on])
     return ir.Graph([number, go_on, *carried], [goes_on, *ends], nodes=[same, *nodes], name="step")
+
+
+def _leave_out_weights(graph: ir.Graph, model: PreTrainedModel) -> None:
+    """Replace each large constant that is a weight of the model, or its transpose, by the weight's
+    name. Constants that are no weights stay in the graph."""
+    by_size: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, weight in model.state_dict().items():
+        by_size.setdefault(weight.numel(), []).append((name, weight))
+    for value in list(graph.initializers.values()):
+        constant = value.const_value
+        if constant is None or constant.nbytes < LEAST_LEFT_OUT:
+            continue
+        content = torch.from_numpy(np.array(constant.numpy()))
+        name = _weight_name(content, by_size.get(content.numel(), ()))
+        if name is None:
+            continue
+        graph.initializers.pop(str(value.name))
+        value.name = name
+        value.const_value = ir.ExternalTensor(
+            location="weights",
+            offset=0,
+            length=constant.nbytes,
+            dtype=constant.dtype,
+            shape=ir.Shape(constant.shape),
+            name=name,
+        )
+        graph.register_initializer(value)
+
+
+def _leave_out_comments(model: ir.Model) -> None:
+    """Drop the exporter's notes, nine tenths of a graph without weights."""
+    graphs = [model.graph, *model.functions.values()]
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    for graph in graphs:
+        for node in ir.traversal.RecursiveGraphIterator(graph):
+            node.metadata_props.clear()
+            node.doc_string = None
+            for value in node.outputs:
+                value.metadata_props.clear()
+
+
+def _weight_name(content: Tensor, weights: Sequence[tuple[str, Tensor]]) -> str | None:
+    """Return the name of the weight that a constant is, or None if it is none of them."""
+    for name, weight in weights:
+        if weight.shape == content.shape and torch.equal(weight, content):
+            return name
+        if weight.dim() == 2 and weight.T.shape == content.shape and torch.equal(weight.T, content):
+            return name + TRANSPOSED
+    return None
 
 
 def _content(value: ir.Value) -> Any:

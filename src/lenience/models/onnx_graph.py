@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,8 @@ from lenience.models.kv_cache import NOWHERE, Forward, TreeSight
 from lenience.models.lm import LM, States
 from lenience.models.threads import cores
 
+TRANSPOSED = " transposed"
+"""Follows a weight's name in a graph that has its transpose."""
 FIRST_CAPACITY = 160
 """How many tokens a row of a new cache can hold before it grows."""
 KEPT_CALLS, LARGEST_KEPT_CALL = 16, 1 << 20
@@ -40,28 +42,53 @@ class Others:
     makes: bool
 
 
-def load(path: Path, others: Others | None = None) -> Graph:
-    """The graph in a file, which is deleted if ONNX Runtime cannot read it; raises whatever that
-    raises."""
+def load(path: Path, lm: LM, others: Others | None = None, keep: bool = False) -> Graph:
+    """Load the graph in a file, with the weights of `lm`. A file that is no such graph is deleted
+    unless `keep`; raises whatever ONNX Runtime raises."""
     import onnxruntime
+    from google.protobuf.message import DecodeError
 
     errors = onnxruntime.capi.onnxruntime_pybind11_state
     _share_threads()
     try:
-        return Graph(path, others)
-    except (errors.InvalidProtobuf, errors.InvalidGraph):
-        path.unlink(missing_ok=True)
+        return Graph(path, weights_of(lm, path), others)
+    except (DecodeError, KeyError, errors.InvalidProtobuf, errors.InvalidGraph):
+        if not keep:
+            path.unlink(missing_ok=True)
         raise
+
+
+def weights_of(lm: LM, path: Path) -> dict[str, NDArray[Any]]:
+    """Return the weights that the graph in a file leaves out, by their names there. Raises KeyError
+    if the model has no such weight."""
+    import onnx
+
+    graph = onnx.load(str(path), load_external_data=False).graph
+    weights = lm.model.state_dict()
+    found = {}
+    for constant in graph.initializer:
+        if constant.data_location != onnx.TensorProto.EXTERNAL:
+            continue
+        weight = weights[constant.name.removesuffix(TRANSPOSED)].detach()
+        if constant.name.endswith(TRANSPOSED):
+            weight = weight.T
+        if tuple(weight.shape) != tuple(constant.dims):
+            raise KeyError(f"{constant.name} has another shape in this model")
+        found[constant.name] = weight.contiguous().numpy()
+    return found
 
 
 class Graph:
     """An exported forward pass, loaded: the backend of exported graphs."""
 
-    def __init__(self, path: Path, others: Others | None):
+    def __init__(self, path: Path, weights: Mapping[str, NDArray[Any]], others: Others | None):
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.use_per_session_threads = False
+        values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
+        options.add_external_initializers(list(weights), values)
+        self._weights = values  # the session reads them where they lie
         providers = ["CPUExecutionProvider"]
         self.session = onnxruntime.InferenceSession(str(path), options, providers=providers)
         inputs = self.session.get_inputs()

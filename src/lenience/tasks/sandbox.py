@@ -436,8 +436,8 @@ PROBE = "import os\nprint(sum(map(int, input().split())), os.getcwd())"
 """Is run to see whether a sandbox works here."""
 
 
-def _works(kind: Kind) -> str:
-    """What a probe of a sandbox came to; empty where it works."""
+def probe(kind: Kind) -> str:
+    """Run a small program in a sandbox. Returns why that failed; "" if it worked."""
     if kind == "bubblewrap" and shutil.which("bwrap") is None:
         return "bwrap is not installed"
     try:
@@ -460,7 +460,7 @@ def sandbox(unsafe_local: bool = False) -> Sandbox:
     why = []
     kinds: tuple[Kind, ...] = ("bubblewrap", "landlock")
     for kind in kinds:
-        if not (fault := _works(kind)):
+        if not (fault := probe(kind)):
             return Sandbox(kind)
         why.append(f"{kind}: {fault}")
     raise InputError(

@@ -1,0 +1,132 @@
+"""Break the source in one place at a time, and see that the tests notice.
+
+    python tools/mutants.py                          the default level on all mutations
+    python tools/mutants.py --level all              every test but vLLM's
+    python tools/mutants.py --only kl-swapped …      some mutations, by name
+
+Each mutation of tools/mutants.json changes one line of a copy of the tree. The test modules that it
+names run first, then the rest of the level; the first failure ends the run. Results are printed as
+they come, and kept in --out, from which a second call resumes. Exit status 1 if a mutation survives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MUTATIONS = Path(__file__).with_suffix(".json")
+COPIED = ("src", "tests", "docs", "benchmarks", "recipes", "tools", "README.md", "CONTRIBUTING.md")
+COPIED += ("pyproject.toml", "constraints.txt", "CHANGELOG.md", "Makefile", "LICENSE", ".gitignore")
+LEVELS = {"default": "not slow", "all": ""}
+SECONDS = 1800
+"""Time limit of a run; a mutation that hangs the tests counts as caught."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One changed line."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    why: str
+    """What breaks."""
+    numerics: bool
+    first: tuple[str, ...] = ()
+    """Test modules that run before the others."""
+
+    def apply(self, root: Path) -> None:
+        """Change the line in a tree. Raises ValueError if it is not there exactly once."""
+        path = root / self.file
+        text = path.read_text(encoding="utf-8")
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: {self.file} has {text.count(self.old)} times {self.old!r}")
+        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+
+
+def mutations() -> list[Mutation]:
+    """Read tools/mutants.json."""
+    rows = json.loads(MUTATIONS.read_text(encoding="utf-8"))
+    return [Mutation(**{**row, "first": tuple(row.get("first", ()))}) for row in rows]
+
+
+def try_mutation(mutation: Mutation, level: str) -> dict[str, object]:
+    """Run a level of the tests on a changed copy of the tree. Returns the first failing test, if
+    any."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="lenience-mutant-") as folder:
+        tree = Path(folder)
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+            elif source.exists():
+                shutil.copy(source, tree / name)
+        mutation.apply(tree)
+        first = [f"tests/{name}" for name in mutation.first]
+        failed = _first_failure(tree, level, first) if first else None
+        failed = failed or _first_failure(tree, level, [])
+    seconds = round(time.monotonic() - began)
+    return {"name": mutation.name, "level": level, "caught_by": failed, "seconds": seconds}
+
+
+def _first_failure(tree: Path, level: str, paths: list[str]) -> str | None:
+    """Return the id of the first test that fails in a tree; None if all pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider"]
+    command += ["-m", LEVELS[level], *paths]
+    env = {**os.environ, "PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=env, capture_output=True, text=True, timeout=SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return "time limit"
+    if done.returncode == 0:
+        return None
+    failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failures[0].split(" - ")[0] if failures else f"exit status {done.returncode}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--level", choices=list(LEVELS), default="default")
+    parser.add_argument("--only", nargs="*", help="names of mutations")
+    parser.add_argument("--out", type=Path, help="JSON lines of results; a second call resumes")
+    parser.add_argument("--at-once", type=int, default=2, help="mutations tried in parallel")
+    args = parser.parse_args()
+    known = mutations()
+    if unknown := set(args.only or ()) - {mutation.name for mutation in known}:
+        parser.error(f"--only {sorted(unknown)[0]}: no such mutation in {MUTATIONS.name}")
+    wanted = [mutation for mutation in known if not args.only or mutation.name in args.only]
+    results: list[dict[str, object]] = []
+    if args.out and args.out.exists():
+        results = [json.loads(line) for line in args.out.read_text().splitlines()]
+        results = [result for result in results if result["level"] == args.level]
+    done = {result["name"] for result in results}
+    with ThreadPoolExecutor(args.at_once) as pool:
+        left = [mutation for mutation in wanted if mutation.name not in done]
+        for result in pool.map(lambda mutation: try_mutation(mutation, args.level), left):
+            results.append(result)
+            by = result["caught_by"] or "SURVIVED"
+            print(f"{result['name']:36} {result['seconds']:5} s  {by}", flush=True)
+            if args.out:
+                with args.out.open("a") as file:
+                    file.write(json.dumps(result) + "\n")
+    survived = [result["name"] for result in results if not result["caught_by"]]
+    print(f"{len(results) - len(survived)} of {len(results)} caught")
+    raise SystemExit(1 if survived else 0)
+
+
+if __name__ == "__main__":
+    main()
