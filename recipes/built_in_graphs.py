@@ -2,10 +2,10 @@
 
     python recipes/built_in_graphs.py
 
-writes src/lenience/embedded/graphs: a file for each state and shape of window that the demo and the
-built-in heads need. The files hold no weights, so they are small, and serve models of the same
-shape, such as a draft that `lenience fit --drafter model` has distilled. Each is checked against the
-model's own pass whenever it is loaded.
+writes src/lenience/embedded/graphs: a file for each state and shape of window that the demo and
+the built-in heads need. The files hold no weights, so they are small, and serve models of the same
+shape, such as a draft that `lenience fit --drafter model` has distilled. Each is checked against
+the model's own pass whenever it is loaded.
 """
 
 from __future__ import annotations

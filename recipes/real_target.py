@@ -11,8 +11,8 @@ problems of a seeded shuffle are held out.
 
 The equation becomes a solution in words, in one of several wordings. Training resumes from the last
 checkpoint in --work, so the command can be stopped at any time and run again. The result is
-WORK/target, a model folder that transformers loads, and WORK/held-out.jsonl, WORK/train.jsonl, which
-`lenience --task WORK/held-out.jsonl` reads.
+WORK/target, a model folder that transformers loads, and WORK/train.jsonl and WORK/held-out.jsonl,
+which `lenience --task` reads.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from capabilities import needs
 
 from lenience.core.errors import InputError

@@ -190,6 +190,7 @@ def test_what_workers_cannot_do_is_told(
 
 # ---- on a Ray cluster of several nodes on this machine
 
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator:
     import ray

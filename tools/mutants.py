@@ -6,7 +6,8 @@
 
 Each mutation of tools/mutants.json changes one line of a copy of the tree. The test modules that it
 names run first, then the rest of the level; the first failure ends the run. Results are printed as
-they come, and kept in --out, from which a second call resumes. Exit status 1 if a mutation survives.
+they come, and kept in --out, from which a second call resumes. The exit status is 1 if a mutation
+survives.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Mutation:
         path = root / self.file
         text = path.read_text(encoding="utf-8")
         if text.count(self.old) != 1:
-            raise ValueError(f"{self.name}: {self.file} has {text.count(self.old)} times {self.old!r}")
+            raise ValueError(
+                f"{self.name}: {self.file} has {text.count(self.old)} times {self.old!r}"
+            )
         path.write_text(text.replace(self.old, self.new), encoding="utf-8")
 
 

@@ -67,6 +67,8 @@ class TuneConfig:
     """Its rules race, each with all its settings, beside strict decoding and the target alone."""
     windows: tuple[int, ...] = WINDOWS
     stops: tuple[str, ...] = ("fixed",)
+    drafters: tuple[str, ...] = ()
+    """Drafters that race; by default GRID, and those that were trained in the run folder."""
     prompts: int = 80
     """How many to race on, to choose on among what passed, and to time that on."""
 
@@ -228,8 +230,10 @@ def _contest(pair: Pair, task: Task, folder: Path, config: TuneConfig) -> _Conte
     next_one = ledger.attempt("", task, question.split, counts=False)
     warn_of_too_few(question, next_one.share)
     strict = replace(shared, rule="exact")
-    fitted, refused = fitted_drafters(pair, folder, strict)
-    drafters = [*GRID, *fitted]
+    drafters, refused = list(config.drafters), list[str]()
+    if not drafters:
+        fitted, refused = fitted_drafters(pair, folder, strict)
+        drafters = [*GRID, *fitted]
     groups = [[replace(strict, window=0)]]
     for one in (strict, *(one for chain in chains for one in chain)):
         groups.append(group_of(pair, config, one, drafters_for(str(one.rule), drafters)))

@@ -149,8 +149,8 @@ def demo(
     *,
     quick: Annotated[bool, Parameter(negative="")] = False,
     out: Path = Path("demo"),
-    fresh: int = 8,
-    limit: int = 60,
+    fresh: int = 4,
+    limit: int = 30,
     json: Json = False,
 ) -> None:
     """Show the whole story on the built-in pair: race, mine, fit, tune, certify, compare,

@@ -19,7 +19,6 @@ from lenience.core.files import EMBEDDED, read_json, write_text
 from lenience.decoding.loading import load_pair
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
-from lenience.drafting.stops import Likely
 from lenience.evaluation.compare import CompareConfig, discard
 from lenience.evaluation.pages import Mining, write_report
 from lenience.evaluation.table import Frontier
@@ -31,21 +30,26 @@ from lenience.rules.judge import Judge
 from lenience.rules.registry import BASELINES
 from lenience.tasks import WordMath
 
-SHIPPED = 300
-"""How many of the samples that come with the pair a judge is fitted to: what a demo has time for.
-What is tuned is the one that comes with the pair, which has learned from thirty times as many."""
+SHIPPED = 100
+"""Number of shipped samples that the demo's own judge is trained on, for lack of time. The judge
+that is tuned comes with the pair and has learned from a hundred times as many."""
 READ = Inputs(("target",))
 """What the judge reads: of the target alone, which it has read anyway when it is asked."""
-THRESHOLDS = (0.9985, 0.993)
-"""Those that are tried. Stricter ones gain less, and the paper's, of a recall of 0.9, loses too
-much."""
-WINDOWS, WIDEST, RACED = (4, 8, 16), 16, 60
-"""The windows that race, the one for what is gained where only the target's passes cost, and how
-many problems are raced and timed on."""
-STOPPED_AT = 0.5
-"""At which threshold the stop races."""
-MAX_DROP, CERTIFIED_ON = 0.03, 12
-"""What is certified, on at most so many times as many problems as are compared."""
+THRESHOLDS = (0.993,)
+"""Thresholds of the judge that are tried. Stricter ones gain less, and the paper's, at a recall of
+0.9, loses too much."""
+WINDOWS = (4, 16)
+"""Draft windows that race."""
+DRAFTERS = ("model", "ngram", "suffix", "medusa")
+"""Drafters that race; the others that need no training have always been slower on this pair."""
+WIDEST = 16
+"""Draft window that shows what is gained where only the target's passes cost."""
+RACED = 48
+"""Number of problems to race and time on."""
+MAX_DROP = 0.03
+"""Loss that is certified."""
+CERTIFIED_ON = 480
+"""Maximum number of problems to certify on."""
 TOLD_APART = ("rule", "window", "stop", "drafter")
 """By what the settings that are compared differ."""
 TOLD = (
@@ -74,7 +78,7 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
     folder = out / "run"
     counts = _mine(pair, folder, fresh)
     head = _fit(pair, folder)
-    tuned = _tune(pair, out, limit)
+    tuned = _tune(pair, out)
     certificate = tuned.certificate
     frontier = _compare(pair, out, tuned, limit)
     mining, gain = _mining(counts, head), gained(tuned)
@@ -115,7 +119,7 @@ def _important_share(counts: MinedCounts) -> float:
 
 def _fit(pair: Pair, folder: Path) -> Head:
     screen.rule("2. fitting a judge")
-    head = fit_run(pair, folder, HeadPlan(READ, folder / "judge", FitConfig(kind="mlp")))
+    head = fit_run(pair, folder, HeadPlan(READ, folder / "judge", FitConfig()))
     ours, theirs = head.metrics, Judge().head.metrics
     say(
         f"AUC {ours['auc_out_of_fold']:.3f} on samples it was not fitted to; the judge that comes "
@@ -124,19 +128,18 @@ def _fit(pair: Pair, folder: Path) -> Head:
     return head
 
 
-def _tune(pair: Pair, out: Path, limit: int) -> Tuned:
+def _tune(pair: Pair, out: Path) -> Tuned:
     folder = out / "run"
     screen.rule(f"3. what is fastest here at a loss of at most {MAX_DROP:.0%}, certified")
     question = CertifyConfig(
         rules=(str(Judge()),),
         max_drop=MAX_DROP,
         thresholds=THRESHOLDS,
-        limit=CERTIFIED_ON * limit,
-        horizon=CERTIFIED_ON * limit,
+        limit=CERTIFIED_ON,
+        horizon=CERTIFIED_ON,
         home=out,  # a demo is no question of its user's
     )
-    stops = ("fixed", str(Likely(threshold=STOPPED_AT)))
-    config = TuneConfig(question, windows=WINDOWS, stops=stops, prompts=RACED)
+    config = TuneConfig(question, windows=WINDOWS, drafters=DRAFTERS, prompts=RACED)
     return tune_run(pair, WordMath(), folder, config)
 
 
@@ -156,7 +159,7 @@ def _compare(pair: Pair, out: Path, tuned: Tuned, limit: int) -> Frontier:
         for one in compared
     ]
     config = CompareConfig(
-        settings=tuple(dict.fromkeys(settings)), limit=limit, timed=8, repeats=1, home=out
+        settings=tuple(dict.fromkeys(settings)), limit=limit, timed=5, repeats=1, home=out
     )
     asked = out / "compare.json"
     if asked.exists() and not _asks_for(read_json(asked), config):

@@ -274,6 +274,9 @@ class TuneFlags(QuestionFlags):
     stop: tuple[str, ...] = ()
     """The stop conditions that are tried beside a fixed window; by default, if the run has a stop
     head, that at three thresholds."""
+    drafter: tuple[str, ...] = ()
+    """Drafters to race. Default: every drafter that needs no training, and those trained in the
+    run."""
     prompts: int = 80
     """How many prompts settings race on, and what passes is timed on; they are used up."""
     max_new_tokens: int | None = None
@@ -283,6 +286,7 @@ class TuneFlags(QuestionFlags):
         """What is tuned. Raises InputError for what is wrong with it, before models are loaded."""
         from lenience.certification.tune import WINDOWS, TuneConfig
         from lenience.decoding.auto_window import STOP_THRESHOLDS
+        from lenience.drafting.registry import parse_drafter
         from lenience.drafting.stops import Likely, parse_stop
 
         stops = self.stop
@@ -290,11 +294,14 @@ class TuneFlags(QuestionFlags):
             stops = tuple(str(Likely(str(run / "stop"), one)) for one in STOP_THRESHOLDS)
         for stop in stops:
             parse_stop(stop)
+        for drafter in self.drafter:
+            parse_drafter(drafter)
         options = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}
         return TuneConfig(
             self.question(run, options),
             windows=self.window or WINDOWS,
             stops=tuple(dict.fromkeys(("fixed", *stops))),
+            drafters=tuple(dict.fromkeys(self.drafter)),
             prompts=self.prompts,
         )
 

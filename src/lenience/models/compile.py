@@ -180,9 +180,7 @@ def _another(
     return None
 
 
-def _load_right(
-    lm: LM, export: _Export, reads_rightly: Callable[[Graph], bool]
-) -> Graph | None:
+def _load_right(lm: LM, export: _Export, reads_rightly: Callable[[Graph], bool]) -> Graph | None:
     """Load the first graph that reads as the model does: the cached one, the one that is shipped
     with the package, or, if it may be made, a new one. None if none of them does."""
     others = None if export.trees else _others(export.makes, export.states)
@@ -240,9 +238,10 @@ def shipped_path(lm: LM, states: States = LAST, trees: bool = False) -> Path:
 
 
 def _structure(lm: LM, states: States, trees: bool) -> list[object]:
-    """Return what a graph depends on besides the weights: the configuration, the role, the states
-    that it gives, and whether it is for trees."""
+    """Return what a graph depends on besides the weights' values: their names and shapes, the
+    configuration, the role, the states that it gives, and whether it is for trees."""
     config = lm.model.config.to_dict()
     config = {key: config[key] for key in sorted(config) if key not in NOT_OF_THE_GRAPH}
-    kind = type(lm.model).__name__
-    return [FORMAT, kind, config, lm.role, tuple(states.layers), tuple(states.features), trees]
+    shapes = sorted((name, tuple(weight.shape)) for name, weight in lm.model.state_dict().items())
+    gives = [lm.role, tuple(states.layers), tuple(states.features), trees]
+    return [FORMAT, type(lm.model).__name__, shapes, config, *gives]

@@ -51,8 +51,8 @@ def export_graph(lm: LM, path: Path, states: States = LAST, trees: bool = False)
     A model that `reads_inputs` takes inputs [m, T, H] too, and each step of its loop its own last
     states.
 
-    The file holds the graph alone: each weight is named as in the model's state_dict, with TRANSPOSED
-    behind the name where the graph has it so, and `weights_of` gives it back when the file is read.
+    The file holds the graph alone. Each weight has its name in the model's state_dict, followed by
+    TRANSPOSED if the graph has its transpose; `weights_of` finds it again when the file is read.
 
     A graph for `trees` takes, in place of pads and cached, the positions at [m, T] of the tokens
     and keys [m, C + T] of what they may see, cached and new, and related [m, T, C + T], which of it
