@@ -58,6 +58,15 @@ def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     return folder
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases that slow.txt names."""
+    slow = set((Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").split("\n"))
+    for item in items:
+        if f"{item.path.name}::{item.nodeid.split('::', 1)[1]}" in slow:
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     skip_unless_capable(item)
 

@@ -101,9 +101,9 @@ def test_a_false_certificate_is_as_rare_as_promised(
 
 
 def test_a_ladder_is_wrong_as_rarely_as_one_setting() -> None:
-    """Exactly, by all outcomes of three settings of 5 prompts each, apart: the chance that any that
+    """Exactly, by all outcomes of three settings of 4 prompts each, apart: the chance that any that
     loses too much passes, in every order of good and bad ones."""
-    limit, alpha, n = 0.4, 0.25, 5
+    limit, alpha, n = 0.4, 0.25, 4
     test = Binomial(limit, alpha, n)
     paths = [np.array(path) for path in itertools.product((0, 1), repeat=n)]
     for means in itertools.product((0.0, 0.2, 0.4, 0.7), repeat=3):

@@ -474,8 +474,8 @@ def test_tuning_ends_in_a_certificate_that_decodes(checkpoints, tmp_path: Path) 
 def test_the_demo_tells_the_whole_story(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: Path
 ) -> None:
-    """With fewer of the samples that come with the pair, shorter fits, and one window and two
-    drafters that race."""
+    """With fewer of the samples that come with the pair, and one window and two drafters that
+    race."""
     few, lines = tmp_path / "few", (EMBEDDED / "run" / "journal.jsonl").read_text().splitlines(True)
     (few / "run").mkdir(parents=True)
     shutil.copy(EMBEDDED / "run" / "run.json", few / "run")
@@ -483,8 +483,7 @@ def test_the_demo_tells_the_whole_story(
     monkeypatch.setattr("lenience.cli.demo.EMBEDDED", few)
     monkeypatch.setattr("lenience.cli.demo.RACED", 16)
     monkeypatch.setattr("lenience.cli.demo.WINDOWS", (8,))
-    monkeypatch.setattr("lenience.certification.tune.GRID", ("model", "medusa"))
-    monkeypatch.setattr("lenience.heads.fitting.LEAST_STEPS", 100)
+    monkeypatch.setattr("lenience.cli.demo.DRAFTERS", ("model", "medusa"))
     done = run("demo", "--out", tmp_path, "--fresh", 1, "--limit", 3, "--json")
     told = last_json(done)
     assert set(told) >= {

@@ -48,7 +48,7 @@ def test_it_loads_as_plain_llama_checkpoints_with_one_tokenizer() -> None:
     }
     weights = [path for path in EMBEDDED.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in weights) < 30e6
-    assert {path.suffix for path in weights} <= {".json", ".jsonl", ".safetensors"}
+    assert {path.suffix for path in weights} <= {".json", ".jsonl", ".onnx", ".safetensors"}
 
 
 def test_it_decodes_as_transformers_does(built_in: Pair) -> None:

@@ -25,7 +25,7 @@ from lenience.models.lm import LAST, LM, States
 from lenience.models.onnx_graph import Graph, Others, load
 from lenience.models.session import reads_together_as_alone, reads_trees_as_paths
 
-FORMAT = 2
+FORMAT = 3
 """Of the graphs: raised when the same model would be exported to another one, so that graphs kept
 before are not used."""
 NEEDS_ONNX = "exported passes need ONNX Runtime: pip install 'lenience[onnx]'"
@@ -220,21 +220,19 @@ def refuses(lm: LM) -> str | None:
 
 
 def graph_path(lm: LM, states: States = LAST, trees: bool = False) -> Path:
-    """Return where a model's graph is cached: its name is a hash of all weights, of what the graph
-    depends on, and of the versions that export it."""
-    made_of = [torch.__version__, transformers.__version__, *_structure(lm, states, trees)]
-    digest = hashlib.blake2b(repr(made_of).encode(), digest_size=12)
-    for name, weight in sorted(lm.model.state_dict().items()):
-        content = weight.detach().reshape(-1).contiguous().view(torch.uint8).numpy()
-        digest.update(name.encode() + content.data)
-    return cache_folder() / f"{digest.hexdigest()}.onnx"
+    """Return where a model's graph is cached: its name is a hash of what the graph depends on, and
+    of the versions that export it. A graph holds no weights, so models of one shape share it."""
+    versions = [torch.__version__, transformers.__version__]
+    return cache_folder() / f"{_digest([*versions, *_structure(lm, states, trees)])}.onnx"
 
 
 def shipped_path(lm: LM, states: States = LAST, trees: bool = False) -> Path:
-    """Return where the package has a graph for models of this shape, if it has one. A graph holds
-    no weights, so it serves any model of the shape, a distilled draft too."""
-    made_of = repr(_structure(lm, states, trees)).encode()
-    return EMBEDDED / "graphs" / f"{hashlib.blake2b(made_of, digest_size=12).hexdigest()}.onnx"
+    """Return where the package has a graph for models of this shape, if it has one."""
+    return EMBEDDED / "graphs" / f"{_digest(_structure(lm, states, trees))}.onnx"
+
+
+def _digest(made_of: list[object]) -> str:
+    return hashlib.blake2b(repr(made_of).encode(), digest_size=12).hexdigest()
 
 
 def _structure(lm: LM, states: States, trees: bool) -> list[object]:

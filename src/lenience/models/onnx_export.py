@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 import onnx_ir as ir
 import torch
+from onnxscript.optimizer import optimize_ir
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
@@ -28,11 +29,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lenience.core.files import replacing
 from lenience.models.kv_cache import NOWHERE, Sight, positions
 from lenience.models.lm import LAST, LM, States
-from lenience.models.onnx_graph import TRANSPOSED
 
 _TRACING = threading.RLock()
-LEAST_LEFT_OUT = 1 << 10
-"""Bytes from which on a constant is looked for among the weights."""
 
 
 def export_graph(lm: LM, path: Path, states: States = LAST, trees: bool = False) -> None:
@@ -51,8 +49,8 @@ def export_graph(lm: LM, path: Path, states: States = LAST, trees: bool = False)
     A model that `reads_inputs` takes inputs [m, T, H] too, and each step of its loop its own last
     states.
 
-    The file holds the graph alone. Each weight has its name in the model's state_dict, followed by
-    TRANSPOSED if the graph has its transpose; `weights_of` finds it again when the file is read.
+    The file holds the graph alone: it refers to each weight by its name in the model, and the
+    weights are given to ONNX Runtime when the file is loaded.
 
     A graph for `trees` takes, in place of pads and cached, the positions at [m, T] of the tokens
     and keys [m, C + T] of what they may see, cached and new, and related [m, T, C + T], which of it
@@ -62,7 +60,7 @@ def export_graph(lm: LM, path: Path, states: States = LAST, trees: bool = False)
         loops = lm.role == "draft" and not states.features
         make = _tree_graph if trees else _looping_graph if loops else _plain_graph
         model = make(lm, states)
-        _leave_out_weights(model.graph, lm.model)
+        _refer_to_weights(model.graph, lm.model)
         _leave_out_comments(model)
     with replacing(path) as new:
         ir.save(model, new)
@@ -378,7 +376,7 @@ def _numbered(name: str, values: Sequence[Tensor]) -> list[str]:
     return [f"{name}_{i}" for i in range(len(values))]
 
 
-def _trace(module: torch.nn.Module, arguments: Traced, outputs: list[str]) -> ir.Model:
+def _trace(module: _Twin, arguments: Traced, outputs: list[str]) -> ir.Model:
     """The graph of a module's forward; `arguments` are what it is traced with."""
     names: list[str] = []
     for name, (value, _) in arguments.items():
@@ -394,8 +392,11 @@ def _trace(module: torch.nn.Module, arguments: Traced, outputs: list[str]) -> ir
         input_names=names,
         output_names=outputs,
         verbose=False,
+        optimize=False,  # it would compute constants from weights, and merge equal weights
     )
     assert program is not None
+    _name_weights(program.model.graph, module.model)
+    optimize_ir(program.model)
     for node in list(program.model.graph):
         _divide(program.model.graph, node)
     return program.model
@@ -452,14 +453,17 @@ def _add_loop(graph: ir.Graph, step: ir.Graph, states: int) -> None:
 
 
 def _share(graph: ir.Graph, step: ir.Graph, carried: list[ir.Value]) -> None:
-    """Let a step read what the graph around it has: its inputs and outputs by their names, and
-    constants of the same content."""
+    """Let a step read what the graph around it has: its inputs, outputs and weights by their names,
+    and constants of the same content."""
     outside = {value.name: value for value in (*graph.inputs, *graph.outputs)}
-    constants = {_content(value): value for value in graph.initializers.values()}
+    outside |= {name: value for name, value in graph.initializers.items() if _is_weight(value)}
+    constants = {
+        _content(value): value for value in graph.initializers.values() if not _is_weight(value)
+    }
     for value in (*step.inputs[2:], *step.initializers.values()):  # the first are i and token
         if value in carried:
             continue
-        if value.is_graph_input():
+        if value.is_graph_input() or _is_weight(value):
             outer = outside.get(value.name)
         else:
             outer = constants.get(_content(value))
@@ -488,31 +492,33 @@ def _loop_body(step: ir.Graph, carried: list[ir.Value]) -> ir.Graph:
     return ir.Graph([number, go_on, *carried], [goes_on, *ends], nodes=[same, *nodes], name="step")
 
 
-def _leave_out_weights(graph: ir.Graph, model: PreTrainedModel) -> None:
-    """Replace each large constant that is a weight of the model, or its transpose, by the weight's
-    name. Constants that are no weights stay in the graph."""
-    by_size: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, weight in model.state_dict().items():
-        by_size.setdefault(weight.numel(), []).append((name, weight))
+def _name_weights(graph: ir.Graph, model: PreTrainedModel) -> None:
+    """Let each weight of the model stand in the graph by its name alone, without a value, so that
+    nothing is computed from a weight's value before the graph is loaded."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
     for value in list(graph.initializers.values()):
-        constant = value.const_value
-        if constant is None or constant.nbytes < LEAST_LEFT_OUT:
-            continue
-        content = torch.from_numpy(np.array(constant.numpy()))
-        name = _weight_name(content, by_size.get(content.numel(), ()))
-        if name is None:
+        name = str(value.name).removeprefix("model.")  # the twin holds the model as `model`
+        if name not in weights:
             continue
         graph.initializers.pop(str(value.name))
-        value.name = name
+        value.name, value.const_value = name, None
+        graph.initializers[name] = value
+
+
+def _refer_to_weights(graph: ir.Graph, model: PreTrainedModel) -> None:
+    """Make each weight of a graph a reference to data outside the file."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    for name, value in graph.initializers.items():
+        if name not in weights:
+            continue
         value.const_value = ir.ExternalTensor(
             location="weights",
             offset=0,
-            length=constant.nbytes,
-            dtype=constant.dtype,
-            shape=ir.Shape(constant.shape),
+            length=4 * weights[name].numel(),
+            dtype=ir.DataType.FLOAT,
+            shape=ir.Shape(weights[name].shape),
             name=name,
         )
-        graph.register_initializer(value)
 
 
 def _leave_out_comments(model: ir.Model) -> None:
@@ -528,14 +534,9 @@ def _leave_out_comments(model: ir.Model) -> None:
                 value.metadata_props.clear()
 
 
-def _weight_name(content: Tensor, weights: Sequence[tuple[str, Tensor]]) -> str | None:
-    """Return the name of the weight that a constant is, or None if it is none of them."""
-    for name, weight in weights:
-        if weight.shape == content.shape and torch.equal(weight, content):
-            return name
-        if weight.dim() == 2 and weight.T.shape == content.shape and torch.equal(weight.T, content):
-            return name + TRANSPOSED
-    return None
+def _is_weight(value: ir.Value) -> bool:
+    """True if a constant stands in the graph by its name alone."""
+    return value.const_value is None
 
 
 def _content(value: ir.Value) -> Any:

@@ -18,8 +18,6 @@ from lenience.models.kv_cache import NOWHERE, Forward, TreeSight
 from lenience.models.lm import LM, States
 from lenience.models.threads import cores
 
-TRANSPOSED = " transposed"
-"""Follows a weight's name in a graph that has its transpose."""
 FIRST_CAPACITY = 160
 """How many tokens a row of a new cache can hold before it grows."""
 KEPT_CALLS, LARGEST_KEPT_CALL = 16, 1 << 20
@@ -64,14 +62,12 @@ def weights_of(lm: LM, path: Path) -> dict[str, NDArray[Any]]:
     import onnx
 
     graph = onnx.load(str(path), load_external_data=False).graph
-    weights = lm.model.state_dict()
+    weights = dict(lm.model.named_parameters(remove_duplicate=False))
     found = {}
     for constant in graph.initializer:
         if constant.data_location != onnx.TensorProto.EXTERNAL:
             continue
-        weight = weights[constant.name.removesuffix(TRANSPOSED)].detach()
-        if constant.name.endswith(TRANSPOSED):
-            weight = weight.T
+        weight = weights[constant.name].detach()
         if tuple(weight.shape) != tuple(constant.dims):
             raise KeyError(f"{constant.name} has another shape in this model")
         found[constant.name] = weight.contiguous().numpy()
