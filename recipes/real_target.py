@@ -209,15 +209,24 @@ def train(args: argparse.Namespace) -> None:
     for name, rows in (("train", training), ("held-out", held_out)):
         write_rows(args.work / f"{name}.jsonl", rows)
     encoded = [encode(tokenizer, row) for row in training]
-    plan = list(batches([len(ids) for ids, _ in encoded], args.epochs))
+    fit(model, encoded, args.epochs, args.work)
+    model.save_pretrained(args.work / "target")
+    tokenizer.save_pretrained(args.work / "target")
+
+
+def fit(
+    model: torch.nn.Module, encoded: list[tuple[list[int], int]], epochs: int, work: Path
+) -> None:
+    """Train on conversations, from the last checkpoint on."""
+    plan = list(batches([len(ids) for ids, _ in encoded], epochs))
     decayed = [weight for weight in model.parameters() if weight.dim() > 1]
     others = [weight for weight in model.parameters() if weight.dim() == 1]
     optimizer = torch.optim.AdamW(
         [{"params": decayed}, {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95)
     )
-    checkpoint = Checkpoint(args.work / "checkpoint.safetensors", model, optimizer)
+    checkpoint = Checkpoint(work / "checkpoint.safetensors", model, optimizer)
     done = checkpoint.load()
-    print(f"{len(training)} problems, {len(plan)} steps, {done} done", flush=True)
+    print(f"{len(encoded)} problems, {len(plan)} steps, {done} done", flush=True)
     model.train()
     for step in range(done, len(plan)):
         began = time.perf_counter()
@@ -233,8 +242,6 @@ def train(args: argparse.Namespace) -> None:
         if (step + 1) % SAVE_EVERY == 0 or step + 1 == len(plan):
             checkpoint.save(step + 1)
     model.eval()
-    model.save_pretrained(args.work / "target")
-    tokenizer.save_pretrained(args.work / "target")
 
 
 def main() -> None:

@@ -484,6 +484,8 @@ def test_the_demo_tells_the_whole_story(
     monkeypatch.setattr("lenience.cli.demo.RACED", 16)
     monkeypatch.setattr("lenience.cli.demo.WINDOWS", (8,))
     monkeypatch.setattr("lenience.cli.demo.DRAFTERS", ("model", "medusa"))
+    monkeypatch.setattr("lenience.cli.demo.MAX_DROP", 0.4)  # certified on few prompts
+    monkeypatch.setattr("lenience.cli.live.SCORED", 1)
     done = run("demo", "--out", tmp_path, "--fresh", 1, "--limit", 3, "--json")
     told = last_json(done)
     assert set(told) >= {
@@ -509,7 +511,7 @@ def test_the_demo_tells_the_whole_story(
     assert told["gain"] in done.stderr.replace("\n", " ").replace("  ", " ")
     assert told["gain"] in html.unescape((tmp_path / "report.html").read_text())
     # what is left of the shipped run resumes it, and a judge fitted from it runs
-    assert told["certificate"]["max_drop"] == 0.03 and told["certificate"]["n"] > 0
+    assert told["certificate"]["max_drop"] == 0.4 and told["certificate"]["n"] > 0
     assert not list(home.glob("ledger/*/*.jsonl"))  # it is no question of its user's
     assert list(tmp_path.glob("ledger/*/attempts.jsonl"))
     assert "The certificate" in (tmp_path / "report.html").read_text()

@@ -14,6 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 from conftest import prompt_lists, quick
@@ -22,10 +23,11 @@ from hypothesis import strategies as st
 from test_batch import assert_same
 
 import lenience
+from lenience.core.files import EMBEDDED
 from lenience.decoding import loop
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair, Telling
-from lenience.models.compile import compile_model, graph_path
+from lenience.models.compile import compile_model, graph_path, shipped_path
 from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.lm import LM, States
 from lenience.models.memory import token_bytes
@@ -279,10 +281,12 @@ def test_a_broken_or_foreign_export_is_not_used(
     with pytest.warns(UserWarning, match="is not compiled"):
         assert not compile_model(pair.target, export=False)
     assert not path.exists()
-    export_graph(pair.draft, graph_path(pair.draft))
-    shutil.copy(graph_path(pair.draft), path)
-    with pytest.warns(UserWarning, match="differs from its own"):
-        assert not compile_model(pair.target, export=False)
+    for foreign in ("gemma2", "qwen3"):  # one whose weights differ, one whose pass does
+        other = load_pair(*checkpoints(foreign), dtype="float32", compile=False).target
+        export_graph(other, path)
+        with pytest.warns(UserWarning, match="is not compiled"):
+            assert not compile_model(pair.target, export=False)
+        assert not path.exists()
     assert pair.target.backend is None
 
 
@@ -293,12 +297,64 @@ def test_rows_that_cannot_be_read_together_are_not_exported(checkpoints) -> None
         assert not compile_model(lm)
 
 
-def test_an_export_is_of_all_the_weights(checkpoints) -> None:
-    lm = load_pair(*checkpoints("llama"), dtype="float32", compile=False).target
-    before = graph_path(lm)
-    with torch.no_grad():
-        lm.embedding.weight[5, 7] += 1
-    assert graph_path(lm) != before
+def test_models_of_one_shape_share_a_graph_and_keep_their_weights(compiled, checkpoints) -> None:
+    """Also where weights are all alike when the graph is made, or scale what a constant adds to, as
+    Gemma's norms do."""
+    for name in ("llama", "gemma2"):
+        path = graph_path(compiled(name))
+        lm = load_pair(*checkpoints(name), dtype="float32", compile=False).target
+        with torch.no_grad():
+            for weight in lm.model.parameters():
+                weight.add_(torch.randn_like(weight) * 0.1)
+        assert graph_path(lm) == path
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert compile_model(lm, export=False)
+        got = Session(lm).read([[3, 4, 5, 6]], 4)
+        with torch.inference_mode():
+            own = lm.model(torch.tensor([[3, 4, 5, 6]])).logits[0]
+        torch.testing.assert_close(got.logits[0], own, atol=2e-4, rtol=1e-3)
+
+
+def test_a_graph_holds_no_weights(compiled) -> None:
+    lm = compiled("llama")
+    largest = max(weight.numel() for weight in lm.model.parameters())
+    graph = onnx.load(str(graph_path(lm)), load_external_data=False).graph
+    outside = {c.name for c in graph.initializer if c.data_location == onnx.TensorProto.EXTERNAL}
+    assert outside == {name for name, _ in lm.model.named_parameters(remove_duplicate=False)}
+    inside = [len(c.raw_data) for c in graph.initializer if c.name not in outside]
+    assert max(inside) < 4 * largest / 10
+
+
+def test_shipped_graphs_read_as_the_built_in_pair_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built_in: Pair
+) -> None:
+    """Nothing is exported; a graph that is damaged, or another model's, is not used."""
+    monkeypatch.setenv("LENIENCE_CACHE", str(tmp_path / "cache"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pair = load_pair()
+    assert pair.compiled and not (tmp_path / "cache").exists()
+    for options in ({"window": 0}, {"window": 8}, {"rule": "judge@0.99", "window": 8}):
+        asked = {"max_new_tokens": 40, **options}
+        assert pair.generate("Ann has 5 apples.", **asked).tokens == (
+            built_in.generate("Ann has 5 apples.", **asked).tokens
+        )
+    embedded = tmp_path / "embedded"
+    shutil.copytree(EMBEDDED / "graphs", embedded / "graphs")
+    shipped = shipped_path(pair.target).name
+    other = shipped_path(pair.draft).name
+    for spoil in (
+        lambda path: path.write_bytes(path.read_bytes()[:1000]),
+        lambda path: shutil.copy(EMBEDDED / "graphs" / other, path),
+    ):
+        spoil(embedded / "graphs" / shipped)
+        monkeypatch.setattr("lenience.models.compile.EMBEDDED", embedded)
+        lm = load_pair(compile=False).target
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert not compile_model(lm, export=False)
+        assert lm.backend is None and (embedded / "graphs" / shipped).exists()
 
 
 @pytest.mark.parametrize("largest", [1 << 24, 4000, 300])

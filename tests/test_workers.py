@@ -146,7 +146,7 @@ def test_a_driver_or_workers_killed_anywhere_leave_the_same_journal(
     seed: int, plan: WorkerPlan, whole: list[dict], tmp_path: Path
 ) -> None:
     rng = random.Random(seed)
-    whom, at = ("driver", "worker")[seed % 2], sorted(rng.sample(range(1, 39), 2))
+    whom, at = ("driver", "worker")[seed % 2], sorted(rng.sample(range(1, 39), 2 - seed % 2))
     for place in (*at, None):
         command = [sys.executable, "-c", DRIVER, json.dumps(plan.to_json()), str(tmp_path)]
         run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -3,8 +3,9 @@
     pytest -n 2 -m "" --junitxml=times.xml
     python tools/slow_tests.py times.xml --seconds 2
 
-writes tests/slow.txt: the cases that took longer, and those already named there that the run did not
-include. `pytest` leaves them out by default; `make test-all` runs them.
+writes tests/slow.txt: the cases that took longer, and those already named there that the run did
+not include. `pytest` leaves them out by default; `make test-all` runs them. Cases that
+tests/fast.txt names stay in the default level.
 """
 
 from __future__ import annotations

@@ -87,15 +87,15 @@ class Lane:
 
 
 def race(
-    pair: Pair, task: Task, settings: Sequence[Setting] = SETTINGS, scored: int = SCORED
+    pair: Pair, task: Task, settings: Sequence[Setting] = SETTINGS, scored: int | None = None
 ) -> list[dict[str, Any]]:
-    """Decode one problem in columns, then `scored` more at full speed. Returns a record for each
-    setting: tokens per second, tokens per pass, and the number of right answers.
+    """Decode one problem in columns, then `scored` more at full speed, by default SCORED. Returns a
+    record for each setting: tokens per second, tokens per pass, and the number of right answers.
 
     Every cycle is decoded at the moment it appears. The columns share one slow-motion factor, so
     their order is that of the real race.
     """
-    samples = _first(task, scored + 1)
+    samples = _first(task, (SCORED if scored is None else scored) + 1)
     shown = samples[0]
     say(f"\n{shown.prompt}\n")
     for setting in settings:  # loads heads and graphs, and makes the caches

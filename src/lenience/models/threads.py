@@ -42,9 +42,11 @@ def limit_threads(number: int) -> None:
 
 
 def cores() -> int:
-    """How many threads graphs share: those of the process's cores, or fewer by `limit_threads`."""
+    """Return how many threads graphs share: the process's cores, or fewer by OMP_NUM_THREADS or
+    `limit_threads`."""
     try:
         found = len(os.sched_getaffinity(0))
     except AttributeError:  # not on every system
         found = os.cpu_count() or 1
-    return min([found, *_limit])
+    named = os.environ.get("OMP_NUM_THREADS", "")
+    return min([found, *_limit, *([int(named)] if named.isdecimal() and int(named) else [])])
