@@ -23,7 +23,7 @@ import lenience
 from lenience.core.errors import InputError
 from lenience.tasks import BENCHMARKS, Sample, Task
 from lenience.tasks.choice import Arc, CommonsenseQa, Mmlu
-from lenience.tasks.code import HumanEval, LiveCodeBench, cases_in, last_block, same_output
+from lenience.tasks.code import HumanEval, LiveCodeBench, cases_in, last_program, same_output
 from lenience.tasks.expressions import same_expression
 from lenience.tasks.finding import choice
 from lenience.tasks.math import Gsm8k, Math
@@ -105,7 +105,7 @@ def test_gsm8k_shows_solved_problems_and_does_not_mine_them(tmp_path: Path) -> N
     turns = lenience.task("gsm8k:shots=8,turns=true", data=str(tmp_path))
     (sample, *_) = turns.samples("test")
     assert [one["role"] for one in sample.prompt] == ["user", "assistant"] * 8 + ["user"]
-    assert task.answer("#### 5\n#### 6") == "5"  # strict with shots
+    assert task.answer("#### 5\n#### 6") == "5"  # the first
     assert lenience.task("gsm8k", data=tmp_path).answer("5, then 6") == "6"
 
 
@@ -410,8 +410,60 @@ def test_outputs_are_compared_line_by_line_then_as_decimals() -> None:
     ]
     assert all(same_output(*pair) for pair in same)
     assert not any(same_output(*pair) for pair in other)
-    assert last_block("x") is None and last_block("```python\na\n```\n```\nb\n```") == "b\n"
-    assert last_block("Use ```foo``` here.\n```python\na\n```") == "a\n"
+
+
+PROGRAM = "def add(a, b):\n    return a + b\n"
+REPLIES = {
+    "one block": f"Here:\n```python\n{PROGRAM}```\n",
+    "usage behind it": f"```python\n{PROGRAM}```\nFor example:\n```python\nprint(add(1, 2))\n```\n",
+    "a shell behind it": f"```python\n{PROGRAM}```\n```bash\npython add.py\n```\n",
+    "output behind it": f"```py\n{PROGRAM}```\n```text\n3\n```\n```\n3\n```",
+    "a thought before it": f"<think>\n```python\ndef add(a, b): return 0\n```\n</think>\n"
+    f"```python\n{PROGRAM}```",
+    "an open fence in a thought": f"<think>```python\ndef add(a, b): return 0\n</think>\n"
+    f"```python\n{PROGRAM}```",
+    "a first attempt": f"```python\ndef add(a, b): return 0\n```\nBetter:\n```Python\n{PROGRAM}```",
+    "CRLF": f"```python\n{PROGRAM}```".replace("\n", "\r\n"),
+    "a language with attributes": f"```python title=x\n{PROGRAM}```",
+    "cut off": f"```python\n{PROGRAM}",
+}
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_the_program_is_the_block_that_defines_the_function(name: str, human: HumanEval) -> None:
+    prompt = "def add(a, b):\n    ...\n"
+    sample = Sample("x", prompt, None, {"prompt": prompt, "entry_point": "add", "test": ""})
+    space: dict[str, Any] = {}
+    exec(str(human.answer(REPLIES[name], sample)), space)
+    assert space["add"](1, 2) == 3
+    program = last_program(REPLIES[name], "add")
+    assert program is not None and program.replace("\r", "") == PROGRAM
+
+
+def test_without_a_block_there_is_no_program() -> None:
+    assert last_program("x") is None and last_program("```\n\n```") is None
+    assert last_program("```python\na\n```\n```\nb\n```") == "b\n"
+    assert last_program("Use ```foo``` here.\n```python\na\n```") == "a\n"
+    assert last_program("```python\na = 1\n```\n```python\nb = (") == "a = 1\n"
+    assert last_program("```bash\nls\n```") is None
+
+
+def test_gsm8k_compares_values_unless_a_published_rule_is_named(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "test.jsonl", gsm_rows(1))
+    task = lenience.task("gsm8k", data=path)
+    strict = lenience.task("gsm8k:extract=strict", data=path)
+    for wanted, text in (
+        ("-5", "#### −5"), ("18", "#### 18.00"), ("1800", "#### $1,800"),
+        ("18", "It is 18 dollars."),
+        ("18", "#### 18\n\nQuestion: What is 2 + 5?\nAnswer: 7\n#### 7"),
+    ):  # fmt: skip
+        sample = Gsm8k().read({"question": "?", "answer": f"#### {wanted}"}, "", "test")
+        assert sample is not None and task.correct(text, sample), text
+        wrong = Gsm8k().read({"question": "?", "answer": "#### 17"}, "", "test")
+        assert wrong is not None and not task.correct(text, wrong)
+    sample = Gsm8k().read({"question": "?", "answer": "#### 18"}, "", "test")
+    assert sample is not None and not strict.correct("#### 18.00", sample)
+    assert "Question:" in task.stop_strings
 
 
 def test_rouge_is_rouge_scores_own(tmp_path: Path) -> None:
@@ -482,7 +534,7 @@ def test_the_task_is_known_by_its_options_and_its_files(tmp_path: Path) -> None:
     one = jsonl(tmp_path / "one.jsonl", gsm_rows(5))
     two = jsonl(tmp_path / "two.jsonl", gsm_rows(5, first=1))
     a, b = (lenience.task("gsm8k:extract=strict", data=path) for path in (one, two))
-    assert a.reads == b.reads == "gsm8k:extract=strict version=1"
+    assert a.reads == b.reads == "gsm8k:extract=strict version=2"
     assert a.name != b.name and a.label == b.label == "gsm8k:extract=strict"
     assert a.name == lenience.task("gsm8k", data=one, extract="strict").name
 
@@ -493,7 +545,7 @@ def test_the_task_is_known_by_its_options_and_its_files(tmp_path: Path) -> None:
         ("gsm8k:shot=8", "gsm8k has no argument 'shot'; it has fold, sets, shots, extract, turns"),
         ("gsm8k:shots=many", "must be a whole number"),
         ("gsm8k:shots=-1", "must be from 0 to 64"),
-        ("gsm8k:extract=loose", "must be auto or strict or flexible"),
+        ("gsm8k:extract=loose", "must be value or strict or flexible"),
         ("gsm8k:fold=5", "from 0 to 4"),
         ("humaneval", "lacks 'prompt'; it has question, answer"),
         ("mtbench", "lacks 'turns'"),

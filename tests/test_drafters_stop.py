@@ -262,3 +262,17 @@ def test_a_profile_tells_what_drafting_takes(
     out = llama.generate(prompt, drafter=drafter, profile=profile, max_new_tokens=30)
     assert out.drafted and profile.seconds["draft"] > 0
     assert 0.5 * out.seconds < sum(profile.seconds.values()) < out.seconds
+
+
+@pytest.mark.parametrize("stop", ["fallback:0.6", "fallback:0.3", "confidence:0.4", "entropy:0.3"])
+@pytest.mark.parametrize("tree", ["dynamic:8", "dynamic:20,top=2"])
+def test_a_row_of_a_dynamic_tree_drafts_alone_as_among_others(
+    llama: Pair, tree: str, stop: str
+) -> None:
+    """Also one that proposes nothing at its first position, while others go deeper."""
+    prompts = [[1 + (7 * i + j * j) % 40 for j in range(2 + i % 5)] for i in range(8)]
+    options = {"rule": "topk:3", "tree": tree, "stop": stop, "window": 4, "max_new_tokens": 16}
+    together = llama.generate_batch(prompts, batch_size=8, **options)
+    for prompt, out in zip(prompts, together):
+        alone = llama.generate(prompt, **options)
+        assert (out.tokens, out.drafted) == (alone.tokens, alone.drafted)

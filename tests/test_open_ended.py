@@ -27,7 +27,7 @@ from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
 from lenience.cli import main
 from lenience.cli.named import Models, TaskChoice, choice_of, remember
-from lenience.core.errors import InputError
+from lenience.core.errors import InputError, RunError
 from lenience.decoding.asking import without_long
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
@@ -46,7 +46,8 @@ TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-Judge = Callable[[str, str], str | None]
+Judge = Callable[[str, str], Any]
+"""Gives a verdict, None for an empty reply, or a whole choice of the API."""
 
 
 class Server:
@@ -82,6 +83,9 @@ class Server:
                     for one in "AB"
                 )
                 said = server.judge(a, b)
+                if isinstance(said, dict):  # a whole choice
+                    self.reply(200, {"choices": [said]})
+                    return
                 content = None if said is None else f"Because.\n{said}"
                 self.reply(200, {"choices": [{"message": {"content": content}}]})
 
@@ -605,3 +609,21 @@ def test_rows_without_references_are_compared_by_agreement(pair: Pair, tmp_path:
     )  # fmt: skip
     agree = sum(a == b for a, b in zip(own, lenient)) / 12
     assert by_rule["topk:4"].accuracy == pytest.approx(agree) and agree < 1
+
+
+@pytest.mark.parametrize("where", ["reasoning_content", "reasoning"])
+def test_a_grader_that_only_thinks_is_named(serve: Callable[..., Server], where: str) -> None:
+    asked = "[Answer A]\n1\n[End of answer A]\n[Answer B]\n2\n[End of answer B]"
+    question = [{"role": "user", "content": asked}]
+
+    def thinks(finish: str) -> Callable[[str, str], Any]:
+        message = {"content": None, where: "perhaps [[B]]"}
+        return lambda a, b: {"message": message, "finish_reason": finish}
+
+    with pytest.raises(RunError, match=f"all of it is in {where}; turn reasoning off"):
+        Endpoint(serve(thinks("stop")).url).ask([question])
+    with pytest.raises(RunError, match="its thought used up all 1024 tokens"):
+        Endpoint(serve(thinks("length")).url).ask([question])
+    parts = [{"type": "text", "text": "So "}, {"type": "text", "text": "[[A]]"}]
+    whole = {"message": {"content": parts}, "finish_reason": "stop"}
+    assert Endpoint(serve(lambda a, b: whole).url).ask([question]) == ["So [[A]]"]

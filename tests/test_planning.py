@@ -243,3 +243,20 @@ def test_acceptance_of_drawn_trees_is_counted(llama: Pair, draw: Draws, tmp_path
     assert sum(found.shares[0]) > found.shares[0][0]
     found.save(tmp_path / "tree.json")
     assert load_acceptance(tmp_path / "tree.json") == found
+
+
+def test_a_tree_is_planned_for_the_window(tmp_path: Path) -> None:
+    """Of as many levels as the window, and not cut off there: no token is lost."""
+    shares = tuple((0.9, 0.05) for _ in range(12))
+    Acceptance("model", shares, tuple([100] * 12)).save(tmp_path / "tree.json")
+    spec = f"planned:10,path={tmp_path / 'tree.json'}"
+    for window in (2, 4, 12):
+        tree = parse_tree(Decoding(tree=spec, window=window).tree)
+        counts, _ = best_shape(shares[:window], 10)
+        while counts[-1] == 0:
+            counts.pop()
+        assert str(tree) == f"shape:{','.join(map(str, counts))}"
+        depth = [0] * tree.size
+        for i, parent in enumerate(tree.parents):
+            depth[i] = 1 + (depth[parent] if parent >= 0 else 0)
+        assert max(depth) <= window

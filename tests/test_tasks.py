@@ -339,7 +339,7 @@ def test_wrong_jsonl_tasks_are_told(row, options: dict, says: str, tmp_path: Pat
         ("#### 1.234,5", 1234.5),
         ("#### 1,234", 1234),
         ("#### 12,345,678", 12345678),
-        ("#### 7\n#### 8 and 9", 8),
+        ("#### 7\n#### 8 and 9", 7),
         ("#### none", None),
         ("18", None),
         ("#### ", None),
@@ -490,7 +490,7 @@ def test_a_wrapped_task_keeps_what_it_says_of_references(tmp_path: Path) -> None
     path = write(tmp_path / "t.jsonl", [{"prompt": "x", "reference": "so #### 5"}])
     task = as_task(OldJsonl(path, "after:####", "number"))
     assert task.scores_by_reference and task.reference("so #### 5") == "5"
-    assert task.reads == "answer=after:#### same=number version=2"
+    assert task.reads == "answer=after:#### same=number version=3"
     assert not task.has_loss and not task.scores_batches
 
 

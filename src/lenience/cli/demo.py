@@ -186,7 +186,8 @@ def _mining(counts: MinedCounts, head: Head) -> Mining:
 def _copy_shipped(folder: Path) -> int:
     """Start a run folder from the first samples of the mining run that comes with the pair, unless
     there is one; how many these are."""
-    lines = (EMBEDDED / "run" / "journal.jsonl").read_text(encoding="utf-8").splitlines(True)
+    journal = (EMBEDDED / "run" / "journal.jsonl").read_text(encoding="utf-8")
+    lines = [f"{line}\n" for line in journal.split("\n") if line]
     if not (folder / "run.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / "journal.jsonl", "".join(lines[:SHIPPED]))

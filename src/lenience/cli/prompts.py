@@ -76,7 +76,7 @@ def prompts_in(path: Path) -> list[Asked]:
                 raise InputError(f"{where}: needs {shape}; it has {', '.join(row) or 'nothing'}")
             found.append((str(row.get("id", number)), USUAL_FIELDS.prompt_of(row)))
     else:
-        lines = enumerate(_text(path, "--prompts").splitlines(), 1)
+        lines = enumerate(_text(path, "--prompts").split("\n"), 1)
         found = [(str(number), line) for number, line in lines if line.strip()]
     if not found:
         raise InputError(f"--prompts {path}: holds none")

@@ -115,12 +115,13 @@ def read_lines(path: Path, holds: str) -> list[tuple[int, str]]:
     """The lines of a text file that are not empty, with their numbers from 1 on. Raises InputError
     where it cannot be read; `holds` says in the message what the file should hold."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"{path}: cannot be read ({reason(error)}); name a JSONL file of {holds}"
         ) from None
-    return [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    # not splitlines, which also splits at U+2028 and others that JSON allows within a string
+    return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
 def digest(value: Any, size: int = 8, sort_keys: bool = False) -> str:

@@ -12,8 +12,15 @@ from torch import Tensor
 
 from lenience.core.context import Context, Row
 from lenience.core.protocols import Drafter, Rule
+from lenience.core.transfer import to_host_async
 from lenience.core.types import Draft, Step, Verdict
 from lenience.decoding.response import Response
+from lenience.decoding.soundness import (
+    are_numbers,
+    check_target,
+    warn_of_broken_windows,
+    without_broken_windows,
+)
 from lenience.drafting.registry import NoDrafter
 from lenience.models.session import Session
 from lenience.models.threads import torch_threads
@@ -105,13 +112,17 @@ def _cycle(
     session: Session, drafter: Drafter, rule: Rule, ctx: Context, room: Sequence[int]
 ) -> tuple[Draft, Sequence[int], list[Verdict]]:
     session.profile.add("rest")
-    draft = drafter.propose(ctx, room)
+    room = [min(n, session.room_before_switch(row.prefix)) for n, row in zip(room, ctx.rows)]
+    draft, cut = without_broken_windows(drafter.propose(ctx, room))
     # passes of a model are counted by their session
     is_drafting = not draft.passes and not isinstance(drafter, NoDrafter)
     session.profile.add("draft" if is_drafting else "rest")
     session.profile.count_cycle()
     if draft.trusted is None:
-        return draft, *_judge(session, drafter, rule, ctx, draft)
+        judged = _judge(session, drafter, rule, ctx, draft)
+        warn_of_broken_windows(cut, session.lm)
+        return draft, *judged
+    warn_of_broken_windows(cut, session.lm)
     # a window that is trusted whole is not read
     lengths, trusted = draft.lengths.tolist(), draft.trusted.tolist()
     asked = [b for b, (n, kept) in enumerate(zip(lengths, trusted)) if kept < n or not n]
@@ -172,12 +183,13 @@ def _judge(
         sequences = [prefix + more for prefix, more in zip(prefixes, draft.tokens.tolist())]
         reading = session.read(sequences, n, rows=rows, parents=draft.parents)
         tokens_read = [a + b for a, b in zip(before, reading.tokens_read)]
-    told = reading.logits
+    told, sound = reading.logits, to_host_async(are_numbers(reading.logits))
     if ctx.processors and draft.parents is None:
         reading = replace(reading, logits=ctx.process(reading.logits, draft.tokens))
     session.profile.add("rest")
     decide = rule if draft.parents is None else partial(judge_trees, rule)
     verdicts = decide(draft, reading, ctx)
+    check_target(sound, verdicts, prefixes, session.lm)
     if ctx.logprobs:
         verdicts = [_with_logprobs(one, row) for one, row in zip(verdicts, told)]
     if not draft.bonus:

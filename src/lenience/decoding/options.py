@@ -83,7 +83,8 @@ class Decoding:
         if str(self.tree).startswith("planned"):  # what it comes to is what answers depend on
             from lenience.drafting.trees import parse_tree
 
-            object.__setattr__(self, "tree", str(parse_tree(self.tree)))
+            depth = self.window if isinstance(self.window, int) and self.window > 0 else None
+            object.__setattr__(self, "tree", str(parse_tree(self.tree, depth)))
         if isinstance(self.stop_strings, str):
             object.__setattr__(self, "stop_strings", (self.stop_strings,))
         if not isinstance(self.stop_strings, Iterable):
@@ -105,6 +106,8 @@ class Decoding:
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise InputError(f"{name} {value}: must be 0 (greedy) or more")
+            if value and value < GREEDY_BELOW:
+                object.__setattr__(self, name, 0.0)
         if self.top_k is not None and self.top_k < 0:
             raise InputError(f"top_k {self.top_k}: must be 0 (off) or more")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -234,6 +237,8 @@ ELSEWHERE = {
     "streamer": "pair.stream(prompt) gives each step",
 }
 """What people who know `transformers` or vLLM ask for, and where it is here."""
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy, as in vLLM: dividing logits by them would overflow."""
 NUMBERS: Mapping[object, str] = {
     int: "a whole number",
     int | None: "a whole number, or None",

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from lenience.core.errors import InputError
 from lenience.core.types import Finish, Origin, Step, Trace, Verdict
 from lenience.models.lm import LM
+from lenience.models.prompts import special_tokens
 
 
 @dataclass
@@ -89,6 +91,14 @@ def until_stop(lm: LM, tokens: Sequence[int], stop_strings: Sequence[str]) -> tu
     return list(tokens), text + stream.flush()
 
 
+def completes_stop(lm: LM, tokens: Sequence[int], stop_strings: Sequence[str]) -> bool:
+    """True if a response holds a stop string."""
+    stream = TextStream(lm, stop_strings)
+    for token in tokens if stop_strings else ():
+        stream.push(token)
+    return stream.stopped
+
+
 def _entries(verdict: Verdict) -> list[Trace]:
     """Where each token that a verdict keeps came from."""
     lenient: Origin = "draft-lenient" if verdict.read else "draft-trusted"
@@ -111,6 +121,7 @@ class TextStream:
 
     def __init__(self, lm: LM, stop_strings: Sequence[str] = ()):
         self.lm, self.stop_strings, self.stopped = lm, stop_strings, False
+        self._stop_ids = _special_among(stop_strings, lm)
         self._ids: list[int] = []
         self._start = 0
         """Ids before this one are decided; those from it on are decoded together, for spaces
@@ -120,6 +131,10 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text that is decided by one more token."""
+        if token in self._stop_ids:
+            rest = self.flush()
+            self.stopped = True
+            return rest
         if token in self.lm.eos_ids:
             return ""
         self._ids.append(token)
@@ -148,6 +163,23 @@ class TextStream:
         longest = max((_overlap(text, stop) for stop in self.stop_strings), default=0)
         self._held = text[len(text) - longest :]
         return text[: len(text) - longest]
+
+
+def _special_among(stop_strings: Sequence[str], lm: LM) -> set[int]:
+    """Return the special tokens that stop strings are. They are left out of the text, so they are
+    looked for among the tokens. Raises InputError for a stop string that is more than one."""
+    if not stop_strings:
+        return set()
+    special, found = special_tokens(lm.tokenizer), set()
+    for stop in stop_strings:
+        if stop.strip() in special:
+            found.add(special[stop.strip()])
+        elif held := next((token for token in special if token and token in stop), None):
+            raise InputError(
+                f"stop_strings {stop!r}: holds the special token {held!r} and more, which no text "
+                f"of an answer shows; give {held!r} alone"
+            )
+    return found
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -212,6 +212,9 @@ class Pool:
             before, self.worth = self.worth, sum(map(math.exp, best))
             if self.worth - before < self.least:
                 self.left = 0
+        # what is asked about beside a row that goes on is no continuation of this one
+        if not self.goes_on:
+            self.left = 0
 
     @property
     def goes_on(self) -> bool:

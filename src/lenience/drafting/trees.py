@@ -200,8 +200,9 @@ class Planned(Tree):
         if self.nodes < 1:
             raise InputError(f"planned's nodes {self.nodes}: must be 1 or more")
 
-    def shape(self) -> Shape:
-        counts, _ = best_shape(load_acceptance(self.path).shares, self.nodes)
+    def shape(self, depth: int | None = None) -> Shape:
+        """Return the best shape of at most `depth` levels, or of any number."""
+        counts, _ = best_shape(load_acceptance(self.path).shares[:depth], self.nodes)
         while counts[-1] == 0:
             counts.pop()
         return Shape(tuple(counts), draw=self.draw)
@@ -293,8 +294,8 @@ TREES: dict[str, type[Tree]] = {
 }
 
 
-def parse_tree(tree: str | Tree) -> Tree:
-    """A shape from its spec, such as "dynamic:16", or from one that names where it is planned; a
-    Tree is returned as it is. Raises InputError that names what is wrong with the spec."""
+def parse_tree(tree: str | Tree, depth: int | None = None) -> Tree:
+    """Return a tree from its spec, such as "dynamic:16"; a planned one as the best shape of at most
+    `depth` levels. A Tree is returned as it is. Raises InputError for a wrong spec."""
     parsed = spec.parse(tree, "tree", "tree", TREES, Tree)
-    return parsed.shape() if isinstance(parsed, Planned) else parsed
+    return parsed.shape(depth) if isinstance(parsed, Planned) else parsed

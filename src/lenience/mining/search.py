@@ -18,7 +18,7 @@ from lenience.decoding.certified import heads_in, setting_without_paths
 from lenience.decoding.dialogue import Compare, Continue, Dialogue, Ended, Predict
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
-from lenience.decoding.response import until_stop
+from lenience.decoding.response import completes_stop, until_stop
 from lenience.mining.crew import Crew, mined_by
 from lenience.mining.on_policy import check_policy, search_on_policy
 from lenience.mining.resampling import Resampling, resample
@@ -195,8 +195,7 @@ class Miner:
         """Whether a response ends with its last token."""
         if response[-1] in self.target.eos_ids or len(response) >= self.max_new_tokens:
             return True
-        stops = self.task.stop_strings
-        return any(stop in self.target.decode(response) for stop in stops)
+        return completes_stop(self.target, response, self.task.stop_strings)
 
 
 def search(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from transformers import (
     AutoTokenizer,
     Cache,
     DynamicCache,
+    GenerationMixin,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -288,14 +290,27 @@ class LM:
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
-        """The tokens that end a response: those of generation_config, else the tokenizer's."""
+        """Tokens that end a response: those of generation_config, or the tokenizer's EOS if it
+        lists none. With a chat template the tokenizer's EOS and the token that ends a turn are
+        added, with a warning, as answers would otherwise run on through further turns."""
         config = self.model.generation_config
-        ids = config.eos_token_id if config else None
-        if ids is None:
-            ids = self.tokenizer.eos_token_id
-        if ids is None:
-            return frozenset()
-        return frozenset([ids] if isinstance(ids, int) else ids)
+        listed = config.eos_token_id if config else None
+        own = self.tokenizer.eos_token_id
+        if listed is None:
+            listed = own
+        ids = {listed} if isinstance(listed, int) else set(listed or ())
+        if not self.chats:
+            return frozenset(ids)
+        turn = self.chat.end_of_turn(self.tokenizer)
+        added = sorted({token for token in (own, turn) if token is not None} - ids)
+        if added and ids:
+            names = ", ".join(repr(self.tokenizer.convert_ids_to_tokens(token)) for token in added)
+            warnings.warn(
+                f"{self.role} {self.name!r}: answers also end at {names}, which ends a turn but is "
+                "missing from the eos_token_id of generation_config",
+                stacklevel=2,
+            )
+        return frozenset(ids.union(added))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -310,6 +325,27 @@ class LM:
     def reads_inputs(self) -> bool:
         """Whether it reads each token with what was made of the one before, see `Forward`."""
         return "inputs" in inspect.signature(self.model.forward).parameters
+
+    @cached_property
+    def rope_switch(self) -> int | None:
+        """The length beyond which a pass rotates all its tokens by other factors (longrope); None
+        for a model without such a length. A window that reaches beyond it is read otherwise than
+        its tokens one by one."""
+        config: Any = self.model.config.get_text_config()
+        rope = getattr(config, "rope_parameters", None) or {}
+        for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+            if one.get("rope_type") == "longrope" and one["short_factor"] != one["long_factor"]:
+                inside = one.get("original_max_position_embeddings")
+                return inside or getattr(config, "original_max_position_embeddings", None)
+        return None
+
+    @cached_property
+    def restarts_at_switch(self) -> bool:
+        """True if `transformers` reads a text anew that grows beyond `rope_switch`, as for Phi-3;
+        otherwise the keys that are cached keep their rotation."""
+        own = type(self.model).prepare_inputs_for_generation
+        has_length = hasattr(self.model.config, "original_max_position_embeddings")
+        return has_length and own is not GenerationMixin.prepare_inputs_for_generation
 
     @cached_property
     def reads_rows_apart(self) -> bool:
@@ -388,7 +424,10 @@ class LM:
         return tokenize(self.tokenizer, self.name, text, **options)
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        """The text of tokens, `special` ones included or left out."""
+        """The text of tokens. `special` ones are included or left out, and so is an EOS at the end
+        that is no special token of the tokenizer."""
+        if not special and len(ids) and ids[-1] in self.eos_ids:
+            ids = ids[:-1]
         return cast(str, self.tokenizer.decode(list(ids), skip_special_tokens=not special))
 
     def token_mask(self, pattern: str) -> Tensor:

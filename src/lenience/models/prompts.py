@@ -40,6 +40,22 @@ class Chat:
         template = getattr(tokenizer, "chat_template", None)
         return None if self.use is False or not template else str(template)
 
+    def end_of_turn(self, tokenizer: PreTrainedTokenizerBase) -> int | None:
+        """Return the special token that the template puts behind an assistant's turn; None if there
+        is none."""
+        if self.template_of(tokenizer) is None:
+            return None
+        said = "lenience"
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+        apply: Any = tokenizer.apply_chat_template
+        try:
+            text = str(apply(turns, tokenize=False, **self.options))
+        except Exception:  # whatever a template raises; it may allow no assistant
+            return None
+        rest = text.rpartition(said)[2].lstrip() if said in text else ""
+        special = [token for token in special_tokens(tokenizer) if rest.startswith(token)]
+        return special_tokens(tokenizer)[max(special, key=len)] if special else None
+
     def check(self, tokenizer: PreTrainedTokenizerBase, model: str) -> None:
         """Raise InputError for what a model's template cannot do."""
         template = self.template_of(tokenizer)
@@ -80,6 +96,18 @@ class Chat:
             )
         except Exception as error:
             raise InputError(f"{model}: its chat template fails ({first_line(error)})") from error
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Return the ids of the tokens that are left out of an answer's text, by their own text."""
+    known = {
+        str(token): tokenizer.convert_tokens_to_ids(str(token))
+        for token in tokenizer.all_special_tokens
+    }
+    for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items():
+        if token.special:
+            known[str(token)] = token_id
+    return cast(dict[str, int], known)
 
 
 def several(prompts: Any, pad: int | None = None) -> list[Prompt]:

@@ -124,6 +124,14 @@ class Session:
         """How many more tokens the model's context can hold after these."""
         return 1 << 30 if self.lm.context_length is None else self.lm.context_length - len(tokens)
 
+    def room_before_switch(self, tokens: Sequence[int]) -> int:
+        """Return how many more tokens may be decided at once after these, so that no pass reaches
+        over the model's `rope_switch`: a window up to there, and the token after it."""
+        switch = self.lm.rope_switch
+        if switch is None or len(tokens) > switch:
+            return 1 << 30
+        return switch - len(tokens) + 1
+
     @torch.inference_mode()
     def move(self, source: int, to: int) -> None:
         """Make the row at `source` the row at `to`."""
@@ -188,8 +196,9 @@ class Session:
             sequences, device_tokens = self._join(sequences, device_tokens)
         over = [0] * len(sequences)
         if parents is None:
-            sequences, over = self._within_context(sequences)
+            sequences, over = self._within_limits(sequences, num_states)
         self._keep_paths(rows, sequences, parents)
+        self._restart_at_switch(cached, sequences)
         reused = _cut_to_common(cached, sequences, num_states)
         counts = [len(new) - n for n, new in zip(reused, sequences)]
         groups = self._groups(sequences, counts, num_states)
@@ -268,12 +277,31 @@ class Session:
             self.cache.gather(row, tree.start, [tree.start + i for i in path])
         held += [drafted[i] for i in path]
 
-    def _within_context(
-        self, sequences: Sequence[list[int]]
+    def _restart_at_switch(self, cached: list[list[int]], sequences: Sequence[list[int]]) -> None:
+        """Forget what rows hold that is rotated otherwise than their new sequences will be: always
+        where a sequence became shorter than the switch, and where it became longer if
+        `transformers` does so."""
+        switch = self.lm.rope_switch
+        if switch is None:
+            return
+        for old, new in zip(cached, sequences):
+            grows = len(old) <= switch < len(new) and self.lm.restarts_at_switch
+            shrinks = len(new) <= switch < len(old)
+            if grows or shrinks:
+                del old[:]
+
+    def _within_limits(
+        self, sequences: Sequence[list[int]], num_states: int
     ) -> tuple[Sequence[list[int]], list[int]]:
-        """The sequences without what is past the end of the model's context, and how much that
-        is."""
-        over = [max(0, -self.room(new)) for new in sequences]
+        """The sequences without what is past the end of the model's context, or past its
+        `rope_switch` if the prefix is not, and how much that is."""
+        over = []
+        for new in sequences:
+            past = -self.room(new)
+            switch = self.lm.rope_switch
+            if switch is not None and len(new) - (num_states - 1) <= switch:
+                past = max(past, len(new) - switch)
+            over.append(max(0, past))
         return [new[: len(new) - past] for new, past in zip(sequences, over)], over
 
     def _fetch_later(self, cached: list[list[int]], batch: Batch, reading: Reading) -> None:
@@ -294,6 +322,8 @@ class Session:
         for them and they are given back."""
         n = device_tokens.shape[1]
         room = all(self.room(sequence) >= n for sequence in sequences)
+        if self.lm.rope_switch is not None:
+            room = False  # some of the tokens may not be read
         if not room or self.cache.needs_host_tokens:
             tokens = device_tokens.tolist()
             return [sequence + more for sequence, more in zip(sequences, tokens)], None
@@ -433,6 +463,8 @@ def check_trees(lm: LM, mend: str) -> None:
 def _why_no_trees(lm: LM) -> str | None:
     """What goes wrong where a tree is read through a model's own forward; None where nothing
     does."""
+    if lm.rope_switch is not None:
+        return f"its rotary factors change after {lm.rope_switch} tokens (longrope)"
     try:
         reads = reads_trees_as_paths(lm, PlainCache(lm, 2, 64, reads_ragged=False))
     except Exception as error:  # whatever one raises that wants its mask or positions otherwise

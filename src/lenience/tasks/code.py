@@ -3,6 +3,7 @@ LiveCodeBench."""
 
 from __future__ import annotations
 
+import ast
 import base64
 import binascii
 import io
@@ -126,7 +127,7 @@ class HumanEval(CodeTask):
     """
 
     title: ClassVar[str] = "humaneval"
-    version = 1
+    version = 2
     max_new_tokens = 512
     form: Literal["completion", "chat"] = "completion"
     LIMITS: ClassVar[Limits] = Limits(seconds=10.0)
@@ -145,9 +146,15 @@ class HumanEval(CodeTask):
         if sample is None or not text.strip():
             return None
         prompt, before = sample.metadata["prompt"], _before(sample)
-        block = last_block(text)
-        if block is not None:
-            return prompt + block if block[:1].isspace() else f"{before}\n{block}"
+        python = [block.code for block in blocks(text) if block.may_be_python]
+        solutions = [code for code in python if _definition(sample).search(code)]
+        if solutions:
+            return f"{before}\n{solutions[-1]}"
+        if bodies := [code for code in python if code[:1].isspace()]:
+            return str(prompt + bodies[0])
+        if python:
+            return f"{before}\n{python[-1]}"
+        text = text.rpartition("</think>")[2]
         if _definition(sample).search(text):
             return f"{before}\n{text}"
         ends = [text.find(stop) for stop in CODEX_STOPS if stop in text]
@@ -162,7 +169,8 @@ class HumanEval(CodeTask):
 
 
 def _definition(sample: Sample) -> re.Pattern[str]:
-    return re.compile(rf"^def {re.escape(sample.metadata['entry_point'])}\b", re.MULTILINE)
+    name = re.escape(sample.metadata["entry_point"])
+    return re.compile(rf"^(?:async\s+)?def {name}\b", re.MULTILINE)
 
 
 def _before(sample: Sample) -> str:
@@ -186,7 +194,7 @@ class LiveCodeBench(CodeTask):
     """
 
     title: ClassVar[str] = "livecodebench"
-    version = 1
+    version = 2
     max_new_tokens = 2048
     release: str = ""
     difficulty: Literal["all", "easy", "medium", "hard"] = "all"
@@ -227,7 +235,8 @@ class LiveCodeBench(CodeTask):
         return Sample(str(row["question_id"]), _asked(row, kept["starter"]), ITS_TESTS, kept)
 
     def answer(self, text: str, sample: Sample | None = None) -> str | None:
-        return last_block(text)
+        function = None if sample is None else sample.metadata["function"]
+        return last_program(text, function or "")
 
     def verdict(self, program: str, sample: Sample) -> Verdict:
         kept = sample.metadata
@@ -292,12 +301,56 @@ def _lines(text: str) -> list[str]:
     return [line for line in text.split("\n") if line.strip()]
 
 
-def last_block(text: str) -> str | None:
-    """The last fenced code block of a response; one that is cut off ends with it."""
-    found = list(
-        re.finditer(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", text, re.DOTALL | re.MULTILINE)
+@dataclass(frozen=True)
+class Block:
+    """A fenced code block of a response."""
+
+    language: str
+    """As the fence names it, in lower case; "" if it names none."""
+    code: str
+    whole: bool
+    """False if the response ends before the fence does."""
+
+    @property
+    def may_be_python(self) -> bool:
+        return self.language in ("", "py", "python", "python3", "python2")
+
+    @property
+    def parses(self) -> bool:
+        """True if the block is Python by itself."""
+        try:
+            ast.parse(self.code)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return False
+        return True
+
+
+def blocks(text: str) -> list[Block]:
+    """Return the code blocks of a response, those of a thought left out."""
+    text = text.replace("\r\n", "\n").rpartition("</think>")[2]
+    fenced = re.finditer(
+        r"^[ \t]*```[ \t]*([^\n`]*)\n(.*?)(^[ \t]*```|\Z)", text, re.DOTALL | re.MULTILINE
     )
-    return found[-1][1] if found and found[-1][1].strip() else None
+    found = [
+        Block((one[1].split() or [""])[0].strip("{}.").lower(), one[2], bool(one[3]))
+        for one in fenced
+    ]
+    return [block for block in found if block.code.strip()]
+
+
+def last_program(text: str, defines: str = "") -> str | None:
+    """Return the last whole program of a response: the last block of Python that parses and, if a
+    name is given, defines it. If no block is whole, the last block of Python."""
+    python = [block for block in blocks(text) if block.may_be_python]
+    named = re.compile(rf"^\s*(?:async\s+)?def {re.escape(defines)}\b", re.MULTILINE)
+    for wanted in (
+        lambda block: block.whole and block.parses and (not defines or named.search(block.code)),
+        lambda block: not defines or named.search(block.code),
+        lambda block: True,
+    ):
+        if fitting := [block for block in python if wanted(block)]:
+            return fitting[-1].code
+    return None
 
 
 class _PlainUnpickler(pickle.Unpickler):

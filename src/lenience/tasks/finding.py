@@ -1,8 +1,7 @@
 r"""How an answer is found in a response, and when two answers are the same.
 
-A number may have a sign (also U+2212), thousands separators and a decimal point, or a decimal comma
-where that is what it must be (3,5 and 1.234,5; 1,234 is a thousand), or be a fraction (3/4). Signs
-of currencies and percent do not count: 50 % is 50.
+`lenience.tasks.numbers` says which numbers are understood. One that is not is no answer, so that it
+never counts as another.
 """
 
 from __future__ import annotations
@@ -10,12 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 
 from lenience.core.errors import InputError
 from lenience.tasks.expressions import same_expression
+from lenience.tasks.numbers import Number, numbers, plain_text, value
 
-NUMBER = r"[-+−]?(?:\d[\d.,]*\d|\d|[.,]\d+)(?:\s?/\s?\d+)?"
-"""A number as it stands in text, with what belongs to it."""
+THOUGHT = "</think>"
+"""What stands before it is a thought, in which no answer is looked for."""
+OPERATOR = re.compile(r"\s*(?:[+*×÷·/]|\\times|\\div|\\cdot)\s*")
 LETTERS = "A-J"
 """The letters of choices."""
 Find = Callable[[str], str | None]
@@ -81,24 +83,43 @@ def _pattern(pattern: str) -> Find:
 
 
 def _number_after(marker: str) -> Find:
-    r"""The first number on what follows the last marker, on its line or the next that is not empty:
-    emphasis, \boxed{…}, currencies and words around it aside."""
+    r"""The number after the first marker that a number follows, on its line or the next that is not
+    empty: emphasis, \boxed{…}, currencies and words around it aside. Models go on with further
+    questions after the answer, so later markers do not count."""
 
     def find(text: str) -> str | None:
-        _, found, rest = text.rpartition(marker)
-        if not found:
-            return None
-        line = next((line for line in rest.splitlines() if line.strip(" \t*_`:$")), "")
-        number = re.search(NUMBER, line)
-        return number[0] if number else None
+        for rest in text.rpartition(THOUGHT)[2].split(marker)[1:]:
+            lines = re.split(r"[\r\n]+", rest)
+            line = next((line for line in lines if line.strip(" \t*_`:$")), "")
+            line = plain_text(line)
+            if found := list(numbers(line)):
+                answer = _result(line, found)
+                return answer.text if answer and answer.value is not None else None
+        return None
 
     return find
 
 
+def _result(line: str, found: list[Number]) -> Number | None:
+    """Return the first number of a line, or what the calculation that it begins comes to; None if
+    the line does not say."""
+    answer, is_open = found[0], False
+    for number in found[1:]:
+        between = line[answer.end : number.start]
+        if re.fullmatch(r"\s*=\s*", between):
+            is_open = False
+        elif OPERATOR.fullmatch(between) or (not between.strip() and number.text[0] in "-−+"):
+            is_open = True
+        else:
+            break
+        answer = number
+    return None if is_open else answer
+
+
 def _last_number(_what: str) -> Find:
     def find(text: str) -> str | None:
-        found = re.findall(NUMBER, text)
-        return found[-1] if found else None
+        *_, last = [None, *numbers(text.rpartition(THOUGHT)[2])]
+        return last.text if last and last.value is not None else None
 
     return find
 
@@ -138,24 +159,9 @@ def choice(text: str) -> str | None:
     return found[0].upper() if found else None
 
 
-def number(text: str) -> float | None:
+def number(text: str) -> Fraction | None:
     """The value of a number that is all there is in a text."""
-    plain = re.sub(r"[$€£%\s*_`\\{}]|</s>", "", text).replace("−", "-").rstrip(".,")
-    top, slash, bottom = plain.partition("/")
-    try:
-        if slash:
-            return _value(top) / _value(bottom)
-        return _value(top)
-    except (ValueError, ZeroDivisionError):
-        return None
-
-
-def _value(text: str) -> float:
-    """Of digits with separators."""
-    point, comma = text.rfind("."), text.rfind(",")
-    decimal = "," if comma > point >= 0 or re.fullmatch(r"[-+]?\d*,(?!\d{3}$)\d+", text) else "."
-    thousands = "." if decimal == "," else ","
-    return float(text.replace(thousands, "").replace(decimal, "."))
+    return value(text)
 
 
 FINDERS: dict[str, tuple[Callable[[str], Find], str]] = {

@@ -50,6 +50,19 @@ class Grader(Protocol):
         ...
 
 
+MAX_TOKENS = 1024
+"""Length limit of a reply, its thought included."""
+THOUGHTS = ("reasoning_content", "reasoning")
+"""Where servers put what a model thought."""
+
+
+def _text_of(content: Any) -> str:
+    """Return the text of a message, which may be a list of parts."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return str(content or "")
+
+
 class Endpoint:
     """A server with OpenAI's API: `URL[,model=NAME]`, the first model that it lists by default. A
     key is read from LENIENCE_GRADER_KEY or OPENAI_API_KEY. Asked greedily; what fails for the
@@ -84,12 +97,29 @@ class Endpoint:
             raise InputError(f"--grader {self.url}: lists no model; give model=NAME") from None
 
     def _ask(self, messages: Messages) -> str:
-        body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": 1024}
+        body = {"model": self.model, "messages": messages, "temperature": 0}
+        body["max_tokens"] = MAX_TOKENS
         try:
-            message = self._request("chat/completions", body)["choices"][0]["message"]
-            return str(message["content"] or "")
+            choice = self._request("chat/completions", body)["choices"][0]
+            message = choice["message"]
+            text = _text_of(message["content"])
         except (LookupError, TypeError) as error:
             raise RunError(f"grader {self.source}: no reply in its answer ({error!r})") from None
+        if text.strip():
+            return text
+        thought = next((name for name in THOUGHTS if message.get(name)), None)
+        if choice.get("finish_reason") == "length":
+            what = "its thought" if thought else "an empty reply"
+            raise RunError(
+                f"grader {self.source}: {what} used up all {MAX_TOKENS} tokens; turn reasoning off "
+                "on the server, or name a model that does not think"
+            )
+        if thought:
+            raise RunError(
+                f"grader {self.source}: its reply is empty, and all of it is in {thought}; turn "
+                "reasoning off on the server, or start it without a reasoning parser"
+            )
+        return ""
 
     def _request(self, path: str, body: dict[str, Any] | None) -> Any:
         headers = {"Content-Type": "application/json"}

@@ -33,7 +33,7 @@ class JsonlTask(Task):
     where `answer` is not given.
     """
 
-    version = 2
+    version = 3
     scores_by_reference = True
 
     def __init__(

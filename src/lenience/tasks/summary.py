@@ -114,7 +114,7 @@ class Continuation(RougeTask):
             yield from super()._rows(path)
             return
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{path}: cannot be read ({reason(error)})") from None
         for number, line in enumerate(lines, 1):

@@ -1,0 +1,84 @@
+"""Logits that are no numbers: a target's end the answer, a drafter's make its window empty."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lenience.core.errors import RunError
+from lenience.core.transfer import to_host_async
+from lenience.core.types import Draft, Verdict
+from lenience.models.lm import LM
+
+CAUSES = "usual causes: overflow in float16, a broken quantisation or damaged weights"
+
+
+def are_numbers(logits: Tensor) -> Tensor:
+    """Return where logits [..., V] have a finite maximum, as bool [...]. A NaN makes the maximum
+    NaN; single entries may be −inf, as those of forbidden tokens are."""
+    return logits.amax(-1).isfinite()
+
+
+Flags = Callable[[], list[Any]]
+"""What a device has found, as a list: read once the device has been waited for anyway."""
+
+
+def without_broken_windows(draft: Draft) -> tuple[Draft, Flags | None]:
+    """Cut windows before the first token whose distribution is no numbers, a tree's before its
+    first. Also returns which rows [B] were cut; None if the drafter gives no distributions."""
+    if draft.logits is None or not draft.width:
+        return draft, None
+    broken = ~are_numbers(draft.logits) & draft.proposed  # [B, W]
+    cut = broken.any(1)
+    if draft.logits.device.type == "cpu" and not cut.any():
+        return draft, None
+    whole = torch.full_like(draft.lengths, draft.width)
+    first = torch.where(cut, broken.int().argmax(1).to(whole.dtype), whole)
+    if draft.parents is not None:
+        first = torch.where(cut, torch.zeros_like(first), whole)
+    lengths = torch.minimum(draft.lengths, first)
+    sound = are_numbers(draft.logits)[..., None]
+    changed = replace(
+        draft,
+        lengths=lengths,
+        logits=torch.where(sound, draft.logits, 0.0),
+        trusted=None if draft.trusted is None else torch.minimum(draft.trusted, lengths),
+        probs=None
+        if draft.probs is None
+        else torch.where(sound, draft.probs, 1 / draft.probs.shape[-1]),
+    )
+    return changed, to_host_async(cut)
+
+
+def warn_of_broken_windows(cut: Flags | None, lm: LM) -> None:
+    """Warn, once for a target, that windows of its drafter were cut."""
+    if cut is not None and any(cut()):
+        lm.once("drafter of no numbers", lambda: warnings.warn(_told(lm), stacklevel=6))
+
+
+def _told(lm: LM) -> str:
+    return (
+        f"{lm.role} {lm.name!r}: its drafter's logits are NaN or infinite; windows end before "
+        f"them, which costs speed alone ({CAUSES})"
+    )
+
+
+def check_target(
+    sound: Flags, verdicts: Sequence[Verdict], prefixes: Sequence[Sequence[int]], lm: LM
+) -> None:
+    """Raise RunError if a verdict rests on logits that are no numbers. `sound` [B, W + 1] tells for
+    each state whether its logits are."""
+    for row, verdict, prefix in zip(sound(), verdicts, prefixes):
+        if all(row):
+            continue
+        for state in (0, *(node + 1 for node in verdict.path)):
+            if verdict.read and not row[state]:
+                raise RunError(
+                    f"{lm.role} {lm.name!r}: its logits are NaN or infinite at position "
+                    f"{len(prefix) + state}; {CAUSES} (try dtype float32)"
+                )
