@@ -148,7 +148,9 @@ def test_a_target_alone_is_a_pair_that_needs_another_drafter(checkpoints, llama:
         alone.generate("w1 w2", rule="exact")
 
 
-def test_a_target_alone_is_compared_without_a_draft(checkpoints, repeating: str) -> None:
+def test_a_target_alone_is_compared_without_a_draft(
+    checkpoints, repeating: str, tmp_path: Path
+) -> None:
     alone = lenience.load_pair(checkpoints("llama")[0], dtype="float32", compile=False)
     config = CompareConfig(
         settings=(f"exact; drafter={repeating}; window=3",), limit=3, timed=1, repeats=1
@@ -157,7 +159,7 @@ def test_a_target_alone_is_compared_without_a_draft(checkpoints, repeating: str)
     assert [row.rule for row in frontier.rows] == ["target", "exact"]
     assert all(row.share_of_cap is None for row in frontier.rows) and not frontier.allocation
     assert frontier.rows[1].paired_loss == 0
-    write_report(Path(os.devnull), frontier)
+    write_report(tmp_path / "report.html", frontier)
     with pytest.raises(InputError, match="rule draft"):
         compare(alone, ParityTask(), replace(config, rules=("draft",)))
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ from conftest import COMMON, SMALL, save_model
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, Phi3Config, PretrainedConfig
 
 from lenience.core.errors import InputError, RunError
-from lenience.core.files import read_lines
+from lenience.core.files import read_lines, write_text
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.tasks.rows import read_rows
@@ -150,6 +152,18 @@ def test_a_row_is_a_line_whatever_its_strings_hold(separator: str, tmp_path: Pat
         path.write_text(text, encoding="utf-8", newline="")
         assert [json.loads(line) for _, line in read_lines(path, "rows")] == rows
         assert [row for _, row in read_rows(path)] == rows
+
+
+def test_what_is_no_regular_file_is_written_to_and_stays(tmp_path: Path) -> None:
+    """Such as /dev/null, which root could otherwise replace by a file."""
+    pipe, read = tmp_path / "pipe", list[str]()
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader.start()
+    write_text(pipe, "whole")
+    reader.join(10)
+    assert read == ["whole"] and pipe.is_fifo()
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
 SWITCH = 20

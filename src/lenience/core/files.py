@@ -43,7 +43,12 @@ def cache_folder() -> Path:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give a path to write to, which takes the place of `path` when the block ends well: whatever
-    happens, `path` is whole. Folders are made where they are missing."""
+    happens, `path` is whole. Folders are made where they are missing. What is no regular file, such
+    as /dev/null or a named pipe, is written to and stays what it is."""
+    if path.exists() and not path.is_file():
+        with written(path):
+            yield path
+        return
     new = path.with_name(f"{path.name}.{os.getpid()}.new")
     with written(path):
         path.parent.mkdir(parents=True, exist_ok=True)
