@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from test_batch import assert_same
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lenience.decoding import loop, soundness
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs
@@ -214,8 +215,10 @@ def test_a_cycle_waits_for_the_device_once(
 
         return arrived
 
-    monkeypatch.setattr(session, "to_host_async", of_this_cycle)
-    monkeypatch.setattr(judging, "looks_cheaply", lambda tensor: False)  # as on a GPU
+    for module in (session, loop, soundness):
+        monkeypatch.setattr(module, "to_host_async", of_this_cycle)
+    for module in (judging, soundness):
+        monkeypatch.setattr(module, "looks_cheaply", lambda tensor: False)  # as on a GPU
     for lm in (llama.target, llama.draft):
         monkeypatch.setattr(lm, "backend", CudaGraphs())
     steps = llama.stream([5, 6, 7], rule=rule.replace("judge", judge), window=9, max_new_tokens=60)
@@ -224,4 +227,4 @@ def test_a_cycle_waits_for_the_device_once(
     with looks:
         cycles = len(list(steps))
     assert cycles > 3 and looks.by.count("_verdicts") == cycles
-    assert set(looks.by) == {"_verdicts", "arrived"} and looks.by.count("arrived") <= 2 * cycles
+    assert set(looks.by) == {"_verdicts", "arrived"} and looks.by.count("arrived") <= 4 * cycles

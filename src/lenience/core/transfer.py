@@ -19,6 +19,11 @@ def to_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
     )
 
 
+def looks_cheaply(tensor: Tensor) -> bool:
+    """Whether the host can look at it at once; an accelerator would have to be waited for."""
+    return tensor.device.type == "cpu"
+
+
 def to_host_async(numbers: Tensor) -> Callable[[], list[Any]]:
     """What gives the numbers of a device as a list; a GPU is not waited for before it is called."""
     if numbers.device.type != "cuda":

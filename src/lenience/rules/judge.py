@@ -14,6 +14,7 @@ from lenience.core import spec
 from lenience.core.context import Context
 from lenience.core.errors import InputError
 from lenience.core.files import EMBEDDED
+from lenience.core.transfer import looks_cheaply
 from lenience.core.types import Draft, Reading
 from lenience.heads.head import Learned
 from lenience.rules.base import Lenient
@@ -102,11 +103,6 @@ class Judge(Learned, Lenient):
             own = ctx.found_in(self.strict, reading.greedy_tokens[:, :-1])
             least = least + self.by * (drafted | own)  # [B, W]
         return logits >= least, logits
-
-
-def looks_cheaply(tensor: Tensor) -> bool:
-    """Whether the host can look at it at once; an accelerator would have to be waited for."""
-    return tensor.device.type == "cpu"
 
 
 def logit(threshold: float) -> float:
