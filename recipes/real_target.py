@@ -29,7 +29,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+)
 
 from lenience.core.files import replacing
 
@@ -123,9 +128,9 @@ def split(data: Path) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
 def encode(tokenizer: PreTrainedTokenizerBase, row: dict[str, str]) -> tuple[list[int], int]:
     """Return the token ids of a conversation, and the length of its prompt."""
     asked = [{"role": "user", "content": row["question"]}]
-    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
-    end = tokenizer.eos_token
-    ids = tokenizer(prompt + row["solution"] + end, add_special_tokens=False)["input_ids"]
+    prompt = str(tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False))
+    whole = f"{prompt}{row['solution']}{tokenizer.eos_token}"
+    ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
     return ids, len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
 
@@ -139,7 +144,7 @@ def batches(lengths: list[int], epochs: int) -> Iterator[list[int]]:
         yield from cut
 
 
-def loss_of(model: torch.nn.Module, rows: list[tuple[list[int], int]]) -> Tensor:
+def loss_of(model: LlamaForCausalLM, rows: list[tuple[list[int], int]]) -> Tensor:
     """Return the mean cross-entropy of the solutions' tokens. Logits [N, V] are computed for these
     N positions alone, as the vocabulary is a fifth of the model."""
     longest = max(len(ids) for ids, _ in rows)
@@ -215,7 +220,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def fit(
-    model: torch.nn.Module, encoded: list[tuple[list[int], int]], epochs: int, work: Path
+    model: LlamaForCausalLM, encoded: list[tuple[list[int], int]], epochs: int, work: Path
 ) -> None:
     """Train on conversations, from the last checkpoint on."""
     plan = list(batches([len(ids) for ids, _ in encoded], epochs))

@@ -26,7 +26,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MUTATIONS = Path(__file__).with_suffix(".json")
-COPIED = ("src", "tests", "docs", "benchmarks", "recipes", "tools", "README.md", "CONTRIBUTING.md")
+COPIED: tuple[str, ...] = (
+    "src",
+    "tests",
+    "docs",
+    "benchmarks",
+    "recipes",
+    "tools",
+    "README.md",
+    "CONTRIBUTING.md",
+)
 COPIED += ("pyproject.toml", "constraints.txt", "CHANGELOG.md", "Makefile", "LICENSE", ".gitignore")
 LEVELS = {"default": "not slow", "all": ""}
 SECONDS = 1800

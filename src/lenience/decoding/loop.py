@@ -13,7 +13,7 @@ from torch import Tensor
 from lenience.core.context import Context, Row
 from lenience.core.protocols import Drafter, Rule
 from lenience.core.transfer import to_host_async
-from lenience.core.types import Draft, Step, Verdict
+from lenience.core.types import Draft, Reading, Step, Verdict
 from lenience.decoding.response import Response
 from lenience.decoding.soundness import (
     are_numbers,
@@ -104,6 +104,7 @@ def cycle(
 ) -> tuple[Draft, Sequence[int], list[Verdict]]:
     """Propose windows for the rows of `ctx`, which may have `room` new tokens more, read them, and
     judge them: the windows, how many tokens the target read for each row, and the verdicts."""
+    room = [min(n, session.room_before_switch(row.prefix)) for n, row in zip(room, ctx.rows)]
     with torch_threads(session.torch_threads):
         return _cycle(session, drafter, rule, ctx, room)
 
@@ -112,7 +113,6 @@ def _cycle(
     session: Session, drafter: Drafter, rule: Rule, ctx: Context, room: Sequence[int]
 ) -> tuple[Draft, Sequence[int], list[Verdict]]:
     session.profile.add("rest")
-    room = [min(n, session.room_before_switch(row.prefix)) for n, row in zip(room, ctx.rows)]
     draft, cut = without_broken_windows(drafter.propose(ctx, room))
     # passes of a model are counted by their session
     is_drafting = not draft.passes and not isinstance(drafter, NoDrafter)
@@ -162,6 +162,22 @@ def _with_logprobs(verdict: Verdict, logits: Tensor) -> Verdict:
     return replace(verdict, logprobs=chosen.tolist())
 
 
+def _read(
+    session: Session, prefixes: Sequence[list[int]], draft: Draft, rows: Sequence[int] | None
+) -> tuple[Reading, Sequence[int]]:
+    """Run the target over the windows: what it gives, and how many tokens it read for each row."""
+    n = draft.width + 1
+    if draft.parents is None:
+        reading = session.read(prefixes, n, device_tokens=draft.tokens, rows=rows)
+        return reading, reading.tokens_read
+    before = [0] * len(prefixes)
+    if draft.width:
+        before = session.catch_up(prefixes, rows or range(len(prefixes)))
+    sequences = [prefix + more for prefix, more in zip(prefixes, draft.tokens.tolist())]
+    reading = session.read(sequences, n, rows=rows, parents=draft.parents)
+    return reading, [a + b for a, b in zip(before, reading.tokens_read)]
+
+
 def _judge(
     session: Session,
     drafter: Drafter,
@@ -172,17 +188,8 @@ def _judge(
 ) -> tuple[Sequence[int], list[Verdict]]:
     """How many tokens the target reads for each row, and the rule's verdicts; `rows` are the
     session's, where not its first."""
-    prefixes, n = [row.prefix for row in ctx.rows], draft.width + 1
-    if draft.parents is None:
-        reading = session.read(prefixes, n, device_tokens=draft.tokens, rows=rows)
-        tokens_read = reading.tokens_read
-    else:
-        before = [0] * len(prefixes)
-        if draft.width:
-            before = session.catch_up(prefixes, rows or range(len(prefixes)))
-        sequences = [prefix + more for prefix, more in zip(prefixes, draft.tokens.tolist())]
-        reading = session.read(sequences, n, rows=rows, parents=draft.parents)
-        tokens_read = [a + b for a, b in zip(before, reading.tokens_read)]
+    prefixes = [row.prefix for row in ctx.rows]
+    reading, tokens_read = _read(session, prefixes, draft, rows)
     told, sound = reading.logits, to_host_async(are_numbers(reading.logits))
     if ctx.processors and draft.parents is None:
         reading = replace(reading, logits=ctx.process(reading.logits, draft.tokens))

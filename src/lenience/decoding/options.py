@@ -81,10 +81,7 @@ class Decoding:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, usual)
         if str(self.tree).startswith("planned"):  # what it comes to is what answers depend on
-            from lenience.drafting.trees import parse_tree
-
-            depth = self.window if isinstance(self.window, int) and self.window > 0 else None
-            object.__setattr__(self, "tree", str(parse_tree(self.tree, depth)))
+            self._plan_tree()
         if isinstance(self.stop_strings, str):
             object.__setattr__(self, "stop_strings", (self.stop_strings,))
         if not isinstance(self.stop_strings, Iterable):
@@ -106,12 +103,19 @@ class Decoding:
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise InputError(f"{name} {value}: must be 0 (greedy) or more")
-            if value and value < GREEDY_BELOW:
+            if value is not None and value < GREEDY_BELOW:
                 object.__setattr__(self, name, 0.0)
         if self.top_k is not None and self.top_k < 0:
             raise InputError(f"top_k {self.top_k}: must be 0 (off) or more")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise InputError(f"top_p {self.top_p}: must be in (0, 1]")
+
+    def _plan_tree(self) -> None:
+        """Replace a planned tree by its shape, of as many levels as the window."""
+        from lenience.drafting.trees import parse_tree
+
+        depth = self.window if isinstance(self.window, int) and self.window > 0 else None
+        object.__setattr__(self, "tree", str(parse_tree(self.tree, depth)))
 
     def _check_kinds(self) -> None:
         """Raise InputError where a number is expected and something else was given."""

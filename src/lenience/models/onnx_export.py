@@ -523,7 +523,7 @@ def _refer_to_weights(graph: ir.Graph, model: PreTrainedModel) -> None:
 
 def _leave_out_comments(model: ir.Model) -> None:
     """Drop the exporter's notes, nine tenths of a graph without weights."""
-    graphs = [model.graph, *model.functions.values()]
+    graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     for graph in graphs:

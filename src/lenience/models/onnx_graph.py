@@ -44,7 +44,7 @@ def load(path: Path, lm: LM, others: Others | None = None, keep: bool = False) -
     """Load the graph in a file, with the weights of `lm`. A file that is no such graph is deleted
     unless `keep`; raises whatever ONNX Runtime raises."""
     import onnxruntime
-    from google.protobuf.message import DecodeError
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
     errors = onnxruntime.capi.onnxruntime_pybind11_state
     _share_threads()

@@ -210,9 +210,9 @@ def _amount(found: re.Match[str]) -> Fraction | None:
         bottom = _digits(found["bottom"])
         return whole / bottom if bottom else None
     if found["mixed"]:
-        top, bottom = int(found["mixed"]), int(found["mixed2"])
-        is_mixed = whole.denominator == 1 and 0 < top < bottom
-        return whole + Fraction(top, bottom) if is_mixed else None
+        above, below = int(found["mixed"]), int(found["mixed2"])
+        is_mixed = whole.denominator == 1 and 0 < above < below
+        return whole + Fraction(above, below) if is_mixed else None
     if found["part"]:
         part = _part(found, "")
         is_mixed = part is not None and whole.denominator == 1 and part < 1
