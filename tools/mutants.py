@@ -110,6 +110,30 @@ def _first_failure(tree: Path, level: str, paths: list[str]) -> str | None:
     return failures[0].split(" - ")[0] if failures else f"exit status {done.returncode}"
 
 
+def kept(path: Path | None, level: str) -> list[dict[str, object]]:
+    """Return the results of an earlier call at a level."""
+    if path is None or not path.exists():
+        return []
+    results = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    return [result for result in results if result["level"] == level]
+
+
+def run(wanted: list[Mutation], args: argparse.Namespace) -> list[dict[str, object]]:
+    """Try mutations, some in parallel, and print and keep each result as it comes."""
+    results = kept(args.out, args.level)
+    done = {result["name"] for result in results}
+    left = [mutation for mutation in wanted if mutation.name not in done]
+    with ThreadPoolExecutor(args.at_once) as pool:
+        for result in pool.map(lambda mutation: try_mutation(mutation, args.level), left):
+            results.append(result)
+            by = result["caught_by"] or "SURVIVED"
+            print(f"{result['name']:36} {result['seconds']:5} s  {by}", flush=True)
+            if args.out:
+                with args.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(result) + "\n")
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--level", choices=list(LEVELS), default="default")
@@ -121,20 +145,7 @@ def main() -> None:
     if unknown := set(args.only or ()) - {mutation.name for mutation in known}:
         parser.error(f"--only {sorted(unknown)[0]}: no such mutation in {MUTATIONS.name}")
     wanted = [mutation for mutation in known if not args.only or mutation.name in args.only]
-    results: list[dict[str, object]] = []
-    if args.out and args.out.exists():
-        results = [json.loads(line) for line in args.out.read_text().splitlines()]
-        results = [result for result in results if result["level"] == args.level]
-    done = {result["name"] for result in results}
-    with ThreadPoolExecutor(args.at_once) as pool:
-        left = [mutation for mutation in wanted if mutation.name not in done]
-        for result in pool.map(lambda mutation: try_mutation(mutation, args.level), left):
-            results.append(result)
-            by = result["caught_by"] or "SURVIVED"
-            print(f"{result['name']:36} {result['seconds']:5} s  {by}", flush=True)
-            if args.out:
-                with args.out.open("a") as file:
-                    file.write(json.dumps(result) + "\n")
+    results = run(wanted, args)
     survived = [result["name"] for result in results if not result["caught_by"]]
     print(f"{len(results) - len(survived)} of {len(results)} caught")
     raise SystemExit(1 if survived else 0)

@@ -194,12 +194,9 @@ class Session:
         cached = [self.tokens()[row] for row in rows]
         if device_tokens is not None:
             sequences, device_tokens = self._join(sequences, device_tokens)
-        over = [0] * len(sequences)
-        if parents is None:
-            sequences, over = self._within_limits(sequences, num_states)
+        sequences, over = self._within_limits(sequences, num_states, parents)
         self._keep_paths(rows, sequences, parents)
-        self._restart_at_switch(cached, sequences)
-        reused = _cut_to_common(cached, sequences, num_states)
+        reused = self._reused(cached, sequences, num_states)
         counts = [len(new) - n for n, new in zip(reused, sequences)]
         groups = self._groups(sequences, counts, num_states)
         if len(groups) > 1 or not self.cache.can_loop:
@@ -277,25 +274,34 @@ class Session:
             self.cache.gather(row, tree.start, [tree.start + i for i in path])
         held += [drafted[i] for i in path]
 
-    def _restart_at_switch(self, cached: list[list[int]], sequences: Sequence[list[int]]) -> None:
-        """Forget what rows hold that is rotated otherwise than their new sequences will be: always
-        where a sequence became shorter than the switch, and where it became longer if
-        `transformers` does so."""
+    def _reused(
+        self, cached: list[list[int]], sequences: Sequence[list[int]], num_states: int
+    ) -> list[int]:
+        """Cut what rows hold to what their new sequences can use, and tell how much that is.
+
+        Nothing is left of what is rotated otherwise than the new sequence will be: always where a
+        sequence became shorter than `rope_switch`, and where it became longer if `transformers`
+        reads it anew."""
         switch = self.lm.rope_switch
-        if switch is None:
-            return
-        for old, new in zip(cached, sequences):
-            grows = len(old) <= switch < len(new) and self.lm.restarts_at_switch
-            shrinks = len(new) <= switch < len(old)
-            if grows or shrinks:
-                del old[:]
+        if switch is not None:
+            for old, new in zip(cached, sequences):
+                grows = len(old) <= switch < len(new) and self.lm.restarts_at_switch
+                shrinks = len(new) <= switch < len(old)
+                if grows or shrinks:
+                    del old[:]
+        return _cut_to_common(cached, sequences, num_states)
 
     def _within_limits(
-        self, sequences: Sequence[list[int]], num_states: int
+        self,
+        sequences: Sequence[list[int]],
+        num_states: int,
+        parents: Sequence[Parents] | None,
     ) -> tuple[Sequence[list[int]], list[int]]:
         """The sequences without what is past the end of the model's context, or past its
-        `rope_switch` if the prefix is not, and how much that is."""
-        over = []
+        `rope_switch` if the prefix is not, and how much that is. Trees stand within both."""
+        over: list[int] = []
+        if parents is not None:
+            return sequences, [0] * len(sequences)
         for new in sequences:
             past = -self.room(new)
             switch = self.lm.rope_switch
