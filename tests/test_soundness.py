@@ -14,8 +14,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import COMMON, SMALL, save_model
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, Phi3Config, PretrainedConfig
+from conftest import COMMON, SMALL, VOCABULARY, save_model
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    Phi3Config,
+    PretrainedConfig,
+)
 
 from lenience.core.errors import InputError, RunError
 from lenience.core.files import read_lines, write_text
@@ -209,3 +216,33 @@ def test_a_window_reaches_over_no_switch_of_rope_factors(name: str, tmp_path: Pa
             assert [out.tokens for out in outs] == wanted, (options, size)
     with pytest.raises(InputError, match="rotary factors change after 20 tokens"):
         pair.generate(prompts[0], tree="dynamic:8")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("camembert", {}),
+        ("roformer", {"embedding_size": 32}),
+        ("xlm-roberta", {}),
+        ("roberta-prelayernorm", {}),
+        ("bert-generation", {}),
+    ],
+)
+def test_an_encoder_is_refused_by_name(kind: str, options: dict, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=0,
+        initializer_range=0.35,
+        **options,
+    )
+    folder = str(save_model(tmp_path / kind, config, seed=1))
+    with pytest.raises(InputError, match="reads a window otherwise|token by token|keeps a state"):
+        load_pair(folder, dtype="float32", compile=False)

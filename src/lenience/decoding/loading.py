@@ -15,6 +15,7 @@ from lenience.decoding.options import Loading, takes_loading
 from lenience.decoding.pair import Pair
 from lenience.models.lm import LM, without_bars
 from lenience.models.prompts import Chat
+from lenience.models.session import check_windows
 
 
 @takes_loading
@@ -43,6 +44,9 @@ def load_pair(
         else:
             target_lm = _load(target, "target", loading)
             draft_lm = None if draft is None else _load(draft, "draft", loading)
+            for lm in (target_lm, draft_lm):
+                if lm is not None:
+                    check_windows(lm)
             name = target_lm.name if draft_lm is None else f"{target_lm.name} + {draft_lm.name}"
             pair = Pair(target_lm, draft_lm, name)
     pair.target.chat = Chat(loading.chat, loading.system, loading.template_options or {})

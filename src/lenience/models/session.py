@@ -447,6 +447,33 @@ def _have_features_of(
     return _are_alike(together.lm, torch.cat(given), torch.cat(alone))
 
 
+def check_windows(lm: LM) -> None:
+    """Raise InputError if a model reads a window otherwise than its tokens one by one, as encoders
+    without a causal mask do, or cannot be read at all; tried once for a model."""
+    if (why := lm.once("reads windows", lambda: _why_no_windows(lm))) is None:
+        return
+    kind = type(lm.model).__name__
+    raise InputError(
+        f"{lm.role} {lm.name!r}: {kind} {why}; name a decoder-only model that attends to earlier "
+        "tokens alone"
+    )
+
+
+def _why_no_windows(lm: LM) -> str | None:
+    """What goes wrong where three tokens are read at once; None if nothing does."""
+    (tokens,) = _random_tokens(lm, [3])
+    try:
+        together = Session(lm, cache=PlainCache(lm, 1, 64, reads_ragged=False))
+        whole = together.read([tokens], len(tokens)).hidden[0]  # [3, H]
+        apart = Session(lm, cache=PlainCache(lm, 1, 64, reads_ragged=False))
+        each = [apart.read([tokens[:n]]).hidden[0] for n in range(1, len(tokens) + 1)]
+    except Exception as error:  # whatever a model raises that is none
+        return f"cannot be read token by token ({type(error).__name__}: {first_line(error)})"
+    if _are_alike(lm, whole, torch.cat(each)):
+        return None
+    return "reads a window otherwise than its tokens one by one"
+
+
 def tree_cache(lm: LM, rows: int, capacity: int, states: States = LAST) -> RowCache:
     """A cache for a session that reads trees, which not every backend does."""
     backend = lm.backend_for(states, trees=True)
