@@ -16,7 +16,7 @@ types:
 test:   ## what is not marked slow: at most five minutes on two cores
 	$(BIN)/pytest -n 2
 
-test-all:   ## all but vLLM: at most fifteen minutes on two cores
+test-all:   ## all but vLLM: 16 to 20 minutes on two cores
 	$(BIN)/pytest -n 2 -m ""
 
 test-vllm:   ## the plugin's tests, in an environment that holds vLLM for CPUs

@@ -23,7 +23,7 @@ import lenience
 from lenience.core.errors import InputError
 from lenience.tasks import BENCHMARKS, Sample, Task
 from lenience.tasks.choice import Arc, CommonsenseQa, Mmlu
-from lenience.tasks.code import HumanEval, LiveCodeBench, cases_in, last_program, same_output
+from lenience.tasks.code import HumanEval, LiveCodeBench, cases_in, last_block, same_output
 from lenience.tasks.expressions import same_expression
 from lenience.tasks.finding import choice
 from lenience.tasks.math import Gsm8k, Math
@@ -436,16 +436,16 @@ def test_the_program_is_the_block_that_defines_the_function(name: str, human: Hu
     space: dict[str, Any] = {}
     exec(str(human.answer(REPLIES[name], sample)), space)
     assert space["add"](1, 2) == 3
-    program = last_program(REPLIES[name], "add")
+    program = last_block(REPLIES[name], "add")
     assert program is not None and program.replace("\r", "") == PROGRAM
 
 
 def test_without_a_block_there_is_no_program() -> None:
-    assert last_program("x") is None and last_program("```\n\n```") is None
-    assert last_program("```python\na\n```\n```\nb\n```") == "b\n"
-    assert last_program("Use ```foo``` here.\n```python\na\n```") == "a\n"
-    assert last_program("```python\na = 1\n```\n```python\nb = (") == "a = 1\n"
-    assert last_program("```bash\nls\n```") is None
+    assert last_block("x") is None and last_block("```\n\n```") is None
+    assert last_block("```python\na\n```\n```\nb\n```") == "b\n"
+    assert last_block("Use ```foo``` here.\n```python\na\n```") == "a\n"
+    assert last_block("```python\na = 1\n```\n```python\nb = (") == "a = 1\n"
+    assert last_block("```bash\nls\n```") is None
 
 
 def test_gsm8k_compares_values_unless_a_published_rule_is_named(tmp_path: Path) -> None:
@@ -464,6 +464,8 @@ def test_gsm8k_compares_values_unless_a_published_rule_is_named(tmp_path: Path) 
     sample = Gsm8k().read({"question": "?", "answer": "#### 18"}, "", "test")
     assert sample is not None and not strict.correct("#### 18.00", sample)
     assert "Question:" in task.stop_strings
+    for one in (task, strict):
+        assert one.answer("<think>As shown: #### 5</think>So\n#### 18") == "18"
 
 
 def test_rouge_is_rouge_scores_own(tmp_path: Path) -> None:

@@ -244,5 +244,5 @@ def test_an_encoder_is_refused_by_name(kind: str, options: dict, tmp_path: Path)
         **options,
     )
     folder = str(save_model(tmp_path / kind, config, seed=1))
-    with pytest.raises(InputError, match="reads a window otherwise|token by token|keeps a state"):
+    with pytest.raises(InputError, match=r"reads a window otherwise|token by token|keeps a state"):
         load_pair(folder, dtype="float32", compile=False)

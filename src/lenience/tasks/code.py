@@ -236,7 +236,7 @@ class LiveCodeBench(CodeTask):
 
     def answer(self, text: str, sample: Sample | None = None) -> str | None:
         function = None if sample is None else sample.metadata["function"]
-        return last_program(text, function or "")
+        return last_block(text, function or "")
 
     def verdict(self, program: str, sample: Sample) -> Verdict:
         kept = sample.metadata
@@ -338,9 +338,9 @@ def blocks(text: str) -> list[Block]:
     return [block for block in found if block.code.strip()]
 
 
-def last_program(text: str, defines: str = "") -> str | None:
-    """Return the last whole program of a response: the last block of Python that parses and, if a
-    name is given, defines it. If no block is whole, the last block of Python."""
+def last_block(text: str, defines: str = "") -> str | None:
+    """Return the last whole program among a response's code blocks: the last block of Python that
+    parses and, if a name is given, defines it. If no block is whole, the last block of Python."""
     python = [block for block in blocks(text) if block.may_be_python]
     named = re.compile(rf"^\s*(?:async\s+)?def {re.escape(defines)}\b", re.MULTILINE)
     for wanted in (
