@@ -2,7 +2,7 @@
 
     python tools/mutants.py                          the default level on all mutations
     python tools/mutants.py --level all              every test but vLLM's
-    python tools/mutants.py --only kl-swapped …      some mutations, by name
+    python tools/mutants.py --only guarded-kl-swapped …   some mutations, by name
 
 Each mutation of tools/mutants.json changes one line of a copy of the tree. The test modules that it
 names run first, then the rest of the level; the first failure ends the run. Results are printed as

@@ -4,8 +4,7 @@
     python tools/slow_tests.py times.xml --seconds 2
 
 writes tests/slow.txt: the cases that took longer, and those already named there that the run did
-not include. `pytest` leaves them out by default; `make test-all` runs them. Cases that
-tests/fast.txt names stay in the default level.
+not include. `pytest` leaves them out by default; `make test-all` runs them.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 SLOW = Path(__file__).parents[1] / "tests" / "slow.txt"
-FAST = Path(__file__).parents[1] / "tests" / "fast.txt"
-"""Cases that stay in the default level however long they take."""
 
 
 def named(path: Path) -> set[str]:
@@ -42,12 +39,9 @@ def main() -> None:
     seconds = seconds_of(args.report)
     slow = {case for case, taken in seconds.items() if taken > args.seconds}
     slow |= named(SLOW) - set(seconds)
-    lines = [
-        "# Cases of the slow level; written by tools/slow_tests.py.",
-        *sorted(slow - named(FAST)),
-    ]
+    lines = ["# Cases of the slow level; written by tools/slow_tests.py.", *sorted(slow)]
     SLOW.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    left = sum(taken for case, taken in seconds.items() if case not in slow - named(FAST))
+    left = sum(taken for case, taken in seconds.items() if case not in slow)
     print(f"{len(slow)} slow cases; the others took {left:.0f} s")
 
 

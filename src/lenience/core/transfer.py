@@ -20,7 +20,7 @@ def to_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
 
 
 def looks_cheaply(tensor: Tensor) -> bool:
-    """Whether the host can look at it at once; an accelerator would have to be waited for."""
+    """True if reading the tensor on the host does not wait for an accelerator."""
     return tensor.device.type == "cpu"
 
 

@@ -33,7 +33,8 @@ def without_broken_windows(draft: Draft) -> tuple[Draft, Flags | None]:
     first. Also returns which rows [B] were cut; None if the drafter gives no distributions."""
     if draft.logits is None or not draft.width:
         return draft, None
-    broken = ~are_numbers(draft.logits) & draft.proposed  # [B, W]
+    sound = are_numbers(draft.logits)  # [B, W]
+    broken = ~sound & draft.proposed  # [B, W]
     cut = broken.any(1)
     if looks_cheaply(cut) and not cut.any():
         return draft, None
@@ -42,7 +43,7 @@ def without_broken_windows(draft: Draft) -> tuple[Draft, Flags | None]:
     if draft.parents is not None:
         first = torch.where(cut, torch.zeros_like(first), whole)
     lengths = torch.minimum(draft.lengths, first)
-    sound = are_numbers(draft.logits)[..., None]
+    sound = sound[..., None]
     changed = replace(
         draft,
         lengths=lengths,

@@ -125,8 +125,8 @@ class Session:
         return 1 << 30 if self.lm.context_length is None else self.lm.context_length - len(tokens)
 
     def room_before_switch(self, tokens: Sequence[int]) -> int:
-        """Return how many more tokens may be decided at once after these, so that no pass reaches
-        over the model's `rope_switch`: a window up to there, and the token after it."""
+        """Return how many tokens one cycle may add after these: a window that ends at the model's
+        `rope_switch`, and the correction or bonus."""
         switch = self.lm.rope_switch
         if switch is None or len(tokens) > switch:
             return 1 << 30
@@ -277,11 +277,11 @@ class Session:
     def _reused(
         self, cached: list[list[int]], sequences: Sequence[list[int]], num_states: int
     ) -> list[int]:
-        """Cut what rows hold to what their new sequences can use, and tell how much that is.
+        """Cut each row to the tokens that its new sequence reuses, and return how many those are.
 
-        Nothing is left of what is rotated otherwise than the new sequence will be: always where a
-        sequence became shorter than `rope_switch`, and where it became longer if `transformers`
-        reads it anew."""
+        A row is emptied if its keys have other rotary factors than the new sequence needs: when the
+        sequence shrinks below `rope_switch`, and when it grows beyond it in a model for which
+        `transformers` recomputes the cache."""
         switch = self.lm.rope_switch
         if switch is not None:
             for old, new in zip(cached, sequences):
@@ -297,8 +297,8 @@ class Session:
         num_states: int,
         parents: Sequence[Parents] | None,
     ) -> tuple[Sequence[list[int]], list[int]]:
-        """The sequences without what is past the end of the model's context, or past its
-        `rope_switch` if the prefix is not, and how much that is. Trees stand within both."""
+        """Return the sequences cut at the end of the model's context, and at its `rope_switch` if the
+        prefix ends before it, and how many tokens were cut from each. Trees are never cut."""
         over: list[int] = []
         if parents is not None:
             return sequences, [0] * len(sequences)
@@ -448,8 +448,8 @@ def _have_features_of(
 
 
 def check_windows(lm: LM) -> None:
-    """Raise InputError if a model reads a window otherwise than its tokens one by one, as encoders
-    without a causal mask do, or cannot be read at all; tried once for a model."""
+    """Raise InputError if a forward pass over a window gives other states than its tokens one by
+    one, as in encoders without a causal mask, or fails. The check runs once per model."""
     if (why := lm.once("reads windows", lambda: _why_no_windows(lm))) is None:
         return
     kind = type(lm.model).__name__
@@ -460,7 +460,7 @@ def check_windows(lm: LM) -> None:
 
 
 def _why_no_windows(lm: LM) -> str | None:
-    """What goes wrong where three tokens are read at once; None if nothing does."""
+    """Return what goes wrong when three tokens are read in one pass; None if nothing does."""
     (tokens,) = _random_tokens(lm, [3])
     try:
         together = Session(lm, cache=PlainCache(lm, 1, 64, reads_ragged=False))

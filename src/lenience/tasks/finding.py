@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 
 from lenience.core.errors import InputError
 from lenience.tasks.expressions import same_expression
@@ -54,7 +53,7 @@ def proposed(references: list[str]) -> str:
         ("number-after:####", lambda text: "####" in text),
         ("boxed", lambda text: "\\boxed" in text),
         ("choice", lambda text: bool(re.fullmatch(rf"\(?[{LETTERS}]\)?", text.strip()))),
-        ("last-number", lambda text: number(text) is not None),
+        ("last-number", lambda text: value(text) is not None),
     ):
         if references and all(map(fits, references)):
             return f"{shown}: try --answer {form}"
@@ -159,11 +158,6 @@ def choice(text: str) -> str | None:
     return found[0].upper() if found else None
 
 
-def number(text: str) -> Fraction | None:
-    """The value of a number that is all there is in a text."""
-    return value(text)
-
-
 FINDERS: dict[str, tuple[Callable[[str], Find], str]] = {
     "number-after": (_number_after, "number"),
     "last-number": (_last_number, "number"),
@@ -187,7 +181,7 @@ def _equal(normal: Callable[[str], object]) -> Callable[[str, str], bool | None]
 
 
 COMPARISONS: dict[str, Callable[[str, str], bool | None]] = {
-    "number": _equal(number),
+    "number": _equal(value),
     "text": _equal(lambda text: " ".join(text.casefold().split()) or None),
     "choice": _equal(choice),
     "math": same_expression,
