@@ -297,8 +297,8 @@ class Session:
         num_states: int,
         parents: Sequence[Parents] | None,
     ) -> tuple[Sequence[list[int]], list[int]]:
-        """Return the sequences cut at the end of the model's context, and at its `rope_switch` if the
-        prefix ends before it, and how many tokens were cut from each. Trees are never cut."""
+        """Return the sequences cut at the end of the model's context, and at its `rope_switch` if
+        the prefix ends before it, and how many tokens were cut from each. Trees are never cut."""
         over: list[int] = []
         if parents is not None:
             return sequences, [0] * len(sequences)
