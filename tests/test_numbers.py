@@ -112,6 +112,11 @@ def test_no_text_breaks_it(text: str) -> None:
     assert found is None or value(found) is not None
 
 
+@pytest.mark.parametrize("text", ["7 - 5", "18-20", "$7 -5", "between 5 and 7-9", "at 3:30"])
+def test_a_dash_that_may_be_no_minus_is_no_last_number(text: str) -> None:
+    assert LAST.find(text) is None
+
+
 def test_the_first_answer_counts_and_a_thought_does_not() -> None:
     run_on = (
         "9 * 2 = 18.\n#### 18\n\nQuestion: Tom has 3 pens and buys 4.\nAnswer: 3 + 4 = 7\n#### 7"

@@ -165,7 +165,7 @@ def test_what_is_no_regular_file_is_written_to_and_stays(tmp_path: Path) -> None
     """Such as /dev/null, which root could otherwise replace by a file."""
     pipe, read = tmp_path / "pipe", list[str]()
     os.mkfifo(pipe)
-    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
     reader.start()
     write_text(pipe, "whole")
     reader.join(10)

@@ -5,9 +5,9 @@
     python tools/mutants.py --only guarded-kl-swapped …   some mutations, by name
 
 Each mutation of tools/mutants.json changes one line of a copy of the tree. The test modules that it
-names run first, then the rest of the level; the first failure ends the run. Results are printed as
-they come, and kept in --out, from which a second call resumes. The exit status is 1 if a mutation
-survives.
+names run first, then the rest of the level; the first failure ends the run. An unchanged copy is
+tried first, as its tests must pass. Results are printed as they come, and kept in --out, from which
+a second call resumes. The exit status is 1 if a mutation survives, 2 if the unchanged copy fails.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ COPIED: tuple[str, ...] = (
     "CONTRIBUTING.md",
 )
 COPIED += ("pyproject.toml", "constraints.txt", "CHANGELOG.md", "Makefile", "LICENSE", ".gitignore")
+CONTROL = "unchanged"
 LEVELS = {"default": "not slow", "all": ""}
 SECONDS = 1800
 """Time limit of a run; a mutation that hangs the tests counts as caught."""
@@ -73,9 +74,9 @@ def mutations() -> list[Mutation]:
     return [Mutation(**{**row, "first": tuple(row.get("first", ()))}) for row in rows]
 
 
-def try_mutation(mutation: Mutation, level: str) -> dict[str, object]:
-    """Run a level of the tests on a changed copy of the tree. Returns the first failing test, if
-    any."""
+def try_mutation(mutation: Mutation | None, level: str) -> dict[str, object]:
+    """Run a level of the tests on a copy of the tree, changed unless `mutation` is None. Returns
+    the first failing test, if any."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lenience-mutant-") as folder:
         tree = Path(folder)
@@ -85,12 +86,15 @@ def try_mutation(mutation: Mutation, level: str) -> dict[str, object]:
                 shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
             elif source.exists():
                 shutil.copy(source, tree / name)
-        mutation.apply(tree)
-        first = [f"tests/{name}" for name in mutation.first]
+        first: list[str] = []
+        if mutation is not None:
+            mutation.apply(tree)
+            first = [f"tests/{name}" for name in mutation.first]
         failed = _first_failure(tree, level, first) if first else None
         failed = failed or _first_failure(tree, level, [])
     seconds = round(time.monotonic() - began)
-    return {"name": mutation.name, "level": level, "caught_by": failed, "seconds": seconds}
+    name = CONTROL if mutation is None else mutation.name
+    return {"name": name, "level": level, "caught_by": failed, "seconds": seconds}
 
 
 def _first_failure(tree: Path, level: str, paths: list[str]) -> str | None:
@@ -119,14 +123,18 @@ def kept(path: Path | None, level: str) -> list[dict[str, object]]:
 
 
 def run(wanted: list[Mutation], args: argparse.Namespace) -> list[dict[str, object]]:
-    """Try mutations, some in parallel, and print and keep each result as it comes."""
+    """Try the unchanged tree and mutations, some in parallel, and print and keep each result as it
+    comes."""
     results = kept(args.out, args.level)
     done = {result["name"] for result in results}
-    left = [mutation for mutation in wanted if mutation.name not in done]
+    left: list[Mutation | None] = [one for one in wanted if one.name not in done]
+    if CONTROL not in done:
+        left.insert(0, None)
     with ThreadPoolExecutor(args.at_once) as pool:
         for result in pool.map(lambda mutation: try_mutation(mutation, args.level), left):
             results.append(result)
-            by = result["caught_by"] or "SURVIVED"
+            passed = "all tests pass" if result["name"] == CONTROL else "SURVIVED"
+            by = result["caught_by"] or passed
             print(f"{result['name']:36} {result['seconds']:5} s  {by}", flush=True)
             if args.out:
                 with args.out.open("a", encoding="utf-8") as file:
@@ -146,8 +154,13 @@ def main() -> None:
         parser.error(f"--only {sorted(unknown)[0]}: no such mutation in {MUTATIONS.name}")
     wanted = [mutation for mutation in known if not args.only or mutation.name in args.only]
     results = run(wanted, args)
-    survived = [result["name"] for result in results if not result["caught_by"]]
-    print(f"{len(results) - len(survived)} of {len(results)} caught")
+    control = next(result for result in results if result["name"] == CONTROL)
+    if control["caught_by"]:
+        print(f"the tests fail without a mutation: {control['caught_by']}")
+        raise SystemExit(2)
+    tried = [result for result in results if result["name"] != CONTROL]
+    survived = [result["name"] for result in tried if not result["caught_by"]]
+    print(f"{len(tried) - len(survived)} of {len(tried)} caught")
     raise SystemExit(1 if survived else 0)
 
 
