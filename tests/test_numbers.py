@@ -112,6 +112,14 @@ def test_no_text_breaks_it(text: str) -> None:
     assert found is None or value(found) is not None
 
 
+@pytest.mark.parametrize(
+    "form", ["{}", "2 {}/3", "\\frac{{{}}}{{3}}", "1/{}", "10^{}", "2^{}", "1e{}"]
+)
+def test_a_number_of_thousands_of_digits_is_no_answer(form: str) -> None:
+    """Python refuses to read more than 4,300 digits."""
+    assert AFTER.find("#### " + form.format("7" * 5000)) is None
+
+
 @pytest.mark.parametrize("text", ["7 - 5", "18-20", "$7 -5", "between 5 and 7-9", "at 3:30"])
 def test_a_dash_that_may_be_no_minus_is_no_last_number(text: str) -> None:
     assert LAST.find(text) is None

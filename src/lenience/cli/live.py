@@ -17,6 +17,7 @@ from rich.text import Text
 from lenience.cli.console import say, screen
 from lenience.cli.tables import MARKS, STYLES
 from lenience.decoding.response import TextStream
+from lenience.tasks import take
 
 if TYPE_CHECKING:
     from lenience.core.types import Step
@@ -95,7 +96,7 @@ def race(
     Every cycle is decoded at the moment it appears. The columns share one slow-motion factor, so
     their order is that of the real race.
     """
-    samples = _first(task, (SCORED if scored is None else scored) + 1)
+    samples = take(task, "test", (SCORED if scored is None else scored) + 1)
     shown = samples[0]
     say(f"\n{shown.prompt}\n")
     for setting in settings:  # loads heads and graphs, and makes the caches
@@ -107,12 +108,6 @@ def race(
     results = _at_full_speed(pair, task, samples[1:], settings)
     screen.print(_summary(results, len(samples) - 1))
     return results
-
-
-def _first(task: Task, count: int) -> list[Sample]:
-    from lenience.tasks import take
-
-    return take(task, "test", count)
 
 
 def _lane(pair: Pair, task: Task, sample: Sample, setting: Setting) -> Lane:

@@ -16,10 +16,10 @@ from lenience.core.transfer import to_host_async
 from lenience.core.types import Draft, Reading, Step, Verdict
 from lenience.decoding.response import Response
 from lenience.decoding.soundness import (
-    are_numbers,
     check_target,
-    warn_of_broken_windows,
-    without_broken_windows,
+    cut_non_finite,
+    have_finite_max,
+    warn_of_non_finite,
 )
 from lenience.drafting.registry import NoDrafter
 from lenience.models.session import Session
@@ -113,16 +113,16 @@ def _cycle(
     session: Session, drafter: Drafter, rule: Rule, ctx: Context, room: Sequence[int]
 ) -> tuple[Draft, Sequence[int], list[Verdict]]:
     session.profile.add("rest")
-    draft, cut = without_broken_windows(drafter.propose(ctx, room))
+    draft, cut = cut_non_finite(drafter.propose(ctx, room))
     # passes of a model are counted by their session
     is_drafting = not draft.passes and not isinstance(drafter, NoDrafter)
     session.profile.add("draft" if is_drafting else "rest")
     session.profile.count_cycle()
     if draft.trusted is None:
         judged = _judge(session, drafter, rule, ctx, draft)
-        warn_of_broken_windows(cut, session.lm)
+        warn_of_non_finite(cut, session.lm)
         return draft, *judged
-    warn_of_broken_windows(cut, session.lm)
+    warn_of_non_finite(cut, session.lm)
     # a window that is trusted whole is not read
     lengths, trusted = draft.lengths.tolist(), draft.trusted.tolist()
     asked = [b for b, (n, kept) in enumerate(zip(lengths, trusted)) if kept < n or not n]
@@ -190,7 +190,7 @@ def _judge(
     session's, where not its first."""
     prefixes = [row.prefix for row in ctx.rows]
     reading, tokens_read = _read(session, prefixes, draft, rows)
-    told, sound = reading.logits, to_host_async(are_numbers(reading.logits))
+    told, sound = reading.logits, to_host_async(have_finite_max(reading.logits))
     if ctx.processors and draft.parents is None:
         reading = replace(reading, logits=ctx.process(reading.logits, draft.tokens))
     session.profile.add("rest")

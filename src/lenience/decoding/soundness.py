@@ -1,4 +1,4 @@
-"""Logits that are no numbers: a target's end the answer, a drafter's make its window empty."""
+"""Checks for NaN and infinite logits: the target's end an answer, a drafter's end its window."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from lenience.models.lm import LM
 CAUSES = "usual causes: overflow in float16, a broken quantisation or damaged weights"
 
 
-def are_numbers(logits: Tensor) -> Tensor:
-    """Return where logits [..., V] have a finite maximum, as bool [...]. A NaN makes the maximum
-    NaN; single entries may be −inf, as those of forbidden tokens are."""
+def have_finite_max(logits: Tensor) -> Tensor:
+    """Return which logits [..., V] have a finite maximum, as bool [...]. The maximum is NaN if any
+    entry is. Single entries may be −inf, as those of forbidden tokens are."""
     return logits.amax(-1).isfinite()
 
 
 Flags = Callable[[], list[Any]]
-"""What a device has found, as a list: read once the device has been waited for anyway."""
+"""Booleans of a device as a list; called after a synchronisation that happens anyway."""
 
 
-def without_broken_windows(draft: Draft) -> tuple[Draft, Flags | None]:
-    """Cut windows before the first token whose distribution is no numbers, a tree's before its
-    first. Also returns which rows [B] were cut; None if the drafter gives no distributions."""
+def cut_non_finite(draft: Draft) -> tuple[Draft, Flags | None]:
+    """Cut chains before the first token with non-finite logits; empty such trees. Also returns
+    which rows [B] were cut, or None if none was or the drafter gives no distributions."""
     if draft.logits is None or not draft.width:
         return draft, None
-    sound = are_numbers(draft.logits)  # [B, W]
+    sound = have_finite_max(draft.logits)  # [B, W]
     broken = ~sound & draft.proposed  # [B, W]
     cut = broken.any(1)
     if looks_cheaply(cut) and not cut.any():
@@ -56,10 +56,10 @@ def without_broken_windows(draft: Draft) -> tuple[Draft, Flags | None]:
     return changed, to_host_async(cut)
 
 
-def warn_of_broken_windows(cut: Flags | None, lm: LM) -> None:
+def warn_of_non_finite(cut: Flags | None, lm: LM) -> None:
     """Warn, once for a target, that windows of its drafter were cut."""
     if cut is not None and any(cut()):
-        lm.once("drafter of no numbers", lambda: warnings.warn(_told(lm), stacklevel=6))
+        lm.once("non-finite drafter", lambda: warnings.warn(_told(lm), stacklevel=6))
 
 
 def _told(lm: LM) -> str:
@@ -72,8 +72,8 @@ def _told(lm: LM) -> str:
 def check_target(
     sound: Flags, verdicts: Sequence[Verdict], prefixes: Sequence[Sequence[int]], lm: LM
 ) -> None:
-    """Raise RunError if a verdict rests on logits that are no numbers. `sound` [B, W + 1] tells for
-    each state whether its logits are."""
+    """Raise RunError if a verdict depends on non-finite logits. `sound` [B, W + 1] is True for each
+    state whose logits have a finite maximum."""
     for row, verdict, prefix in zip(sound(), verdicts, prefixes):
         if all(row):
             continue

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 MOST_DIGITS = 400
-"""Digits of a number, or its exponent, beyond which it is not read."""
+"""Maximum length of a number, and maximum exponent."""
 
 SPACES = " \t\u00a0\u2007\u2009\u202f"
 CURRENCIES = "$€£¥₹"
-DASHES = "-−－"
+DASHES = "-−–"
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 FACTORS = {
     "hundred": 100,
@@ -59,9 +59,9 @@ def _power_named(mark: str) -> str:
 
 _TEN = rf"{_S}*(?:×|\\times|\\cdot|·|\*|x){_S}*10{_power_named('')}"
 _NUMBER = re.compile(
-    rf"(?P<sign>[-−－+＋–]{_S}*)?"
+    rf"(?P<sign>[{DASHES}+]{_S}*)?"
     rf"(?P<money>(?:US|A|C|HK)?\\?[{CURRENCIES}]{_S}*)?"
-    rf"(?P<sign2>[-−－+]{_S}*)?"
+    rf"(?P<sign2>[-−+]{_S}*)?"
     rf"(?:(?P<whole>{_DIGITS})(?:"
     rf"(?P<science>{_TEN})"
     rf"|(?P<exponent>[eE][-+−]?[0-9]+)(?![0-9A-Za-z.])"
@@ -77,8 +77,7 @@ _WORD = re.compile(rf"{_S}*(?P<word>[a-z]+)", re.I)
 
 @dataclass(frozen=True)
 class Number:
-    """A number in a text: its place, its words, and its value, which is None where the form is not
-    understood."""
+    """A number in a text: its position, its text and its value, or None for an unknown form."""
 
     start: int
     end: int
@@ -134,8 +133,8 @@ def _is_name(text: str, found: re.Match[str]) -> bool:
 
 
 def _read(text: str, found: re.Match[str]) -> Number:
-    """Return a matched number with its unit or factor; what stands around it may make it a form
-    that is not understood."""
+    """Return a matched number with its unit or factor. Its value is None if the text around it
+    makes it part of another form."""
     end, amount = found.end(), _amount(found)
     if unit := _UNIT.match(text, end):
         end = unit.end()
@@ -160,13 +159,14 @@ def _sign(text: str, found: re.Match[str]) -> bool | None:
     sign = signs[0]
     before = text[: found.start()].rstrip(SPACES)
     spaced = sign[-1] in SPACES
-    operand = before[-1:].isalnum() or before[-1:] in ")]}%.!?°"
     glued = found.start() == len(before)
-    if found["sign"] and before and (glued or spaced) and operand:
-        return None  # 7-5, 7 - 5
+    if found["sign"] and re.search(r"[0-9)\]}%°]$", before):
+        return None  # 7-5, 7 - 5, 7 -5
+    if found["sign"] and (glued or spaced) and re.search(r"[\w.!?]$", before):
+        return None  # about-5, about - 5
     if found["sign"] and spaced and (before.endswith("\n") or (not before and "\n" in text)):
         return None  # a bullet
-    return sign[0] in DASHES + "–"
+    return sign[0] in DASHES
 
 
 def _stands_alone(text: str, found: re.Match[str], end: int) -> bool:
@@ -192,7 +192,9 @@ def _stands_alone(text: str, found: re.Match[str], end: int) -> bool:
 
 
 def _amount(found: re.Match[str]) -> Fraction | None:
-    """Return the absolute value of a match; None where it is not understood."""
+    """Return the absolute value of a match; None if it is not understood."""
+    if len(found[0]) > MOST_DIGITS:
+        return None
     if found["fraction"]:
         return _part(found, "2")
     whole = _digits(found["whole"])
@@ -250,8 +252,6 @@ def _raised(base: Fraction, braced: str | None, superscript: str | None) -> Frac
 
 def _digits(text: str) -> Fraction | None:
     """Return the value of digits with separators; None where these make no number."""
-    if len(text) > MOST_DIGITS:
-        return None
     plain = re.sub(rf"[{SPACES}'’_]", "", text)
     grouped = plain != text
     if re.fullmatch(r"[0-9]*", plain):
