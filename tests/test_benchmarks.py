@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from capabilities import needs
 from rouge_score.rouge_scorer import RougeScorer
 
 import lenience
@@ -246,6 +247,7 @@ def human(tmp_path: Path) -> HumanEval:
     return task
 
 
+@needs("sandbox")
 def test_completions_and_code_blocks_are_run(human: HumanEval) -> None:
     (sample,) = human.samples("test")
     body = HUMAN["canonical_solution"]
@@ -271,6 +273,7 @@ def test_completions_and_code_blocks_are_run(human: HumanEval) -> None:
     assert all(one.verdict.isprintable() for one in scores)
 
 
+@needs("sandbox")
 def test_tests_that_cannot_run_are_told(human: HumanEval) -> None:
     (sample,) = human.samples("test")
     for test in ("def check(", "import no_such_module", "x = 1"):
@@ -280,6 +283,7 @@ def test_tests_that_cannot_run_are_told(human: HumanEval) -> None:
         human._verdicts.clear()
 
 
+@needs("sandbox")
 def test_programs_agree_where_both_pass_or_both_fail(human: HumanEval) -> None:
     (sample,) = human.samples("test")
     texts = (HUMAN["canonical_solution"], "    return 2 * sum(xs)\n", "    return 0\n", "    no\n")
@@ -318,6 +322,7 @@ FUNCTIONAL = lcb(
 )
 
 
+@needs("sandbox")
 def test_livecodebench_runs_programs_and_methods(tmp_path: Path) -> None:
     hidden = packed([{"input": "5 5\n", "output": "10.0", "testtype": "stdin"}])
     path = jsonl(tmp_path / "test.jsonl", [lcb(private_test_cases=hidden), FUNCTIONAL])
@@ -358,6 +363,7 @@ def test_livecodebench_runs_programs_and_methods(tmp_path: Path) -> None:
     assert [one.verdict.split(":")[0] for one in scores] == list(methods.values())
 
 
+@needs("sandbox")
 def test_livecodebench_takes_releases_levels_and_dates(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         name = f"test{number if number > 1 else ''}.jsonl"
@@ -430,11 +436,11 @@ REPLIES = {
 
 
 @pytest.mark.parametrize("name", REPLIES)
-def test_the_program_is_the_block_that_defines_the_function(name: str, human: HumanEval) -> None:
+def test_the_program_is_the_block_that_defines_the_function(name: str) -> None:
     prompt = "def add(a, b):\n    ...\n"
     sample = Sample("x", prompt, None, {"prompt": prompt, "entry_point": "add", "test": ""})
     space: dict[str, Any] = {}
-    exec(str(human.answer(REPLIES[name], sample)), space)
+    exec(str(HumanEval(form="chat").answer(REPLIES[name], sample)), space)
     assert space["add"](1, 2) == 3
     program = last_block(REPLIES[name], "add")
     assert program is not None and program.replace("\r", "") == PROGRAM

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from capabilities import needs
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -357,7 +358,9 @@ def task_of(name: str, folder: Path, serve: Any) -> Any:
     return lenience.task("mtbench:turns=first", data=questions(folder, 150), grader=server.url)
 
 
-@pytest.mark.parametrize("name", ["gsm8k", "humaneval", "graded"])
+@pytest.mark.parametrize(
+    "name", ["gsm8k", pytest.param("humaneval", marks=needs("sandbox")), "graded"]
+)
 def test_from_mining_to_a_certificate(name: str, pair: Pair, serve: Any, tmp_path: Path) -> None:
     task, run = task_of(name, tmp_path, serve), tmp_path / "run"
     length = 3 if name == "humaneval" else 8

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Literal, Self
 from lenience.core.errors import InputError
 from lenience.core.files import digest_bytes
 from lenience.tasks.base import Sample, Score
+from lenience.tasks.finding import without_thought
 from lenience.tasks.published import Published
 from lenience.tasks.rows import Row
 from lenience.tasks.sandbox import Limits, Sandbox, Verdict, sandbox, workers
@@ -154,7 +155,7 @@ class HumanEval(CodeTask):
             return str(prompt + bodies[0])
         if python:
             return f"{before}\n{python[-1]}"
-        text = text.rpartition("</think>")[2]
+        text = without_thought(text)
         if _definition(sample).search(text):
             return f"{before}\n{text}"
         ends = [text.find(stop) for stop in CODEX_STOPS if stop in text]
@@ -327,7 +328,7 @@ class Block:
 
 def blocks(text: str) -> list[Block]:
     """Return the code blocks of a response, those of a thought left out."""
-    text = text.replace("\r\n", "\n").rpartition("</think>")[2]
+    text = without_thought(text.replace("\r\n", "\n"))
     fenced = re.finditer(
         r"^[ \t]*```[ \t]*([^\n`]*)\n(.*?)(^[ \t]*```|\Z)", text, re.DOTALL | re.MULTILINE
     )

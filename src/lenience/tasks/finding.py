@@ -1,7 +1,7 @@
 r"""How an answer is found in a response, and when two answers are the same.
 
-`lenience.tasks.numbers` says which numbers are understood. One that is not is no answer, so that it
-never counts as another.
+`lenience.tasks.numbers` lists the forms of numbers that are understood. Any other form is no
+answer, so it never counts as another number.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from lenience.core.errors import InputError
 from lenience.tasks.expressions import same_expression
 from lenience.tasks.numbers import Number, numbers, plain_text, value
 
-THOUGHT = "</think>"
-"""What stands before it is a thought, in which no answer is looked for."""
 OPERATOR = re.compile(r"\s*(?:[+*×÷·/]|\\times|\\div|\\cdot)\s*")
 LETTERS = "A-J"
 """The letters of choices."""
@@ -44,6 +42,11 @@ def answers(answer: str, same: str | None) -> Answers:
     if same not in COMPARISONS:
         raise InputError(f"same {same!r}: name one of {', '.join(COMPARISONS)}")
     return Answers(make(what), COMPARISONS[same], f"answer={answer} same={same}")
+
+
+def without_thought(text: str) -> str:
+    """Return a response without the thought before "</think>", which holds no answer."""
+    return text.rpartition("</think>")[2]
 
 
 def proposed(references: list[str]) -> str:
@@ -87,7 +90,7 @@ def _number_after(marker: str) -> Find:
     questions after the answer, so later markers do not count."""
 
     def find(text: str) -> str | None:
-        for rest in text.rpartition(THOUGHT)[2].split(marker)[1:]:
+        for rest in without_thought(text).split(marker)[1:]:
             lines = re.split(r"[\r\n]+", rest)
             line = next((line for line in lines if line.strip(" \t*_`:$")), "")
             line = plain_text(line)
@@ -100,8 +103,8 @@ def _number_after(marker: str) -> Find:
 
 
 def _result(line: str, found: list[Number]) -> Number | None:
-    """Return the first number of a line, or what the calculation that it begins comes to; None if
-    the line does not say."""
+    """Return the first number of a line, or the result of the calculation that it begins; None for
+    a calculation without a result."""
     answer, is_open = found[0], False
     for number in found[1:]:
         between = line[answer.end : number.start]
@@ -117,7 +120,7 @@ def _result(line: str, found: list[Number]) -> Number | None:
 
 def _last_number(_what: str) -> Find:
     def find(text: str) -> str | None:
-        *_, last = [None, *numbers(text.rpartition(THOUGHT)[2])]
+        *_, last = [None, *numbers(without_thought(text))]
         return last.text if last and last.value is not None else None
 
     return find

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, Self
 from lenience.core.errors import InputError
 from lenience.tasks.base import Messages, Sample
 from lenience.tasks.expressions import comparer, same_expression
-from lenience.tasks.finding import THOUGHT, answers, boxed
+from lenience.tasks.finding import answers, boxed, without_thought
 from lenience.tasks.published import Published, chat
 from lenience.tasks.rows import Row
 
@@ -83,7 +83,7 @@ class Gsm8k(Published):
         return "\n\n".join([*(f"{a} {b}" for a, b in shown), asked])
 
     def answer(self, text: str, sample: Sample | None = None) -> str | None:
-        text = text.rpartition(THOUGHT)[2]
+        text = without_thought(text)
         ends = [text.find(end) for end in UNTIL if end in text]
         text = text[: min(ends, default=len(text))]
         if self.extract == "value":
