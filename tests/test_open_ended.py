@@ -333,13 +333,14 @@ def test_second_turns_hold_the_targets_own_answers(pair: Pair, tmp_path: Path) -
     assert lenient.accuracy < 1 and lenient.paired_loss == pytest.approx(1 - lenient.accuracy)
 
 
-def human_rows(n: int) -> list[dict[str, Any]]:
-    """Functions that digits alone may complete rightly."""
+def human_rows(n: int, hopeless: int = 0) -> list[dict[str, Any]]:
+    """Functions that digits alone may complete rightly, but for `hopeless` of every ten."""
     return [
         {
             "task_id": f"Own/{i}", "entry_point": "f", "canonical_solution": "2",
             "prompt": f"def f(x):\n    return {i * 7919 % 1000} +",
-            "test": "def check(candidate):\n    assert candidate(1) % 2 == 1\n",
+            "test": "def check(candidate):\n"
+                    f"    assert candidate(1) % 2 == {1 if i % 10 >= hopeless else 2}\n",
         }
         for i in range(n)
     ]  # fmt: skip
@@ -399,8 +400,10 @@ def test_from_mining_to_a_certificate(name: str, pair: Pair, serve: Any, tmp_pat
         weak = replace(
             asked, rules=("topk:2",), thresholds=(), allow_weak_target=False, max_drop=0.05
         )
-        with pytest.raises(InputError, match=r"the target answers \d+ of 20 prompts rightly"):
-            certify(pair, task, run, weak)
+        data = rows(tmp_path / "hopeless.jsonl", human_rows(200, hopeless=8))
+        hopeless = lenience.task("humaneval", data=data)
+        with pytest.raises(InputError, match=r"the target answers (\d|none) of 20 prompts rightly"):
+            certify(pair, hopeless, tmp_path / "other", weak)
     if name == "graded":
         with pytest.raises(InputError, match="compared with the target's own; give --loss task"):
             certify(pair, task, run, CertifyConfig(rules=(judge,)))
