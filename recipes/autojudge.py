@@ -10,8 +10,8 @@ the important ones.
 
 - inputs: after which token the states are read (the one before, the drafted, the target's own,
   both) and whose they are;
-- classifiers: logistic regression over the L2 grid, a random forest of 128 trees, an MLP of 128
-  units, and linear heads by gradient steps;
+- classifiers: logistic regression over the L2 grid, the paper's random forest (128 trees) and MLP
+  (128 ReLU units, early stopping), and our own forest, MLP and linear heads;
 - search: which mismatches count as important when each is tried alone in the target's own answer
   (naive), from the draft's answer back to the target's (reversed), and one after the other
   (semi-greedy, algorithm 1); and what judges that learn from each keep of the accuracy;
@@ -32,14 +32,14 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from mined import add_run, mined
+from mined import Mined, add_run, mined
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
@@ -55,8 +55,10 @@ from sklearn.neural_network import MLPClassifier
 
 from lenience.cli.console import progress_bars
 from lenience.cli.steps import fit_run
+from lenience.core.errors import InputError
 from lenience.core.files import EMBEDDED
 from lenience.decoding.pair import Pair
+from lenience.decoding.response import completes_stop, until_stop
 from lenience.evaluation.compare import CompareConfig, compare
 from lenience.evaluation.table import FrontierRow
 from lenience.heads.fitting import (
@@ -74,7 +76,8 @@ from lenience.mining.features import compute_features, load_features
 from lenience.mining.fit import HeadPlan
 from lenience.models.session import Session
 from lenience.runs.journal import Journal
-from lenience.tasks import Task, wordmath_problems
+from lenience.runs.record import read_run
+from lenience.tasks import Sample, Task, wordmath_problems
 
 Record = dict[str, Any]
 Fit = Callable[[NDArray, NDArray, NDArray], Callable[[NDArray], NDArray]]
@@ -204,8 +207,8 @@ def inputs(out: Path, given: argparse.Namespace) -> None:
 
 
 def classifier_kinds() -> dict[str, Fit]:
-    """What fits each kind of classifier: those of the paper, which are its library's as they come,
-    and ours."""
+    """Return how each kind of classifier is fitted: the paper's, with scikit-learn's defaults for
+    what it does not state, and ours."""
 
     def by_sklearn(model: Any) -> Fit:
         def fit(x: NDArray, harmless: NDArray, _: NDArray) -> Callable[[NDArray], NDArray]:
@@ -224,14 +227,14 @@ def classifier_kinds() -> dict[str, Fit]:
 
     kinds: dict[str, Fit] = {f"logistic, C = {c:g}": logistic(c) for c in L2_GRID}
     kinds |= {
-        "random forest, the library's defaults": by_sklearn(
-            RandomForestClassifier(n_jobs=-1, random_state=0)
+        "random forest, 128 trees (the paper's)": by_sklearn(
+            RandomForestClassifier(128, n_jobs=-1, random_state=0)
         ),
         "random forest, 128 trees, 5 in a leaf": by_sklearn(
             RandomForestClassifier(128, min_samples_leaf=5, n_jobs=-1, random_state=0)
         ),
-        "MLP, the library's, stopped early": by_sklearn(
-            MLPClassifier(early_stopping=True, random_state=0)
+        "MLP, 128 ReLU units, stopped early (the paper's)": by_sklearn(
+            MLPClassifier((128,), activation="relu", early_stopping=True, random_state=0)
         ),
         "MLP of 128, GELU, one cycle": mlp,
         "linear by Adam": by_gradient("adam"),
@@ -275,7 +278,7 @@ def search(out: Path, given: argparse.Namespace) -> None:
     source = mined(given.run)
     pair, task = source.pair(), source.task
     records = source.first(out / "semi-greedy", given.samples)
-    search_again(pair, task, out, records)
+    search_again(Search.of(source, pair, records), out, records)
     judged = [judge_of_search(pair, out, name) for name in SEARCHES]
     rules = tuple(rule for _, of_search in judged for rule in of_search)
     config = CompareConfig(rules=rules, windows=(8,), limit=given.problems, timed=1, repeats=1)
@@ -298,16 +301,16 @@ def search(out: Path, given: argparse.Namespace) -> None:
         print(point["rule"], *(f"{key} {point[key]:.4g}" for key in keys))
 
 
-def search_again(pair: Pair, task: Task, out: Path, records: Sequence[Record]) -> None:
-    """Search what was mined in the two other ways, each into a run folder of its own; what is
-    there is not done again."""
+def search_again(using: Search, out: Path, records: Sequence[Record]) -> None:
+    """Search mined samples in the two other ways, each into its own run folder. Resumes from the
+    samples that are there."""
     for name, way in (("naive", naive), ("reversed", reversed_)):
         (out / name).mkdir(exist_ok=True)
         shutil.copy(out / "semi-greedy" / "run.json", out / name)
         journal = Journal(out / name / "journal.jsonl")
         done = {record["id"] for record in journal.resume()}
         for record in track([r for r in records if r["id"] not in done], name):
-            journal.append(way(Search(pair, task), record))
+            journal.append(way(replace(using, cost={"target_passes": 0}), record))
 
 
 def judge_of_search(pair: Pair, out: Path, name: str) -> tuple[Record, list[str]]:
@@ -346,35 +349,65 @@ def by_search(rows: Sequence[FrontierRow]) -> Figure:
 
 @dataclass(frozen=True)
 class Search:
-    """What is searched with."""
+    """The pair, the task and the limits of a search."""
 
     pair: Pair
     task: Task
+    samples: dict[str, Sample]
+    """The task's samples by their ids."""
+    max_new_tokens: int
     cost: dict[str, int] = field(default_factory=lambda: {"target_passes": 0})
+
+    @classmethod
+    def of(cls, source: Mined, pair: Pair, records: Sequence[Record]) -> Search:
+        """Return a search of the samples of some of a run's records. Raises InputError if the task
+        has a sample no longer."""
+        wanted = {record["id"] for record in records}
+        found = {one.id: one for one in source.task.samples("train") if one.id in wanted}
+        if missing := sorted(wanted - set(found)):
+            raise InputError(
+                f"{source.run}: sample {missing[0]} is not among the task's; name the data it was "
+                "mined on"
+            )
+        return cls(pair, source.task, found, read_run(source.run).max_new_tokens)
+
+    def other(self, record: Record, response: list[int]) -> bool:
+        """True if a response's answer is not the target's own."""
+        sample = self.samples[record["id"]]
+        _, text = until_stop(self.pair.target, response, self.task.stop_strings)
+        answer = self.task.answer(text, sample)
+        return not self.task.same(answer, record["answers"]["target"], sample)
+
+    def ends(self, response: list[int]) -> bool:
+        """True if a response ends with its last token."""
+        target = self.pair.target
+        if (response and response[-1] in target.eos_ids) or len(response) >= self.max_new_tokens:
+            return True
+        return completes_stop(target, response, self.task.stop_strings)
 
 
 def continued(using: Search, starts: list[list[int]], prompt: int, by: str) -> list[list[int]]:
-    """Answers that begin as each of `starts` does, after a prompt of so many tokens, greedily by
-    one of the models."""
-    pair = using.pair
-    limit, eos = using.task.max_new_tokens or 256, pair.target.eos_ids
-    going = [
-        i for i, start in enumerate(starts) if start[-1] not in eos and len(start) - prompt < limit
-    ]
-    rooms = [limit - (len(starts[i]) - prompt) for i in going]
-    rule = {"target": "exact", "draft": "draft"}[by]
-    wholes = [start[prompt:] for start in starts]
-    if going:
-        outs = pair.generate_batch(
-            [starts[i] for i in going],
-            batch_size=16,
-            rule=rule,
-            window=4,
-            max_new_tokens=max(rooms),
-        )
-        for i, room, out in zip(going, rooms, outs):
-            wholes[i] = [*wholes[i], *out.tokens[:room]]
-            using.cost["target_passes"] += out.target_passes
+    """Return whole answers that begin as each of `starts` does after a prompt of `prompt` tokens,
+    written greedily by the target or the draft up to an end token, a stop string or the length
+    limit."""
+    pair, wholes = using.pair, [start[prompt:] for start in starts]
+    going = [i for i, whole in enumerate(wholes) if not using.ends(whole)]
+    if not going:
+        return wholes
+    rooms = [using.max_new_tokens - len(wholes[i]) for i in going]
+    outs = pair.generate_batch(
+        [starts[i] for i in going],
+        batch_size=16,
+        rule={"target": "exact", "draft": "draft"}[by],
+        window=4,
+        max_new_tokens=max(rooms),
+        stop_strings=using.task.stop_strings,
+    )
+    for i, room, out in zip(going, rooms, outs):
+        whole = [*wholes[i], *out.tokens[:room]]
+        # a stop string may have begun before the tokens that were written now
+        wholes[i], _ = until_stop(pair.target, whole, using.task.stop_strings)
+        using.cost["target_passes"] += out.target_passes
     return wholes
 
 
@@ -398,19 +431,21 @@ def record_of(
 
 
 def naive(using: Search, record: Record) -> Record:
-    """Each mismatch of the target's own answer, alone. Trying them from right to left gives the
+    """Try each mismatch of the target's own answer alone; none is labelled if the target's answer
+    is not found. Trying them from right to left gives the
     same labels: what was swapped to the right of a mismatch is written anew when the target goes on
     from it."""
     own, prompt = record["response_ids"], record["prompt_ids"]
+    answered = record["answers"]["target"] is not None
     asked = differing(using.pair, record, own, "draft")
     starts = [prompt + own[:i] + [token] for i, token in asked]
-    wholes = continued(using, starts, len(prompt), "target")
+    wholes = continued(using, starts, len(prompt), "target") if answered else starts
     mismatches = [
         {
             "position": i,
             "target_token": own[i],
             "draft_token": token,
-            "important": _other(using, record, whole),
+            "important": using.other(record, whole) if answered else None,
         }
         for (i, token), whole in zip(asked, wholes)
     ]
@@ -420,16 +455,18 @@ def naive(using: Search, record: Record) -> Record:
 def reversed_(using: Search, record: Record) -> Record:
     """From the draft's answer: the last mismatch from which the target still comes to its own
     answer is important, those before it are not; the draft goes on after the target's token, until
-    its answer is the target's."""
+    its answer is the target's. Nothing is labelled if the target's answer is not found."""
     prompt, settled, mismatches = record["prompt_ids"], 0, list[Record]()
+    if record["answers"]["target"] is None:
+        return record_of(record, record["response_ids"], [], using.cost)
     response = continued(using, [prompt], len(prompt), "draft")[0]
     while True:
-        right = not _other(using, record, response)
+        right = not using.other(record, response)
         differ = differing(using.pair, record, response, "target")
         asked = [(i, token) for i, token in differ if i >= settled]
         starts = [prompt + response[:i] + [token] for i, token in asked]
         wholes = continued(using, starts, len(prompt), "target")
-        back = [n for n, whole in enumerate(wholes) if not _other(using, record, whole)]
+        back = [n for n, whole in enumerate(wholes) if not using.other(record, whole)]
         last = len(asked) if right or not back else back[-1]
         mismatches += [
             {"position": i, "target_token": token, "draft_token": response[i], "important": False}
@@ -444,11 +481,6 @@ def reversed_(using: Search, record: Record) -> Record:
         settled = i + 1
         start = prompt + response[:i] + [token]
         response = continued(using, [start], len(prompt), "draft")[0]
-
-
-def _other(using: Search, record: Record, response: list[int]) -> bool:
-    answer = using.task.answer(using.pair.target.decode(response))
-    return not using.task.same(answer, record["answers"]["target"])
 
 
 def precision(out: Path, given: argparse.Namespace) -> None:

@@ -370,8 +370,8 @@ def roc_of(scores: NDArray, acceptable: NDArray) -> dict[str, Any]:
 
 
 def _four_kinds(problems: Problems, by_target: Sequence[Generation]) -> list[list[int]]:
-    """A prefix of each kind of each problem: of the prompt, of the prompt and what the target, what
-    the draft, and what first the target and then the draft makes of it."""
+    """Return a prefix of each kind of each problem: the prompt as it is, and prefixes of the
+    answers to it by the target, by the draft, and by the target first and then the draft."""
     pair, rng = problems.pair, np.random.default_rng(0)
     eos = pair.target.eos_ids
     prompts = [pair.target.encode(sample.prompt) for sample in problems.samples]
@@ -381,7 +381,7 @@ def _four_kinds(problems: Problems, by_target: Sequence[Generation]) -> list[lis
     for starts in (prompts, halves):
         outs = pair.generate_batch(starts, rule="draft", **problems.sampled)
         drafts.append([start + out.tokens for start, out in zip(starts, outs)])
-    found = [prompt[: rng.integers(1, len(prompt) + 1)] for prompt in prompts]
+    found = list(prompts)
     for kind in (wholes, *drafts):
         for prompt, whole in zip(prompts, kind):
             last = len(whole) - (whole[-1] in eos)

@@ -253,6 +253,29 @@ def test_a_stop_is_fitted_to_what_the_target_rejects(llama: Pair, tmp_path: Path
         llama.generate([3, 4], rule=f"judge:{tmp_path / 'stop'}")
 
 
+@pytest.mark.parametrize("token", ["previous", "draft"])
+def test_a_stop_of_drawn_answers_learns_what_decoding_rejects(
+    llama: Pair, tmp_path: Path, token: str
+) -> None:
+    drawn = {"temperature": 1.0, "top_k": 8, "top_p": 0.9}
+    config = MineConfig(limit=20, max_new_tokens=20, draw_seed=5, **drawn)
+    mine(llama, ParityTask(), tmp_path, config)
+    compute_features(llama, tmp_path, Inputs(("draft",), (token,)), "stop")
+    examples = load_features(tmp_path, Inputs(("draft",), (token,)), "stop")
+    rejected, at, seen = (~examples.harmless).tolist(), 0, [0, 0]
+    for record in map(json.loads, (tmp_path / "journal.jsonl").read_text().splitlines()):
+        out = llama.generate(
+            record["prompt_ids"], rule="exact", window=8, seed=5, max_new_tokens=20, **drawn
+        )
+        assert out.tokens == record["response_ids"]
+        for i, entry in enumerate(out.trace):
+            if entry.origin != "bonus":  # no token was drafted for these
+                assert rejected[at + i] == (entry.origin == "correction"), (record["id"], i)
+                seen[rejected[at + i]] += 1
+        at += len(out.tokens)
+    assert at == len(rejected) and min(seen) > 20
+
+
 def decided_by_topk(pair: Pair, ids: list[int], new: int, k: int, most: int) -> list[tuple]:
     """Greedy decoding with topk:k in windows of `most`, through transformers' models alone: of each
     place where the draft proposed a token its states before and after it, and whether the token was
@@ -684,26 +707,24 @@ def test_a_gate_learns_from_four_kinds_of_prefix(llama: Pair, tmp_path: Path) ->
     assert np.bincount(samples).tolist() == [4 * GATE_PREFIXES] * 12
     stricter = ~load_features(tmp_path, inputs, "gate", tau=1.0).harmless
     assert (stricter >= important).all() and 0 < important.sum() < stricter.sum() < len(x)
-    # of prompts, whose prefixes are known: the states before, and the ratio at the token whose
-    # state is the one after
+    # the prompt is one prefix, after which several tokens are drawn; their states tell them apart
     record = json.loads((tmp_path / "journal.jsonl").read_text().splitlines()[0])
     after = load_features(tmp_path, Inputs(("draft",), ("draft",)), "gate").x
-    ids, at = (
-        record["prompt_ids"],
-        np.linspace(1, len(record["prompt_ids"]), GATE_PREFIXES).astype(int),
-    )
-    for i, n in enumerate(at):
-        with torch.inference_mode():
-            draft, target = (
-                lm.model(torch.tensor([ids[:n]]), output_hidden_states=True)
-                for lm in (llama.draft, llama.target)
-            )
-            np.testing.assert_allclose(x[i], draft.hidden_states[-1][0, -1], atol=1e-4)
-            each = torch.tensor([[*ids[:n], token] for token in range(VOCABULARY)])
-            states = llama.draft.model(each, output_hidden_states=True).hidden_states[-1][:, -1]
+    ids, drawn = record["prompt_ids"], set[int]()
+    with torch.inference_mode():
+        draft, target = (
+            lm.model(torch.tensor([ids]), output_hidden_states=True)
+            for lm in (llama.draft, llama.target)
+        )
+        each = torch.tensor([[*ids, token] for token in range(VOCABULARY)])
+        states = llama.draft.model(each, output_hidden_states=True).hidden_states[-1][:, -1]
+    p, q = (softmax(out.logits[0, -1].double().numpy()) for out in (target, draft))
+    for i in range(GATE_PREFIXES):
+        np.testing.assert_allclose(x[i], draft.hidden_states[-1][0, -1], atol=1e-4)
         token = int((states - torch.tensor(after[i])).abs().sum(1).argmin())
-        p, q = (softmax(out.logits[0, -1].double().numpy()) for out in (target, draft))
         assert stricter[i] == (q[token] > p[token])
+        drawn.add(token)
+    assert len(drawn) > 1
     config = FitConfig(kind="adam", role="gate")
     made = fit_run(llama, tmp_path, HeadPlan(inputs, tmp_path / "gate", config, tau=1.2))
     assert made.role == "gate" and made.threshold == 0.5 and made.metrics["tau"] == 1.2

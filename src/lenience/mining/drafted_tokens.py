@@ -28,19 +28,23 @@ INTERLEAVED = 32
 """The window in which both models' tokens are interleaved: wide, as the target's follows a full
 one."""
 GATE_PREFIXES = 12
-"""How many prefixes of each kind a sample gives to a gate."""
+"""Number of training rows of each kind of prefix that a sample gives to a gate."""
 
 Labelled = tuple[Tensor, Tensor]
 """States [m, F] of one sample and what each is labelled with [m]."""
 
 
-def stop_states(pair: Pair, sample: MinedSample, inputs: Inputs) -> Labelled:
-    """Of some tokens of the target's own answer, evenly spread: the draft's states [m, H] before
-    what it would draft there, or after it, and whether that is another token [m]."""
+def stop_states(
+    pair: Pair, sample: MinedSample, inputs: Inputs, sampling: Decoding | None = None
+) -> Labelled:
+    """Return a stop's training rows at some tokens of the target's own answer, evenly spread: the
+    draft's states [m, H] before the token that it would draft there, or after it, and whether the
+    answer has another token [m]. `sampling` is how the answer was drawn, greedily by default; the
+    draft's tokens are drawn likewise, from the same noise, as decoding draws them."""
     response = torch.tensor(sample.response_ids)
     places = torch.arange(0, len(response), max(1, -(-len(response) // STOP_TOKENS)))
     read = _Answer(pair, sample.prompt_ids, sample.response_ids)
-    drafted = read.greedy_tokens()[places]
+    drafted = read.drafted_tokens(sampling or Decoding())[places]
     rejected = drafted != response[places]
     return read.states(places, drafted, inputs), rejected.to(torch.uint8)
 
@@ -73,7 +77,7 @@ def decided_states(
         at = torch.tensor(places, dtype=torch.long)
         read = _Answer(pair, out.prompt_tokens, out.tokens)
         kept = torch.tensor(out.tokens)[at]
-        drafted = torch.where(rejected, read.greedy_tokens()[at], kept)
+        drafted = torch.where(rejected, read.drafted_tokens(Decoding())[at], kept)
         labelled.append((read.states(at, drafted, inputs), rejected.to(torch.uint8)))
     return labelled
 
@@ -86,13 +90,14 @@ class _Answer:
         self.session = Session(pair.require_draft("a stop head"))
         self.reading = self.session.read([prompt + response], len(response) + 1)
 
-    def greedy_tokens(self) -> Tensor:
-        """[n + 1]: what the draft would propose before each of the n tokens, and after them."""
-        target, response = self.pair.target, torch.tensor([self.response])
-        processors = processors_of(target, sampling=False)
-        ctx = Context([Row(Noise.for_prompt(0, []), self.prompt)], processors=processors)
-        logits = ctx.process(self.reading.logits, response)
-        return logits[0, :, : target.vocab_size].argmax(-1).cpu()
+    def drafted_tokens(self, sampling: Decoding) -> Tensor:
+        """Return the tokens [n + 1] that the draft would propose before each of the n tokens, and
+        after them."""
+        setup = self.pair.setup(sampling)
+        ctx = self.pair.context(setup, window=1)
+        ctx.rows = [Row(Noise.for_prompt(setup.seed(0), self.prompt), self.prompt)]
+        logits = ctx.process(self.reading.logits, torch.tensor([self.response]))
+        return ctx.drafting().draw(logits[..., : self.pair.target.vocab_size])[0].cpu()
 
     def states(self, places: Tensor, drafted: Tensor, inputs: Inputs) -> Tensor:
         """[m, H]: the draft's states at `places` [m] of the answer before the tokens `drafted` [m]
@@ -112,10 +117,13 @@ class _Answer:
 
 
 def gate_states(pair: Pair, samples: Sequence[MinedSample], inputs: Inputs) -> list[Labelled]:
-    """Of each sample equally many prefixes of four kinds (SPRINTER, Zhong 2025): of the prompt as
-    it is, of the prompt and what the draft, what the target, and what the two of them by turns, as
-    a coin decides for each token, make of it. For a token x drawn from the draft after each: the
-    draft's states [m, F] and draft(x) / target(x) [m]. All is sampled at temperature 1."""
+    """Return a gate's training rows of each sample: the draft's states [m, F] and the ratios
+    draft(x) / target(x) [m] of tokens x that the draft draws at temperature 1.
+
+    The tokens follow four kinds of prefixes, each with the same number of rows (SPRINTER, Zhong
+    2025): the prompt as it is, and prefixes of the answers to it by the draft, by the target, and
+    by both, where a coin decides who writes each token. As the prompt is a single prefix, several
+    tokens are drawn after it."""
     longest = max(len(sample.response_ids) for sample in samples)
 
     def continued(starts: list[list[int]], rule: str) -> list[list[int]]:
@@ -135,15 +143,15 @@ def gate_states(pair: Pair, samples: Sequence[MinedSample], inputs: Inputs) -> l
     mixed = continued(prompts, "random:0.5")
     labelled = []
     for prompt, *continuations in zip(prompts, by_draft, by_target, mixed):
-        parts = [_ratios(pair, prompt, 1, inputs)]
+        parts = [_ratios(pair, prompt, len(prompt), inputs)]
         parts += [_ratios(pair, whole, len(prompt), inputs) for whole in continuations]
         labelled.append((torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])))
     return labelled
 
 
 def _ratios(pair: Pair, ids: list[int], first: int, inputs: Inputs) -> Labelled:
-    """The states and the ratios after prefixes of `ids` that are evenly spread from `first` tokens
-    on."""
+    """Return the states and the ratios after prefixes of `ids` that are evenly spread from `first`
+    tokens on."""
     draft = pair.require_draft("a gate")
     end = len(ids) - (ids[-1] in pair.target.eos_ids)
     # [m]: how many tokens each prefix has
@@ -163,8 +171,9 @@ def _ratios(pair: Pair, ids: list[int], first: int, inputs: Inputs) -> Labelled:
 def _drawn(
     pair: Pair, ids: list[int], lengths: Tensor, logits: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The tokens [m] that the draft draws at temperature 1 after prefixes of `ids`, and draft(x) /
-    target(x) [m] of them, by the draft's and the target's logits [1, T, V]."""
+    """Return the tokens [m] that the draft draws at temperature 1 after prefixes of `ids`, and
+    their ratios draft(x) / target(x) [m]; `logits` are the draft's and the target's [1, T, V]. Each
+    draw has its own randomness, also among equal prefixes."""
     noise = Noise.for_prompt(0, ids)
     processors = processors_of(pair.target, sampling=True) or None
     ctx = Context([Row(noise, ids[:1])], temperature=1.0, processors=processors)
@@ -174,6 +183,6 @@ def _drawn(
         ctx.probs(ctx.process(every, after)[0].cpu()[lengths - 1][:, :vocabulary])
         for every in logits
     )
-    keys = torch.tensor([noise.key(n, "gate") for n in lengths.tolist()])
+    keys = torch.tensor([noise.key(n, f"gate {i}") for i, n in enumerate(lengths.tolist())])
     drawn = gumbel_argmax(drafted, keys)
     return drawn, (drafted / target).gather(1, drawn[:, None])[:, 0]

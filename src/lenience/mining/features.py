@@ -18,6 +18,7 @@ from lenience.core.errors import InputError
 from lenience.core.files import digest, replacing
 from lenience.core.progress import Progress, silent
 from lenience.decoding.certified import heads_of, without_paths
+from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.heads.fitting import Examples
 from lenience.heads.head import Inputs, Role
@@ -52,7 +53,7 @@ def compute_features(
     rejections a stop learns. Raises InputError where the run is of other models."""
     check_models(pair, folder)
     records = journal_records(folder)[: None if of is None else STOP_SAMPLES]
-    shards = _shards(folder, inputs, role, of)
+    shards, sampling = _shards(folder, inputs, role, of), sampling_of(folder)
     for begin in range(0, len(records), SHARD):
         part = records[begin : begin + SHARD]
         path = shards / f"{begin // SHARD:05d}.safetensors"
@@ -62,10 +63,12 @@ def compute_features(
                 MinedSample.read(record, f"{folder / 'journal.jsonl'}, line {line}")
                 for line, record in enumerate(part, begin + 1)
             ]
-            if of is None:
-                labelled = SOURCES[role](pair, samples, inputs)
-            else:
+            if of is not None:
                 labelled = decided_states(pair, samples, inputs, of)
+            elif role == "stop":
+                labelled = [stop_states(pair, sample, inputs, sampling) for sample in samples]
+            else:
+                labelled = SOURCES[role](pair, samples, inputs)
             numbers = [torch.full((len(x),), begin + i) for i, (x, _) in enumerate(labelled)]
             tensors = {
                 "x": torch.cat([x for x, _ in labelled]),
@@ -113,9 +116,18 @@ def check_models(pair: Pair, folder: Path) -> None:
             raise InputError(f"{folder}: was mined with another {role} ({model.name}); {mend}")
 
 
+def sampling_of(folder: Path) -> Decoding:
+    """Return how a run's answers were drawn: the sampling options of its settings."""
+    run = read_run(folder)
+    return Decoding(
+        temperature=run.temperature, top_k=run.top_k, top_p=run.top_p, seed=run.draw_seed or 0
+    )
+
+
 def _shards(folder: Path, inputs: Inputs, role: Role, of: str | None) -> Path:
     after = "+".join(inputs.tokens)
-    names = {"judge": str(inputs), "stop": f"stop-{after}", "gate": f"gate-{after}-mixed"}
+    stop = f"stop-{after}-drawn" if sampling_of(folder).temperature else f"stop-{after}"
+    names = {"judge": str(inputs), "stop": stop, "gate": f"gate-{after}-whole-prompts"}
     name = names[role]
     if of is not None:  # another head at the same path is another rule
         heads = [head.head.fingerprint for head in heads_of(of)]
@@ -235,9 +247,8 @@ def _states_by_token(
 
 SOURCES: dict[Role, Callable[[Pair, Sequence[MinedSample], Inputs], list[Labelled]]] = {
     "judge": _judge_inputs,
-    "stop": lambda pair, samples, inputs: [stop_states(pair, sample, inputs) for sample in samples],
     "gate": gate_states,
 }
-"""What gives a head of a role its states and labels."""
+"""What gives a head of a role its states and labels; `stop_states` also takes a run's sampling."""
 LABELS: dict[Role, str] = {"judge": "important", "stop": "important", "gate": "ratio"}
 """What the labels are called in the shards."""
