@@ -9,8 +9,9 @@ of training problems that were not mined. OUT/judge: what `lenience fit --from a
 OUT/errors.jsonl` fits. OUT/probes.json, printed too:
 
 - `others`: how many tokens of a reference solution are accepted before the first that is not, and
-  what share of all, by strict verification and by the judge; solutions are by the author that the
-  target learned from and by the draft's;
+  what share of all, by strict verification and by the judge, and what share of the target's own
+  tokens the judge alone would reject; solutions are by the author that the target learned from and
+  by the draft's;
 - `first_objection`: of solutions with a slip, how often the judge's first objection comes at it,
   before it and after it or never;
 - `families`: the AUC on one kind of problem of a judge that was fitted without it, and with it (out
@@ -135,6 +136,7 @@ def others(pair: Pair, head: Head, threshold: float, n: int) -> dict[str, Any]:
     for author in ("target", "draft"):
         runs: dict[str, list[int]] = {"strict": [], "judge": []}
         shares: dict[str, list[float]] = {"strict": [], "judge": []}
+        refused = list[bool]()  # of the tokens that are the target's own
         for i in track(range(n), f"solutions by the {author}'s author"):
             made = wordmath.problem("test", i)
             text = " " + wordmath.solution(made, author, random.Random(i))
@@ -146,13 +148,14 @@ def others(pair: Pair, head: Head, threshold: float, n: int) -> dict[str, Any]:
             ):
                 runs[name].append(run_length(accepted))
                 shares[name].append(np.mean(accepted))
+            refused += [score < threshold for score, own in zip(scores, same) if own]
         told[f"{author}'s author"] = {
             name: {
                 "tokens_before_a_rejection": float(np.mean(runs[name])),
                 "share_accepted": float(np.mean(shares[name])),
             }
             for name in runs
-        }
+        } | {"judge_rejects_of_the_target's_own": float(np.mean(refused)), "own": len(refused)}
     return told
 
 
@@ -268,7 +271,8 @@ def main() -> None:
         path = given.out / "errors.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     pair, answers = source.pair(compile=False), read_annotated(path)
-    head = fit_annotated(pair, answers, HeadPlan(INPUTS, given.out / "judge", FitConfig("adamw")))
+    plan = HeadPlan(INPUTS, given.out / "judge", FitConfig("adamw", recall=None))  # at 0.5
+    head = fit_annotated(pair, answers, plan)
     told: dict[str, Any] = {"rows": len(answers), "metrics": head.metrics}
     if rows:
         told |= probed(pair, head, rows, given.probes)
