@@ -176,6 +176,23 @@ def test_a_compiled_pair_answers_as_a_plain_one(
     assert_same(pair.generate_batch(asked, **options), llama.generate_batch(asked, **options))
 
 
+@pytest.mark.parametrize("drafter", ["exit:1", "skip:1", "skip:2"])
+@pytest.mark.parametrize("tree", ["chain", "dynamic:6"])
+def test_own_layers_draft_on_the_exported_targets_keys_and_values(
+    compiled, llama: Pair, monkeypatch: pytest.MonkeyPatch, drafter: str, tree: str
+) -> None:
+    """As through plain passes: the same tokens are drafted, so the same are accepted, also after
+    the memory has grown and rows have moved."""
+    monkeypatch.setattr("lenience.models.onnx_graph.FIRST_CAPACITY", 12)
+    pair = Pair(compiled("llama"), compiled("llama", "draft"), "compiled")
+    asked = [[3, 4, 5], [9, 8, 7, 6, 5, 4, 3, 2], [20], [11, 30]]
+    options = {"drafter": drafter, "tree": tree, "window": 3, "max_new_tokens": 40, "seed": 0}
+    for size in (1, 3):
+        outs = pair.generate_batch(asked, batch_size=size, **options)
+        assert_same(outs, llama.generate_batch(asked, batch_size=size, **options))
+        assert sum(out.accepted_exact for out in outs) > 5
+
+
 @pytest.mark.parametrize("how", ["exported", "recorded"])
 def test_sessions_at_the_same_time_have_caches_of_their_own(
     compiled, llama: Pair, checkpoints, how: str

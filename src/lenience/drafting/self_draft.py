@@ -20,17 +20,17 @@ from lenience.drafting.after_target import AfterTarget, TargetSession
 from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.model_tree import drafter_on, model_drafter
 from lenience.models.compile import compile_model
-from lenience.models.kv_cache import PlainCache
+from lenience.models.kv_cache import RowCache
 from lenience.models.lm import LM
 from lenience.models.session import Session
 
 
 @dataclass(frozen=True)
 class _OwnLayers(DrafterSpec):
-    """Some of the target's layers, with its final norm and head, as a draft model on the same
-    weights. Where the target is read by its own forward, it also has its keys and values, so that
-    no prompt is read twice; they are its own where the target is exported or recorded, and where
-    other drafters propose too."""
+    """A draft model of some of the target's layers, with its final norm and head, on the same
+    weights. It drafts on the target's keys and values (Draft & Verify, Zhang 2023), so no prompt is
+    read twice. It has its own keys and values if other drafters propose too, if the target's passes
+    are recorded, and if the target is exported and the draft could not be."""
 
     certain = False
     tells_chances = True
@@ -46,18 +46,21 @@ class _OwnLayers(DrafterSpec):
         self.left_out(target.num_layers)
 
     def models(self, setup: DrafterSetup) -> list[LM]:
-        shares = setup.alone and setup.target.backend is None
-        return [] if shares else [self._lm(setup.target)]
+        backend, lm = setup.target.backend, self._lm(setup.target)
+        shares = backend is None or (backend.shares_layers and lm.backend is not None)
+        return [] if setup.alone and shares else [lm]
 
     def build(self, setup: DrafterSetup) -> Drafter:
-        target = setup.target
-        lm = self._lm(target)
-        if not setup.alone or target.backend is not None or setup.session is None:
+        target, session = setup.target, setup.session
+        lm, left_out = self._lm(target), self.left_out(target.num_layers)
+        if not setup.alone or session is None:
             return model_drafter(lm, setup)
-        left_out = self.left_out(target.num_layers)
         layers = [i for i in range(target.num_layers) if i + 1 not in left_out]
-        session = SharedSession(lm, layers, setup.session, setup.profile)
-        return AfterTarget(drafter_on(session, setup), session)
+        cache = session.cache.of_layers(lm, layers, trees=not setup.tree.is_chain)
+        if cache is None:
+            return model_drafter(lm, setup)
+        shared = SharedSession(lm, cache, session, setup.profile)
+        return AfterTarget(drafter_on(shared, setup), shared)
 
     def _lm(self, target: LM) -> LM:
         """The model, compiled where the target is."""
@@ -105,12 +108,10 @@ class SharedSession(TargetSession):
     """A session of some of a target's layers on the target's own cache: what is drafted stands
     there behind what the target has read, and is written over when the target reads it."""
 
-    def __init__(self, lm: LM, layers: Sequence[int], target: Session, profile: Profile):
-        """`layers`: which of the target's they are, the first being 0."""
-        cache = target.cache
-        assert isinstance(cache, PlainCache)
+    def __init__(self, lm: LM, cache: RowCache, target: Session, profile: Profile):
+        """`cache`: the layers' part of the target's."""
         rows = len(target.tokens())
-        super().__init__(lm, rows, cache=cache.of_layers(lm, layers), profile=profile)
+        super().__init__(lm, rows, cache=cache, profile=profile)
         self.target = target
         self._seen: list[list[int] | None] = [None] * rows
         """What the target had read when it was looked at last."""

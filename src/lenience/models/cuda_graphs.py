@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +32,7 @@ class CudaGraphs:
     """The backend of recorded passes."""
 
     makes_others = True
+    shares_layers = False
 
     def __init__(self, states: States = LAST) -> None:
         self.states = states
@@ -77,6 +79,9 @@ class CudaGraphCache(PlainCache):
         self._backend, self._recorded_capacity = backend, capacity
         self._recorded: dict[_Shape, _Recording] = {}
         self._pool: Any = None
+
+    def of_layers(self, lm: LM, layers: Sequence[int], trees: bool) -> None:
+        """Return None, as recordings are bound to their own memory."""
 
     @property
     def needs_host_tokens(self) -> bool:

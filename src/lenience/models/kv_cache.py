@@ -107,6 +107,11 @@ class RowCache(Protocol):
         read."""
         ...
 
+    def of_layers(self, lm: LM, layers: Sequence[int], trees: bool) -> RowCache | None:
+        """Return the cache of a model that has some of the layers alone, the first being 0, on the
+        same memory, perhaps for trees; None if it cannot share the memory."""
+        ...
+
     def read(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
         """Logits [m, num_states + lookahead, V] and hidden states [m, num_states + lookahead,
         H]."""
@@ -117,6 +122,9 @@ class Backend(Protocol):
     """A way to read a model other than through its own forward, see `lenience.models.compile`; it
     gives the states that the LM head reads, or others."""
 
+    shares_layers: bool
+    """Whether a model of some of the layers can read in the same memory, if it is read through such
+    a backend too."""
     makes_others: bool
     """Whether it makes what gives other states, where there is nothing yet."""
 
@@ -216,9 +224,7 @@ class PlainCache:
         make_layer = cast(type[CacheLayerMixin], partial(_Layer, self.slots))
         self._cache = PassCache(layer_class_to_replicate=make_layer)
 
-    def of_layers(self, lm: LM, layers: Sequence[int]) -> PlainCache:
-        """The cache of a model that has only these layers, the first being 0, on the same
-        memory."""
+    def of_layers(self, lm: LM, layers: Sequence[int], trees: bool) -> PlainCache | None:
         other = PlainCache(lm, self.slots.num_rows, self.slots.capacity, LAST, self.reads_ragged)
         other.slots, other._features = self.slots, _Kept(self.slots)
         own = self._cache.layers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lenience.core.profile import Profile
 from lenience.models.kv_cache import NOWHERE, Forward, TreeSight
-from lenience.models.lm import LM, States
+from lenience.models.lm import LAST, LM, States
 from lenience.models.threads import cores
 
 FIRST_CAPACITY = 160
@@ -77,6 +77,8 @@ def weights_of(lm: LM, path: Path) -> dict[str, NDArray[Any]]:
 class Graph:
     """An exported forward pass, loaded: the backend of exported graphs."""
 
+    shares_layers = True
+
     def __init__(self, path: Path, weights: Mapping[str, NDArray[Any]], others: Others | None):
         import onnxruntime
 
@@ -116,7 +118,7 @@ class Graph:
         self._spare = {key: kept for key, kept in self._spare.items() if key[0] == rows}
 
     def cache(self, lm: LM, rows: int, capacity: int) -> GraphCache:
-        return GraphCache(lm, self, rows, capacity)
+        return GraphCache(lm, self, _Store(self, rows, capacity))
 
     def memory(self, rows: int, capacity: int) -> _Memory:
         """An empty one, which may have been another cache's."""
@@ -152,7 +154,8 @@ class _Memory:
     """[2 · layers, rows, H, C, D]"""
     features: Tensor
     """[rows, C, F]"""
-    calls: dict[_Shape, _Call] = field(default_factory=dict)
+    calls: dict[Graph, dict[_Shape, _Call]] = field(default_factory=dict)
+    """By the graph that is called: the memory's own, and those of models that share its layers."""
 
     @classmethod
     def of(cls, graph: Graph, rows: int, capacity: int) -> _Memory:
@@ -172,22 +175,52 @@ class _Memory:
         self.features.zero_()
 
 
+class _Store:
+    """The memory of a session's rows. Graphs run over all columns, so the memory starts small and
+    grows with the rows, to `largest` columns if that is enough."""
+
+    def __init__(self, graph: Graph, rows: int, largest: int):
+        self.graph, self.largest = graph, largest
+        self.memory = graph.memory(rows, min(largest, FIRST_CAPACITY))
+
+    def make_room(self, kv_length: int) -> None:
+        """Grow to at least `kv_length` columns."""
+        old = self.memory
+        if kv_length <= old.capacity:
+            return
+        capacity = max(kv_length, min(old.capacity * 3 // 2, self.largest))
+        self.memory = self.graph.memory(old.states.shape[1], capacity)
+        self.memory.states[:, :, :, : old.capacity] = old.states
+        self.memory.features[:, : old.capacity] = old.features
+        self.graph.keep(old)
+
+
 class GraphCache:
-    """The keys and values of rows of tokens [2 · layers, rows, H, C, D], read through a graph. The
-    graph reads all of C, so it starts small and grows with the rows, to `capacity` where that is
-    enough."""
+    """Keys and values of rows of tokens [2 · layers, rows, H, C, D], read through a graph. The
+    graph may have some of the layers alone, see `of_layers`."""
 
     reads_ragged = needs_host_tokens = True
 
-    def __init__(self, lm: LM, graph: Graph, rows: int, capacity: int):
-        self.lm, self.graph = lm, graph
+    def __init__(self, lm: LM, graph: Graph, store: _Store, layers: Sequence[int] | None = None):
+        """`layers`: the graph's layers among the memory's, the first being 0; None for all."""
+        self.lm, self.graph, self._store = lm, graph, store
         self.num_queries = int(lm.model.config.get_text_config().num_attention_heads)
-        self.largest_capacity = capacity
-        self._memory = graph.memory(rows, min(capacity, FIRST_CAPACITY))
+        self._shares = layers is not None
+        places = [2 * i + j for i in layers or range(graph.layers) for j in (0, 1)]
+        self._places = torch.tensor(places)
+        """[2 · layers]: the graph's keys and values among the memory's."""
+
+    def of_layers(self, lm: LM, layers: Sequence[int], trees: bool) -> GraphCache | None:
+        graph = lm.backend_for(LAST, trees)
+        return GraphCache(lm, graph, self._store, layers) if isinstance(graph, Graph) else None
 
     @property
     def can_loop(self) -> bool:
         return self.graph.can_loop
+
+    @property
+    def _memory(self) -> _Memory:
+        return self._store.memory
 
     @property
     def states(self) -> Tensor:
@@ -203,24 +236,27 @@ class GraphCache:
         return {self.states.device: 2 * one}
 
     def on_session_closed(self) -> None:
-        self.graph.keep(self._memory)
+        if not self._shares:
+            self.graph.keep(self._memory)
 
     def copy(self, source: int, to: int, length: int) -> None:
-        self.states[:, to, :, :length] = self.states[:, source, :, :length]
-        features = self._memory.features
-        features[to, :length] = features[source, :length]
+        states, features = self.states[..., :length, :], self._memory.features
+        states[self._places, to] = states[self._places, source]
+        if not self._shares:
+            features[to, :length] = features[source, :length]
 
     def gather(self, row: int, start: int, columns: list[int]) -> None:
         kept, states = slice(start, start + len(columns)), self.states[:, row]
-        states[:, :, kept] = states[:, :, columns]
+        states[self._places, :, kept] = states[self._places][:, :, columns]
         features = self._memory.features
-        features[row, kept] = features[row, columns]
+        if not self._shares:
+            features[row, kept] = features[row, columns]
 
     def features(self, row: int, start: int, end: int) -> Tensor:
         return self._memory.features[row, start:end]
 
     def read(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
-        self._make_room(forward.kv_length)
+        self._store.make_room(forward.kv_length)
         if forward.parents is not None and forward.length > len(forward.parents[0]) + 1:
             return self._prefix_first(forward, profile)
         first, end = min(forward.rows), max(forward.rows) + 1
@@ -229,7 +265,8 @@ class GraphCache:
             return self._in_halves(forward, profile)
         if end - first > 2 * len(forward.rows):  # rows far apart are gathered
             shape = _Shape.of(forward)
-            call = _Call(self._graph(shape), self.states[:, forward.rows], shape)
+            past = [self.states[place][forward.rows] for place in self._places.tolist()]
+            call = _Call(self._graph(shape), past, shape)
             places = list(range(len(forward.rows)))
         else:
             # those between them are read as padding, since gathering would copy most of the cache
@@ -247,20 +284,14 @@ class GraphCache:
         for place, row, padding, cached in rows:
             n = forward.length - padding + forward.lookahead
             states = call.new.select(1, place).narrow(2, padding, n)
-            self.states.select(1, row).narrow(2, cached, n).copy_(states)
+            kept = self.states.select(1, row).narrow(2, cached, n)
+            if self._shares:
+                kept.index_copy_(0, self._places, states)
+            else:
+                kept.copy_(states)
             if call.features is not None:
                 features = call.features[place, padding:]
                 self._memory.features[row, cached : cached + n] = features
-
-    def _make_room(self, kv_length: int) -> None:
-        if kv_length <= self.capacity:
-            return
-        old, by_half = self._memory, self.capacity * 3 // 2
-        capacity = max(kv_length, min(by_half, self.largest_capacity))
-        self._memory = self.graph.memory(old.states.shape[1], capacity)
-        self.states[:, :, :, : old.capacity] = old.states
-        self._memory.features[:, : old.capacity] = old.features
-        self.graph.keep(old)
 
     def _in_halves(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
         """Read what would take too much memory at once, the first half of the columns and then the
@@ -325,11 +356,13 @@ class GraphCache:
         return self.graph.trees
 
     def _call(self, shape: _Shape) -> _Call:
-        """What reads the rows of a shape; some are kept."""
-        calls = self._memory.calls
+        """Return the call that reads the rows of a shape; some calls are kept."""
+        calls = self._memory.calls.setdefault(self.graph, {})
         if call := calls.get(shape):
             return call
-        call = _Call(self._graph(shape), self.states[:, shape.first : shape.end], shape)
+        rows = self.states[:, shape.first : shape.end]
+        past = [rows[place] for place in self._places.tolist()]
+        call = _Call(self._graph(shape), past, shape)
         if call.new.numel() + call.logits.numel() <= LARGEST_KEPT_CALL:
             if len(calls) >= KEPT_CALLS:
                 calls.clear()
@@ -360,14 +393,15 @@ class _Shape:
 class _Call:
     """A graph bound to cached states and to a shape, so that a call writes a few numbers."""
 
-    def __init__(self, graph: Graph, past: Tensor, shape: _Shape):
-        m, length = past.shape[1], shape.length
+    def __init__(self, graph: Graph, past: Sequence[Tensor], shape: _Shape):
+        """`past`: the cached keys and values, each [m, H, C, D] and contiguous."""
+        (m, _, capacity, _), length = past[0].shape, shape.length
         self.graph, self.past, self.binding = graph, past, graph.session.io_binding()
         self.num_states, self.lookahead = shape.num_states, shape.lookahead
         self.ids = np.zeros((m, length), np.int64)
         self.pads, self.cached = np.zeros(m, np.int64), np.zeros(m, np.int64)
         if graph.reads_trees:
-            width = past.shape[3] + length
+            width = capacity + length
             self.at, self.keys = np.zeros((m, length), np.int64), np.zeros((m, width), np.int64)
             self.related = np.zeros((m, length, width), np.bool_)
         self.beside = np.zeros((m, length, graph.hidden_size), np.float32)
@@ -452,7 +486,7 @@ class _Call:
         """Say where the tokens of trees stand and what they see: first what is cached, then what is
         read."""
         sight = TreeSight.of(forward, longest)
-        capacity = self.past.shape[3]
+        capacity = self.past[0].shape[2]
         self.at[:], self.keys[:], self.related[:] = 0, NOWHERE, True
         for i, place in enumerate(places):
             cached, padding = forward.cached_lengths[i], forward.left_padding[i]
