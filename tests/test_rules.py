@@ -908,3 +908,10 @@ def test_arguments_may_be_named() -> None:
 def test_wrong_specs_are_told(spec: str, says: str) -> None:
     with pytest.raises(InputError, match=says):
         lenience.rule(spec)
+
+
+@pytest.mark.parametrize("mark", list("@,|&=;+> "))
+def test_a_path_with_marks_of_specs_is_read_back(mark: str) -> None:
+    """As journals and certificates hold a rule's own text."""
+    for rule in (Judge(f"runs/a{mark}b/judge", 0.9), Judge(f"{mark}judge")):
+        assert parse_rule(str(rule)).terms == (rule,), str(rule)
