@@ -10,11 +10,14 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import COMMON, SMALL, VOCABULARY, save_model
+from test_mining import ParityTask
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -28,6 +31,12 @@ from lenience.core.errors import InputError, RunError
 from lenience.core.files import read_lines, write_text
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
+from lenience.heads.fitting import FitConfig
+from lenience.heads.head import Head, Inputs
+from lenience.mining.drafters import DrafterPlan, fit_to_answers
+from lenience.mining.fit import HeadPlan, fit_run
+from lenience.mining.search import MineConfig, mine
+from lenience.models.session import Session
 from lenience.tasks.rows import read_rows
 
 PROMPTS = [[5, 6, 7], [9, 3, 8, 2], [11]]
@@ -85,6 +94,66 @@ def test_a_draft_of_no_numbers_costs_speed_alone(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         spoilt.generate(PROMPTS[0], rule=rule, window=4, **options)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_nothing_is_mined_from_a_model_of_no_numbers(
+    spoilt: Pair, role: str, tmp_path: Path
+) -> None:
+    spoil(getattr(spoilt, role).model, math.nan)
+    with pytest.raises(RunError, match=f"{role} .*NaN or infinite at position 3"):
+        mine(spoilt, ParityTask(), tmp_path, MineConfig(limit=4, max_new_tokens=12))
+
+
+@pytest.mark.parametrize("role", ["judge", "stop", "gate"])
+def test_no_head_learns_from_states_of_no_numbers(
+    llama: Pair, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine(llama, ParityTask(), tmp_path, MineConfig(limit=12, max_new_tokens=12))
+    read = Session.read
+
+    def spoils(session: Session, *given: Any, **more: Any) -> Any:
+        """As a model does whose last layer overflows at one token."""
+        reading = read(session, *given, **more)
+        return replace(reading, hidden=reading.hidden.index_fill(-1, torch.tensor([3]), math.inf))
+
+    monkeypatch.setattr(Session, "read", spoils)
+    models = ("target", "draft") if role == "judge" else ("draft",)
+    config = FitConfig("adam" if role == "gate" else "logistic", role=role)
+    plan = HeadPlan(Inputs(models, ("previous",)), tmp_path / "head", config)
+    with pytest.raises(RunError, match=r"sample train-.* hidden states are NaN or infinite"):
+        fit_run(llama, tmp_path, plan)
+
+
+@pytest.mark.parametrize("drafter", ["medusa", "eagle", "model"])
+def test_no_drafter_learns_from_a_loss_of_no_numbers(
+    spoilt: Pair, drafter: str, tmp_path: Path
+) -> None:
+    answers = [([5, 6, 7 + i], [3, 4, 5, 6, 7, 8]) for i in range(20)]
+    spoil(spoilt.target.model, math.nan)
+    plan = DrafterPlan(drafter, tmp_path / "made", heads=2, epochs=1)
+    what = "loss of epoch 1 is" if drafter == "model" else "hidden states are"
+    with pytest.raises(RunError, match=f"{what} NaN"):
+        fit_to_answers(spoilt, answers, plan)
+
+
+def test_a_model_whose_states_are_no_numbers_is_named_when_it_is_loaded(
+    spoilt: Pair, tmp_path: Path
+) -> None:
+    spoil(spoilt.target.model, math.nan)
+    spoilt.target.model.save_pretrained(tmp_path)
+    spoilt.target.tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(RunError, match=r"target .*its hidden states are NaN or infinite; usual"):
+        load_pair(str(tmp_path), compile=False)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_judge_of_no_number_rejects(llama: Pair, tmp_path: Path, value: float) -> None:
+    weight = torch.full((llama.target.hidden_size,), value)
+    Head(weight, 0.0, Inputs(("target",), ("draft",)), 0.5, llama.fingerprints).save(tmp_path)
+    for prompt in PROMPTS:
+        out = llama.generate(prompt, rule=f"judge:{tmp_path}@0.5", window=4, max_new_tokens=20)
+        assert out.tokens == llama.generate(prompt, rule="exact", max_new_tokens=20).tokens
 
 
 @pytest.mark.parametrize("rule", ["exact", "speculative", "block", "lenient:0.9"])

@@ -41,6 +41,7 @@ from lenience.evaluation.compare import CompareConfig, Comparison
 from lenience.heads.head import Head, Inputs
 from lenience.integrations.vllm import asked, hooks, v1
 from lenience.integrations.vllm.checks import check, check_seams, vllm_version
+from lenience.integrations.vllm.counts import COUNTED
 from lenience.integrations.vllm.engine import DIALOGUES, Kind, VllmPair
 from lenience.mining.features import compute_features
 from lenience.mining.search import MineConfig, mine
@@ -632,7 +633,7 @@ def test_the_documented_server_takes_dials_and_counts_for_prometheus(
     server = subprocess.Popen(["bash", "-c", serving])
     url = f"http://127.0.0.1:{port}"
     body = {"model": "wordmath", "temperature": 0, "max_tokens": 120}
-    total = dict.fromkeys(("passes", "kept_strictly", "kept_leniently", "unjudged"), 0)
+    total = dict.fromkeys(COUNTED, 0)
     try:
         wait_for(f"{url}/health", server)
         for sample in samples:

@@ -16,6 +16,7 @@ from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs
 from lenience.integrations.vllm import asked, checks
 from lenience.integrations.vllm.counts import Counts, attach, put
+from lenience.integrations.vllm.deciding import Deciding, Windows
 
 
 def options(**given: Any) -> dict[str, Any]:
@@ -290,8 +291,58 @@ def test_counts_reach_a_requests_outputs_beside_what_others_say() -> None:
         for id, given in (("a", None), ("b", {"remote": 1}), ("c", None))
     ]
     attach({0: SimpleNamespace(outputs=outputs)}, None, None, output)
-    counted = {"passes": 3, "kept_strictly": 5, "kept_leniently": 2, "unjudged": 0}
+    counted = {"passes": 3, "kept_strictly": 5, "kept_leniently": 2, "unjudged": 0, "non_finite": 0}
     given = [one.kv_transfer_params for one in outputs]
-    told = {"passes": 1, "kept_strictly": 0, "kept_leniently": 0, "unjudged": 0}
+    told = {"passes": 1, "kept_strictly": 0, "kept_leniently": 0, "unjudged": 0, "non_finite": 0}
     told["step"] = {"kept": 0}
     assert given == [{"lenience": counted}, {"remote": 1, "lenience": told}, None]
+
+
+class OneRequest:
+    """A runner's requests: one named "a", greedy, after a prompt of three tokens."""
+
+    given = SimpleNamespace(
+        extra_args=None, temperature=0.0, top_k=0, top_p=1.0, seed=0, max_tokens=20,
+        ignore_eos=False, all_stop_token_ids=set(),
+    )  # fmt: skip
+
+    def __contains__(self, id: str) -> bool:
+        return id == "a"
+
+    def params(self, id: str) -> Any:
+        return self.given
+
+    def prompt(self, id: str) -> list[int]:
+        return [1, 2, 3]
+
+    def length(self, id: str) -> int:
+        return 0
+
+    def tokens(self, id: str, start: int) -> list[int]:
+        return []
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("at", [None, 0, 2])
+def test_no_drafted_token_is_kept_by_logits_that_are_not_finite(
+    at: int | None, value: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = asked.read(options(rule="topk:2"))
+    deciding = Deciding(OneRequest(), server, SimpleNamespace(model="org/model"))
+    logits = torch.tensor([[0.0, 3, 2, 1]] * 4)  # the second most probable token was drafted
+    if at is not None:
+        logits[at, 3] = value
+    windows = Windows(["a"], torch.tensor([2, 2, 2, 2]), [4], logits, torch.zeros(5, 1), probs=None)
+    for _ in range(2):
+        orders = deciding.orders(windows, greedy=True)
+        kept = 4 if at is None else at
+        assert orders.tokens == dict.fromkeys(range(kept), 2) and orders.ends == []
+    told = [record.getMessage() for record in caplog.records]
+    if at is None:
+        assert not told and deciding.counts["a"].non_finite == 0
+    else:
+        assert deciding.counts["a"].non_finite == 2
+        (said,) = told
+        assert (
+            f"request a: the logits of org/model are NaN or infinite at position {3 + at}" in said
+        )

@@ -26,6 +26,7 @@ from lenience.decoding.dialogue import (
 from lenience.decoding.loop import cycle
 from lenience.decoding.options import Decoding
 from lenience.decoding.response import Response
+from lenience.decoding.soundness import check_predictions
 from lenience.drafting.base import DrafterSpec
 from lenience.drafting.recalled import Recalled
 from lenience.models.session import Session, common
@@ -349,6 +350,7 @@ class _Held(Generic[T]):
             reading = self._draft.read([list(before)], len(question.ids) - question.start)
             # [1, len(ids) - start, V]
             logits = ctx.process(reading.logits, torch.tensor([before]))
+            check_predictions(logits[0], question.start, self._draft.lm)
             predicted = ctx.draw(logits[..., : self.target.vocab_size])[0].tolist()
         self.talk.cost.draft_tokens += reading.tokens_read[0]
         return predicted

@@ -13,15 +13,32 @@ from torch import Tensor
 from lenience.core.errors import RunError
 from lenience.core.transfer import looks_cheaply, to_host_async
 from lenience.core.types import Draft, Verdict
-from lenience.models.lm import LM
-
-CAUSES = "usual causes: overflow in float16, a broken quantisation or damaged weights"
+from lenience.models.lm import CAUSES, LM
 
 
 def have_finite_max(logits: Tensor) -> Tensor:
     """Return which logits [..., V] have a finite maximum, as bool [...]. The maximum is NaN if any
     entry is. Single entries may be −inf, as those of forbidden tokens are."""
     return logits.amax(-1).isfinite()
+
+
+def check_predictions(logits: Tensor, start: int, lm: LM) -> None:
+    """Raise RunError if logits [n, V] from which mining takes the draft's tokens, the first of them
+    at position `start`, have no finite maximum."""
+    sound = have_finite_max(logits).tolist()
+    if not all(sound):
+        raise RunError(
+            f"{lm.role} {lm.name!r}: its logits are NaN or infinite at position "
+            f"{start + sound.index(False)}, so its tokens cannot be labelled; {CAUSES} (try dtype "
+            "float32)"
+        )
+
+
+def check_states(states: Tensor, what: str) -> None:
+    """Raise RunError if a head would learn from NaN or infinite hidden states [n, H]; `what` names
+    the sample and the models."""
+    if not bool(states.isfinite().all()):
+        raise RunError(f"{what}: its hidden states are NaN or infinite; {CAUSES}")
 
 
 Flags = Callable[[], list[Any]]

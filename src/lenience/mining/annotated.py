@@ -15,6 +15,7 @@ from torch import Tensor
 from lenience.core.errors import InputError
 from lenience.core.files import read_lines
 from lenience.core.progress import Progress, silent
+from lenience.decoding.soundness import check_states
 from lenience.heads.fitting import Examples
 from lenience.heads.head import Inputs
 from lenience.models.lm import LM, States
@@ -125,6 +126,7 @@ def annotated_examples(
     """The states of all rows; a row is a sample."""
     states, wrong, samples = list[Tensor](), list[Tensor](), list[Tensor]()
     for number, (x, marked) in enumerate(annotated_states(lm, rows, inputs)):
+        check_states(x, f"{lm.role} {lm.name!r}, row {number + 1}")
         states.append(x)
         wrong.append(marked)
         samples.append(torch.full((len(x),), number))

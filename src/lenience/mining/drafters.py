@@ -21,7 +21,7 @@ from lenience.mining.distillation import Distill, DistilledDraft, DistillFit
 from lenience.mining.eagle import EagleFit
 from lenience.mining.features import check_models, mined_samples
 from lenience.mining.fine_tuning import FineTuning, TunedTarget
-from lenience.mining.training import Answer, Schedule, Training
+from lenience.mining.training import Answer, Schedule, Training, mean_cross_entropy
 from lenience.models.lm import LM
 from lenience.models.session import Session
 from lenience.runs.uses import prompt_digest
@@ -196,10 +196,8 @@ class _HeadsFit:
             logits = self.heads.logits(self.x[rows], self.matrix)  # [m, n, V]
             loss = torch.zeros(())
             for i in range(self.plan.heads):
-                cross = torch.nn.functional.cross_entropy(
-                    logits[:, i], self.y[rows, i], ignore_index=NOT_THERE
-                )
-                loss = loss + FURTHER_WEIGHT**i * cross.nan_to_num()
+                cross = mean_cross_entropy(logits[:, i], self.y[rows, i], NOT_THERE)
+                loss = loss + FURTHER_WEIGHT**i * cross
             step(loss)
 
     def measure(self) -> float:

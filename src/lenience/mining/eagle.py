@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig
 
 from lenience.drafting.eagle_model import EagleModel, EagleWeights
-from lenience.mining.training import Answer, batches, by_length
+from lenience.mining.training import Answer, batches, by_length, mean_cross_entropy
 from lenience.models.lm import LM, States
 from lenience.models.session import Session
 
@@ -48,10 +48,10 @@ class EagleFit:
         for batch in batches(self.answers, BATCH, self.seed + 1000 * number):
             loss = torch.zeros((), device=self.target.device)
             for k, (logits, wanted) in enumerate(self._steps(batch)):
-                cross = torch.nn.functional.cross_entropy(
-                    logits[:, k:].flatten(0, 1), wanted[:, k:].flatten(), ignore_index=NOT_ASKED
+                cross = mean_cross_entropy(
+                    logits[:, k:].flatten(0, 1), wanted[:, k:].flatten(), NOT_ASKED
                 )
-                loss = loss + FURTHER_WEIGHT**k * cross.nan_to_num()
+                loss = loss + FURTHER_WEIGHT**k * cross
             step(loss)
 
     def measure(self) -> float:

@@ -20,6 +20,7 @@ from lenience.core.progress import Progress, silent
 from lenience.decoding.certified import heads_of, without_paths
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
+from lenience.decoding.soundness import check_states
 from lenience.heads.fitting import Examples
 from lenience.heads.head import Inputs, Role
 from lenience.heads.streaming import StreamedRows
@@ -53,7 +54,7 @@ def compute_features(
     rejections a stop learns. Raises InputError where the run is of other models."""
     check_models(pair, folder)
     records = journal_records(folder)[: None if of is None else STOP_SAMPLES]
-    shards, sampling = _shards(folder, inputs, role, of), sampling_of(folder)
+    shards = _shards(folder, inputs, role, of)
     for begin in range(0, len(records), SHARD):
         part = records[begin : begin + SHARD]
         path = shards / f"{begin // SHARD:05d}.safetensors"
@@ -63,12 +64,7 @@ def compute_features(
                 MinedSample.read(record, f"{folder / 'journal.jsonl'}, line {line}")
                 for line, record in enumerate(part, begin + 1)
             ]
-            if of is not None:
-                labelled = decided_states(pair, samples, inputs, of)
-            elif role == "stop":
-                labelled = [stop_states(pair, sample, inputs, sampling) for sample in samples]
-            else:
-                labelled = SOURCES[role](pair, samples, inputs)
+            labelled = _labelled(pair, folder, samples, inputs, role, of)
             numbers = [torch.full((len(x),), begin + i) for i, (x, _) in enumerate(labelled)]
             tensors = {
                 "x": torch.cat([x for x, _ in labelled]),
@@ -80,6 +76,28 @@ def compute_features(
         progress("hidden states", begin + len(part), len(records))
     for path in sorted(shards.glob("*.safetensors"))[-(-len(records) // SHARD) :]:
         path.unlink()  # of a longer journal
+
+
+def _labelled(
+    pair: Pair,
+    folder: Path,
+    samples: list[MinedSample],
+    inputs: Inputs,
+    role: Role,
+    of: str | None,
+) -> list[Labelled]:
+    """Return the training rows of some of a run's samples. Raises RunError if a state is NaN or
+    infinite."""
+    if of is not None:
+        labelled = decided_states(pair, samples, inputs, of)
+    elif role == "stop":
+        sampling = sampling_of(folder)
+        labelled = [stop_states(pair, sample, inputs, sampling) for sample in samples]
+    else:
+        labelled = SOURCES[role](pair, samples, inputs)
+    for sample, (states, _) in zip(samples, labelled):
+        check_states(states, f"{pair.name}, sample {sample.id}")
+    return labelled
 
 
 def mined_samples(folder: Path) -> list[MinedSample]:

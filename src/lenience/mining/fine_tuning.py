@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
 from lenience.drafting.heads import DraftHeads
-from lenience.mining.training import Answer, batches, by_length
+from lenience.mining.training import Answer, batches, by_length, mean_cross_entropy
 from lenience.models.lm import LM, PassCache, save_model
 
 BATCH, FURTHER_WEIGHT = 8, 0.8
@@ -76,10 +76,8 @@ class FineTuning:
             logits, wanted = self._read(batch)
             loss = torch.zeros((), device=wanted.device)
             for k in range(wanted.shape[-1]):
-                cross = torch.nn.functional.cross_entropy(
-                    logits[:, k], wanted[:, k], ignore_index=NOT_ASKED
-                )
-                loss = loss + FURTHER_WEIGHT**k * cross.nan_to_num()
+                cross = mean_cross_entropy(logits[:, k], wanted[:, k], NOT_ASKED)
+                loss = loss + FURTHER_WEIGHT**k * cross
             step(loss)
 
     def measure(self) -> float:

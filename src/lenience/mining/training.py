@@ -12,8 +12,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lenience.core.errors import RunError
 from lenience.core.files import replacing
 from lenience.core.progress import Progress
+from lenience.decoding.soundness import CAUSES
 
 WEIGHT_DECAY, LARGEST_GRADIENT = 0.01, 0.5
 AVERAGES = ("exp_avg", "exp_avg_sq", "step")
@@ -33,6 +35,13 @@ def batches(answers: Sequence[Answer], size: int, seed: int) -> Iterator[Sequenc
     generator = torch.Generator().manual_seed(seed)
     for i in torch.randperm(len(starts), generator=generator).tolist():
         yield answers[starts[i] : starts[i] + size]
+
+
+def mean_cross_entropy(logits: Tensor, wanted: Tensor, ignored: int) -> Tensor:
+    """Return the mean cross-entropy of logits [n, V] over the tokens `wanted` [n] that are not
+    `ignored`; 0 if all are."""
+    total = torch.nn.functional.cross_entropy(logits, wanted, ignore_index=ignored, reduction="sum")
+    return total / (wanted != ignored).sum().clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,10 @@ class Training:
                 weight.copy_(self.best[name]).requires_grad_(False)
 
     def step(self, loss: Tensor) -> None:
+        """Take a step down a loss. Raises RunError if the loss is NaN or infinite."""
+        if not bool(loss.isfinite()):
+            what = f"the loss of epoch {self.done + 1} is NaN or infinite"
+            raise RunError(f"{self.path.parent}: {what}; {CAUSES}")
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.weights.values(), LARGEST_GRADIENT)

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging
 
-from lenience.core.errors import InputError, TooLong, first_line
+from lenience.core.errors import InputError, RunError, TooLong, first_line
 from lenience.core.identity import tokenizer_fingerprint, tokens_with, weights_fingerprint
 from lenience.models.prompts import Chat, Prompt, is_ids, plain, refuse_unusable
 
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from lenience.models.kv_cache import Backend
 
 T = TypeVar("T")
+CAUSES = "usual causes: overflow in float16, a broken quantisation or damaged weights"
+"""Usual causes of NaN or infinite logits and states."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ class LM:
         finally:
             handle.remove()
         given, _ = cache.take_hidden()
+        check_finite(self, given)
         return given.shape == read[0].shape and torch.equal(given, read[0].to(given.device))
 
     def use(self, backend: Backend | None) -> None:
@@ -513,3 +516,9 @@ def _refuse_unless_rollable(model: PreTrainedModel, what: str) -> None:
             f"{what}: {kind} keeps a state that cannot be rolled back to an earlier token, which "
             "speculative decoding needs; use a decoder-only attention model"
         )
+
+
+def check_finite(lm: LM, states: Tensor) -> None:
+    """Raise RunError if a model's hidden states [..., H] are NaN or infinite."""
+    if not bool(states.isfinite().all()):
+        raise RunError(f"{lm.role} {lm.name!r}: its hidden states are NaN or infinite; {CAUSES}")

@@ -11,13 +11,13 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from lenience.core.errors import InputError, first_line
+from lenience.core.errors import InputError, RunError, first_line
 from lenience.core.profile import Profile
 from lenience.core.transfer import to_device, to_host_async
 from lenience.core.trees import Parents, followed, paths
 from lenience.core.types import Reading
 from lenience.models.kv_cache import LATER, Forward, PlainCache, RowCache
-from lenience.models.lm import LAST, LM, States
+from lenience.models.lm import LAST, LM, States, check_finite
 
 LARGEST_MASK = 1 << 26
 """How many entries the attention mask of rows that are read together may have."""
@@ -449,7 +449,8 @@ def _have_features_of(
 
 def check_windows(lm: LM) -> None:
     """Raise InputError if a forward pass over a window gives other states than its tokens one by
-    one, as in encoders without a causal mask, or fails. The check runs once per model."""
+    one, as in encoders without a causal mask, or fails; RunError if the states are NaN or infinite.
+    The check runs once per model."""
     if (why := lm.once("reads windows", lambda: _why_no_windows(lm))) is None:
         return
     kind = type(lm.model).__name__
@@ -467,6 +468,9 @@ def _why_no_windows(lm: LM) -> str | None:
         whole = together.read([tokens], len(tokens)).hidden[0]  # [3, H]
         apart = Session(lm, cache=PlainCache(lm, 1, 64, reads_ragged=False))
         each = [apart.read([tokens[:n]]).hidden[0] for n in range(1, len(tokens) + 1)]
+        check_finite(lm, whole)
+    except RunError:
+        raise
     except Exception as error:  # whatever a model raises that is none
         return f"cannot be read token by token ({type(error).__name__}: {first_line(error)})"
     if _are_alike(lm, whole, torch.cat(each)):

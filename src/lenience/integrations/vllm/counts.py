@@ -21,6 +21,8 @@ class Counts:
     kept_leniently: int = 0
     unjudged: int = 0
     """Windows that were decided strictly because the rule could not be asked."""
+    non_finite: int = 0
+    """Windows in which the target's logits are NaN or infinite; no token is kept from there on."""
 
 
 def put(output: Any, counts: Mapping[str, Counts], steps: Mapping[str, dict[str, Any]]) -> None:
@@ -66,6 +68,7 @@ COUNTED = {
     "kept_strictly": "Drafted tokens that the strict rule keeps",
     "kept_leniently": "Drafted tokens that are kept by lenience alone",
     "unjudged": "Windows decided strictly because the rule could not be asked",
+    "non_finite": "Windows in which the target's logits are NaN or infinite",
 }
 _COUNTERS: dict[str, Any] = {}
 

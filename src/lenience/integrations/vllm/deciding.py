@@ -3,9 +3,10 @@ whichever of vLLM's runners it is."""
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
@@ -17,11 +18,13 @@ from lenience.core.context import Context, Row
 from lenience.core.identity import tokens_with
 from lenience.core.noise import Noise
 from lenience.core.types import Draft, Reading, Verdict
+from lenience.decoding.soundness import CAUSES, cut_non_finite, have_finite_max
 from lenience.integrations.vllm.asked import Asked, dial_of, is_vllms
 from lenience.integrations.vllm.checks import needs_draft_probs
 from lenience.integrations.vllm.counts import Counts, put
 from lenience.rules.combine import AnyOf
 
+logger = logging.getLogger("vllm.lenience")
 ENOUGH = 200
 """Of so many windows on, the share of those that could not be judged is held against its limit."""
 
@@ -82,14 +85,13 @@ class Orders:
     def add(self, start: int, verdict: Verdict, greedy: bool, as_target: bool) -> None:
         """Add what a window that begins at row `start` needs, where vLLM picks the target's token
         in a `greedy` step, and the rule's next token may be `as_target` picks it. The token after a
-        window that is kept whole is vLLM's own."""
+        window that is kept whole is vLLM's own, and so is one that the rule leaves open."""
         kept = verdict.num_accepted
         for i in verdict.path:
             if not (greedy and verdict.exact[i]):
                 self.tokens[start + i] = verdict.drafted[i]
-        if kept == len(verdict.drafted):
+        if kept == len(verdict.drafted) or verdict.next_token is None:
             return
-        assert verdict.next_token is not None
         if not as_target or verdict.next_token == verdict.drafted[kept]:
             self.tokens[start + kept] = verdict.next_token
             self.ends.append(start + kept)
@@ -186,6 +188,7 @@ class Deciding:
                 self._leave_unjudged(setting, ids)
                 continue
             verdicts = self._verdicts(setting, which, windows)
+            verdicts = self._up_to_non_finite(verdicts, which, windows)
             starts, _ = windows.places(which)
             as_target = greedy and setting.rule.goes_on_as_target
             for id, start, verdict in zip(ids, starts[:, 0].tolist(), verdicts):
@@ -216,7 +219,7 @@ class Deciding:
         if windows.probs is not None:
             probs = windows.probs[places[:, :-1]]
             logits = probs.log() * (setting.temperature or 1)
-        draft = Draft(tokens, lengths, logits=logits, probs=probs)
+        draft, _ = cut_non_finite(Draft(tokens, lengths, logits=logits, probs=probs))
         reading = Reading(windows.logits[places], windows.hidden[states])
         ctx = Context(
             rows=[self._row(windows.ids[b]) for b in which],
@@ -231,6 +234,35 @@ class Deciding:
         if needs_draft_probs(setting.rule):
             self.judged += len(which)
         return setting.rule(draft, reading, ctx)
+
+    def _up_to_non_finite(
+        self, verdicts: list[Verdict], which: Sequence[int], windows: Windows
+    ) -> list[Verdict]:
+        """End each verdict before the first token that it decides by NaN or infinite logits of the
+        target, and log the first such window of a request. The token there is left to vLLM, which
+        samples by itself and does not end a request for such logits."""
+        places, _ = windows.places(which)
+        sound = have_finite_max(windows.logits[places]).tolist()  # [B][W + 1]
+        ended = []
+        for b, verdict, states in zip(which, verdicts, sound):
+            first = next((i for i in range(len(verdict.path) + 1) if not states[i]), None)
+            # of a window that is kept whole vLLM decides the last token
+            if first is not None and first < len(verdict.drafted):
+                self._warn_of_non_finite(windows.ids[b], first)
+                verdict = replace(verdict, path=verdict.path[:first], next_token=None)
+            ended.append(verdict)
+        return ended
+
+    def _warn_of_non_finite(self, id: str, ahead: int) -> None:
+        counts = self._counts(id)
+        counts.non_finite += 1
+        if counts.non_finite == 1:
+            position = len(self.rows[id].prefix) + ahead
+            logger.error(
+                f"lenience: request {id}: the logits of {self.model_config.model} are NaN or "
+                f"infinite at position {position}; no drafted token is kept there, and vLLM "
+                f"samples by itself ({CAUSES})"
+            )
 
     def _row(self, id: str) -> Row:
         """A request as rules know it, with its history up to now."""

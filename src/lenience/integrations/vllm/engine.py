@@ -3,6 +3,7 @@ rules deciding inside it."""
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from itertools import chain, count
 from typing import Any, Generic, TypeVar
 from weakref import finalize
 
-from lenience.core.errors import InputError, first_line
+from lenience.core.errors import InputError, RunError, first_line
 from lenience.core.types import Finish, Origin, Step, Trace
 from lenience.decoding.dialogue import (
     WINDOW,
@@ -27,6 +28,7 @@ from lenience.decoding.generation import Generation
 from lenience.decoding.options import Decoding, takes_options
 from lenience.decoding.pair import Pair, Telling
 from lenience.decoding.setup import Setup
+from lenience.decoding.soundness import CAUSES
 from lenience.integrations.vllm.asked import ANY, KEY
 from lenience.integrations.vllm.checks import check_reads, needs_draft_probs, vllm_version
 from lenience.models.generation_config import processors_of
@@ -354,9 +356,12 @@ class _Asked(Generic[T]):
         (part,) = given.outputs
         cost, ids = self.talk.cost, self.question.ids
         if isinstance(self.question, Predict):
+            asked = given.prompt_logprobs[self.question.start :]
+            if any(math.isnan(each.logprob) for some in asked for each in some.values()):
+                raise RunError(f"the draft: its logits are NaN or infinite in vLLM; {CAUSES}")
             likeliest = [
                 max((id for id in some if id < vocab_size), key=lambda id: some[id].logprob)
-                for some in given.prompt_logprobs[self.question.start :]
+                for some in asked
             ]
             self.tokens = [*likeliest, *part.token_ids]
             cost.draft_tokens += len(ids) - 1
