@@ -64,7 +64,7 @@ def compute_features(
                 MinedSample.read(record, f"{folder / 'journal.jsonl'}, line {line}")
                 for line, record in enumerate(part, begin + 1)
             ]
-            labelled = _labelled(pair, folder, samples, inputs, role, of)
+            labelled = _labelled(pair, folder, samples, inputs, role=role, of=of)
             numbers = [torch.full((len(x),), begin + i) for i, (x, _) in enumerate(labelled)]
             tensors = {
                 "x": torch.cat([x for x, _ in labelled]),
