@@ -3,6 +3,7 @@
     python tools/mutants.py                          the default level on all mutations
     python tools/mutants.py --level all              every test but vLLM's
     python tools/mutants.py --only guarded-kl-swapped …   some mutations, by name
+    python tools/mutants.py --named                  only the test modules that each mutation names
 
 Each mutation of tools/mutants.json changes one line of a copy of the tree. The test modules that it
 names run first, then the rest of the level; the first failure ends the run. An unchanged copy is
@@ -74,9 +75,9 @@ def mutations() -> list[Mutation]:
     return [Mutation(**{**row, "first": tuple(row.get("first", ()))}) for row in rows]
 
 
-def try_mutation(mutation: Mutation | None, level: str) -> dict[str, object]:
-    """Run a level of the tests on a copy of the tree, changed unless `mutation` is None. Returns
-    the first failing test, if any."""
+def try_mutation(mutation: Mutation | None, level: str, named: bool) -> dict[str, object]:
+    """Run a level of the tests, or only the `named` modules of it, on a copy of the tree, changed
+    unless `mutation` is None. Returns the first failing test, if any."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lenience-mutant-") as folder:
         tree = Path(folder)
@@ -91,7 +92,8 @@ def try_mutation(mutation: Mutation | None, level: str) -> dict[str, object]:
             mutation.apply(tree)
             first = [f"tests/{name}" for name in mutation.first]
         failed = _first_failure(tree, level, first) if first else None
-        failed = failed or _first_failure(tree, level, [])
+        if not named:
+            failed = failed or _first_failure(tree, level, [])
     seconds = round(time.monotonic() - began)
     name = CONTROL if mutation is None else mutation.name
     return {"name": name, "level": level, "caught_by": failed, "seconds": seconds}
@@ -128,10 +130,10 @@ def run(wanted: list[Mutation], args: argparse.Namespace) -> list[dict[str, obje
     results = kept(args.out, args.level)
     done = {result["name"] for result in results}
     left: list[Mutation | None] = [one for one in wanted if one.name not in done]
-    if CONTROL not in done:
+    if CONTROL not in done and not args.named:
         left.insert(0, None)
     with ThreadPoolExecutor(args.at_once) as pool:
-        for result in pool.map(lambda mutation: try_mutation(mutation, args.level), left):
+        for result in pool.map(lambda one: try_mutation(one, args.level, args.named), left):
             results.append(result)
             passed = "all tests pass" if result["name"] == CONTROL else "SURVIVED"
             by = result["caught_by"] or passed
@@ -146,6 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--level", choices=list(LEVELS), default="default")
     parser.add_argument("--only", nargs="*", help="names of mutations")
+    parser.add_argument("--named", action="store_true", help="only the modules a mutation names")
     parser.add_argument("--out", type=Path, help="JSON lines of results; a second call resumes")
     parser.add_argument("--at-once", type=int, default=2, help="mutations tried in parallel")
     args = parser.parse_args()
@@ -154,8 +157,8 @@ def main() -> None:
         parser.error(f"--only {sorted(unknown)[0]}: no such mutation in {MUTATIONS.name}")
     wanted = [mutation for mutation in known if not args.only or mutation.name in args.only]
     results = run(wanted, args)
-    control = next(result for result in results if result["name"] == CONTROL)
-    if control["caught_by"]:
+    control = next((result for result in results if result["name"] == CONTROL), None)
+    if control and control["caught_by"]:
         print(f"the tests fail without a mutation: {control['caught_by']}")
         raise SystemExit(2)
     tried = [result for result in results if result["name"] != CONTROL]

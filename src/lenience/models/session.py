@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from typing import cast
 from weakref import finalize
 
 import torch
@@ -460,22 +462,37 @@ def check_windows(lm: LM) -> None:
     )
 
 
+@torch.inference_mode()
 def _why_no_windows(lm: LM) -> str | None:
     """Return what goes wrong when three tokens are read in one pass; None if nothing does."""
     (tokens,) = _random_tokens(lm, [3])
     try:
         together = Session(lm, cache=PlainCache(lm, 1, 64, reads_ragged=False))
-        whole = together.read([tokens], len(tokens)).hidden[0]  # [3, H]
+        read = together.read([tokens], len(tokens))
+        whole, logits = read.hidden[0], read.logits[0]  # [3, H], [3, V]
         apart = Session(lm, cache=PlainCache(lm, 1, 64, reads_ragged=False))
         each = [apart.read([tokens[:n]]).hidden[0] for n in range(1, len(tokens) + 1)]
         check_finite(lm, whole)
+        counted = _logits_at_positions_from_0(lm, tokens)
     except RunError:
         raise
     except Exception as error:  # whatever a model raises that is none
         return f"cannot be read token by token ({type(error).__name__}: {first_line(error)})"
-    if _are_alike(lm, whole, torch.cat(each)):
+    if not _are_alike(lm, whole, torch.cat(each)):
+        return "reads a window otherwise than its tokens one by one"
+    if counted is not None and not _are_alike(lm, logits, counted):
+        return "counts positions otherwise than transformers' generate does, from 0"
+    return None
+
+
+def _logits_at_positions_from_0(lm: LM, tokens: list[int]) -> Tensor | None:
+    """Return a model's logits [n, V] at positions from 0, as transformers' `generate` gives them to
+    each model that takes positions; None for other models."""
+    if "position_ids" not in inspect.signature(lm.model.forward).parameters:
         return None
-    return "reads a window otherwise than its tokens one by one"
+    ids = torch.tensor([tokens], device=lm.device)
+    at = torch.arange(len(tokens), device=lm.device)[None]
+    return cast(Tensor, lm.model(input_ids=ids, position_ids=at).logits[0])
 
 
 def tree_cache(lm: LM, rows: int, capacity: int, states: States = LAST) -> RowCache:
