@@ -96,6 +96,9 @@ def test_help_tells_every_option() -> None:
     assert Decoding().rule in told
 
 
+USER = {"role": "user", "content": "w5"}
+
+
 @pytest.mark.parametrize(
     ("how", "prompt", "ids"),
     [
@@ -104,6 +107,8 @@ def test_help_tells_every_option() -> None:
         ({"chat": False}, "w5", [5]),
         ({"system": "w7"}, "w5", [3, 7, 1, 5, 2]),
         ({"system": "w7"}, [{"role": "system", "content": "w8"}], [3, 8, 2]),
+        ({"system": "w7"}, [{"role": "system", "content": "w8"}, USER], [3, 8, 1, 5, 2]),
+        ({"system": "w7"}, [USER, {"role": "system", "content": "w8"}], [3, 7, 1, 5, 3, 8, 2]),
         ({"template_options": {"enable_thinking": True}}, "w5", [9, 1, 5, 2]),
     ],
 )
