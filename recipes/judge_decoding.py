@@ -18,7 +18,7 @@ OUT/errors.jsonl` fits. OUT/probes.json, printed too:
   of fold), with 95 % intervals over rows;
 - `decoded`: judges at the paper's threshold of 0.5 and at those of some recalls, on problems of the
   test split: this one; the same head, of the same state and settings, fitted to equally many mined
-  samples, so that the labels alone differ; and AutoJudge's own.
+  samples, whose texts, positions and share of important tokens differ too; and AutoJudge's own.
 
 With answers annotated for the pair and the task of a run of yours, only the judge and `decoded` are
 made: the probes are about authors and slips of the built-in task.
