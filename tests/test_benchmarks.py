@@ -110,6 +110,14 @@ def test_gsm8k_shows_solved_problems_and_does_not_mine_them(tmp_path: Path) -> N
     assert lenience.task("gsm8k", data=tmp_path).answer("5, then 6") == "6"
 
 
+@pytest.mark.parametrize("kind", ["value", "flexible"])
+def test_gsm8k_looks_for_no_answer_behind_the_first_end(tmp_path: Path, kind: str) -> None:
+    path = jsonl(tmp_path / "test.jsonl", gsm_rows(1))
+    task = lenience.task(f"gsm8k:extract={kind}", data=path)
+    for text in ("so 18\n\nQuestion: 4 of 5?</s> 99", "so 18<|im_end|> 7\nQuestion: 3?\n</s> 2"):
+        assert task.answer(text) == "18"
+
+
 @pytest.mark.parametrize(
     ("a", "b", "same"),
     [
