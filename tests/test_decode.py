@@ -428,3 +428,23 @@ def test_nothing_is_drafted_past_an_eos_or_a_limit(
             ended += len(own) < most
             ids += step.tokens
     assert ended, "some window ended at an EOS"
+
+
+@pytest.mark.parametrize("rule", ["exact", "topk:3", "topk:8"])
+def test_counts_end_where_the_answer_does(llama: Pair, rule: str) -> None:
+    """At a stop string or an end token within a window."""
+    cut = 0
+    for prompt in ([3, 4, 5], [9, 8, 7, 6], [20], [11, 30], [5, 5, 6]):
+        whole = llama.generate(prompt, rule=rule, window=6, max_new_tokens=40)
+        for at in range(2, len(whole.tokens) - 1):
+            stop = llama.target.decode(whole.tokens[at - 1 : at + 1])
+            out = llama.generate(
+                prompt, rule=rule, window=6, max_new_tokens=40, stop_strings=(stop,)
+            )
+            origins = [entry.origin for entry in out.trace]
+            kept = sum(origin.startswith("draft") for origin in origins)
+            assert out.accepted_exact + out.accepted_lenient == kept
+            assert 0 <= out.accepted_exact <= origins.count("draft")
+            assert rule != "exact" or out.accepted_lenient == 0
+            cut += out.finish == "stop" and origins[-1].startswith("draft")
+    assert cut > 5

@@ -10,12 +10,13 @@ from conftest import CONFIGS, make_tokenizer, save_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_decode import PROMPTS, plain_greedy
-from transformers import LlamaConfig, MambaConfig, T5Config
+from transformers import DynamicCache, LlamaConfig, MambaConfig, T5Config
 from transformers.models.auto.modeling_auto import AutoModelForSeq2SeqLM
 
 from lenience import InputError
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
+from lenience.models.lm import cache_argument
 from lenience.models.session import Session, common
 
 
@@ -222,3 +223,12 @@ def test_a_fingerprint_is_of_the_weights_whatever_their_dtype(tmp_path, checkpoi
 def test_bfloat16_generates(checkpoints) -> None:
     pair = load_pair(*checkpoints("qwen3"), dtype="bfloat16")
     assert len(pair.generate(PROMPTS[0], rule="topk:2", max_new_tokens=12).tokens) == 12
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_a_cache_is_handed_over_by_the_name_that_the_model_gives_it(name: str) -> None:
+    """transformers 5.24 renamed past_key_values to cache."""
+    space: dict = {"Module": torch.nn.Module}
+    exec(f"class Model(Module):\n    def forward(self, input_ids, {name}=None): ...\n", space)
+    cache = DynamicCache()
+    assert cache_argument(space["Model"](), cache) == {name: cache}

@@ -28,7 +28,7 @@ from lenience.core.errors import InputError, first_line
 from lenience.core.files import digest_bytes, replacing, write_json
 from lenience.core.hub import local
 from lenience.drafting.published import BROKEN, has_shape, shown_shape, table, tensors_in
-from lenience.models.lm import LM
+from lenience.models.lm import LM, cache_argument
 
 ABOUT = "eagle.json"
 """What a fit says of itself, beside the files that everybody writes."""
@@ -295,18 +295,15 @@ class EagleDecoder(nn.Module):
         if position_ids is None:
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = past + torch.arange(input_ids.shape[1], device=tokens.device)[None]
+        # by position, as transformers 5.24 calls the cache otherwise
         mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=tokens,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
+            self.config, tokens, attention_mask, past_key_values, position_ids=position_ids
         )
         options = {
             "attention_mask": mask,
             "position_ids": position_ids,
             "position_embeddings": self.rotary_emb(tokens, position_ids=position_ids),
-            "past_key_values": past_key_values,
+            **cache_argument(self.layers[0], past_key_values),
         }
         if self.is_first:
             state, rest = self.fc(torch.cat([tokens, inputs], -1)), self.layers
@@ -397,7 +394,7 @@ class EagleModel(PreTrainedModel):
         kept = logits_to_keep
         state = out.last_hidden_state
         state = state[:, -kept:] if isinstance(kept, int) else state[:, kept]
-        return CausalLMOutputWithPast(logits=self.logits(state), past_key_values=past_key_values)
+        return CausalLMOutputWithPast(None, self.logits(state), past_key_values)
 
     def logits(self, state: Tensor) -> Tensor:
         """[…, V] after states […, H]."""

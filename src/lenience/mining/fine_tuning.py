@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 from lenience.drafting.heads import DraftHeads
 from lenience.mining.training import Answer, batches, by_length, mean_cross_entropy
-from lenience.models.lm import LM, PassCache, save_model
+from lenience.models.lm import LM, PassCache, cache_argument, save_model
 
 BATCH, FURTHER_WEIGHT = 8, 0.8
 """How many answers are learned from together, and what a further token's loss weighs less."""
@@ -107,7 +107,9 @@ class FineTuning:
         device = self.tuned.device
         cache = PassCache(layer_class_to_replicate=DynamicLayer)
         # texts that stand before padding do not see it
-        self.tuned.model(input_ids=ids.to(device), past_key_values=cache, use_cache=True)
+        self.tuned.model(
+            input_ids=ids.to(device), use_cache=True, **cache_argument(self.tuned.model, cache)
+        )
         states = cache.take_hidden()[0][asked.to(device)].float()  # [n, H]
         head = cast(torch.nn.Module, self.tuned.model.get_output_embeddings())
         own = head(states.to(self.tuned.output_matrix.dtype)).float()

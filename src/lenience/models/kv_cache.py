@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 from lenience.core.profile import Profile
 from lenience.core.transfer import to_device
 from lenience.core.trees import Parents, depths, lineage
-from lenience.models.lm import LAST, LM, PassCache, States
+from lenience.models.lm import LAST, LM, PassCache, States, cache_argument
 
 NOWHERE = 1 << 40
 """The position of a key that nothing may see."""
@@ -301,7 +301,7 @@ class PlainCache:
             extra |= {"position_ids": sight.at, "attention_mask": self._masks(sight)}
         out = self.lm.model(
             input_ids=ids,
-            past_key_values=self._cache,
+            **cache_argument(self.lm.model, self._cache),
             use_cache=True,
             logits_to_keep=num_states,
             **extra,

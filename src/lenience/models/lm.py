@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 import warnings
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from lenience.models.kv_cache import Backend
 
 T = TypeVar("T")
+CACHE_NAMES = ("past_key_values", "cache")
+"""Parameters by which models take a cache; the first one up to transformers 5.23."""
 CAUSES = "usual causes: overflow in float16, a broken quantisation or damaged weights"
 """Usual causes of NaN or infinite logits and states."""
 
@@ -145,7 +148,7 @@ class LM:
         cache = PassCache(layer_class_to_replicate=DynamicLayer)
         try:
             ids = torch.tensor([[0]], device=self.device)
-            self.model(input_ids=ids, past_key_values=cache, use_cache=True)
+            self.model(input_ids=ids, use_cache=True, **cache_argument(self.model, cache))
         finally:
             handle.remove()
         given, _ = cache.take_hidden()
@@ -494,6 +497,18 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
         raise InputError(f"target {source!r}: {why}; give a Hub name or a folder") from error
 
 
+def cache_argument(model: torch.nn.Module, cache: Cache) -> dict[str, Cache]:
+    """Return the argument that hands a cache to a model: `past_key_values`, or `cache` from
+    transformers 5.24 on."""
+    return {_cache_name(cast(Hashable, type(model))) or CACHE_NAMES[0]: cache}
+
+
+@functools.cache
+def _cache_name(kind: Any) -> str | None:
+    parameters = inspect.signature(kind.forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), None)
+
+
 def _caps_attention(source: str, options: Mapping[str, Any]) -> bool:
     """Whether a model caps its attention scores, which some versions of transformers leave out
     where they are not computed plainly."""
@@ -504,7 +519,7 @@ def _caps_attention(source: str, options: Mapping[str, Any]) -> bool:
 def _refuse_unless_rollable(model: PreTrainedModel, what: str) -> None:
     """Raise InputError for architectures whose cache cannot be rolled back to an earlier token."""
     config, kind = model.config, type(model).__name__
-    takes_cache = "past_key_values" in inspect.signature(model.forward).parameters
+    takes_cache = _cache_name(cast(Hashable, type(model))) is not None
     try:
         layers = [] if not takes_cache else DynamicCache(config=config).layers
         rollable = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)

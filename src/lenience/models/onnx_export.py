@@ -28,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lenience.core.files import replacing
 from lenience.models.kv_cache import NOWHERE, Sight, positions
-from lenience.models.lm import LAST, LM, States
+from lenience.models.lm import LAST, LM, States, cache_argument
 
 _TRACING = threading.RLock()
 
@@ -181,7 +181,7 @@ class _Twin(torch.nn.Module):
             input_ids=ids,
             position_ids=sight.at,
             attention_mask=masks if len(masks) > 1 else masks["full_attention"],
-            past_key_values=Cache(layers=list(layers)),
+            **cache_argument(self.model, Cache(layers=list(layers))),
             use_cache=True,
             logits_to_keep=kept,
             **({} if inputs is None else {"inputs": inputs}),
