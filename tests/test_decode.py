@@ -436,7 +436,7 @@ def test_counts_end_where_the_answer_does(llama: Pair, rule: str) -> None:
     cut = 0
     for prompt in ([3, 4, 5], [9, 8, 7, 6], [20], [11, 30], [5, 5, 6]):
         whole = llama.generate(prompt, rule=rule, window=6, max_new_tokens=40)
-        for at in range(2, len(whole.tokens) - 1):
+        for at in range(2, len(whole.tokens) - 1, 4):
             stop = llama.target.decode(whole.tokens[at - 1 : at + 1])
             out = llama.generate(
                 prompt, rule=rule, window=6, max_new_tokens=40, stop_strings=(stop,)
@@ -447,4 +447,4 @@ def test_counts_end_where_the_answer_does(llama: Pair, rule: str) -> None:
             assert 0 <= out.accepted_exact <= origins.count("draft")
             assert rule != "exact" or out.accepted_lenient == 0
             cut += out.finish == "stop" and origins[-1].startswith("draft")
-    assert cut > 5
+    assert cut > 2

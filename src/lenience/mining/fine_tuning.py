@@ -104,14 +104,12 @@ class FineTuning:
             for k in range(min(further, len(answer))):
                 wanted[b, first : len(whole) - 1 - k, k] = whole[first + 1 + k :]
         asked = wanted[..., 0] != NOT_ASKED
-        device = self.tuned.device
+        model, device = self.tuned.model, self.tuned.device
         cache = PassCache(layer_class_to_replicate=DynamicLayer)
         # texts that stand before padding do not see it
-        self.tuned.model(
-            input_ids=ids.to(device), use_cache=True, **cache_argument(self.tuned.model, cache)
-        )
+        model(input_ids=ids.to(device), **cache_argument(model, cache))
         states = cache.take_hidden()[0][asked.to(device)].float()  # [n, H]
-        head = cast(torch.nn.Module, self.tuned.model.get_output_embeddings())
+        head = cast(torch.nn.Module, model.get_output_embeddings())
         own = head(states.to(self.tuned.output_matrix.dtype)).float()
         drafted = self.heads.logits(states, self.tuned.output_matrix.float())
         return torch.cat([own[:, None], drafted], 1), wanted[asked].to(device)
