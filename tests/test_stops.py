@@ -37,7 +37,7 @@ from lenience.decoding.generation import Generation
 from lenience.decoding.loading import load_pair
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
-from lenience.drafting.stops import STOPS, Fixed, Heuristic, Likely, parse_stop
+from lenience.drafting.stops import STOPS, Fixed, Gate, Heuristic, Likely, parse_stop
 from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Head, Inputs, load_head
 from lenience.mining.drafted_tokens import GATE_PREFIXES, STOP_WINDOW, decided_states
@@ -412,6 +412,31 @@ def test_a_stop_is_worth_what_it_spares(asking: float, window: int, speed: float
     by_stop = stopped([(32, 32), (3, 2), (2, 2)], slower, Likely("stop", 0.5))
     best = max(fixed, by_stop, key=lambda one: one.tokens_per_second)
     assert best.window == window and best.tokens_per_second == pytest.approx(speed)
+
+
+@pytest.mark.parametrize("bonus", [True, False])
+def test_narrow_windows_are_estimated_from_wide_ones(bonus: bool) -> None:
+    """Stretches that are kept are long here and short there, so that where a window starts tells
+    how much of it is kept."""
+    rng = np.random.default_rng(0)
+    stretches = np.where(rng.random(4000) < 0.5, 0, rng.integers(8, 20, 4000))
+    accepts = [flag for n in stretches for flag in [*[True] * n, False]]
+
+    def cycles(window: int) -> list[Cycle]:
+        at, found = 0, []
+        while at + window < len(accepts):
+            drafted = accepts[at : at + window]
+            kept = drafted.index(False) if False in drafted else window
+            found.append((window, kept))
+            at += kept + (bonus or kept < window)
+        return found
+
+    stop = Fixed() if bonus else Gate("gate", 0.5)
+    for window in (1, 2, 4, 8):
+        narrow = cycles(window)
+        tokens = sum(kept + (bonus or kept < window) for _, kept in narrow)
+        estimated = fastest_window(cycles(32), {window: 1.0}, stop).tokens_per_second
+        assert estimated == pytest.approx(tokens / len(narrow), rel=0.02), window
 
 
 def test_an_automatic_window_takes_the_stop_of_its_own_judge_alone(

@@ -47,16 +47,25 @@ class Drafting:
 
 
 def fastest_window(cycles: Sequence[Cycle], seconds: Mapping[int, float], stop: Stop) -> Drafting:
-    """The window with the most tokens per second, by `cycles` with a wide window, and by how many
-    `seconds` one takes at each window."""
+    """Return the window with the most tokens per second, by `cycles` with a wide window and by the
+    `seconds` of a cycle at each window.
 
-    def follows(drafted: int, kept: int, window: int) -> bool:
-        """Whether the target's own token follows what is kept of a window."""
-        return stop.keeps_bonus or kept < min(drafted, window)
+    The tokens of a wide cycle are cut into narrow windows one after the other. The start of a wide
+    cycle alone would mislead: a window within a long stretch of kept tokens is kept more often.
+    """
+    tokens = sum(kept + (stop.keeps_bonus or kept < drafted) for drafted, kept in cycles)
+
+    def narrow(drafted: int, kept: int, window: int) -> int:
+        """Return how many narrow cycles a wide one takes."""
+        if stop.keeps_bonus or not window:
+            return -(-(kept + 1) // (window + 1))
+        if kept < drafted:
+            return kept // window + 1
+        return max(1, -(-kept // window))
 
     def tokens_per_second(window: int) -> float:
-        kept = [min(kept, window) + follows(drafted, kept, window) for drafted, kept in cycles]
-        return sum(kept) / len(cycles) / seconds[window]
+        count = sum(narrow(drafted, kept, window) for drafted, kept in cycles)
+        return tokens / count / seconds[window]
 
     return max(
         (Drafting(window, stop, tokens_per_second(window)) for window in seconds),

@@ -94,15 +94,7 @@ class FineTuning:
     def _read(self, batch: Sequence[Answer]) -> tuple[Tensor, Tensor]:
         """[n, 1 + heads, V] of what the target and its heads say at each place of some answers, and
         [n, 1 + heads] the tokens that they are to say."""
-        further = 1 + len(self.heads.blocks)
-        longest = max(len(prompt) + len(answer) for prompt, answer in batch)
-        ids = torch.zeros(len(batch), longest, dtype=torch.long)
-        wanted = torch.full((len(batch), longest, further), NOT_ASKED)
-        for b, (prompt, answer) in enumerate(batch):
-            whole, first = torch.tensor(prompt + answer), len(prompt) - 1
-            ids[b, : len(whole)] = whole
-            for k in range(min(further, len(answer))):
-                wanted[b, first : len(whole) - 1 - k, k] = whole[first + 1 + k :]
+        ids, wanted = _padded(batch, 1 + len(self.heads.blocks))
         asked = wanted[..., 0] != NOT_ASKED
         model, device = self.tuned.model, self.tuned.device
         cache = PassCache(layer_class_to_replicate=DynamicLayer)
@@ -129,3 +121,17 @@ class FineTuning:
             "accuracy": heads.mean(0).tolist(),
             "agreement": float(own.mean()),
         }
+
+
+def _padded(batch: Sequence[Answer], further: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens [B, T] of prompts with their answers, and the `further` tokens of the
+    answer [B, T, further] that follow each; NOT_ASKED in the prompt and past the answer's end."""
+    longest = max(len(prompt) + len(answer) for prompt, answer in batch)
+    ids = torch.zeros(len(batch), longest, dtype=torch.long)
+    wanted = torch.full((len(batch), longest, further), NOT_ASKED)
+    for b, (prompt, answer) in enumerate(batch):
+        whole, first = torch.tensor(prompt + answer), len(prompt) - 1
+        ids[b, : len(whole)] = whole
+        for k in range(min(further, len(answer))):
+            wanted[b, first : len(whole) - 1 - k, k] = whole[first + 1 + k :]
+    return ids, wanted
