@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from lenience.evaluation.compare import CompareConfig
 from lenience.evaluation.names import family, named, short
 from lenience.evaluation.pages import Mining, example, write_report
 from lenience.evaluation.plots import AXES, _covered, plot
+from lenience.evaluation.quality import beside_target
 from lenience.evaluation.table import SHARES, Frontier, FrontierRow, Setting, allocation, table
 from lenience.heads.head import Head, Inputs
 from lenience.mining.search import MineConfig, mine
@@ -629,3 +631,11 @@ def test_a_comparison_of_another_version_is_told(llama: Pair, tmp_path: Path) ->
 def test_options_of_a_comparison_name_neither_rule_nor_window(name: str) -> None:
     with pytest.raises(InputError, match=f"options: {name} is said in {name}s"):
         CompareConfig(("exact",), options={name: "exact" if name == "rule" else 4})
+
+
+def test_a_lost_comparison_is_a_whole_loss() -> None:
+    """Answers that a grader compares with the target's: won 1, drawn 1/2, lost 0."""
+    grader = SimpleNamespace(points=lambda triples: [1.0, 0.5, 0.0], at_par=0.5)
+    answers = [SimpleNamespace(text=text, verdict="") for text in "abc"]
+    quality = beside_target(grader, "123", answers, answers)
+    assert quality.lost.tolist() == [0, 0, 1] and quality.gained.tolist() == [1, 0, 0]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from lenience.core.errors import InputError
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
-from lenience.mining.distillation import Distill
+from lenience.mining.distillation import Distill, DistillFit
 from lenience.mining.drafters import DrafterPlan, fit_to_answers
 
 Answers = list[tuple[list[int], list[int]]]
@@ -120,3 +120,22 @@ def test_there_must_be_a_draft(llama: Pair, answers: Answers, tmp_path: Path) ->
     alone = Pair(llama.target, None, "alone")
     with pytest.raises(InputError, match="--drafter model"):
         fit_to_answers(alone, answers, DrafterPlan("model", tmp_path))
+
+
+@pytest.mark.parametrize("distill", ["forward-kl", "reverse-kl"])
+def test_the_loss_is_the_divergence_of_its_name(llama: Pair, distill: str) -> None:
+    answers = [([3, 4, 5], [6, 7, 8, 9]), ([9, 8], [7, 6, 5])]
+    fit = DistillFit(llama, answers, answers, distill, only_rejected=False, seed=0)
+    losses: list[torch.Tensor] = []
+    fit.epoch(0, losses.append)
+    by_hand = []
+    for prompt, answer in answers:
+        with torch.inference_mode():
+            p, q = (
+                lm.model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+                for lm in (llama.target, llama.draft)
+            )
+        p, q = (logits.double().softmax(-1) for logits in (p, q))
+        one, other = (p, q) if distill == "forward-kl" else (q, p)
+        by_hand.append((one * (one / other).log()).sum(-1))
+    assert float(losses[0]) == pytest.approx(float(torch.cat(by_hand).mean()), rel=1e-4)

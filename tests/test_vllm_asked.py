@@ -346,3 +346,44 @@ def test_no_drafted_token_is_kept_by_logits_that_are_not_finite(
         assert (
             f"request a: the logits of org/model are NaN or infinite at position {3 + at}" in said
         )
+
+
+class ManyRequests(OneRequest):
+    """The same of several requests, at a temperature."""
+
+    given = SimpleNamespace(**{**vars(OneRequest.given), "temperature": 0.5})
+
+    def __contains__(self, id: str) -> bool:
+        return True
+
+
+def test_a_rule_is_handed_each_requests_own_states_and_the_drafts_logits() -> None:
+    seen: list[Any] = []
+
+    class Spy:
+        """Stands in for the rule; it keeps what it is handed."""
+
+        whole_window = False
+
+        def __call__(self, draft: Any, reading: Any, ctx: Any) -> list[Any]:
+            seen.append((draft, reading))
+            rule = asked.read(options(rule="fuzzy:js@0.9")).rule
+            return rule(draft, reading, ctx)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(asked.read(options(rule="fuzzy:js@0.9")).rule, name)
+
+    server = asked.read(options(rule="fuzzy:js@0.9"))
+    deciding = Deciding(ManyRequests(), server, SimpleNamespace(model="org/model"))
+    spy = Spy()
+    deciding.__dict__["_rule_for"] = lambda dial: spy
+    probs = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).expand(5, -1)
+    hidden = torch.arange(8.0)[:, None]  # of three requests, one more each than drafted tokens
+    windows = Windows(
+        ["a", "b", "c"], torch.tensor([3, 3, 2, 2, 2]), [2, 0, 3], torch.zeros(5, 4), hidden, probs
+    )
+    deciding.orders(windows, greedy=False)
+    ((draft, reading),) = seen
+    assert reading.hidden[..., 0].tolist() == [[0, 1, 2, 2], [4, 5, 6, 7]]
+    # temperature 0.5 makes the draft's own distribution of its logits
+    torch.testing.assert_close((draft.logits[0, 0] / 0.5).softmax(-1), probs[0])
