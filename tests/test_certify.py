@@ -1279,3 +1279,17 @@ def test_an_answer_that_no_score_lies_between_is_taken_over(
 
 def _half_right(self: Echo, text: str, sample: Sample) -> bool:
     return int(sample.id.split("-")[1]) % 2 == 0 and Echo.correct(self, text, sample)
+
+
+@pytest.mark.parametrize(
+    ("rules", "chains", "shared_by"), [(1, 0, 1), (2, 0, 2), (0, 2, 2), (1, 3, 4)]
+)
+def test_rules_and_chains_share_the_error(rules: int, chains: int, shared_by: int) -> None:
+    config = CertifyConfig(
+        rules=tuple(f"topk:{k + 2}" for k in range(rules)),
+        settings=tuple(
+            (f"topk:{k + 2}; window=4", f"topk:{k + 3}; window=4") for k in range(chains)
+        ),
+        confidence=0.9,
+    )
+    assert config.alpha(0.5) == pytest.approx(0.5 * 0.1 / shared_by)
