@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from test_cli import PROBLEM, last_json, run, spawn
 
+from lenience.cli.prompts import prompts_in
 from lenience.core.errors import RunError
 from lenience.core.files import write_json
 from lenience.runs.journal import Journal
@@ -110,3 +111,9 @@ def test_help_fits_the_screen(width: int, monkeypatch: pytest.MonkeyPatch) -> No
         assert boxes and max(map(len, boxes.splitlines())) <= width
         assert "--empty-" not in told
     assert "[default: exact]" in " ".join(spawn("generate", "--help").stdout.split())
+
+
+def test_lines_of_a_text_are_prompts_by_their_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("first\n\nthird\n")
+    assert prompts_in(path) == [("1", "first"), ("3", "third")]

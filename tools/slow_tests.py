@@ -13,6 +13,15 @@ import argparse
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+KEPT = (
+    "test_capabilities.py",
+    "test_product.py::test_rows_among_others_as_alone_in",
+    "test_live.py::test_a_race",
+    "test_stops.py::test_a_gate_learns_from",
+    "test_soundness.py::test_a_window_reaches",
+    "test_decode.py::test_counts_end",
+)
+"""Beginnings of cases that the default level runs whatever they take, for what they alone find."""
 SLOW = Path(__file__).parents[1] / "tests" / "slow.txt"
 
 
@@ -38,6 +47,7 @@ def main() -> None:
     args = parser.parse_args()
     seconds = seconds_of(args.report)
     slow = {case for case, taken in seconds.items() if taken > args.seconds}
+    slow = {case for case in slow if not case.startswith(KEPT)}
     slow |= named(SLOW) - set(seconds)
     lines = ["# Cases of the slow level; written by tools/slow_tests.py.", *sorted(slow)]
     SLOW.write_text("\n".join(lines) + "\n", encoding="utf-8")
