@@ -95,8 +95,7 @@ class Synthetic(Lenient):
 
 def random_model(shape: dict[str, Any], device: str, role: str) -> LM:
     config = LlamaConfig(
-        **{"tie_word_embeddings": True, **shape},
-        max_position_embeddings=4096,
+        **{"tie_word_embeddings": True, "max_position_embeddings": 4096, **shape},
         bos_token_id=None,
         eos_token_id=None,
     )

@@ -184,6 +184,19 @@ def test_rows_among_others_as_alone_in_a_pairwise_cover(
             raise AssertionError(f"{case}: {error}") from error
 
 
+@pytest.mark.parametrize("rule", ["exact", "topk:3"])
+@pytest.mark.parametrize("drafter", ["exit:1", "skip:1", "eagle:{folder}/eagle3", "model"])
+def test_a_prompt_that_comes_again_is_answered_as_at_first(
+    llama: Pair, folder: Path, drafter: str, rule: str
+) -> None:
+    """In the row that still has its keys and values."""
+    spec = drafter.format(folder=folder)
+    options = {"rule": rule, "drafter": spec, "window": 4, "max_new_tokens": 12, "seed": 3}
+    for prompt in PROMPTS:
+        alone = llama.generate(prompt, **options)
+        assert_same(llama.generate_batch([prompt] * 3, batch_size=1, **options), [alone] * 3)
+
+
 @given(st.tuples(*map(st.sampled_from, PARTS.values())), prompt_lists(5), st.integers(2, 4))
 @quick(400)
 def test_rows_among_others_as_alone(llama: Pair, options_of, case, asked, size) -> None:

@@ -717,7 +717,7 @@ def test_the_judge_is_asked_only_where_the_strict_rule_rejects(tmp_path: Path) -
     logits[:, 5] = 1
     draft = window([5, 1], None, torch.zeros(3, 2))
     verdict = decide(Judge(str(tmp_path), 0.9), draft, reading(logits), greedy())
-    assert verdict.scores == [0.5, 0.5]  # of the match too, which the judge alone would reject
+    assert verdict.scores == [None, 0.5]
     assert (verdict.num_accepted, verdict.exact) == (1, [True, False])
     loose = decide(Judge(str(tmp_path), 0.5), draft, reading(logits), greedy())
     assert (loose.num_accepted, loose.next_token) == (2, 5)

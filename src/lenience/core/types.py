@@ -114,8 +114,8 @@ class Verdict:
     """For each drafted token, whether the strict rule accepts it there; False where the target did
     not read."""
     scores: list[float | None]
-    """The judge's score of each drafted token; None if no judge was queried, as in a window that
-    the strict rule accepts whole."""
+    """The judge's score of each drafted token that the strict rule rejects; None for the others,
+    and without a judge."""
     parents: Sequence[int] | None = None
     """For each drafted token, which one it follows, see `Draft.parents`."""
     logprobs: Sequence[float] | None = None

@@ -513,7 +513,8 @@ class Pair:
         capacity = max(map(len, prompts)) + widest
         session, drafter = self.engine(setup, widest, size, capacity)
         seed = setup.decoding.seed
-        rows = [Row(Noise.for_prompt(seed, prompt), list(prompt)) for prompt in prompts]
+        # within an answer, as some drafters propose nothing in its first cycle
+        rows = [Row(Noise.for_prompt(seed, prompt), list(prompt), position=1) for prompt in prompts]
         ctx = self.context(setup, widest)
         return cycle_seconds(session, drafter, setup.rule, ctx, rows)
 

@@ -20,14 +20,17 @@ class TargetSession(Session):
 
 
 class AfterTarget(Drafter):
-    """Proposes nothing for a row of which the target has read nothing."""
+    """Proposes nothing in the first cycle of an answer, as the target has read nothing of it. That
+    holds too if the row's cache still has the prompt of an earlier answer, so that proposals do not
+    depend on earlier answers."""
 
     def __init__(self, drafter: Drafter, session: TargetSession):
         self.drafter, self.session = drafter, session
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         ready = self.session.begin([row.prefix for row in ctx.rows])
-        return self.drafter.propose(ctx, [left if can else 1 for left, can in zip(room, ready)])
+        begun = [can and row.position > row.ahead for can, row in zip(ready, ctx.rows)]
+        return self.drafter.propose(ctx, [left if can else 1 for left, can in zip(room, begun)])
 
     def move(self, source: int, to: int) -> None:
         self.drafter.move(source, to)

@@ -293,8 +293,9 @@ def _verdict(row: Sequence[float], width: int) -> Verdict:
     )
     kept = next((i for i, is_accepted in enumerate(accepted) if not is_accepted), n)
     scores: list[float | None] = [None] * n
-    if logits and not all(exact):  # as alone, where no judge is queried for such a window
-        scores = [_score(logit) for logit in logits]
+    for i, logit in enumerate(logits):
+        # at matches no score is given: whether a judge was queried there depends on later tokens
+        scores[i] = None if exact[i] else _score(logit)
     return Verdict(
         drafted=[int(token) for token in drafted],
         path=list(range(kept)),
