@@ -375,7 +375,7 @@ def test_eagle_drafts_as_its_formula_says(
     drafter = spec.build(setup)
     with torch.inference_mode():
         for step in steps:
-            ctx = Context([Row(Noise(0, b""), list(text))], window=4)
+            ctx = Context([Row(Noise(0, b""), list(text), position=len(drafted))], window=4)
             draft = drafter.propose(ctx, [1000])
             found = draft.tokens[0, : int(draft.lengths[0])].tolist()
             drafted[len(text)] = found
