@@ -207,11 +207,11 @@ def random_pair(config: PretrainedConfig, dtype: torch.dtype, device: torch.devi
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="<eos>")), eos_token="<eos>"
     )
-    lms = [
+    on_device = [
         LM(model.to(device, dtype), tokenizer, f"random {role}", role)
         for role, model in (("target", target), ("draft", draft))
     ]
-    return Pair(*lms, "random")
+    return Pair(on_device[0], on_device[1], "random")
 
 
 @torch.inference_mode()
@@ -257,7 +257,7 @@ def right(bench: Bench) -> Iterator[Item]:
                 for variant, options in variants.items():
                     yield (
                         f"{kind}, {how}, {variant}",
-                        lambda p=pair, w=wanted, o=options: compared(p, w, o),
+                        partial(compared, pair, wanted, options),
                     )
 
 
@@ -342,7 +342,7 @@ def windows(bench: Bench) -> Iterator[Item]:
             for batch in rows:
                 yield (
                     f"{name}, {batch} rows, {past} tokens before",
-                    lambda lm=lm, b=batch, p=past: pass_times(lm, b, p, peak),
+                    partial(pass_times, lm, batch, past, peak),
                 )
         del lm
         if bench.device.type == "cuda":
@@ -407,14 +407,14 @@ def fast(bench: Bench) -> Iterator[Item]:
                 asked = prompts[: 4 if bench.toy else max(8, batch)]
                 yield (
                     f"{name}, {how}, batch {batch}",
-                    lambda p=pair, a=asked, b=batch, g=given: speed(p, a, b, g),
+                    partial(speed, pair, asked, batch, given),
                 )
     for name, given in {
         "transformers, greedy": {},
         "transformers, assisted": {"assistant_model": pairs["plain"].draft},
         "transformers, prompt lookup": {"prompt_lookup_num_tokens": 8},
     }.items():
-        yield name, lambda g=given: their_speed(pairs["plain"], prompts[:8], g)
+        yield name, partial(their_speed, pairs["plain"], prompts[:8], given)
 
 
 def speed(pair: Pair, prompts: list[list[int]], batch: int, options: Mapping[str, Any]) -> Result:
@@ -476,7 +476,7 @@ def scale(bench: Bench) -> Iterator[Item]:
     """Train a larger target on the built-in task, then use it as a user would."""
     run, target = bench.out / "run", bench.out / "target"
     minutes = 0.05 if bench.toy else 2.0
-    yield "train", lambda: train(bench, target, minutes)
+    yield "train", partial(train, bench, target, minutes)
     models = ["--target", str(target), "--draft", built_in_draft(), "--task", "wordmath"]
     limit = "8" if bench.toy else "400"
     judge = f"judge:{run / 'judge'}"
@@ -491,8 +491,8 @@ def scale(bench: Bench) -> Iterator[Item]:
         "certify": ["certify", str(run), "--max-drop", "0.02", "--limit", limit],
     }
     for name, arguments in commands.items():
-        yield name, lambda a=arguments: by_command(a)
-    yield "weights", lambda: in_parts(target / "model.safetensors", bench.out / "weights")
+        yield name, partial(by_command, arguments)
+    yield "weights", partial(in_parts, target / "model.safetensors", bench.out / "weights")
 
 
 def built_in_draft() -> str:
