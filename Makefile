@@ -13,10 +13,10 @@ types:
 	MYPYPATH=benchmarks:recipes $(BIN)/mypy --explicit-package-bases \
 		--disable-error-code=arg-type --disable-error-code=union-attr benchmarks recipes tools
 
-test:   ## what is not marked slow: at most five minutes on two cores
+test:   ## what is not marked slow: about five minutes on two cores
 	$(BIN)/pytest -n 2
 
-test-all:   ## all but vLLM: 16 to 20 minutes on two cores
+test-all:   ## all but vLLM: 16 to 30 minutes on two cores
 	$(BIN)/pytest -n 2 -m ""
 
 test-vllm:   ## the plugin's tests, in an environment that holds vLLM for CPUs

@@ -431,10 +431,9 @@ def record_of(
 
 
 def naive(using: Search, record: Record) -> Record:
-    """Try each mismatch of the target's own answer alone; none is labelled if the target's answer
-    is not found. Trying them from right to left gives the
-    same labels: what was swapped to the right of a mismatch is written anew when the target goes on
-    from it."""
+    """Try each mismatch of the target's own answer alone. No mismatch is labelled if the target's
+    answer is not found. Trying them from right to left gives the same labels, as the target writes
+    anew what follows a mismatch."""
     own, prompt = record["response_ids"], record["prompt_ids"]
     answered = record["answers"]["target"] is not None
     asked = differing(using.pair, record, own, "draft")

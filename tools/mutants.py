@@ -96,6 +96,7 @@ def try_mutation(mutation: Mutation | None, level: str, named: bool) -> dict[str
             failed = failed or _first_failure(tree, level, [])
     seconds = round(time.monotonic() - began)
     name = CONTROL if mutation is None else mutation.name
+    level = f"{level}, named" if named else level
     return {"name": name, "level": level, "caught_by": failed, "seconds": seconds}
 
 
@@ -127,7 +128,7 @@ def kept(path: Path | None, level: str) -> list[dict[str, object]]:
 def run(wanted: list[Mutation], args: argparse.Namespace) -> list[dict[str, object]]:
     """Try the unchanged tree and mutations, some in parallel, and print and keep each result as it
     comes."""
-    results = kept(args.out, args.level)
+    results = kept(args.out, f"{args.level}, named" if args.named else args.level)
     done = {result["name"] for result in results}
     left: list[Mutation | None] = [one for one in wanted if one.name not in done]
     if CONTROL not in done and not args.named:
