@@ -32,6 +32,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GgufConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerBase,
 )
@@ -209,7 +210,11 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
 def train(args: argparse.Namespace) -> None:
     where = {"pretrained_model_name_or_path": args.gguf.parent, "gguf_file": args.gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    # a model that is still quantised cannot be saved
+    as_floats = GgufConfig(gguf_file=args.gguf.name, dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        **where, quantization_config=as_floats, dtype=torch.float32
+    )
     training, held_out = split(args.data)
     for name, rows in (("train", training), ("held-out", held_out)):
         write_rows(args.work / f"{name}.jsonl", rows)
