@@ -68,8 +68,10 @@ class Bench:
         return rows
 
     def write(self, key: str, result: Result) -> None:
+        """Append a row; it begins a line of its own, whatever a cut left before it."""
+        cut = self.path.exists() and not self.path.read_bytes().endswith(b"\n")
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"key": key, **result}) + "\n")
+            file.write("\n" * cut + json.dumps({"key": key, **result}) + "\n")
             file.flush()
             os.fsync(file.fileno())
 

@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_report.py gpu
 
-copies the last result of each measurement to benchmarks/results/gpu.json, and writes the tables
-between the section's two marks.
+writes the last result of each measurement into benchmarks/results/gpu.json, and the tables between
+the section's two marks.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/performance.md"
 KEPT = ROOT / "benchmarks/results/gpu.json"
 BEGIN, END = "<!-- gpu: begin -->", "<!-- gpu: end -->"
+COUNTS = ("same", "near_ties", "different")
 MEASURED = f"<!-- measured: {KEPT.name} -->"
 
 
@@ -32,14 +33,16 @@ def last_results(path: Path) -> list[Result]:
     return list(last.values())
 
 
-def section(rows: list[Result]) -> str:
+def section(kept: Result) -> str:
     """Return the section: what the machine was, and a table of each step that was measured."""
+    rows = kept["results"]
     machine = next(row for row in rows if row["key"] == "machine")
     head = (
         f"<!-- not measured -->\n{machine['device']}, PyTorch {machine['torch']}, transformers "
         f"{machine['transformers']}, commit {machine['commit'][:7]}: `python benchmarks/gpu.py`."
     )
-    parts = [head, *right_table(rows), *windows_table(rows), *fast_table(rows), *scale_lines(rows)]
+    parts = [head, *right_table(kept["answers"]), *windows_table(rows)]
+    parts += [*fast_table(rows), *scale_parts(rows)]
     failed = [f"- `{row['key']}`: {row['failed']}" for row in rows if "failed" in row]
     if failed:
         parts += ["What failed:\n\n<!-- not measured -->\n" + "\n".join(failed)]
@@ -60,15 +63,19 @@ def table(head: list[str], body: list[list[str]]) -> list[str]:
     return [f"{MEASURED}\n{text}"] if body else []
 
 
-def right_table(rows: list[Result]) -> list[str]:
-    """Answers by how they were decoded, of all models together."""
-    sums: dict[tuple[str, str], list[int]] = {}
+def answers_by_kind(rows: list[Result]) -> dict[str, Result]:
+    """Return the counts of the step `right` by passes, variant and dtype, over all models."""
+    sums: dict[str, Result] = {}
     for what, row in of_step(rows, "right"):
         *_, dtype, passes, variant = what.split(", ")
-        counts = sums.setdefault((f"{passes}, {variant}", dtype), [0, 0, 0])
-        for i, name in enumerate(("same", "near_ties", "different")):
-            counts[i] += row[name]
-    body = [[f"{how}, {dtype}", *map(str, counts)] for (how, dtype), counts in sums.items()]
+        counts = sums.setdefault(f"{passes}, {variant}, {dtype}", dict.fromkeys(COUNTS, 0))
+        for name in COUNTS:
+            counts[name] += row[name]
+    return sums
+
+
+def right_table(answers: dict[str, Result]) -> list[str]:
+    body = [[kind, *(str(counts[name]) for name in COUNTS)] for kind, counts in answers.items()]
     head = ["answers against `transformers`' greedy", "same", "part at a near-tie", "different"]
     return table(head, body)
 
@@ -87,9 +94,9 @@ def fast_table(rows: list[Result]) -> list[str]:
         [
             what,
             f"{row['tokens_per_second']:.0f}",
-            f"{row['tokens_per_pass']:.2f}" if "tokens_per_pass" in row else "",
+            _shown(row.get("tokens_per_pass"), 2),
             f"{100 * row['outside_the_models']:.0f} %" if "outside_the_models" in row else "",
-            f"{row['rule_ms']:.2f}" if "rule_ms" in row else "",
+            _shown(row.get("rule_ms"), 2),
         ]
         for what, row in of_step(rows, "fast")
     ]
@@ -97,9 +104,47 @@ def fast_table(rows: list[Result]) -> list[str]:
     return table(head, body)
 
 
-def scale_lines(rows: list[Result]) -> list[str]:
-    said = [(what, row["said"]) for what, row in of_step(rows, "scale") if "said" in row]
-    return [f"`{what}`:\n\n```\n" + "\n".join(lines) + "\n```" for what, lines in said]
+def scale_parts(rows: list[Result]) -> Iterator[str]:
+    """Say what was mined and certified, with a table of each comparison."""
+    for what, row in of_step(rows, "scale"):
+        told, name = row.get("told", {}), what.rpartition(", ")[0] or "the trained target"
+        if what.endswith("mine"):
+            yield (
+                f"{MEASURED}\nMined with {name}: {told['important']} of {told['mismatches']} "
+                f"mismatches in {told['samples']} samples are important."
+            )
+        if what.endswith("compare"):
+            head = [name, "n", "accuracy", "paired loss", "tokens per pass", "tokens/s"]
+            yield from table(head, [compared(decoder) for decoder in told["rows"]])
+        if what.endswith("certify"):
+            yield certified(name, told)
+
+
+def compared(row: Result) -> list[str]:
+    return [
+        f"`{row['rule']}`, window {row['window']}",
+        str(row["n"]),
+        f"{100 * row['accuracy']:.1f} %",
+        f"{100 * row['paired_loss']:.1f} %",
+        _shown(row["tokens_per_pass"], 2),
+        _shown(row["tokens_per_second"], 0),
+    ]
+
+
+def _shown(value: float | None, decimals: int) -> str:
+    """Return a number, or nothing where it was not measured."""
+    return "" if value is None else f"{value:.{decimals}f}"
+
+
+def certified(name: str, told: Result) -> str:
+    found = told["certified"]
+    if not found:
+        return f"With {name} nothing was certified at the loss asked for."
+    return (
+        f"{MEASURED}\nCertified with {name}: `{found['rule']}` loses at most "
+        f"{100 * found['upper_bound']:.2f} %, with a confidence of "
+        f"{100 * told['confidence']:.0f} % and after {found['n']} prompts."
+    )
 
 
 def fill(page: str, text: str) -> str:
@@ -115,8 +160,9 @@ def main() -> None:
     )
     parser.add_argument("out", type=Path, help="folder of the results")
     rows = last_results(parser.parse_args().out / "results.jsonl")
-    KEPT.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), section(rows)), encoding="utf-8")
+    kept = {"results": rows, "answers": answers_by_kind(rows)}
+    KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), section(kept)), encoding="utf-8")
 
 
 if __name__ == "__main__":

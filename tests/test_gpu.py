@@ -1,0 +1,133 @@
+"""benchmarks/gpu.py on a CPU, at toy size: every step runs, a cut loses nothing, and the results
+make a section of docs/performance.md."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_figures
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import gpu_report
+from gpu_bench import Bench, Item
+
+ROOT = Path(__file__).parents[1]
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    lines = (out / "results.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if not row.get("begun")]
+
+
+def dry_run(out: Path, *more: str) -> str:
+    command = [sys.executable, "benchmarks/gpu.py", "--toy", "--out", str(out), *more]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_a_dry_run_makes_every_measurement_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = dry_run(tmp_path, "--minutes", "30")
+    rows = {row["key"]: row for row in rows_of(tmp_path)}
+    assert [row for row in rows.values() if "failed" in row] == []
+    assert [row for row in rows.values() if "skipped" in row] == [rows["scale/SmolLM2, train"]]
+    assert "no time left" not in said and "right: no" not in said
+    right = [row for key, row in rows.items() if key.startswith("right/")]
+    assert len(right) == 2 * 2 * (8 + 3)  # dtypes x plain and recorded x variants
+    assert all(row["different"] == 0 for row in right)
+    exact = [row for key, row in rows.items() if key.startswith("right/llama, float32")]
+    assert all(row["same"] == row["prompts"] for row in exact)
+    assert sum(key.startswith("windows/") for key in rows) == 4
+    assert sum(key.startswith("fast/") for key in rows) == 2 * 7 + 3
+    assert rows["scale/certify"]["told"]["certified"]
+
+    before = len(rows_of(tmp_path))
+    assert dry_run(tmp_path, "--minutes", "1", "--only", "windows", "fast") == ""
+    assert [row["key"] for row in rows_of(tmp_path)[before:]] == ["machine"]
+
+    results = gpu_report.last_results(tmp_path / "results.jsonl")
+    kept = {"results": results, "answers": gpu_report.answers_by_kind(results)}
+    (tmp_path / gpu_report.KEPT.name).write_text(json.dumps(kept))
+    page = tmp_path / "page.md"
+    page.write_text(gpu_report.section(kept))
+    monkeypatch.setattr(test_figures, "RESULTS", tmp_path)
+    assert list(test_figures.told_of(page)) == []
+    for wanted in ("recorded, trees in a batch, float32", "tree 64", "judge, exported, batch 2"):
+        assert wanted in page.read_text()
+
+
+class Killed(BaseException):
+    """What ends the process in the middle of a measurement."""
+
+
+def test_a_measurement_that_ends_its_process_is_begun_twice_and_then_left(tmp_path: Path) -> None:
+    def ends() -> dict[str, Any]:
+        raise Killed
+
+    def fails() -> dict[str, Any]:
+        raise RuntimeError("no")
+
+    measured: list[str] = []
+
+    def items() -> Iterator[Item]:
+        yield "ends", ends
+        yield "fails", fails
+        yield "works", lambda: measured.append("works") or {"value": 1}
+
+    def call(retry: bool = False) -> bool:
+        bench = Bench(tmp_path, torch.device("cpu"), toy=True, retry=retry)
+        bench.begin()
+        return bench.run("step", items(), until=float("inf"))
+
+    for _ in range(2):
+        with pytest.raises(Killed):
+            call()
+    with (tmp_path / "results.jsonl").open("a") as file:
+        file.write('{"key": "step/wor')  # cut while it was written
+        file.write("\n")
+    assert call() and measured == ["works"]
+    assert call() and measured == ["works"]
+    assert sum(row["key"] == "step/fails" for row in Bench(tmp_path, None, True).results()) == 2
+    with pytest.raises(Killed):
+        call(retry=True)
+
+
+def test_a_lost_device_ends_the_step(tmp_path: Path) -> None:
+    def lost() -> dict[str, Any]:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    bench = Bench(tmp_path, torch.device("cpu"), toy=True)
+    bench.begin()
+    later: list[str] = []
+    items = [("lost", lost), ("later", lambda: later.append("x") or {})]
+    assert not bench.run("step", iter(items), until=float("inf"))
+    assert later == []
+
+
+def test_a_half_written_line_is_ended_before_the_next(tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text('{"key": "cut')
+    bench = Bench(tmp_path, torch.device("cpu"), toy=True)
+    bench.begin()
+    bench.write("a", {"value": 1})
+    assert bench.results()[-1] == {"key": "a", "value": 1}
+    assert bench.results()[0]["key"] == "machine"
+
+
+def test_the_page_keeps_the_section_that_the_results_file_gives() -> None:
+    page = gpu_report.PAGE.read_text()
+    assert page.count(gpu_report.BEGIN) == page.count(gpu_report.END) == 1
+    if gpu_report.KEPT.exists():
+        text = gpu_report.section(json.loads(gpu_report.KEPT.read_text()))
+        assert gpu_report.fill(page, text) == page
+    else:
+        assert "ever run on a GPU" in page
