@@ -39,13 +39,16 @@ def plain_greedy(pair: Pair, prompt: list[int], new: int, **options) -> list[int
     return out[0, len(prompt) :].tolist()
 
 
+WINDOWS = (0, 1, 2, 3, 4, 6, 9, 16)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_exact_is_the_targets_greedy_output(name: str, pairs: Callable[[str], Pair]) -> None:
     pair = pairs(name)
     accepted = 0
     for prompt in PROMPTS:
         wanted = plain_greedy(pair, prompt, 48)
-        for window in range(17):
+        for window in WINDOWS:
             out = pair.generate(prompt, rule="exact", window=window, max_new_tokens=48)
             assert out.tokens == wanted, f"window {window}"
             assert len(out.trace) == len(out.tokens)
@@ -298,7 +301,7 @@ def test_a_draft_has_a_temperature_of_its_own(llama: Pair) -> None:
 def test_a_whole_decode_follows_the_targets_distribution(
     draft_temperature: float | None, llama: Pair
 ) -> None:
-    """The marginal of the third token over 1,500 seeds against the one computed from the target's
+    """The marginal of the third token over 1,000 seeds against the one computed from the target's
     own logits, whatever temperature the draft has."""
     with torch.inference_mode():
         probs = {}
@@ -317,7 +320,7 @@ def test_a_whole_decode_follows_the_targets_distribution(
                 if 0 not in (a, b):
                     wanted += next_probs(())[a] * next_probs((a,))[b] * next_probs((a, b))
     seen = np.zeros(48)
-    for seed in range(1500):
+    for seed in range(1000):
         tokens = llama.generate(
             [7],
             rule="speculative",

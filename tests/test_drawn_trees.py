@@ -67,7 +67,7 @@ def test_strict_rules_keep_the_targets_distribution_over_several_windows(
 ) -> None:
     """The joint distribution of the first four tokens."""
     tree = tree_of(shape, draw)
-    rows = [Row(Noise(3, i.to_bytes(4, "little")), [BEGIN]) for i in range(5000)]
+    rows = [Row(Noise(3, i.to_bytes(4, "little")), [BEGIN]) for i in range(3000)]
     while waiting := [row for row in rows if row.position < 4]:
         _, verdicts = cycle(tree, rule, waiting)
         for row, verdict in zip(waiting, verdicts):

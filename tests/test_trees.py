@@ -84,7 +84,7 @@ def test_strict_answers_are_the_targets_own_alone_and_in_batches(
     passes."""
     pair = pairs(name)
     prompts = [[5, 6, 7], list(range(1, 20)), [9], [3, 3, 3, 3, 8, 8]]
-    options = {"max_new_tokens": 40, "window": 5}
+    options = {"max_new_tokens": 28, "window": 5}
     alone = pair.generate_batch(prompts, rule="target", **options)
     for batch_size in (1, 3):
         outs = pair.generate_batch(prompts, tree=tree, batch_size=batch_size, **options)
