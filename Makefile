@@ -10,8 +10,8 @@ lint:
 
 types:
 	$(BIN)/mypy
-	MYPYPATH=benchmarks:recipes $(BIN)/mypy --explicit-package-bases \
-		--disable-error-code=arg-type --disable-error-code=union-attr benchmarks recipes tools
+	MYPYPATH=benchmarks:studies:tools/embedded $(BIN)/mypy --explicit-package-bases \
+		--disable-error-code=arg-type --disable-error-code=union-attr benchmarks studies tools
 
 test:   ## what is not marked slow: about five minutes on two cores
 	$(BIN)/pytest -n 2

@@ -1,8 +1,8 @@
 """What drafters and trees bring on the built-in pair, one by one: strictly when greedy, and by the
 lossless rules when sampling. Prints one JSON object.
 
-    python recipes/built_in_heads.py --kind eagle --answers 2000 --work heads-work
-    python recipes/built_in_heads.py --kind blockwise --answers 2000 --work heads-work
+    python tools/embedded/heads.py --kind eagle --answers 2000 --work heads-work
+    python tools/embedded/heads.py --kind blockwise --answers 2000 --work heads-work
     lenience fit RUN --drafter model --out distilled
     python benchmarks/drafters.py --distilled distilled --eagle heads-work/eagle \\
         --blockwise heads-work/blockwise-4
@@ -154,7 +154,7 @@ def main() -> None:
     )
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--eagle", help="a folder that `recipes/built_in_heads.py` made")
+    parser.add_argument("--eagle", help="a folder that `tools/embedded/heads.py` made")
     parser.add_argument("--blockwise", help="another one")
     parser.add_argument("--distilled", help="a folder that `lenience fit --drafter model` made")
     given = parser.parse_args()

@@ -25,10 +25,10 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from lenience.core.errors import InputError, first_line
 from lenience.decoding.pair import Pair
-from lenience.mining.drafters import DrafterPlan, fit_to_answers
 from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.lm import LM
 from lenience.models.session import reads_together_as_alone
+from lenience.training.drafters import DrafterPlan, fit_to_answers
 
 VOCABULARY = 512
 COMMON: dict[str, Any] = {

@@ -23,8 +23,8 @@ from transformers import (
 
 from lenience.core.files import EMBEDDED
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
-import train_embedded as recipe
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools/embedded"))
+import train as recipe
 
 PARTS, PART = 8, 16 << 20
 """Number and bytes of the files that weights may come back in."""

@@ -50,11 +50,11 @@ from lenience.evaluation.pages import write_report
 from lenience.evaluation.table import Frontier, FrontierRow
 from lenience.heads.fitting import FitConfig, Kind
 from lenience.heads.head import Inputs, load_head
-from lenience.mining.fit import HeadPlan, fit_run
 from lenience.mining.search import MineConfig, mine
 from lenience.runs.journal import Journal
 from lenience.runs.record import mined_first, mined_samples
 from lenience.tasks import WordMath
+from lenience.training.fit import HeadPlan, fit_run
 
 
 @dataclass(frozen=True)

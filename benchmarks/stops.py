@@ -25,8 +25,8 @@ from lenience.decoding.pair import Pair
 from lenience.evaluation.table import machine
 from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Inputs
-from lenience.mining.fit import HeadPlan, fit_run
 from lenience.tasks import WordMath
+from lenience.training.fit import HeadPlan, fit_run
 
 WINDOW = 16
 """The longest that any of the conditions may draft."""

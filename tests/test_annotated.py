@@ -15,7 +15,7 @@ from test_cli import last_json, run
 from lenience import InputError
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs
-from lenience.mining.annotated import Annotated, annotated_states, marked_answers, read_annotated
+from lenience.training.annotated import Annotated, annotated_states, marked_answers, read_annotated
 
 INPUTS = Inputs(("target",), ("draft",), (-1,))
 

@@ -24,7 +24,7 @@ from lenience.drafting.registry import parse_drafter
 from lenience.drafting.self_draft import without_layers
 from lenience.drafting.stops import Fixed
 from lenience.drafting.suffixes import Suffixes
-from lenience.drafting.trees import parse_tree
+from lenience.drafting.trees.shapes import parse_tree
 from lenience.models.session import Session
 from lenience.rules.registry import parse_rule
 from lenience.tasks import WordMath

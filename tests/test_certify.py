@@ -41,9 +41,6 @@ from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
 from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Head, Inputs, load_head
-from lenience.mining.annotated import Annotated
-from lenience.mining.drafters import DrafterPlan, fit_to_answers
-from lenience.mining.fit import HeadPlan, fit_annotated, fit_run
 from lenience.mining.search import MineConfig, mine
 from lenience.rules.registry import RULES
 from lenience.rules.settings import ladder
@@ -52,6 +49,9 @@ from lenience.runs.ledger import Ledger
 from lenience.runs.record import check_prompts
 from lenience.runs.uses import Draw, locked, note_uses, prompt_digest
 from lenience.tasks import Sample, Score, as_task
+from lenience.training.annotated import Annotated
+from lenience.training.drafters import DrafterPlan, fit_to_answers
+from lenience.training.fit import HeadPlan, fit_annotated, fit_run
 
 
 class Echo:

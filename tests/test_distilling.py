@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from lenience.core.errors import InputError
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
-from lenience.mining.distillation import Distill, DistillFit
-from lenience.mining.drafters import DrafterPlan, fit_to_answers
+from lenience.training.distillation import Distill, DistillFit
+from lenience.training.drafters import DrafterPlan, fit_to_answers
 
 Answers = list[tuple[list[int], list[int]]]
 HELD_OUT = 3

@@ -30,11 +30,11 @@ from lenience.drafting.heads import DraftHeads, load_heads
 from lenience.drafting.registry import parse_drafter
 from lenience.drafting.stops import Fixed
 from lenience.drafting.suffixes import END, Suffixes
-from lenience.drafting.trees import parse_tree
+from lenience.drafting.trees.shapes import parse_tree
 from lenience.heads.head import Head, Inputs
-from lenience.mining.drafters import DrafterPlan, fit_drafter, fit_to_answers
 from lenience.mining.search import MineConfig, mine
 from lenience.tasks import Sample, Task
+from lenience.training.drafters import DrafterPlan, fit_drafter, fit_to_answers
 
 SIZE = 32
 """The hidden size of the tests' models."""

@@ -25,13 +25,13 @@ from lenience.drafting.eagle import eagle_lm
 from lenience.drafting.eagle_model import load_eagle
 from lenience.drafting.registry import parse_drafter
 from lenience.drafting.stops import Fixed
-from lenience.drafting.trees import parse_tree
-from lenience.mining.drafters import DrafterPlan, fit_to_answers
-from lenience.mining.eagle import EagleFit
+from lenience.drafting.trees.shapes import parse_tree
 from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.lm import LM, States
 from lenience.models.onnx_graph import GraphCache
 from lenience.models.session import Session
+from lenience.training.drafters import DrafterPlan, fit_to_answers
+from lenience.training.eagle import EagleFit
 
 SIZE, HEADS, INNER, SMALLER = 32, 4, 40, 30
 """Hidden size, heads, inner size, and how many tokens a smaller draft vocabulary has."""

@@ -18,11 +18,11 @@ from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Inputs, load_head
-from lenience.mining.fit import HeadPlan, fit_run
 from lenience.mining.search import MineConfig, mine
 from lenience.runs.journal import Journal
 from lenience.runs.record import mined_samples, read_run
 from lenience.tasks import WordMath, take
+from lenience.training.fit import HeadPlan, fit_run
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

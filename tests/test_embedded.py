@@ -173,7 +173,7 @@ def test_what_is_kept_of_its_judge_names_no_path_of_the_machine(tmp_path: Path) 
 
 
 def test_the_target_is_right_and_the_draft_often_not(built_in: Pair) -> None:
-    """A small check of the figures that recipes/check_embedded.py measures; the chance of a false
+    """A small check of the figures that tools/embedded/check.py measures; the chance of a false
     alarm is below 1e-6."""
     task, right = WordMath(), {"target": 0, "draft": 0}
     samples = take(task, "test", 40)

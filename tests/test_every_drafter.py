@@ -26,7 +26,7 @@ from lenience.drafting.base import DrafterSetup
 from lenience.drafting.datastore import build_store
 from lenience.drafting.registry import DRAFTERS, parse_drafter
 from lenience.drafting.stops import parse_stop
-from lenience.drafting.trees import parse_tree
+from lenience.drafting.trees.shapes import parse_tree
 from lenience.evaluation.compare import CompareConfig, compare
 from lenience.evaluation.pages import write_report
 from lenience.mining.search import MineConfig, mine

@@ -18,10 +18,10 @@ from lenience.decoding.pair import Pair
 from lenience.heads import lookahead
 from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Head, Inputs
-from lenience.mining.drafted_on import as_in_windows, values_drafted_on
-from lenience.mining.fit import HeadPlan, fit_run
 from lenience.runs.journal import Journal
 from lenience.runs.record import mined_samples
+from lenience.training.fit import HeadPlan, fit_run
+from lenience.training.window_values import as_in_windows, values_drafted_on
 
 VOCABULARY = ["a", "7", "b", "+", "9c"]
 

@@ -32,14 +32,14 @@ from lenience.decoding.loading import load_pair
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Inputs
-from lenience.mining.features import compute_features, load_features
-from lenience.mining.fit import HeadPlan, fit_run
 from lenience.mining.forecast import forecast
 from lenience.mining.search import Found, MineConfig, Miner, mine, search
 from lenience.models.session import Session
 from lenience.runs.journal import Journal
 from lenience.runs.record import MinedAnswers, MinedSample, MiningCost, Mismatch
 from lenience.tasks import Sample, Task
+from lenience.training.features import compute_features, load_features
+from lenience.training.fit import HeadPlan, fit_run
 
 # ---- a scripted model: a response is a list of numbers, 0 is EOS, and the answer is what follows
 # the last 9

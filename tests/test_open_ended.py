@@ -36,12 +36,12 @@ from lenience.evaluation.compare import CompareConfig, compare
 from lenience.evaluation.human import take_grades, write_page
 from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Inputs, load_head
-from lenience.mining.fit import HeadPlan, fit_run
 from lenience.mining.search import MineConfig, mine
 from lenience.runs.uses import prompt_digest
 from lenience.tasks import Graded, Sample
 from lenience.tasks.code import HumanEval
 from lenience.tasks.grader import RIGHT, Endpoint
+from lenience.training.fit import HeadPlan, fit_run
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"

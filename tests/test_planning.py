@@ -19,11 +19,11 @@ from lenience.core.errors import InputError
 from lenience.core.types import Draws
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
-from lenience.drafting.planning import Acceptance, best_shape, load_acceptance
-from lenience.drafting.trees import Shape, parse_tree
-from lenience.mining.acceptance import DEPTH, RANKS, Drawn, measure_acceptance
+from lenience.drafting.trees.planning import Acceptance, best_shape, load_acceptance
+from lenience.drafting.trees.shapes import Shape, parse_tree
 from lenience.mining.search import MineConfig, mine
 from lenience.tasks import Sample, Task
+from lenience.training.acceptance import DEPTH, RANKS, Drawn, measure_acceptance
 
 
 @cache

@@ -14,7 +14,7 @@ import pytest
 import lenience
 
 SOURCE = Path(lenience.__file__).parent
-BESIDE = [Path(__file__).parents[1] / name for name in ("recipes", "benchmarks")]
+BESIDE = [Path(__file__).parents[1] / name for name in ("studies", "benchmarks", "tools/embedded")]
 """What is not imported, and keeps to the caps too."""
 ORDER = [
     ["core"],
@@ -24,6 +24,7 @@ ORDER = [
     ["decoding"],
     ["runs", "integrations"],
     ["mining", "evaluation"],
+    ["training"],
     ["certification"],
     ["cli"],
 ]

@@ -11,9 +11,9 @@ from test_cli import last_json, run
 from test_mining import ParityTask
 
 from lenience.decoding.pair import Pair
-from lenience.mining.features import mined_samples
 from lenience.mining.search import MineConfig, mine
-from lenience.mining.skipping import search_layers, worth
+from lenience.training.features import mined_samples
+from lenience.training.skipping import search_layers, worth
 
 
 def said_without(pair: Pair, layers: tuple[int, ...], ids: list[int]) -> list[int]:

@@ -19,10 +19,10 @@ from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.heads.fitting import Examples, FitConfig, fit_head
 from lenience.heads.head import Inputs, load_head
-from lenience.mining.fit import HeadPlan, fit_run
 from lenience.mining.resampling import TEMPERATURE, resamples, shares_harmless
 from lenience.runs.journal import Journal
 from lenience.runs.uses import prompt_digest
+from lenience.training.fit import HeadPlan, fit_run
 
 # ---- resampling
 

@@ -33,11 +33,11 @@ from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Head, Inputs
-from lenience.mining.drafters import DrafterPlan, fit_to_answers
-from lenience.mining.fit import HeadPlan, fit_run
 from lenience.mining.search import MineConfig, mine
 from lenience.models.session import Session
 from lenience.tasks.rows import read_rows
+from lenience.training.drafters import DrafterPlan, fit_to_answers
+from lenience.training.fit import HeadPlan, fit_run
 
 PROMPTS = [[5, 6, 7], [9, 3, 8, 2], [11]]
 RULES = ("exact", "topk:3", "typical:0.3,0.6", "fuzzy:js@0.5", "kl:0.5", "fly:0.1,2", "target")

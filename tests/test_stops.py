@@ -40,12 +40,12 @@ from lenience.decoding.pair import Pair
 from lenience.drafting.stops import STOPS, Fixed, Gate, Heuristic, Likely, parse_stop
 from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Head, Inputs, load_head
-from lenience.mining.drafted_tokens import GATE_PREFIXES, STOP_WINDOW, decided_states
-from lenience.mining.features import compute_features, load_features
-from lenience.mining.fit import HeadPlan, fit_run
 from lenience.mining.search import MineConfig, mine
 from lenience.rules.registry import parse_rule
 from lenience.runs.record import MinedSample
+from lenience.training.drafted_states import GATE_PREFIXES, STOP_WINDOW, decided_states
+from lenience.training.features import compute_features, load_features
+from lenience.training.fit import HeadPlan, fit_run
 
 prompts = prompt_lists(5)
 SHORT = {**CONFIGS["gpt2"].to_dict(), "n_positions": 16}

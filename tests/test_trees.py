@@ -22,9 +22,10 @@ from lenience.core.trees import depths, followed, lineage, paths
 from lenience.core.types import Draft, Reading
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
-from lenience.drafting.growing import Ends, Grown, Level
-from lenience.drafting.planning import BUILT_IN
-from lenience.drafting.trees import Dynamic, parse_tree
+from lenience.drafting.trees.growing import Ends, Grown, Level
+from lenience.drafting.trees.judging import judge_trees
+from lenience.drafting.trees.planning import BUILT_IN
+from lenience.drafting.trees.shapes import Dynamic, parse_tree
 from lenience.heads.head import Head, Inputs
 from lenience.models import onnx_graph
 from lenience.models.cuda_graphs import CudaGraphs
@@ -32,7 +33,6 @@ from lenience.models.kv_cache import Forward, TreeSight
 from lenience.models.lm import LAST
 from lenience.models.session import Session
 from lenience.rules.registry import parse_rule
-from lenience.rules.trees import judge_trees
 
 TREES = (
     "dynamic:6",

@@ -43,11 +43,11 @@ from lenience.integrations.vllm import asked, hooks, v1
 from lenience.integrations.vllm.checks import check, check_seams, vllm_version
 from lenience.integrations.vllm.counts import COUNTED
 from lenience.integrations.vllm.engine import DIALOGUES, Kind, VllmPair
-from lenience.mining.features import compute_features
 from lenience.mining.search import MineConfig, mine
 from lenience.runs.journal import Journal
 from lenience.runs.record import mined_samples, read_run
 from lenience.tasks import Sample, load_task, take
+from lenience.training.features import compute_features
 
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
 ROOT = Path(__file__).parents[1]

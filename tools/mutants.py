@@ -32,7 +32,7 @@ COPIED: tuple[str, ...] = (
     "tests",
     "docs",
     "benchmarks",
-    "recipes",
+    "studies",
     "tools",
     "README.md",
     "CONTRIBUTING.md",

@@ -24,11 +24,11 @@ from lenience.evaluation.pages import Mining, write_report
 from lenience.evaluation.table import Frontier
 from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Head, Inputs
-from lenience.mining.fit import HeadPlan
 from lenience.mining.search import MineConfig, MinedCounts
 from lenience.rules.judge import Judge
 from lenience.rules.registry import BASELINES
 from lenience.tasks import WordMath
+from lenience.training.fit import HeadPlan
 
 SHIPPED = 100
 """Number of shipped samples that the demo's own judge is trained on, for lack of time. The judge

@@ -14,9 +14,9 @@ from lenience.core.errors import InputError
 
 if TYPE_CHECKING:
     from lenience.heads.head import Inputs, Role
-    from lenience.mining.acceptance import Drawn
-    from lenience.mining.drafters import DrafterPlan
-    from lenience.mining.fit import HeadPlan
+    from lenience.training.acceptance import Drawn
+    from lenience.training.drafters import DrafterPlan
+    from lenience.training.fit import HeadPlan
 
 MOST_HEADS = 32
 """Of a drafter."""
@@ -128,7 +128,7 @@ class FitFlags:
     def drafter_plan(self, run: Path) -> DrafterPlan:
         """The drafter's heads that are asked for. Raises InputError for what does not go
         together."""
-        from lenience.mining.drafters import DrafterPlan
+        from lenience.training.drafters import DrafterPlan
 
         assert self.drafter is not None and self.drafter != "skip"
         ours = ("heads", "distill", "only_rejected", "tune_target", "epochs", "out", "seed")
@@ -162,7 +162,7 @@ class FitFlags:
     def drawn(self) -> Drawn | None:
         """How the tokens of a measured tree are drawn; None where they are chosen. Raises
         InputError for what does not go together with `tree`."""
-        from lenience.mining.acceptance import Drawn
+        from lenience.training.acceptance import Drawn
 
         ours = ("tree", "with_", "draw", "temperature")
         self._refuse_others(*ours, what="a head, and --tree fits none")
@@ -188,7 +188,7 @@ class FitFlags:
     def plan(self, run: Path) -> HeadPlan:
         """The head that is asked for. Raises InputError for what does not go together."""
         from lenience.heads.fitting import FitConfig
-        from lenience.mining.fit import HeadPlan
+        from lenience.training.fit import HeadPlan
 
         self._check()
         role, default = self.role, "adam" if self.gate else "logistic"

@@ -142,7 +142,7 @@ def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> N
         return _fit_tree(run, flags, json)
     plan = flags.plan(run)
     if flags.annotated:
-        from lenience.mining.annotated import read_annotated
+        from lenience.training.annotated import read_annotated
 
         rows = read_annotated(run)  # what is wrong is told before the models are loaded
         pair = Models(flags.target, flags.draft, None, flags.device).load()

@@ -397,7 +397,7 @@ def check_specs(options: Mapping[str, Any]) -> bool:
     from lenience.decoding.options import Decoding
     from lenience.drafting.registry import parse_drafter
     from lenience.drafting.stops import parse_stop
-    from lenience.drafting.trees import parse_tree
+    from lenience.drafting.trees.shapes import parse_tree
     from lenience.rules.registry import BASELINES, parse_rule
 
     decoding = Decoding.of(resolved(options))

@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from lenience.decoding.generation import Generation
     from lenience.decoding.pair import Pair
     from lenience.drafting.datastore import Store
-    from lenience.drafting.planning import Acceptance
+    from lenience.drafting.trees.planning import Acceptance
     from lenience.evaluation.compare import CompareConfig
     from lenience.evaluation.table import Frontier
     from lenience.heads.head import Head
-    from lenience.mining.acceptance import Drawn
-    from lenience.mining.annotated import Annotated
     from lenience.mining.crew import Crew
-    from lenience.mining.drafters import DrafterPlan, Fitted
-    from lenience.mining.fit import HeadPlan
     from lenience.mining.forecast import Forecast
     from lenience.mining.search import MineConfig, MinedCounts
-    from lenience.mining.skipping import Skipped
     from lenience.models.prompts import Prompt
     from lenience.tasks import Task
+    from lenience.training.acceptance import Drawn
+    from lenience.training.annotated import Annotated
+    from lenience.training.drafters import DrafterPlan, Fitted
+    from lenience.training.fit import HeadPlan
+    from lenience.training.skipping import Skipped
 
 
 def compile_pair(pair: Pair, wanted: bool | None, tokens: float) -> None:
@@ -109,14 +109,14 @@ def forecast_run(out: Path, labels: int) -> Forecast:
 
 
 def fit_run(pair: Pair, run: Path, plan: HeadPlan) -> Head:
-    from lenience.mining.fit import fit_run
+    from lenience.training.fit import fit_run
 
     with progress_bars() as show:
         return fit_run(pair, run, plan, show)
 
 
 def curve_run(pair: Pair, run: Path, plan: HeadPlan) -> list[dict[str, Any]]:
-    from lenience.mining.fit import learning_curve
+    from lenience.training.fit import learning_curve
 
     with progress_bars() as show:
         return learning_curve(pair, run, plan, show)
@@ -137,15 +137,15 @@ def build_datastore(corpus: Sequence[Path], out: Path, field: str, target: str |
 
 
 def fit_tree(pair: Pair, run: Path, drafter: str, drawn: Drawn | None) -> Acceptance:
-    from lenience.mining.acceptance import fit_tree
+    from lenience.training.acceptance import fit_tree
 
     with progress_bars() as show:
         return fit_tree(pair, run, drafter, drawn, show)
 
 
 def search_layers(pair: Pair, run: Path) -> list[Skipped]:
-    from lenience.mining.features import check_models, mined_samples
-    from lenience.mining.skipping import search_layers
+    from lenience.training.features import check_models, mined_samples
+    from lenience.training.skipping import search_layers
 
     check_models(pair, run)
     with progress_bars() as show:
@@ -153,14 +153,14 @@ def search_layers(pair: Pair, run: Path) -> list[Skipped]:
 
 
 def fit_drafter(pair: Pair, run: Path, plan: DrafterPlan) -> Fitted:
-    from lenience.mining.drafters import fit_drafter
+    from lenience.training.drafters import fit_drafter
 
     with progress_bars() as show:
         return fit_drafter(pair, run, plan, show)
 
 
 def fit_annotated(pair: Pair, rows: list[Annotated], plan: HeadPlan) -> Head:
-    from lenience.mining.fit import fit_annotated
+    from lenience.training.fit import fit_annotated
 
     with progress_bars() as show:
         return fit_annotated(pair, rows, plan, show)

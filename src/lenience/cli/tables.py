@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from lenience.decoding.generation import Generation
     from lenience.decoding.options import Decoding
     from lenience.decoding.pair import Pair
-    from lenience.drafting.planning import Acceptance
+    from lenience.drafting.trees.planning import Acceptance
     from lenience.evaluation.table import Frontier, HumanGrades
     from lenience.heads.head import Head
     from lenience.mining.forecast import Forecast
     from lenience.mining.search import MinedCounts
-    from lenience.mining.skipping import Skipped
     from lenience.tasks import Task
+    from lenience.training.skipping import Skipped
 
 STYLES = {
     "draft": "black on bright_blue",
@@ -431,7 +431,7 @@ def _print_judge(head: Head, folder: Path) -> None:
 
 def print_curve(rows: Sequence[Mapping[str, Any]]) -> None:
     """What a head comes to by how many samples it learns from, and what more would bring."""
-    from lenience.mining.fit import CURVE_RECALL
+    from lenience.training.fit import CURVE_RECALL
 
     accepts = f"unimportant accepted at a recall of {CURVE_RECALL:g}"
     table = Table("samples", "important", "AUC out of fold", accepts, box=None)
@@ -488,7 +488,7 @@ def print_drafter(kind: str, metrics: Mapping[str, Any], folder: Path) -> None:
 
 
 def _print_distilled(metrics: Mapping[str, Any], folder: Path) -> None:
-    from lenience.mining.distillation import WINDOW
+    from lenience.training.distillation import WINDOW
 
     before, table = metrics["before"], Table("", "before", "now", box=None)
     for key, what in (
@@ -503,7 +503,7 @@ def _print_distilled(metrics: Mapping[str, Any], folder: Path) -> None:
 
 def print_trees(found: Acceptance, path: Path) -> dict[str, float]:
     """How often what is drafted is said, and what the best trees should keep by their sizes."""
-    from lenience.drafting.planning import best_shape
+    from lenience.drafting.trees.planning import best_shape
 
     table = Table("drafted before", *(f"rank {i + 1}" for i in range(4)), box=None)
     for depth, shares in enumerate(found.shares):

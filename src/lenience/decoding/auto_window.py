@@ -16,7 +16,7 @@ from lenience.core.context import Context, Row
 from lenience.core.protocols import Drafter, Rule
 from lenience.decoding.loop import cycle
 from lenience.drafting.stops import Likely, Stop
-from lenience.drafting.trees import Chain, Tree
+from lenience.drafting.trees.shapes import Chain, Tree
 from lenience.heads.head import load_head
 from lenience.models.session import Session
 

@@ -21,7 +21,7 @@ from lenience.decoding.options import OWN, Decoding, bound_names
 from lenience.drafting.base import DrafterSpec, Fitted
 from lenience.drafting.registry import parse_drafter
 from lenience.drafting.stops import Stop, parse_stop
-from lenience.drafting.trees import parse_tree
+from lenience.drafting.trees.shapes import parse_tree
 from lenience.rules.registry import BASELINES, parse_rule, parse_spec
 from lenience.tasks.base import AnswerValue
 

@@ -22,9 +22,9 @@ from lenience.decoding.soundness import (
     warn_of_non_finite,
 )
 from lenience.drafting.registry import NoDrafter
+from lenience.drafting.trees.judging import judge_trees
 from lenience.models.session import Session
 from lenience.models.threads import torch_threads
-from lenience.rules.trees import judge_trees
 
 
 @dataclass

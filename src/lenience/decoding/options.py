@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lenience.core.protocols import Rule
     from lenience.drafting.base import DrafterSpec
     from lenience.drafting.stops import Stop
-    from lenience.drafting.trees import Tree
+    from lenience.drafting.trees.shapes import Tree
 
 OWN = "lenience"
 """The engine that is meant where none is named: our own loop."""
@@ -112,7 +112,7 @@ class Decoding:
 
     def _plan_tree(self) -> None:
         """Replace a planned tree by its shape, of as many levels as the window."""
-        from lenience.drafting.trees import parse_tree
+        from lenience.drafting.trees.shapes import parse_tree
 
         depth = self.window if isinstance(self.window, int) and self.window > 0 else None
         object.__setattr__(self, "tree", str(parse_tree(self.tree, depth)))

@@ -50,7 +50,7 @@ from lenience.decoding.setup import Setup, check_fit, check_together, draft_of
 from lenience.drafting.base import DrafterSetup
 from lenience.drafting.registry import NoDrafter, parse_drafter
 from lenience.drafting.stops import Fixed, Stop, parse_stop
-from lenience.drafting.trees import Tree, parse_tree
+from lenience.drafting.trees.shapes import Tree, parse_tree
 from lenience.models.compile import compile_model
 from lenience.models.generation_config import processors_of
 from lenience.models.lm import LAST, LM, States

@@ -12,7 +12,7 @@ from lenience.decoding.generation import Generation
 from lenience.decoding.options import Decoding
 from lenience.drafting.base import DrafterSpec
 from lenience.drafting.stops import Fixed, Stop
-from lenience.drafting.trees import LARGEST, Chain, Tree
+from lenience.drafting.trees.shapes import LARGEST, Chain, Tree
 from lenience.heads.head import shown_layers
 from lenience.models.lm import LAST, LM
 from lenience.models.session import check_trees

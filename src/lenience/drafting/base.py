@@ -11,7 +11,7 @@ from lenience.core.errors import InputError
 from lenience.core.profile import Profile
 from lenience.core.protocols import Drafter, Fitted
 from lenience.drafting.stops import Stop
-from lenience.drafting.trees import Tree
+from lenience.drafting.trees.shapes import Tree
 from lenience.models.lm import LM
 from lenience.models.session import Session
 

@@ -16,9 +16,9 @@ from lenience.core.protocols import Drafter, Fitted
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.draft_model import most_drafted, wide_as_target
-from lenience.drafting.growing import Grown, as_draft
 from lenience.drafting.stops import Fixed
-from lenience.drafting.trees import Chain
+from lenience.drafting.trees.growing import Grown, as_draft
+from lenience.drafting.trees.shapes import Chain
 from lenience.models.lm import LM
 from lenience.models.session import Session
 

@@ -19,9 +19,9 @@ from lenience.core.files import digest_bytes, replacing, write_json
 from lenience.core.protocols import Drafter, Fitted
 from lenience.core.types import Draft
 from lenience.drafting.base import DrafterSetup, DrafterSpec
-from lenience.drafting.growing import Grown, as_draft
 from lenience.drafting.lookup import check_dynamic, likeliest
-from lenience.drafting.trees import Tree
+from lenience.drafting.trees.growing import Grown, as_draft
+from lenience.drafting.trees.shapes import Tree
 from lenience.models.lm import LM
 
 ABOUT, TOKENS, SUFFIXES = "datastore.json", "tokens.npy", "suffixes.npy"

@@ -16,9 +16,9 @@ from lenience.core.errors import InputError
 from lenience.core.protocols import Drafter
 from lenience.core.types import Draft
 from lenience.drafting.base import DrafterSetup, DrafterSpec
-from lenience.drafting.growing import Grown, as_draft
 from lenience.drafting.suffixes import END, Suffixes
-from lenience.drafting.trees import Dynamic, Tree
+from lenience.drafting.trees.growing import Grown, as_draft
+from lenience.drafting.trees.shapes import Dynamic, Tree
 
 T = TypeVar("T", "_Ngrams", Suffixes)
 S = TypeVar("S")

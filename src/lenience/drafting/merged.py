@@ -12,8 +12,8 @@ from lenience.core.errors import InputError
 from lenience.core.protocols import Drafter, Fitted
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.drafting.base import DrafterSetup, DrafterSpec
-from lenience.drafting.growing import Grown, as_draft
-from lenience.drafting.trees import Tree
+from lenience.drafting.trees.growing import Grown, as_draft
+from lenience.drafting.trees.shapes import Tree
 from lenience.models.lm import LM
 
 

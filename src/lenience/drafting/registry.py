@@ -20,8 +20,8 @@ from lenience.drafting.eagle import Eagle
 from lenience.drafting.heads import Blockwise, Medusa
 from lenience.drafting.lookup import Ngram, Suffix
 from lenience.drafting.merged import Merged
-from lenience.drafting.model_tree import model_drafter
 from lenience.drafting.self_draft import Exit, Skip
+from lenience.drafting.trees.by_model import model_drafter
 from lenience.models.lm import LM
 
 

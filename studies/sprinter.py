@@ -1,7 +1,7 @@
 """SPRINTER (Zhong 2025) on any run's pair and task: gates for several tau, their ROC, and what
 follows from their rates beside what decoding does.
 
-    python recipes/sprinter.py OUT [--samples 300] [--tau 1 1.2 1.5] [--threshold 0.5 0.7 0.8 0.9
+    python studies/sprinter.py OUT [--samples 300] [--tau 1 1.2 1.5] [--threshold 0.5 0.7 0.8 0.9
     0.95] [--problems 200] [--after] [--run RUN]
 
 Gates are fitted to the first mined samples, as `lenience fit RUN --gate --tau` does, into OUT/run;
@@ -51,11 +51,11 @@ from lenience.decoding.pair import Pair
 from lenience.drafting.stops import Gate
 from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Head, Inputs
-from lenience.mining.drafted_tokens import gate_states
-from lenience.mining.fit import HeadPlan
 from lenience.runs.answers import reading_flops
 from lenience.runs.record import MinedAnswers, MinedSample, MiningCost
 from lenience.tasks import Sample, Task, take
+from lenience.training.drafted_states import gate_states
+from lenience.training.fit import HeadPlan
 
 ALONG = 5
 """At how many places of an answer its TV is computed."""

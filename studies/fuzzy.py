@@ -1,6 +1,6 @@
 """Fuzzy speculative decoding (FSD, Holsman 2025) on any pair and task.
 
-    python recipes/fuzzy.py OUT [--target T --draft D --task TASK --data FILES] [--problems 200]
+    python studies/fuzzy.py OUT [--target T --draft D --task TASK --data FILES] [--problems 200]
         [--windows 5 10 15 20] [--temperature 0]
 
 Writes OUT/fuzzy.json and prints it:

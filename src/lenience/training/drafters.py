@@ -17,14 +17,14 @@ from lenience.core.progress import Progress, silent
 from lenience.decoding.pair import Pair
 from lenience.drafting.eagle_model import EagleWeights
 from lenience.drafting.heads import DraftHeads
-from lenience.mining.distillation import Distill, DistilledDraft, DistillFit
-from lenience.mining.eagle import EagleFit
-from lenience.mining.features import check_models, mined_samples
-from lenience.mining.fine_tuning import FineTuning, TunedTarget
-from lenience.mining.training import Answer, Schedule, Training, mean_cross_entropy
 from lenience.models.lm import LM
 from lenience.models.session import Session
 from lenience.runs.uses import prompt_digest
+from lenience.training.distillation import Distill, DistilledDraft, DistillFit
+from lenience.training.eagle import EagleFit
+from lenience.training.features import check_models, mined_samples
+from lenience.training.fine_tuning import FineTuning, TunedTarget
+from lenience.training.trainer import Answer, Schedule, Training, mean_cross_entropy
 
 Kind = Literal["medusa", "blockwise", "eagle", "model"]
 Fitted = DraftHeads | EagleWeights | DistilledDraft | TunedTarget

@@ -13,8 +13,8 @@ from lenience.core import spec
 from lenience.core.context import Context
 from lenience.core.errors import InputError
 from lenience.core.types import Draws
-from lenience.drafting.growing import Ends, Expand, Grown, Level, OfOneShape, Picking, Pool
-from lenience.drafting.planning import BUILT_IN, best_shape, load_acceptance
+from lenience.drafting.trees.growing import Ends, Expand, Grown, Level, OfOneShape, Picking, Pool
+from lenience.drafting.trees.planning import BUILT_IN, best_shape, load_acceptance
 
 LARGEST = 1024
 """How many tokens a tree may have."""

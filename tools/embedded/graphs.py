@@ -1,6 +1,6 @@
 """Export the graphs that come with the built-in pair.
 
-    python recipes/built_in_graphs.py
+    python tools/embedded/graphs.py
 
 writes src/lenience/embedded/graphs: a file for each state and shape of window that the demo and
 the built-in heads need. The files hold no weights, so they are small, and serve models of the same

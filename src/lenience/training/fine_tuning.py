@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
 from lenience.drafting.heads import DraftHeads
-from lenience.mining.training import Answer, batches, by_length, mean_cross_entropy
 from lenience.models.lm import LM, PassCache, cache_argument, save_model
+from lenience.training.trainer import Answer, batches, by_length, mean_cross_entropy
 
 BATCH, FURTHER_WEIGHT = 8, 0.8
 """How many answers are learned from together, and what a further token's loss weighs less."""

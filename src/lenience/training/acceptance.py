@@ -16,12 +16,12 @@ from lenience.core.protocols import Drafter
 from lenience.core.types import Draft, Draws, Reading, Verdict
 from lenience.decoding.pair import Pair
 from lenience.drafting.base import DrafterSetup, DrafterSpec
-from lenience.drafting.planning import Acceptance
 from lenience.drafting.registry import parse_drafter
-from lenience.drafting.trees import Shape, Tree
-from lenience.mining.features import check_models, mined_samples
+from lenience.drafting.trees.planning import Acceptance
+from lenience.drafting.trees.shapes import Shape, Tree
 from lenience.models.lm import LM
 from lenience.models.prompts import Prompt
+from lenience.training.features import check_models, mined_samples
 
 DEPTH, RANKS = 12, 5
 """How deep it is measured, and how many ranks."""

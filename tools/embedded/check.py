@@ -1,6 +1,6 @@
 """Measure what the built-in pair is meant to be: a fair testbed. Prints one JSON object.
 
-    python recipes/check_embedded.py --run demo/run
+    python tools/embedded/check.py --run demo/run
 
 Accuracy of both models on held-out problems, and the target's where it goes on from the first half
 of the draft's answer; the cost of a draft pass against a target's read of 9 tokens, and that of

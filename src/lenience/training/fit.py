@@ -15,16 +15,16 @@ from lenience.decoding.certified import heads_of
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.drafting.registry import parse_drafter
-from lenience.drafting.trees import parse_tree
+from lenience.drafting.trees.shapes import parse_tree
 from lenience.heads.fitting import Examples, FitConfig, fit_head
 from lenience.heads.head import Head, Inputs
 from lenience.heads.streaming import StreamedRows
-from lenience.mining.annotated import Annotated, annotated_examples
-from lenience.mining.features import compute_features, fit_in_memory, load_features
 from lenience.mining.resampling import shares_harmless
 from lenience.runs.journal import Journal
 from lenience.runs.record import mined_samples, read_run
 from lenience.runs.uses import note_uses, prompt_digest
+from lenience.training.annotated import Annotated, annotated_examples
+from lenience.training.features import compute_features, fit_in_memory, load_features
 
 CURVE_SHARES, CURVE_RECALL = (0.125, 0.25, 0.5, 1.0), 0.99
 """Of the samples that a learning curve is fitted to, and where its judges are compared."""

@@ -2,7 +2,7 @@
 and the deepest accepted one is kept. A tree's tokens are taken as chosen for certain: to draw the
 target's token and to go down to it, if it is in the tree, keeps the target's distribution
 (SpecInfer, Miao 2023, section 4.3, for drafts of probability 1). What was drawn `speculative` and
-`block` verify by its chances, see `lenience.rules.drawn_trees`."""
+`block` verify by its chances, see `lenience.drafting.trees.drawn`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lenience.core.protocols import Rule
 from lenience.core.transfer import to_device
 from lenience.core.trees import paths
 from lenience.core.types import Draft, Reading, Verdict
-from lenience.rules.drawn_trees import verify_drawn
+from lenience.drafting.trees.drawn import verify_drawn
 
 
 def judge_trees(rule: Rule, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:

@@ -1,15 +1,15 @@
-"""Measure by what trees are planned for the built-in pair's draft (`lenience.drafting.planning`),
+"""Measure how the built-in pair's draft is accepted (`lenience.drafting.trees.planning` reads it),
 and keep it where `--tree planned:16` looks.
 
-    python recipes/built_in_tree.py
+    python tools/embedded/tree.py
 """
 
 from __future__ import annotations
 
 from lenience.decoding.loading import load_pair
-from lenience.drafting.planning import BUILT_IN
-from lenience.mining.acceptance import PROMPTS, measure_acceptance
+from lenience.drafting.trees.planning import BUILT_IN
 from lenience.tasks.wordmath_problems import problem, prompt
+from lenience.training.acceptance import PROMPTS, measure_acceptance
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The studies under recipes/, on random models."""
+"""The studies of papers under studies/, on random models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lenience.decoding.pair import Pair
 from lenience.mining.search import MineConfig, mine
 from lenience.tasks import Sample
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "studies"))
 pytest.importorskip("matplotlib")
 
 import autojudge

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lenience.core.files import write_json
 from lenience.decoding.pair import Pair
-from lenience.mining.training import Answer, batches, by_length
 from lenience.models.lm import LM, save_model
 from lenience.runs.uses import ALIGNED
+from lenience.training.trainer import Answer, batches, by_length
 
 Distill = Literal["forward-kl", "reverse-kl", "on-policy"]
 """What is made small: KL(target ‖ draft) or KL(draft ‖ target) along the target's own answers, or

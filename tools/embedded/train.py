@@ -1,24 +1,24 @@
 r"""Make the built-in pair for the task `wordmath`.
 
-    python recipes/train_embedded.py tokenizer
-    python recipes/train_embedded.py narrow --tokens 36e6 --out narrow
-    python recipes/train_embedded.py narrow --tokens 40e6 --compare 5 --out narrow
-    python recipes/train_embedded.py target --tokens 26e6 --rate 1.5e-3 --decay 1 --compare 5 \
+    python tools/embedded/train.py tokenizer
+    python tools/embedded/train.py narrow --tokens 36e6 --out narrow
+    python tools/embedded/train.py narrow --tokens 40e6 --compare 5 --out narrow
+    python tools/embedded/train.py target --tokens 26e6 --rate 1.5e-3 --decay 1 --compare 5 \
         --numeric 6 --batch 4096 --pool 3000 --widen narrow/narrow --work first --out first
     options="--numeric 6 --batch 4096 --pool 6000 --widen first/target --work lessons"
-    python recipes/train_embedded.py target --tokens 1.4e6 --rate 3e-3 --compare 3 --gifts 6 \
+    python tools/embedded/train.py target --tokens 1.4e6 --rate 3e-3 --compare 3 --gifts 6 \
         --repeats 0.35 --recalls 0.25 $options --out at1.4
-    python recipes/train_embedded.py target --tokens 9e6 --rate 3e-3 --compare 3 --gifts 6 \
+    python tools/embedded/train.py target --tokens 9e6 --rate 3e-3 --compare 3 --gifts 6 \
         --repeats 0.1 --recalls 0.5 $options --out at9
-    python recipes/train_embedded.py target --tokens 30e6 --rate 3e-3 --decay 0.45 --compare 6 \
+    python tools/embedded/train.py target --tokens 30e6 --rate 3e-3 --decay 0.45 --compare 6 \
         --gifts 6 --repeats 0.01 --recalls 0.1 $options --out at30
     for tokens in 40 50; do
-        python recipes/train_embedded.py target --tokens ${tokens}e6 --rate 2e-3 --decay 0.45 \
+        python tools/embedded/train.py target --tokens ${tokens}e6 --rate 2e-3 --decay 0.45 \
             --compare 2 --repeats 0.005 --recalls 0.03 --sums 0.25 $options --out at$tokens
     done
-    python recipes/train_embedded.py average --of 0.2 at30/target --of 0.3 at40/target \
+    python tools/embedded/train.py average --of 0.2 at30/target --of 0.3 at40/target \
         --of 0.5 at50/target
-    python recipes/train_embedded.py draft --tokens 5.2e6
+    python tools/embedded/train.py draft --tokens 5.2e6
 
 What has no --out goes into src/lenience/embedded/; a training run keeps its state in --work and
 goes on from there when it is started again. All models see right solutions only, each in the
@@ -53,7 +53,7 @@ two cores of an AMD EPYC, the target on two that multiply bfloat16 in tiles.
 - draft, 2 layers x 128, 0.45 M parameters: 30,000 tokens/s, 3 minutes. With 6.5 M tokens it is
   right on 56 %, with 10 M on 69 %, and then too few of its mismatches are important.
 
-recipes/check_embedded.py measures what they come to.
+tools/embedded/check.py measures what they come to.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from lenience.tasks import wordmath, wordmath_problems
 from lenience.tasks.wordmath_problems import Problem, Story
 
-EMBEDDED = Path(__file__).parents[1] / "src/lenience/embedded"
+EMBEDDED = Path(__file__).parents[2] / "src/lenience/embedded"
 SHAPES = {
     "narrow": dict(
         hidden_size=128, intermediate_size=384, num_hidden_layers=8, num_attention_heads=2

@@ -24,13 +24,13 @@ from lenience.decoding.soundness import check_states
 from lenience.heads.fitting import Examples
 from lenience.heads.head import Inputs, Role
 from lenience.heads.streaming import StreamedRows
-from lenience.mining.drafted_on import as_in_windows, values_drafted_on
-from lenience.mining.drafted_tokens import Labelled, decided_states, gate_states, stop_states
 from lenience.models.lm import LAST, States
 from lenience.models.memory import free_bytes
 from lenience.models.session import Session
 from lenience.runs.journal import Journal
 from lenience.runs.record import MinedSample, Mismatch, read_run
+from lenience.training.drafted_states import Labelled, decided_states, gate_states, stop_states
+from lenience.training.window_values import as_in_windows, values_drafted_on
 
 COPIES = 4
 """How many copies of its inputs a fit in memory makes."""

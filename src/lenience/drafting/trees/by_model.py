@@ -13,9 +13,9 @@ from lenience.core.protocols import Drafter
 from lenience.core.types import Draft
 from lenience.drafting.base import DrafterSetup
 from lenience.drafting.draft_model import ModelDrafter, most_drafted, wide_as_target
-from lenience.drafting.growing import Ends, Grown, Level, as_draft
 from lenience.drafting.stops import Stop
-from lenience.drafting.trees import Tree
+from lenience.drafting.trees.growing import Ends, Grown, Level, as_draft
+from lenience.drafting.trees.shapes import Tree
 from lenience.models.lm import LM
 from lenience.models.session import Session, tree_cache
 

@@ -1,7 +1,7 @@
 """Judge Decoding (Bachmann 2025) on the built-in pair: annotated answers, the judge, and the
 paper's probes.
 
-    python recipes/judge_decoding.py OUT [--rows 500] [--probes 200] [--problems 300]
+    python studies/judge_decoding.py OUT [--rows 500] [--probes 200] [--problems 300]
         [--run RUN --annotated FILE]
 
 OUT/errors.jsonl: right solutions, and solutions with one slip at a known place, by either author,
@@ -49,16 +49,16 @@ from lenience.evaluation.compare import CompareConfig, compare
 from lenience.heads.fitting import Examples, FitConfig, Setting, fit_stopped
 from lenience.heads.head import Head, Inputs, load_head
 from lenience.heads.scores import auc_interval
-from lenience.mining.annotated import (
+from lenience.models.lm import States
+from lenience.models.session import Session
+from lenience.tasks import wordmath, wordmath_problems
+from lenience.training.annotated import (
     Annotated,
     annotated_examples,
     marked_answers,
     read_annotated,
 )
-from lenience.mining.fit import HeadPlan
-from lenience.models.lm import States
-from lenience.models.session import Session
-from lenience.tasks import wordmath, wordmath_problems
+from lenience.training.fit import HeadPlan
 
 DECODED_RECALLS = (0.9, 0.98, 0.995)
 FIRST = 5000

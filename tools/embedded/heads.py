@@ -1,7 +1,7 @@
 """Fit the heads that draft for the built-in target (`lenience.drafting.heads`) to its own answers
 to many more problems than a run mines.
 
-    python recipes/built_in_heads.py --work heads-work
+    python tools/embedded/heads.py --work heads-work
 
 Decoding and fitting go on where they were. On two cores that have nothing else to do decoding 5,000
 answers takes some five minutes, and fitting the heads a quarter of an hour.
@@ -17,9 +17,9 @@ from typing import cast
 
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
-from lenience.mining.drafters import DrafterPlan, Kind, fit_to_answers
-from lenience.mining.training import Answer
 from lenience.tasks.wordmath_problems import problem, prompt
+from lenience.training.drafters import DrafterPlan, Kind, fit_to_answers
+from lenience.training.trainer import Answer
 
 BATCH = 200
 
