@@ -35,8 +35,8 @@ from lenience.decoding.dialogue import Continue, Dialogue, Ended
 from lenience.decoding.loading import load_pair
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
+from lenience.drafting.parsing import parse_drafter
 from lenience.drafting.recalled import Recalled
-from lenience.drafting.registry import parse_drafter
 from lenience.evaluation.table import machine
 from lenience.mining.crew import HiredWorker, ProcessCrew, mined_by
 from lenience.mining.search import Found, Miner, search

@@ -27,8 +27,8 @@ from lenience.evaluation.quality import beside_target
 from lenience.evaluation.table import SHARES, Frontier, FrontierRow, Setting, allocation, table
 from lenience.heads.head import Head, Inputs
 from lenience.mining.search import MineConfig, mine
+from lenience.rules.parsing import terms
 from lenience.rules.registry import RULES as ALL_RULES
-from lenience.rules.registry import terms
 from lenience.rules.settings import JUDGED, expand, grid
 from lenience.runs.answers import Answer
 from lenience.tasks import load_task, take

@@ -23,7 +23,7 @@ from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.decoding.response import TextStream, pieces
 from lenience.models.kv_cache import Forward, PlainCache
-from lenience.rules.registry import parse_rule
+from lenience.rules.parsing import parse_rule
 
 PROMPTS = [[5, 9, 13], [7], [3, 3, 8, 40, 2, 21, 30, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20]]
 

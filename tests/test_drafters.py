@@ -27,7 +27,7 @@ from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.drafting.base import DrafterSetup
 from lenience.drafting.heads import DraftHeads, load_heads
-from lenience.drafting.registry import parse_drafter
+from lenience.drafting.parsing import parse_drafter
 from lenience.drafting.stops import Fixed
 from lenience.drafting.suffixes import END, Suffixes
 from lenience.drafting.trees.shapes import parse_tree

@@ -20,7 +20,7 @@ from lenience.decoding.pair import Pair
 from lenience.drafting.trees.growing import Ends, Level, as_draft
 from lenience.drafting.trees.judging import judge_trees
 from lenience.drafting.trees.shapes import Ranked, parse_tree
-from lenience.rules.registry import parse_rule
+from lenience.rules.parsing import parse_rule
 
 DRAWS = ("with-replacement", "without-replacement")
 SHAPES = ("cartesian:2,2", "cartesian:3,1,1", "shape:2,0,2,1", "cartesian:1,1,1")

@@ -23,7 +23,7 @@ from lenience.decoding.pair import Pair
 from lenience.drafting.base import DrafterSetup
 from lenience.drafting.eagle import eagle_lm
 from lenience.drafting.eagle_model import load_eagle
-from lenience.drafting.registry import parse_drafter
+from lenience.drafting.parsing import parse_drafter
 from lenience.drafting.stops import Fixed
 from lenience.drafting.trees.shapes import parse_tree
 from lenience.models.cuda_graphs import CudaGraphs

@@ -21,11 +21,11 @@ from lenience.decoding.certified import head_paths, stop_without_paths, without_
 from lenience.decoding.loading import load_pair
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
-from lenience.drafting.registry import parse_drafter
+from lenience.drafting.parsing import parse_drafter
 from lenience.drafting.stops import Likely, parse_stop
 from lenience.evaluation.compare import CompareConfig
 from lenience.rules.judge import BUILT_IN, Judge
-from lenience.rules.registry import parse_rule
+from lenience.rules.parsing import parse_rule
 from lenience.runs.uses import prompt_digest
 from lenience.tasks import WordMath, take
 

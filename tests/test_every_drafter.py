@@ -24,7 +24,8 @@ from lenience.decoding.loop import cycle
 from lenience.decoding.pair import Pair
 from lenience.drafting.base import DrafterSetup
 from lenience.drafting.datastore import build_store
-from lenience.drafting.registry import DRAFTERS, parse_drafter
+from lenience.drafting.parsing import parse_drafter
+from lenience.drafting.registry import DRAFTERS
 from lenience.drafting.stops import parse_stop
 from lenience.drafting.trees.shapes import parse_tree
 from lenience.evaluation.compare import CompareConfig, compare
@@ -32,7 +33,7 @@ from lenience.evaluation.pages import write_report
 from lenience.mining.search import MineConfig, mine
 from lenience.models.lm import LAST, States
 from lenience.models.session import Session
-from lenience.rules.registry import parse_rule
+from lenience.rules.parsing import parse_rule
 
 PROMPTS = [[5, 6, 7], list(range(1, 20)), [9], [3, 3, 3, 3, 8, 8]]
 

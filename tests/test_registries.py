@@ -16,8 +16,10 @@ from lenience.core.errors import InputError
 from lenience.core.noise import Noise
 from lenience.core.types import Draft, Reading
 from lenience.decoding.pair import Pair
-from lenience.drafting.registry import DRAFTERS, parse_drafter
-from lenience.rules.registry import RULES, parse_rule
+from lenience.drafting.parsing import parse_drafter
+from lenience.drafting.registry import DRAFTERS
+from lenience.rules.parsing import parse_rule
+from lenience.rules.registry import RULES
 from lenience.tasks import TASKS
 
 RULE_SETTINGS = [setting for term in RULES.values() for setting in term.grid]

@@ -29,7 +29,7 @@ from lenience.rules.base import Term
 from lenience.rules.combine import AllOf, AnyOf, as_rule
 from lenience.rules.judge import Judge
 from lenience.rules.lenient import TopK
-from lenience.rules.registry import parse_rule
+from lenience.rules.parsing import parse_rule
 from lenience.rules.strict import Exact, Speculative
 
 VOCABULARY = 6

@@ -41,7 +41,7 @@ from lenience.drafting.stops import STOPS, Fixed, Gate, Heuristic, Likely, parse
 from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Head, Inputs, load_head
 from lenience.mining.search import MineConfig, mine
-from lenience.rules.registry import parse_rule
+from lenience.rules.parsing import parse_rule
 from lenience.runs.record import MinedSample
 from lenience.training.drafted_states import GATE_PREFIXES, STOP_WINDOW, decided_states
 from lenience.training.features import compute_features, load_features

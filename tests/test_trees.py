@@ -32,7 +32,7 @@ from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.kv_cache import Forward, TreeSight
 from lenience.models.lm import LAST
 from lenience.models.session import Session
-from lenience.rules.registry import parse_rule
+from lenience.rules.parsing import parse_rule
 
 TREES = (
     "dynamic:6",

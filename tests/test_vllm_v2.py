@@ -39,7 +39,7 @@ from lenience.core.types import Draft, Reading, Verdict
 from lenience.heads.head import Head, Inputs
 from lenience.integrations.vllm import asked, v2
 from lenience.integrations.vllm.checks import check_seams
-from lenience.rules.registry import parse_spec
+from lenience.rules.parsing import parse_spec
 
 # what Triton's interpreter has no function for
 sampling_kernels.tldevice = SimpleNamespace(log1p=lambda x: tl.log(1 + x))

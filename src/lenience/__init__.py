@@ -59,7 +59,7 @@ def load_pair(
 def rule(spec: str) -> Rule:
     """Make an acceptance rule from its spec, such as "topk:3"; `str(rule)` gives the spec back.
     Raises InputError."""
-    from lenience.rules.registry import parse_rule
+    from lenience.rules.parsing import parse_rule
 
     return parse_rule(spec)
 

@@ -33,7 +33,7 @@ from lenience.decoding.certified import (
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.evaluation.quality import values
-from lenience.rules.registry import parse_rule
+from lenience.rules.parsing import parse_rule
 from lenience.runs.answers import Answer, Answers
 from lenience.runs.journal import open_run
 from lenience.runs.ledger import Attempt, Ledger

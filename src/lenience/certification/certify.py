@@ -37,7 +37,7 @@ from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.evaluation.names import setting_name
 from lenience.evaluation.pages import write_certificate
-from lenience.rules.registry import parse_spec
+from lenience.rules.parsing import parse_spec
 from lenience.runs.answers import Answer
 from lenience.runs.record import mined_first
 from lenience.runs.uses import fitted_in, group_of

@@ -8,7 +8,7 @@ from lenience.decoding.options import Decoding
 from lenience.rules.base import Term
 from lenience.rules.combine import AnyOf
 from lenience.rules.judge import Judge, logit
-from lenience.rules.registry import parse_rule
+from lenience.rules.parsing import parse_rule
 from lenience.runs.answers import Answer
 
 MARGIN = 1e-5

@@ -31,9 +31,10 @@ from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.drafting.eagle import Eagle
 from lenience.drafting.heads import Blockwise, Medusa
-from lenience.drafting.registry import DRAFTERS, parse_drafter
+from lenience.drafting.parsing import parse_drafter
+from lenience.drafting.registry import DRAFTERS
 from lenience.evaluation.table import machine
-from lenience.rules.registry import terms
+from lenience.rules.parsing import terms
 from lenience.runs.ledger import Ledger
 from lenience.runs.record import check_prompts, for_task
 from lenience.runs.uses import Draw, aligned

@@ -246,7 +246,8 @@ class FitFlags:
 
     def _check_of(self, rule: str) -> None:
         from lenience.decoding.certified import refuse_certified
-        from lenience.rules.registry import BASELINES, parse_rule
+        from lenience.rules.parsing import parse_rule
+        from lenience.rules.registry import BASELINES
 
         if not self.stop:
             raise InputError("--of: says what a stop learns from; give --stop too")

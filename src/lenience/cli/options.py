@@ -286,7 +286,7 @@ class TuneFlags(QuestionFlags):
         """What is tuned. Raises InputError for what is wrong with it, before models are loaded."""
         from lenience.certification.tune import WINDOWS, TuneConfig
         from lenience.decoding.auto_window import STOP_THRESHOLDS
-        from lenience.drafting.registry import parse_drafter
+        from lenience.drafting.parsing import parse_drafter
         from lenience.drafting.stops import Likely, parse_stop
 
         stops = self.stop
@@ -395,10 +395,11 @@ def check_specs(options: Mapping[str, Any]) -> bool:
     """Raise InputError for what is wrong with options before the models are loaded; says whether
     anything is drafted."""
     from lenience.decoding.options import Decoding
-    from lenience.drafting.registry import parse_drafter
+    from lenience.drafting.parsing import parse_drafter
     from lenience.drafting.stops import parse_stop
     from lenience.drafting.trees.shapes import parse_tree
-    from lenience.rules.registry import BASELINES, parse_rule
+    from lenience.rules.parsing import parse_rule
+    from lenience.rules.registry import BASELINES
 
     decoding = Decoding.of(resolved(options))
     parse_stop(decoding.stop)
@@ -423,7 +424,7 @@ def resolved(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def needs_draft(options: Mapping[str, Any]) -> bool:
     """Whether a draft model is asked for anything."""
-    from lenience.drafting.registry import parse_drafter
+    from lenience.drafting.parsing import parse_drafter
 
     options = resolved(options)
     if options.get("rule") in ("target", "draft"):

@@ -19,10 +19,11 @@ from lenience.core.protocols import Rule
 from lenience.core.records import Record
 from lenience.decoding.options import OWN, Decoding, bound_names
 from lenience.drafting.base import DrafterSpec, Fitted
-from lenience.drafting.registry import parse_drafter
+from lenience.drafting.parsing import parse_drafter
 from lenience.drafting.stops import Stop, parse_stop
 from lenience.drafting.trees.shapes import parse_tree
-from lenience.rules.registry import BASELINES, parse_rule, parse_spec
+from lenience.rules.parsing import parse_rule, parse_spec
+from lenience.rules.registry import BASELINES
 from lenience.tasks.base import AnswerValue
 
 PREFIX = "certified:"

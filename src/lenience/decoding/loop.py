@@ -21,7 +21,6 @@ from lenience.decoding.soundness import (
     have_finite_max,
     warn_of_non_finite,
 )
-from lenience.drafting.registry import NoDrafter
 from lenience.drafting.trees.judging import judge_trees
 from lenience.models.session import Session
 from lenience.models.threads import torch_threads
@@ -35,6 +34,18 @@ class Request:
     response: Response
     number: int = 0
     began: float = field(default_factory=time.perf_counter)
+
+
+class NoDrafter(Drafter):
+    """Proposes nothing, so that each cycle is a plain step of the model that reads."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
+        rows = len(ctx.rows)
+        tokens = torch.empty(rows, 0, dtype=torch.long, device=self.device)
+        return Draft(tokens, torch.zeros(rows, dtype=torch.long, device=self.device))
 
 
 def decode(

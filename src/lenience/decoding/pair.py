@@ -43,12 +43,12 @@ from lenience.decoding.certified import (
 )
 from lenience.decoding.dialogue import Dialogue, Ended
 from lenience.decoding.generation import Generation
-from lenience.decoding.loop import Request, decode
+from lenience.decoding.loop import NoDrafter, Request, decode
 from lenience.decoding.options import OWN, Decoding, takes_options
 from lenience.decoding.response import Response
 from lenience.decoding.setup import Setup, check_fit, check_together, draft_of
 from lenience.drafting.base import DrafterSetup
-from lenience.drafting.registry import NoDrafter, parse_drafter
+from lenience.drafting.parsing import parse_drafter
 from lenience.drafting.stops import Fixed, Stop, parse_stop
 from lenience.drafting.trees.shapes import Tree, parse_tree
 from lenience.models.compile import compile_model
@@ -59,7 +59,8 @@ from lenience.models.prompts import Prompt, several
 from lenience.models.session import Session, tree_cache
 from lenience.models.threads import torch_threads
 from lenience.rules.combine import as_rule
-from lenience.rules.registry import BASELINES, parse_rule
+from lenience.rules.parsing import parse_rule
+from lenience.rules.registry import BASELINES
 from lenience.rules.strict import Exact
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from lenience.drafting.trees.shapes import LARGEST, Chain, Tree
 from lenience.heads.head import shown_layers
 from lenience.models.lm import LAST, LM
 from lenience.models.session import check_trees
-from lenience.rules.registry import is_lossless, refuse_forbidden
+from lenience.rules.lossless import is_lossless, refuse_forbidden
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from lenience.core.errors import InputError
 from lenience.core.protocols import Drafter, Fitted
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.drafting.base import DrafterSetup, DrafterSpec
-from lenience.drafting.draft_model import most_drafted, wide_as_target
+from lenience.drafting.model import most_drafted, wide_as_target
 from lenience.drafting.stops import Fixed
 from lenience.drafting.trees.growing import Grown, as_draft
 from lenience.drafting.trees.shapes import Chain

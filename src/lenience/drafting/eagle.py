@@ -19,7 +19,7 @@ from lenience.core.types import Reading
 from lenience.drafting.after_target import AfterTarget, TargetSession
 from lenience.drafting.base import DrafterSetup, DrafterSpec, check_fitted_to
 from lenience.drafting.eagle_model import EagleModel, EagleWeights, load_eagle
-from lenience.drafting.trees.by_model import drafter_on
+from lenience.drafting.model import drafter_on
 from lenience.models.compile import compile_model
 from lenience.models.kv_cache import Forward, PlainCache
 from lenience.models.lm import LAST, LM

@@ -23,7 +23,7 @@ from lenience.core.hub import local
 from lenience.core.protocols import Drafter, Fitted
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.drafting.base import DrafterSetup, DrafterSpec, check_fitted_to
-from lenience.drafting.draft_model import wide_as_target
+from lenience.drafting.model import wide_as_target
 from lenience.drafting.published import BROKEN, has_shape, shown_shape, table, tensors_in
 from lenience.drafting.trees.growing import Ends, Grown, Level, as_draft
 from lenience.models.lm import LM

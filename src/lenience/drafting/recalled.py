@@ -14,7 +14,7 @@ from lenience.core.protocols import Drafter
 from lenience.core.recall import MATCHES, Place, Recall, Recollection
 from lenience.core.types import Draft
 from lenience.drafting.base import DrafterSetup, DrafterSpec
-from lenience.drafting.draft_model import most_drafted, wide_as_target
+from lenience.drafting.model import most_drafted, wide_as_target
 from lenience.drafting.trees.growing import Grown, as_draft
 from lenience.models.lm import LM
 from lenience.models.session import Session, common

@@ -18,7 +18,7 @@ from lenience.core.trees import Parents
 from lenience.core.types import Reading
 from lenience.drafting.after_target import AfterTarget, TargetSession
 from lenience.drafting.base import DrafterSetup, DrafterSpec
-from lenience.drafting.trees.by_model import drafter_on, model_drafter
+from lenience.drafting.model import drafter_on, model_drafter
 from lenience.models.compile import compile_model
 from lenience.models.kv_cache import RowCache
 from lenience.models.lm import LM

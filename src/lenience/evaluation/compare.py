@@ -34,7 +34,8 @@ from lenience.evaluation.table import (
     machine,
     table,
 )
-from lenience.rules.registry import BASELINES, parse_spec
+from lenience.rules.parsing import parse_spec
+from lenience.rules.registry import BASELINES
 from lenience.rules.settings import expand
 from lenience.runs.answers import Answer, Answers
 from lenience.runs.journal import Journal, open_run

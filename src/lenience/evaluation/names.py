@@ -10,11 +10,12 @@ from typing import Any
 from lenience.core import spec
 from lenience.core.files import built_in
 from lenience.decoding.certified import TriedSetting
-from lenience.drafting.registry import parse_drafter
+from lenience.drafting.parsing import parse_drafter
 from lenience.drafting.stops import parse_stop
 from lenience.evaluation.table import FrontierRow
 from lenience.rules.base import Term
-from lenience.rules.registry import BASELINES, parse_spec, terms
+from lenience.rules.parsing import parse_spec, terms
+from lenience.rules.registry import BASELINES
 
 NO_LABELS: Mapping[str, str] = MappingProxyType({})
 

@@ -14,7 +14,7 @@ from lenience.evaluation.advice import recommended
 from lenience.evaluation.names import NamedRow, alike, named, setting_name, short, why
 from lenience.evaluation.plots import as_svg, no_figures, plot, rungs
 from lenience.evaluation.table import Example, Frontier
-from lenience.rules.registry import terms
+from lenience.rules.parsing import terms
 from lenience.runs.answers import Answer
 
 ORIGINS = {

@@ -18,7 +18,8 @@ from lenience.decoding.pair import Pair
 from lenience.decoding.response import until_stop
 from lenience.models.generation_config import processors_of
 from lenience.models.session import Session
-from lenience.rules.registry import BASELINES, parse_rule
+from lenience.rules.parsing import parse_rule
+from lenience.rules.registry import BASELINES
 from lenience.runs.answers import BY_LENIENCE
 from lenience.runs.record import MinedAnswers, MinedSample, MiningCost, Mismatch
 from lenience.tasks import Sample, Task

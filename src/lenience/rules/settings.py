@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from lenience.core import spec
 from lenience.core.errors import InputError
 from lenience.rules.base import Term
-from lenience.rules.registry import BASELINES, RULES, parse_spec
+from lenience.rules.parsing import parse_spec
+from lenience.rules.registry import BASELINES, RULES
 
 JUDGED = (0.5, 0.8, 0.9, 0.98, 0.995, 0.998)
 """The recalls at whose thresholds "all" tries a judge."""

@@ -16,7 +16,7 @@ from lenience.core.protocols import Drafter
 from lenience.core.types import Draft, Draws, Reading, Verdict
 from lenience.decoding.pair import Pair
 from lenience.drafting.base import DrafterSetup, DrafterSpec
-from lenience.drafting.registry import parse_drafter
+from lenience.drafting.parsing import parse_drafter
 from lenience.drafting.trees.planning import Acceptance
 from lenience.drafting.trees.shapes import Shape, Tree
 from lenience.models.lm import LM

@@ -16,7 +16,7 @@ from lenience.decoding.pair import Pair
 from lenience.heads.head import Inputs
 from lenience.models.generation_config import processors_of
 from lenience.models.session import Session
-from lenience.rules.registry import parse_rule
+from lenience.rules.parsing import parse_rule
 from lenience.runs.record import MinedSample
 
 STOP_TOKENS = 64

@@ -14,7 +14,7 @@ from lenience.core.progress import Progress, silent
 from lenience.decoding.certified import heads_of
 from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
-from lenience.drafting.registry import parse_drafter
+from lenience.drafting.parsing import parse_drafter
 from lenience.drafting.trees.shapes import parse_tree
 from lenience.heads.fitting import Examples, FitConfig, fit_head
 from lenience.heads.head import Head, Inputs

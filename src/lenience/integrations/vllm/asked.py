@@ -24,7 +24,8 @@ from lenience.decoding.certified import (
 )
 from lenience.rules.base import Term
 from lenience.rules.combine import AnyOf
-from lenience.rules.registry import is_lossless, parse_spec, refuse_forbidden
+from lenience.rules.lossless import is_lossless, refuse_forbidden
+from lenience.rules.parsing import parse_spec
 from lenience.rules.strict import Exact, Speculative
 
 KEY = "lenience"

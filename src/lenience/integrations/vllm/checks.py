@@ -19,7 +19,7 @@ from lenience.heads.head import shown_layers
 from lenience.integrations.vllm.asked import VARIABLE, Asked
 from lenience.rules.combine import AnyOf
 from lenience.rules.lenient import Ensemble
-from lenience.rules.registry import is_lossless
+from lenience.rules.lossless import is_lossless
 
 KNOWN = ("0.32", "0.33")
 """The versions of vLLM whose sources were read; tests run on 0.32."""

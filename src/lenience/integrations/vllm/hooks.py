@@ -24,7 +24,7 @@ from lenience.integrations.vllm.checks import (
     check_rule,
     check_seams,
 )
-from lenience.rules.registry import is_lossless
+from lenience.rules.lossless import is_lossless
 
 logger = logging.getLogger("vllm.lenience")
 

@@ -1,0 +1,52 @@
+"""Read a drafter from its spec."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from lenience.core import spec
+from lenience.core.errors import InputError
+from lenience.drafting.base import DrafterSpec
+from lenience.drafting.cascade import Horizontal, Vertical
+from lenience.drafting.merged import Merged
+from lenience.drafting.registry import DRAFTERS
+
+T = TypeVar("T")
+
+
+def parse_drafter(drafter: str | DrafterSpec) -> DrafterSpec:
+    """A drafter from its spec, such as "model", or several as one, such as "ngram|model",
+    "ngram>model" or "model:4+ngram", where "|" binds least and "+" most; a DrafterSpec is returned
+    as it is. Raises InputError that names what is wrong with the spec."""
+    if not isinstance(drafter, str):
+        return spec.parse(drafter, "drafter", "drafter", DRAFTERS, DrafterSpec)
+    try:
+        merged = [_vertical(part) for part in spec.split(drafter, "|")]
+        return merged[0] if len(merged) == 1 else Merged(tuple(merged))
+    except InputError as error:
+        raise InputError(f"drafter {drafter!r}: {error}") from None
+
+
+def _vertical(text: str) -> DrafterSpec:
+    *firsts, last = [_horizontal(part) for part in spec.split(text, ">")]
+    return Vertical(_only(firsts, ">"), last) if firsts else last
+
+
+def _horizontal(text: str) -> DrafterSpec:
+    *firsts, last = spec.split(text, "+")
+    if not firsts:
+        return spec.parse_term(last, "drafter", DRAFTERS)
+    name, *count = _only(firsts, "+").rsplit(":", 1)
+    if not count or not count[0].isdigit():
+        raise InputError(
+            f"{firsts[0]}+: how many tokens come from it? Write {firsts[0]}:4+{last}, or put a "
+            "path with + in double quotes"
+        )
+    first, then = (spec.parse_term(part, "drafter", DRAFTERS) for part in (name, last))
+    return Horizontal(first, int(count[0]), then)
+
+
+def _only(parts: list[T], mark: str) -> T:
+    if len(parts) > 1:
+        raise InputError(f"{mark} joins two drafters; leave the others out")
+    return parts[0]

@@ -1,0 +1,52 @@
+"""Read a rule from its spec."""
+
+from __future__ import annotations
+
+from lenience.core import spec
+from lenience.core.errors import InputError
+from lenience.core.protocols import Rule
+from lenience.rules.base import Term
+from lenience.rules.combine import AllOf, AnyOf, as_rule
+from lenience.rules.registry import BASELINES, RULES
+
+ELSEWHERE = {
+    "all": "stands for every rule in a comparison alone; name one",
+    "certified": "write certified:RUN, with a run folder that has a certificate",
+}
+"""What people write for a rule that is none."""
+
+
+def parse_rule(rule: str | Term | Rule) -> Rule:
+    """A rule from its spec, such as "topk:3" or "judge:runs/gsm8k/judge@0.9", or from a single
+    term; a Rule is returned as it is. Raises InputError that names what is wrong with the spec."""
+    if isinstance(rule, str):
+        return parse_spec(rule)
+    if isinstance(rule, Term):
+        return as_rule(rule)
+    if not isinstance(rule, Rule):
+        raise InputError(
+            f"rule {rule!r}: is neither a spec nor a rule; derive its class from "
+            "lenience.core.protocols.Rule"
+        )
+    return rule
+
+
+def parse_spec(text: str) -> AnyOf:
+    """A rule from its spec. Raises InputError that names what is wrong with it."""
+    if text in ELSEWHERE:
+        raise InputError(f"rule {text!r}: {ELSEWHERE[text]}")
+    try:
+        return AnyOf(tuple(_part(part) for part in spec.split(text, "|")))
+    except InputError as error:
+        raise InputError(f"rule {text!r}: {error}") from None
+
+
+def _part(text: str) -> AllOf:
+    terms = [spec.parse_term(term, "rule", RULES) for term in spec.split(text, "&")]
+    return AllOf(tuple(terms))
+
+
+def terms(rule: str) -> tuple[Term, ...]:
+    """The terms of a rule's spec, none for a model alone. Raises InputError as `parse_spec`
+    does."""
+    return () if rule in BASELINES else parse_spec(rule).terms
