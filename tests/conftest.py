@@ -37,6 +37,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from lenience.core.needs import Parts
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.drafting.base import DrafterSpec
@@ -214,7 +215,7 @@ def repeating(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(sys.modules, "repeating", sys.modules[__name__])
     exec(EXAMPLES["src/lenience/drafting/repeat.py"], namespace)
     drafter: type[DrafterSpec] = namespace["Repeat"]
-    assert drafter.certain and not drafter.needs_draft
+    assert Parts.PROBS not in drafter.offers and not drafter.needs_draft
     monkeypatch.setitem(DRAFTERS, "repeat", drafter)
     return "repeat"
 

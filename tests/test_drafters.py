@@ -236,7 +236,7 @@ def test_what_cannot_be_joined_is_refused(llama: Pair) -> None:
         llama.generate("w1", drafter="ngram|ngram")
     with pytest.raises(InputError, match=r"there is no drafter 'x'"):
         llama.generate("w1", drafter="ngram|x")
-    with pytest.raises(InputError, match=r"block: judges tokens that were drawn.*drafter alone"):
+    with pytest.raises(InputError, match=r"block: needs drawn tokens.*drafter alone"):
         llama.generate("w1", drafter="ngram|model", rule="block", temperature=0.5)
 
 

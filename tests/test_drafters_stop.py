@@ -124,7 +124,7 @@ def proposed(
     rows = [Row(Noise(0, b""), list(prompt)) for prompt in prompts]
     for row in rows:  # heads go on from the target's last state
         generator = torch.Generator().manual_seed(sum(row.prefix))
-        row.state = torch.randn(pair.target.hidden_size, generator=generator)
+        row.memory[drafter] = torch.randn(pair.target.hidden_size, generator=generator)
     with torch.inference_mode():
         draft = drafter.propose(replace(pair.context(setup, window), rows=rows), room)
     found = []
@@ -235,10 +235,16 @@ def test_no_condition_changes_a_strict_answer(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"drafter": "exit:1", "stop": "{stop}"}, "reads the draft model's states, and drafter ex"),
-        ({"drafter": "model", "stop": "{stop}", "tree": "dynamic:4"}, "reads the draft's states"),
-        ({"drafter": "ngram", "stop": "confidence:0.4"}, "reads what tokens are drawn from"),
-        ({"drafter": "ngram|model", "stop": "heuristic"}, "ends windows of one drafter"),
+        ({"drafter": "exit:1", "stop": "{stop}"}, "needs the draft model's states, and drafter ex"),
+        (
+            {"drafter": "model", "stop": "{stop}", "tree": "dynamic:4"},
+            "model's states, and a tree",
+        ),
+        ({"drafter": "ngram", "stop": "confidence:0.4"}, "needs the chance of each token"),
+        (
+            {"drafter": "ngram|model", "stop": "heuristic"},
+            "a stop condition can end",
+        ),
         (
             {"drafter": "model", "stop": "entropy:0.4,rate=0.8", "tree": "dynamic:4"},
             "of a tree.s tokens one path alone can be kept",

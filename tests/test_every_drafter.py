@@ -163,7 +163,7 @@ def test_what_is_sampled_keeps_the_targets_distribution(
     )  # fmt: skip
     decides, drafts = parse_rule(rule), spec.build(setup)
     rows = [Row(Noise(seed, b""), list(prompt)) for seed in range(n)]
-    fresh = decides.whole_window or shape.draws is not None
+    fresh = decides.needs.whole_window or shape.draws is not None
     ctx = Context(rows, window=2, temperature=1.0, fresh_noise_per_window=fresh)
     kept = 0
     while min(len(row.prefix) for row in rows) < len(prompt) + 3:

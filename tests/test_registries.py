@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
+from lenience.core.needs import Parts
 from lenience.core.noise import Noise
 from lenience.core.types import Draft, Reading
 from lenience.decoding.pair import Pair
@@ -41,7 +42,7 @@ def cycle(seed: int, rows: int, width: int, temperature: float) -> tuple[Draft, 
 
 
 def temperature_of(setting: str) -> float:
-    return 0.8 if parse_rule(setting).needs_sampling else 0.0
+    return 0.8 if parse_rule(setting).needs.sampling else 0.0
 
 
 @pytest.mark.parametrize("setting", RULE_SETTINGS)
@@ -86,7 +87,7 @@ def test_tokens_proposed_for_certain_are_decided_or_refused_by_name(
     """Distributions of the draft's, where it has none, must not be made up."""
     rule = parse_rule(setting)
     options = {"rule": setting, "drafter": repeating, "temperature": temperature_of(setting)}
-    if rule.needs_draft_probs:
+    if Parts.PROBS in rule.needs.window:
         says = f"{re.escape(str(rule))}.*drafter {repeating} has none"
         with pytest.raises(InputError, match=says):
             llama.generate("w1 w2", **options)

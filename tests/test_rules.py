@@ -19,6 +19,7 @@ from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor
 import lenience
 from lenience import InputError
 from lenience.core.context import Context, Row
+from lenience.core.needs import Needs
 from lenience.core.noise import Noise, uniform
 from lenience.core.protocols import Rule
 from lenience.core.types import Draft, Reading, Verdict
@@ -496,7 +497,7 @@ def many_windows(
     target, drafted = ({p: np.log(rng.dirichlet([1.0] * 2)) for p in prefixes} for _ in range(2))
     all_rows = [Row(Noise.for_prompt(seed, [i])) for i in range(rows)]
     while left := [row for row in all_rows if row.position < length]:
-        ctx = Context(left, 1.0, fresh_noise_per_window=rule.whole_window)
+        ctx = Context(left, 1.0, fresh_noise_per_window=rule.needs.whole_window)
         tokens, logits = torch.empty(len(left), 0, dtype=torch.long), []
         for w in range(window):
             seen = [(*row.prefix, *more) for row, more in zip(left, tokens.tolist())]
@@ -551,7 +552,7 @@ def test_a_rule_that_looks_ahead_draws_anew_for_each_window(llama: Pair) -> None
     seen = []
 
     class Spy(Exact):
-        whole_window = True
+        needs = Needs(whole_window=True)
 
         def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> torch.Tensor:
             seen.append(ctx.fresh_noise_per_window)
@@ -559,7 +560,8 @@ def test_a_rule_that_looks_ahead_draws_anew_for_each_window(llama: Pair) -> None
 
     llama.generate([5, 9], rule=Spy(), temperature=1.0, max_new_tokens=5)
     assert set(seen) == {True}
-    assert lenience.rule("block").whole_window and not lenience.rule("exact").whole_window
+    assert lenience.rule("block").needs.whole_window
+    assert not lenience.rule("exact").needs.whole_window
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])

@@ -483,7 +483,8 @@ def test_a_profile_accounts_for_all_of_the_time(llama: Pair) -> None:
     out = llama.generate([3, 4, 5], profile=profile, max_new_tokens=60)
     assert profile.cycles == out.target_passes
     assert all(seconds > 0 for seconds in profile.seconds.values())
-    assert 0.5 * out.seconds < sum(profile.seconds.values()) < out.seconds
+    told = sum(profile.seconds.values())
+    assert 0.5 * out.seconds < told < out.seconds + 0.01  # an answer begins after its cycle does
     before = dict(profile.seconds)
     llama.generate([3, 4, 5], profile=profile, rule="target", max_new_tokens=5)
     assert (
@@ -520,16 +521,16 @@ def test_a_threshold_is_adapted_to_what_is_accepted() -> None:
     """By hand, after AdaEDL (Zhang 2023's constants): half of the share before and half of the last
     cycle's, and a tenth of a step of 0.01 towards the rate."""
     stop, row = parse_stop("entropy:0.4,rate=0.9"), Row(Noise.for_prompt(0, []))
-    assert stop.max_tokens(row, 8) == 8 and row.least is None
+    assert stop.max_tokens(row, 8) == 8 and not row.memory
     wanted = [(4, 4, 0.399), (4, 2, 0.4), (2, 2, 0.401), (2, 2, 0.4), (0, 0, 0.4)]
     # shares of late: 1, 0.75, 0.875, 0.9375
     for drafted, kept, least in wanted:
         row.last = step(drafted, kept)
         stop.max_tokens(row, 8)
-        assert row.least == pytest.approx(least)
+        assert row.memory[stop].least == pytest.approx(least)
     chances = torch.tensor([[0.3999, 0.4001]])
     assert stop.stop_mask(chances, [row]).tolist() == [[True, False]]
-    row.least = 0.5
+    row.memory[stop] = row.memory[stop]._replace(least=0.5)
     assert stop.stop_mask(chances, [row]).tolist() == [[True, True]]
 
 

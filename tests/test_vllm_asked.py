@@ -12,6 +12,7 @@ import torch
 from lenience.core.errors import InputError
 from lenience.core.files import EMBEDDED
 from lenience.core.identity import checkpoint_fingerprint, tokenizer_fingerprint
+from lenience.core.needs import Needs
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs
 from lenience.integrations.vllm import asked, checks
@@ -363,7 +364,7 @@ def test_a_rule_is_handed_each_requests_own_states_and_the_drafts_logits() -> No
     class Spy:
         """Stands in for the rule; it keeps what it is handed."""
 
-        whole_window = False
+        needs = Needs()
 
         def __call__(self, draft: Any, reading: Any, ctx: Any) -> list[Any]:
             seen.append((draft, reading))

@@ -5,18 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from lenience.core.noise import Noise, gumbel_argmax
-from lenience.core.recall import Recall
 from lenience.core.transfer import to_device
 from lenience.core.types import Step
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList
+
+
+class _Span(NamedTuple):
+    """The owner of what is known of a span: of how many tokens it is known, and whether one is open
+    after these."""
+
+    begin: str
+    end: str
 
 
 @dataclass
@@ -32,22 +39,10 @@ class Row:
     """How many of the last tokens are drafted ones, which another drafter goes on from."""
     last: Step | None = None
     """What its last cycle kept."""
-    state: Tensor | None = None
-    """[H]: the target's state that its last token was predicted from, where the drafter reads
-    it."""
-    recall: Recall | None = None
-    """What earlier texts of the same search tell of it."""
-    schedule: int = 0
-    """How many tokens a stop condition's schedule has come to allow."""
-    least: float | None = None
-    """What a stop condition's threshold has come to."""
-    accepted: float | None = None
-    """The share of drafted tokens that was kept, of late."""
     lenient: int = 0
     """How many tokens have been kept that the strict rule rejects at their own place."""
-    spans: dict[tuple[str, str], tuple[int, bool]] = field(default_factory=dict)
-    """By the texts that open and close a span: of how many tokens it is known, and whether one is
-    open after these."""
+    memory: dict[Any, Any] = field(default_factory=dict)
+    """What stop conditions, drafters and others keep of it from cycle to cycle, by owner."""
 
     def keep(self, step: Step) -> None:
         """Take note of what a cycle kept."""
@@ -170,7 +165,7 @@ class Context:
         among the last few."""
         if self.decode is None:
             raise RuntimeError("spans are marked by text, and the context has no tokenizer")
-        known, is_open = row.spans.get((begin, end), (0, False))
+        known, is_open = row.memory.get(_Span(begin, end), (0, False))
         reach = len(max(begin, end, key=len).encode()) + 1  # a token may be less than a character
         ids, open_at = [*row.prefix, *drafted], []
         for n in range(known or len(row.prefix) - row.position, len(ids)):
@@ -181,7 +176,7 @@ class Context:
                     is_open = opened > closed
                 known = known or n
             if n == len(row.prefix):
-                row.spans[begin, end] = n, is_open
+                row.memory[_Span(begin, end)] = n, is_open
             if n >= len(row.prefix):
                 open_at.append(is_open)
         return open_at

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from lenience.core.context import Context
+from lenience.core.needs import Needs
 from lenience.core.types import Draft, Reading, Verdict
-
-if TYPE_CHECKING:
-    from lenience.heads.head import Learned
 
 
 class Fitted(Protocol):
@@ -23,6 +21,14 @@ class Fitted(Protocol):
     def head(self) -> Any:
         """It has a `fingerprint`, and as `prompts` the digests of those that it was fitted on; None
         where it is not of our making."""
+        ...
+
+
+class FittedHead(Fitted, Protocol):
+    """A head that a rule or a stop condition asks while decoding."""
+
+    def check_temperature(self, temperature: float) -> None:
+        """Raise InputError where it was mined at another temperature."""
         ...
 
 
@@ -53,48 +59,20 @@ class Rule(Protocol):
     but what it overrides. A rule is data: `str(rule)` is its spec."""
 
     @property
-    def heads(self) -> tuple[Learned, ...]:
+    def heads(self) -> tuple[FittedHead, ...]:
         """The fitted heads that it asks."""
         return ()
 
     @property
-    def reads_draft(self) -> bool:
-        """Whether it reads the draft's hidden states."""
-        return False
-
-    @property
-    def layers(self) -> tuple[int | None, ...]:
-        """After which of the target's layers the states are that it reads, side by side; None
-        stands for the final norm."""
-        return (None,)
-
-    @property
-    def needs_sampling(self) -> bool:
-        """Whether it has no meaning for greedy decoding."""
-        return False
-
-    @property
-    def needs_draft_probs(self) -> bool:
-        """Whether it compares distributions, so that tokens proposed for certain tell it
-        nothing."""
-        return False
-
-    @property
-    def needs_draws(self) -> bool:
-        """Whether, when sampling, its chances are those of tokens that were drawn, one in each
-        place, and not chosen for a tree."""
-        return False
+    def needs(self) -> Needs:
+        """What it must be given to decide."""
+        return Needs()
 
     @property
     def verifies(self) -> Literal["down", "up"] | None:
         """How it verifies trees that were drawn: token by token from the prefix down, or whole
         paths from their ends up; None where it takes their tokens as chosen for certain."""
         return None
-
-    @property
-    def whole_window(self) -> bool:
-        """Whether it decides on a window as a whole, see `Context.fresh_noise_per_window`."""
-        return False
 
     @property
     def goes_on_as_target(self) -> bool:

@@ -326,7 +326,7 @@ class _Held(Generic[T]):
         unread = len(ids)
         if source:
             unread -= min(common(source.text[:-1], ids), len(ids) - 1)
-        row = Row(noise, ids, position=len(ids) - of_prompt, recall=recall)
+        row = Row(noise, ids, position=len(ids) - of_prompt, memory={Recall: recall})
         response = Response(self.target, question.limit, len(ids), question.stop_strings)
         branch = Branch(
             dialogue=self.talk.number,

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
+from lenience.core.needs import Parts
 from lenience.core.noise import Noise
 from lenience.core.profile import Profile
 from lenience.core.protocols import Drafter
@@ -343,7 +344,7 @@ class Pair:
             processors=processors_of(reader, sampling=decoding.temperature > 0) or None,
             decode=partial(reader.decode, special=True),
             token_mask=reader.token_mask,
-            fresh_noise_per_window=setup.rule.whole_window or setup.verifies_draws,
+            fresh_noise_per_window=setup.rule.needs.whole_window or setup.verifies_draws,
         )
 
     def engine(
@@ -368,12 +369,12 @@ class Pair:
             capacity=capacity,
             stop=setup.stop,
             tree=setup.tree,
-            keep_states=setup.rule.reads_draft,
+            keep_states=Parts.STATES in setup.rule.needs.window,
             keeps_last=setup.keeps_last,
             profile=profile,
         )
         features = (None,) if setup.keeps_last else spec.features(reader) if spec else ()
-        states = States(setup.rule.layers, features)
+        states = States(setup.layers, features)
         others = [*(spec.models(needs) if spec else []), *beside]
         cached = [(reader, states), *((lm, LAST) for lm in others)]
         # a tree's tokens may be more than those that a context has left
@@ -476,7 +477,7 @@ class Pair:
     def _pick_ending(self, ids: list[list[int]], size: int, setup: Setup) -> Drafting:
         seconds = self._cycle_seconds(ids, size, setup)
         tried = [fastest_window(self._pilot(ids, size, setup), seconds, setup.stop)]
-        asks = bool(setup.drafter and setup.drafter.has_states and not setup.branches)
+        asks = bool(setup.drafter and Parts.STATES in setup.drafter.offers and not setup.branches)
         stops = learned_stops(setup.rule) if asks and isinstance(setup.stop, Fixed) else []
         if stops and self._can_ask(stops[0], setup):
             asked = _ending(setup, replace(stops[0], threshold=1.0))  # which never ends a window

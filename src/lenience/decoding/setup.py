@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lenience.core.errors import InputError
+from lenience.core.needs import Layers, Parts, check_offered
 from lenience.core.protocols import Rule
 from lenience.decoding.certified import Sooner
 from lenience.decoding.generation import Generation
 from lenience.decoding.options import Decoding
 from lenience.drafting.base import DrafterSpec
-from lenience.drafting.stops import Fixed, Stop
+from lenience.drafting.stops import Stop
 from lenience.drafting.trees.shapes import LARGEST, Chain, Tree
 from lenience.heads.head import shown_layers
 from lenience.models.lm import LAST, LM
@@ -41,10 +42,15 @@ class Setup:
         return self.drafter is not None and (self.drafter.branches or not self.tree.is_chain)
 
     @property
+    def layers(self) -> Layers:
+        """Layers of the target whose states the session keeps for the rule."""
+        return self.rule.needs.layers or LAST.layers
+
+    @property
     def keeps_last(self) -> bool:
         """Whether the target keeps its last states for the drafter, as the rule is given others."""
         reads = self.drafter is not None and self.drafter.reads_last
-        return reads and self.rule.layers != LAST.layers
+        return reads and self.layers != LAST.layers
 
     @property
     def verifies_draws(self) -> bool:
@@ -87,9 +93,9 @@ def check_together(
     setup: Setup, models: Mapping[str, LM], fingerprints: Callable[[], Mapping[str, str]]
 ) -> None:
     """Raise InputError where the parts of a decoding do not go together."""
-    rule, stop, drafter, target = setup.rule, setup.stop, setup.drafter, models["target"]
+    rule, drafter, target = setup.rule, setup.drafter, models["target"]
     assert drafter is not None
-    if rule.needs_sampling and setup.decoding.temperature == 0:
+    if rule.needs.sampling and setup.decoding.temperature == 0:
         raise InputError(f"rule {rule}: has no greedy form; give a temperature above 0")
     greedy = setup.decoding.temperature == 0 and is_lossless(rule)
     if drafter.remembers and not (greedy or str(rule) == "exact"):
@@ -103,42 +109,40 @@ def check_together(
     if setup.keeps_last and drafter.features(target):
         raise InputError(
             f"drafter {drafter}: reads the target's last states and others, and rule {rule} "
-            f"those after layers {shown_layers(rule.layers)}; take a judge of the last states"
+            f"those after layers {shown_layers(setup.layers)}; take a judge of the last states"
         )
     if drafter.needs_draft and setup.decoding.window != 0:
         draft_of(models, f"drafter {drafter}")
-    _check_what_is_read(rule, stop, drafter)
+    _check_offered(setup, drafter)
     if setup.decoding.draft_temperature is not None and not drafter.drafts_by_model:
         raise InputError(
             f"draft_temperature: is of one model that drafts, and drafter {drafter} is none; "
             "leave it out"
         )
-    if not drafter.takes_stops and not isinstance(stop, Fixed):
-        raise InputError(f"stop {stop}: ends windows of one drafter; leave it out, or join none")
     if setup.branches:
         _check_tree(setup, drafter, models)
 
 
-def _check_what_is_read(rule: Rule, stop: Stop, drafter: DrafterSpec) -> None:
-    """Raise InputError where a rule or a stop condition reads what a drafter has not."""
-    read_by = {
-        f"rule {rule}: reads the draft model's states": rule.reads_draft and not drafter.has_states,
-        f"rule {rule}: reads what tokens are drawn from": rule.needs_draft_probs
-        and drafter.certain,
-        f"stop {stop}: reads the draft model's states": stop.reads_states
-        and not drafter.has_states,
-        f"stop {stop}: reads what tokens are drawn from": (
-            stop.per_token and not drafter.tells_chances and drafter.takes_stops
-        ),
-    }
-    for what, is_lacking in read_by.items():
-        if is_lacking:
-            raise InputError(f"{what}, and drafter {drafter} has none; take --drafter model")
+def _check_offered(setup: Setup, drafter: DrafterSpec) -> None:
+    """Raise InputError where the rule or the stop condition needs what windows have not."""
+    of_drafter = drafter.offers | Parts.DRAWS | Parts.KEPT_WHOLE
+    of_tree = ~Parts.NOTHING
+    if setup.branches:  # its last tokens have no states, and one of its paths is kept
+        of_tree = ~(Parts.STATES | Parts.KEPT_WHOLE)
+        if setup.decoding.temperature > 0 and not setup.verifies_draws:
+            of_tree &= ~Parts.DRAWS
+    mend = "a drafter alone" if setup.tree.is_chain else "--tree chain"
+    for who, needed in (
+        (f"rule {setup.rule}", setup.rule.needs.window),
+        (f"stop {setup.stop}", setup.stop.needs),
+    ):
+        check_offered(who, needed, of_drafter, f"drafter {drafter}", "--drafter model")
+        check_offered(who, needed, of_tree, "a tree", mend)
 
 
 def _check_tree(setup: Setup, drafter: DrafterSpec, models: Mapping[str, LM]) -> None:
     """Raise InputError where trees cannot be proposed, read or decided."""
-    rule, tree, sampling = setup.rule, setup.tree, setup.decoding.temperature > 0
+    tree = setup.tree
     if tree.choices() and setup.decoding.window != "auto":
         raise InputError(f"tree {tree}: is picked with window auto; give that, or name a tree")
     for one in tree.choices() or [tree]:
@@ -151,24 +155,7 @@ def _check_tree(setup: Setup, drafter: DrafterSpec, models: Mapping[str, LM]) ->
         )
     if not tree.is_chain and setup.decoding.draft_temperature is not None:
         raise InputError("draft_temperature: a chain's tokens have one; leave it out")
-    wrong = {
-        f"rule {rule}: judges tokens that were drawn, and a tree's are chosen": (
-            rule.needs_draws and sampling and not setup.verifies_draws
-        ),
-        f"rule {rule}: reads the draft's states, which a tree's last tokens have none of": (
-            rule.reads_draft
-        ),
-        f"stop {setup.stop}: reads the draft's states, which a tree's last tokens have none of": (
-            setup.stop.reads_states
-        ),
-        f"stop {setup.stop}: keeps a share, and of a tree's tokens one path alone can be kept": (
-            setup.stop.counts_kept
-        ),
-    }
     mend = "a drafter alone" if tree.is_chain else "--tree chain"
-    for why, is_so in wrong.items():
-        if is_so:
-            raise InputError(f"{why}; take another, or {mend}")
     if setup.decoding.window != 0:
         check_trees(models["target"], mend)
         if drafter.needs_draft and "draft" in models and not tree.is_chain:

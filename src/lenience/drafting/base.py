@@ -8,6 +8,7 @@ from typing import ClassVar, Self
 
 from lenience.core import spec
 from lenience.core.errors import InputError
+from lenience.core.needs import Parts
 from lenience.core.profile import Profile
 from lenience.core.protocols import Drafter, Fitted
 from lenience.drafting.stops import Stop
@@ -48,22 +49,20 @@ class DrafterSpec:
     name: ClassVar[str]
     needs_draft: ClassVar[bool] = False
     """Whether the pair must have a draft model."""
-    certain: ClassVar[bool] = True
-    """Whether it proposes its tokens for certain, so that it has no distributions."""
-    has_states: ClassVar[bool] = False
-    """Whether it has hidden states, which rules and stop conditions can read."""
-    tells_chances: ClassVar[bool] = False
-    """Whether a stop condition can ask about each token, by what it was picked from."""
     grows_trees: ClassVar[bool] = False
     """Whether it can propose trees."""
     drafts_by_model: ClassVar[bool] = False
     """Whether one model drafts, so that another drafter can draft for it."""
-    takes_stops: ClassVar[bool] = True
-    """Whether a stop condition can end its windows."""
     branches: ClassVar[bool] = False
     """Whether what it proposes may be a tree though chains are asked for."""
     reads_last: ClassVar[bool] = False
     """Whether it drafts with the target's last states."""
+
+    @property
+    def offers(self) -> Parts:
+        """Parts of its windows that rules and stop conditions can be given; one that proposes its
+        tokens for certain has no distributions (PROBS)."""
+        return Parts.EARLY_ENDS
 
     @property
     def remembers(self) -> bool:

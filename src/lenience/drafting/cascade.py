@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
+from lenience.core.needs import Parts
 from lenience.core.protocols import Drafter, Fitted
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.drafting.base import DrafterSetup, DrafterSpec
@@ -31,8 +32,7 @@ class Vertical(DrafterSpec):
     first: DrafterSpec
     then: DrafterSpec
     name = "vertical"
-    certain = False
-    takes_stops = False
+    offers = Parts.PROBS
 
     @property
     def remembers(self) -> bool:
@@ -153,7 +153,6 @@ class Horizontal(DrafterSpec):
     count: int
     then: DrafterSpec
     name = "horizontal"
-    takes_stops = False
 
     @property
     def remembers(self) -> bool:
@@ -175,8 +174,8 @@ class Horizontal(DrafterSpec):
         return self.first.needs_draft or self.then.needs_draft
 
     @cached_property
-    def certain(self) -> bool:  # type: ignore[override]
-        return self.first.certain and self.then.certain
+    def offers(self) -> Parts:
+        return (self.first.offers | self.then.offers) & Parts.PROBS
 
     @cached_property
     def reads_last(self) -> bool:  # type: ignore[override]
@@ -229,7 +228,7 @@ class _HorizontalDrafter(Drafter):
         """Windows whose `first` tokens stand in one draft, and the last in another."""
         later = [row[:n] for row, n in zip(rest.tokens.tolist(), rest.lengths.tolist())]
         logits = None
-        if not self.spec.certain:
+        if Parts.PROBS in self.spec.offers:
             logits = [
                 self._picked_from(begun, b, tokens) + self._picked_from(rest, b, more)
                 for b, (tokens, more) in enumerate(zip(first, later))
@@ -261,7 +260,7 @@ class _HorizontalDrafter(Drafter):
 
 def _reads_target(part: DrafterSpec) -> bool:
     """Whether it drafts with what the target made of the text."""
-    return bool(part.fitted) and not part.certain
+    return bool(part.fitted) and Parts.PROBS in part.offers
 
 
 def _chains(

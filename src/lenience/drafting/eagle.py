@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lenience.core.errors import InputError
+from lenience.core.needs import Parts
 from lenience.core.protocols import Drafter, Fitted
 from lenience.core.trees import Parents
 from lenience.core.types import Reading
@@ -37,8 +38,7 @@ class Eagle(DrafterSpec):
     """After which of the target's layers the features are, as 2-16-29; by default what the
     checkpoint says."""
     name = "eagle"
-    certain = False
-    tells_chances = True
+    offers = Parts.EARLY_ENDS | Parts.PROBS | Parts.CHANCES
     grows_trees = True
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ from lenience.core.context import Context
 from lenience.core.errors import InputError, first_line
 from lenience.core.files import EMBEDDED, digest_bytes, replacing, write_json
 from lenience.core.hub import local
+from lenience.core.needs import Parts
 from lenience.core.protocols import Drafter, Fitted
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.drafting.base import DrafterSetup, DrafterSpec, check_fitted_to
@@ -278,8 +279,7 @@ class _Heads(DrafterSpec):
     """Heads in a folder."""
 
     path: str
-    certain = False
-    tells_chances = True
+    offers = Parts.EARLY_ENDS | Parts.PROBS | Parts.CHANCES
     grows_trees = True
     reads_last = True
 
@@ -343,17 +343,18 @@ class HeadsDrafter(Drafter):
         if self.session is not None:
             for b, row in enumerate(ctx.rows):
                 kept = self.session.features(b, row.prefix, max(len(row.prefix) - 2, 0))
-                row.state = kept[0].clone() if len(kept) else None
+                row.memory[self] = kept[0].clone() if len(kept) else None
+        read = [row.memory.get(self) for row in ctx.rows]  # [H] each, the state before the window
         most, limits = len(self.heads.blocks), []
-        for row, left in zip(ctx.rows, room):
+        for row, state, left in zip(ctx.rows, read, room):
             wanted = self.stop.max_tokens(row, ctx.window)
-            limits.append(0 if row.state is None else max(0, min(wanted, most, left - 1)))
+            limits.append(0 if state is None else max(0, min(wanted, most, left - 1)))
         width = max(limits)
         if not width:
             nothing = [Grown() for _ in ctx.rows]
             return as_draft(nothing, self.target.device, trees=not self.tree.is_chain)
         blank = torch.zeros(self.heads.hidden_size, device=self.matrix.device)
-        states = torch.stack([(blank if row.state is None else row.state) for row in ctx.rows])
+        states = torch.stack([blank if state is None else state for state in read])
         logits = self.heads.logits(states.to(self.matrix), self.matrix)[:, :width]  # [B, n, V]
         logits = wide_as_target(logits, self.target)
         if self.tree.is_chain:
@@ -388,4 +389,6 @@ class HeadsDrafter(Drafter):
         if self.session is not None:
             return
         for b, (row, verdict) in enumerate(zip(ctx.rows, verdicts)):
-            row.state = reading.hidden[b, verdict.path[-1] + 1 if verdict.path else 0].clone()
+            row.memory[self] = reading.hidden[
+                b, verdict.path[-1] + 1 if verdict.path else 0
+            ].clone()

@@ -9,6 +9,7 @@ from typing import Self
 
 from lenience.core.context import Context
 from lenience.core.errors import InputError
+from lenience.core.needs import Parts
 from lenience.core.protocols import Drafter, Fitted
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.drafting.base import DrafterSetup, DrafterSpec
@@ -25,7 +26,7 @@ class Merged(DrafterSpec):
     parts: tuple[DrafterSpec, ...]
     name = "merged"
     branches = True
-    takes_stops = False
+    offers = Parts.NOTHING
 
     @property
     def remembers(self) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lenience.core.context import Context
+from lenience.core.needs import Parts
 from lenience.core.protocols import Drafter
 from lenience.core.transfer import to_device
 from lenience.core.types import Draft
@@ -32,9 +33,7 @@ class DraftModel(DrafterSpec):
 
     name = "model"
     needs_draft = True
-    certain = False
-    has_states = True
-    tells_chances = True
+    offers = Parts.EARLY_ENDS | Parts.STATES | Parts.PROBS | Parts.CHANCES
     grows_trees = True
     drafts_by_model = True
     grid = ("model",)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lenience.core.context import Context, Row
+from lenience.core.needs import Parts
 from lenience.core.protocols import Drafter
 from lenience.core.recall import MATCHES, Place, Recall, Recollection
 from lenience.core.types import Draft
@@ -43,12 +44,12 @@ DRAFTED = 0.7
 @dataclass(frozen=True)
 class Recalled(DrafterSpec):
     """Propose what a search's earlier texts say after the same tokens, as the draft model would
-    correct it: where it now wants another token than it wanted there. The rows' `recall` says what
-    there is; used where the target goes on again and again in one sample."""
+    correct it: where it now wants another token than it wanted there. The rows' memory of `Recall`
+    says what there is; used where the target goes on again and again in one sample."""
 
     name = "recalled"
     needs_draft = True
-    takes_stops = False
+    offers = Parts.NOTHING
 
     def models(self, setup: DrafterSetup) -> list[LM]:
         assert setup.draft is not None
@@ -114,7 +115,7 @@ class _Window:
 
     def __init__(self, row: int, of: Row, limit: int):
         self.row, self.limit = row, limit
-        self.recall = of.recall or Recall(Recollection(), 0, [])
+        self.recall = of.memory.get(Recall) or Recall(Recollection(), 0, [])
         self.recall.go_on(of.prefix)
         self.tokens, self.guesses = list[int](), list[int | None]()
         """What is proposed, and what the draft says there."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lenience.core import spec
 from lenience.core.errors import InputError
+from lenience.core.needs import Parts
 from lenience.core.profile import Profile
 from lenience.core.protocols import Drafter
 from lenience.core.trees import Parents
@@ -32,8 +33,7 @@ class _OwnLayers(DrafterSpec):
     read twice. It has its own keys and values if other drafters propose too, if the target's passes
     are recorded, and if the target is exported and the draft could not be."""
 
-    certain = False
-    tells_chances = True
+    offers = Parts.EARLY_ENDS | Parts.PROBS | Parts.CHANCES
     grows_trees = True
     drafts_by_model = True
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -20,9 +20,14 @@ from lenience.core import spec
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
 from lenience.core.files import EMBEDDED
+from lenience.core.needs import Parts
 from lenience.heads.head import Learned
 
 BUILT_IN = str(EMBEDDED / "stop")
+ASKED = Parts.EARLY_ENDS | Parts.CHANCES
+"""Needs of a condition that is asked about each token."""
+FIRST_ALLOWED = 5
+"""Tokens that the heuristic schedule begins with."""
 OF_SHARE, OF_LEAST, STEP = 0.5, 0.9, 0.01
 """How a threshold is adapted to the share that is accepted (Zhang 2023, section 3.3): how much of
 the share before is kept, how much of the threshold, and by how much it is moved."""
@@ -33,15 +38,16 @@ class Stop:
     """One named condition. Here, and in subclasses that say nothing else: none."""
 
     name: ClassVar[str]
-    per_token: ClassVar[bool] = False
-    """Whether each drafted token is asked about."""
-    reads_states: ClassVar[bool] = False
-    """Whether it is asked with the draft's hidden states."""
     skips_verification: ClassVar[bool] = False
     """Whether the tokens before the one at which it stops are kept without asking the target."""
 
     proposes_doubted: ClassVar[bool] = True
     """Whether the token at which it stops is read."""
+
+    @property
+    def per_token(self) -> bool:
+        """Whether each drafted token is asked about."""
+        return Parts.CHANCES in self.needs
 
     @property
     def heads(self) -> tuple[Learned, ...]:
@@ -59,9 +65,9 @@ class Stop:
         return False
 
     @property
-    def counts_kept(self) -> bool:
-        """Whether it is adapted to the share of what is drafted that is kept."""
-        return False
+    def needs(self) -> Parts:
+        """Parts of the drafted windows that it must be given."""
+        return Parts.EARLY_ENDS
 
     @property
     def keeps_bonus(self) -> bool:
@@ -105,6 +111,7 @@ class Fixed(Stop):
     """Always the whole window."""
 
     name = "fixed"
+    needs = Parts.NOTHING
 
 
 @dataclass(frozen=True)
@@ -116,12 +123,11 @@ class Heuristic(Stop):
     name = "heuristic"
 
     def max_tokens(self, row: Row, window: int) -> int:
-        if row.last is None:
-            row.schedule = 5
-        elif row.last.drafted:
-            row.schedule += 2 if row.last.trace[-1].origin == "bonus" else -1
-        row.schedule = max(1, min(row.schedule, window))
-        return min(row.schedule, window)
+        allowed = row.memory.get(self, FIRST_ALLOWED)
+        if row.last is not None and row.last.drafted:
+            allowed += 2 if row.last.trace[-1].origin == "bonus" else -1
+        row.memory[self] = max(1, min(allowed, window))
+        return row.memory[self]
 
 
 @dataclass(frozen=True)
@@ -129,7 +135,10 @@ class Asking(Stop):
     """What stops at the first token whose chance is under `least`."""
 
     least: float
-    per_token = True
+
+    @property
+    def needs(self) -> Parts:
+        return ASKED
 
     def __post_init__(self) -> None:
         if not 0 <= self.least <= 1:
@@ -168,6 +177,15 @@ class Fallback(Asking):
         return torch.softmax(_at_temperature(logits, ctx), -1).amax(-1)
 
 
+class _Adapted(NamedTuple):
+    """What `Entropy` keeps of a row."""
+
+    share: float
+    """Of drafted tokens that were kept, of late."""
+    least: float
+    """What the threshold has come to."""
+
+
 @dataclass(frozen=True)
 class Entropy(Asking):
     """Stop at the first token for whose chance AdaEDL's bound, 1 − √(gamma · entropy of the draft's
@@ -186,21 +204,22 @@ class Entropy(Asking):
             raise InputError(f"entropy's rate {self.rate}: must be in (0, 1]")
 
     @property
-    def counts_kept(self) -> bool:
-        return self.rate is not None
+    def needs(self) -> Parts:
+        return ASKED if self.rate is None else ASKED | Parts.KEPT_WHOLE
 
     def max_tokens(self, row: Row, window: int) -> int:
         if self.rate is not None and row.last and row.last.drafted:
             kept = row.last.kept / row.last.drafted
-            before = kept if row.accepted is None else row.accepted
-            row.accepted = OF_SHARE * before + (1 - OF_SHARE) * kept
-            least = self.least if row.least is None else row.least
-            aim = least + (STEP if row.accepted <= self.rate else -STEP)
-            row.least = OF_LEAST * least + (1 - OF_LEAST) * aim
+            before = row.memory.get(self, _Adapted(kept, self.least))
+            share = OF_SHARE * before.share + (1 - OF_SHARE) * kept
+            aim = before.least + (STEP if share <= self.rate else -STEP)
+            least = OF_LEAST * before.least + (1 - OF_LEAST) * aim
+            row.memory[self] = _Adapted(share, least)
         return window
 
     def stop_mask(self, probs: Tensor, rows: Sequence[Row]) -> Tensor:
-        least = [self.least if row.least is None else row.least for row in rows]
+        begun = _Adapted(0.0, self.least)
+        least = [row.memory.get(self, begun).least for row in rows]
         return probs < torch.tensor(least, device=probs.device, dtype=probs.dtype)[:, None]
 
     def acceptance_probs(
@@ -216,8 +235,9 @@ class Entropy(Asking):
 class Scored(Learned, Stop):
     """What asks a head on the draft's states; subclasses say what its score means."""
 
-    per_token = True
-    reads_states = True
+    @property
+    def needs(self) -> Parts:
+        return ASKED | Parts.STATES
 
     @property
     def heads(self) -> tuple[Learned, ...]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lenience.core import spec
 from lenience.core.context import Context
 from lenience.core.errors import InputError
+from lenience.core.needs import Needs
 from lenience.core.noise import gumbel_argmax
 from lenience.core.types import Draft, Reading
 from lenience.heads.head import Learned
@@ -27,17 +28,8 @@ class Term:
     composable: ClassVar[bool] = True
     """Whether it can be joined with others; not where it looks ahead or decides by a distribution
     of its own."""
-    needs_sampling: ClassVar[bool] = False
-    """Whether it has no meaning for greedy decoding."""
     exact_when_greedy: ClassVar[bool] = False
     """Whether it is the same as `exact` for greedy decoding."""
-    whole_window: ClassVar[bool] = False
-    """Whether each window needs draws of its own, see `Context.fresh_noise_per_window`."""
-    needs_draft_probs: ClassVar[bool] = False
-    """Whether it compares distributions, so that tokens proposed for certain tell it nothing."""
-    needs_draws: ClassVar[bool] = False
-    """Whether, when sampling, its chances are those of tokens that were drawn, one in each
-    place."""
     verifies: ClassVar[Literal["down", "up"] | None] = None
     """How it verifies drawn trees, see `lenience.drafting.trees.drawn`; None where it takes
     their tokens as chosen."""
@@ -79,20 +71,9 @@ class Term:
         return ()
 
     @property
-    def reads_draft(self) -> bool:
-        """Whether the draft's hidden states are needed."""
-        return False
-
-    @property
-    def reads_target(self) -> bool:
-        """Whether the target's hidden states are needed."""
-        return False
-
-    @property
-    def layers(self) -> tuple[int | None, ...]:
-        """After which of the target's layers the states are that it reads, side by side; None
-        stands for the final norm."""
-        return (None,)
+    def needs(self) -> Needs:
+        """What it must be given to decide."""
+        return Needs()
 
     @property
     def open_threshold(self) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 from typing import Literal
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from lenience.core.context import Context
 from lenience.core.errors import InputError
+from lenience.core.needs import Needs
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.heads.head import Learned
 from lenience.rules.base import Lenient, Term, gather_tokens, select_position
@@ -85,47 +87,24 @@ class AnyOf:
     ) -> None:
         for term in self.terms:
             term.check(fingerprints, sizes)
-        if len(self._layers) > 1:
-            raise InputError(
-                f"{self}: its judges read states of different layers; fit them to the same ones"
-            )
+        try:
+            _ = self.needs
+        except InputError as error:
+            raise InputError(f"{self}: {error}") from None
 
     @property
     def heads(self) -> tuple[Learned, ...]:
         """The fitted heads that it asks."""
         return tuple(head for term in self.terms for head in term.heads)
 
-    @property
-    def reads_draft(self) -> bool:
-        return any(term.reads_draft for term in self.terms)
-
-    @property
-    def layers(self) -> tuple[int | None, ...]:
-        return next(iter(self._layers), (None,))
-
-    @property
-    def _layers(self) -> set[tuple[int | None, ...]]:
-        return {term.layers for term in self.terms if term.reads_target}
-
-    @property
-    def needs_sampling(self) -> bool:
-        return any(term.needs_sampling for term in self.terms)
-
-    @property
-    def needs_draft_probs(self) -> bool:
-        return any(term.needs_draft_probs for term in self.terms)
-
-    @property
-    def needs_draws(self) -> bool:
-        return any(term.needs_draws for term in self.terms)
+    @cached_property
+    def needs(self) -> Needs:
+        """What any of its terms must be given. Raises InputError, see `Needs`."""
+        return reduce(or_, (term.needs for term in self.terms))
 
     @property
     def verifies(self) -> Literal["down", "up"] | None:
         return self.terms[0].verifies if len(self.terms) == 1 else None
-
-    @property
-    def whole_window(self) -> bool:
-        return any(term.whole_window for term in self.terms)
 
     @property
     def goes_on_as_target(self) -> bool:

@@ -14,6 +14,7 @@ from lenience.core import spec
 from lenience.core.context import Context
 from lenience.core.errors import InputError
 from lenience.core.files import EMBEDDED
+from lenience.core.needs import Needs, Parts
 from lenience.core.transfer import looks_cheaply
 from lenience.core.types import Draft, Reading
 from lenience.heads.head import Learned
@@ -66,16 +67,10 @@ class Judge(Learned, Lenient):
         return (self,)
 
     @property
-    def reads_draft(self) -> bool:
-        return "draft" in self.head.inputs.models
-
-    @property
-    def reads_target(self) -> bool:
-        return "target" in self.head.inputs.models
-
-    @property
-    def layers(self) -> tuple[int | None, ...]:
-        return self.head.inputs.layers
+    def needs(self) -> Needs:
+        inputs = self.head.inputs
+        states = Parts.STATES if "draft" in inputs.models else Parts.NOTHING
+        return Needs(states, inputs.layers if "target" in inputs.models else None)
 
     @property
     def open_threshold(self) -> bool:

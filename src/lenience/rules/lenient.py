@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lenience.core.context import Context
 from lenience.core.errors import InputError
+from lenience.core.needs import Needs, Parts
 from lenience.core.noise import uniform
 from lenience.core.types import Draft, Reading
 from lenience.rules.base import (
@@ -37,7 +38,7 @@ class Lenience(Lenient):
 
     factor: float
     name = "lenient"
-    needs_draws = True
+    needs = Needs(Parts.DRAWS)
     bounds: ClassVar = {"factor": (0, 1)}
     grid = ("lenient:0.5", "lenient:0.2", "lenient:0.05")
 
@@ -132,7 +133,7 @@ class Fuzzy(Lenient):
     top: int | None = None
     """Tell apart only so many of the target's most probable tokens; the others count as one."""
     name = "fuzzy"
-    needs_draft_probs = True
+    needs = Needs(Parts.PROBS)
     has_threshold = True
     bounds: ClassVar = {"threshold": (0, math.inf), "top": (1, math.inf)}
     grid = (
@@ -166,7 +167,7 @@ class GuardedKL(Lenient):
     guard: float = 0.9
     name = "kl"
     implies_strict = True
-    needs_draft_probs = True
+    needs = Needs(Parts.PROBS)
     bounds: ClassVar = {"most": (0, math.inf), "guard": (0, 1)}
     grid = ("kl:0.1", "kl:0.4", "kl:1.0")
 
@@ -188,7 +189,7 @@ class Ensemble(Lenient):
 
     weight: float
     name = "ensemble"
-    needs_draws = True
+    needs = Needs(Parts.DRAWS)
     composable = False
     bounds: ClassVar = {"weight": (0, 1)}
     grid = ("ensemble:0.8", "ensemble:0.6", "ensemble:0.5", "ensemble:0.4")
@@ -262,9 +263,8 @@ class Mentored(Lenient):
 
     most: float
     name = "mentored"
-    needs_draws = True
+    needs = Needs(Parts.DRAWS, sampling=True)
     composable = False
-    needs_sampling = True
     bounds: ClassVar = {"most": (0, math.inf)}
     grid = ("mentored:0.05", "mentored:0.2", "mentored:0.5")
 

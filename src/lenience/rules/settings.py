@@ -39,7 +39,7 @@ def expand(rules: Sequence[str], temperature: float) -> list[str]:
 def _applies(setting: str, temperature: float) -> bool:
     terms = parse_spec(setting).terms
     return temperature > 0 or not any(
-        term.exact_when_greedy or term.needs_sampling for term in terms
+        term.exact_when_greedy or term.needs.sampling for term in terms
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lenience.core.context import Context
+from lenience.core.needs import Needs, Parts
 from lenience.core.noise import gumbel_argmax, uniform
 from lenience.core.types import Draft, Reading
 from lenience.rules.base import (
@@ -71,11 +72,10 @@ class Block(Term):
 
     name = "block"
     verifies = "up"
-    needs_draws = True
     is_strict = True
     composable = False
     exact_when_greedy = True
-    whole_window = True
+    needs = Needs(Parts.DRAWS, whole_window=True)
     grid = ("block",)
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:

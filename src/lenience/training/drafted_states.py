@@ -54,7 +54,7 @@ def decided_states(
 ) -> list[Labelled]:
     """Of some of the tokens that the draft proposes while the rule `of` answers each sample: the
     draft's states [m, H] before them, or after them, and whether the rule rejects them [m]."""
-    sampling = parse_rule(of).needs_sampling
+    sampling = parse_rule(of).needs.sampling
     if sampling and inputs.tokens == ("draft",):
         raise InputError(
             f"--tokens draft: {of} rejects drawn tokens, which an answer does not keep; leave it "

@@ -12,6 +12,7 @@ from typing import Any
 
 from lenience.core.errors import InputError
 from lenience.core.identity import checkpoint_fingerprint, tokenizer_fingerprint
+from lenience.core.needs import Parts
 from lenience.core.protocols import Rule
 from lenience.core.version import VERSION
 from lenience.decoding.certified import Certificate, check_binding
@@ -115,19 +116,20 @@ def needs_draft_probs(rule: Rule) -> bool:
     """Whether a rule's meaning depends on the draft's distribution; ensemble's is another one where
     tokens are proposed for certain."""
     terms = rule.terms if isinstance(rule, AnyOf) else ()
-    return rule.needs_draft_probs or any(isinstance(term, Ensemble) for term in terms)
+    return Parts.PROBS in rule.needs.window or any(isinstance(term, Ensemble) for term in terms)
 
 
 def check_reads(rule: Rule) -> None:
     """Raise InputError where a rule reads what vLLM does not keep."""
-    if rule.reads_draft:
+    if Parts.STATES in rule.needs.window:
         raise InputError(
             f"rule {rule}: reads the draft's states, which vLLM does not keep; fit a judge with "
             "--models target"
         )
-    if rule.layers != (None,):
+    layers = rule.needs.layers or (None,)
+    if layers != (None,):
         raise InputError(
-            f"rule {rule}: reads the states after layers {shown_layers(rule.layers)}, and vLLM "
+            f"rule {rule}: reads the states after layers {shown_layers(layers)}, and vLLM "
             "keeps those after the final norm; fit a judge without --layer"
         )
 
@@ -289,7 +291,7 @@ def check_request(rule: AnyOf, params: Any) -> None:
     if params.min_p:
         raise InputError(f"min_p {params.min_p}: cannot go with rule {rule}; leave it out")
     greedy = params.temperature == 0
-    if greedy and rule.needs_sampling:
+    if greedy and rule.needs.sampling:
         raise InputError(f"rule {rule}: has no greedy form; give a temperature above 0")
     if greedy and needs_draft_probs(rule):
         raise InputError(

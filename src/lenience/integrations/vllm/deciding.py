@@ -228,7 +228,7 @@ class Deciding:
             top_p=setting.top_p,
             decode=self.decode,
             token_mask=partial(self.token_mask, windows.logits.shape[-1]),
-            fresh_noise_per_window=setting.rule.whole_window,
+            fresh_noise_per_window=setting.rule.needs.whole_window,
             window=draft.width,
         )
         if needs_draft_probs(setting.rule):

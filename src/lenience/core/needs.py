@@ -1,0 +1,71 @@
+"""What rules and stop conditions need of a window, and what drafters and trees offer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Flag, auto
+
+from lenience.core.errors import InputError
+
+Layers = tuple[int | None, ...]
+"""Numbers of a model's layers whose states stand side by side; None is the final norm."""
+
+
+class Parts(Flag):
+    """Parts of a drafted window."""
+
+    NOTHING = 0
+    STATES = auto()
+    PROBS = auto()
+    CHANCES = auto()
+    DRAWS = auto()
+    KEPT_WHOLE = auto()
+    EARLY_ENDS = auto()
+
+    def __str__(self) -> str:
+        return ", ".join(_NAMES[part] for part in self)
+
+
+_NAMES = {
+    Parts.STATES: "the draft model's states",
+    Parts.PROBS: "the distributions that tokens are drawn from",
+    Parts.CHANCES: "the chance of each token while it drafts",
+    Parts.DRAWS: "drawn tokens",
+    Parts.KEPT_WHOLE: "windows that can be kept whole",
+    Parts.EARLY_ENDS: "windows that a stop condition can end",
+}
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a rule must be given to decide."""
+
+    window: Parts = Parts.NOTHING
+    """Parts of the drafted windows; DRAWS count only when sampling."""
+    layers: Layers | None = None
+    """Layers of the target whose states it reads; None for none."""
+    sampling: bool = False
+    """Whether it has no greedy form."""
+    whole_window: bool = False
+    """Whether its decision on a token depends on later ones, so that each window needs draws of its
+    own: a draw that helped to decide must not come again."""
+
+    def __or__(self, other: Needs) -> Needs:
+        """Join the needs of two terms. Raises InputError where they read states of different
+        layers."""
+        if self.layers and other.layers and self.layers != other.layers:
+            raise InputError(
+                "its judges read states of different layers; fit them to the same ones"
+            )
+        return Needs(
+            self.window | other.window,
+            self.layers or other.layers,
+            self.sampling or other.sampling,
+            self.whole_window or other.whole_window,
+        )
+
+
+def check_offered(who: str, needed: Parts, offered: Parts, giver: str, mend: str) -> None:
+    """Raise InputError where a rule or a stop condition needs more than is offered."""
+    for part in needed & ~offered:
+        raise InputError(f"{who}: needs {part}, and {giver} has none; take {mend}")
