@@ -41,9 +41,8 @@ from lenience.certification.question import CertifyConfig
 from lenience.certification.tune import TuneConfig, Tuned, tune
 from lenience.cli.console import progress_bars
 from lenience.core.files import EMBEDDED
-from lenience.decoding.certified import Certificate, TriedSetting
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.loading import load_pair
-from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
 from lenience.evaluation.pages import write_report
@@ -51,6 +50,7 @@ from lenience.evaluation.table import Frontier, FrontierRow
 from lenience.heads.fitting import FitConfig, Kind
 from lenience.heads.head import Inputs, load_head
 from lenience.mining.search import MineConfig, mine
+from lenience.runs.certificate import Certificate, TriedSetting
 from lenience.runs.journal import Journal
 from lenience.runs.record import mined_first, mined_samples
 from lenience.tasks import WordMath
@@ -148,7 +148,7 @@ class Judges:
         """A run of what the judge that looks ahead kept, on samples that it has not learned
         from."""
         own = self.out / "own"
-        policy = Decoding(rule=f"judge:{self.fitted('ahead')}@{POLICY_THRESHOLD}", window=WIDE)
+        policy = Decoder.of(rule=f"judge:{self.fitted('ahead')}@{POLICY_THRESHOLD}", window=WIDE)
         config = MineConfig(limit=POLICY_SAMPLES, batch_size=32, policy=policy)
         with progress_bars() as show:
             mine(self.pair, WordMath(), own, config, show)
@@ -270,7 +270,7 @@ def fast(judges: Judges, won: Tuned, problems: int, timed: int) -> list[Frontier
     other, races = judges.rule("autojudge", "0.98"), won.races
     settings = [f"{rule}; window={window}" for rule in ("exact", other) for window in WINDOWS]
     for raced in (races.alone, races.strict, *(one for chain in races.lenient for one in chain)):
-        one = Decoding.parse(raced.setting)
+        one = Decoder.parse(raced.setting)
         named = f"{one.rule}; window={one.window}; stop={one.stop}; drafter={one.drafter}"
         settings.append(named.removesuffix("; stop=fixed; drafter=model"))
     settings.append("topk:2; window=4")

@@ -31,9 +31,9 @@ from lenience.decoding.branches import (
     Conversing,
     converse,
 )
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.dialogue import Continue, Dialogue, Ended
 from lenience.decoding.loading import load_pair
-from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.drafting.parsing import parse_drafter
 from lenience.drafting.recalled import Recalled
@@ -144,7 +144,7 @@ def drawn_again(task: WordMath, sample: Sample, one: MinedSample, pair: Pair) ->
 def repeating(pair: Pair, samples: Sequence[Sample]) -> dict[str, Any]:
     """How often labels of drawn answers come out the same under another noise."""
     task = WordMath()
-    decoding = Decoding(temperature=TEMPERATURE, max_new_tokens=task.max_new_tokens)
+    decoding = Decoder.of(temperature=TEMPERATURE, max_new_tokens=task.max_new_tokens)
     found = {one.id: one for one in search(pair, task, samples, decoding, AT_ONCE)}
     known = [found[sample.id] for sample in samples if found[sample.id].answers.target is not None]
     by_id = {sample.id: sample for sample in samples}
@@ -152,7 +152,7 @@ def repeating(pair: Pair, samples: Sequence[Sample]) -> dict[str, Any]:
     capacity = max(len(one.prompt_ids) for one in known) + task.max_new_tokens
     again: list[Any] = []
     for seed in SEEDS:
-        sampling = Decoding(temperature=TEMPERATURE, seed=seed)
+        sampling = Decoder.of(temperature=TEMPERATURE, seed=seed)
         dialogues: Iterator[Any] = (drawn_again(task, by_id[one.id], one, pair) for one in known)
         ended = converse(pair, dialogues, Conversing(AT_ONCE, capacity, sampling))
         labels = [one.result for one in sorted(ended, key=lambda one: one.number)]

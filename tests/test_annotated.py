@@ -81,7 +81,7 @@ def test_decoding_reads_the_layer_that_the_judge_names(llama: Pair, tmp_path: Pa
             state = torch.cat([after[layer][0, -1] for layer in layers])
             assert entry.score == pytest.approx(float(torch.sigmoid(state @ weight)), abs=1e-4)
     with pytest.raises(InputError, match="different layers"):
-        llama.check({"rule": f"judge:{tmp_path / '1'}|judge:{tmp_path / '-1'}"})
+        llama.decoder({"rule": f"judge:{tmp_path / '1'}|judge:{tmp_path / '-1'}"})
     Head(weight[:size], 0.0, Inputs(("target",), ("draft",), (9,)), 0.5, known).save(tmp_path / "9")
     with pytest.raises(InputError, match=r"layer 9: target .* has 2"):
         llama.generate([5], rule=f"judge:{tmp_path / '9'}")

@@ -13,7 +13,8 @@ from lenience import InputError, load_pair
 from lenience.cli import main
 from lenience.cli.named import models_of
 from lenience.core.profile import Profile
-from lenience.decoding.options import Decoding, names
+from lenience.decoding.decoder import Decoder
+from lenience.decoding.options import names
 from lenience.decoding.pair import Pair
 
 PROMPTS, PAD = [[5, 9, 13], [7, 21]], 0
@@ -93,7 +94,7 @@ def test_help_tells_every_option() -> None:
     for name in names():
         assert f"\n    {name}: " in told, name
     assert "seed: int | None = None" in told
-    assert Decoding().rule in told
+    assert str(Decoder().rule) in told
 
 
 USER = {"role": "user", "content": "w5"}
@@ -131,7 +132,7 @@ def test_a_certificate_binds_how_prompts_are_made(chatting: str) -> None:
         {"template_options": {"enable_thinking": False}},
     ]
     bound = [load_pair(chatting, dtype="float32", **way) for way in ways]
-    templates = [str(pair.binding(Decoding())["template"]) for pair in bound]
+    templates = [str(pair.binding(Decoder())["template"]) for pair in bound]
     assert len(set(templates)) == len(ways)
 
 

@@ -206,7 +206,7 @@ def test_a_checkpoint_is_its_configuration_too(llama: Pair, tmp_path: Path) -> N
     for name, changes in (("one", {}), ("two", {"norm_before_residual": True})):
         (tmp_path / name).mkdir()
         eagle(**changes)(tmp_path / name)
-        setup = llama.setup({"drafter": f"eagle:{tmp_path / name}"})
+        setup = llama.decoder({"drafter": f"eagle:{tmp_path / name}"})
         lm = eagle_lm(setup.drafter.head, llama.target)
         found[name] = (setup.drafter.head.fingerprint, lm.model.model.norm_before_residual)
     assert found["one"][0] != found["two"][0]

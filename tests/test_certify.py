@@ -33,10 +33,9 @@ from lenience.certification.certify import _reason, save
 from lenience.certification.question import CertifyConfig
 from lenience.certification.sequential_tests import fixed_sequence_test
 from lenience.core.files import write_json
-from lenience.decoding import certified
-from lenience.decoding.certified import Certificate, TriedSetting
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.loading import load_pair
-from lenience.decoding.options import Decoding, names
+from lenience.decoding.options import names
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
 from lenience.heads.fitting import FitConfig
@@ -44,6 +43,8 @@ from lenience.heads.head import Head, Inputs, load_head
 from lenience.mining.search import MineConfig, mine
 from lenience.rules.registry import RULES
 from lenience.rules.settings import ladder
+from lenience.runs import certificate as certified
+from lenience.runs.certificate import Certificate, TriedSetting
 from lenience.runs.journal import Journal
 from lenience.runs.ledger import Ledger
 from lenience.runs.record import check_prompts
@@ -833,11 +834,11 @@ def test_a_record_of_options_may_name_a_certificate(
     llama: Pair, task: Echo, tmp_path: Path
 ) -> None:
     made = certify(llama, task, tmp_path, question(max_drop=0.95, limit=40))
-    setup = llama.setup(Decoding(rule=f"certified:{tmp_path}"))
+    setup = llama.decoder(Decoder.of(rule=f"certified:{tmp_path}"))
     assert str(setup.rule) == made["certified"]["rule"]
-    assert setup.decoding.window == made["binds"]["window"] == 4
+    assert setup.window == made["binds"]["window"] == 4
     with pytest.raises(InputError, match=r"certified with temperature 0\.0, not 0\.5"):
-        llama.setup(Decoding(rule=f"certified:{tmp_path}", temperature=0.5))
+        llama.decoder(Decoder.of(rule=f"certified:{tmp_path}", temperature=0.5))
 
 
 def test_a_loss_is_too_high_only_where_that_is_shown() -> None:

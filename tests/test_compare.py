@@ -15,7 +15,8 @@ from test_certify import certificate
 from test_mining import ParityTask
 
 from lenience import InputError
-from lenience.decoding.options import Decoding, names
+from lenience.decoding.decoder import Decoder
+from lenience.decoding.options import names
 from lenience.decoding.pair import Pair
 from lenience.evaluation import compare as comparing
 from lenience.evaluation.advice import recommended
@@ -63,11 +64,11 @@ FIXTURES = Path(__file__).parent / "fixtures"
 
 
 def setting(rule: str, window: int, why: str = "given") -> Setting:
-    return Setting(Decoding(rule=rule, window=window), why)
+    return Setting(Decoder.of(rule=rule, window=window), why)
 
 
 def rows(settings, answers, timings) -> list[dict]:
-    return [row.to_json() for row in table(settings, answers, timings, Decoding())]
+    return [row.to_json() for row in table(settings, answers, timings, Decoder())]
 
 
 def test_the_tables_figures_follow_their_definitions() -> None:
@@ -108,7 +109,7 @@ def test_what_was_drafted_is_told_without_corrections() -> None:
         result(6, 0, True, accepted_lenient=6, flops=8, flops_as_sprinter=8),
     ]
     plain = [result(10, 10, True, flops=100, flops_as_sprinter=110)] * 2
-    settings = [setting("target", 0), setting("gated", 8, "fastest")]
+    settings = [setting("target", 0), setting("topk:2", 8, "fastest")]
     alone, gated = rows(settings, [plain, mixed], [[1.0, 1.0]] * 2)
     assert (alone["accepted_per_pass"], alone["draft_share"]) == (0, 0)
     assert gated["accepted_per_pass"] == (6 + 6) / 4 and gated["draft_share"] == 12 / 16
@@ -469,7 +470,7 @@ def test_judges_of_one_name_are_told_apart() -> None:
     rules.insert(3, "judge@0.9")
     answers = [[result(10, 5, True)]] * 7
     settings = [setting("target", 0), setting("draft", 0), *(setting(rule, 8) for rule in rules)]
-    found = [row.to_json() for row in named(table(settings, answers, [[1.0] * 7], Decoding()))[2:]]
+    found = [row.to_json() for row in named(table(settings, answers, [[1.0] * 7], Decoder()))[2:]]
     assert [row["name"] for row in found] == [
         "a/run/judge@0.9",
         "b/run/judge@0.9",
@@ -479,7 +480,7 @@ def test_judges_of_one_name_are_told_apart() -> None:
     ]
     families = ["a/run/judge", "b/run/judge", "mlp", "built-in judge", "exact"]
     assert [row["family"] for row in found] == families
-    strict = table(settings, answers, [[1.0] * 7], Decoding())[-1]
+    strict = table(settings, answers, [[1.0] * 7], Decoder())[-1]
     options = [
         {"drafter": f"eagle:{run}/eagle", "stop": f"head:{run}/stop@0.5"} for run in ("c", "d/c")
     ]

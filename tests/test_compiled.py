@@ -441,7 +441,7 @@ def test_torch_has_one_thread_beside_graphs_and_gets_back_what_it_had(
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        setup = built_in.setup({"window": 4, "max_new_tokens": 20})
+        setup = built_in.decoder({"window": 4, "max_new_tokens": 20})
         ids = [built_in.target.encode(prompt) for prompt in ("Ann has 5 apples.", "Bob has 6.")]
         _, steps = built_in._decode(ids, setup, 2, Telling())
         for _ in steps:

@@ -22,8 +22,8 @@ from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
 from lenience.core.noise import Noise
 from lenience.core.profile import Profile
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.loading import load_pair
-from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.drafting.base import DrafterSetup
 from lenience.drafting.heads import DraftHeads, load_heads
@@ -373,7 +373,7 @@ class Counting(Task):
 def test_what_was_fitted_in_a_run_races_at_the_windows_that_it_can_fill(
     kind: str, llama: Pair, tmp_path: Path
 ) -> None:
-    run, strict = tmp_path / "rate=3, a|b", Decoding("exact")
+    run, strict = tmp_path / "rate=3, a|b", Decoder.parse("exact")
     mine(llama, Counting(), run, MineConfig(limit=20, batch_size=8))
     fit_drafter(llama, run, DrafterPlan(kind, run / kind, heads=2, epochs=1))
     fitted, refused = fitted_drafters(llama, run, strict)
@@ -421,7 +421,7 @@ def test_heads_learn_from_a_run_go_on_after_a_stop_and_are_bound(
         torch.testing.assert_close(tensor, heads.tensors()[name])
     assert load_file(run / kind / f"{kind}.safetensors").keys() == heads.tensors().keys()
     spec = f"{kind}:{run / kind}"
-    decoding = llama.setup({"drafter": spec}).decoding
+    decoding = llama.decoder({"drafter": spec})
     assert llama.binding(decoding)["heads"] == [heads.fingerprint]
     assert llama.binding(decoding)["drafter"] == f"{kind}:{kind}"
     # a certificate with these heads is found and decoded with, from another folder too

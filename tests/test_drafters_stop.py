@@ -82,12 +82,12 @@ def test_a_chain_ends_where_it_should(
 ) -> None:
     least, prompt = LEAST[kind], [5, 6, 7, 9]
     options = {"drafter": drafters[name], "stop": f"{kind}:{least}", "max_new_tokens": 40}
-    setup = llama.setup({**options, "window": WINDOW, "rule": "exact"})
-    session, inner = llama.engine(setup, WINDOW, 1, 128)
+    setup = llama.decoder({**options, "window": WINDOW, "rule": "exact"})
+    session, inner = llama.engine(setup, 1, 128)
     drafter = Recorded(inner)
     request = Request(Row(Noise(0, b""), list(prompt)), Response(llama.target, 40, len(prompt), ()))
     waiting, tokens = [request], []
-    ctx = llama.context(setup, WINDOW)
+    ctx = llama.context(setup)
     for _, step in decode(
         session, drafter, setup.rule, ctx, lambda _: waiting.pop() if waiting else None
     ):
@@ -119,14 +119,14 @@ def proposed(
 ) -> list[dict[Tokens, np.ndarray]]:
     """For each prompt the proposed tokens, each by its path, with the logits [V] that it was picked
     from."""
-    setup = pair.setup({**options, "window": window, "rule": "exact"})
-    _, drafter = pair.engine(setup, window, len(prompts), 64)
+    setup = pair.decoder({**options, "window": window, "rule": "exact"})
+    _, drafter = pair.engine(setup, len(prompts), 64)
     rows = [Row(Noise(0, b""), list(prompt)) for prompt in prompts]
     for row in rows:  # heads go on from the target's last state
         generator = torch.Generator().manual_seed(sum(row.prefix))
         row.memory[drafter] = torch.randn(pair.target.hidden_size, generator=generator)
     with torch.inference_mode():
-        draft = drafter.propose(replace(pair.context(setup, window), rows=rows), room)
+        draft = drafter.propose(replace(pair.context(setup), rows=rows), room)
     found = []
     for b, n in enumerate(draft.lengths.tolist()):
         paths: dict[int, Tokens] = {-1: ()}
@@ -247,7 +247,7 @@ def test_no_condition_changes_a_strict_answer(
         ),
         (
             {"drafter": "model", "stop": "entropy:0.4,rate=0.8", "tree": "dynamic:4"},
-            "of a tree.s tokens one path alone can be kept",
+            "needs windows that can be kept whole, and a tree has none",
         ),
     ],
 )

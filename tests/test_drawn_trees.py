@@ -185,7 +185,10 @@ def test_a_whole_decode_on_drawn_trees_follows_the_targets_distribution(
         ({"tree": "cartesian:2,draw=some"}, "draw some: must be one of with-replacement"),
         ({"tree": "dynamic:4,draw=with-replacement"}, "no argument 'draw'"),
         ({"tree": "cartesian:2,draw=with-replacement", "drafter": "model|ngram"}, "joins several"),
-        ({"tree": "cartesian:2,draw=with-replacement", "rule": "lenient:0.5"}, "judges tokens"),
+        (
+            {"tree": "cartesian:2,draw=with-replacement", "rule": "lenient:0.5"},
+            "needs drawn tokens",
+        ),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_by_name(

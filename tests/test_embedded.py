@@ -17,15 +17,15 @@ from lenience.certification.question import CertifyConfig
 from lenience.core.errors import InputError
 from lenience.core.files import EMBEDDED
 from lenience.decoding.auto_window import Drafting, learned_stops
-from lenience.decoding.certified import head_paths, stop_without_paths, without_paths
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.loading import load_pair
-from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.drafting.parsing import parse_drafter
 from lenience.drafting.stops import Likely, parse_stop
 from lenience.evaluation.compare import CompareConfig
 from lenience.rules.judge import BUILT_IN, Judge
 from lenience.rules.parsing import parse_rule
+from lenience.runs.certificate import head_paths
 from lenience.runs.uses import prompt_digest
 from lenience.tasks import WordMath, take
 
@@ -93,7 +93,10 @@ def test_its_judge_needs_no_path() -> None:
     by_path = f"judge:{BUILT_IN}@0.9"
     assert parse_rule(by_path).heads == parse_rule("judge@0.9").heads
     assert str(Judge(threshold=0.9)) == str(parse_rule(by_path).heads[0]) == "judge@0.9"
-    assert without_paths('judge@0.9,strict="[0-9]",by=2') == "judge:strict=[0-9],by=2.0@0.9"
+    assert (
+        str(Decoder.of(rule='judge@0.9,strict="[0-9]",by=2').without_paths().rule)
+        == "judge:strict=[0-9],by=2.0@0.9"
+    )
     assert str(Judge("run/judge", 0.9)) == "judge:run/judge@0.9"
 
 
@@ -101,8 +104,8 @@ def test_its_stop_has_learned_of_its_judge_and_needs_no_path() -> None:
     found = learned_stops(parse_rule("judge@0.98"))
     assert [str(stop) for stop in found] == ["head@0.3", "head@0.5", "head@0.7"]
     assert parse_stop(f"head:{Likely().path}@0.5") == parse_stop("head@0.5")
-    assert stop_without_paths(Likely("run/stop", 0.5)) == "head:stop@0.5"
-    assert stop_without_paths("head@0.5") == "head@0.5"
+    for stop, shown in ((Likely("run/stop", 0.5), "head:stop@0.5"), ("head@0.5", "head@0.5")):
+        assert str(Decoder.of(stop=stop).without_paths().stop) == shown
 
 
 def test_its_stop_ends_windows_where_its_judge_would_reject(built_in: Pair) -> None:
@@ -165,9 +168,9 @@ def test_its_judge_and_its_stop_are_not_asked_of_another_pair(llama: Pair) -> No
 
 
 def test_what_is_kept_of_its_judge_names_no_path_of_the_machine(tmp_path: Path) -> None:
-    judged = Decoding(rule="judge@0.9", stop="head@0.5", drafter="model")
+    judged = Decoder.of(rule="judge@0.9", stop="head@0.5", drafter="model")
     assert head_paths(judged, tmp_path) == {}
-    assert head_paths(Decoding(rule="judge@0.9", drafter="medusa"), tmp_path) == {}
+    assert head_paths(Decoder.of(rule="judge@0.9", drafter="medusa"), tmp_path) == {}
     asked = CompareConfig(("judge@0.9", f"judge:{tmp_path}@0.9"))
     assert set(asked.heads()) == {"built-in judge", str(tmp_path)}
 

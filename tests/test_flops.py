@@ -10,7 +10,7 @@ from conftest import CONFIGS
 from test_mining import ParityTask
 from torch.utils.flop_counter import FlopCounterMode
 
-from lenience.decoding.options import Decoding
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
 from lenience.models.flops import ReadingCost
 from lenience.models.lm import LM
@@ -37,9 +37,9 @@ def test_answers_say_what_was_read_for_them(llama: Pair, tmp_path: Path) -> None
     answers = Answers(llama, as_task(ParityTask()), tmp_path / "answers.jsonl", batch_size=1)
     cost = {role: ReadingCost.of(lm) for role, lm in llama.models.items()}
     for rule in ("target", "draft", "topk:2"):
-        decoding = Decoding.of({"rule": rule, "max_new_tokens": 20})
+        decoding = Decoder.of({"rule": rule, "max_new_tokens": 20})
         for sample, answer in zip(samples, answers.get(decoding, samples)):
-            out = llama.generate(sample.prompt, **vars(decoding))
+            out = llama.generate(sample.prompt, decoding)
             length = len(out.prompt_tokens) + len(out.tokens)
             read = {"target": out.target_tokens, "draft": out.draft_tokens}
             parts = {
@@ -49,5 +49,5 @@ def test_answers_say_what_was_read_for_them(llama: Pair, tmp_path: Path) -> None
             assert answer.flops == pytest.approx(sum(parts.values()))
             tables = sum(n * cost[role].lookup for role, n in read.items())
             assert answer.flops_as_sprinter == pytest.approx(answer.flops + tables)
-    other = Decoding.of({"drafter": "ngram", "max_new_tokens": 20})
+    other = Decoder.of({"drafter": "ngram", "max_new_tokens": 20})
     assert answers.get(other, samples)[0].flops is None

@@ -11,11 +11,11 @@ from test_cli import run
 
 from lenience import InputError
 from lenience.core.files import EMBEDDED
-from lenience.decoding.certified import head_paths, is_certified
-from lenience.decoding.options import Decoding
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
 from lenience.evaluation.cards import push
 from lenience.heads.head import load_head
+from lenience.runs.certificate import head_paths, is_certified
 
 
 @pytest.fixture
@@ -40,9 +40,9 @@ def test_a_pushed_head_decodes_as_the_one_in_its_folder(
         for path in ("hf:org/a-judge", fitted)
     )
     assert there.trace == here.trace
-    decoding = Decoding(rule="judge:hf:org/a-judge@0.4")
+    decoding = Decoder.of(rule="judge:hf:org/a-judge@0.4")
     assert head_paths(decoding, hub) == {"hf:org/a-judge": "hf:org/a-judge"}
-    assert not is_certified(decoding.rule)
+    assert not is_certified(str(decoding.rule))
 
 
 def test_the_card_says_what_the_head_is(fitted: str, hub: Path) -> None:

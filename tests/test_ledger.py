@@ -22,10 +22,11 @@ from lenience.certification.certify import certify, plan
 from lenience.certification.question import CertifyConfig
 from lenience.certification.sequential_tests import Binomial
 from lenience.core.types import Trace
-from lenience.decoding.certified import read_certificate
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.generation import Generation
 from lenience.decoding.pair import Pair
 from lenience.mining.search import MineConfig, mine
+from lenience.runs.certificate import read_certificate
 from lenience.runs.journal import Journal
 from lenience.runs.ledger import Attempt, Ledger
 from lenience.runs.uses import Draw
@@ -46,11 +47,11 @@ class Stub:
         return getattr(self.pair, name)
 
     def as_completed(
-        self, prompts: Sequence[str], *, batch_size: int, **options: Any
+        self, prompts: Sequence[str], decoder: Decoder, *, batch_size: int
     ) -> Iterator[tuple[int, Generation]]:
         for number, prompt in enumerate(prompts):
-            lenient = options["rule"] != "target"
-            self.asked.append((prompt, str(options["rule"])))
+            lenient = not decoder.alone
+            self.asked.append((prompt, str(decoder.rule)))
             text = self.texts[lenient and self.lost(prompt)]
             trace = [Trace(1, "draft-lenient" if lenient else "bonus")]
             yield number, Generation([], text=text, tokens=[1], target_passes=1, trace=trace)

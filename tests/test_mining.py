@@ -27,9 +27,9 @@ from lenience.core.noise import Noise, uniform
 from lenience.core.recall import Recall, Recollection
 from lenience.decoding import branches
 from lenience.decoding.branches import LONGEST_ON_CPU
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.dialogue import Continue, Dialogue, Predict
 from lenience.decoding.loading import load_pair
-from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Inputs
 from lenience.mining.forecast import forecast
@@ -758,7 +758,7 @@ def test_a_mined_sample_of_the_built_in_task(built_in: Pair) -> None:
     are not."""
     task = lenience.task("wordmath")
     sample = next(iter(task.samples("train")))
-    (found,) = search(built_in, task, [sample], Decoding(max_new_tokens=320), 1)
+    (found,) = search(built_in, task, [sample], Decoder.of(max_new_tokens=320), 1)
     record = found.to_json()
     assert (
         record["answers"]["target"]

@@ -17,7 +17,7 @@ from test_cli import documented
 from lenience.cli import main
 from lenience.core.errors import InputError
 from lenience.core.types import Draws
-from lenience.decoding.options import Decoding
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
 from lenience.drafting.trees.planning import Acceptance, best_shape, load_acceptance
 from lenience.drafting.trees.shapes import Shape, parse_tree
@@ -164,8 +164,8 @@ def test_a_plan_depends_on_what_was_measured(tmp_path: Path) -> None:
     assert str(deep) == "shape:1,1,1,1,1,1"
     assert broad.children[0] == 2
     # what answers depend on is the shape, whatever the file says later
-    decoding = Decoding(tree=f"planned:6,path={tmp_path}/deep.json")
-    assert decoding.tree == "shape:1,1,1,1,1,1"
+    decoding = Decoder.of(tree=f"planned:6,path={tmp_path}/deep.json")
+    assert str(decoding.tree) == "shape:1,1,1,1,1,1"
     Acceptance("none", ((0.0, 0.0),), (10,)).save(tmp_path / "none.json")
     with pytest.raises(InputError, match="nothing of what was drafted was said"):
         parse_tree(f"planned:6,path={tmp_path}/none.json")
@@ -251,7 +251,7 @@ def test_a_tree_is_planned_for_the_window(tmp_path: Path) -> None:
     Acceptance("model", shares, tuple([100] * 12)).save(tmp_path / "tree.json")
     spec = f"planned:10,path={tmp_path / 'tree.json'}"
     for window in (2, 4, 12):
-        tree = parse_tree(Decoding(tree=spec, window=window).tree)
+        tree = parse_tree(Decoder.of(tree=spec, window=window).tree)
         counts, _ = best_shape(shares[:window], 10)
         while counts[-1] == 0:
             counts.pop()

@@ -121,7 +121,7 @@ def options_of(folder: Path, llama: Pair) -> Callable[[Case], dict[str, Any] | N
             }
             options = {**texts, "window": 4, "max_new_tokens": 12, "seed": 3}
             try:
-                llama.check(options)
+                llama.decoder(options)
                 known[case] = options
             except InputError:
                 known[case] = None

@@ -30,7 +30,8 @@ from lenience.core.context import Context
 from lenience.core.protocols import Rule
 from lenience.core.records import Record
 from lenience.core.types import Draft, Reading, Verdict
-from lenience.decoding.options import ELSEWHERE, Decoding, bound_names, names
+from lenience.decoding.decoder import Decoder
+from lenience.decoding.options import ELSEWHERE, Options, bound_names, names
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
 from lenience.evaluation.pages import write_report
@@ -52,7 +53,8 @@ import inspect, sys, tempfile
 from pathlib import Path
 import lenience
 from lenience.cli.options import decoding_flags
-from lenience.decoding.options import Decoding, bound_names
+from lenience.decoding.decoder import Decoder
+from lenience.decoding.options import bound_names
 from lenience.evaluation.compare import CompareConfig
 from lenience.runs.answers import Answers
 from lenience.tasks import WordMath, take
@@ -62,20 +64,20 @@ for function in (pair.generate, pair.generate_batch, pair.stream):
     assert "flavour" in inspect.signature(function).parameters, function
 (sample,) = take(WordMath(), "test", 1)
 assert pair.generate(sample.prompt, flavour="sweet", max_new_tokens=1).tokens
-assert "flavour" in bound_names() and Decoding(flavour="sweet").bound()["flavour"] == "sweet"
+assert "flavour" in bound_names() and Decoder.of(flavour="sweet").bound()["flavour"] == "sweet"
 config = CompareConfig(settings=("exact; flavour=sweet",))
 assert config.named[-1] == {"rule": "exact", "flavour": "sweet"}
 answers = Answers(pair, WordMath(), Path(tempfile.mkdtemp()) / "answers.jsonl")
-decoding = Decoding(flavour="sweet", max_new_tokens=2)
+decoding = Decoder.of(flavour="sweet", max_new_tokens=2)
 (answer,) = answers.get(decoding, [sample])
 assert answer.setting == "exact; max_new_tokens=2; flavour=sweet", answer.setting
-assert not answers.known(Decoding(max_new_tokens=2, flavour="plain"), [sample])
+assert not answers.known(Decoder.of(max_new_tokens=2, flavour="plain"), [sample])
 """
 
 
 def test_an_option_is_one_line(tmp_path: Path) -> None:
-    """A field of Decoding is a keyword, a flag, bound by certificates, named by settings, and part
-    of a journal's key."""
+    """A field of PlainOptions is a keyword, a flag, bound by certificates, named by settings, and
+    part of a journal's key."""
     options = copy_of_the_source(tmp_path) / "decoding" / "options.py"
     text = options.read_text()
     assert text.count("    seed: int = 0\n") == 1
@@ -102,11 +104,11 @@ def test_options_are_the_keywords_of_what_decodes() -> None:
     st.lists(st.text('ab;="\\\n ', min_size=1, max_size=6), max_size=3),
 )
 def test_a_setting_is_its_text(window: int, stop: str, temperature: float, ends: list[str]) -> None:
-    decoding = Decoding(
-        "topk:3", window=window, stop=stop, temperature=temperature, stop_strings=tuple(ends)
+    decoding = Decoder.of(
+        rule="topk:3", window=window, stop=stop, temperature=temperature, stop_strings=tuple(ends)
     )
-    assert Decoding.parse(str(decoding)) == decoding
-    assert Decoding.of(decoding.to_json()) == decoding
+    assert Decoder.parse(str(decoding)) == decoding
+    assert Decoder.of(decoding.to_json()) == decoding
 
 
 # ---- whole decoders in one table
@@ -128,10 +130,10 @@ def test_settings_with_stops_and_windows_of_their_own_stand_in_one_table(llama: 
     assert strict["exact"].paired_loss == 0
     samples = take(as_task(ParityTask()), "test", 3)
     for row, setting in ((one, text) for one in rows for text in settings if one.why == "given"):
-        decoding = Decoding.parse(setting)
-        if (row.rule, row.window) == (decoding.rule, decoding.window):
-            options = {**vars(decoding), "max_new_tokens": ParityTask.max_new_tokens}
-            outs = [llama.generate(sample.prompt, **options) for sample in samples]
+        decoding = Decoder.parse(setting)
+        if (row.rule, row.window) == (str(decoding.rule), decoding.window):
+            limited = decoding.with_options({"max_new_tokens": ParityTask.max_new_tokens})
+            outs = [llama.generate(sample.prompt, limited) for sample in samples]
             passes = sum(out.target_passes for out in outs)
             assert row.tokens_per_pass == sum(len(out.tokens) for out in outs) / passes
 
@@ -205,9 +207,9 @@ def test_options_of_other_libraries_are_told_where_they_are(llama: Pair) -> None
         for value in (1, None):
             with pytest.raises(InputError, match=f"{name}: there is no such .*{says}"):
                 llama.generate("w3", **{name: value})
-    assert not set(ELSEWHERE) & {item.name for item in fields(Decoding)}
-    nothing = {item.name: None for item in fields(Decoding)}
-    assert Decoding.of(nothing) == Decoding()
+    assert not set(ELSEWHERE) & {item.name for item in fields(Options)}
+    nothing = {item.name: None for item in fields(Options)}
+    assert Decoder.of(nothing) == Decoder()
 
 
 def test_what_a_user_prints_is_short(llama: Pair) -> None:
@@ -337,11 +339,11 @@ def test_a_users_own_rule_says_only_what_it_decides(llama: Pair) -> None:
 )
 def test_an_option_of_another_kind_is_refused_by_name(options: dict, says: str) -> None:
     with pytest.raises(InputError, match=says):
-        Decoding(**options)
+        Options(**options)
 
 
 def test_numbers_of_numpy_and_no_stop_are_taken() -> None:
-    decoding = Decoding(window=np.int64(3), temperature=np.float32(0.5), stop=None)  # type: ignore[arg-type]
+    decoding = Decoder.of(window=np.int64(3), temperature=np.float32(0.5), stop=None)  # type: ignore[arg-type]
     assert str(decoding) == "exact; window=3; temperature=0.5"
 
 
@@ -354,7 +356,7 @@ def test_numbers_of_numpy_and_no_stop_are_taken() -> None:
 )
 def test_a_broken_setting_is_told_by_its_text(setting: str, says: str) -> None:
     with pytest.raises(InputError, match=f"setting '{re.escape(setting)}': {says}"):
-        Decoding.parse(setting)
+        Decoder.parse(setting)
 
 
 def test_what_loads_a_pair_shows_its_options() -> None:
@@ -434,7 +436,7 @@ def test_tasks_of_both_shapes_work(llama: Pair, tmp_path: Path) -> None:
     task = as_task(Metadata())
     samples = take(task, "test", None)
     answers = Answers(llama, task, tmp_path / "answers.jsonl")
-    found = answers.get(Decoding(max_new_tokens=3), samples)
+    found = answers.get(Decoder.of(max_new_tokens=3), samples)
     assert [answer.correct for answer in found] == [False, True] * 3
 
 
@@ -477,7 +479,7 @@ def test_what_a_task_gives_wrongly_is_told_by_its_sample(
     task = as_task(type("Wrong", (Metadata,), {part: staticmethod(gives)})())
     with pytest.raises((InputError, RuntimeError), match=says):
         samples = take(task, "test", 1)
-        Answers(llama, task, tmp_path / "a.jsonl").get(Decoding(max_new_tokens=2), samples)
+        Answers(llama, task, tmp_path / "a.jsonl").get(Decoder.of(max_new_tokens=2), samples)
 
 
 def test_a_users_same_may_give_any_truth() -> None:
@@ -488,13 +490,13 @@ def test_a_users_same_may_give_any_truth() -> None:
 def test_answers_of_other_settings_of_a_rule_are_other_answers(llama: Pair, tmp_path: Path) -> None:
     samples = take(as_task(Metadata()), "test", 1)
     answers = Answers(llama, as_task(Metadata()), tmp_path / "answers.jsonl")
-    answers.get(Decoding(), samples)
-    assert not answers.known(Decoding(window=2), samples)
+    answers.get(Decoder(), samples)
+    assert not answers.known(Decoder.of(window=2), samples)
     old = Answers(llama, as_task(Metadata()), tmp_path / "old.jsonl")
     line = {"id": samples[0].id, "rule": "exact", "answer": None, "correct": True}
     old.journal.append({**line, "tokens": 7, "target_passes": 3})
     old = Answers(llama, as_task(Metadata()), tmp_path / "old.jsonl")
-    (known,) = old.get(Decoding(window=2), samples)
+    (known,) = old.get(Decoder.of(window=2), samples)
     assert known.tokens == 7, "a journal that names no settings holds one of each rule"
 
 
@@ -523,7 +525,7 @@ def test_a_slow_scorer_is_asked_beside_decoding(llama: Pair, tmp_path: Path) -> 
             waiting.may_score.set()
 
     answers = Answers(llama, task, tmp_path / "answers.jsonl")
-    found = answers.get(Decoding(max_new_tokens=2), samples, told)
+    found = answers.get(Decoder.of(max_new_tokens=2), samples, told)
     assert len(found) == len(samples) == len(list(Journal(tmp_path / "answers.jsonl")))
     assert len(waiting.batches) == 2, "what came while it was busy is scored together"
 
@@ -551,7 +553,7 @@ def test_what_a_scorer_raises_ends_the_run_and_loses_no_other_answer(
     for _ in range(5):  # each time at least one answer more
         with pytest.raises(RuntimeError, match=r"sample 2: .* failed with AssertionError: no"):
             answers = Answers(llama, picky, tmp_path / "a.jsonl", batch_size=1)
-            answers.get(Decoding(max_new_tokens=2), samples)
+            answers.get(Decoder.of(max_new_tokens=2), samples)
     kept = {line["id"] for line in Journal(tmp_path / "a.jsonl")}
     assert kept == ({"0", "1", "3", "4", "5"} if picky.scores_batches else {"0", "1"})
 
@@ -569,7 +571,7 @@ def test_a_task_without_a_score_of_its_own_is_asked_where_it_was_made(
     task = as_task(Here())
     answers = Answers(llama, task, tmp_path / "answers.jsonl")
     assert all(
-        one.correct for one in answers.get(Decoding(max_new_tokens=2), take(task, "test", None))
+        one.correct for one in answers.get(Decoder.of(max_new_tokens=2), take(task, "test", None))
     )
 
 
@@ -598,7 +600,7 @@ def test_a_faulty_record_is_told_by_its_fields(value: object, says: str) -> None
 def test_a_journal_with_an_unknown_field_names_the_sample(llama: Pair, tmp_path: Path) -> None:
     task = as_task(Metadata())
     path = tmp_path / "answers.jsonl"
-    Answers(llama, task, path).get(Decoding(max_new_tokens=2), take(task, "test", 1))
+    Answers(llama, task, path).get(Decoder.of(max_new_tokens=2), take(task, "test", 1))
     path.write_text(path.read_text().replace('"rule"', '"rules"'))
     with pytest.raises(InputError, match=r"answers.jsonl, line 1: lacks rule, has rules"):
         Answers(llama, task, path)

@@ -15,7 +15,7 @@ from test_drafters import random_heads
 from test_mining import ParityTask, lines, mined
 
 from lenience import InputError
-from lenience.decoding.options import Decoding
+from lenience.decoding.decoder import Binding, Decoder
 from lenience.decoding.pair import Pair
 from lenience.heads.fitting import Examples, FitConfig, fit_head
 from lenience.heads.head import Inputs, load_head
@@ -147,7 +147,7 @@ def test_the_first_token_that_changes_the_answer_is_important(
     task = ParityTask()
     random_heads("medusa", 3).save(tmp_path / "heads")
     named = setting.format(judge=judge.removesuffix("@0.5"), heads=tmp_path / "heads")
-    policy = Decoding.parse(named)
+    policy = Decoder.parse(named)
     mined(llama, task, tmp_path, limit=30, batch_size=7, policy=policy)
     labels = set()
     for record in lines(tmp_path):
@@ -195,7 +195,7 @@ def test_samples_that_the_head_has_learned_from_are_left_out(
     samples = list(task.samples("train"))
     learned = [prompt_digest(llama.target.encode(one.prompt)) for one in samples[:40]]
     replace(head, prompts=tuple(learned)).save(tmp_path / "judge")
-    policy = Decoding(rule=f"judge:{tmp_path / 'judge'}@0.2")
+    policy = Decoder.of(rule=f"judge:{tmp_path / 'judge'}@0.2")
     mined(llama, task, tmp_path / "out", policy=policy)
     assert {record["id"] for record in lines(tmp_path / "out")} <= {
         f"train-{i}" for i in range(40, 60)
@@ -207,14 +207,17 @@ def test_samples_that_the_head_has_learned_from_are_left_out(
 @pytest.mark.parametrize(
     ("policy", "why"),
     [
-        (Decoding(rule="target"), "name a rule that goes on as the target does"),
-        (Decoding(rule="ensemble:0.5"), "name a rule that goes on as the target does"),
-        (Decoding(rule="exact", temperature=1.0), "greedily"),
-        (Decoding(rule="certified:run"), "compare the rule that it certifies"),
+        (Decoder.of(rule="target"), "name a rule that goes on as the target does"),
+        (Decoder.of(rule="ensemble:0.5"), "name a rule that goes on as the target does"),
+        (Decoder.of(rule="exact", temperature=1.0), "greedily"),
+        (
+            replace(Decoder(), bound_to=Binding("certified:run", {})),
+            "compare the rule that it certifies",
+        ),
     ],
 )
 def test_answers_that_cannot_be_held_to_account_are_refused(
-    policy: Decoding, why: str, llama: Pair, tmp_path: Path
+    policy: Decoder, why: str, llama: Pair, tmp_path: Path
 ) -> None:
     with pytest.raises(InputError, match=why):
         mined(llama, ParityTask(), tmp_path, limit=2, policy=policy)
@@ -223,7 +226,7 @@ def test_answers_that_cannot_be_held_to_account_are_refused(
 def test_a_head_learns_from_several_runs(llama: Pair, judge: str, tmp_path: Path) -> None:
     task = ParityTask()
     mined(llama, task, tmp_path / "run", limit=25, resamples=1)
-    policy = Decoding(rule=judge.replace("@0.5", "@0.2"), window=6)
+    policy = Decoder.of(rule=judge.replace("@0.5", "@0.2"), window=6)
     mined(llama, task, tmp_path / "own", limit=30, policy=policy)
     plan = HeadPlan(Inputs(), tmp_path / "one", FitConfig())
     one = fit_run(llama, tmp_path / "run", plan)

@@ -33,9 +33,9 @@ from lenience.decoding.auto_window import (
     learned_stops,
     stopped,
 )
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.generation import Generation
 from lenience.decoding.loading import load_pair
-from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.drafting.stops import STOPS, Fixed, Gate, Heuristic, Likely, parse_stop
 from lenience.heads.fitting import FitConfig
@@ -307,8 +307,8 @@ def test_a_stop_learns_what_the_rule_rejects_that_will_decode(
 ) -> None:
     mine(llama, ParityTask(), tmp_path, MineConfig(limit=30, max_new_tokens=20))
     inputs = Inputs(("draft",), (token,))
-    compute_features(llama, tmp_path, inputs, "stop", of="topk:2")
-    examples = load_features(tmp_path, inputs, "stop", of="topk:2")
+    compute_features(llama, tmp_path, inputs, "stop", of=parse_rule("topk:2"))
+    examples = load_features(tmp_path, inputs, "stop", of=parse_rule("topk:2"))
     records = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
     longest = max(len(record["response_ids"]) for record in records)
     for i, record in enumerate(records):
@@ -318,7 +318,9 @@ def test_a_stop_learns_what_the_rule_rejects_that_will_decode(
         wanted = torch.stack([states[which] for *states, _ in decided])
         np.testing.assert_allclose(examples.x[mine_], wanted, atol=1e-4)
     made = fit_run(
-        llama, tmp_path, HeadPlan(inputs, tmp_path / "stop", FitConfig(role="stop"), of="topk:2")
+        llama,
+        tmp_path,
+        HeadPlan(inputs, tmp_path / "stop", FitConfig(role="stop"), of=parse_rule("topk:2")),
     )
     assert made.metrics["of"] == "topk:2"
     options = {"rule": "topk:2", "stop": f"head:{tmp_path / 'stop'}@0.5"}
@@ -341,7 +343,7 @@ def test_a_stop_may_read_the_state_after_what_is_drafted(llama: Pair, tmp_path: 
     np.testing.assert_allclose(examples.x, torch.stack(wanted), atol=1e-4)
     assert not examples.harmless.all()
     with pytest.raises(InputError, match=re.escape("mentored:0.2 rejects drawn tokens")):
-        compute_features(llama, tmp_path, inputs, "stop", of="mentored:0.2")
+        compute_features(llama, tmp_path, inputs, "stop", of=parse_rule("mentored:0.2"))
 
 
 def test_an_answer_of_which_nothing_was_drafted_teaches_a_stop_nothing(llama: Pair) -> None:
@@ -349,7 +351,9 @@ def test_an_answer_of_which_nothing_was_drafted_teaches_a_stop_nothing(llama: Pa
     cost = {"target_passes": 1, "target_tokens": 3, "draft_tokens": 0, "seconds": 0.0}
     record = {"id": "a", "prompt_ids": [3, 4], "response_ids": [7], "final_ids": [7]}
     one = MinedSample.read({**record, "mismatches": [], "answers": answers, "cost": cost}, "here")
-    ((x, rejected),) = decided_states(llama, [one], Inputs(("draft",), ("previous",)), "topk:2")
+    ((x, rejected),) = decided_states(
+        llama, [one], Inputs(("draft",), ("previous",)), parse_rule("topk:2")
+    )
     assert x.shape == (0, llama.draft.hidden_size) and rejected.shape == (0,)
 
 
@@ -362,8 +366,8 @@ def test_what_a_stop_learned_of_one_head_is_not_taken_for_another_at_its_path(
     for bias in (9.0, -9.0):
         reads = Inputs(("target",), ("previous",))
         Head(torch.zeros(width), bias, reads, 0.5, llama.fingerprints).save(tmp_path / "judge")
-        compute_features(llama, tmp_path, inputs, "stop", of=rule)
-        harmless.append(load_features(tmp_path, inputs, "stop", of=rule).harmless)
+        compute_features(llama, tmp_path, inputs, "stop", of=parse_rule(rule))
+        harmless.append(load_features(tmp_path, inputs, "stop", of=parse_rule(rule)).harmless)
     assert harmless[0].all() and not harmless[1].all()
 
 
@@ -373,14 +377,14 @@ def test_an_automatic_window_is_picked_once_and_said(llama: Pair) -> None:
     picked = outs[0].window
     assert picked in CANDIDATES and {out.window for out in outs} == {picked}
     settled = llama.settle(asked, batch_size=2, window="auto", max_new_tokens=20)
-    assert settled == Decoding(window=picked, max_new_tokens=20)
+    assert settled == Decoder.of(window=picked, max_new_tokens=20)
     assert_same(
         outs, [llama.generate(prompt, window=picked, max_new_tokens=20) for prompt in asked]
     )
     assert llama.generate([1], rule="target", window="auto").window == 0
     assert llama.generate([1], window=5).window == 5
     assert llama.settle([], window="auto").window == 0
-    assert llama.settle([[3]], window=5, seed=4) == Decoding(window=5, seed=4)
+    assert llama.settle([[3]], window=5, seed=4) == Decoder.of(window=5, seed=4)
     with pytest.raises(InputError, match=r"window .some.: must be a whole number"):
         llama.generate([1], window="some")
 
@@ -451,7 +455,7 @@ def test_an_automatic_window_takes_the_stop_of_its_own_judge_alone(
     asked: dict = {"rule": rule, "window": "auto", "max_new_tokens": 40}
     fit_run(llama, tmp_path, plan)  # of what the strict rule rejects
     assert learned_stops(parse_rule(rule)) == []
-    fit_run(llama, tmp_path, replace(plan, of=rule))
+    fit_run(llama, tmp_path, replace(plan, of=parse_rule(rule)))
     found = learned_stops(parse_rule(rule))
     assert {stop.path for stop in found} == {str(tmp_path / "stop")} and len(found) == 3
     tried: list[tuple[Likely, list[Cycle]]] = []
@@ -712,12 +716,12 @@ def test_half_of_an_interleaved_prefix_is_the_drafts(
 
 
 def test_without_a_rule_a_doubted_token_is_verified_as_sprinter_does(gate: str) -> None:
-    assert Decoding.of({"stop": f"gate:{gate}"}).rule == "speculative"
-    assert Decoding.of({"stop": f"gate:{gate}", "rule": "exact"}).rule == "exact"
-    assert Decoding.of({"stop": "confidence:0.4"}).rule == "exact"
+    assert str(Decoder.of({"stop": f"gate:{gate}"}).rule) == "speculative"
+    assert str(Decoder.of({"stop": f"gate:{gate}", "rule": "exact"}).rule) == "exact"
+    assert str(Decoder.of({"stop": "confidence:0.4"}).rule) == "exact"
     for rule in ("exact", "speculative", "topk:3"):
-        one = Decoding(rule=rule, stop=f"gate:{gate}@0.5")
-        assert Decoding.of(one.changed()) == one and Decoding.parse(str(one)) == one
+        one = Decoder.of(rule=rule, stop=f"gate:{gate}@0.5")
+        assert Decoder.of(one.changed()) == one and Decoder.parse(str(one)) == one
     assert str(parse_stop("gate:run/gate@0.5")) == "gate:run/gate,bonus=false@0.5"
     assert str(parse_stop("gate:run/gate@0.5,bonus=true")) == "gate:run/gate,bonus=true@0.5"
     assert parse_stop(str(parse_stop("gate:run/gate"))) == parse_stop("gate:run/gate")

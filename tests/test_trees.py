@@ -510,4 +510,6 @@ def test_what_is_picked_is_what_is_estimated_to_be_fastest(
         "_cycle_seconds",
         lambda ids, size, setup: {8: seconds.get(str(setup.tree), 2.0)},
     )
-    assert llama.settle([[3, 4, 5]], tree="auto", window="auto", seed=9).tree == "dynamic:8"
+    assert llama.settle([[3, 4, 5]], tree="auto", window="auto", seed=9).tree == parse_tree(
+        "dynamic:8"
+    )

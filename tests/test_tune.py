@@ -30,10 +30,11 @@ from lenience.certification.tune import (
 )
 from lenience.cli.tables import gained, print_passed
 from lenience.core.progress import silent
-from lenience.decoding.certified import TriedSetting, read_certificate
-from lenience.decoding.options import Decoding
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs
+from lenience.rules.parsing import parse_rule
+from lenience.runs.certificate import TriedSetting, read_certificate
 from lenience.runs.journal import Journal
 
 
@@ -43,9 +44,9 @@ class Clock:
     def __init__(self, speeds: dict[str, float], luck: dict[tuple[str, str], float]):
         self.speeds, self.luck, self.asked = speeds, luck, list[tuple[str, str]]()
 
-    def generate(self, prompt: str, **options) -> SimpleNamespace:
-        setting = str(Decoding(**options).with_options({"max_new_tokens": 256}))
-        if options["max_new_tokens"] == 256:  # not a warm-up
+    def generate(self, prompt: str, decoder: Decoder) -> SimpleNamespace:
+        setting = str(decoder.with_options({"max_new_tokens": 256}))
+        if decoder.max_new_tokens == 256:  # not a warm-up
             self.asked.append((prompt, setting))
         speed = self.speeds[setting] * self.luck.get((prompt, setting), 1)
         return SimpleNamespace(tokens=[1] * 60, seconds=60 / speed)
@@ -53,7 +54,8 @@ class Clock:
 
 def test_a_race_finds_the_fastest_of_each_group_and_tells_its_speed_in_the_final() -> None:
     groups = [
-        [Decoding(rule, window=window) for window in (2, 4, 8, 16)] for rule in ("exact", "topk:2")
+        [Decoder.of(rule=rule, window=window) for window in (2, 4, 8, 16)]
+        for rule in ("exact", "topk:2")
     ]
     speeds = {str(one): 100.0 + 10 * i for group in groups for i, one in enumerate(group)}
     prompts = [f"p{i}" for i in range(12)]
@@ -95,10 +97,10 @@ def test_the_last_of_a_chain_with_the_most_tokens_per_pass_is_the_best() -> None
 def test_what_may_be_the_fastest_is_timed_anew_and_leniency_has_to_pay() -> None:
     """What is clearly slower by the race is not, but for what is lossless; within three hundredths
     of the fastest, what is lossless is as fast."""
-    strict, *lenient = (Decoding(rule) for rule in ("exact", "kl:0.1", "kl:0.4", "topk:2"))
+    strict, *lenient = (Decoder.parse(rule) for rule in ("exact", "kl:0.1", "kl:0.4", "topk:2"))
     raced = dict(zip(map(str, (strict, *lenient)), (10.0, 17.5, 20.0, 16.9)))
 
-    def chosen(passed: list[Decoding], *speeds: float) -> Decoding:
+    def chosen(passed: list[Decoder], *speeds: float) -> Decoder:
         """Where those of them that take turns have these speeds."""
         known = iter(speeds)
 
@@ -263,7 +265,7 @@ def test_what_is_tuned_is_certified_and_decoded_with(llama: Pair, task: Echo, ru
     made = tune(llama, task, run, config(run))
     certificate = made.certificate
     assert certificate == read_certificate(run)
-    tried = [Decoding.parse(one.setting) for one in (made.races.alone, made.races.strict)]
+    tried = [Decoder.parse(one.setting) for one in (made.races.alone, made.races.strict)]
     assert [(one.rule, one.window == 0) for one in tried] == [("exact", True), ("exact", False)]
     first, *later = certificate.tried
     assert first.rule == "exact" and first.losses == 0, "the chain begins losslessly"
@@ -280,7 +282,7 @@ def test_what_is_tuned_is_certified_and_decoded_with(llama: Pair, task: Echo, ru
     assert not raced & {line["prompt"] for line in uses if line["use"] == "calibration"}
     speeds = made.speeds
     assert speeds is not None and speeds.strict.setting == made.races.strict.setting
-    assert Decoding.parse(speeds.certified.setting).rule == certified.rule
+    assert Decoder.parse(speeds.certified.setting).rule == certified.rule
     again = tune(llama, task, run, config(run))
     assert again.races == made.races and list(Journal(run / "uses.jsonl")) == uses
     assert again.speeds == speeds, "what was timed once stays"
@@ -309,7 +311,7 @@ def test_what_passed_is_chosen_from_by_further_prompts(
     def known(pair, settings, prompts, phase, progress):
         turns[phase] = list(prompts)
         speeds = anew if phase == "timing what passed" else race
-        timed = dict[Decoding, Timed]()
+        timed = dict[Decoder, Timed]()
         for one in dict.fromkeys(settings):
             speed = 50.0 if one.window == 0 else speeds[str(one.rule) != "exact"]
             each = [12] * len(prompts)
@@ -321,7 +323,7 @@ def test_what_passed_is_chosen_from_by_further_prompts(
     certified, speeds = made.certificate.certified, made.speeds
     assert certified is not None and speeds is not None
     assert certified.rule.split(":")[0] == chosen
-    rules = [str(Decoding.parse(one.setting).rule) for one in speeds.passed]
+    rules = [str(Decoder.parse(one.setting).rule) for one in speeds.passed]
     assert rules[0] == "exact" and rules[1].startswith("judge")
     prompt = task.prompt(3)
     options = {name: getattr(certified, name) for name in ("rule", "window")}
@@ -370,17 +372,17 @@ def test_races_of_another_machine_are_run_again(llama: Pair, task: Echo, run: Pa
 
 def test_judges_race_with_the_drafter_that_they_were_mined_with(llama: Pair, run: Path) -> None:
     drafters, judge = ["model", "ngram", "ngram>model", "medusa"], f"judge:{run / 'judge'}@0.9"
-    assert drafters_for(judge, drafters) == ["model", "ngram>model"]
-    assert drafters_for("topk:2", drafters) == drafters
+    assert drafters_for(parse_rule(judge), drafters) == ["model", "ngram>model"]
+    assert drafters_for(parse_rule("topk:2"), drafters) == drafters
     weight, inputs = torch.zeros(llama.target.hidden_size), Inputs(("target",), ("draft",))
     Head(weight, 0.0, inputs, 0.5, llama.fingerprints).save(run / "anywhere")
     with pytest.warns(UserWarning, match="drafter suffix: a judge that was mined with the draft"):
-        llama.check({"rule": f"judge:{run / 'anywhere'}@0.9", "drafter": "suffix"})
+        llama.decoder({"rule": f"judge:{run / 'anywhere'}@0.9", "drafter": "suffix"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        llama.check({"rule": judge})
-        llama.check({"rule": f"judge:{run / 'anywhere'}@0.9", "drafter": "suffix>model"})
-        llama.check({"rule": "topk:2", "drafter": "suffix"})
+        llama.decoder({"rule": judge})
+        llama.decoder({"rule": f"judge:{run / 'anywhere'}@0.9", "drafter": "suffix>model"})
+        llama.decoder({"rule": "topk:2", "drafter": "suffix"})
 
 
 def test_wrong_questions_are_told(llama: Pair, task: Echo, run: Path) -> None:

@@ -31,7 +31,7 @@ def export(lm: LM, states: States, trees: bool = False) -> None:
 def main() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
     pair = load_pair(compile=False)
-    judged = States(Judge().layers)
+    judged = States(Judge().needs.layers)
     for states in (LAST, judged):
         for trees in (False, True):
             export(pair.target, states, trees)

@@ -3,7 +3,7 @@ to many more problems than a run mines.
 
     python tools/embedded/heads.py --work heads-work
 
-Decoding and fitting go on where they were. On two cores that have nothing else to do decoding 5,000
+Decoder and fitting go on where they were. On two cores that have nothing else to do decoding 5,000
 answers takes some five minutes, and fitting the heads a quarter of an hour.
 """
 

@@ -22,15 +22,13 @@ from lenience.core.noise import Noise, uniform
 from lenience.core.progress import Progress, silent
 from lenience.core.records import Record
 from lenience.decoding.asking import task_for
-from lenience.decoding.certified import (
-    PREFIX,
-    Certificate,
-    certified_options,
-    read_certificate,
-)
 from lenience.decoding.generation import Generation
 from lenience.decoding.pair import Pair
 from lenience.models.prompts import Prompt
+from lenience.runs.certificate import (
+    Certificate,
+    read_certificate,
+)
 from lenience.runs.journal import Journal, Tail
 from lenience.tasks import Published, Sample, Task, ungradable
 from lenience.tasks.rows import USUAL_FIELDS, Fields, read_rows
@@ -155,8 +153,9 @@ class Audit:
                 f"{run}: was certified with answers found and compared by {binds['reads']!r}, not "
                 f"{self.task.reads!r}; name the same --task, --answer and --same"
             )
-        options = certified_options(self.certificate, run)
-        self.options = {"seed": 0} | pair.certified(options | {"rule": f"{PREFIX}{run}"})
+        self.decoder = self.certificate.decoder(run)
+        pair.check(self.decoder)
+        self.alone = replace(self.decoder.with_options({"rule": "target"}), bound_to=None)
         self.alpha = 1 - config.confidence
         self.alarm = Alarm(self.certificate.max_drop, self.alpha)
         self.losses, self.drifted, self.seen = list[float](), False, 0
@@ -229,7 +228,7 @@ class Audit:
         return self._check(live, text, _Row(row, live.content, before))
 
     def _check(self, live: LivePrompt, text: str, row: _Row | None = None) -> State:
-        alone = self.pair.generate(live.prompt, **{**self.options, "rule": "target"})
+        alone = self.pair.generate(live.prompt, self.alone)
         reference = self._gradable(live)
         loss = self._loss(replace(live, reference=reference), text, alone)
         with self._alone():
@@ -362,7 +361,7 @@ def audit(
     for begin in range(0, len(left), batch_size):
         part = left[begin : begin + batch_size]
         asked = [prompts[row].prompt for row in part]
-        outs = watch.pair.generate_batch(asked, batch_size=batch_size, **watch.options)
+        outs = watch.pair.generate_batch(asked, watch.decoder, batch_size=batch_size)
         for done, (row, out) in enumerate(zip(part, outs), begin + 1):
             watch.see_row(prompts[row], out.text, row, before)
             progress("auditing", again + done, len(chosen))

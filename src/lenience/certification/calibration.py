@@ -21,23 +21,18 @@ from lenience.certification.sequential_tests import SettingResult, Test
 from lenience.core.errors import InputError
 from lenience.core.files import alone, digest, read_json, write_json
 from lenience.core.progress import Progress
-from lenience.decoding.certified import (
+from lenience.decoding.decoder import Decoder
+from lenience.decoding.pair import Pair
+from lenience.evaluation.quality import values
+from lenience.runs.answers import Answer, Answers, for_task
+from lenience.runs.certificate import (
     LostAnswer,
     LostSample,
     TriedSetting,
-    drafter_without_paths,
-    setting_without_paths,
-    stop_without_paths,
-    without_paths,
 )
-from lenience.decoding.options import Decoding
-from lenience.decoding.pair import Pair
-from lenience.evaluation.quality import values
-from lenience.rules.parsing import parse_rule
-from lenience.runs.answers import Answer, Answers
 from lenience.runs.journal import open_run
 from lenience.runs.ledger import Attempt, Ledger
-from lenience.runs.record import check_prompts, describe, for_task
+from lenience.runs.record import check_prompts, describe
 from lenience.tasks import Sample, Task
 
 if TYPE_CHECKING:
@@ -60,7 +55,7 @@ class Calibration:
     pair: Pair
     task: Task
     config: CertifyConfig
-    decoding: Decoding
+    decoding: Decoder
     """The options that all settings share, where one does not say otherwise."""
     prompts: Prompts
     attempt: Attempt
@@ -92,11 +87,11 @@ class Calibration:
         """How many answers have been decoded since."""
         return self._answers.decoded
 
-    def chains(self) -> list[list[Decoding]]:
+    def chains(self) -> list[list[Decoder]]:
         """The settings that are tested, from strict to lenient."""
         return self.config.chains(self.decoding)
 
-    def answers(self, decoding: Decoding, n: int, phase: str = "") -> list[Answer]:
+    def answers(self, decoding: Decoder, n: int, phase: str = "") -> list[Answer]:
         """The first n prompts' answers; `phase` is shown while they are decoded."""
         samples = self.prompts.first(n)
         if before := self._stricter.get(decoding):
@@ -111,11 +106,11 @@ class Calibration:
 
     def alone(self, samples: Sequence[Sample]) -> list[Answer]:
         """Answers by the target alone."""
-        decoding = replace(self.decoding, rule="target")
+        decoding = self.decoding.with_options({"rule": "target"})
         return self._get(decoding, samples, "the target alone", self.progress)
 
     def _get(
-        self, decoding: Decoding, samples: Sequence[Sample], phase: str, progress: Progress
+        self, decoding: Decoder, samples: Sequence[Sample], phase: str, progress: Progress
     ) -> list[Answer]:
         """Rows that are the same but for their ids are decoded once."""
         firsts = dict[str, Sample]()
@@ -125,12 +120,12 @@ class Calibration:
         by_content = dict(zip(firsts, answers))
         return [by_content[_content(sample)] for sample in samples]
 
-    def beside(self, decoding: Decoding, lenient: Sequence[Answer]) -> list[Answer | None]:
+    def beside(self, decoding: Decoder, lenient: Sequence[Answer]) -> list[Answer | None]:
         """The target's own answers to the first prompts, which a setting has answered; None where
         nothing can be lost whatever it is. The target is asked only where it must be: a greedy
         answer in which no token was kept by lenience is its own, where the rule goes on as the
         target does, and one that is right is no paired loss."""
-        as_target = decoding.temperature == 0 and parse_rule(decoding.rule).goes_on_as_target
+        as_target = decoding.temperature == 0 and decoding.rule.goes_on_as_target
         paired = self.config.loss == "paired"
         known: list[Answer | None] = []
         asked = []
@@ -142,7 +137,7 @@ class Calibration:
         by_id = dict(zip((one.id for one in asked), self.alone(asked)))
         return [answer or by_id.get(one.id) for answer, one in zip(known, self.prompts.rows)]
 
-    def losses(self, decoding: Decoding, n: int, phase: str = "") -> NDArray:
+    def losses(self, decoding: Decoder, n: int, phase: str = "") -> NDArray:
         """[n] in [0, 1], of the target alone against a setting; 0 where a label is asked for."""
         lenient = self.answers(decoding, n, phase)
         if self.config.needs_target_right(self.task):
@@ -226,7 +221,7 @@ class Calibration:
         """The target's answers that tell its accuracy."""
         return self.alone(self.prompts.first(ENOUGH))
 
-    def result(self, decoding: Decoding, tried: SettingResult) -> TriedSetting:
+    def result(self, decoding: Decoder, tried: SettingResult) -> TriedSetting:
         """How a setting's test ended; losses and bounds as they are asked for, also of the net
         drop."""
         losses, net = self.losses(decoding, tried.n), self.config.loss == "net"
@@ -248,11 +243,11 @@ class Calibration:
             tokens_per_second=self.config.speeds.get(str(decoding)),
         )
 
-    def decoding_of(self, row: TriedSetting) -> Decoding:
+    def decoding_of(self, row: TriedSetting) -> Decoder:
         """The whole decoder that was tried."""
-        return row.decoding(self.decoding)
+        return row.decoder(self.decoding)
 
-    def binds(self, decoding: Decoding, n: int) -> dict[str, Any]:
+    def binds(self, decoding: Decoder, n: int) -> dict[str, Any]:
         """All that a certificate of a setting, on the first n prompts, depends on."""
         return {
             **self.pair.binding(decoding),
@@ -262,7 +257,7 @@ class Calibration:
             "data": data_hash(self.prompts.first(n)),
         }
 
-    def lost_samples(self, decoding: Decoding, n: int) -> list[LostSample]:
+    def lost_samples(self, decoding: Decoder, n: int) -> list[LostSample]:
         """The prompts on which quality was lost, with both answers."""
         losses, lenient = self.losses(decoding, n).tolist(), self.answers(decoding, n)
         rows = zip(self.prompts.rows, losses, self.beside(decoding, lenient), lenient)
@@ -369,14 +364,14 @@ def warn_of_too_few(config: CertifyConfig, share: float) -> None:
 
 
 def _picked(
-    pair: Pair, config: CertifyConfig, decoding: Decoding, prompts: Prompts, path: Path
+    pair: Pair, config: CertifyConfig, decoding: Decoder, prompts: Prompts, path: Path
 ) -> dict[str, Any]:
     """The window, and how drafting ends, that were picked once for a question, for its most lenient
     setting."""
     if not path.exists():
         samples = prompts.for_window()
         last = config.chains(decoding)[-1][-1]
-        settled = pair.settle([sample.prompt for sample in samples], **vars(last))
+        settled = pair.settle([sample.prompt for sample in samples], last)
         picked = {name: str(getattr(settled, name)) for name in ("stop", "tree")}
         write_json(path, {"window": settled.window, **picked})
     return dict(read_json(path))
@@ -387,17 +382,15 @@ def _asked(pair: Pair, task: Task, config: CertifyConfig, use: str) -> dict[str,
     question = config.to_json()
     chains = config.chains()
     by_rules, given = chains[: len(config.rules)], chains[len(config.rules) :]
-    question["rules"] = [[without_paths(str(one.rule)) for one in chain] for chain in by_rules]
+    question["rules"] = [[str(one.without_paths().rule) for one in chain] for chain in by_rules]
     if given:
-        question["settings"] = [
-            [str(setting_without_paths(one)) for one in chain] for chain in given
-        ]
+        question["settings"] = [[str(one.without_paths()) for one in chain] for chain in given]
     question["thresholds"] = []
-    question["stop"] = stop_without_paths(config.decoding.stop)
+    question["stop"] = str(config.decoding.without_paths().stop)
     if task.stop_strings:
         question.setdefault("stop_strings", list(task.stop_strings))
     if "drafter" in question:
-        question["drafter"] = drafter_without_paths(config.decoding.drafter)
+        question["drafter"] = str(config.decoding.without_paths().drafter)
     binds = [pair.binding(decoding) for chain in chains for decoding in chain]
     asked = describe(pair, task, use=use, question=question, binds=binds)
     asked["models"] = {role: {**model, "name": ""} for role, model in asked["models"].items()}

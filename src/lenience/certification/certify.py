@@ -23,22 +23,22 @@ from lenience.certification.sequential_tests import FUTILITY, fixed_sequence_tes
 from lenience.certification.withdrawal import account, as_it_stands, mark
 from lenience.core.files import read_json, write_json
 from lenience.core.progress import Progress, silent
+from lenience.core.protocols import Rule
 from lenience.core.records import Record
 from lenience.decoding.asking import task_for
-from lenience.decoding.certified import (
+from lenience.decoding.decoder import Decoder
+from lenience.decoding.pair import Pair
+from lenience.evaluation.names import setting_name
+from lenience.evaluation.pages import write_certificate
+from lenience.rules.combine import AnyOf
+from lenience.runs.answers import Answer
+from lenience.runs.certificate import (
     FILE,
     Certificate,
     Certified,
     TriedSetting,
     head_paths,
-    heads_in,
 )
-from lenience.decoding.options import Decoding
-from lenience.decoding.pair import Pair
-from lenience.evaluation.names import setting_name
-from lenience.evaluation.pages import write_certificate
-from lenience.rules.parsing import parse_spec
-from lenience.runs.answers import Answer
 from lenience.runs.record import mined_first
 from lenience.runs.uses import fitted_in, group_of
 from lenience.tasks import Task
@@ -86,10 +86,10 @@ def certify(
     config: CertifyConfig,
     progress: Progress = silent,
     *,
-    choose: Callable[[list[Decoding]], Decoding] | None = None,
+    choose: Callable[[list[Decoder]], Decoder] | None = None,
 ) -> Certificate:
     """Find the most lenient of the rules' settings whose loss is at most `max_drop` with the wanted
-    confidence, or none; it is written to the run folder, see `lenience.decoding.certified`.
+    confidence, or none; it is written to the run folder, see `lenience.runs.certificate`.
 
     Learn-then-Test (Angelopoulos 2021): each rule's settings are tested from strict to lenient
     until one does not pass, each on growing batches of prompts. Of several rules that pass, the one
@@ -161,7 +161,7 @@ class _Chains:
 
 
 def _certificate(
-    on: Calibration, folder: Path, choose: Callable[[list[Decoding]], Decoding] | None
+    on: Calibration, folder: Path, choose: Callable[[list[Decoder]], Decoder] | None
 ) -> Certificate:
     began = time.perf_counter()
     config = on.config
@@ -200,7 +200,7 @@ def _certificate(
     )
 
 
-def _test_chain(on: Calibration, settings: list[Decoding]) -> list[TriedSetting]:
+def _test_chain(on: Calibration, settings: list[Decoder]) -> list[TriedSetting]:
     """Test settings from strict to lenient. Raises InputError where one passes only if prompts
     whose references are asked for are not lost."""
 
@@ -216,7 +216,7 @@ def _test_chain(on: Calibration, settings: list[Decoding]) -> list[TriedSetting]
     return tried
 
 
-def _needed(on: Calibration, setting: Decoding, row: TriedSetting) -> int | None:
+def _needed(on: Calibration, setting: Decoder, row: TriedSetting) -> int | None:
     return on.config.sample_size(on.losses(setting, row.n), on.attempt.share)
 
 
@@ -228,7 +228,7 @@ def _drawn(on: Calibration, folder: Path) -> str:
     where = f"{said} from the rows of split {config.split!r}"
     if any(group_of(sample) is not None for sample in on.prompts.first(ENOUGH)):
         where += ", one of each group, so that each group counts once"
-    runs = {fitted_in(head) for chain in on.chains() for one in chain for head in heads_in(one)}
+    runs = {fitted_in(head) for chain in on.chains() for one in chain for head in one.heads}
     if any(mined_first(run) for run in (folder, *filter(None, runs))):
         where += "; those that were mined before were the first of the data, not drawn"
     return where
@@ -237,15 +237,15 @@ def _drawn(on: Calibration, folder: Path) -> str:
 def _certified(best: TriedSetting, on: Calibration, folder: Path) -> Certified:
     return Certified(
         **best.model_dump(),
-        threshold=_threshold(best.rule),
+        threshold=_threshold(on.decoding_of(best).rule),
         heads=head_paths(on.decoding_of(best), folder),
     )
 
 
-def _threshold(rule: str) -> float | None:
+def _threshold(rule: Rule) -> float | None:
     """The threshold of a rule's first term that has one."""
-    terms = [term for term in parse_spec(rule).terms if term.has_threshold]
-    return next((vars(term)["threshold"] for term in terms), None)
+    terms = rule.terms if isinstance(rule, AnyOf) else ()
+    return next((vars(term)["threshold"] for term in terms if term.has_threshold), None)
 
 
 def _procedure(on: Calibration) -> str:
@@ -308,7 +308,7 @@ def plan(
 
 
 def _planned(
-    on: Calibration, config: CertifyConfig, settings: list[Decoding]
+    on: Calibration, config: CertifyConfig, settings: list[Decoder]
 ) -> Iterator[PlannedSetting]:
     pilot = on.most
     decoded = dict[tuple[str, str], Answer]()

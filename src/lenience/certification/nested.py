@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lenience.decoding.options import Decoding
+from lenience.decoding.decoder import Decoder
 from lenience.rules.base import Term
 from lenience.rules.combine import AnyOf
 from lenience.rules.judge import Judge, logit
-from lenience.rules.parsing import parse_rule
 from lenience.runs.answers import Answer
 
 MARGIN = 1e-5
 """Of logits, which are compared in float32."""
 
 
-def is_same(answer: Answer, strict: Decoding, lenient: Decoding) -> bool:
+def is_same(answer: Answer, strict: Decoder, lenient: Decoder) -> bool:
     """Whether a stricter setting's answer is the lenient one's too: where they differ in the
     threshold of one judge, and no token that it rejected has a score that the lower threshold
     reaches, every verdict is the same, and so is all that follows."""
@@ -25,11 +24,11 @@ def is_same(answer: Answer, strict: Decoding, lenient: Decoding) -> bool:
     return logit(answer.closest) < logit(threshold) - MARGIN
 
 
-def _lower_threshold(strict: Decoding, lenient: Decoding) -> float | None:
+def _lower_threshold(strict: Decoder, lenient: Decoder) -> float | None:
     """The threshold of the lenient one's judge, where that is all that differs."""
-    if replace(strict, rule="exact") != replace(lenient, rule="exact"):
+    if replace(strict, rule=lenient.rule) != lenient:
         return None
-    one, other = parse_rule(strict.rule), parse_rule(lenient.rule)
+    one, other = strict.rule, lenient.rule
     if not (isinstance(one, AnyOf) and isinstance(other, AnyOf)):
         return None
     judges = [term for rule in (one, other) for term in rule.terms if isinstance(term, Judge)]

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from lenience.certification.question import CertifyConfig
 from lenience.core.errors import InputError
-from lenience.decoding.certified import heads_in
 from lenience.runs.ledger import Ledger
 from lenience.runs.uses import Draw, aligned
 from lenience.tasks import Sample, Task, ungradable
@@ -63,7 +62,7 @@ def draw_of(pair: Pair, config: CertifyConfig, key: str, use: str) -> Draw:
     """Which prompts a question draws: none that a head it asks about has learned from, or the
     draft."""
     settings = [decoding for chain in config.chains() for decoding in chain]
-    heads = {head.path: head for one in settings for head in heads_in(one)}
+    heads = {head.path: head for one in settings for head in one.heads}
     return Draw(
         key,
         config.num_prompts(),

@@ -21,8 +21,9 @@ from lenience.certification.sequential_tests import (
     sample_size_by_trial,
 )
 from lenience.core.errors import InputError
-from lenience.decoding.options import Decoding, given_options
-from lenience.rules.registry import BASELINES
+from lenience.decoding.decoder import Decoder
+from lenience.decoding.options import given_options
+from lenience.rules.baselines import BASELINES
 from lenience.rules.settings import ladder
 from lenience.tasks import Task
 
@@ -108,11 +109,11 @@ class CertifyConfig:
             raise InputError("options: rule is said in rules")
 
     @cached_property
-    def decoding(self) -> Decoding:
+    def decoding(self) -> Decoder:
         """The options of decoding, the rule left open."""
-        return Decoding.of(self.options)
+        return Decoder.of(self.options)
 
-    def chains(self, shared: Decoding | None = None) -> list[list[Decoding]]:
+    def chains(self, shared: Decoder | None = None) -> list[list[Decoder]]:
         """Whole decoders from strict to lenient, for each rule and then as they are given; what
         they do not name is as in `shared`, or in the question's own options."""
         shared = shared or self.decoding

@@ -13,7 +13,7 @@ from scipy.stats import norm, t
 
 from lenience.core.progress import Progress, silent
 from lenience.core.records import Record
-from lenience.decoding.options import Decoding
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
 from lenience.tasks.base import Messages
 
@@ -40,7 +40,7 @@ class Timed(Record):
     """A decoder's turns on some prompts."""
 
     setting: str
-    """As `Decoding.parse` takes it."""
+    """As `Decoder.parse` takes it."""
     tokens: list[int]
     seconds: list[float]
 
@@ -87,26 +87,26 @@ class Speeds(Record):
     empty where only one may have been, or it was chosen on another machine."""
 
 
-def warm_up(pair: Pair, settings: Iterable[Decoding], prompt: str | Messages) -> None:
+def warm_up(pair: Pair, settings: Iterable[Decoder], prompt: str | Messages) -> None:
     """Decode a little by each, so that no one's turn has what the first pass of a kind takes."""
     for one in settings:
-        pair.generate(prompt, **vars(replace(one, max_new_tokens=WARM_UP)))
+        pair.generate(prompt, replace(one, max_new_tokens=WARM_UP))
 
 
 def take_turns(
     pair: Pair,
-    settings: Iterable[Decoding],
+    settings: Iterable[Decoder],
     prompts: Sequence[str | Messages],
     phase: str,
     progress: Progress = silent,
-) -> dict[Decoding, Timed]:
+) -> dict[Decoder, Timed]:
     """Time decoders that take turns on each prompt, so that a machine's moods fall on all."""
     settings = list(dict.fromkeys(settings))
     timed = {one: Timed(setting=str(one), tokens=[], seconds=[]) for one in settings}
     total = len(prompts) * len(settings)
     for turn, (prompt, one) in enumerate(product(prompts, settings)):
         progress(phase, turn, total)
-        out = pair.generate(prompt, **vars(one))
+        out = pair.generate(prompt, one)
         timed[one].tokens.append(len(out.tokens))
         timed[one].seconds.append(out.seconds)
     progress(phase, total, total)

@@ -19,24 +19,22 @@ from lenience.certification.speeds import Speeds, Timed, Turns, take_turns, warm
 from lenience.core.errors import InputError
 from lenience.core.files import digest, read_json, write_json
 from lenience.core.progress import Progress, silent
+from lenience.core.protocols import Rule
 from lenience.core.records import Record
 from lenience.decoding.asking import task_for
-from lenience.decoding.certified import (
-    Certificate,
-    certified_options,
-    heads_in,
-    setting_without_paths,
-)
-from lenience.decoding.options import Decoding
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
+from lenience.drafting.base import DrafterSpec
 from lenience.drafting.eagle import Eagle
 from lenience.drafting.heads import Blockwise, Medusa
-from lenience.drafting.parsing import parse_drafter
 from lenience.drafting.registry import DRAFTERS
 from lenience.evaluation.table import machine
-from lenience.rules.parsing import terms
+from lenience.runs.answers import for_task
+from lenience.runs.certificate import (
+    Certificate,
+)
 from lenience.runs.ledger import Ledger
-from lenience.runs.record import check_prompts, for_task
+from lenience.runs.record import check_prompts
 from lenience.runs.uses import Draw, aligned
 from lenience.tasks import Sample, Task
 from lenience.tasks.base import Messages
@@ -87,7 +85,7 @@ class TuneConfig:
         if self.prompts < LEAST_PROMPTS:
             raise InputError(f"prompts {self.prompts}: must be {LEAST_PROMPTS} or more")
         for window in self.windows:
-            if Decoding(window=window).window in (0, "auto"):
+            if Decoder.of(window=window).window in (0, "auto"):
                 raise InputError(f"window {window}: must be 1 or more")
 
 
@@ -95,7 +93,7 @@ class Raced(Record):
     """The fastest of a group in its final."""
 
     setting: str
-    """As `Decoding.parse` takes it."""
+    """As `Decoder.parse` takes it."""
     tokens_per_second: float
 
 
@@ -155,19 +153,19 @@ def tune(
     if not certificate.holds:
         return Tuned(races, certificate, None)
     shared = for_task(question.decoding, question.options, task)
-    passed = [row.decoding(shared) for row in certificate.tried if row.passed]
-    certified = Decoding.of(certified_options(certificate, folder))
+    passed = [row.decoder(shared) for row in certificate.tried if row.passed]
+    certified = certificate.decoder(folder)
     turns = _Turns(pair, contest.place / "telling", races.machine, contest.prompts_to_tell)
     known = choice.turns.known(choice.perhaps_fastest(passed)) or []
     return Tuned(races, certificate, _told(races, certified, known, turns, progress))
 
 
 def _told(
-    races: Races, certified: Decoding, passed: list[Timed], turns: _Turns, progress: Progress
+    races: Races, certified: Decoder, passed: list[Timed], turns: _Turns, progress: Progress
 ) -> Speeds:
     """How fast what is certified is beside what is lossless; `passed` is what it was chosen
     from."""
-    strict, alone = (Decoding.parse(one.setting) for one in (races.strict, races.alone))
+    strict, alone = (Decoder.parse(one.setting) for one in (races.strict, races.alone))
     timed = turns.take((certified, strict, alone), "timing", progress)
     return Speeds(
         machine=races.machine,
@@ -195,10 +193,10 @@ def _fast(lossless: Raced, chain: Iterable[Raced]) -> list[Raced]:
 class _Contest:
     """Who races, and on what."""
 
-    groups: list[list[Decoding]]
+    groups: list[list[Decoder]]
     """The target alone, strict decoding, and each setting of each chain, all but the first at every
     window, stop and drafter."""
-    chains: list[list[Decoding]]
+    chains: list[list[Decoder]]
     refused: list[str]
     prompts: list[str | Messages]
     place: Path
@@ -230,14 +228,14 @@ def _contest(pair: Pair, task: Task, folder: Path, config: TuneConfig) -> _Conte
     ledger = Ledger(folder, pair.fingerprints, question.home)
     next_one = ledger.attempt("", task, question.split, counts=False)
     warn_of_too_few(question, next_one.share)
-    strict = replace(shared, rule="exact")
+    strict = shared.with_options({"rule": "exact"})
     drafters, refused = list(config.drafters), list[str]()
     if not drafters:
         fitted, refused = fitted_drafters(pair, folder, strict)
         drafters = [*GRID, *fitted]
     groups = [[replace(strict, window=0)]]
     for one in (strict, *(one for chain in chains for one in chain)):
-        groups.append(group_of(pair, config, one, drafters_for(str(one.rule), drafters)))
+        groups.append(group_of(pair, config, one, drafters_for(one.rule, drafters)))
     samples, place = _prompts(pair, task, folder, config, groups)
     return _Contest(groups, chains, refused, [sample.prompt for sample in samples], place)
 
@@ -272,8 +270,8 @@ class _Turns:
     prompts: list[str | Messages]
 
     def take(
-        self, settings: Iterable[Decoding], phase: str, progress: Progress
-    ) -> dict[Decoding, Timed]:
+        self, settings: Iterable[Decoder], phase: str, progress: Progress
+    ) -> dict[Decoder, Timed]:
         """How fast each is."""
         settings = list(dict.fromkeys(settings))
         timed = self.known(settings)
@@ -285,13 +283,13 @@ class _Turns:
             write_json(self._path(settings), turns.to_json())
         return dict(zip(settings, timed))
 
-    def known(self, settings: Sequence[Decoding]) -> list[Timed] | None:
+    def known(self, settings: Sequence[Decoder]) -> list[Timed] | None:
         """What that came to before, None where they have not taken turns here."""
         path = self._path(settings)
         turns = Turns.read(read_json(path), str(path)) if path.exists() else None
         return turns.timed if turns and turns.machine == self.machine else None
 
-    def _path(self, settings: Sequence[Decoding]) -> Path:
+    def _path(self, settings: Sequence[Decoder]) -> Path:
         return self.path.with_name(f"{self.path.name}-{digest([*map(str, settings)])}.json")
 
 
@@ -305,7 +303,7 @@ class _Choice:
     turns: _Turns
     progress: Progress
 
-    def fastest(self, passed: Iterable[Decoding]) -> Decoding:
+    def fastest(self, passed: Iterable[Decoder]) -> Decoder:
         """The fastest, or the lossless one where that is as fast but for ALIKE."""
         left = self.perhaps_fastest(passed)
         if len(left) == 1:
@@ -316,14 +314,14 @@ class _Choice:
         as_fast = [one for one in left if timed[one].tokens_per_second >= enough]
         return next((one for one in as_fast if str(one) == self.lossless), fastest)
 
-    def perhaps_fastest(self, passed: Iterable[Decoding]) -> list[Decoding]:
+    def perhaps_fastest(self, passed: Iterable[Decoder]) -> list[Decoder]:
         """All that is not clearly slower by the race than the fastest, and the lossless one."""
         speeds = {one: self.raced[str(one)] for one in passed}
         least = SLOWER * max(speeds.values())
         return [one for one in speeds if speeds[one] >= least or str(one) == self.lossless]
 
 
-def fitted_drafters(pair: Pair, folder: Path, strict: Decoding) -> tuple[list[str], list[str]]:
+def fitted_drafters(pair: Pair, folder: Path, strict: Decoder) -> tuple[list[str], list[str]]:
     """The drafters that were fitted in a run folder; and why those of them are refused that cannot
     draft for this target."""
     fitted, refused = list[str](), list[str]()
@@ -332,7 +330,7 @@ def fitted_drafters(pair: Pair, folder: Path, strict: Decoding) -> tuple[list[st
             continue
         drafter = str(kind(str(folder / kind.name)))
         try:
-            pair.check(replace(strict, drafter=drafter))
+            pair.check(strict.with_options({"drafter": drafter}))
         except InputError as error:
             refused.append(str(error))
         else:
@@ -340,22 +338,24 @@ def fitted_drafters(pair: Pair, folder: Path, strict: Decoding) -> tuple[list[st
     return fitted, refused
 
 
-def drafters_for(rule: str, drafters: Sequence[str]) -> list[str]:
+def drafters_for(rule: Rule, drafters: Sequence[str]) -> list[str]:
     """Those of some drafters that race with a rule: a judge has learned from what the draft model
     proposes, and what it makes of other proposals is fast and wrong."""
-    learned = any(term.heads for term in terms(rule))
-    return [one for one in drafters if not learned or parse_drafter(one).proposes_as_draft]
+    if not rule.heads:
+        return list(drafters)
+    return [name for name in drafters if Decoder.of(drafter=name).drafter.proposes_as_draft]
 
 
 def group_of(
-    pair: Pair, config: TuneConfig, setting: Decoding, drafters: Sequence[str]
-) -> list[Decoding]:
+    pair: Pair, config: TuneConfig, setting: Decoder, drafters: Sequence[str]
+) -> list[Decoder]:
     """A setting at every window, stop and drafter that it goes together with. Raises InputError
     where there is none."""
-    group, refusals = list[Decoding](), list[InputError]()
+    group, refusals = list[Decoder](), list[InputError]()
     for drafter, stop in product(drafters, config.stops):
-        for window in _windows_for(drafter, config.windows):
-            one = replace(setting, window=window, stop=stop, drafter=drafter)
+        named = setting.with_options({"drafter": drafter, "stop": stop})
+        for window in _windows_for(named.drafter, config.windows):
+            one = replace(named, window=window)
             try:
                 pair.check(one)
             except InputError as refused:
@@ -367,20 +367,20 @@ def group_of(
     return group
 
 
-def _windows_for(drafter: str, windows: Sequence[int]) -> list[int]:
+def _windows_for(drafter: DrafterSpec, windows: Sequence[int]) -> list[int]:
     """Those of some windows at which a drafter proposes something else."""
-    longest = parse_drafter(drafter).longest or max(windows)
+    longest = drafter.longest or max(windows)
     enough = min((window for window in windows if window >= longest), default=max(windows))
     return [window for window in windows if window <= enough]
 
 
 def _prompts(
-    pair: Pair, task: Task, folder: Path, config: TuneConfig, groups: Sequence[Sequence[Decoding]]
+    pair: Pair, task: Task, folder: Path, config: TuneConfig, groups: Sequence[Sequence[Decoder]]
 ) -> tuple[list[Sample], Path]:
     """The prompts to race on, noted as used, and where the races are kept."""
     question, settings = config.question, [one for group in groups for one in group]
-    heads = {head.path: head for one in settings for head in heads_in(one)}
-    asked = [str(setting_without_paths(one)) for one in settings]
+    heads = {head.path: head for one in settings for head in one.heads}
+    asked = [str(one.without_paths()) for one in settings]
     prints = [head.head.fingerprint for head in heads.values()]
     parts = [asked, prints, pair.fingerprints, config.prompts, question.split, task.known_as]
     key = digest([FORMAT, *parts])
@@ -402,7 +402,7 @@ def _prompts(
 
 def race(
     pair: Pair,
-    groups: Sequence[Sequence[Decoding]],
+    groups: Sequence[Sequence[Decoder]],
     prompts: Sequence[str | Messages],
     progress: Progress = silent,
 ) -> list[Raced]:
@@ -423,17 +423,17 @@ def race(
     return [Raced(setting=str(one), tokens_per_second=speeds[one]) for one in won]
 
 
-def _best(group: Sequence[Decoding], speeds: dict[Decoding, float], n: int) -> list[Decoding]:
+def _best(group: Sequence[Decoder], speeds: dict[Decoder, float], n: int) -> list[Decoder]:
     return sorted(group, key=lambda one: -speeds[one])[:n]
 
 
 def _speeds(
     pair: Pair,
-    groups: Iterable[Iterable[Decoding]],
+    groups: Iterable[Iterable[Decoder]],
     prompts: Sequence[str | Messages],
     phase: str,
     progress: Progress,
-) -> dict[Decoding, float]:
+) -> dict[Decoder, float]:
     """Tokens per second of every setting."""
     settings = (one for group in groups for one in group)
     timed = take_turns(pair, settings, prompts, phase, progress)

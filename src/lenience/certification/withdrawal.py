@@ -9,14 +9,8 @@ from scipy.stats import binom
 
 from lenience.certification.calibration import Calibration
 from lenience.core.files import digest, read_json, write_json
-from lenience.decoding.certified import (
-    FILE,
-    Certificate,
-    TriedSetting,
-    drafter_without_paths,
-    setting_without_paths,
-)
 from lenience.evaluation.pages import write_certificate
+from lenience.runs.certificate import FILE, Certificate, TriedSetting
 from lenience.runs.ledger import Ledger, Outcome
 
 
@@ -62,13 +56,13 @@ def _outcome(on: Calibration, folder: Path, certificate: Certificate, row: Tried
     decoding = on.decoding_of(row)
     binds = {**on.pair.binding(decoding), **decoding.bound(), "reads": on.task.reads}
     binds |= {"loss": certificate.loss, "task": on.task.label, "stop": None}
-    binds["drafter"] = drafter_without_paths(decoding.drafter)
+    binds["drafter"] = str(decoding.without_paths().drafter)
     if str(decoding.tree) == "chain":
         del binds["tree"]  # as in the ledgers of before there were trees
     return Outcome(
         key=on.attempt.key,
         pair=on.ledger.pair,
-        setting=str(setting_without_paths(decoding)),
+        setting=str(decoding.without_paths()),
         binds=digest(binds, sort_keys=True),
         max_drop=certificate.max_drop,
         confidence=certificate.confidence,

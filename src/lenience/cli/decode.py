@@ -14,7 +14,7 @@ from lenience.cli.options import (
     Json,
     PromptFlags,
     check_limit,
-    check_specs,
+    decoder_of,
     given,
     needs_draft,
 )
@@ -53,13 +53,13 @@ def generate(
         is taken anyway.
     """
     options = given(flags)
-    drafts = check_specs(options)
+    decoder = decoder_of(options)
     prompts = prompts or PromptFlags()
     many = prompts.many(prompt)
     one = None if many else prompt_of(prompt, prompts.messages)
     models = _models_for(options, run, models)
     pair = models.load(
-        needs_draft=needs_draft(options), tokens=len(many) * expected_tokens(options)
+        needs_draft=needs_draft(decoder), tokens=len(many) * expected_tokens(options)
     )
     if many:
         _answer_many(pair, many, options, prompts.batch_size, json=json)
@@ -68,7 +68,7 @@ def generate(
     out, measured = answer(pair, asked, options, prompts.profile)
     if prompts.show or not json:
         print_answer(pair, out, prompts.show)
-    print_counts(out, picked=options.get("window") == "auto" and drafts)
+    print_counts(out, picked=decoder.window == "auto" and not decoder.alone)
     if measured:
         print_profile(measured)
     if json:
@@ -81,7 +81,7 @@ def generate(
 def _models_for(options: Mapping[str, Any], run: Path | None, models: Models | None) -> Models:
     """The models that are named, or else those of a run or of the run that a rule is certified
     in."""
-    from lenience.decoding.certified import is_certified, run_of
+    from lenience.runs.certificate import is_certified, run_of
 
     models = models or Models()
     if run is not None:
@@ -139,10 +139,10 @@ def chat(
     from lenience.cli.prompts import chat
 
     options = given(flags)
-    check_specs(options)
+    decoder = decoder_of(options)
     models = _models_for(options, run, models)
     models.refuse_vllm("chat")
-    chat(models.load(needs_draft=needs_draft(options)), options)
+    chat(models.load(needs_draft=needs_draft(decoder)), options)
 
 
 def demo(

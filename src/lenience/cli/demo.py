@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from lenience.cli.options import check_folder
 from lenience.cli.steps import compare_run, compile_pair, fit_run, mine_run, tune_run
 from lenience.cli.tables import gained
 from lenience.core.files import EMBEDDED, read_json, write_text
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.loading import load_pair
-from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, discard
 from lenience.evaluation.pages import Mining, write_report
@@ -25,8 +24,8 @@ from lenience.evaluation.table import Frontier
 from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Head, Inputs
 from lenience.mining.search import MineConfig, MinedCounts
+from lenience.rules.baselines import BASELINES
 from lenience.rules.judge import Judge
-from lenience.rules.registry import BASELINES
 from lenience.tasks import WordMath
 from lenience.training.fit import HeadPlan
 
@@ -150,11 +149,11 @@ def _compare(pair: Pair, out: Path, tuned: Tuned, limit: int) -> Frontier:
     model."""
     screen.rule(f"4. comparing on {limit} held-out problems")
     raced = [tuned.races.strict, *(one for chain in tuned.races.lenient for one in chain)]
-    fastest = [Decoding.parse(one.setting) for one in raced]
+    fastest = [Decoder.parse(one.setting) for one in raced]
     fitted = Judge(str(out / "run" / "judge"), THRESHOLDS[-1])
-    widest = [replace(fastest[i], window=WIDEST, drafter="model") for i in (0, -1)]
-    compared = [*fastest, replace(fastest[-1], rule=str(fitted)), *widest]
-    compared.append(replace(fastest[0], rule="topk:2"))
+    widest = [fastest[i].with_options({"window": WIDEST, "drafter": "model"}) for i in (0, -1)]
+    compared = [*fastest, fastest[-1].with_options({"rule": fitted}), *widest]
+    compared.append(fastest[0].with_options({"rule": "topk:2"}))
     settings = [
         f"{one.rule}; window={one.window}; stop={one.stop}; drafter={one.drafter}"
         for one in compared

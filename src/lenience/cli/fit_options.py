@@ -70,7 +70,7 @@ class FitFlags:
     along answers that the draft samples itself."""
     only_rejected: Flag = False
     """With --drafter model: learn only from tokens that would be rejected (Online Speculative
-    Decoding)."""
+    Decoder)."""
     tune_target: Flag = False
     """With --drafter blockwise: let a copy of the target learn with its heads, which is another
     target then, in RUN/blockwise/target (Blockwise Parallel Decoding's fine-tuning)."""
@@ -203,6 +203,8 @@ class FitFlags:
         if recall is None and not self.annotated:
             recall = FitConfig.recall
         config = FitConfig(kind, role, recall, weight=self.weight, seed=self.seed)
+        from lenience.decoding.decoder import read_rule
+
         return HeadPlan(
             self._inputs(),
             folder,
@@ -210,7 +212,7 @@ class FitFlags:
             tau=self.tau or 1.0,
             also=self.also,
             soft=self.soft,
-            of=self.of,
+            of=None if self.of is None else read_rule(self.of),
         )
 
     def _check(self) -> None:
@@ -245,16 +247,14 @@ class FitFlags:
             raise InputError(f"--tau {self.tau:g}: is a gate's, and above 0")
 
     def _check_of(self, rule: str) -> None:
-        from lenience.decoding.certified import refuse_certified
-        from lenience.rules.parsing import parse_rule
-        from lenience.rules.registry import BASELINES
+        from lenience.rules.baselines import BASELINES
+        from lenience.runs.certificate import refuse_certified
 
         if not self.stop:
             raise InputError("--of: says what a stop learns from; give --stop too")
         if rule in BASELINES:
             raise InputError(f"--of {rule}: rejects nothing; name a rule that drafts")
         refuse_certified([rule])
-        parse_rule(rule)
 
     def _inputs(self) -> Inputs:
         """What the head reads, by what was said and else by default."""

@@ -25,6 +25,7 @@ from lenience.cli.options import (
     TuneFlags,
     check_folder,
     check_limit,
+    decoder_of,
     given,
     needs_draft,
 )
@@ -57,7 +58,7 @@ def compare(
     if run is not None:
         choice, models = choice_of(known_run(run), choice), models_of(run, models)
     task = choice.load()
-    drafts = any(needs_draft(vars(one)) for one in config.decodings())
+    drafts = any(map(needs_draft, config.decodings()))
     answers = len(config.decodings()) * (config.limit or MANY)
     pair = models.load(answers * expected_tokens(config.options, task), drafts)
     with fitting(pair, task, choice) as fits:
@@ -137,7 +138,7 @@ def certify(
     config = flags.config(run, given(decoding))
     choice = choice_of(run, choice or TaskChoice())
     task = choice.load()
-    drafts = needs_draft(given(decoding))
+    drafts = needs_draft(decoder_of(given(decoding)))
     if config.split not in ("train", "test"):
         take(task, config.split, 1)  # raises where there is none, before the models are loaded
     answers = flags.pilot if flags.plan else config.num_prompts()
@@ -208,7 +209,7 @@ def audit(
         A JSONL file of prompt or messages and, if known, reference.
     """
     from lenience.certification.audit import AuditConfig, read_prompts
-    from lenience.decoding.certified import read_certificate
+    from lenience.runs.certificate import read_certificate
     from lenience.tasks import JsonlTask
     from lenience.tasks.rows import USUAL_FIELDS
 

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Group, Parameter
 
 from lenience.core.errors import InputError, reason
-from lenience.decoding.options import Decoding, default_options, option_types, told_options
+from lenience.decoding.options import Options, default_options, option_types, told_options
 
 if TYPE_CHECKING:
     from lenience.certification.question import CertifyConfig
     from lenience.certification.tune import TuneConfig
     from lenience.cli.prompts import Asked
+    from lenience.decoding.decoder import Decoder
     from lenience.evaluation.compare import CompareConfig
     from lenience.mining.search import MineConfig
 
@@ -37,7 +38,7 @@ Json = Annotated[
 def decoding_flags(name: str, *leave_out: str, **other_helps: str) -> Any:
     """A class of flags, one for each option of decoding but those that are left out; their help is
     the option's docstring, where there is no other."""
-    helps = {**told_options(Decoding), **other_helps}
+    helps = {**told_options(Options), **other_helps}
     options: list[tuple[str, Any, Any]] = []
     for option, kind in option_types().items():
         if option in leave_out:
@@ -183,7 +184,9 @@ class MineFlags:
             raise InputError(f"--workers {self.workers}: must be 1 or more")
         if self.policy is not None and (self.workers, self.ray) != (None, None):
             raise InputError("--policy: is mined in this process; leave out --workers and --ray")
-        policy = None if self.policy is None else Decoding.parse(self.policy)
+        from lenience.decoding.decoder import Decoder
+
+        policy = None if self.policy is None else Decoder.parse(self.policy)
         if policy is not None:
             check_policy(policy)
         return MineConfig(**{**options, "policy": policy})
@@ -286,16 +289,16 @@ class TuneFlags(QuestionFlags):
         """What is tuned. Raises InputError for what is wrong with it, before models are loaded."""
         from lenience.certification.tune import WINDOWS, TuneConfig
         from lenience.decoding.auto_window import STOP_THRESHOLDS
-        from lenience.drafting.parsing import parse_drafter
-        from lenience.drafting.stops import Likely, parse_stop
+        from lenience.decoding.decoder import Decoder
+        from lenience.drafting.stops import Likely
 
         stops = self.stop
         if not stops and (run / "stop" / "stop.json").is_file():
             stops = tuple(str(Likely(str(run / "stop"), one)) for one in STOP_THRESHOLDS)
         for stop in stops:
-            parse_stop(stop)
+            Decoder.of(stop=stop)
         for drafter in self.drafter:
-            parse_drafter(drafter)
+            Decoder.of(drafter=drafter)
         options = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}
         return TuneConfig(
             self.question(run, options),
@@ -391,45 +394,21 @@ def read_ids(path: Path | None) -> tuple[str, ...]:
         raise InputError(f"--ids {path}: cannot be read ({reason(error)})") from None
 
 
-def check_specs(options: Mapping[str, Any]) -> bool:
-    """Raise InputError for what is wrong with options before the models are loaded; says whether
-    anything is drafted."""
-    from lenience.decoding.options import Decoding
-    from lenience.drafting.parsing import parse_drafter
-    from lenience.drafting.stops import parse_stop
-    from lenience.drafting.trees.shapes import parse_tree
-    from lenience.rules.parsing import parse_rule
-    from lenience.rules.registry import BASELINES
+def decoder_of(options: Mapping[str, Any]) -> Decoder:
+    """Return the decoder of flags, before the models are loaded. Raises InputError for what is
+    wrong with them."""
+    from lenience.decoding.decoder import Decoder
 
-    decoding = Decoding.of(resolved(options))
-    parse_stop(decoding.stop)
-    parse_drafter(decoding.drafter)
-    parse_tree(decoding.tree)
-    if decoding.rule in BASELINES:
-        return False
-    parse_rule(decoding.rule)
-    return True
-
-
-def resolved(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Options with what "certified:RUN" stands for in its place."""
-    from lenience.decoding.certified import is_certified, resolve
-
-    if not is_certified(options.get("rule")):
-        return options
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what there is to say is said when it decodes
-        return resolve(options["rule"], options)[0]
+        return Decoder.of(options)
 
 
-def needs_draft(options: Mapping[str, Any]) -> bool:
-    """Whether a draft model is asked for anything."""
-    from lenience.drafting.parsing import parse_drafter
-
-    options = resolved(options)
-    if options.get("rule") in ("target", "draft"):
-        return options["rule"] == "draft"
-    return options.get("window") != 0 and parse_drafter(options.get("drafter", "model")).needs_draft
+def needs_draft(decoder: Decoder) -> bool:
+    """Return whether a draft model is asked for anything."""
+    if decoder.alone:
+        return decoder.alone == "draft"
+    return decoder.window != 0 and decoder.drafter.needs_draft
 
 
 def check_folder(out: Path) -> None:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from lenience.certification.question import CertifyConfig
     from lenience.certification.tune import TuneConfig, Tuned
     from lenience.core.profile import Profile
-    from lenience.decoding.certified import Certificate
     from lenience.decoding.generation import Generation
     from lenience.decoding.pair import Pair
     from lenience.drafting.datastore import Store
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from lenience.mining.forecast import Forecast
     from lenience.mining.search import MineConfig, MinedCounts
     from lenience.models.prompts import Prompt
+    from lenience.runs.certificate import Certificate
     from lenience.tasks import Task
     from lenience.training.acceptance import Drawn
     from lenience.training.annotated import Annotated
@@ -137,10 +137,11 @@ def build_datastore(corpus: Sequence[Path], out: Path, field: str, target: str |
 
 
 def fit_tree(pair: Pair, run: Path, drafter: str, drawn: Drawn | None) -> Acceptance:
+    from lenience.decoding.decoder import Decoder
     from lenience.training.acceptance import fit_tree
 
     with progress_bars() as show:
-        return fit_tree(pair, run, drafter, drawn, show)
+        return fit_tree(pair, run, Decoder.of(drafter=drafter).drafter, drawn, show)
 
 
 def search_layers(pair: Pair, run: Path) -> list[Skipped]:

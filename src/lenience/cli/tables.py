@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from lenience.certification.speeds import Timed
     from lenience.certification.tune import Races, Tuned
     from lenience.core.profile import Profile
-    from lenience.decoding.certified import Certificate
+    from lenience.decoding.decoder import Decoder
     from lenience.decoding.generation import Generation
-    from lenience.decoding.options import Decoding
     from lenience.decoding.pair import Pair
     from lenience.drafting.trees.planning import Acceptance
     from lenience.evaluation.table import Frontier, HumanGrades
     from lenience.heads.head import Head
     from lenience.mining.forecast import Forecast
     from lenience.mining.search import MinedCounts
+    from lenience.runs.certificate import Certificate
     from lenience.tasks import Task
     from lenience.training.skipping import Skipped
 
@@ -90,7 +90,7 @@ def print_certificate(run: Path, certificate: Certificate) -> None:
 
 def _say_why_not(run: Path, certificate: Certificate) -> None:
     """Why nothing is certified, and what the run has nevertheless."""
-    from lenience.decoding.certified import read_certificate
+    from lenience.runs.certificate import read_certificate
 
     more = ""
     if certificate.needed:
@@ -135,17 +135,16 @@ def planned(found: Forecast, run: str) -> str:
 
 def print_races(races: Races) -> None:
     """The settings that were the fastest of their groups."""
-    from lenience.decoding.certified import drafter_without_paths, stop_without_paths
-    from lenience.decoding.options import Decoding
+    from lenience.decoding.decoder import Decoder
 
     table = Table("setting, at its fastest", title=f"races on {escape(races.machine)}")
     for column in ("drafter", "window", "stop", "tokens/s", "times strict", "times the target"):
         table.add_column(column, justify="right")
     for one in (races.alone, races.strict, *(row for chain in races.lenient for row in chain)):
-        decoding, speed = Decoding.parse(one.setting), one.tokens_per_second
+        decoding, speed = Decoder.parse(one.setting), one.tokens_per_second
         name = _rule_name(decoding)
-        drafter = drafter_without_paths(decoding.drafter) if decoding.window else "–"
-        window, stop = str(decoding.window or "–"), stop_without_paths(decoding.stop)
+        drafter = str(decoding.without_paths().drafter) if decoding.window else "–"
+        window, stop = str(decoding.window or "–"), str(decoding.without_paths().stop)
         cells = [drafter, window, stop, f"{speed:.0f}"]
         times = (speed / base.tokens_per_second for base in (races.strict, races.alone))
         table.add_row(escape(name), *map(escape, cells), *(f"{one:.2f}" for one in times))
@@ -156,13 +155,13 @@ def print_races(races: Races) -> None:
 
 def print_passed(passed: Sequence[Timed]) -> None:
     """Those of all that passed that were timed anew, the fastest first."""
-    from lenience.decoding.options import Decoding
+    from lenience.decoding.decoder import Decoder
 
     if not passed:
         return
     named = []
     for one in sorted(passed, key=lambda one: -one.tokens_per_second):
-        decoding = Decoding.parse(one.setting)
+        decoding = Decoder.parse(one.setting)
         window = f" (window {decoding.window})" if decoding.window else ""
         named.append(f"{_rule_name(decoding)}{window} {one.tokens_per_second:.0f}")
     say(
@@ -171,7 +170,7 @@ def print_passed(passed: Sequence[Timed]) -> None:
     )
 
 
-def _rule_name(decoding: Decoding) -> str:
+def _rule_name(decoding: Decoder) -> str:
     from lenience.evaluation.names import short
 
     return "the target alone" if decoding.window == 0 else short(str(decoding.rule))
@@ -179,7 +178,7 @@ def _rule_name(decoding: Decoding) -> str:
 
 def gained(tuned: Tuned) -> str:
     """What a user gains by what was tuned, at which loss, and how sure that is."""
-    from lenience.decoding.options import Decoding
+    from lenience.decoding.options import Options
     from lenience.evaluation.names import setting_name
 
     certificate, speeds = tuned.certificate, tuned.speeds
@@ -190,7 +189,7 @@ def gained(tuned: Tuned) -> str:
     if best.window == 0:
         return f"Nothing is gained: the target alone is the fastest that is certified ({speed})"
     over = {"the target alone": speeds.certified.times(speeds.alone)}
-    if best.rule != Decoding().rule:
+    if best.rule != Options.rule:
         over["the fastest strict decoding"] = speeds.certified.times(speeds.strict)
     ratios = " and ".join(f"{times} {name}" for name, times in over.items())
     told = (

@@ -14,6 +14,7 @@ from lenience.core.noise import Noise
 from lenience.core.protocols import Drafter, Rule
 from lenience.core.recall import Recall, Recollection
 from lenience.core.types import Step
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.dialogue import (
     Compare,
     Comparisons,
@@ -24,7 +25,6 @@ from lenience.decoding.dialogue import (
     Talk,
 )
 from lenience.decoding.loop import cycle
-from lenience.decoding.options import Decoding
 from lenience.decoding.response import Response
 from lenience.decoding.soundness import check_predictions
 from lenience.drafting.base import DrafterSpec
@@ -52,7 +52,7 @@ class Conversing:
     """How many together."""
     capacity: int
     """How many tokens a question has at most with its answer."""
-    sampling: Decoding = field(default_factory=Decoding)
+    sampling: Decoder = field(default_factory=Decoder)
     """How the target goes on: temperature, truncation and seed."""
     in_flight: int | None = None
     """Continuations of a dialogue that are decoded together; by default as many as pay on the
@@ -150,12 +150,13 @@ class _Table(Generic[T]):
         window = how.window or (LONGEST_ON_CPU if on_cpu else LONGEST)
         in_flight = how.in_flight or (IN_FLIGHT_ON_CPU if on_cpu else IN_FLIGHT)
         how = replace(how, in_flight=in_flight)
-        setup = pair.setup(replace(how.sampling, rule="exact", window=window))
-        setup = replace(setup, drafter=how.drafter)
-        self._pair, self._how, self._ctx = pair, how, pair.context(setup, window)
+        strict = how.sampling.with_options({"rule": "exact", "window": window})
+        pair.check(strict)
+        decoder = replace(strict, drafter=how.drafter)
+        self._pair, self._how, self._ctx = pair, how, pair.context(decoder)
         rows, capacity = how.size * in_flight, how.capacity + window
-        session, drafter = pair.engine(setup, window, rows, capacity, beside=each_has)
-        self._rows = _Rows(session, drafter, setup.rule)
+        session, drafter = pair.engine(decoder, rows, capacity, beside=each_has)
+        self._rows = _Rows(session, drafter, decoder.rule)
         self._waiting = iter(enumerate(dialogues))
         self._held: dict[int, _Held[T]] = {}
         self._seated = list[int]()

@@ -1,6 +1,6 @@
-"""Every option of decoding, written down once: the command line's flags, the keywords of
-`Pair.generate`, what a certificate binds, the settings of a comparison and what journals record are
-read off `Decoding`. No torch."""
+"""Options: every option of decoding as names and texts, written down once. The command line's
+flags, the keywords of `Pair.generate`, what a certificate binds, the settings of a comparison and
+what journals record are read off them. No torch."""
 
 from __future__ import annotations
 
@@ -8,54 +8,30 @@ import inspect
 import math
 import numbers
 import textwrap
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from docstring_parser import parse_from_object
 
 from lenience.core import spec
 from lenience.core.errors import InputError
 
-if TYPE_CHECKING:
-    from lenience.core.protocols import Rule
-    from lenience.drafting.base import DrafterSpec
-    from lenience.drafting.stops import Stop
-    from lenience.drafting.trees.shapes import Tree
-
 OWN = "lenience"
 """The engine that is meant where none is named: our own loop."""
 F = TypeVar("F", bound=Callable[..., Any])
-SPECS = ("Rule", "DrafterSpec", "Stop", "Tree")
-"""The types that are given as specs where only text can be."""
 
 
 @dataclass(frozen=True)
-class Decoding:
-    """How answers are decoded. Raises InputError for a value that no decoding can use; what a spec
-    says is checked where the models are."""
+class PlainOptions:
+    """The options of decoding that are numbers and texts. Raises InputError for a value that no
+    decoding can use."""
 
-    rule: str | Rule = "exact"
-    """The acceptance rule, such as exact, speculative, topk:K, fuzzy:js@T or judge:PATH@T
-    (docs/rules.md has them all), or target or draft for that model alone; certified:RUN is what a
-    run's certificate certifies."""
-    drafter: str | DrafterSpec = "model"
-    """What proposes tokens: model, the pair's draft model; ngram or suffix, what stood in the text
-    before, or datastore:PATH, in a corpus; medusa:PATH, blockwise:PATH or eagle:PATH, what is
-    fitted to the target; exit:6 or skip:2,5, some of its layers; or several, as in ngram|model,
-    ngram>model and model:4+ngram (docs/drafters.md)."""
-    tree: str | Tree = "chain"
-    """The shape of what is proposed: chain (one token after another, the default), dynamic:NODES,
-    planned:NODES or cartesian:4,3,2, trees of which the deepest accepted path is kept."""
     window: int | Literal["auto"] = 8
     """How many tokens are drafted at most in a cycle, one after another, 8 or what a certificate
     binds if left out; auto measures which is fastest."""
-    stop: str | Stop = "fixed"
-    """What ends drafting earlier: fixed (nothing, the default), heuristic, confidence:P, entropy:P,
-    fallback:P, head:PATH@T or gate:PATH@T, with which generate takes the rule speculative if none
-    is named."""
     max_new_tokens: int = 256
     """The length limit of an answer, 256, the task's own or what a certificate binds if left
     out."""
@@ -77,11 +53,6 @@ class Decoding:
     """End the answer before this text; may be given again."""
 
     def __post_init__(self) -> None:
-        for name, usual in (("stop", "fixed"), ("tree", "chain")):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, usual)
-        if str(self.tree).startswith("planned"):  # what it comes to is what answers depend on
-            self._plan_tree()
         if isinstance(self.stop_strings, str):
             object.__setattr__(self, "stop_strings", (self.stop_strings,))
         if not isinstance(self.stop_strings, Iterable):
@@ -110,20 +81,35 @@ class Decoding:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise InputError(f"top_p {self.top_p}: must be in (0, 1]")
 
-    def _plan_tree(self) -> None:
-        """Replace a planned tree by its shape, of as many levels as the window."""
-        from lenience.drafting.trees.shapes import parse_tree
-
-        depth = self.window if isinstance(self.window, int) and self.window > 0 else None
-        object.__setattr__(self, "tree", str(parse_tree(self.tree, depth)))
-
     def _check_kinds(self) -> None:
         """Raise InputError where a number is expected and something else was given."""
         for name, kind in option_types().items():
             if kind in NUMBERS and not _fits(getattr(self, name), kind):
                 raise InputError(f"{name} {getattr(self, name)!r}: must be {NUMBERS[kind]}")
 
-    def with_options(self, options: Mapping[str, Any]) -> Decoding:
+
+@dataclass(frozen=True)
+class Options(PlainOptions):
+    """How answers are decoded, as names and texts; what a spec says is checked where it is read."""
+
+    rule: str = "exact"
+    """The acceptance rule, such as exact, speculative, topk:K, fuzzy:js@T or judge:PATH@T
+    (docs/rules.md has them all), or target or draft for that model alone; certified:RUN is what a
+    run's certificate certifies."""
+    drafter: str = "model"
+    """What proposes tokens: model, the pair's draft model; ngram or suffix, what stood in the text
+    before, or datastore:PATH, in a corpus; medusa:PATH, blockwise:PATH or eagle:PATH, what is
+    fitted to the target; exit:6 or skip:2,5, some of its layers; or several, as in ngram|model,
+    ngram>model and model:4+ngram (docs/drafters.md)."""
+    tree: str = "chain"
+    """The shape of what is proposed: chain (one token after another, the default), dynamic:NODES,
+    planned:NODES or cartesian:4,3,2, trees of which the deepest accepted path is kept."""
+    stop: str = "fixed"
+    """What ends drafting earlier: fixed (nothing, the default), heuristic, confidence:P, entropy:P,
+    fallback:P, head:PATH@T or gate:PATH@T, with which generate takes the rule speculative if none
+    is named."""
+
+    def with_options(self, options: Mapping[str, Any]) -> Options:
         """The same with some options changed. Raises InputError for a name that is none."""
         if unknown := sorted(options.keys() - names()):
             known = f"there are {', '.join(names())}"
@@ -131,55 +117,15 @@ class Decoding:
             raise InputError(f"{unknown[0]}: there is no such option of decoding; {mend}")
         return replace(self, **options)
 
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Decoding:
-        """From the options that were given, the others, and those that are None, being the
-        defaults."""
-        given = {name: value for name, value in options.items() if value is not None}
-        if _has_gate(given):  # SPRINTER verifies a doubted token by speculative sampling
-            given = {"rule": "speculative", **given}
-        return cls().with_options(given if options.keys() <= set(names()) else options)
-
-    @classmethod
-    def parse(cls, text: str) -> Decoding:
-        """From text such as "judge:run/judge@0.99; window=16; stop=confidence:0.4", the rule first.
-        Raises InputError that names what is wrong."""
-        return cls.of(given_options(text))
-
     def to_json(self) -> dict[str, Any]:
-        """By name, with rules, drafters and stop conditions as their specs."""
+        """Return the options by name."""
         values = {name: getattr(self, name) for name in names()}
-        types = option_types()
-        for name, value in values.items():
-            if types[name] is str:
-                values[name] = str(value)
-            elif isinstance(value, tuple):
-                values[name] = list(value)
-        return values
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
 
-    def changed(self) -> dict[str, Any]:
-        """The options that are not the defaults, as in `to_json`, and the rule where there is a
-        gate, with which another one is the default."""
-        defaults, values = default_options(), self.to_json()
-        if _has_gate(values):
-            defaults = {**defaults, "rule": None}
-        return {name: value for name, value in values.items() if value != defaults[name]}
-
-    def differing(self, other: Decoding) -> dict[str, Any]:
-        """The options besides rule and window that are not as in another, as in `to_json`."""
-        own, others = self.to_json(), other.to_json()
-        beside = [name for name in own if name not in ("rule", "window")]
-        return {name: own[name] for name in beside if own[name] != others[name]}
-
-    def bound(self) -> dict[str, Any]:
-        """What of it a certificate binds, as in `to_json`."""
-        values = self.to_json()
-        return {name: values[name] for name in bound_names()}
-
-    def __str__(self) -> str:
-        """The text that `parse` takes."""
-        parts = [str(self.rule)]
-        for name, value in self.changed().items():
+    def text(self, changed: Mapping[str, Any]) -> str:
+        """Return the text of a setting that names the rule and what is `changed`."""
+        parts = [self.rule]
+        for name, value in changed.items():
             if name != "rule":
                 values = value if isinstance(value, list) else [value]
                 parts += [f"{name}={spec.quote_value(str(content))}" for content in values]
@@ -257,14 +203,15 @@ averages."""
 
 
 def names() -> tuple[str, ...]:
-    """The names of all options."""
-    return tuple(item.name for item in fields(Decoding))
+    """The names of all options, in the order in which settings name them."""
+    window, *others = (item.name for item in fields(PlainOptions))
+    return ("rule", "drafter", "tree", window, "stop", *others)
 
 
 @cache
 def default_options() -> Mapping[str, Any]:
-    """The options that are not given, as in `Decoding.to_json`."""
-    return Decoding().to_json()
+    """The options that are not given, as in `Options.to_json`."""
+    return Options().to_json()
 
 
 def bound_names() -> tuple[str, ...]:
@@ -281,18 +228,15 @@ def _fits(value: object, kind: Any) -> bool:
     return isinstance(value, number)
 
 
-def _has_gate(options: Mapping[str, Any]) -> bool:
-    return str(options.get("stop", "")).startswith("gate:")
-
-
 @cache
 def option_types() -> Mapping[str, Any]:
     """The type of each option where only text can be given: a rule is then its spec."""
-    return get_type_hints(Decoding, localns=dict.fromkeys(SPECS, str))
+    types = get_type_hints(Options)
+    return {name: types[name] for name in names()}
 
 
 def given_options(text: str) -> dict[str, Any]:
-    """The options that the text of a setting names, see `Decoding.parse`."""
+    """The options that the text of a setting names, see `Decoder.parse`."""
     try:
         rule, *rest = (part.strip() for part in spec.split(text, ";", escapes=True))
     except InputError as error:
@@ -322,9 +266,7 @@ def given_options(text: str) -> dict[str, Any]:
 
 def takes_options(function: F) -> F:
     """Show the options of decoding among a function's keywords, for help() and editors."""
-    return _with_keywords(
-        function, Decoding, {**option_types(), "seed": int | None}, {"seed": None}
-    )
+    return _with_keywords(function, Options, {**option_types(), "seed": int | None}, {"seed": None})
 
 
 def takes_loading(function: F) -> F:
@@ -333,10 +275,12 @@ def takes_loading(function: F) -> F:
 
 
 @cache
-def told_options(kind: Hashable) -> Mapping[str, str]:
+def told_options(kind: type) -> Mapping[str, str]:
     """What each option is, as its docstring says."""
-    found = parse_from_object(kind).params
-    return {one.arg_name: " ".join((one.description or "").split()) for one in found}
+    found = []
+    for base in reversed(kind.__mro__[:-1]):
+        found += parse_from_object(base).params
+    return {param.arg_name: " ".join((param.description or "").split()) for param in found}
 
 
 def _with_keywords(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lenience.evaluation.names import NamedRow, named
 from lenience.evaluation.table import Frontier
-from lenience.rules.registry import BASELINES
+from lenience.rules.baselines import BASELINES
 
 MOST_LOST = 0.01
 """Of the prompts, by a setting that is recommended."""

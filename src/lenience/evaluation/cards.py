@@ -11,9 +11,9 @@ from typing import Any
 
 from lenience.core.errors import InputError
 from lenience.core.hub import PREFIX, upload
-from lenience.decoding.certified import FILE, Certificate, read_certificate
 from lenience.evaluation.pages import template
 from lenience.heads.head import Head, Role, load_head
+from lenience.runs.certificate import FILE, Certificate, read_certificate
 from lenience.runs.record import RunRecord, read_run
 
 ROLES: tuple[Role, ...] = ("judge", "stop", "gate")

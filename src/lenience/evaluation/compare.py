@@ -19,11 +19,10 @@ from lenience.core.files import alone, built_in, read_json, write_json
 from lenience.core.progress import Progress, silent
 from lenience.core.protocols import Fitted
 from lenience.decoding.asking import task_for
-from lenience.decoding.certified import heads_in, refuse_certified
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.generation import Generation
-from lenience.decoding.options import Decoding, given_options
+from lenience.decoding.options import given_options
 from lenience.decoding.pair import Pair
-from lenience.drafting.trees.shapes import parse_tree
 from lenience.evaluation.human import GRADING_FILES, with_grades
 from lenience.evaluation.quality import Quality, beside_target, qualities
 from lenience.evaluation.table import (
@@ -34,13 +33,13 @@ from lenience.evaluation.table import (
     machine,
     table,
 )
-from lenience.rules.parsing import parse_spec
-from lenience.rules.registry import BASELINES
+from lenience.rules.baselines import BASELINES
 from lenience.rules.settings import expand
-from lenience.runs.answers import Answer, Answers
+from lenience.runs.answers import Answer, Answers, for_task
+from lenience.runs.certificate import refuse_certified
 from lenience.runs.journal import Journal, open_run
 from lenience.runs.ledger import Ledger
-from lenience.runs.record import check_prompts, describe, for_task
+from lenience.runs.record import check_prompts, describe
 from lenience.runs.uses import aligned, fitted_in, prompt_digest
 from lenience.tasks import Sample, Task, take
 
@@ -88,12 +87,12 @@ class CompareConfig:
         if not self.rules and not self.settings:
             raise InputError("rule: name one, or a setting")
         for window in self.windows:
-            Decoding(window=window)
+            Decoder.of(window=window)
 
     @cached_property
-    def shared(self) -> Decoding:
+    def shared(self) -> Decoder:
         """The options that all share."""
-        return Decoding.of(self.options)
+        return Decoder.of(self.options)
 
     @cached_property
     def named(self) -> list[dict[str, Any]]:
@@ -112,19 +111,19 @@ class CompareConfig:
                     f"setting {entry['rule']}: window auto is chosen by leaving it out; give a "
                     "number"
                 )
-            if parse_tree(entry.get("tree", self.shared.tree)).choices():
+            if self.shared.with_options(entry).tree.choices():
                 raise InputError(
                     f"setting {entry['rule']}: trees are compared by name, a setting for each; "
                     "leave tree auto out"
                 )
         return entries
 
-    def decoders(self, shared: Decoding, baselines: Sequence[str] = ()) -> list[Decoder]:
+    def decoders(self, shared: Decoder, baselines: Sequence[str] = ()) -> list[Compared]:
         """All decoders, each once, the baselines first; what they do not name is as in
         `shared`."""
         entries = [{"rule": rule} for rule in baselines]
         entries += [entry for entry in self.named if entry not in entries]
-        return [Decoder(shared.with_options(entry), "window" in entry) for entry in entries]
+        return [Compared(shared.with_options(entry), "window" in entry) for entry in entries]
 
     def heads(self) -> dict[str, Fitted]:
         """The fitted heads that are asked, by their paths. Raises InputError for a wrong entry."""
@@ -135,27 +134,27 @@ class CompareConfig:
         for head in self.heads().values():
             _ = head.head  # there, and whole
 
-    def decodings(self) -> list[Decoding]:
+    def decodings(self) -> list[Decoder]:
         """What is named, as far as it is known before the windows are chosen. Raises InputError
         for a wrong entry."""
         return [one.decoding for one in self.decoders(self.shared)]
 
 
 @dataclass(frozen=True)
-class Decoder:
+class Compared:
     """One of what is compared; its window is chosen where it names none."""
 
-    decoding: Decoding
+    decoding: Decoder
     names_window: bool
 
     def to_json(self) -> dict[str, Any]:
         return {"names_window": self.names_window, **self.decoding.to_json()}
 
     @classmethod
-    def of(cls, value: Mapping[str, Any]) -> Decoder:
+    def of(cls, value: Mapping[str, Any]) -> Compared:
         """From what `to_json` gives."""
         options = {name: one for name, one in value.items() if name != "names_window"}
-        return cls(Decoding.of(options), value["names_window"])
+        return cls(Decoder.of(options), value["names_window"])
 
 
 @dataclass(frozen=True)
@@ -251,7 +250,7 @@ class Comparison:
         if "settings" not in before:
             return
         open_run(out, self._asked() | {name: before[name] for name in GROWING}, path.name)
-        had = [Decoder.of(one) for one in before["settings"]]
+        had = [Compared.of(one) for one in before["settings"]]
         joined = _by_path(one.decoding for one in had)
         heads = {path: head.head.fingerprint for path, head in joined.items()}
         if changed := [head for head in heads if heads[head] != before["heads"].get(head)]:
@@ -302,7 +301,7 @@ class Comparison:
 
     def estimate(self, folder: Path | None) -> Estimate:
         """How long what is left will take, by the settings' number."""
-        drafting = [one for one in self.decoders if one.decoding.rule not in BASELINES]
+        drafting = [one for one in self.decoders if not one.decoding.alone]
         chosen = [one for one in drafting if self._chooses_window(one)]
         settings = len(self.decoders) + len(chosen)
         timed = min(self.config.timed, len(self.samples)) * self.config.repeats
@@ -323,12 +322,12 @@ class Comparison:
         seconds = one_by_one * alone + together * among_others
         return Estimate(seconds, one_by_one + together)
 
-    def _not_chosen_yet(self, path: Path) -> list[Decoder]:
+    def _not_chosen_yet(self, path: Path) -> list[Compared]:
         """The decoders whose windows a folder does not say."""
         if not path.exists():
             return self.decoders
         before = read_json(path).get("decoders")
-        done = self.decoders if before is None else [Decoder.of(one) for one in before]
+        done = self.decoders if before is None else [Compared.of(one) for one in before]
         return [one for one in self.decoders if one not in done]
 
     def _seconds_an_answer(self) -> tuple[float, float]:
@@ -336,13 +335,13 @@ class Comparison:
         there is one, as most settings take about as long."""
         rule = "target" if self.pair.draft is None else "exact"
         plainly = {"drafter": "model", "tree": "chain", "stop": "fixed", "window": 8}
-        options = vars(self.shared.with_options({"rule": rule, **plainly}))
+        decoder = self.shared.with_options({"rule": rule, **plainly})
         batch = [sample.prompt for sample in self.samples[: self.config.batch_size]]
-        self.pair.generate(batch[0], **options)  # warm-up
+        self.pair.generate(batch[0], decoder)  # warm-up
         began = time.perf_counter()
-        self.pair.generate(batch[0], **options)
+        self.pair.generate(batch[0], decoder)
         middle = time.perf_counter()
-        self.pair.generate_batch(batch, batch_size=len(batch), **options)
+        self.pair.generate_batch(batch, decoder, batch_size=len(batch))
         return middle - began, (time.perf_counter() - middle) / len(batch)
 
     def _note_uses(self) -> None:
@@ -362,26 +361,26 @@ class Comparison:
         encoded = (self.pair.target.encode(sample.prompt) for sample in self.samples)
         return sum(prompt_digest(ids) in known for ids in encoded)
 
-    def _chooses_window(self, decoder: Decoder) -> bool:
+    def _chooses_window(self, decoder: Compared) -> bool:
         return len(self.config.windows) > 1 and not decoder.names_window
 
     def _settings(self, path: Path, progress: Progress) -> list[Setting]:
         """Each decoder at its fastest and at the widest window, or at the one that it names; the
         strict rule also at the judges'. What was chosen once stays."""
-        settings: dict[Decoding, Setting] = {}
-        done: list[Decoder] = []
+        settings: dict[Decoder, Setting] = {}
+        done: list[Compared] = []
         if path.exists():
             before = read_json(path)
-            done = [Decoder.of(one) for one in before.get("decoders", ())] or self.decoders
+            done = [Compared.of(one) for one in before.get("decoders", ())] or self.decoders
             for one in before["settings"]:
-                decoding = Decoding.of(one["decoding"])
+                decoding = Decoder.of(one["decoding"])
                 settings[decoding] = Setting(decoding, one["why"])
         choosing = []
         for decoder in self.decoders:
             if decoder in done:
                 continue
             decoding = decoder.decoding
-            if decoding.rule in BASELINES:
+            if decoding.alone:
                 decoding = replace(decoding, window=0)
             elif self._chooses_window(decoder):
                 choosing.append(decoding)
@@ -396,9 +395,7 @@ class Comparison:
         write_json(path, {"settings": chosen, "decoders": decoders})
         return list(settings.values())
 
-    def _add_chosen(
-        self, settings: dict[Decoding, Setting], fastest: Mapping[Decoding, int]
-    ) -> None:
+    def _add_chosen(self, settings: dict[Decoder, Setting], fastest: Mapping[Decoder, int]) -> None:
         """Add the settings of decoders whose window was chosen."""
         widest = max(self.config.windows)
         for decoding, window in fastest.items():
@@ -408,13 +405,13 @@ class Comparison:
             at = replace(decoding, window=widest)
             settings.setdefault(at, Setting(at, "widest"))
         choosing = [one.decoding for one in self.decoders if self._chooses_window(one)]
-        strict = next((one for one in choosing if one.rule == "exact"), None)
+        strict = next((one for one in choosing if str(one.rule) == "exact"), None)
         for decoding, window in fastest.items():
-            if strict is not None and parse_spec(str(decoding.rule)).heads:
+            if strict is not None and decoding.rule.heads:
                 at = replace(strict, window=window)
                 settings.setdefault(at, Setting(at, f"window of {decoding.rule}"))
 
-    def _fastest(self, decoders: Sequence[Decoding], progress: Progress) -> dict[Decoding, int]:
+    def _fastest(self, decoders: Sequence[Decoder], progress: Progress) -> dict[Decoder, int]:
         """The window that gives each decoder the most tokens per second on other samples, all
         taking turns; the first sample is a warm-up too."""
         windows, samples = self.config.windows, self.tuning_samples
@@ -431,7 +428,7 @@ class Comparison:
                 seconds[decoding] += out.seconds
         progress("choosing windows", total, total)
 
-        def speed(decoding: Decoding) -> float:
+        def speed(decoding: Decoder) -> float:
             return tokens[decoding] / seconds[decoding]
 
         return {
@@ -459,7 +456,7 @@ class Comparison:
         self, settings: Sequence[Setting], rows: Sequence[Sequence[Answer]], progress: Progress
     ) -> list[Quality]:
         """How good the answers are; a grader is asked now."""
-        target = [setting.decoding.rule for setting in settings].index("target")
+        target = [setting.decoding.alone for setting in settings].index("target")
         beside = self.task.beside_target or self.agreement
         if self.task.beside_target:
             progress("grading", 0, len(settings))
@@ -508,14 +505,14 @@ class Comparison:
         seconds = np.median(turns, 0).round(6).tolist()
         return dict(zip((str(one.decoding) for one in settings), seconds))
 
-    def _generate(self, sample: Sample, decoding: Decoding) -> Generation:
-        return self.pair.generate(sample.prompt, **vars(decoding))
+    def _generate(self, sample: Sample, decoding: Decoder) -> Generation:
+        return self.pair.generate(sample.prompt, decoding)
 
 
-def _by_path(decodings: Iterable[Decoding]) -> dict[str, Fitted]:
+def _by_path(decodings: Iterable[Decoder]) -> dict[str, Fitted]:
     """The fitted heads of decodings, by their paths; one that comes with the built-in pair by its
     name, wherever that is installed."""
-    heads = [head for one in decodings for head in heads_in(one)]
+    heads = [head for one in decodings for head in one.heads]
     return {f"built-in {Path(h.path).name}" if built_in(h.path) else h.path: h for h in heads}
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from lenience.core.errors import InputError, reason
 from lenience.core.files import digest, read_json, write_json, write_text
 from lenience.core.records import Record
-from lenience.decoding.options import Decoding
+from lenience.decoding.decoder import Decoder
 from lenience.evaluation.pages import as_text, template, write_report
 from lenience.evaluation.table import Frontier, HumanGrades
-from lenience.rules.registry import BASELINES
+from lenience.rules.baselines import BASELINES
 from lenience.runs.answers import Answer
 from lenience.runs.journal import Journal
 
@@ -171,7 +171,7 @@ def with_grades(folder: Path, frontier: Frontier) -> Frontier:
     settings = [record["decoding"] for record in read_json(folder / "windows.json")["settings"]]
     rows = [
         row.model_copy(update={"human": HumanGrades.read(known[name], str(folder / GRADED))})
-        if (name := str(Decoding.of(setting))) in known
+        if (name := str(Decoder.of(setting))) in known
         else row
         for setting, row in zip(settings, frontier.rows, strict=True)
     ]

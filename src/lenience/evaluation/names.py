@@ -9,13 +9,12 @@ from typing import Any
 
 from lenience.core import spec
 from lenience.core.files import built_in
-from lenience.decoding.certified import TriedSetting
-from lenience.drafting.parsing import parse_drafter
-from lenience.drafting.stops import parse_stop
+from lenience.decoding.decoder import Decoder
 from lenience.evaluation.table import FrontierRow
 from lenience.rules.base import Term
-from lenience.rules.parsing import parse_spec, terms
-from lenience.rules.registry import BASELINES
+from lenience.rules.combine import AnyOf
+from lenience.rules.parsing import terms
+from lenience.runs.certificate import TriedSetting
 
 NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
@@ -55,11 +54,9 @@ def _name(row: FrontierRow, labels: Mapping[str, str]) -> str:
 
 def _options(options: Mapping[str, Any], path: Callable[[str], str]) -> dict[str, Any]:
     """Options whose stop condition and drafter have their heads at other paths."""
-    shown = {**options}
-    for name, parse in (("stop", parse_stop), ("drafter", parse_drafter)):
-        if name in shown:
-            shown[name] = str(parse(shown[name]).relocated(path))
-    return shown
+    named = {name: options[name] for name in ("stop", "drafter") if name in options}
+    relocated = Decoder.of({"rule": "exact", **named}).relocated(path).to_json()
+    return {**options, **{name: relocated[name] for name in named}}
 
 
 def _shortest_end(path: Path, paths: set[Path]) -> str:
@@ -85,9 +82,10 @@ def family(rule: str, labels: Mapping[str, str] = NO_LABELS) -> str:
 
 def short(rule: str, labels: Mapping[str, str] = NO_LABELS) -> str:
     """A rule with no more of its judge's path than what `labels` calls it, or its folder."""
-    if rule in BASELINES:
+    read = Decoder.of(rule=rule).rule
+    parts = read.parts if isinstance(read, AnyOf) else ()
+    if not parts:
         return rule
-    parts = parse_spec(rule).parts
     return "|".join("&".join(_short_term(term, labels) for term in part.terms) for part in parts)
 
 

@@ -9,13 +9,13 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, Template
 
 from lenience.core.files import write_text
-from lenience.decoding.certified import Certificate, Certified
 from lenience.evaluation.advice import recommended
 from lenience.evaluation.names import NamedRow, alike, named, setting_name, short, why
 from lenience.evaluation.plots import as_svg, no_figures, plot, rungs
 from lenience.evaluation.table import Example, Frontier
 from lenience.rules.parsing import terms
 from lenience.runs.answers import Answer
+from lenience.runs.certificate import Certificate, Certified
 
 ORIGINS = {
     "draft": "proposed by the draft, and what the target would have said",

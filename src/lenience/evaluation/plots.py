@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from lenience.decoding.certified import Certificate, Certified
 from lenience.evaluation.names import NamedRow, alike, named, setting_name, why
 from lenience.evaluation.table import AllocationPoint, Frontier
+from lenience.runs.certificate import Certificate, Certified
 
 COLORS = {
     "target": "#6b7280",

@@ -14,10 +14,11 @@ from pydantic import Field
 from scipy.stats import binomtest
 
 from lenience.core.records import Record
-from lenience.decoding.options import OWN, Decoding
+from lenience.decoding.decoder import Decoder
+from lenience.decoding.options import OWN
 from lenience.decoding.pair import Pair
 from lenience.evaluation.quality import Quality, qualities
-from lenience.rules.registry import BASELINES
+from lenience.rules.baselines import BASELINES
 from lenience.runs.answers import Answer
 from lenience.runs.record import ModelRecord
 
@@ -36,7 +37,7 @@ class Setting:
     """One decoder of a comparison, and why it is there: "fastest", "widest" or "window of RULE";
     "given" where there was nothing to choose."""
 
-    decoding: Decoding
+    decoding: Decoder
     why: str = "given"
 
 
@@ -155,14 +156,14 @@ def table(
     settings: Sequence[Setting],
     answers: Sequence[Sequence[Answer]],
     timings: Sequence[Sequence[float]],
-    shared: Decoding,
+    shared: Decoder,
     quality: Sequence[Quality] | None = None,
 ) -> list[FrontierRow]:
     """One row a setting. `answers` holds each setting's answers to n samples, `timings` the seconds
     of each of the first of them by setting; `shared` are the options that settings have in common;
     `quality` says how good the answers are, where they are not just right or wrong."""
     seconds = np.array(timings, dtype=float)  # [timed_n, settings]
-    rules = [setting.decoding.rule for setting in settings]
+    rules = [setting.decoding.alone for setting in settings]
     of_settings = quality or qualities(None, answers, rules.index("target"))
     figures = [_figures(given, seconds[:, i], of_settings[i]) for i, given in enumerate(answers)]
     cap = figures[rules.index("draft")]["tokens_per_second"] if "draft" in rules else None
@@ -227,7 +228,7 @@ def allocation(
 ) -> list[AllocationPoint]:
     """The line of random allocation between target and draft, which any rule must beat (Holsman
     2025); no points where there is no draft."""
-    rules = [setting.decoding.rule for setting in settings]
+    rules = [setting.decoding.alone for setting in settings]
     if "draft" not in rules:
         return []
     alone = [rules.index(name) for name in BASELINES]

@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
 from lenience.core.noise import Noise
-from lenience.decoding.certified import refuse_certified
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.generation import Generation
-from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.decoding.response import until_stop
 from lenience.models.generation_config import processors_of
 from lenience.models.session import Session
-from lenience.rules.parsing import parse_rule
-from lenience.rules.registry import BASELINES
 from lenience.runs.answers import BY_LENIENCE
+from lenience.runs.certificate import refuse_certified
 from lenience.runs.record import MinedAnswers, MinedSample, MiningCost, Mismatch
 from lenience.tasks import Sample, Task
 
 
-def check_policy(policy: Decoding) -> None:
+def check_policy(policy: Decoder) -> None:
     """Raise InputError for a decoder whose answers cannot be mined: only where it goes on as the
     target does can a token that it kept be held to blame."""
-    rule = str(policy.rule)
-    refuse_certified([rule])
-    if rule in BASELINES or not parse_rule(rule).goes_on_as_target or policy.temperature > 0:
+    if policy.bound_to:
+        refuse_certified([policy.bound_to.source])
+    if policy.alone or not policy.rule.goes_on_as_target or policy.temperature > 0:
         what = "goes on as the target does, greedily, where it rejects a token"
         raise InputError(f"--policy {policy}: name a rule that {what}, such as judge:RUN/judge@T")
 
@@ -57,13 +55,13 @@ class _Answered:
 
 
 def search_on_policy(
-    pair: Pair, task: Task, samples: Sequence[Sample], policy: Decoding, batch_size: int
+    pair: Pair, task: Task, samples: Sequence[Sample], policy: Decoder, batch_size: int
 ) -> Iterator[MinedSample]:
     """What is found on `samples`, `batch_size` of them at a time. Where the answer is as the
     target's all kept tokens are harmless. Where it is not, the target goes on after each of them:
     the first after which its answer is another one is important, those before it are harmless, and
     nothing is said of those after it."""
-    strict = replace(policy, rule="exact", stop="fixed")
+    strict = policy.with_options({"rule": "exact", "stop": "fixed"})
     for start in range(0, len(samples), batch_size):
         began = time.perf_counter()
         part = samples[start : start + batch_size]
@@ -74,7 +72,7 @@ def search_on_policy(
             for one in lost
             for mismatch in one.kept
         ]
-        outs = iter(pair.generate_batch(asked, batch_size=batch_size, **vars(strict)))
+        outs = iter(pair.generate_batch(asked, strict, batch_size=batch_size))
         for one in lost:
             one.continued = [next(outs) for _ in one.kept]
         seconds = (time.perf_counter() - began) / len(part)
@@ -82,15 +80,15 @@ def search_on_policy(
 
 
 def _answer(
-    pair: Pair, task: Task, samples: Sequence[Sample], policy: Decoding, strict: Decoding
+    pair: Pair, task: Task, samples: Sequence[Sample], policy: Decoder, strict: Decoder
 ) -> list[_Answered]:
     """Both answers to each of the samples; the target is asked where something was kept by
     lenience, and else has said the same."""
     size = max(1, len(samples))
-    outs = pair.generate_batch([one.prompt for one in samples], batch_size=size, **vars(policy))
+    outs = pair.generate_batch([one.prompt for one in samples], policy, batch_size=size)
     kept = [_kept(pair, out) for out in outs]
     asked = [out.prompt_tokens for out, some in zip(outs, kept) if some]
-    alone = iter(pair.generate_batch(asked, batch_size=size, **vars(strict)))
+    alone = iter(pair.generate_batch(asked, strict, batch_size=size))
     answered = []
     for sample, out, some in zip(samples, outs, kept):
         own = next(alone) if some else out
@@ -119,9 +117,7 @@ def _kept(pair: Pair, out: Generation) -> list[Mismatch]:
     ]
 
 
-def _record(
-    pair: Pair, task: Task, one: _Answered, policy: Decoding, seconds: float
-) -> MinedSample:
+def _record(pair: Pair, task: Task, one: _Answered, policy: Decoder, seconds: float) -> MinedSample:
     """The journal's record of an answer."""
     final, mismatches = _labelled(pair, task, one, policy)
     _, text = until_stop(pair.target, final, policy.stop_strings)
@@ -147,7 +143,7 @@ def _record(
 
 
 def _labelled(
-    pair: Pair, task: Task, one: _Answered, policy: Decoding
+    pair: Pair, task: Task, one: _Answered, policy: Decoder
 ) -> tuple[list[int], list[Mismatch]]:
     """The response with the harmless tokens that were kept, and what is known of each; it ends
     where one of the policy does."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from lenience.core.errors import InputError
 from lenience.core.progress import Progress, silent
-from lenience.decoding.options import Decoding
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
 from lenience.decoding.response import until_stop
 from lenience.runs.journal import Journal
@@ -54,7 +54,7 @@ def resample(
     ready = total - len(left)
     progress("resampling", ready, total)
     for number, group in groupby(left, key=lambda one: one[0]):
-        drawn = Decoding(
+        drawn = Decoder.of(
             temperature=TEMPERATURE,
             seed=number,
             max_new_tokens=resampling.max_new_tokens,
@@ -62,7 +62,7 @@ def resample(
         )
         of_number = [swap for _, swap in group]
         prompts = [swap[0].prompt_ids + _swapped(*swap) for swap in of_number]
-        outs = pair.as_completed(prompts, batch_size=resampling.batch_size, **vars(drawn))
+        outs = pair.as_completed(prompts, drawn, batch_size=resampling.batch_size)
         for i, out in outs:
             mined, mismatch = swap = of_number[i]
             response = _swapped(*swap) + out.tokens

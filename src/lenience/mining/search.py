@@ -14,9 +14,8 @@ from lenience.core.errors import InputError
 from lenience.core.files import alone
 from lenience.core.progress import Progress, silent
 from lenience.decoding.asking import task_for
-from lenience.decoding.certified import heads_in, setting_without_paths
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.dialogue import Compare, Continue, Dialogue, Ended, Predict
-from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.decoding.response import completes_stop, until_stop
 from lenience.mining.crew import Crew, mined_by
@@ -24,6 +23,7 @@ from lenience.mining.on_policy import check_policy, search_on_policy
 from lenience.mining.resampling import Resampling, resample
 from lenience.mining.work import Part, identity_of
 from lenience.models.lm import LM
+from lenience.runs.answers import for_task
 from lenience.runs.journal import Journal, open_run
 from lenience.runs.record import (
     MinedAnswers,
@@ -32,7 +32,6 @@ from lenience.runs.record import (
     Mismatch,
     check_prompts,
     describe,
-    for_task,
     mined_first,
     mined_samples,
 )
@@ -57,7 +56,7 @@ class MineConfig:
     """Of the choice of samples."""
     resamples: int = 0
     """How often each swap that changed the answer is continued once more, by chance."""
-    policy: Decoding | None = None
+    policy: Decoder | None = None
     """Whose answers are mined, and not the target's: the tokens that it kept by lenience."""
     temperature: float = 0.0
     """At which the target answers. Above 0 target and draft are drawn on the same keys, so that a
@@ -79,13 +78,13 @@ class MineConfig:
         if self.policy:
             check_policy(self.policy)
 
-    def decoding(self, task: Task) -> Decoding:
+    def decoding(self, task: Task) -> Decoder:
         """How the target's own responses are decoded."""
         names = ("max_new_tokens", "temperature", "top_k", "top_p")
         options = {name: getattr(self, name) for name in names} | {"seed": self.draw_seed}
-        return for_task(Decoding.of(options), options, task)
+        return for_task(Decoder.of(options), options, task)
 
-    def asked(self, decoding: Decoding) -> dict[str, Any]:
+    def asked(self, decoding: Decoder) -> dict[str, Any]:
         """What the run says of it."""
         stops = list(decoding.stop_strings) or None
         limits = {"max_new_tokens": decoding.max_new_tokens, "stop_strings": stops}
@@ -199,7 +198,7 @@ class Miner:
 
 
 def search(
-    pair: Pair, task: Task, samples: Sequence[Sample], decoding: Decoding, batch_size: int
+    pair: Pair, task: Task, samples: Sequence[Sample], decoding: Decoder, batch_size: int
 ) -> Iterator[MinedSample]:
     """What is found on `samples`, as each is finished, where the target answers as `decoding` has
     it; `batch_size` searches are held together."""
@@ -303,7 +302,7 @@ def _resample(
     resample(pair, task, folder, samples, resampling, progress=progress)
 
 
-def _part(samples: Sequence[Sample], decoding: Decoding, batch_size: int) -> Part:
+def _part(samples: Sequence[Sample], decoding: Decoder, batch_size: int) -> Part:
     return Part([sample.id for sample in samples], decoding.changed(), batch_size)
 
 
@@ -318,7 +317,7 @@ def _choose(pair: Pair, task: Task, config: MineConfig, drawn: str) -> list[Samp
     whose answers are mined has learned from, as it is surer of those."""
     if config.limit is not None and config.limit < 1:
         raise InputError(f"limit {config.limit}: must be 1 or more")
-    heads = heads_in(config.policy) if config.policy else []
+    heads = config.policy.heads if config.policy else []
     known = {content for head in heads for content in head.head.prompts or ()}
     samples = take(task, "train", None if known or drawn == "random" else config.limit)
     if drawn == "random":
@@ -333,15 +332,15 @@ def _choose(pair: Pair, task: Task, config: MineConfig, drawn: str) -> list[Samp
 
 
 def _policy(
-    pair: Pair, policy: Decoding | None, like: Decoding
-) -> tuple[Decoding | None, dict[str, Any] | None]:
+    pair: Pair, policy: Decoder | None, like: Decoder
+) -> tuple[Decoder | None, dict[str, Any] | None]:
     """Whose answers are mined, and what the run says of it."""
     if policy is None:
         return None, None
     policy = replace(policy, max_new_tokens=like.max_new_tokens, stop_strings=like.stop_strings)
     pair.check(policy)
-    heads = [head.head.fingerprint for head in heads_in(policy)]
-    return policy, {"setting": str(setting_without_paths(policy)), "heads": heads}
+    heads = [head.head.fingerprint for head in policy.heads]
+    return policy, {"setting": str(policy.without_paths()), "heads": heads}
 
 
 def _counts(journal: Journal, max_new_tokens: int) -> MinedCounts:

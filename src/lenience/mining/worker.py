@@ -11,8 +11,8 @@ from typing import Any, TextIO
 
 from lenience.core.errors import InputError, RunError
 from lenience.decoding.asking import task_for
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.loading import load_pair
-from lenience.decoding.options import Decoding
 from lenience.mining.search import search
 from lenience.mining.work import Part, WorkerPlan, identity_of
 from lenience.models.threads import limit_threads
@@ -43,7 +43,7 @@ class Worker:
         if missing := [id for id in asked.ids if id not in self._samples]:
             raise InputError(f"task {self.task.name!r}: a worker's has no sample {missing[0]}")
         samples = [self._samples[id] for id in asked.ids]
-        decoding = Decoding.of(asked.decoding)
+        decoding = Decoder.of(asked.decoding)
         for mined in search(self.pair, self.task, samples, decoding, asked.batch_size):
             yield mined.to_json()
 

@@ -6,23 +6,31 @@ import os
 
 from lenience.core.errors import InputError
 from lenience.core.protocols import Rule
+from lenience.rules.baselines import Baseline
 from lenience.rules.combine import AnyOf
 
 FORBID = "LENIENCE_FORBID"
 
 
 def is_lossless(rule: Rule) -> bool:
-    """Whether a rule keeps the target's own output, or its distribution."""
+    """Return whether a rule keeps the target's own output, or its distribution."""
+    if isinstance(rule, Baseline):
+        return rule.role == "target"
     return isinstance(rule, AnyOf) and all(term.is_strict for term in rule.terms)
 
 
-def refuse_forbidden(rule: Rule | str) -> None:
-    """Raise InputError for a rule that is not lossless, or the draft alone, where the environment's
-    LENIENCE_FORBID=1 forbids it: a guard for machines whose text becomes training data."""
-    forbids = os.environ.get(FORBID, "0") not in ("", "0")
-    lossless = rule == "target" if isinstance(rule, str) else is_lossless(rule)
-    if forbids and not lossless:
+def refuse_forbidden(rule: Rule) -> None:
+    """Raise InputError for a rule that is not lossless, or the draft alone, where lossy decoding is
+    forbidden, see `refuse_lossy`."""
+    if not is_lossless(rule):
+        refuse_lossy(f"rule {rule}")
+
+
+def refuse_lossy(what: str) -> None:
+    """Raise InputError where the environment's LENIENCE_FORBID=1 forbids what is not lossless: a
+    guard for machines whose text becomes training data."""
+    if os.environ.get(FORBID, "0") not in ("", "0"):
         raise InputError(
-            f"rule {rule}: is not lossless, and {FORBID}=1 forbids that here; decode by exact or "
+            f"{what}: is not lossless, and {FORBID}=1 forbids that here; decode by exact or "
             "unset it"
         )

@@ -6,8 +6,9 @@ from lenience.core import spec
 from lenience.core.errors import InputError
 from lenience.core.protocols import Rule
 from lenience.rules.base import Term
+from lenience.rules.baselines import BASELINES
 from lenience.rules.combine import AllOf, AnyOf, as_rule
-from lenience.rules.registry import BASELINES, RULES
+from lenience.rules.registry import RULES
 
 ELSEWHERE = {
     "all": "stands for every rule in a comparison alone; name one",

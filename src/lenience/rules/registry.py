@@ -38,5 +38,3 @@ RULES: dict[str, type[Term]] = {
     )
 }
 """A rule is added here, and is then known to specs, comparisons and the property tests."""
-BASELINES = ("target", "draft")
-"""Stand in place of a rule for decoding with that model alone."""

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from lenience.core import spec
 from lenience.core.errors import InputError
 from lenience.rules.base import Term
+from lenience.rules.baselines import BASELINES
 from lenience.rules.parsing import parse_spec
-from lenience.rules.registry import BASELINES, RULES
+from lenience.rules.registry import RULES
 
 JUDGED = (0.5, 0.8, 0.9, 0.98, 0.995, 0.998)
 """The recalls at whose thresholds "all" tries a judge."""

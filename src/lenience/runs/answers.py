@@ -4,21 +4,22 @@ again."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lenience.core.progress import Progress, silent
 from lenience.core.records import Record
 from lenience.core.workers import Workers
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.generation import Generation
-from lenience.decoding.options import OWN, Decoding
+from lenience.decoding.options import OWN
 from lenience.decoding.pair import Pair
 from lenience.decoding.response import pieces
 from lenience.models.flops import ReadingCost
-from lenience.rules.registry import BASELINES
 from lenience.runs.journal import Journal
 from lenience.tasks import Sample, Score, Task
 from lenience.tasks.base import AnswerValue
@@ -29,13 +30,21 @@ MOST_SCORED = 64
 """How many answers are scored together: what is scored at once is lost at once."""
 
 
+def for_task(decoder: Decoder, options: Mapping[str, Any], task: Task) -> Decoder:
+    """Return a decoder with the task's length limit and stop strings where `options` name none."""
+    own = {"max_new_tokens": task.max_new_tokens, "stop_strings": task.stop_strings}
+    return decoder.with_options(
+        {name: value for name, value in own.items() if options.get(name) is None}
+    )
+
+
 class Answer(Record):
     """A line of a journal of answers: what one decoder said to one sample, and what it took."""
 
     id: str
     rule: str
     setting: str = ""
-    """All options of decoding that are not the defaults, as `Decoding.parse` takes them."""
+    """All options of decoding that are not the defaults, as `Decoder.parse` takes them."""
     text: str = ""
     answer: AnswerValue
     correct: bool
@@ -95,7 +104,7 @@ class Answers:
         else:
             self._known_by_rule[answer.rule, answer.id] = answer
 
-    def known(self, decoding: Decoding, samples: Sequence[Sample]) -> dict[str, Answer]:
+    def known(self, decoding: Decoder, samples: Sequence[Sample]) -> dict[str, Answer]:
         """The answers that are there already, by their samples' ids."""
         setting, rule = str(decoding), str(decoding.rule)
         by_id = {}
@@ -107,7 +116,7 @@ class Answers:
 
     def get(
         self,
-        decoding: Decoding,
+        decoding: Decoder,
         samples: Sequence[Sample],
         progress: Progress = silent,
         phase: str = "decoding",
@@ -142,12 +151,12 @@ class Answers:
         return [known[sample.id] for sample in samples]
 
     def _decode(
-        self, decoding: Decoding, samples: Sequence[Sample]
+        self, decoding: Decoder, samples: Sequence[Sample]
     ) -> Iterable[tuple[int, Generation]]:
         prompts = [sample.prompt for sample in samples]
-        return self.pair.as_completed(prompts, batch_size=self.batch_size, **vars(decoding))
+        return self.pair.as_completed(prompts, decoding, batch_size=self.batch_size)
 
-    def _write(self, decoding: Decoding, decoded: _Decoded, score: Score, traced: bool) -> None:
+    def _write(self, decoding: Decoder, decoded: _Decoded, score: Score, traced: bool) -> None:
         """Put what was scored into the journal."""
         out = decoded.out
         trace: list[tuple[str, str, float | None]] | None = None
@@ -176,7 +185,7 @@ class Answers:
         )
         self._add(answer)
 
-    def adopt(self, decoding: Decoding, answers: Iterable[Answer]) -> None:
+    def adopt(self, decoding: Decoder, answers: Iterable[Answer]) -> None:
         """Take answers of another decoder for this one's, as they are known to be the same."""
         setting, rule = str(decoding), str(decoding.rule)
         for answer in answers:
@@ -207,10 +216,9 @@ def reading_flops(pair: Pair, out: Generation) -> tuple[float, float] | None:
     return total, as_sprinter
 
 
-def _flops(pair: Pair, decoding: Decoding, out: Generation) -> dict[str, float]:
+def _flops(pair: Pair, decoding: Decoder, out: Generation) -> dict[str, float]:
     """The same; nothing where something else than the models reads, or proposes."""
-    alone = str(decoding.rule) in BASELINES
-    if pair.engine_name != OWN or not (alone or str(decoding.drafter) == "model"):
+    if pair.engine_name != OWN or not (decoding.alone or str(decoding.drafter) == "model"):
         return {}
     counted = reading_flops(pair, out)
     return {} if counted is None else dict(zip(("flops", "flops_as_sprinter"), counted))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from lenience.core.errors import InputError, TooLong
 from lenience.core.files import read_json
 from lenience.core.records import Record
 from lenience.core.version import VERSION
-from lenience.decoding.options import OWN, Decoding
+from lenience.decoding.options import OWN
 from lenience.runs.journal import Journal
 from lenience.tasks import Sample, Task
 from lenience.tasks.base import AnswerValue
@@ -168,14 +168,6 @@ def encoded(lm: LM, task: Task, sample: Sample, prompt: list[int] | None = None)
     except InputError as error:
         mend = ", or leave such out (--skip-long)" if isinstance(error, TooLong) else ""
         raise InputError(f"task {task.name!r}, sample {sample.id}: {error}{mend}") from None
-
-
-def for_task(decoding: Decoding, options: Mapping[str, Any], task: Task) -> Decoding:
-    """A decoding with the task's length limit and stop strings where `options` name none."""
-    own = {"max_new_tokens": task.max_new_tokens, "stop_strings": task.stop_strings}
-    return decoding.with_options(
-        {name: value for name, value in own.items() if options.get(name) is None}
-    )
 
 
 def check_prompts(pair: Pair, task: Task, samples: Sequence[Sample]) -> None:

@@ -16,7 +16,6 @@ from lenience.core.protocols import Drafter
 from lenience.core.types import Draft, Draws, Reading, Verdict
 from lenience.decoding.pair import Pair
 from lenience.drafting.base import DrafterSetup, DrafterSpec
-from lenience.drafting.parsing import parse_drafter
 from lenience.drafting.trees.planning import Acceptance
 from lenience.drafting.trees.shapes import Shape, Tree
 from lenience.models.lm import LM
@@ -39,7 +38,11 @@ class Drawn:
 
 
 def fit_tree(
-    pair: Pair, run: Path, drafter: str, drawn: Drawn | None = None, progress: Progress = silent
+    pair: Pair,
+    run: Path,
+    drafter: DrafterSpec,
+    drawn: Drawn | None = None,
+    progress: Progress = silent,
 ) -> Acceptance:
     """Measure on a run's prompts what trees are planned by, and keep it in RUN/tree.json. Raises
     InputError where the run is of other models, or the drafter proposes no trees."""
@@ -53,15 +56,15 @@ def fit_tree(
 def measure_acceptance(
     pair: Pair,
     prompts: Sequence[Prompt],
-    drafter: str,
+    drafter: DrafterSpec,
     drawn: Drawn | None = None,
     progress: Progress = silent,
 ) -> Acceptance:
     """Answer prompts strictly, with trees that have several tokens at each depth, all of them after
     the first, and count which of them the target keeps: of the most probable ones when greedy, or
     of those that were drawn."""
-    spec, counts = parse_drafter(drafter), _Counts()
-    if not spec.grows_trees:
+    counts = _Counts()
+    if not drafter.grows_trees:
         raise InputError(f"--with {drafter}: proposes no trees; take another")
     after_first = [RANKS, *[0] * (RANKS - 1)]
     comb = (RANKS, *after_first * (DEPTH - 2), RANKS)
@@ -70,7 +73,7 @@ def measure_acceptance(
         rule="speculative" if drawn else "exact",
         temperature=drawn.temperature if drawn else 0.0,
         seed=0,
-        drafter=_Counted(spec, counts),
+        drafter=_Counted(drafter, counts),
         tree=Shape(comb, draw=drawn.draw if drawn else None),
         window=DEPTH,
         batch_size=TOGETHER,
@@ -83,7 +86,7 @@ def measure_acceptance(
             f"--with {drafter}: the target said nothing of what it drafted on {len(prompts)} "
             "prompts; measure on more, or take another"
         )
-    return Acceptance(str(spec), shares, places, drawn.draw if drawn else None)
+    return Acceptance(str(drafter), shares, places, drawn.draw if drawn else None)
 
 
 @dataclass

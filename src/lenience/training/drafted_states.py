@@ -4,6 +4,7 @@ what becomes of them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,12 +12,12 @@ from torch import Tensor
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
 from lenience.core.noise import Noise, gumbel_argmax
-from lenience.decoding.options import Decoding
+from lenience.core.protocols import Rule
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Inputs
 from lenience.models.generation_config import processors_of
 from lenience.models.session import Session
-from lenience.rules.parsing import parse_rule
 from lenience.runs.record import MinedSample
 
 STOP_TOKENS = 64
@@ -35,7 +36,7 @@ Labelled = tuple[Tensor, Tensor]
 
 
 def stop_states(
-    pair: Pair, sample: MinedSample, inputs: Inputs, sampling: Decoding | None = None
+    pair: Pair, sample: MinedSample, inputs: Inputs, sampling: Decoder | None = None
 ) -> Labelled:
     """Return a stop's training rows at some tokens of the target's own answer, evenly spread: the
     draft's states [m, H] before the token that it would draft there, or after it, and whether the
@@ -44,30 +45,30 @@ def stop_states(
     response = torch.tensor(sample.response_ids)
     places = torch.arange(0, len(response), max(1, -(-len(response) // STOP_TOKENS)))
     read = _Answer(pair, sample.prompt_ids, sample.response_ids)
-    drafted = read.drafted_tokens(sampling or Decoding())[places]
+    drafted = read.drafted_tokens(sampling or Decoder())[places]
     rejected = drafted != response[places]
     return read.states(places, drafted, inputs), rejected.to(torch.uint8)
 
 
 def decided_states(
-    pair: Pair, samples: Sequence[MinedSample], inputs: Inputs, of: str
+    pair: Pair, samples: Sequence[MinedSample], inputs: Inputs, of: Rule
 ) -> list[Labelled]:
     """Of some of the tokens that the draft proposes while the rule `of` answers each sample: the
     draft's states [m, H] before them, or after them, and whether the rule rejects them [m]."""
-    sampling = parse_rule(of).needs.sampling
+    sampling = of.needs.sampling
     if sampling and inputs.tokens == ("draft",):
         raise InputError(
             f"--tokens draft: {of} rejects drawn tokens, which an answer does not keep; leave it "
             "out, or name a rule that decodes greedily"
         )
-    decoding = Decoding(
+    decoding = Decoder.of(
         rule=of,
         window=STOP_WINDOW,
         max_new_tokens=max(len(sample.response_ids) for sample in samples),
         temperature=float(sampling),
     )
     prompts = [sample.prompt_ids for sample in samples]
-    outs = pair.generate_batch(prompts, batch_size=32, **vars(decoding))
+    outs = pair.generate_batch(prompts, decoding, batch_size=32)
     labelled = []
     for out in outs:
         origins = [entry.origin for entry in out.trace]
@@ -77,7 +78,7 @@ def decided_states(
         at = torch.tensor(places, dtype=torch.long)
         read = _Answer(pair, out.prompt_tokens, out.tokens)
         kept = torch.tensor(out.tokens)[at]
-        drafted = torch.where(rejected, read.drafted_tokens(Decoding())[at], kept)
+        drafted = torch.where(rejected, read.drafted_tokens(Decoder())[at], kept)
         labelled.append((read.states(at, drafted, inputs), rejected.to(torch.uint8)))
     return labelled
 
@@ -90,12 +91,13 @@ class _Answer:
         self.session = Session(pair.require_draft("a stop head"))
         self.reading = self.session.read([prompt + response], len(response) + 1)
 
-    def drafted_tokens(self, sampling: Decoding) -> Tensor:
+    def drafted_tokens(self, sampling: Decoder) -> Tensor:
         """Return the tokens [n + 1] that the draft would propose before each of the n tokens, and
         after them."""
-        setup = self.pair.setup(sampling)
-        ctx = self.pair.context(setup, window=1)
-        ctx.rows = [Row(Noise.for_prompt(setup.seed(0), self.prompt), self.prompt)]
+        decoder = replace(sampling, window=1)
+        self.pair.check(decoder)
+        ctx = self.pair.context(decoder)
+        ctx.rows = [Row(Noise.for_prompt(decoder.seed_of(0), self.prompt), self.prompt)]
         logits = ctx.process(self.reading.logits, torch.tensor([self.response]))
         return ctx.drafting().draw(logits[..., : self.pair.target.vocab_size])[0].cpu()
 
@@ -127,7 +129,7 @@ def gate_states(pair: Pair, samples: Sequence[MinedSample], inputs: Inputs) -> l
     longest = max(len(sample.response_ids) for sample in samples)
 
     def continued(starts: list[list[int]], rule: str) -> list[list[int]]:
-        decoding = Decoding(
+        decoding = Decoder.of(
             rule=rule,
             window=INTERLEAVED,
             temperature=1.0,
@@ -135,7 +137,7 @@ def gate_states(pair: Pair, samples: Sequence[MinedSample], inputs: Inputs) -> l
             top_p=1.0,
             max_new_tokens=longest,
         )
-        outs = pair.generate_batch(starts, batch_size=32, **vars(decoding))
+        outs = pair.generate_batch(starts, decoding, batch_size=32)
         return [start + out.tokens for start, out in zip(starts, outs)]
 
     prompts = [sample.prompt_ids for sample in samples]

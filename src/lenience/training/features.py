@@ -17,8 +17,8 @@ from torch import Tensor
 from lenience.core.errors import InputError
 from lenience.core.files import digest, replacing
 from lenience.core.progress import Progress, silent
-from lenience.decoding.certified import heads_of, without_paths
-from lenience.decoding.options import Decoding
+from lenience.core.protocols import Rule
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
 from lenience.decoding.soundness import check_states
 from lenience.heads.fitting import Examples
@@ -47,7 +47,7 @@ def compute_features(
     inputs: Inputs,
     role: Role = "judge",
     progress: Progress = silent,
-    of: str | None = None,
+    of: Rule | None = None,
 ) -> None:
     """Compute the hidden states of a run's labelled mismatches, or what a head of another `role` is
     fitted to, into RUN/features; shards of the same records are kept. `of` is the rule whose
@@ -84,7 +84,7 @@ def _labelled(
     samples: list[MinedSample],
     inputs: Inputs,
     role: Role,
-    of: str | None,
+    of: Rule | None,
 ) -> list[Labelled]:
     """Return the training rows of some of a run's samples. Raises RunError if a state is NaN or
     infinite."""
@@ -134,22 +134,22 @@ def check_models(pair: Pair, folder: Path) -> None:
             raise InputError(f"{folder}: was mined with another {role} ({model.name}); {mend}")
 
 
-def sampling_of(folder: Path) -> Decoding:
+def sampling_of(folder: Path) -> Decoder:
     """Return how a run's answers were drawn: the sampling options of its settings."""
     run = read_run(folder)
-    return Decoding(
+    return Decoder.of(
         temperature=run.temperature, top_k=run.top_k, top_p=run.top_p, seed=run.draw_seed or 0
     )
 
 
-def _shards(folder: Path, inputs: Inputs, role: Role, of: str | None) -> Path:
+def _shards(folder: Path, inputs: Inputs, role: Role, of: Rule | None) -> Path:
     after = "+".join(inputs.tokens)
     stop = f"stop-{after}-drawn" if sampling_of(folder).temperature else f"stop-{after}"
     names = {"judge": str(inputs), "stop": stop, "gate": f"gate-{after}-whole-prompts"}
     name = names[role]
     if of is not None:  # another head at the same path is another rule
-        heads = [head.head.fingerprint for head in heads_of(of)]
-        name += f"-{digest([without_paths(of), heads])}"
+        heads = [head.head.fingerprint for head in of.heads]
+        name += f"-{digest([str(Decoder.of(rule=of).without_paths().rule), heads])}"
     return folder / "features" / name
 
 
@@ -158,7 +158,7 @@ def load_features(
     inputs: Inputs,
     role: Role = "judge",
     tau: float = 1.0,
-    of: str | None = None,
+    of: Rule | None = None,
     in_files: bool = False,
 ) -> Examples:
     """All that has been computed, in the journal's order; `in_files` leaves states where they are,
@@ -175,7 +175,7 @@ def load_features(
     return Examples(x, ~important, sample.astype(int))
 
 
-def fit_in_memory(runs: Sequence[Path], inputs: Inputs, role: Role, of: str | None) -> bool:
+def fit_in_memory(runs: Sequence[Path], inputs: Inputs, role: Role, of: Rule | None) -> bool:
     """Whether a fit to all that has been computed of some runs has room in memory."""
     size = 0
     for run in runs:

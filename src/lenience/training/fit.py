@@ -11,11 +11,9 @@ import numpy as np
 
 from lenience.core.errors import InputError
 from lenience.core.progress import Progress, silent
-from lenience.decoding.certified import heads_of
-from lenience.decoding.options import Decoding
+from lenience.core.protocols import Rule
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
-from lenience.drafting.parsing import parse_drafter
-from lenience.drafting.trees.shapes import parse_tree
 from lenience.heads.fitting import Examples, FitConfig, fit_head
 from lenience.heads.head import Head, Inputs
 from lenience.heads.streaming import StreamedRows
@@ -47,7 +45,7 @@ class HeadPlan:
     """Learn from the share of resampled continuations that leave the answer as it is."""
     without: frozenset[str] = frozenset()
     """The digests of prompts that are left out."""
-    of: str | None = None
+    of: Rule | None = None
     """Of a stop: the rule whose rejections it learns; None for what the strict rule would reject of
     the target's own answers."""
 
@@ -62,8 +60,8 @@ def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) 
     if role == "gate":
         head = replace(head, metrics={**head.metrics, "tau": plan.tau})
     if plan.of is not None:
-        rejecting = [asked.head.fingerprint for asked in heads_of(plan.of)]
-        head = replace(head, metrics={**head.metrics, "of": plan.of, "of_heads": rejecting})
+        rejecting = [asked.head.fingerprint for asked in plan.of.heads]
+        head = replace(head, metrics={**head.metrics, "of": str(plan.of), "of_heads": rejecting})
     if plan.also or plan.soft:
         told = {"runs": len(runs), "soft": plan.soft}
         head = replace(head, metrics={**head.metrics, **told})
@@ -134,10 +132,10 @@ def _check_windows(run: Path) -> None:
     policy = read_run(run).policy
     if policy is None:
         return
-    of = Decoding.parse(policy["setting"])
+    of = Decoder.parse(policy["setting"])
     others = {
-        f"drafter {of.drafter}": not parse_drafter(of.drafter).proposes_as_draft,
-        f"tree {of.tree}": not parse_tree(of.tree).is_chain,
+        f"drafter {of.drafter}": not of.drafter.proposes_as_draft,
+        f"tree {of.tree}": not of.tree.is_chain,
         f"draft_temperature {of.draft_temperature}": bool(of.draft_temperature),
     }
     for part, is_other in others.items():

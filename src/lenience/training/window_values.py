@@ -14,7 +14,6 @@ from lenience.core.noise import Noise
 from lenience.core.protocols import Rule
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.decoding.loop import cycle
-from lenience.decoding.options import Decoding
 from lenience.decoding.pair import Pair
 from lenience.heads import lookahead
 from lenience.heads.head import Inputs
@@ -77,9 +76,9 @@ def _read_together(
     assert inputs.ahead is not None
     kinds = lookahead.kinds_of(pair.target.token_mask).to(pair.target.device)
     window, reader = 1 + inputs.ahead, _Reader("draft" in inputs.models, kinds)
-    setup = pair.setup(Decoding(rule=reader, window=window))
+    decoder = pair.decoder({"rule": reader, "window": window})
     longest = max(len(one.prompt_ids) + len(one.final_ids) for one in samples) + 1 + window
-    session, drafter = pair.engine(setup, window, len(samples), longest)
+    session, drafter = pair.engine(decoder, len(samples), longest)
     ctx = Context(
         window=window,
         processors=processors_of(pair.target, sampling=False) or None,

@@ -8,25 +8,24 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from lenience.core.errors import InputError
 from lenience.core.records import Record
-from lenience.decoding.certified import (
-    Certificate,
-    certified_rule,
-    is_certified,
-    read_certificate,
-    run_of,
-    without_paths,
-)
 from lenience.rules.base import Term
 from lenience.rules.combine import AnyOf
 from lenience.rules.lossless import is_lossless, refuse_forbidden
 from lenience.rules.parsing import parse_spec
 from lenience.rules.strict import Exact, Speculative
+from lenience.runs.certificate import (
+    Certificate,
+    is_certified,
+    read_certificate,
+    run_of,
+)
 
 KEY = "lenience"
 """Of additional_config, and of a request's vllm_xargs."""
@@ -86,10 +85,10 @@ class Asked:
             return _with_heads(rule, self.rule)
         if self.allow_any:
             return rule
-        others = "".join(f", {without_paths(str(other))}" for other in self.allow)
+        others = "".join(f", {_shown(other)}" for other in self.allow)
         raise InputError(
             f"{KEY} {dial!r}: may be more lenient than the server's rule "
-            f"{without_paths(str(self.rule))}; it takes exact, a stricter threshold of that "
+            f"{_shown(self.rule)}; it takes exact, a stricter threshold of that "
             f"rule{others}"
         )
 
@@ -137,15 +136,22 @@ def _read(options: str) -> Asked:
     known = Options.read(content, where, "docs/vllm.md lists what it takes")
     allowed = [spec for spec in known.allow if spec != ANY]
     certificate = _certificate(known.rule) if is_certified(known.rule) else None
-    rule = certified_rule(known.rule, certificate) if certificate else known.rule
+    rule = parse_spec(known.rule) if certificate is None else _certified(certificate, known.rule)
     return Asked(
-        rule=parse_spec(rule),
+        rule=rule,
         allow=tuple(map(parse_spec, allowed)),
         allow_any=ANY in known.allow,
         max_unjudged=known.max_unjudged,
         steps=known.steps,
         certificate=certificate,
     )
+
+
+def _certified(certificate: Certificate, rule: str) -> AnyOf:
+    """The rule that is certified, with its heads where the run is now."""
+    found = certificate.decoder(run_of(rule)).rule
+    assert isinstance(found, AnyOf)
+    return found
 
 
 def _certificate(rule: str) -> Certificate:
@@ -208,6 +214,11 @@ def _with_heads(rule: AnyOf, like: AnyOf) -> AnyOf:
         if "head" in vars(other):
             vars(term)["head"] = vars(other)["head"]
     return rule
+
+
+def _shown(rule: AnyOf) -> str:
+    """A rule's spec without where its heads lie."""
+    return str(rule.with_terms(lambda term: term.relocated(lambda path: Path(path).name)))
 
 
 def _open(term: Term) -> Term:

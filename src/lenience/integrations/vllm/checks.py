@@ -15,12 +15,13 @@ from lenience.core.identity import checkpoint_fingerprint, tokenizer_fingerprint
 from lenience.core.needs import Parts
 from lenience.core.protocols import Rule
 from lenience.core.version import VERSION
-from lenience.decoding.certified import Certificate, check_binding
+from lenience.decoding.decoder import Binding, check_binding
 from lenience.heads.head import shown_layers
 from lenience.integrations.vllm.asked import VARIABLE, Asked
 from lenience.rules.combine import AnyOf
 from lenience.rules.lenient import Ensemble
 from lenience.rules.lossless import is_lossless
+from lenience.runs.certificate import Certificate
 
 KNOWN = ("0.32", "0.33")
 """The versions of vLLM whose sources were read; tests run on 0.32."""
@@ -227,7 +228,7 @@ def _check_certificate(server: Asked, certificate: Certificate, config: Any) -> 
             if role in known
         },
     }
-    check_binding("certified", {name: binds.get(name) for name in now}, now)
+    check_binding(Binding("certified", {name: binds.get(name) for name in now}), now)
     sampled = "probabilistic" if binds["temperature"] else "greedy"
     if speculative.draft_sample_method != sampled:
         raise InputError(

@@ -9,11 +9,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, Unpack
 from weakref import finalize
 
 from lenience.core.errors import InputError, RunError, first_line
 from lenience.core.types import Finish, Origin, Step, Trace
+from lenience.decoding.decoder import Decoder, DecoderOptions
 from lenience.decoding.dialogue import (
     WINDOW,
     Compare,
@@ -25,9 +26,7 @@ from lenience.decoding.dialogue import (
     Talk,
 )
 from lenience.decoding.generation import Generation
-from lenience.decoding.options import Decoding, takes_options
 from lenience.decoding.pair import Pair, Telling
-from lenience.decoding.setup import Setup
 from lenience.decoding.soundness import CAUSES
 from lenience.integrations.vllm.asked import ANY, KEY
 from lenience.integrations.vllm.checks import check_reads, needs_draft_probs, vllm_version
@@ -87,23 +86,23 @@ class VllmPair(Pair):
         self._running: dict[Kind, Any] = {}
         self._numbers = count()
 
-    def setup(self, options: Mapping[str, Any] | Decoding) -> Setup:
-        setup = super().setup(options)
-        decoding, rule = setup.decoding, setup.rule
-        lacks_probs = needs_draft_probs(rule) and not decoding.temperature
+    def check(self, decoder: Decoder) -> None:
+        super().check(decoder)
+        rule, drafts = decoder.rule, decoder.proposer is not None
+        lacks_probs = needs_draft_probs(rule) and not decoder.temperature
         refused = {
-            f"stop {decoding.stop}: vLLM drafts whole windows; leave it out": (
-                setup.drafter is not None and str(decoding.stop) != "fixed"
+            f"stop {decoder.stop}: vLLM drafts whole windows; leave it out": (
+                drafts and str(decoder.stop) != "fixed"
             ),
-            f"drafter {decoding.drafter}: vLLM drafts with the pair's model here": (
-                setup.drafter is not None and str(decoding.drafter) != "model"
+            f"drafter {decoder.drafter}: vLLM drafts with the pair's model here": (
+                drafts and str(decoder.drafter) != "model"
             ),
-            f"tree {decoding.tree}: vLLM drafts chains; leave it out": (
-                setup.drafter is not None and str(decoding.tree) != "chain"
+            f"tree {decoder.tree}: vLLM drafts chains; leave it out": (
+                drafts and str(decoder.tree) != "chain"
             ),
-            f"draft_temperature {decoding.draft_temperature}: vLLM's draft samples as the request "
-            "does; leave it out": decoding.draft_temperature is not None,
-            "window auto: each window is a vLLM of its own; name one": decoding.window == "auto",
+            f"draft_temperature {decoder.draft_temperature}: vLLM's draft samples as the request "
+            "does; leave it out": decoder.draft_temperature is not None,
+            "window auto: each window is a vLLM of its own; name one": decoder.window == "auto",
             f"rule {rule}: compares the draft's distribution, which vLLM keeps for sampled answers "
             "alone; give a temperature above 0": lacks_probs,
         }
@@ -111,37 +110,36 @@ class VllmPair(Pair):
             if is_so:
                 raise InputError(why)
         check_reads(rule)
-        if processors := processors_of(setup.reader, sampling=decoding.temperature > 0):
-            names = ", ".join(type(one).__name__ for one in processors)
+        reader = self.reader(decoder)
+        if processors := processors_of(reader, sampling=decoder.temperature > 0):
+            names = ", ".join(type(processor).__name__ for processor in processors)
             raise InputError(
-                f"{setup.reader.role} {setup.reader.name!r}: its generation_config asks for {names}"
-                ", which is not handed to vLLM"
+                f"{reader.role} {reader.name!r}: its generation_config asks for {names}, which is "
+                "not handed to vLLM"
             )
-        return setup
 
-    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Step]:
+    def stream(
+        self, prompt: Prompt, decoder: Decoder | None = None, **options: Any
+    ) -> Iterator[Step]:
         """Refused: vLLM gives whole answers here."""
         raise InputError("stream: runs in our own loop; ask vLLM for whole answers (generate)")
 
     def _completed(
-        self, prompts: Sequence[Prompt], setup: Setup, batch_size: int, telling: Telling
+        self, prompts: Sequence[Prompt], decoder: Decoder, batch_size: int, telling: Telling
     ) -> Iterator[tuple[int, Generation]]:
         if telling.profile is not None:
             raise InputError("profile: tells of our own loop; vLLM has profilers of its own")
         if telling.logprobs:
             raise InputError("logprobs: are of our own loop; ask vLLM itself for them")
-        ids = [self.encode(prompt, setup.reader) for prompt in prompts]
-        return self._answers(setup, ids, batch_size)
+        ids = [self.encode(prompt, self.reader(decoder)) for prompt in prompts]
+        return self._answers(decoder, ids, batch_size)
 
     def _answers(
-        self, setup: Setup, prompts: list[list[int]], batch_size: int
+        self, decoder: Decoder, prompts: list[list[int]], batch_size: int
     ) -> Iterator[tuple[int, Generation]]:
         """Answer prompts, so many of them together."""
-        decoding = setup.decoding
-        alone = setup.drafter is None
-        window = 0 if alone else int(decoding.window)
-        role = "draft" if decoding.rule == "draft" else "target"
-        kind = Kind(role, window, bool(window and decoding.temperature))
+        window = 0 if decoder.alone else int(decoder.window)
+        kind = Kind(decoder.alone or "target", window, bool(window and decoder.temperature))
         engine = self._engine(kind)
         waiting = iter(enumerate(prompts))
         active: dict[str, _Answer] = {}
@@ -150,9 +148,9 @@ class VllmPair(Pair):
                 while len(active) < batch_size and (next_one := next(waiting, None)):
                     number, prompt = next_one
                     name = f"{KEY}-{next(self._numbers)}"
-                    out = setup.answer(list(prompt), window, number)
-                    active[name] = _Answer(number, out, setup)
-                    params = self._params(setup, window, number)
+                    out = decoder.answer(list(prompt), window, number)
+                    active[name] = _Answer(number, out, decoder, self.reader(decoder))
+                    params = self._params(decoder, window, number)
                     engine.add_request(name, {"prompt_token_ids": prompt}, params)
                 if not active:
                     return
@@ -166,24 +164,24 @@ class VllmPair(Pair):
             if active:
                 engine.abort_request(list(active))
 
-    def _params(self, setup: Setup, window: int, number: int) -> Any:
+    def _params(self, decoder: Decoder, window: int, number: int) -> Any:
         """How vLLM is to answer a prompt, by its number."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        decoding, config = setup.decoding, setup.reader.model.generation_config
+        config = self.reader(decoder).model.generation_config
         top_k, top_p = (
             getattr(config, name, None) if given is None else given
-            for name, given in (("top_k", decoding.top_k), ("top_p", decoding.top_p))
+            for name, given in (("top_k", decoder.top_k), ("top_p", decoder.top_p))
         )
-        dial = {KEY: str(setup.rule)} if window else None
+        dial = {KEY: str(decoder.rule)} if window else None
         return SamplingParams(
-            temperature=decoding.temperature,
+            temperature=decoder.temperature,
             top_k=top_k or 0,
             top_p=1.0 if top_p is None else top_p,
-            seed=setup.seed(number) if decoding.temperature else None,
-            max_tokens=setup.max_new_tokens,
-            stop=list(setup.stop_strings),
+            seed=decoder.seed_of(number) if decoder.temperature else None,
+            max_tokens=decoder.answer_tokens,
+            stop=list(decoder.answer_stops),
             extra_args=dial,
             output_kind=RequestOutputKind.DELTA,
             skip_special_tokens=True,
@@ -240,9 +238,9 @@ class VllmPair(Pair):
             "async_scheduling": False,
         }
 
-    def binding(self, decoding: Decoding) -> dict[str, Any]:
+    def binding(self, decoder: Decoder) -> dict[str, Any]:
         """As `Pair.binding`, and vLLM's version."""
-        return {**super().binding(decoding), "engine": self.engine_name}
+        return {**super().binding(decoder), "engine": self.engine_name}
 
     def converse(
         self,
@@ -250,12 +248,12 @@ class VllmPair(Pair):
         *,
         size: int,
         capacity: int,
-        sampling: Decoding | None = None,
+        sampling: Decoder | None = None,
     ) -> Iterator[Ended[T]]:
         """As `Pair.converse`: the target goes on in one vLLM, whose prefix cache holds what was
         read before, and the draft's tokens are another one's log-probabilities of a prompt."""
         _refuse_sampling(sampling)
-        setup = self.setup(Decoding(window=WINDOW))
+        decoder = self.decoder({"window": WINDOW})
         self.require_draft("mining")
         waiting: Iterator[tuple[int, Dialogue[T]]] = enumerate(dialogues)
         if (first := next(waiting, None)) is None:
@@ -264,7 +262,7 @@ class VllmPair(Pair):
         engines = [self._engine(kind) for kind in DIALOGUES]
         held: dict[str, _Asked[T]] = {}
         comparisons = Comparisons[Talk[T]]()
-        asking = _Asking(setup, held, comparisons)
+        asking = _Asking(decoder, held, comparisons)
         try:
             while True:
                 ended = list[Ended[T]]()
@@ -308,23 +306,29 @@ class VllmPair(Pair):
         if isinstance(question, Predict):
             kind, params, ids = DIALOGUES[0], _predicting(), question.ids[:-1]
         else:
-            decoding = replace(
-                asking.setup.decoding,
+            decoder = replace(
+                asking.decoder,
                 max_new_tokens=question.limit,
                 stop_strings=question.stop_strings,
             )
-            params = self._params(replace(asking.setup, decoding=decoding), WINDOW, 0)
+            params = self._params(decoder, WINDOW, 0)
             kind, ids = DIALOGUES[1], question.ids
         self._running[kind].add_request(name, {"prompt_token_ids": list(ids)}, params)
         return []
 
-    @takes_options
-    def settle(self, prompts: Sequence[Prompt], *, batch_size: int = 1, **options: Any) -> Decoding:
-        """The options as they are: no window is picked."""
-        return self.setup(options).decoding
+    def settle(
+        self,
+        prompts: Sequence[Prompt],
+        decoder: Decoder | None = None,
+        *,
+        batch_size: int = 1,
+        **options: Unpack[DecoderOptions],
+    ) -> Decoder:
+        """Return the decoder as it is asked for: no window is picked."""
+        return self.decoder(decoder.with_options(options) if decoder else Decoder.of(options))
 
 
-def _refuse_sampling(sampling: Decoding | None) -> None:
+def _refuse_sampling(sampling: Decoder | None) -> None:
     """Raise InputError where dialogues are to be drawn."""
     if sampling and sampling.temperature:
         raise InputError(
@@ -337,7 +341,7 @@ def _refuse_sampling(sampling: Decoding | None) -> None:
 class _Asking(Generic[T]):
     """Dialogues while they are held: by the names of vLLM's requests, and those that compare."""
 
-    setup: Setup
+    decoder: Decoder
     held: dict[str, _Asked[T]]
     comparisons: Comparisons[Talk[T]]
 
@@ -406,8 +410,8 @@ def _stepped(engine: Any) -> list[Any]:
 class _Answer:
     """An answer while vLLM gives it step by step."""
 
-    def __init__(self, number: int, out: Generation, setup: Setup):
-        self.number, self.out, self.setup, self.reader = number, out, setup, setup.reader
+    def __init__(self, number: int, out: Generation, decoder: Decoder, reader: LM):
+        self.number, self.out, self.decoder, self.reader = number, out, decoder, reader
         self.began = time.perf_counter()
         self.parts: list[str] = []
 
@@ -425,10 +429,10 @@ class _Answer:
             self.out.add(replace(step, finish=finish))
         if given.finished:
             text = "".join(self.parts)
-            if not self.setup.stop_strings:
+            if not self.decoder.answer_stops:
                 text = self.reader.decode(self.out.tokens)
             seconds = time.perf_counter() - self.began
-            self.out.end(seconds, text, by_draft=self.setup.decoding.rule == "draft")
+            self.out.end(seconds, text, by_draft=self.decoder.alone == "draft")
 
 
 def _finish(part: Any, tokens: Sequence[int], reader: LM) -> Finish:

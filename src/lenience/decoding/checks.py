@@ -1,0 +1,123 @@
+"""Whether the parts of a decoder go together, and fit a pair's models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from lenience.core.errors import InputError
+from lenience.core.needs import Parts, check_offered
+from lenience.decoding.decoder import Decoder
+from lenience.drafting.trees.shapes import LARGEST
+from lenience.heads.head import shown_layers
+from lenience.models.lm import LM
+from lenience.models.session import check_trees
+from lenience.rules.lossless import is_lossless, refuse_forbidden, refuse_lossy
+
+
+def draft_of(models: Mapping[str, LM], what: str) -> LM:
+    """The draft model. Raises InputError, naming what needs it, where there is none."""
+    if "draft" not in models:
+        raise InputError(f"{what}: needs a draft model; load the pair with one (--draft)")
+    return models["draft"]
+
+
+def check_decoder(
+    decoder: Decoder, models: Mapping[str, LM], fingerprints: Callable[[], Mapping[str, str]]
+) -> None:
+    """Raise InputError where a decoder's parts do not go together, or a rule, a stop condition or a
+    drafter is not for these models or this temperature."""
+    if decoder.alone == "draft":
+        draft_of(models, "rule draft")
+    if decoder.proposer is not None:
+        _check_together(decoder, models, fingerprints)
+    _check_fit(decoder, models, fingerprints)
+
+
+def _check_together(
+    decoder: Decoder, models: Mapping[str, LM], fingerprints: Callable[[], Mapping[str, str]]
+) -> None:
+    """Raise InputError where the parts do not go together."""
+    rule, drafter, target = decoder.rule, decoder.drafter, models["target"]
+    if rule.needs.sampling and decoder.temperature == 0:
+        raise InputError(f"rule {rule}: has no greedy form; give a temperature above 0")
+    greedy = decoder.temperature == 0 and is_lossless(rule)
+    if drafter.remembers and not (greedy or str(rule) == "exact"):
+        raise InputError(
+            f"drafter {drafter}: proposes by what was answered before, and answers by {rule} "
+            "depend on what is proposed; take rule exact, or another drafter"
+        )
+    drafter.check(target, fingerprints)
+    if drafter.reads_last or drafter.features(target):
+        target.check_states()
+    if decoder.keeps_last and drafter.features(target):
+        raise InputError(
+            f"drafter {drafter}: reads the target's last states and others, and rule {rule} "
+            f"those after layers {shown_layers(decoder.layers)}; take a judge of the last states"
+        )
+    if drafter.needs_draft and decoder.window != 0:
+        draft_of(models, f"drafter {drafter}")
+    _check_offered(decoder)
+    if decoder.draft_temperature is not None and not drafter.drafts_by_model:
+        raise InputError(
+            f"draft_temperature: is of one model that drafts, and drafter {drafter} is none; "
+            "leave it out"
+        )
+    if decoder.branches:
+        _check_tree(decoder, models)
+
+
+def _check_offered(decoder: Decoder) -> None:
+    """Raise InputError where the rule or the stop condition needs what windows have not."""
+    drafter = decoder.drafter
+    of_drafter = drafter.offers | Parts.DRAWS | Parts.KEPT_WHOLE
+    of_tree = ~Parts.NOTHING
+    if decoder.branches:  # its last tokens have no states, and one of its paths is kept
+        of_tree = ~(Parts.STATES | Parts.KEPT_WHOLE)
+        if decoder.temperature > 0 and not decoder.verifies_draws:
+            of_tree &= ~Parts.DRAWS
+    mend = "a drafter alone" if decoder.tree.is_chain else "--tree chain"
+    for who, needed in (
+        (f"rule {decoder.rule}", decoder.rule.needs.window),
+        (f"stop {decoder.stop}", decoder.stop.needs),
+    ):
+        check_offered(who, needed, of_drafter, f"drafter {drafter}", "--drafter model")
+        check_offered(who, needed, of_tree, "a tree", mend)
+
+
+def _check_tree(decoder: Decoder, models: Mapping[str, LM]) -> None:
+    """Raise InputError where trees cannot be proposed or read."""
+    drafter, tree = decoder.drafter, decoder.tree
+    if tree.choices() and decoder.window != "auto":
+        raise InputError(f"tree {tree}: is picked with window auto; give that, or name a tree")
+    for shape in tree.choices() or [tree]:
+        if not shape.is_chain:
+            drafter.check_tree(shape)
+    if (most := tree.size * drafter.joined) > LARGEST:
+        raise InputError(
+            f"drafter {drafter}, tree {tree}: a tree of up to {most} tokens, and at most {LARGEST} "
+            "are read; name a smaller one"
+        )
+    if not tree.is_chain and decoder.draft_temperature is not None:
+        raise InputError("draft_temperature: a chain's tokens have one; leave it out")
+    if decoder.window != 0:
+        mend = "a drafter alone" if tree.is_chain else "--tree chain"
+        check_trees(models["target"], mend)
+        if drafter.needs_draft and "draft" in models and not tree.is_chain:
+            check_trees(models["draft"], mend)
+
+
+def _check_fit(
+    decoder: Decoder, models: Mapping[str, LM], fingerprints: Callable[[], Mapping[str, str]]
+) -> None:
+    """Raise InputError where a rule or stop is not for these models or this temperature."""
+    stop = decoder.stop
+    refuse_forbidden(decoder.rule)
+    if stop.skips_verification:
+        refuse_lossy(f"stop {stop}")
+    sizes = {role: lm.hidden_size for role, lm in models.items()}
+    for part in (decoder.rule, stop):
+        part.check(fingerprints, sizes)
+    for head in (*decoder.rule.heads, *stop.heads):
+        head.check_temperature(decoder.temperature)
+        for role in head.head.inputs.models:
+            models[role].check_states()

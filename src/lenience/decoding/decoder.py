@@ -1,0 +1,270 @@
+"""Decoder: everything that an answer depends on besides the models, as one typed record.
+
+It is made at the border, from the command line's flags, keywords, JSON or a setting's text; below
+it nobody reads or prints a spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, TypedDict, cast
+
+from lenience.core.errors import InputError
+from lenience.core.needs import Layers
+from lenience.core.protocols import Fitted, Rule
+from lenience.decoding.generation import Generation
+from lenience.decoding.options import (
+    OWN,
+    Options,
+    PlainOptions,
+    bound_names,
+    default_options,
+    given_options,
+    names,
+)
+from lenience.drafting.base import DrafterSpec
+from lenience.drafting.model import DraftModel
+from lenience.drafting.parsing import parse_drafter
+from lenience.drafting.stops import Fixed, Gate, Stop, parse_stop
+from lenience.drafting.trees.shapes import Chain, Tree, parse_tree
+from lenience.models.lm import LAST
+from lenience.rules.base import Term
+from lenience.rules.baselines import BASELINES, Baseline
+from lenience.rules.combine import AnyOf, as_rule
+from lenience.rules.parsing import parse_rule
+from lenience.rules.strict import Exact
+
+RESOLVERS = {"certified": "lenience.runs.certificate"}
+"""Modules whose `resolve` makes a decoder of options with a rule NAME:…, by name."""
+SPECS = ("rule", "drafter", "tree", "stop")
+"""Options that are read from a spec."""
+
+
+class DecoderOptions(TypedDict, total=False):
+    """Keywords of `Pair.generate` and the like, which `Options` describes."""
+
+    rule: str | Rule | Term
+    drafter: str | DrafterSpec
+    tree: str | Tree
+    window: int | Literal["auto"]
+    stop: str | Stop
+    max_new_tokens: int
+    temperature: float
+    draft_temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    seed: int | None
+    stop_strings: str | Iterable[str]
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Where answers are cut that were certified to a later end. They are decoded as they were
+    certified, windows and all: what is given is the beginning of a certified answer."""
+
+    max_new_tokens: int | None = None
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What a decoder was certified for."""
+
+    source: str
+    """The rule as it was asked for, such as certified:RUN."""
+    binds: Mapping[str, Any]
+    """Options, and the models, heads and templates, as `Pair.binding` gives them."""
+
+
+@dataclass(frozen=True)
+class Decoder(PlainOptions):
+    """How answers are decoded: `Options` with their specs read. Hashable."""
+
+    rule: Rule = field(default_factory=lambda: as_rule(Exact()))
+    drafter: DrafterSpec = field(default_factory=DraftModel)
+    tree: Tree = field(default_factory=Chain)
+    stop: Stop = field(default_factory=Fixed)
+    ends: Ends = field(default_factory=Ends)
+    seeds_by_prompt: bool = False
+    """Whether each prompt has a seed of its own, as none was given."""
+    bound_to: Binding | None = field(default=None, compare=False)
+    """What it was certified for, where it is a certificate's."""
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | Options | None = None, /, **named: Any) -> Decoder:
+        """Make a decoder of options, those that are None or left out being the defaults. A rule, a
+        drafter, a tree and a stop condition may be given as texts or as objects. Raises InputError
+        that names what is wrong."""
+        given = {**(vars(options) if isinstance(options, Options) else options or {}), **named}
+        if given.keys() <= set(names()):  # else the name that is no option is told
+            given = {name: value for name, value in given.items() if value is not None}
+        rule = given.get("rule")
+        if isinstance(rule, str):
+            name, colon, _ = rule.partition(":")
+            if colon and name in RESOLVERS:
+                return cast(Decoder, import_module(RESOLVERS[name]).resolve(given))
+        if "rule" not in given and str(given.get("stop", "")).startswith(f"{Gate.name}:"):
+            given["rule"] = "speculative"  # SPRINTER verifies a doubted token by that
+        return cls().with_options(given)
+
+    @classmethod
+    def parse(cls, text: str) -> Decoder:
+        """Make a decoder of text such as "judge:run/judge@0.99; window=16; stop=confidence:0.4",
+        the rule first. Raises InputError that names what is wrong."""
+        return cls.of(given_options(text))
+
+    def with_options(self, options: Mapping[str, Any]) -> Decoder:
+        """Return the same decoder with some options changed. Raises InputError for a name that is
+        no option, or a wrong value."""
+        texts = {name: str(value) if name in SPECS else value for name, value in options.items()}
+        checked = Options().with_options(texts)
+        changed = {name: getattr(checked, name) for name in options if name not in SPECS}
+        specs = {name: read(options[name]) for name, read in _READERS.items() if name in options}
+        if "tree" in options:  # a planned one has as many levels as the window
+            window = changed.get("window", self.window)
+            depth = window if isinstance(window, int) and window > 0 else None
+            specs["tree"] = parse_tree(options["tree"], depth)
+        return replace(self, **changed, **specs)
+
+    @cached_property
+    def options(self) -> Options:
+        """The same as names and texts."""
+        values: dict[str, Any] = {}
+        for name in names():
+            value = getattr(self, name)
+            values[name] = str(value) if name in SPECS else value
+        return Options(**values)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the options by name, with specs as texts."""
+        return self.options.to_json()
+
+    def changed(self) -> dict[str, Any]:
+        """Return the options that are not the defaults, as in `to_json`, and the rule where there
+        is a gate, with which another one is the default."""
+        defaults = {**default_options(), **({"rule": None} if isinstance(self.stop, Gate) else {})}
+        return {name: value for name, value in self.to_json().items() if value != defaults[name]}
+
+    def differing(self, other: Decoder) -> dict[str, Any]:
+        """Return the options besides rule and window that are not as in another, as in
+        `to_json`."""
+        own, others = self.to_json(), other.to_json()
+        beside = [name for name in own if name not in ("rule", "window")]
+        return {name: own[name] for name in beside if own[name] != others[name]}
+
+    def bound(self) -> dict[str, Any]:
+        """Return what of it a certificate binds, as in `to_json`."""
+        values = self.to_json()
+        return {name: values[name] for name in bound_names()}
+
+    def __str__(self) -> str:
+        """The text that `parse` takes."""
+        return self.options.text(self.changed())
+
+    @property
+    def alone(self) -> str | None:
+        """The role of the model that decodes alone; None where drafted tokens are verified."""
+        return self.rule.role if isinstance(self.rule, Baseline) else None
+
+    @property
+    def proposer(self) -> DrafterSpec | None:
+        """The drafter; None where one model decodes alone."""
+        return None if self.alone else self.drafter
+
+    @property
+    def heads(self) -> list[Fitted]:
+        """The fitted heads that its rule, stop condition and drafter ask."""
+        return [*self.rule.heads, *self.stop.heads, *self.drafter.fitted]
+
+    def relocated(self, path: Callable[[str], str]) -> Decoder:
+        """Return the same decoder with its heads at other paths."""
+        rule = self.rule
+        if isinstance(rule, AnyOf):
+            rule = rule.with_terms(lambda term: term.relocated(path))
+        drafter, stop = self.drafter.relocated(path), self.stop.relocated(path)
+        return replace(self, rule=rule, drafter=drafter, stop=stop)
+
+    def without_paths(self) -> Decoder:
+        """Return the same decoder without where its heads lie."""
+        return self.relocated(lambda path: Path(path).name)
+
+    @property
+    def branches(self) -> bool:
+        """Whether a window may be a tree."""
+        return self.proposer is not None and (self.drafter.branches or not self.tree.is_chain)
+
+    @property
+    def layers(self) -> Layers:
+        """Layers of the target whose states the session keeps for the rule."""
+        return self.rule.needs.layers or LAST.layers
+
+    @property
+    def keeps_last(self) -> bool:
+        """Whether the target keeps its last states for the drafter, as the rule is given others."""
+        reads = self.proposer is not None and self.drafter.reads_last
+        return reads and self.layers != LAST.layers
+
+    @property
+    def verifies_draws(self) -> bool:
+        """Whether the rule verifies trees by the chances that their tokens were drawn with."""
+        draws = self.temperature > 0 and self.tree.draws is not None
+        return draws and self.rule.verifies is not None
+
+    @property
+    def answer_tokens(self) -> int:
+        """The length limit of an answer as it is given."""
+        return self.ends.max_new_tokens or self.max_new_tokens
+
+    @property
+    def answer_stops(self) -> tuple[str, ...]:
+        """Texts before which answers end."""
+        return (*self.stop_strings, *self.ends.stop_strings)
+
+    def seed_of(self, number: int) -> int:
+        """Return the seed of the answer to a prompt, by its number."""
+        return self.seed + (number if self.seeds_by_prompt else 0)
+
+    def answer(self, prompt: list[int], window: int, number: int) -> Generation:
+        """Return the answer to a prompt, to be filled."""
+        seed = self.seed_of(number) if self.temperature else None
+        return Generation(prompt, window, str(self.stop), str(self.tree), seed)
+
+    def columns(self, window: int) -> int:
+        """Return how many tokens are read at most after a prefix, by any model."""
+        return self.tree.columns(window) * (self.proposer.joined if self.proposer else 1)
+
+
+def read_rule(rule: object) -> Rule:
+    """Return a rule from its spec, or the baseline target or draft; a rule object as it is. Raises
+    InputError that names what is wrong."""
+    if isinstance(rule, Baseline):
+        return rule
+    return Baseline(cast(Any, rule)) if rule in BASELINES else parse_rule(cast(Any, rule))
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "rule": read_rule,
+    "drafter": parse_drafter,
+    "stop": parse_stop,
+}
+
+
+def check_binding(binding: Binding, now: Mapping[str, Any]) -> None:
+    """Raise InputError, by name, for the first of the models, heads and templates that is not what
+    was certified; `now` is as `Pair.binding` gives it."""
+    bound = {"engine": OWN, **binding.binds}
+    for name, value in {"engine": OWN, **now}.items():
+        if bound[name] != value:
+            what = f"{name} {_difference(bound[name], value)}"
+            raise InputError(f"{binding.source}: was certified with {what}; certify again")
+
+
+def _difference(before: Any, now: Any) -> str:
+    if isinstance(before, dict) and isinstance(now, dict):
+        part = next((key for key in {**before, **now} if before.get(key) != now.get(key)), None)
+        return f"{part} {_difference(before.get(part), now.get(part))}"
+    return f"{before!r}, not {now!r}"

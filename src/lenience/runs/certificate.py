@@ -1,0 +1,250 @@
+"""certificate.json in a run folder: what it says, what it binds, and the decoder that a rule
+"certified:RUN" stands for."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from lenience.core.errors import InputError
+from lenience.core.files import built_in, read_json
+from lenience.core.hub import is_on_hub
+from lenience.core.records import Record
+from lenience.decoding.decoder import Binding, Decoder, Ends
+from lenience.decoding.options import bound_names
+from lenience.tasks.base import AnswerValue
+
+PREFIX = "certified:"
+FILE = "certificate.json"
+BOUND_BESIDE = (
+    "models", "tokenizer", "template", "generation_config", "heads", "task", "reads", "data",
+)  # fmt: skip
+"""What a certificate binds besides the options of decoding."""
+BOUND_MODELS = ("models", "tokenizer", "template", "generation_config", "heads", "engine")
+"""What of it a pair is compared with before it decodes."""
+FROM_CERTIFICATE = ("window", "stop", "drafter", "tree", "max_new_tokens", "stop_strings")
+"""The options that are the certificate's where a caller leaves them out; others are the
+defaults."""
+
+
+def is_certified(rule: object) -> bool:
+    return isinstance(rule, str) and rule.startswith(PREFIX)
+
+
+def refuse_certified(rules: Iterable[str]) -> None:
+    """Raise InputError for a rule "certified:RUN", where settings of one's own are compared."""
+    for rule in rules:
+        if is_certified(rule):
+            raise InputError(
+                f"rule {rule}: binds a window of its own; compare the rule that it certifies, by "
+                "its spec"
+            )
+
+
+class TriedSetting(Record):
+    """How the test of one setting ended."""
+
+    rule: str
+    window: int
+    options: dict[str, Any] = Field(default_factory=dict)
+    """What else is not as the question has it."""
+    n: int
+    losses: float
+    paired: int | None = None
+    """On how many prompts the target was right and this is wrong; None where references are not
+    asked for."""
+    upper_bound: float
+    """Of this setting's mean loss, as if it alone had been tried."""
+    passed: bool
+    hopeless: bool
+    """Whether it was given up before the last look."""
+    tokens_per_pass: float
+    accuracy: float
+    target_accuracy: float
+    """On the first of them, at most 50: the target's answer to each is not needed."""
+    tokens_per_second: float | None = None
+    """In the race on the machine that it was tuned on; None where it was not."""
+
+    def decoder(self, shared: Decoder) -> Decoder:
+        """Return the whole decoder, what the setting does not name as in `shared`."""
+        return shared.with_options({"rule": self.rule, "window": self.window, **self.options})
+
+
+class Certified(TriedSetting):
+    """The setting that is certified."""
+
+    threshold: float | None
+    heads: dict[str, str]
+    """Where its heads lie, by their paths in the rule: within the run folder, or else on this
+    machine."""
+
+
+class LostAnswer(Record):
+    """One of the two answers to a prompt on which quality was lost."""
+
+    text: str
+    answer: AnswerValue
+
+
+class LostSample(Record):
+    """A prompt on which quality was lost."""
+
+    id: str
+    prompt: Any
+    reference: AnswerValue
+    loss: float
+    """From 0 to 1, as it is tested."""
+    target: LostAnswer
+    lenient: LostAnswer
+
+
+class Certificate(Record):
+    """certificate.json: what was asked, what was found, and what it binds."""
+
+    certified: Certified | None
+    """None where nothing is."""
+    max_drop: float
+    confidence: float
+    n: int
+    losses: float
+    upper_bound: float
+    procedure: str
+    binds: dict[str, Any]
+    loss: str = "paired"
+    loss_is: str = ""
+    attempt: int = 1
+    """Which question on such prompts it answers, from 1."""
+    level: float | None = None
+    """The error that it was tested at, all rules together; None where it was the whole."""
+    key: str = ""
+    """The question."""
+    most: int | None = None
+    """How many prompts it might have taken."""
+    drawn: str = ""
+    """How the prompts were chosen."""
+    withdrawn: str | None = None
+    """Why it holds no longer: then it certifies nothing."""
+    promises_not: tuple[str, ...] = ()
+    tried: tuple[TriedSetting, ...] = ()
+    lost: tuple[LostSample, ...] = ()
+    """The prompts on which quality was lost, with both answers."""
+    grading: dict[str, int] | None = None
+    """How a grader judged, see `lenience.tasks.grader.GradingCounts`."""
+    reason: str | None = None
+    """Why nothing is certified."""
+    needed: int | None = None
+    """About how many prompts would have been needed."""
+    decoded: int = 0
+    seconds: float = 0.0
+
+    @property
+    def holds(self) -> bool:
+        """Whether it certifies something, still."""
+        return self.certified is not None and self.withdrawn is None
+
+    def decoder(self, folder: Path) -> Decoder:
+        """Return what is certified, with its heads where the run folder is now; `folder` may be the
+        certificate's file."""
+        assert self.certified is not None
+        run, heads = folder.parent if folder.suffix == ".json" else folder, self.certified.heads
+
+        def path_now(path: str) -> str:
+            found = heads.get(path, path)
+            return found if is_on_hub(found) else str(run / found)
+
+        options = {name: self.binds[name] for name in bound_names()}
+        found = Decoder.of({**options, "rule": self.certified.rule}).relocated(path_now)
+        binds = {name: self.binds[name] for name in BOUND_MODELS if name in self.binds}
+        binds["drafter"] = str(found.without_paths().drafter)
+        return replace(found, bound_to=Binding(f"{PREFIX}{folder}", binds))
+
+
+def certificate_path(folder: Path) -> Path:
+    """The certificate's file in a run folder; a file's own path is it."""
+    return folder if folder.suffix == ".json" else folder / FILE
+
+
+def read_certificate(folder: Path) -> Certificate:
+    """The certificate of a run folder, or in a file. Raises InputError where there is none or it is
+    broken."""
+    path = certificate_path(folder)
+    if not path.exists():
+        mend = f"`lenience certify {path.parent}` makes one"
+        raise InputError(f"{path}: there is no certificate; {mend}")
+    what = f"{path}: is no certificate"
+    certificate = Certificate.read(read_json(path), what, "certify again")
+    # an option that it does not name was not there when it was made
+    binds = {**Decoder().bound(), **certificate.binds}
+    certificate = certificate.model_copy(update={"binds": binds})
+    if lacking := [f"binds {key}" for key in BOUND_BESIDE if key not in certificate.binds]:
+        raise InputError(f"{what}: lacks {', '.join(lacking)}; certify again")
+    return certificate
+
+
+def resolve(given: Mapping[str, Any]) -> Decoder:
+    """Return the decoder of options with a rule "certified:RUN", bound to what was certified.
+
+    Raises InputError, by name, for an option that differs from what was certified: every lenient
+    answer depends on it. A certificate that certifies nothing stands for the strict rule, with a
+    warning.
+    """
+    rule = str(given["rule"])
+    folder = run_of(rule)
+    certificate = read_certificate(folder)
+    options = {name: value for name, value in given.items() if name != "rule"}
+    if not certificate.holds:
+        why = f"nothing was certified ({certificate.reason})"
+        if certificate.withdrawn:
+            why = f"the certificate is withdrawn ({certificate.withdrawn})"
+        warnings.warn(f"{rule}: {why}; decoding strictly", stacklevel=2)
+        strict = "speculative" if options.get("temperature") else "exact"
+        return Decoder.of({**options, "rule": strict})
+    certified = certificate.decoder(folder)
+    asked = Decoder.of(options)
+    _check_options(rule, options, certified, asked)
+    further = tuple(text for text in asked.stop_strings if text not in certified.stop_strings)
+    shorter = asked.max_new_tokens < certified.max_new_tokens and "max_new_tokens" in options
+    ends = Ends(asked.max_new_tokens if shorter else None, further)
+    return replace(certified, seed=asked.seed, ends=ends)
+
+
+def _check_options(rule: str, given: Mapping[str, Any], certified: Decoder, asked: Decoder) -> None:
+    """Raise InputError for an option that is not as it was certified; answers may end sooner."""
+    bound, own = certified.without_paths().to_json(), asked.without_paths().to_json()
+    for name in bound_names():
+        if name == "stop_strings" or (name in FROM_CERTIFICATE and name not in given):
+            continue
+        if name == "max_new_tokens" and own[name] < bound[name]:
+            continue
+        if own[name] != bound[name]:
+            raise InputError(
+                f"{rule}: was certified with {name} {bound[name]!r}, not {own[name]!r}; give the "
+                "same, or certify again"
+            )
+
+
+def run_of(rule: str) -> Path:
+    """Return the run folder, or the certificate's file, of "certified:RUN"."""
+    return Path(rule.removeprefix(PREFIX).strip('"'))
+
+
+def head_paths(decoder: Decoder, folder: Path) -> dict[str, str]:
+    """Return where the heads of a decoder lie, by their paths in its specs: within the run folder,
+    or else on this machine."""
+    paths = {}
+    for head in decoder.heads:
+        if built_in(head.path):
+            continue
+        if is_on_hub(head.path):
+            paths[head.path] = head.path
+            continue
+        whole = Path(head.path).resolve()
+        within = os.path.relpath(whole, folder.resolve())
+        paths[head.path] = str(whole) if within.startswith("..") else within
+    return paths
