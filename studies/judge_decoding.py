@@ -244,7 +244,7 @@ def decoded(source: Mined, out: Path, samples: int, problems: int) -> list[dict[
 
 def probed(pair: Pair, head: Head, rows: list[dict[str, Any]], n: int) -> dict[str, Any]:
     """The probes on the built-in task, of `n` solutions each."""
-    told: dict[str, Any] = {"probes": n}
+    told: dict[str, Any] = {"metrics": head.metrics, "probes": n}
     for threshold in dict.fromkeys((0.5, head.threshold)):
         told[f"at {threshold:.4g}"] = {
             "others": others(pair, head, threshold, n),
