@@ -435,8 +435,8 @@ def test_torch_has_one_thread_beside_graphs_and_gets_back_what_it_had(
 
         monkeypatch.setattr(owner, name, noting)
 
-    noted(loop, "_judge")
-    noted(loop, "_replace_finished")
+    noted(loop, "_decide")
+    noted(loop, "_run_target")
     noted(Graph, "memory")
     before = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -446,7 +446,7 @@ def test_torch_has_one_thread_beside_graphs_and_gets_back_what_it_had(
         _, steps = built_in._decode(ids, setup, 2, Telling())
         for _ in steps:
             assert torch.get_num_threads() == 3
-        assert seen == {("_judge", 1), ("_replace_finished", 1), ("memory", 1)}
+        assert seen == {("_decide", 1), ("_run_target", 1), ("memory", 1)}
         with ThreadPoolExecutor(4) as workers:
             list(workers.map(lambda _: built_in.generate(ids[0], max_new_tokens=20), range(8)))
         assert torch.get_num_threads() == 3

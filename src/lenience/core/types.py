@@ -8,7 +8,7 @@ token was read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
@@ -53,6 +53,8 @@ class Draft:
     probs: Tensor | None = None
     """[B, W, V]: what each token was drawn from, where that is not what the request's temperature
     and truncation make of `logits`."""
+    cut: Callable[[], list[bool]] | None = None
+    """Tells which rows [B] were cut, as their logits were not finite; None where none was."""
 
     @property
     def width(self) -> int:

@@ -1,11 +1,13 @@
-"""The decoding loop: propose, read, judge, keep. Everything that generates text goes through it."""
+"""The decoding loop: propose, read, judge, clip, keep. Everything that generates text goes through
+it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +27,9 @@ from lenience.drafting.trees.judging import judge_trees
 from lenience.models.session import Session
 from lenience.models.threads import torch_threads
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 @dataclass
 class Request:
@@ -34,6 +39,20 @@ class Request:
     response: Response
     number: int = 0
     began: float = field(default_factory=time.perf_counter)
+
+
+@dataclass(frozen=True)
+class Read:
+    """What the target gave for the windows that it was asked about."""
+
+    ctx: Context
+    draft: Draft
+    reading: Reading | None
+    """None where it was asked about none."""
+    rows: Sequence[int] | None
+    """Rows of the cycle that it was asked about; None for all."""
+    tokens_read: Sequence[int]
+    """Numbers [B] of tokens that the target read for each row of the cycle."""
 
 
 class NoDrafter(Drafter):
@@ -62,89 +81,135 @@ def decode(
     active, profile = list[Request](), session.profile
     while True:
         profile.start()
-        while len(active) < size and (request := next_request(None)):
-            active.append(request)
-        if not active:
+        if not _admit(active, next_request, size):
             return
-        rows = [request.row for request in active]
-        if len(rows) != len(ctx.rows) or any(a is not b for a, b in zip(rows, ctx.rows)):
-            ctx = replace(ctx, rows=rows)
-        room = [request.response.room for request in active]
-        draft, target_tokens, verdicts = cycle(session, drafter, rule, ctx, room)
-        draft_tokens = draft.tokens_read or [0] * len(active)
+        ctx = _with_rows(ctx, active)
+        draft = propose(session, drafter, ctx, [request.response.room for request in active])
+        read = read_windows(session, ctx, draft)
+        verdicts = judge(session, drafter, rule, draft, read)
         for b, (request, verdict) in enumerate(zip(active, verdicts)):
-            step = request.response.clip(verdict)
-            step = replace(
-                step,
-                target_tokens=target_tokens[b],
-                draft_passes=draft.passes,
-                draft_tokens=draft_tokens[b],
-            )
+            step = _counted(request.response.clip(verdict), draft, read, b)
             request.row.keep(step)
             profile.add("rest")
             yield request, step
             profile.start()
-        with torch_threads(session.torch_threads):
-            active = _replace_finished(active, next_request, session, drafter)
+        active = _replace_finished(session, active, next_request, drafter)
         profile.add("cache")
 
 
-def _replace_finished(
-    active: list[Request],
-    next_request: Callable[[Request | None], Request | None],
-    session: Session,
-    drafter: Drafter,
-) -> list[Request]:
-    """Give the rows of finished requests to others; where there are none, the last row fills the
-    gap."""
-    rows: list[Request | None] = []
-    for request in active:
-        rows.append(next_request(request) if request.response.finish else request)
-    for i in reversed([i for i, row in enumerate(rows) if row is None]):
-        last = rows.pop()
-        if i < len(rows):
-            rows[i] = last
-            session.move(len(rows), i)
-            drafter.move(len(rows), i)
-    return [row for row in rows if row]
-
-
-@torch.inference_mode()
 def cycle(
     session: Session, drafter: Drafter, rule: Rule, ctx: Context, room: Sequence[int]
 ) -> tuple[Draft, Sequence[int], list[Verdict]]:
     """Propose windows for the rows of `ctx`, which may have `room` new tokens more, read them, and
-    judge them: the windows, how many tokens the target read for each row, and the verdicts."""
+    judge them: returns the windows, the numbers of tokens that the target read for each row, and
+    the verdicts. What is kept is left to the caller."""
+    draft = propose(session, drafter, ctx, room)
+    read = read_windows(session, ctx, draft)
+    return draft, read.tokens_read, judge(session, drafter, rule, draft, read)
+
+
+def _beside_models(
+    function: Callable[Concatenate[Session, P], T],
+) -> Callable[Concatenate[Session, P], T]:
+    """Run a part of the cycle without gradients, on as many threads as are left beside the
+    models."""
+
+    @wraps(function)
+    def run(session: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with torch_threads(session.torch_threads), torch.inference_mode():
+            return function(session, *args, **kwargs)
+
+    return run
+
+
+@_beside_models
+def propose(session: Session, drafter: Drafter, ctx: Context, room: Sequence[int]) -> Draft:
+    """Return a window for each row, which ends where its logits stop being finite."""
     room = [min(n, session.room_before_switch(row.prefix)) for n, row in zip(room, ctx.rows)]
-    with torch_threads(session.torch_threads):
-        return _cycle(session, drafter, rule, ctx, room)
-
-
-def _cycle(
-    session: Session, drafter: Drafter, rule: Rule, ctx: Context, room: Sequence[int]
-) -> tuple[Draft, Sequence[int], list[Verdict]]:
     session.profile.add("rest")
-    draft, cut = cut_non_finite(drafter.propose(ctx, room))
+    draft = cut_non_finite(drafter.propose(ctx, room))
     # passes of a model are counted by their session
     is_drafting = not draft.passes and not isinstance(drafter, NoDrafter)
     session.profile.add("draft" if is_drafting else "rest")
     session.profile.count_cycle()
+    return draft
+
+
+@_beside_models
+def read_windows(session: Session, ctx: Context, draft: Draft) -> Read:
+    """Run the target over the windows, but for those that are trusted whole."""
+    rows, tokens_read = _untrusted(draft), [0] * len(ctx.rows)
+    if rows is not None:
+        ctx = replace(ctx, rows=[ctx.rows[b] for b in rows])
+        if not rows:
+            return Read(ctx, draft, None, rows, tokens_read)
+        draft = draft.rows(rows)
+    reading, counts = _run_target(session, ctx, draft, rows)
+    for b, count in zip(range(len(tokens_read)) if rows is None else rows, counts):
+        tokens_read[b] = count
+    return Read(ctx, draft, reading, rows, tokens_read)
+
+
+@_beside_models
+def judge(
+    session: Session, drafter: Drafter, rule: Rule, draft: Draft, read: Read
+) -> list[Verdict]:
+    """Return the rule's verdict on each window; what was not read is kept whole."""
+    verdicts = _decide(session, rule, read) if read.reading else []
+    warn_of_non_finite(draft.cut, session.lm)
+    if read.reading:
+        drafter.observe(read.ctx, read.reading, verdicts)
+    if read.rows is None:
+        return verdicts
+    tokens, lengths = draft.tokens.tolist(), draft.lengths.tolist()
+    whole = [_unread(row[:n]) for row, n in zip(tokens, lengths)]
+    for b, verdict in zip(read.rows, verdicts):
+        whole[b] = verdict
+    return whole
+
+
+def _decide(session: Session, rule: Rule, read: Read) -> list[Verdict]:
+    """Ask the rule about what was read."""
+    ctx, draft, reading = read.ctx, read.draft, read.reading
+    assert reading is not None
+    raw, sound = reading.logits, to_host_async(have_finite_max(reading.logits))
+    if ctx.processors and draft.parents is None:
+        reading = replace(reading, logits=ctx.process(raw, draft.tokens))
+    session.profile.add("rest")
+    decide = rule if draft.parents is None else partial(judge_trees, rule)
+    verdicts = decide(draft, reading, ctx)
+    check_target(sound, verdicts, [row.prefix for row in ctx.rows], session.lm)
+    if ctx.logprobs:
+        verdicts = [_with_logprobs(verdict, row) for verdict, row in zip(verdicts, raw)]
+    if not draft.bonus:
+        verdicts = [_without_bonus(verdict) for verdict in verdicts]
+    session.profile.add("rule")
+    return verdicts
+
+
+def _run_target(
+    session: Session, ctx: Context, draft: Draft, rows: Sequence[int] | None
+) -> tuple[Reading, Sequence[int]]:
+    """Return what the target gives for the windows of `rows` of the session, and how many tokens it
+    read for each."""
+    prefixes, n = [row.prefix for row in ctx.rows], draft.width + 1
+    if draft.parents is None:
+        reading = session.read(prefixes, n, device_tokens=draft.tokens, rows=rows)
+        return reading, reading.tokens_read
+    before = [0] * len(prefixes)
+    if draft.width:
+        before = session.catch_up(prefixes, rows or range(len(prefixes)))
+    sequences = [prefix + more for prefix, more in zip(prefixes, draft.tokens.tolist())]
+    reading = session.read(sequences, n, rows=rows, parents=draft.parents)
+    return reading, [a + b for a, b in zip(before, reading.tokens_read)]
+
+
+def _untrusted(draft: Draft) -> list[int] | None:
+    """Return the rows whose windows are not trusted whole; None where no window may be."""
     if draft.trusted is None:
-        judged = _judge(session, drafter, rule, ctx, draft)
-        warn_of_non_finite(cut, session.lm)
-        return draft, *judged
-    warn_of_non_finite(cut, session.lm)
-    # a window that is trusted whole is not read
+        return None
     lengths, trusted = draft.lengths.tolist(), draft.trusted.tolist()
-    asked = [b for b, (n, kept) in enumerate(zip(lengths, trusted)) if kept < n or not n]
-    tokens_read = [0] * len(lengths)
-    verdicts = [_unread(row[:n]) for row, n in zip(draft.tokens.tolist(), lengths)]
-    if asked:
-        part = replace(ctx, rows=[ctx.rows[b] for b in asked])
-        judged = _judge(session, drafter, rule, part, draft.rows(asked), rows=asked)
-        for b, read, verdict in zip(asked, *judged):
-            tokens_read[b], verdicts[b] = read, verdict
-    return draft, tokens_read, verdicts
+    return [b for b, (n, kept) in enumerate(zip(lengths, trusted)) if kept < n or not n]
 
 
 def _unread(drafted: list[int]) -> Verdict:
@@ -173,45 +238,48 @@ def _with_logprobs(verdict: Verdict, logits: Tensor) -> Verdict:
     return replace(verdict, logprobs=chosen.tolist())
 
 
-def _read(
-    session: Session, prefixes: Sequence[list[int]], draft: Draft, rows: Sequence[int] | None
-) -> tuple[Reading, Sequence[int]]:
-    """Run the target over the windows: what it gives, and how many tokens it read for each row."""
-    n = draft.width + 1
-    if draft.parents is None:
-        reading = session.read(prefixes, n, device_tokens=draft.tokens, rows=rows)
-        return reading, reading.tokens_read
-    before = [0] * len(prefixes)
-    if draft.width:
-        before = session.catch_up(prefixes, rows or range(len(prefixes)))
-    sequences = [prefix + more for prefix, more in zip(prefixes, draft.tokens.tolist())]
-    reading = session.read(sequences, n, rows=rows, parents=draft.parents)
-    return reading, [a + b for a, b in zip(before, reading.tokens_read)]
+def _counted(step: Step, draft: Draft, read: Read, b: int) -> Step:
+    """A row's step with what was read for it."""
+    return replace(
+        step,
+        target_tokens=read.tokens_read[b],
+        draft_passes=draft.passes,
+        draft_tokens=draft.tokens_read[b] if draft.tokens_read else 0,
+    )
 
 
-def _judge(
+def _with_rows(ctx: Context, active: list[Request]) -> Context:
+    """The context of the rows that are answered now; the same one while these are the same."""
+    rows = [request.row for request in active]
+    same = len(rows) == len(ctx.rows) and all(a is b for a, b in zip(rows, ctx.rows))
+    return ctx if same else replace(ctx, rows=rows)
+
+
+def _admit(
+    active: list[Request], next_request: Callable[[Request | None], Request | None], size: int
+) -> list[Request]:
+    """Add requests up to `size`."""
+    while len(active) < size and (request := next_request(None)):
+        active.append(request)
+    return active
+
+
+@_beside_models
+def _replace_finished(
     session: Session,
+    active: list[Request],
+    next_request: Callable[[Request | None], Request | None],
     drafter: Drafter,
-    rule: Rule,
-    ctx: Context,
-    draft: Draft,
-    rows: Sequence[int] | None = None,
-) -> tuple[Sequence[int], list[Verdict]]:
-    """How many tokens the target reads for each row, and the rule's verdicts; `rows` are the
-    session's, where not its first."""
-    prefixes = [row.prefix for row in ctx.rows]
-    reading, tokens_read = _read(session, prefixes, draft, rows)
-    told, sound = reading.logits, to_host_async(have_finite_max(reading.logits))
-    if ctx.processors and draft.parents is None:
-        reading = replace(reading, logits=ctx.process(reading.logits, draft.tokens))
-    session.profile.add("rest")
-    decide = rule if draft.parents is None else partial(judge_trees, rule)
-    verdicts = decide(draft, reading, ctx)
-    check_target(sound, verdicts, prefixes, session.lm)
-    if ctx.logprobs:
-        verdicts = [_with_logprobs(one, row) for one, row in zip(verdicts, told)]
-    if not draft.bonus:
-        verdicts = [_without_bonus(one) for one in verdicts]
-    session.profile.add("rule")
-    drafter.observe(ctx, reading, verdicts)
-    return tokens_read, verdicts
+) -> list[Request]:
+    """Give the rows of finished requests to others; where there are none, the last row fills the
+    gap."""
+    rows: list[Request | None] = []
+    for request in active:
+        rows.append(next_request(request) if request.response.finish else request)
+    for i in reversed([i for i, row in enumerate(rows) if row is None]):
+        last = rows.pop()
+        if i < len(rows):
+            rows[i] = last
+            session.move(len(rows), i)
+            drafter.move(len(rows), i)
+    return [row for row in rows if row]

@@ -45,23 +45,23 @@ Flags = Callable[[], list[Any]]
 """Booleans of a device as a list; called after a synchronisation that happens anyway."""
 
 
-def cut_non_finite(draft: Draft) -> tuple[Draft, Flags | None]:
-    """Cut chains before the first token with non-finite logits; empty such trees. Also returns
-    which rows [B] were cut, or None if none was or the drafter gives no distributions."""
+def cut_non_finite(draft: Draft) -> Draft:
+    """Cut chains before the first token with non-finite logits; empty such trees. `cut` tells which
+    rows were."""
     if draft.logits is None or not draft.width:
-        return draft, None
+        return draft
     sound = have_finite_max(draft.logits)  # [B, W]
     broken = ~sound & draft.proposed  # [B, W]
     cut = broken.any(1)
     if looks_cheaply(cut) and not cut.any():
-        return draft, None
+        return draft
     whole = torch.full_like(draft.lengths, draft.width)
     first = torch.where(cut, broken.int().argmax(1).to(whole.dtype), whole)
     if draft.parents is not None:
         first = torch.where(cut, torch.zeros_like(first), whole)
     lengths = torch.minimum(draft.lengths, first)
     sound = sound[..., None]
-    changed = replace(
+    return replace(
         draft,
         lengths=lengths,
         logits=torch.where(sound, draft.logits, 0.0),
@@ -69,8 +69,8 @@ def cut_non_finite(draft: Draft) -> tuple[Draft, Flags | None]:
         probs=None
         if draft.probs is None
         else torch.where(sound, draft.probs, 1 / draft.probs.shape[-1]),
+        cut=to_host_async(cut),
     )
-    return changed, to_host_async(cut)
 
 
 def warn_of_non_finite(cut: Flags | None, lm: LM) -> None:

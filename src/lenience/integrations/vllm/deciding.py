@@ -219,7 +219,7 @@ class Deciding:
         if windows.probs is not None:
             probs = windows.probs[places[:, :-1]]
             logits = probs.log() * (setting.temperature or 1)
-        draft, _ = cut_non_finite(Draft(tokens, lengths, logits=logits, probs=probs))
+        draft = cut_non_finite(Draft(tokens, lengths, logits=logits, probs=probs))
         reading = Reading(windows.logits[places], windows.hidden[states])
         ctx = Context(
             rows=[self._row(windows.ids[b]) for b in which],

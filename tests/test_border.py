@@ -1,0 +1,81 @@
+"""Text stops at the border: specs are read where a decoder is made, and nowhere below."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+import lenience
+from lenience.core.context import Row
+from lenience.decoding.decoder import Decoder, DecoderOptions
+from lenience.decoding.options import Options, names, option_types
+from lenience.decoding.pair import Pair
+
+SOURCE = Path(lenience.__file__).parent
+READERS = ("parse_rule", "parse_spec", "parse_drafter", "parse_tree", "parse_stop")
+BORDER = (
+    "__init__.py",  # lenience.rule
+    "decoding/decoder.py",  # keywords, settings and JSON
+    "rules/parsing.py",
+    "rules/settings.py",  # what names of rules stand for
+    "integrations/vllm/asked.py",  # vLLM's configuration and requests
+)
+"""Files in which a spec may be read."""
+
+
+def calls(names: tuple[str, ...]) -> Iterator[str]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        where = str(path.relative_to(SOURCE))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+                called = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+                if called in names:
+                    yield where
+
+
+def test_specs_are_read_at_the_border_alone() -> None:
+    assert set(calls(READERS)) == set(BORDER)
+
+
+@pytest.mark.parametrize("method", ["generate", "generate_batch", "as_completed", "stream"])
+def test_every_keyword_has_a_type_for_editors_and_for_help(method: str) -> None:
+    """Statically by DecoderOptions, at run time by the signature; both are Options' own."""
+    assert DecoderOptions.__annotations__.keys() == set(names())
+    function = getattr(Pair, method)
+    shown = inspect.signature(function).parameters
+    for name, kind in option_types().items():
+        assert shown[name].annotation in (kind, kind | None), name
+        default = None if name == "seed" else getattr(Options(), name)
+        assert shown[name].default == default
+        told = f"\n{name}: "
+        assert told in (inspect.getdoc(function) or "").replace("\n    ", "\n"), name
+    static = get_type_hints(DecoderOptions)
+    for name, kind in option_types().items():
+        assert accepts(static[name], kind), name
+
+
+def accepts(wide: Any, narrow: Any) -> bool:
+    """Whether a type takes all that another does, as far as its members are named."""
+    from typing import get_args
+
+    if narrow == tuple[str, ...]:
+        return True  # an iterable of texts
+    return set(get_args(narrow) or (narrow,)) <= set(get_args(wide) or (wide,)) | {type(None)}
+
+
+def test_a_decoder_is_data() -> None:
+    options = {"rule": "topk:3", "window": 4, "stop": "confidence:0.4", "drafter": "ngram|model"}
+    decoder = Decoder.of(options)
+    assert decoder == Decoder.of(decoder.to_json()) == Decoder.parse(str(decoder))
+    assert len({decoder, Decoder.of(options), Decoder.of({**options, "window": 5})}) == 2
+    assert decoder == Decoder.of({**options, "rule": lenience.rule("topk:3")})
+
+
+def test_a_row_has_one_open_place() -> None:
+    fields = {"noise", "prefix", "position", "ahead", "last", "lenient", "memory"}
+    assert set(Row.__dataclass_fields__) == fields
