@@ -18,7 +18,7 @@ from statistics import median
 import numpy as np
 
 from lenience.drafting.datastore import Datastore, build_store
-from lenience.drafting.trees.shapes import parse_tree
+from lenience.drafting.parsing import parse_tree
 from lenience.evaluation.table import processor
 
 VOCABULARY = 128_000

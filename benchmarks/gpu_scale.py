@@ -148,28 +148,34 @@ def train(
     author, minutes, peak = plan
     model = model.to(bench.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95))
-    weights = torch.ones(model.config.vocab_size, device=bench.device)
-    began, steps, seen, loss = time.monotonic(), 0, 0, torch.zeros(())
+    began, steps, seen, loss = time.monotonic(), 0, 0, 0.0
     for _, ids, labels in recipe.batches(texts(bench, author), tokenizer, 0):
         share = (time.monotonic() - began) / (60 * minutes)
         if share >= 1 and steps:
             break
-        ids, labels = ids.to(bench.device), labels.to(bench.device)
-        optimizer.param_groups[0]["lr"] = peak * min(
-            1.0, (steps + 1) / 50, max(0.02, 2 - 2 * share)
-        )
-        with torch.autocast(bench.device.type, torch.bfloat16):
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-        loss = recipe.weighted_loss(logits.float(), labels[:, 1:], weights)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        warm, left = (steps + 1) / 50, max(0.02, 2 - 2 * share)
+        optimizer.param_groups[0]["lr"] = peak * min(1.0, warm, left)
+        loss = step(model, optimizer, ids.to(bench.device), labels.to(bench.device))
         steps, seen = steps + 1, seen + ids.numel()
     model.eval().to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
     millions = sum(weight.numel() for weight in model.parameters()) / 1e6
-    return {"steps": steps, "tokens": seen, "loss": loss.item(), "parameters, millions": millions}
+    return {"steps": steps, "tokens": seen, "loss": loss, "parameters, millions": millions}
+
+
+def step(
+    model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor, labels: torch.Tensor
+) -> float:
+    """Learn from token ids [B, T] and their labels [B, T]; return the loss before."""
+    with torch.autocast(ids.device.type, torch.bfloat16):
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    weights = torch.ones(logits.shape[-1], device=ids.device)
+    loss = recipe.weighted_loss(logits.float(), labels[:, 1:], weights)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.item()
 
 
 def texts(bench: Bench, author: str) -> Any:

@@ -20,11 +20,10 @@ from lenience.decoding.loading import load_pair
 from lenience.decoding.loop import cycle
 from lenience.decoding.pair import Pair
 from lenience.drafting.base import DrafterSetup
-from lenience.drafting.parsing import parse_drafter
+from lenience.drafting.parsing import parse_drafter, parse_tree
 from lenience.drafting.self_draft import without_layers
 from lenience.drafting.stops import Fixed
 from lenience.drafting.suffixes import Suffixes
-from lenience.drafting.trees.shapes import parse_tree
 from lenience.models.session import Session
 from lenience.rules.parsing import parse_rule
 from lenience.tasks import WordMath

@@ -22,6 +22,11 @@ REGISTRIES = {
         "Exit, Skip, Datastore)",
         "Exit, Skip, Datastore, Repeat)",
     ),
+    "stops": (
+        "drafting/registry.py",
+        "Likely, Gate)",
+        "Likely, Gate, Doubling)",
+    ),
     "tasks": (
         "tasks/__init__.py",
         '"wordmath": WordMath}',
@@ -39,12 +44,27 @@ import lenience
 pair = lenience.load_pair(compile=False)
 out = pair.generate([7, 8], drafter="repeat", window=2, max_new_tokens=4)
 assert out.draft_passes == 0 and len(out.tokens) == 4""",
+    "stops": """
+import lenience
+pair = lenience.load_pair(compile=False)
+prompt = [7, 8, 9, 10]
+out = pair.generate(prompt, stop="doubling", window=16, max_new_tokens=40)
+assert out.tokens == pair.generate(prompt, rule="target", max_new_tokens=40).tokens
+widths = [step.drafted for step in pair.stream(prompt, stop="doubling", window=16)]
+assert widths[0] == 1 and max(widths) > 2, widths
+together = pair.generate_batch([prompt, [5, 6]], stop="doubling", window=16, max_new_tokens=40)
+assert together[0].trace == out.trace""",
     "tasks": """
 from lenience.tasks import load_task, take
 assert [sample.reference for sample in take(load_task("parity"), "test", 2)] == ["odd", "odd"]""",
 }
 """Where else, by CONTRIBUTING, an example is then known."""
-CLASSES = {"rules": "Near", "drafting": "Repeat", "tasks": "Parity"}
+CLASSES = {"rules": "Near", "drafting": "Repeat", "stops": "Doubling", "tasks": "Parity"}
+
+
+def kind_of(path: str) -> str:
+    """The kind of an example, by its package; what a stop is, its code says."""
+    return "stops" if "(Stop)" in EXAMPLES[path] else path.split("/")[2]
 
 
 def copy_of_the_source(folder: Path) -> Path:
@@ -57,7 +77,7 @@ def copy_of_the_source(folder: Path) -> Path:
 
 @pytest.mark.parametrize("path", EXAMPLES)
 def test_an_example_is_picked_up_by_what_tests_all_of_its_kind(path: str, tmp_path: Path) -> None:
-    code, package = EXAMPLES[path], path.split("/")[2]
+    code, package = EXAMPLES[path], kind_of(path)
     assert len(code.strip().splitlines()) <= 30
     copy = copy_of_the_source(tmp_path)
     (copy.parent / Path(path).relative_to("src")).write_text(code)
@@ -70,14 +90,12 @@ def test_an_example_is_picked_up_by_what_tests_all_of_its_kind(path: str, tmp_pa
     text = text.replace(before, after).replace("from lenience", added + "from lenience", 1)
     registry.write_text(text)
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", name.lower()]
-    for command in (
-        [*run, str(ROOT / "tests" / "test_registries.py")],
-        [sys.executable, "-c", FOUND[package]],
-    ):
+    of_its_kind = [] if package == "stops" else [[*run, str(ROOT / "tests" / "test_registries.py")]]
+    for command in (*of_its_kind, [sys.executable, "-c", FOUND[package]]):
         env = {**os.environ, "PYTHONPATH": str(tmp_path)}
         result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
         assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
 
 
 def test_there_is_an_example_of_each() -> None:
-    assert {path.split("/")[2] for path in EXAMPLES} == set(REGISTRIES)
+    assert {kind_of(path) for path in EXAMPLES} == set(REGISTRIES)

@@ -20,7 +20,7 @@ from lenience.core.errors import InputError
 from lenience.decoding.pair import Pair
 from lenience.drafting.corpus import documents
 from lenience.drafting.datastore import END, Datastore, Store, build_store, load_store
-from lenience.drafting.trees.shapes import parse_tree
+from lenience.drafting.parsing import parse_tree
 from lenience.tasks import WordMath
 
 CORPUS = st.lists(st.lists(st.integers(1, 4), max_size=12), min_size=1, max_size=5)

@@ -27,10 +27,9 @@ from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.drafting.base import DrafterSetup
 from lenience.drafting.heads import DraftHeads, load_heads
-from lenience.drafting.parsing import parse_drafter
+from lenience.drafting.parsing import parse_drafter, parse_tree
 from lenience.drafting.stops import Fixed
 from lenience.drafting.suffixes import END, Suffixes
-from lenience.drafting.trees.shapes import parse_tree
 from lenience.heads.head import Head, Inputs
 from lenience.mining.search import MineConfig, mine
 from lenience.tasks import Sample, Task

@@ -17,9 +17,10 @@ from lenience.core.errors import InputError
 from lenience.core.noise import Noise, without_replacement
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.decoding.pair import Pair
+from lenience.drafting.parsing import parse_tree
 from lenience.drafting.trees.growing import Ends, Level, as_draft
 from lenience.drafting.trees.judging import judge_trees
-from lenience.drafting.trees.shapes import Ranked, parse_tree
+from lenience.drafting.trees.shapes import Ranked
 from lenience.rules.parsing import parse_rule
 
 DRAWS = ("with-replacement", "without-replacement")

@@ -23,9 +23,8 @@ from lenience.decoding.pair import Pair
 from lenience.drafting.base import DrafterSetup
 from lenience.drafting.eagle import eagle_lm
 from lenience.drafting.eagle_model import load_eagle
-from lenience.drafting.parsing import parse_drafter
+from lenience.drafting.parsing import parse_drafter, parse_tree
 from lenience.drafting.stops import Fixed
-from lenience.drafting.trees.shapes import parse_tree
 from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.lm import LM, States
 from lenience.models.onnx_graph import GraphCache

@@ -20,8 +20,8 @@ from lenience.decoding.auto_window import Drafting, learned_stops
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
-from lenience.drafting.parsing import parse_drafter
-from lenience.drafting.stops import Likely, parse_stop
+from lenience.drafting.parsing import parse_drafter, parse_stop
+from lenience.drafting.stops import Likely
 from lenience.evaluation.compare import CompareConfig
 from lenience.rules.judge import BUILT_IN, Judge
 from lenience.rules.parsing import parse_rule

@@ -24,10 +24,8 @@ from lenience.decoding.loop import cycle
 from lenience.decoding.pair import Pair
 from lenience.drafting.base import DrafterSetup
 from lenience.drafting.datastore import build_store
-from lenience.drafting.parsing import parse_drafter
+from lenience.drafting.parsing import parse_drafter, parse_stop, parse_tree
 from lenience.drafting.registry import DRAFTERS
-from lenience.drafting.stops import parse_stop
-from lenience.drafting.trees.shapes import parse_tree
 from lenience.evaluation.compare import CompareConfig, compare
 from lenience.evaluation.pages import write_report
 from lenience.mining.search import MineConfig, mine

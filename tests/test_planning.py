@@ -19,8 +19,9 @@ from lenience.core.errors import InputError
 from lenience.core.types import Draws
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
+from lenience.drafting.parsing import parse_tree
 from lenience.drafting.trees.planning import Acceptance, best_shape, load_acceptance
-from lenience.drafting.trees.shapes import Shape, parse_tree
+from lenience.drafting.trees.shapes import Shape
 from lenience.mining.search import MineConfig, mine
 from lenience.tasks import Sample, Task
 from lenience.training.acceptance import DEPTH, RANKS, Drawn, measure_acceptance

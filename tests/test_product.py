@@ -21,9 +21,7 @@ from test_eagle import write
 from lenience.core.errors import InputError
 from lenience.decoding.pair import Pair
 from lenience.drafting.datastore import build_store
-from lenience.drafting.registry import DRAFTERS
-from lenience.drafting.stops import STOPS
-from lenience.drafting.trees.shapes import TREES
+from lenience.drafting.registry import DRAFTERS, STOPS, TREES
 from lenience.heads.head import Head, Inputs
 from lenience.rules.registry import RULES
 

@@ -37,7 +37,9 @@ from lenience.decoding.decoder import Decoder
 from lenience.decoding.generation import Generation
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
-from lenience.drafting.stops import STOPS, Fixed, Gate, Heuristic, Likely, parse_stop
+from lenience.drafting.parsing import parse_stop
+from lenience.drafting.registry import STOPS
+from lenience.drafting.stops import Fixed, Gate, Heuristic, Likely
 from lenience.heads.fitting import FitConfig
 from lenience.heads.head import Head, Inputs, load_head
 from lenience.mining.search import MineConfig, mine

@@ -23,10 +23,11 @@ from lenience.core.trees import depths, followed, lineage, paths
 from lenience.core.types import Draft, Reading
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
+from lenience.drafting.parsing import parse_tree
 from lenience.drafting.trees.growing import Ends, Grown, Level
 from lenience.drafting.trees.judging import judge_trees
 from lenience.drafting.trees.planning import BUILT_IN
-from lenience.drafting.trees.shapes import Dynamic, parse_tree
+from lenience.drafting.trees.shapes import Dynamic
 from lenience.heads.head import Head, Inputs
 from lenience.models import onnx_graph
 from lenience.models.cuda_graphs import CudaGraphs

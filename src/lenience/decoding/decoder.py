@@ -28,9 +28,9 @@ from lenience.decoding.options import (
 )
 from lenience.drafting.base import DrafterSpec
 from lenience.drafting.model import DraftModel
-from lenience.drafting.parsing import parse_drafter
-from lenience.drafting.stops import Fixed, Gate, Stop, parse_stop
-from lenience.drafting.trees.shapes import Chain, Tree, parse_tree
+from lenience.drafting.parsing import parse_drafter, parse_stop, parse_tree
+from lenience.drafting.stops import Fixed, Gate, Stop
+from lenience.drafting.trees.shapes import Chain, Tree
 from lenience.models.lm import LAST
 from lenience.rules.base import Term
 from lenience.rules.baselines import BASELINES, Baseline

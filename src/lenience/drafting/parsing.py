@@ -1,4 +1,4 @@
-"""Read a drafter from its spec."""
+"""Read a drafter, a stop condition or the shape of a tree from its spec."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from lenience.core.errors import InputError
 from lenience.drafting.base import DrafterSpec
 from lenience.drafting.cascade import Horizontal, Vertical
 from lenience.drafting.merged import Merged
-from lenience.drafting.registry import DRAFTERS
+from lenience.drafting.registry import DRAFTERS, STOPS, TREES
+from lenience.drafting.stops import Stop
+from lenience.drafting.trees.shapes import Planned, Tree
 
 T = TypeVar("T")
 
@@ -50,3 +52,16 @@ def _only(parts: list[T], mark: str) -> T:
     if len(parts) > 1:
         raise InputError(f"{mark} joins two drafters; leave the others out")
     return parts[0]
+
+
+def parse_stop(stop: str | Stop) -> Stop:
+    """Return a stop condition from its spec, such as "confidence:0.4" or "head:run/stop@0.5"; a
+    Stop is returned as it is. Raises InputError that names what is wrong with the spec."""
+    return spec.parse(stop, "stop", "stop condition", STOPS, Stop)
+
+
+def parse_tree(tree: str | Tree, depth: int | None = None) -> Tree:
+    """Return a tree from its spec, such as "dynamic:16"; a planned one as the best shape of at most
+    `depth` levels. A Tree is returned as it is. Raises InputError for a wrong spec."""
+    parsed = spec.parse(tree, "tree", "tree", TREES, Tree)
+    return parsed.shape(depth) if isinstance(parsed, Planned) else parsed

@@ -1,4 +1,4 @@
-"""The drafters by name."""
+"""The drafters, stop conditions and shapes of trees by name."""
 
 from __future__ import annotations
 
@@ -9,9 +9,27 @@ from lenience.drafting.heads import Blockwise, Medusa
 from lenience.drafting.lookup import Ngram, Suffix
 from lenience.drafting.model import DraftModel
 from lenience.drafting.self_draft import Exit, Skip
+from lenience.drafting.stops import (
+    Confidence,
+    Entropy,
+    Fallback,
+    Fixed,
+    Gate,
+    Heuristic,
+    Likely,
+    Stop,
+)
+from lenience.drafting.trees.shapes import Auto, Cartesian, Chain, Dynamic, Planned, Shape, Tree
 
 DRAFTERS: dict[str, type[DrafterSpec]] = {
     drafter.name: drafter
     for drafter in (DraftModel, Ngram, Suffix, Medusa, Blockwise, Eagle, Exit, Skip, Datastore)
 }
 """A drafter is added here, and is then known to specs, certificates and the property tests."""
+STOPS: dict[str, type[Stop]] = {
+    stop.name: stop for stop in (Fixed, Heuristic, Confidence, Fallback, Entropy, Likely, Gate)
+}
+"""A stop condition is added here, and is then known to specs, certificates and the tests."""
+TREES: dict[str, type[Tree]] = {
+    tree.name: tree for tree in (Chain, Auto, Cartesian, Dynamic, Planned, Shape)
+}

@@ -313,17 +313,3 @@ class Gate(Scored):
 
 def _at_temperature(logits: Tensor, ctx: Context) -> Tensor:
     return logits.float() / (ctx.temperature or 1)
-
-
-STOPS: dict[str, type[Stop]] = {
-    stop.name: stop for stop in (Fixed, Heuristic, Confidence, Fallback, Entropy, Likely, Gate)
-}
-
-
-def parse_stop(stop: str | Stop) -> Stop:
-    """A stop condition from its spec, such as "confidence:0.4" or "head:run/stop@0.5"; a Stop is
-    returned as it is.
-
-    Raises InputError that names what is wrong with the spec.
-    """
-    return spec.parse(stop, "stop", "stop condition", STOPS, Stop)

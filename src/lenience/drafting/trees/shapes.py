@@ -287,15 +287,3 @@ class Auto(Tree):
 def _check_size(name: str, size: int) -> None:
     if size > LARGEST:
         raise InputError(f"{name}: a tree of {size} tokens or more; at most {LARGEST} are read")
-
-
-TREES: dict[str, type[Tree]] = {
-    tree.name: tree for tree in (Chain, Auto, Cartesian, Dynamic, Planned, Shape)
-}
-
-
-def parse_tree(tree: str | Tree, depth: int | None = None) -> Tree:
-    """Return a tree from its spec, such as "dynamic:16"; a planned one as the best shape of at most
-    `depth` levels. A Tree is returned as it is. Raises InputError for a wrong spec."""
-    parsed = spec.parse(tree, "tree", "tree", TREES, Tree)
-    return parsed.shape(depth) if isinstance(parsed, Planned) else parsed
