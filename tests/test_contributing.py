@@ -47,12 +47,13 @@ assert out.draft_passes == 0 and len(out.tokens) == 4""",
     "stops": """
 import lenience
 pair = lenience.load_pair(compile=False)
-prompt = [7, 8, 9, 10]
+from lenience.tasks import WordMath, take
+prompt, other = (sample.prompt for sample in take(WordMath(), "test", 2))
 out = pair.generate(prompt, stop="doubling", window=16, max_new_tokens=40)
 assert out.tokens == pair.generate(prompt, rule="target", max_new_tokens=40).tokens
 widths = [step.drafted for step in pair.stream(prompt, stop="doubling", window=16)]
 assert widths[0] == 1 and max(widths) > 2, widths
-together = pair.generate_batch([prompt, [5, 6]], stop="doubling", window=16, max_new_tokens=40)
+together = pair.generate_batch([prompt, other], stop="doubling", window=16, max_new_tokens=40)
 assert together[0].trace == out.trace""",
     "tasks": """
 from lenience.tasks import load_task, take
