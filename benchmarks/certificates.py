@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from recording import write_results
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -219,7 +220,7 @@ def collect(folder: Path, path: Path) -> None:
             }
         )
     right = sum(record["correct"] for record in alone.values())
-    path.write_text(json.dumps({"prompts": len(ids), "target_right": right, "settings": settings}))
+    write_results(path, {"prompts": len(ids), "target_right": right, "settings": settings})
 
 
 def _lost(ids: list[str], alone: dict[str, Any], found: dict[str, Any]) -> list[int]:
@@ -546,7 +547,7 @@ def main() -> None:
         show(name, rows)
     if given.out:
         seconds = round(time.perf_counter() - began, 1)
-        given.out.write_text(json.dumps(told | {"seconds": seconds}, indent=1))
+        write_results(given.out, told | {"seconds": seconds})
 
 
 def show(name: str, rows: list[dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+from recording import recorded
 
 from lenience.drafting.datastore import Datastore, build_store
 from lenience.drafting.parsing import parse_tree
@@ -60,7 +61,8 @@ def main() -> None:
             rows[name] = {"ms": median(took), "ms_p95": p95, "drafted": drafted / len(asked)}
         size = sum(file.stat().st_size for file in Path(folder).iterdir())
     about = {"machine": processor(), "tokens": given.tokens, "queries": given.queries}
-    print(json.dumps({**about, "build_seconds": seconds, "bytes": size, "rows": rows}, indent=1))
+    told = {**about, "build_seconds": seconds, "bytes": size, "rows": rows}
+    print(json.dumps(recorded(told), indent=1))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from recording import recorded
+
 from lenience.core.files import EMBEDDED
 from lenience.core.profile import Profile
 from lenience.decoding.loading import load_pair
@@ -171,7 +173,7 @@ def main() -> None:
         rows = measure(prompts, given.repeats, greedy(pair, distilled, fitted, Path(store)))
     drawn = measure(prompts, given.repeats, sampled(pair))
     figures = {"machine": machine(pair), "prompts": len(prompts), "rows": rows, "sampled": drawn}
-    print(json.dumps(figures, indent=1))
+    print(json.dumps(recorded(figures), indent=1))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from recording import recorded
 from rich.console import Console
 from rich.progress import track
 
@@ -182,7 +183,7 @@ def main() -> None:
         "repeats": given.repeats,
         "torch_threads": given.threads,
     }
-    print(json.dumps({**how, "decoders": figures}, indent=1))
+    print(json.dumps(recorded({**how, "decoders": figures}), indent=1))
 
 
 def about(

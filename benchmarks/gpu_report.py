@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpu_bench import Result
+from recording import write_results
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/performance.md"
@@ -161,7 +162,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder of the results")
     rows = last_results(parser.parse_args().out / "results.jsonl")
     kept = {"results": rows, "answers": answers_by_kind(rows)}
-    KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    write_results(KEPT, kept)
     PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), section(kept)), encoding="utf-8")
 
 

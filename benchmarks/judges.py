@@ -36,6 +36,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from recording import recorded
+
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
 from lenience.certification.tune import TuneConfig, Tuned, tune
@@ -397,7 +399,7 @@ def main() -> None:
         if not (judges.run / name).exists():
             shutil.copy(given.run / name, judges.run)
     told = {"heads": judges.out_of_fold()} if given.heads else results(judges, given)
-    print(json.dumps(told, indent=1))
+    print(json.dumps(recorded(told), indent=1))
 
 
 def certificate_figures(certificate: Certificate) -> dict[str, Any]:

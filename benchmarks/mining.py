@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from recording import recorded
 
 from lenience.decoding.branches import (
     IN_FLIGHT,
@@ -215,6 +216,7 @@ def main() -> None:
         },
         "drawn": repeating(pair, samples[: args.drawn]),
     }
+    result = recorded(result)
     print(json.dumps(result, indent=1))
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from recording import recorded
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -92,7 +93,7 @@ def main() -> None:
         decoders["ngram|suffix"] = {"drafter": "ngram|suffix"}
         rows = measure(pair, [str(sample.prompt) for sample in asked], decoders)
     about = {"machine": processor(), "prompts": len(asked), "window": WINDOW, "new_tokens": NEW}
-    print(json.dumps({**about, "rows": rows}, indent=1))
+    print(json.dumps(recorded({**about, "rows": rows}), indent=1))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from recording import recorded
+
 from lenience.core.errors import InputError
 from lenience.evaluation.table import processor
 from lenience.tasks import Sample
@@ -105,6 +107,7 @@ def main() -> None:
             figures[kind] = str(error)
     if given.humaneval:
         figures["humaneval"] = humaneval(given.humaneval)
+    figures = recorded(figures)
     print(json.dumps(figures))
     if given.out:
         given.out.write_text(json.dumps(figures, indent=1) + "\n")

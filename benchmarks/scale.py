@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from recording import recorded
 from rich.console import Console
 from rich.progress import track
 from tokenizers import Tokenizer
@@ -279,7 +280,7 @@ def main() -> None:
         "read bandwidth, GB/s": round(peak / 1e9, 1),
         "figures": "median, smallest, largest",
     }
-    print(json.dumps({**about, "batches": batches}, indent=1))
+    print(json.dumps(recorded({**about, "batches": batches}), indent=1))
 
 
 if __name__ == "__main__":

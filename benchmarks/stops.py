@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from drafters import Decoder, measure
+from recording import recorded
 
 from lenience.core.files import EMBEDDED
 from lenience.decoding.loading import load_pair
@@ -70,7 +71,7 @@ def main() -> None:
     prompts = [sample.prompt for sample in islice(WordMath().samples("test"), given.prompts)]
     rows = measure(prompts, given.repeats, decoders(pair, given.work))
     about = {"machine": machine(pair), "prompts": len(prompts), "window": WINDOW, "heads": heads}
-    print(json.dumps({**about, "rows": rows}, indent=1))
+    print(json.dumps(recorded({**about, "rows": rows}), indent=1))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from recording import recorded
+
 from lenience.core.files import EMBEDDED
 from lenience.decoding.loading import load_pair
 from lenience.tasks import Sample, WordMath
@@ -231,7 +233,7 @@ def main() -> None:
         "mining": mining(given.work, given.mined),
         "speeds": speeds(judge, samples[: given.timed], given.windows),
     }
-    print(json.dumps(figures, indent=1))
+    print(json.dumps(recorded(figures), indent=1))
 
 
 if __name__ == "__main__":

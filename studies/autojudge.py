@@ -27,9 +27,9 @@ task.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -78,6 +78,9 @@ from lenience.runs.record import read_run
 from lenience.tasks import Sample, Task, wordmath_problems
 from lenience.training.features import compute_features, load_features
 from lenience.training.fit import HeadPlan
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from recording import write_results
 
 Record = dict[str, Any]
 Fit = Callable[[NDArray, NDArray, NDArray], Callable[[NDArray], NDArray]]
@@ -147,7 +150,7 @@ def tell(
     """Print a table of some of the rows' columns, each formatted as asked, and write the rows and
     the figure."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps({"rows": rows, **more}, indent=1))
+    write_results(out / f"{name}.json", {"rows": rows, **more})
     figure.savefig(out / f"{name}.png", dpi=130)
     table = Table(title=f"AutoJudge: {name}")
     for column in columns:

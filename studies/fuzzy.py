@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ from lenience.evaluation.compare import CompareConfig, compare
 from lenience.models.session import Session
 from lenience.rules.divergence import DIVERGENCES
 from lenience.tasks import Sample, Task, load_task, take
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from recording import write_results
 
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 KEPT = (
@@ -136,7 +140,7 @@ def main() -> None:
     about["divergences"] = told(found, len(samples))
     settings = decoders(found, given)
     about["rows"] = measured(pair, task, settings, given)
-    (given.out / "fuzzy.json").write_text(json.dumps(about, indent=1))
+    write_results(given.out / "fuzzy.json", about)
     print(json.dumps(about, indent=1))
 
 

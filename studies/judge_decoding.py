@@ -31,6 +31,7 @@ import itertools
 import json
 import random
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,9 @@ from lenience.training.annotated import (
     read_annotated,
 )
 from lenience.training.fit import HeadPlan
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from recording import write_results
 
 DECODED_RECALLS = (0.9, 0.98, 0.995)
 FIRST = 5000
@@ -277,7 +281,7 @@ def main() -> None:
     if rows:
         told |= probed(pair, head, rows, given.probes)
     told["decoded"] = decoded(source, given.out, len(answers), given.problems)
-    (given.out / "probes.json").write_text(json.dumps(told, indent=1))
+    write_results(given.out / "probes.json", told)
     print(json.dumps({key: value for key, value in told.items() if key != "metrics"}, indent=1))
     print(
         f"AUC out of fold {head.metrics['auc_out_of_fold']:.3f}; use it as "

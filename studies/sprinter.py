@@ -28,7 +28,7 @@ OUT/sprinter.json and OUT/sprinter.png:
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +56,9 @@ from lenience.runs.record import MinedAnswers, MinedSample, MiningCost
 from lenience.tasks import Sample, Task, take
 from lenience.training.drafted_states import gate_states
 from lenience.training.fit import HeadPlan
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from recording import write_results
 
 ALONG = 5
 """At how many places of an answer its TV is computed."""
@@ -352,7 +355,7 @@ def main() -> None:
         roc = roc_of(head.logits(torch.from_numpy(x)).numpy(), ratio <= tau)
         gates = [Gate(str(plan.out), threshold) for threshold in given.threshold]
         told["gates"][f"{tau:g}"] = {"roc": roc, "thresholds": _points(problems, gates, known)}
-        (given.out / "sprinter.json").write_text(json.dumps(told, indent=1))
+        write_results(given.out / "sprinter.json", told)
     draw(told, given.out / "sprinter.png")
     show(told)
 

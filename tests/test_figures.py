@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from recording import BEFORE, FIELDS, recorded
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -154,6 +158,21 @@ def told_of(page: Path) -> Iterator[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_quoted_figures_stand_in_results_files(page: Path) -> None:
     assert list(told_of(page)) == []
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
+def test_a_results_file_says_what_measured_it(path: Path) -> None:
+    """Its commit, date, command, machine and versions; an old one that it is older than that."""
+    record = json.loads(path.read_text())["record"]
+    assert record == {"commit": BEFORE} or set(record) == set(FIELDS)
+
+
+def test_a_record_names_this_process() -> None:
+    told = recorded({"rows": [1]})
+    assert set(told) == {"record", "rows"} and set(told["record"]) == set(FIELDS)
+    assert re.fullmatch(r"[0-9a-f]{12}\+?|unknown\+?", told["record"]["commit"])
+    assert "cores" in told["record"]["machine"] or "NVIDIA" in told["record"]["machine"]
+    assert {"lenience", "python", "torch"} <= told["record"]["versions"].keys()
 
 
 def test_a_figure_is_told_from_another() -> None:
