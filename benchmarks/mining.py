@@ -25,17 +25,17 @@ from typing import Any
 import numpy as np
 from recording import recorded
 
-from lenience.decoding.branches import (
+from lenience.decoding.decoder import Decoder
+from lenience.decoding.dialogue import Continue, Dialogue, Ended
+from lenience.decoding.loading import load_pair
+from lenience.decoding.pair import Pair
+from lenience.decoding.scheduler import (
     IN_FLIGHT,
     LONGEST,
     LONGEST_ON_CPU,
     Conversing,
     converse,
 )
-from lenience.decoding.decoder import Decoder
-from lenience.decoding.dialogue import Continue, Dialogue, Ended
-from lenience.decoding.loading import load_pair
-from lenience.decoding.pair import Pair
 from lenience.drafting.parsing import parse_drafter
 from lenience.drafting.recalled import Recalled
 from lenience.evaluation.table import machine

@@ -25,12 +25,12 @@ import lenience
 from lenience import InputError
 from lenience.core.noise import Noise, uniform
 from lenience.core.recall import Recall, Recollection
-from lenience.decoding import branches
-from lenience.decoding.branches import LONGEST_ON_CPU
+from lenience.decoding import scheduler
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.dialogue import Continue, Dialogue, Predict
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
+from lenience.decoding.scheduler import LONGEST_ON_CPU
 from lenience.heads.head import Inputs
 from lenience.mining.forecast import forecast
 from lenience.mining.search import Found, MineConfig, Miner, mine, search
@@ -341,7 +341,7 @@ def by_gumbel(pair: Pair, task: ParityTask, prompt: list[int], temperature: floa
 def test_sampled_answers_are_mined_under_one_noise(
     in_flight: int, seed: int, llama: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(branches, "IN_FLIGHT_ON_CPU", in_flight)
+    monkeypatch.setattr(scheduler, "IN_FLIGHT_ON_CPU", in_flight)
     task = ParityTask()
     mined(llama, task, tmp_path, limit=6, temperature=0.7, draw_seed=seed, batch_size=4)
     own, labels = [], set()
@@ -362,7 +362,7 @@ def test_sampled_answers_are_mined_under_one_noise(
 def test_architectures_are_mined_by_the_book(
     name: str, temperature: float, pairs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(branches, "IN_FLIGHT_ON_CPU", 3)
+    monkeypatch.setattr(scheduler, "IN_FLIGHT_ON_CPU", 3)
     pair, task = pairs(name), ParityTask()
     mined(pair, task, tmp_path, limit=3, temperature=temperature)
     for record in lines(tmp_path):
@@ -408,7 +408,7 @@ def test_mining_equals_a_search_from_scratch(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(branches, "IN_FLIGHT_ON_CPU", in_flight)
+    monkeypatch.setattr(scheduler, "IN_FLIGHT_ON_CPU", in_flight)
     task = ParityTask()
     if stops:  # of two tokens each, that the target says, so that a swap may complete one
         prompts = [one.prompt for one in list(task.samples("train"))[:30]]
@@ -461,7 +461,7 @@ def again(prompts: list[list[int]], limit: int, times: int) -> Dialogue[list[lis
 def test_what_was_said_before_is_recalled(
     window: int, llama: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(branches, "LONGEST_ON_CPU", window)
+    monkeypatch.setattr(scheduler, "LONGEST_ON_CPU", window)
     prompts = [[3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8, 7, 6, 5, 4, 3, 2, 1, 3, 4]]
     own = [llama.generate(ids, rule="target", max_new_tokens=60).tokens for ids in prompts]
     dialogues = [again(prompts, 60, 3), again(prompts[::-1], 60, 1)]
@@ -517,7 +517,7 @@ def test_continuations_in_flight_share_passes_whatever_the_company(
     llama: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cost(name: str, in_flight: int, batch_size: int) -> list[tuple[int, int, int]]:
-        monkeypatch.setattr(branches, "IN_FLIGHT_ON_CPU", in_flight)
+        monkeypatch.setattr(scheduler, "IN_FLIGHT_ON_CPU", in_flight)
         mined(llama, ParityTask(), tmp_path / name, limit=9, batch_size=batch_size)
         costs = [record["cost"] for record in lines(tmp_path / name)]
         return [(c["target_passes"], c["target_tokens"], c["unused_tokens"]) for c in costs]

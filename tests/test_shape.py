@@ -50,19 +50,9 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 def imported(path: Path) -> set[str]:
-    """Dotted names of lenience's modules that a file imports, those for type checkers alone left
-    out."""
-    tree = ast.parse(path.read_text())
-    typing = [
-        block
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test)
-    ]
-    skipped = {id(node) for block in typing for node in ast.walk(block)}
+    """Dotted names of lenience's modules that a file imports, also for type checkers alone."""
     found = set()
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name.startswith("lenience")}
         elif isinstance(node, ast.ImportFrom):

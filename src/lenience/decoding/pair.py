@@ -32,7 +32,6 @@ from lenience.decoding.auto_window import (
     learned_stops,
     stopped,
 )
-from lenience.decoding.branches import Conversing, converse
 from lenience.decoding.checks import check_decoder, draft_of
 from lenience.decoding.decoder import Decoder, DecoderOptions, Ends, check_binding
 from lenience.decoding.dialogue import Dialogue, Ended
@@ -40,6 +39,7 @@ from lenience.decoding.generation import Generation
 from lenience.decoding.loop import NoDrafter, Request, decode
 from lenience.decoding.options import OWN, takes_options
 from lenience.decoding.response import Response
+from lenience.decoding.scheduler import Conversing, converse
 from lenience.drafting.base import DrafterSetup
 from lenience.drafting.stops import Fixed, Stop
 from lenience.models.compile import compile_model

@@ -20,8 +20,7 @@ import transformers
 from lenience.core.errors import first_line
 from lenience.core.files import EMBEDDED, cache_folder
 from lenience.models.cuda_graphs import CudaGraphs
-from lenience.models.kv_cache import Backend
-from lenience.models.lm import LAST, LM, States
+from lenience.models.lm import LAST, LM, Backend, States
 from lenience.models.onnx_graph import Graph, Others, load
 from lenience.models.session import reads_together_as_alone, reads_trees_as_paths
 

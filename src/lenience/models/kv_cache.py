@@ -118,37 +118,6 @@ class RowCache(Protocol):
         ...
 
 
-class Backend(Protocol):
-    """A way to read a model other than through its own forward, see `lenience.models.compile`; it
-    gives the states that the LM head reads, or others."""
-
-    shares_layers: bool
-    """Whether a model of some of the layers can read in the same memory, if it is read through such
-    a backend too."""
-    makes_others: bool
-    """Whether it makes what gives other states, where there is nothing yet."""
-
-    def cache(self, lm: LM, rows: int, capacity: int) -> RowCache:
-        """Make a cache, or take over one that no session uses any more."""
-        ...
-
-    def giving(self, lm: LM, states: States) -> Backend | None:
-        """The same way to other states; None where there is none."""
-        ...
-
-    def for_trees(self, lm: LM) -> Backend | None:
-        """What gives the same states of trees of tokens; None where there is none."""
-        ...
-
-    def has_spare(self, rows: int, capacity: int) -> bool:
-        """Whether the next session can take over a cache, so that no memory is needed for it."""
-        ...
-
-    def drop_spare(self, rows: int, capacity: int) -> None:
-        """Forget a kept cache that the next session cannot take over."""
-        ...
-
-
 @dataclass(frozen=True)
 class Sight:
     """Where the tokens of a pass and the keys that they see stand."""

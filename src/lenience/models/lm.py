@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
@@ -32,9 +32,6 @@ from transformers.utils import logging
 from lenience.core.errors import InputError, RunError, TooLong, first_line
 from lenience.core.identity import tokenizer_fingerprint, tokens_with, weights_fingerprint
 from lenience.models.prompts import Chat, Prompt, is_ids, plain, refuse_unusable
-
-if TYPE_CHECKING:
-    from lenience.models.kv_cache import Backend
 
 T = TypeVar("T")
 CACHE_NAMES = ("past_key_values", "cache")
@@ -97,6 +94,38 @@ def _hand_over(layer: int | None) -> Callable[..., None]:
                 argument.put_hidden(layer, states)
 
     return hook
+
+
+class Backend(Protocol):
+    """A way to read a model other than through its own forward, see `lenience.models.compile`; it
+    gives the states that the LM head reads, or others."""
+
+    shares_layers: bool
+    """Whether a model of some of the layers can read in the same memory, if it is read through such
+    a backend too."""
+    makes_others: bool
+    """Whether it makes what gives other states, where there is nothing yet."""
+
+    def cache(self, lm: LM, rows: int, capacity: int) -> Any:
+        """Make a cache, or take over one that no session uses any more: a
+        `lenience.models.kv_cache.RowCache`."""
+        ...
+
+    def giving(self, lm: LM, states: States) -> Backend | None:
+        """The same way to other states; None where there is none."""
+        ...
+
+    def for_trees(self, lm: LM) -> Backend | None:
+        """What gives the same states of trees of tokens; None where there is none."""
+        ...
+
+    def has_spare(self, rows: int, capacity: int) -> bool:
+        """Whether the next session can take over a cache, so that no memory is needed for it."""
+        ...
+
+    def drop_spare(self, rows: int, capacity: int) -> None:
+        """Forget a kept cache that the next session cannot take over."""
+        ...
 
 
 class LM:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -29,11 +29,9 @@ from lenience.decoding.response import Response
 from lenience.decoding.soundness import check_predictions
 from lenience.drafting.base import DrafterSpec
 from lenience.drafting.recalled import Recalled
+from lenience.models.lm import LM
 from lenience.models.session import Session, common
 from lenience.models.threads import torch_threads
-
-if TYPE_CHECKING:
-    from lenience.decoding.pair import Pair
 
 T = TypeVar("T")
 LONGEST, LONGEST_ON_CPU = 32, 8
@@ -42,6 +40,25 @@ read as wide as the widest."""
 IN_FLIGHT, IN_FLIGHT_ON_CPU = 3, 1
 """Continuations of a dialogue that are decoded together: the one that was asked for, and others
 that rest on it. A wrong guess throws away what rests on it: fewer passes, and more tokens."""
+
+
+class Decodes(Protocol):
+    """What dialogues need of a pair."""
+
+    target: LM
+
+    @property
+    def torch_threads(self) -> int | None: ...
+
+    def require_draft(self, what: str) -> LM: ...
+
+    def check(self, decoder: Decoder) -> None: ...
+
+    def context(self, decoder: Decoder) -> Context: ...
+
+    def engine(
+        self, decoder: Decoder, rows: int, capacity: int, *, beside: Sequence[LM] = ()
+    ) -> tuple[Session, Drafter]: ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +81,7 @@ class Conversing:
 
 
 @dataclass(eq=False)
-class Branch:
+class Continuation:
     """A continuation while it is decoded."""
 
     dialogue: int
@@ -121,30 +138,32 @@ class Branch:
         return None
 
 
-def converse(pair: Pair, dialogues: Iterable[Dialogue[T]], how: Conversing) -> Iterator[Ended[T]]:
+def converse(
+    pair: Decodes, dialogues: Iterable[Dialogue[T]], how: Conversing
+) -> Iterator[Ended[T]]:
     """Hold dialogues in our own loop, and give each as it ends. What continuations have in common
     is read once. Raises InputError where memory has no room for the caches."""
-    table = _Table(pair, dialogues, how)
+    scheduler = _Scheduler(pair, dialogues, how)
     try:
-        table.seat()
-        while table.decodes or table.wait():
-            yield from table.ended()
-            if table.decodes:
-                table.cycle()
-            table.seat()
-        yield from table.ended()
+        scheduler.admit()
+        while scheduler.decodes or scheduler.wait():
+            yield from scheduler.ended()
+            if scheduler.decodes:
+                scheduler.cycle()
+            scheduler.admit()
+        yield from scheduler.ended()
     except Exception:
-        yield from table.ended()
+        yield from scheduler.ended()
         raise
     finally:
-        table.close()
+        scheduler.close()
 
 
-class _Table(Generic[T]):
+class _Scheduler(Generic[T]):
     """The dialogues that are held: `size` of them have continuations that are decoded, and as many
     more may compare meanwhile."""
 
-    def __init__(self, pair: Pair, dialogues: Iterable[Dialogue[T]], how: Conversing):
+    def __init__(self, pair: Decodes, dialogues: Iterable[Dialogue[T]], how: Conversing):
         each_has = [pair.require_draft("mining")]
         on_cpu = pair.target.device.type == "cpu"
         window = how.window or (LONGEST_ON_CPU if on_cpu else LONGEST)
@@ -156,10 +175,10 @@ class _Table(Generic[T]):
         self._pair, self._how, self._ctx = pair, how, pair.context(decoder)
         rows, capacity = how.size * in_flight, how.capacity + window
         session, drafter = pair.engine(decoder, rows, capacity, beside=each_has)
-        self._rows = _Rows(session, drafter, decoder.rule)
+        self._slots = _Slots(session, drafter, decoder.rule)
         self._waiting = iter(enumerate(dialogues))
-        self._held: dict[int, _Held[T]] = {}
-        self._seated = list[int]()
+        self._held: dict[int, _Conversation[T]] = {}
+        self._in_slots = list[int]()
         """Those that have continuations which are decoded."""
         self._compared = list[tuple[int, Any]]()
         """Those that wait for rows, with what their comparison gave."""
@@ -177,7 +196,7 @@ class _Table(Generic[T]):
     @property
     def decodes(self) -> bool:
         """Whether there is something to decode."""
-        return bool(self._rows.branches)
+        return bool(self._slots.continuations)
 
     def wait(self) -> bool:
         """Until a comparison is made; False where there are none."""
@@ -185,8 +204,8 @@ class _Table(Generic[T]):
 
     def cycle(self) -> None:
         """Decode a cycle of each continuation, and let dialogues go on whose answers are there."""
-        read = self._rows.cycle(self._ctx)
-        for number in list(self._seated):
+        read = self._slots.cycle(self._ctx)
+        for number in list(self._in_slots):
             held = self._held[number]
             held.count(*read[number])
             if held.has_answer:
@@ -194,17 +213,17 @@ class _Table(Generic[T]):
             held.search()
         self._settle()
 
-    def seat(self) -> None:
+    def admit(self) -> None:
         """Let dialogues go on that have compared, and new ones begin, while there are rows."""
         while compared := self._comparisons.next(wait=False):
             self._compared.append(compared)
         for number, answer in self._compared:
-            if number in self._seated:
+            if number in self._in_slots:
                 self._ask(number, answer)
-        self._compared = [one for one in self._compared if one[0] not in self._seated]
+        self._compared = [one for one in self._compared if one[0] not in self._in_slots]
         self._settle()
-        while len(self._seated) < self._how.size and (following := self._following()):
-            self._seated.append(following[0])
+        while len(self._in_slots) < self._how.size and (following := self._following()):
+            self._in_slots.append(following[0])
             self._ask(*following)
             self._settle()
 
@@ -217,7 +236,7 @@ class _Table(Generic[T]):
             return None
         number, dialogue = new
         talk = Talk(number, dialogue, self._how.size)
-        self._held[number] = _Held(self._pair, talk, self._ctx, self._how, self._rows)
+        self._held[number] = _Conversation(self._pair, talk, self._ctx, self._how, self._slots)
         return number, None
 
     def _ask(self, number: int, answer: Any) -> None:
@@ -232,38 +251,38 @@ class _Table(Generic[T]):
 
     def _settle(self) -> None:
         """Give rows to what has begun, and those of what is over to others."""
-        self._rows.settle()
-        decoding = {branch.dialogue for branch in self._rows.branches}
-        self._seated = [number for number in self._seated if number in decoding]
+        self._slots.retire()
+        decoding = {continuation.dialogue for continuation in self._slots.continuations}
+        self._in_slots = [number for number in self._in_slots if number in decoding]
 
 
-class _Held(Generic[T]):
+class _Conversation(Generic[T]):
     """A dialogue while it is held. What it takes is counted as if it were held alone, so that it
     does not depend on the company."""
 
-    def __init__(self, pair: Pair, talk: Talk[T], ctx: Context, how: Conversing, rows: _Rows):
-        self.talk, self.target, self._how, self._rows = talk, pair.target, how, rows
+    def __init__(self, pair: Decodes, talk: Talk[T], ctx: Context, how: Conversing, slots: _Slots):
+        self.talk, self.target, self._how, self._slots = talk, pair.target, how, slots
         self._in_flight = how.in_flight or 1
         draft = pair.require_draft("mining")
         self._draft = Session(draft, capacity=min(how.capacity, draft.context_length or 1 << 30))
         self._threads, self._ctx = pair.torch_threads, ctx
-        self._branches = list[Branch]()
+        self._continuations = list[Continuation]()
         """Each, but for the first, rests on the one before: on that its answer is the same."""
         self._waits = False
         """Whether the first one was asked for."""
         self._earlier = Recollection()
-        self._last: Branch | None = None
+        self._last: Continuation | None = None
         """The one that began last."""
 
     @property
     def has_answer(self) -> bool:
         """Whether the continuation that was asked for is over."""
-        return self._waits and self._branches[0].is_over
+        return self._waits and self._continuations[0].is_over
 
     def take_answer(self) -> list[int]:
         """What answers the question."""
         self._waits = False
-        return self._branches.pop(0).tokens
+        return self._continuations.pop(0).tokens
 
     def count(self, target_tokens: int, draft_tokens: int) -> None:
         """Count a cycle in which the models read so many tokens."""
@@ -271,9 +290,9 @@ class _Held(Generic[T]):
         cost.target_passes += 1
         cost.target_tokens += target_tokens
         cost.draft_tokens += draft_tokens
-        for branch in self._branches:
-            if branch.is_over:
-                branch.recall.end(branch.text)
+        for continuation in self._continuations:
+            if continuation.is_over:
+                continuation.recall.end(continuation.text)
 
     def go_on(self, answer: Any) -> Compare | None:
         """Give the dialogue answers until it has to wait for one; a comparison is to be made
@@ -293,33 +312,33 @@ class _Held(Generic[T]):
 
     def search(self) -> None:
         """Begin what is likely to be asked for after the last continuation."""
-        if self._branches and len(self._branches) < self._in_flight:
-            last = self._branches[-1]
+        if self._continuations and len(self._continuations) < self._in_flight:
+            last = self._continuations[-1]
             if question := last.next_question(self.target.eos_ids):
-                self._branches.append(self._branch(question, last))
+                self._continuations.append(self._continuation(question, last))
 
     def _begin(self, question: Continue) -> None:
         """Decode what is asked for, unless that is done already."""
         self._waits = True
-        if self._branches and self._branches[0].question == question:
+        if self._continuations and self._continuations[0].question == question:
             return
         self._drop()
-        self._branches = [self._branch(question)]
+        self._continuations = [self._continuation(question)]
 
     def _drop(self) -> None:
         """Leave all continuations."""
-        for branch in self._branches:
-            branch.dropped = True
-            branch.recall.end(branch.text)
-            self.talk.cost.unused_tokens += branch.tokens_read
-        self._branches = []
+        for continuation in self._continuations:
+            continuation.dropped = True
+            continuation.recall.end(continuation.text)
+            self.talk.cost.unused_tokens += continuation.tokens_read
+        self._continuations = []
 
-    def _branch(self, question: Continue, like: Branch | None = None) -> Branch:
+    def _continuation(self, question: Continue, like: Continuation | None = None) -> Continuation:
         """A continuation that begins like another one, in its row or a copy, or in that of the one
         that it has most in common with."""
         ids, of_prompt = list(question.ids), question.prompt_length
         noise = Noise.for_prompt(self._how.sampling.seed, ids[:of_prompt])
-        rows = self._rows.of(self.talk.number)
+        rows = self._slots.of(self.talk.number)
         source = max(rows, key=lambda one: common(one.text[:-1], ids), default=None)
         recall = Recall(self._earlier, 0, ids[:], [None] * len(ids))
         if like := like or source or self._last:
@@ -329,7 +348,7 @@ class _Held(Generic[T]):
             unread -= min(common(source.text[:-1], ids), len(ids) - 1)
         row = Row(noise, ids, position=len(ids) - of_prompt, memory={Recall: recall})
         response = Response(self.target, question.limit, len(ids), question.stop_strings)
-        branch = Branch(
+        continuation = Continuation(
             dialogue=self.talk.number,
             question=question,
             row=row,
@@ -337,9 +356,9 @@ class _Held(Generic[T]):
             recall=recall,
             unread=unread,
         )
-        self._rows.begin(branch, source)
-        self._last = branch
-        return branch
+        self._slots.admit(continuation, source)
+        self._last = continuation
+        return continuation
 
     def _predict(self, question: Predict) -> list[int]:
         """The draft reads the tokens in one parallel pass."""
@@ -357,60 +376,66 @@ class _Held(Generic[T]):
         return predicted
 
 
-class _Rows:
+class _Slots:
     """Continuations in the rows of the caches, the first of them side by side."""
 
     def __init__(self, session: Session, drafter: Drafter, rule: Rule):
         self.session, self.drafter, self.rule = session, drafter, rule
-        self.branches = list[Branch]()
-        self._beginning = list[tuple[Branch, Branch | None]]()
+        self.continuations = list[Continuation]()
+        self._beginning = list[tuple[Continuation, Continuation | None]]()
 
-    def of(self, dialogue: int) -> list[Branch]:
+    def of(self, dialogue: int) -> list[Continuation]:
         """A dialogue's continuations that have rows, also those that are just over."""
-        return [branch for branch in self.branches if branch.dialogue == dialogue]
+        return [
+            continuation for continuation in self.continuations if continuation.dialogue == dialogue
+        ]
 
-    def begin(self, branch: Branch, source: Branch | None) -> None:
+    def admit(self, continuation: Continuation, source: Continuation | None) -> None:
         """Give a continuation a row when things are settled, that of another one, or a copy."""
-        self._beginning.append((branch, source))
+        self._beginning.append((continuation, source))
 
     def cycle(self, ctx: Context) -> dict[int, tuple[int, int]]:
         """Decode a cycle of each; gives how many tokens the target and the draft have read for each
         dialogue."""
-        ctx = replace(ctx, rows=[branch.row for branch in self.branches])
-        room = [branch.response.room for branch in self.branches]
+        ctx = replace(ctx, rows=[continuation.row for continuation in self.continuations])
+        room = [continuation.response.room for continuation in self.continuations]
         draft, _, verdicts = cycle(self.session, self.drafter, self.rule, ctx, room)
-        drafted = draft.tokens_read or [0] * len(self.branches)
+        drafted = draft.tokens_read or [0] * len(self.continuations)
         read: dict[int, tuple[int, int]] = {}
-        for branch, verdict, by_draft in zip(self.branches, verdicts, drafted):
-            by_target = branch.keep(branch.response.clip(verdict))
-            before = read.get(branch.dialogue, (0, 0))
-            read[branch.dialogue] = (before[0] + by_target, before[1] + by_draft)
+        for continuation, verdict, by_draft in zip(self.continuations, verdicts, drafted):
+            by_target = continuation.keep(continuation.response.clip(verdict))
+            before = read.get(continuation.dialogue, (0, 0))
+            read[continuation.dialogue] = (before[0] + by_target, before[1] + by_draft)
         return read
 
-    def settle(self) -> None:
+    def retire(self) -> None:
         """Give rows to what begins, first those of continuations that are over, and close the
         gaps that are left."""
-        begin = [(branch, source) for branch, source in self._beginning if not branch.dropped]
-        free = {i for i, branch in enumerate(self.branches) if branch.is_over}
-        at = {id(branch): i for i, branch in enumerate(self.branches)}
-        copied = list[tuple[Branch, int | None]]()
-        for branch, source in begin:
+        begin = [
+            (continuation, source)
+            for continuation, source in self._beginning
+            if not continuation.dropped
+        ]
+        free = {i for i, continuation in enumerate(self.continuations) if continuation.is_over}
+        at = {id(continuation): i for i, continuation in enumerate(self.continuations)}
+        copied = list[tuple[Continuation, int | None]]()
+        for continuation, source in begin:
             place = at.get(id(source))
             if place in free:
                 free.remove(place)
-                self.branches[place] = branch
+                self.continuations[place] = continuation
             else:
-                copied.append((branch, place))
-        for branch, place in copied:
-            to = free.pop() if free else len(self.branches)
-            self.branches[to : to + 1] = [branch]
+                copied.append((continuation, place))
+        for continuation, place in copied:
+            to = free.pop() if free else len(self.continuations)
+            self.continuations[to : to + 1] = [continuation]
             if place is not None:
                 self.session.copy(place, to)
                 self.drafter.copy(place, to)
         for gap in sorted(free, reverse=True):
-            last = self.branches.pop()
-            if gap < len(self.branches):
-                self.branches[gap] = last
-                self.session.move(len(self.branches), gap)
-                self.drafter.move(len(self.branches), gap)
+            last = self.continuations.pop()
+            if gap < len(self.continuations):
+                self.continuations[gap] = last
+                self.session.move(len(self.continuations), gap)
+                self.drafter.move(len(self.continuations), gap)
         self._beginning = []
