@@ -296,7 +296,11 @@ def _with_keywords(
         shown.append(inspect.Parameter(name, keyword, default=default, annotation=annotation))
     with_options: Any = function
     with_options.__signature__ = signature.replace(parameters=shown)
-    told = (f"{name}: {text}" for name, text in told_options(kind).items())
-    lines = (textwrap.fill(one, 88, subsequent_indent="    ") for one in told)
+    told = told_options(kind)
+    lines = (
+        textwrap.fill(f"{name}: {told[name]}", 88, subsequent_indent="    ")
+        for name in types
+        if name in told
+    )
     with_options.__doc__ = "\n\n".join([inspect.getdoc(function) or "", "Options:", *lines])
     return function

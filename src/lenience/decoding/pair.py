@@ -148,9 +148,10 @@ class Pair:
         **options: Unpack[DecoderOptions],
     ) -> Generation:
         """Answer one prompt: text, chat messages, or token ids as a list, an array, a tensor or
-        what a tokenizer gives. A `profile` is told where the time goes; with `logprobs` the answer
-        says how probable the target found each of its tokens. Raises InputError for an unusable
-        prompt or wrong options."""
+        what a tokenizer gives. A `decoder` holds all options, of which those that are given too
+        are changed. A `profile` is told where the time goes; with `logprobs` the answer says how
+        probable the target found each of its tokens. Raises InputError for an unusable prompt or
+        wrong options."""
         telling = Telling(profile, logprobs)
         ((_, out),) = self._completed([prompt], self._seeded(decoder, options), 1, telling)
         return out
