@@ -237,10 +237,10 @@ def test_windows_are_chosen_by_speed_on_other_prompts(
     seen: dict[str, set] = {"tuning": set(), "reported": set()}
     generate = Pair.generate
 
-    def slow_but_at_four(self: Pair, prompt, **options):
-        out = generate(self, prompt, **options)
+    def slow_but_at_four(self: Pair, prompt, decoder: Decoder):
+        out = generate(self, prompt, decoder)
         seen["tuning" if stage else "reported"].add(prompt)
-        out.seconds = 1.0 if options["window"] == 4 else 2.0
+        out.seconds = 1.0 if decoder.window == 4 else 2.0
         return out
 
     monkeypatch.setattr(Pair, "generate", slow_but_at_four)
@@ -579,10 +579,10 @@ def test_further_rules_join_a_comparison_and_nothing_is_decoded_again(
     decoded: list[str] = []
     as_completed = Pair.as_completed
 
-    def watched(self: Pair, prompts: list, **options: object) -> object:
+    def watched(self: Pair, prompts: list, decoder: Decoder, **more: object) -> object:
         if len(prompts) > 1:  # what is timed is decoded one by one
-            decoded.append(str(options.get("rule")))
-        return as_completed(self, prompts, **options)
+            decoded.append(str(decoder.rule))
+        return as_completed(self, prompts, decoder, **more)
 
     monkeypatch.setattr(Pair, "as_completed", watched)
     _, both = compare(llama, ParityTask(), ["topk:3"], **given)

@@ -19,7 +19,7 @@ from lenience.core.errors import InputError
 from lenience.core.types import Draws
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
-from lenience.drafting.parsing import parse_tree
+from lenience.drafting.parsing import parse_drafter, parse_tree
 from lenience.drafting.trees.planning import Acceptance, best_shape, load_acceptance
 from lenience.drafting.trees.shapes import Shape
 from lenience.mining.search import MineConfig, mine
@@ -112,7 +112,7 @@ def test_shapes_change_no_strict_answer(llama: Pair, prompts: list[list[int]], s
 
 def test_acceptance_is_counted_by_rank_and_depth(llama: Pair, tmp_path: Path) -> None:
     prompts = [[i, 2 * i % 40 + 1] for i in range(1, 9)]
-    found = measure_acceptance(llama, prompts, "model")
+    found = measure_acceptance(llama, prompts, parse_drafter("model"))
     assert len(found.shares) <= DEPTH and all(len(row) == RANKS for row in found.shares)
     # by the book: after each token of the target's own answer, what rank it has for the draft
     said, places = [0] * RANKS, 0
@@ -150,9 +150,9 @@ def test_acceptance_is_counted_by_rank_and_depth(llama: Pair, tmp_path: Path) ->
     out = llama.generate([5, 6], tree=spec, max_new_tokens=24)
     assert out.tokens == llama.generate([5, 6], rule="target", max_new_tokens=24).tokens
     with pytest.raises(InputError, match="proposes no trees"):
-        measure_acceptance(llama, prompts, "ngram")
+        measure_acceptance(llama, prompts, parse_drafter("ngram"))
     with pytest.raises(InputError, match="has no ranks"):
-        measure_acceptance(llama, prompts, "suffix")
+        measure_acceptance(llama, prompts, parse_drafter("suffix"))
     (tmp_path / "tree.json").write_text(json.dumps({"drafter": "x", "shares": [[]], "places": []}))
     with pytest.raises(InputError, match="is broken"):
         parse_tree(spec)
@@ -218,7 +218,7 @@ def test_the_command_measures_a_run(
 def test_acceptance_of_drawn_trees_is_counted(llama: Pair, draw: Draws, tmp_path: Path) -> None:
     """The first of a place's drawn tokens is kept with the chance of one drawn token."""
     prompts = [[i, 2 * i % 40 + 1] for i in range(1, 25)]
-    found = measure_acceptance(llama, prompts, "model", Drawn(draw, 0.8))
+    found = measure_acceptance(llama, prompts, parse_drafter("model"), Drawn(draw, 0.8))
     comb = (RANKS, *[RANKS, *[0] * (RANKS - 1)] * (DEPTH - 2), RANKS)
     sampling = {"rule": "speculative", "temperature": 0.8, "seed": 0, "window": DEPTH}
     outs = llama.generate_batch(prompts, tree=Shape(comb, draw=draw), **sampling)

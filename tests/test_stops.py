@@ -481,7 +481,7 @@ def test_an_automatic_window_takes_the_stop_of_its_own_judge_alone(
         assert sum(drafted for drafted, _ in cycles) == pilot.drafted
     # a condition that is named stays
     named = Pair(llama.target, llama.draft, "anew").settle([[3]], **asked, stop="confidence:0.2")
-    assert named.stop == "confidence:0.2"
+    assert str(named.stop) == "confidence:0.2"
 
 
 def test_a_profile_accounts_for_all_of_the_time(llama: Pair) -> None:
@@ -704,9 +704,9 @@ def test_half_of_an_interleaved_prefix_is_the_drafts(
     outs = list[Generation]()
     generate = Pair.generate_batch
 
-    def kept(pair: Pair, prompts: list, **options) -> list[Generation]:
-        for out in (made := list(generate(pair, prompts, **options))):
-            outs.extend([out] if str(options["rule"]).startswith("random") else [])
+    def kept(pair: Pair, prompts: list, decoder: Decoder, **more) -> list[Generation]:
+        for out in (made := list(generate(pair, prompts, decoder, **more))):
+            outs.extend([out] if str(decoder.rule).startswith("random") else [])
         return made
 
     mine(llama, ParityTask(), tmp_path, MineConfig(limit=12, max_new_tokens=24))

@@ -491,7 +491,7 @@ def test_the_fastest_shape_is_picked_and_answers_stay_the_targets(llama: Pair) -
     assert choices == ["chain", *(f"dynamic:{n}" for n in (4, 8, 16, 32, 64))]
     assert out.tree in choices
     settled = llama.settle([prompt], tree="auto", window="auto")
-    assert (settled.tree, settled.window) == (out.tree, out.window)
+    assert (str(settled.tree), settled.window) == (out.tree, out.window)
     planned = parse_tree(f"auto:path={BUILT_IN}").choices()
     assert [tree.size for tree in planned[1:]] == [4, 8, 16, 32, 64]
     with pytest.raises(InputError, match="window auto"):

@@ -266,7 +266,10 @@ def test_what_is_tuned_is_certified_and_decoded_with(llama: Pair, task: Echo, ru
     certificate = made.certificate
     assert certificate == read_certificate(run)
     tried = [Decoder.parse(one.setting) for one in (made.races.alone, made.races.strict)]
-    assert [(one.rule, one.window == 0) for one in tried] == [("exact", True), ("exact", False)]
+    assert [(str(one.rule), one.window == 0) for one in tried] == [
+        ("exact", True),
+        ("exact", False),
+    ]
     first, *later = certificate.tried
     assert first.rule == "exact" and first.losses == 0, "the chain begins losslessly"
     assert all(row.rule.startswith("judge") for row in later)
@@ -282,7 +285,7 @@ def test_what_is_tuned_is_certified_and_decoded_with(llama: Pair, task: Echo, ru
     assert not raced & {line["prompt"] for line in uses if line["use"] == "calibration"}
     speeds = made.speeds
     assert speeds is not None and speeds.strict.setting == made.races.strict.setting
-    assert Decoder.parse(speeds.certified.setting).rule == certified.rule
+    assert str(Decoder.parse(speeds.certified.setting).rule) == certified.rule
     again = tune(llama, task, run, config(run))
     assert again.races == made.races and list(Journal(run / "uses.jsonl")) == uses
     assert again.speeds == speeds, "what was timed once stays"

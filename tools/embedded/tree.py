@@ -7,6 +7,7 @@ and keep it where `--tree planned:16` looks.
 from __future__ import annotations
 
 from lenience.decoding.loading import load_pair
+from lenience.drafting.model import DraftModel
 from lenience.drafting.trees.planning import BUILT_IN
 from lenience.tasks.wordmath_problems import problem, prompt
 from lenience.training.acceptance import PROMPTS, measure_acceptance
@@ -15,7 +16,7 @@ from lenience.training.acceptance import PROMPTS, measure_acceptance
 def main() -> None:
     pair = load_pair(compile=True)
     prompts = [prompt(problem("heads", i)) for i in range(PROMPTS)]  # of no split of the task
-    found = measure_acceptance(pair, prompts, "model")
+    found = measure_acceptance(pair, prompts, DraftModel())
     found.save(BUILT_IN)
     print([round(row[0], 3) for row in found.shares], found.places)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -317,7 +317,7 @@ def calibration(
     with alone(place, "question"):
         if config.decoding.window == "auto":
             picked = _picked(pair, config, decoding, prompts, place / "window.json")
-            decoding = replace(decoding, **picked)
+            decoding = decoding.with_options(picked)
         attempt = ledger.attempt(key, task, config.split, counts=use == "calibration")
         if use == "calibration":
             warn_of_too_few(config, attempt.share)
