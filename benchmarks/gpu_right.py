@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from lenience.core.errors import InputError, first_line
 from lenience.decoding.pair import Pair
+from lenience.drafting.datastore import build_store
 from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.lm import LM
 from lenience.models.session import reads_together_as_alone
@@ -70,6 +71,8 @@ DECODED: dict[str, dict[str, Any]] = {
     "suffix": {"drafter": "suffix"},
     "exit": {"drafter": "exit:1"},
     "skip": {"drafter": "skip:2"},
+    "ngram|model": {"drafter": "ngram|model"},
+    "ngram>model": {"drafter": "ngram>model"},
 }
 FITTED = ("medusa", "blockwise", "eagle")
 PROMPTS = [[5, 6, 7], [*range(1, 40)], [9], [3, 3, 3, 3, 8, 8], [*range(100, 120)], [42, 17]]
@@ -134,7 +137,8 @@ def right(bench: Bench) -> Iterator[Item]:
         prompts = PROMPTS[:2] if bench.toy else PROMPTS
         answers = [(prompt, own_greedy(pair.target, prompt)) for prompt in prompts]
         kind = f"{name}, {str(dtype).removeprefix('torch.')}"
-        variants = DECODED | (fitted(pair, answers) if name == "llama" else {})
+        variants = DECODED | retrieved(pair, answers)
+        variants |= fitted(pair, answers) if name == "llama" else {}
         for passes in ("plain", "recorded"):
             if passes == "recorded" and (why := record(pair)):
                 yield f"{kind}, recorded", partial(failing, why)
@@ -168,6 +172,19 @@ def own_greedy(lm: LM, prompt: list[int]) -> list[int]:
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW
     )
     return out[0, len(prompt) :].tolist()
+
+
+def retrieved(pair: Pair, answers: Sequence[Answer]) -> dict[str, dict[str, Any]]:
+    """Return a drafter that looks up in a datastore of the target's own answers; nothing, with a
+    word, where the library that builds one is missing."""
+    store = Path(tempfile.mkdtemp()) / "store"
+    documents = iter([answer for _, answer in answers])
+    try:
+        build_store(documents, pair.target.tokenizer_fingerprint, store)
+    except InputError as error:
+        print(f"right: no datastore ({first_line(error)})", flush=True)
+        return {}
+    return {"datastore": {"drafter": f"datastore:{store}"}}
 
 
 def fitted(pair: Pair, answers: Sequence[Answer]) -> dict[str, dict[str, Any]]:

@@ -109,6 +109,8 @@ def fast(bench: Bench) -> Iterator[Item]:
         "strict, ngram": {"drafter": "ngram", "window": 8},
         "strict, suffix": {"drafter": "suffix", "window": 8},
         "strict, medusa": {"drafter": "medusa", "window": 3},
+        "strict, exit": {"drafter": "exit:4", "window": 4},
+        "strict, skip": {"drafter": "skip:3,4,5,6", "window": 4},
         "strict, tree": {"tree": "dynamic:16", "window": 8},
         "judge": {"rule": "judge@0.9985", "window": 8},
     }

@@ -43,12 +43,12 @@ def test_a_dry_run_makes_every_measurement_once(
     assert [row for row in rows.values() if "skipped" in row] == [rows["scale/SmolLM2, train"]]
     assert "no time left" not in said and "right: no" not in said
     right = [row for key, row in rows.items() if key.startswith("right/")]
-    assert len(right) == 2 * 2 * (8 + 3)  # dtypes x plain and recorded x variants
+    assert len(right) == 2 * 2 * (11 + 3)  # dtypes x plain and recorded x variants
     assert all(row["different"] == 0 for row in right)
     exact = [row for key, row in rows.items() if key.startswith("right/llama, float32")]
     assert all(row["same"] == row["prompts"] for row in exact)
     assert sum(key.startswith("windows/") for key in rows) == 4
-    assert sum(key.startswith("fast/") for key in rows) == 2 * 7 + 3
+    assert sum(key.startswith("fast/") for key in rows) == 2 * 9 + 3
     assert rows["scale/certify"]["told"]["certified"]
 
     before = len(rows_of(tmp_path))

@@ -15,7 +15,7 @@ python=.venv/bin/python
 [[ -x $python ]] || python=python3
 
 wanted=(accelerate attrs cyclopts docstring-parser filelock gguf jinja2 markdown-it-py markupsafe
-  mdurl psutil pygments rich rich-rst)
+  mdurl psutil pydivsufsort pygments rich rich-rst)
 "$python" -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 \
   --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --platform any \
   -c constraints.txt -d "$out/wheels" "${wanted[@]}"
