@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -12,7 +13,7 @@ import pytest
 
 import lenience
 from lenience.core.context import Row
-from lenience.decoding.decoder import Decoder, DecoderOptions
+from lenience.decoding.decoder import Binding, Decoder, DecoderOptions, Ends
 from lenience.decoding.options import Options, names, option_types
 from lenience.decoding.pair import Pair
 
@@ -74,6 +75,15 @@ def test_a_decoder_is_data() -> None:
     assert decoder == Decoder.of(decoder.to_json()) == Decoder.parse(str(decoder))
     assert len({decoder, Decoder.of(options), Decoder.of({**options, "window": 5})}) == 2
     assert decoder == Decoder.of({**options, "rule": lenience.rule("topk:3")})
+
+
+def test_a_certified_decoder_with_another_option_is_certified_no_longer() -> None:
+    """Nor does it end where the certified one was asked to end."""
+    ends = Ends(max_new_tokens=8)
+    certified = replace(Decoder(), ends=ends, bound_to=Binding("certified:run", {}))
+    assert certified.with_options({}).bound_to is certified.bound_to
+    changed = certified.with_options({"rule": "topk:2", "max_new_tokens": 20})
+    assert changed.bound_to is None and changed.answer_tokens == 20
 
 
 def test_a_row_has_one_open_place() -> None:

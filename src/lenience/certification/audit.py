@@ -155,7 +155,7 @@ class Audit:
             )
         self.decoder = self.certificate.decoder(run)
         pair.check(self.decoder)
-        self.alone = replace(self.decoder.with_options({"rule": "target"}), bound_to=None)
+        self.alone = self.decoder.with_options({"rule": "target"})
         self.alpha = 1 - config.confidence
         self.alarm = Alarm(self.certificate.max_drop, self.alpha)
         self.losses, self.drifted, self.seen = list[float](), False, 0

@@ -54,8 +54,3 @@ def followed(parents: Parents, tokens: Sequence[int], sequence: Sequence[int]) -
         path.append(child)
         node = child
     return path
-
-
-def as_chain(parents: Parents) -> bool:
-    """Whether each token follows the one before."""
-    return all(parent == i - 1 for i, parent in enumerate(parents))

@@ -118,8 +118,10 @@ class Decoder(PlainOptions):
         return cls.of(given_options(text))
 
     def with_options(self, options: Mapping[str, Any]) -> Decoder:
-        """Return the same decoder with some options changed. Raises InputError for a name that is
-        no option, or a wrong value."""
+        """Return the same decoder with some options changed; a certified one is certified no
+        longer. Raises InputError for a name that is no option, or a wrong value."""
+        if not options:
+            return self
         texts = {name: str(value) if name in SPECS else value for name, value in options.items()}
         checked = Options().with_options(texts)
         changed = {name: getattr(checked, name) for name in options if name not in SPECS}
@@ -128,7 +130,7 @@ class Decoder(PlainOptions):
             window = changed.get("window", self.window)
             depth = window if isinstance(window, int) and window > 0 else None
             specs["tree"] = parse_tree(options["tree"], depth)
-        return replace(self, **changed, **specs)
+        return replace(self, **changed, **specs, ends=Ends(), bound_to=None)
 
     @cached_property
     def options(self) -> Options:

@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
-from typing import Any, Generic, TypeVar, Unpack
+from typing import Any, Generic, TypeVar
 from weakref import finalize
 
 from lenience.core.errors import InputError, RunError, first_line
 from lenience.core.types import Finish, Origin, Step, Trace
-from lenience.decoding.decoder import Decoder, DecoderOptions
+from lenience.decoding.decoder import Decoder
 from lenience.decoding.dialogue import (
     WINDOW,
     Compare,
@@ -315,17 +315,6 @@ class VllmPair(Pair):
             kind, ids = DIALOGUES[1], question.ids
         self._running[kind].add_request(name, {"prompt_token_ids": list(ids)}, params)
         return []
-
-    def settle(
-        self,
-        prompts: Sequence[Prompt],
-        decoder: Decoder | None = None,
-        *,
-        batch_size: int = 1,
-        **options: Unpack[DecoderOptions],
-    ) -> Decoder:
-        """Return the decoder as it is asked for: no window is picked."""
-        return self.decoder(decoder.with_options(options) if decoder else Decoder.of(options))
 
 
 def _refuse_sampling(sampling: Decoder | None) -> None:
