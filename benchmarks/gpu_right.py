@@ -103,7 +103,7 @@ def random_pair(config: PretrainedConfig, dtype: torch.dtype, device: torch.devi
 
 @torch.inference_mode()
 def near_tie(lm: LM, prompt: list[int], ours: list[int], theirs: list[int]) -> bool:
-    """True if two answers part at two tokens whose logits differ by rounding alone."""
+    """Return whether two answers part at two tokens whose logits differ by rounding alone."""
     at = next(i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b)
     logits = lm.model(torch.tensor([prompt + theirs[:at]], device=lm.device)).logits[0, -1].float()
     ulps = 2 * torch.finfo(lm.model.dtype).eps * float(logits.abs().max())

@@ -43,7 +43,7 @@ def record() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """The commit that is checked out, with a + where files differ from it."""
+    """Return the commit that is checked out, with a + where files differ from it."""
     commit = _git("rev-parse", "--short=12", "HEAD") or "unknown"
     return commit + ("+" if _git("status", "--porcelain", "-uno") else "")
 

@@ -15,7 +15,7 @@ from lenience.rules.lossless import is_lossless, refuse_forbidden, refuse_lossy
 
 
 def draft_of(models: Mapping[str, LM], what: str) -> LM:
-    """The draft model. Raises InputError, naming what needs it, where there is none."""
+    """Return the draft model. Raises InputError, naming what needs it, where there is none."""
     if "draft" not in models:
         raise InputError(f"{what}: needs a draft model; load the pair with one (--draft)")
     return models["draft"]

@@ -220,14 +220,14 @@ def _unread(drafted: list[int]) -> Verdict:
 
 
 def _without_bonus(verdict: Verdict) -> Verdict:
-    """A verdict after whose window, where it is kept whole, nothing follows."""
+    """Return a verdict after whose window, where it is kept whole, nothing follows."""
     kept_whole = verdict.drafted and verdict.rejected is None
     return replace(verdict, next_token=None) if kept_whole else verdict
 
 
 def _with_logprobs(verdict: Verdict, logits: Tensor) -> Verdict:
-    """A verdict with how probable the target found what it keeps, by its `logits` [W + 1, V] before
-    temperature and processors."""
+    """Return a verdict with how probable the target found what it keeps, by its `logits`
+    [W + 1, V] before temperature and processors."""
     if verdict.next_token is None:
         return verdict
     # each token is predicted by the state after the one before it, and state 0 by the prefix
@@ -239,7 +239,7 @@ def _with_logprobs(verdict: Verdict, logits: Tensor) -> Verdict:
 
 
 def _counted(step: Step, draft: Draft, read: Read, b: int) -> Step:
-    """A row's step with what was read for it."""
+    """Return a row's step with what was read for it."""
     return replace(
         step,
         target_tokens=read.tokens_read[b],
@@ -249,7 +249,7 @@ def _counted(step: Step, draft: Draft, read: Read, b: int) -> Step:
 
 
 def _with_rows(ctx: Context, active: list[Request]) -> Context:
-    """The context of the rows that are answered now; the same one while these are the same."""
+    """Return the context of the rows that are answered now; the same one while they stay."""
     rows = [request.row for request in active]
     same = len(rows) == len(ctx.rows) and all(a is b for a, b in zip(rows, ctx.rows))
     return ctx if same else replace(ctx, rows=rows)

@@ -203,19 +203,19 @@ averages."""
 
 
 def names() -> tuple[str, ...]:
-    """The names of all options, in the order in which settings name them."""
+    """Return the names of all options, in the order in which settings name them."""
     window, *others = (item.name for item in fields(PlainOptions))
     return ("rule", "drafter", "tree", window, "stop", *others)
 
 
 @cache
 def default_options() -> Mapping[str, Any]:
-    """The options that are not given, as in `Options.to_json`."""
+    """Return the options that are not given, as in `Options.to_json`."""
     return Options().to_json()
 
 
 def bound_names() -> tuple[str, ...]:
-    """The names of the options that a certificate binds."""
+    """Return the names of the options that a certificate binds."""
     return tuple(name for name in names() if name not in UNBOUND)
 
 

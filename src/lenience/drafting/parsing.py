@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def parse_drafter(drafter: str | DrafterSpec) -> DrafterSpec:
-    """A drafter from its spec, such as "model", or several as one, such as "ngram|model",
+    """Return a drafter from its spec, such as "model", or several as one, such as "ngram|model",
     "ngram>model" or "model:4+ngram", where "|" binds least and "+" most; a DrafterSpec is returned
     as it is. Raises InputError that names what is wrong with the spec."""
     if not isinstance(drafter, str):

@@ -18,8 +18,9 @@ ELSEWHERE = {
 
 
 def parse_rule(rule: str | Term | Rule) -> Rule:
-    """A rule from its spec, such as "topk:3" or "judge:runs/gsm8k/judge@0.9", or from a single
-    term; a Rule is returned as it is. Raises InputError that names what is wrong with the spec."""
+    """Return a rule from its spec, such as "topk:3" or "judge:runs/gsm8k/judge@0.9", or from a
+    single term; a Rule is returned as it is. Raises InputError that names what is wrong with the
+    spec."""
     if isinstance(rule, str):
         return parse_spec(rule)
     if isinstance(rule, Term):
@@ -33,7 +34,7 @@ def parse_rule(rule: str | Term | Rule) -> Rule:
 
 
 def parse_spec(text: str) -> AnyOf:
-    """A rule from its spec. Raises InputError that names what is wrong with it."""
+    """Return a rule from its spec. Raises InputError that names what is wrong with it."""
     if text in ELSEWHERE:
         raise InputError(f"rule {text!r}: {ELSEWHERE[text]}")
     try:
@@ -48,6 +49,6 @@ def _part(text: str) -> AllOf:
 
 
 def terms(rule: str) -> tuple[Term, ...]:
-    """The terms of a rule's spec, none for a model alone. Raises InputError as `parse_spec`
+    """Return the terms of a rule's spec, none for a model alone. Raises InputError as `parse_spec`
     does."""
     return () if rule in BASELINES else parse_spec(rule).terms

@@ -166,13 +166,13 @@ class Certificate(Record):
 
 
 def certificate_path(folder: Path) -> Path:
-    """The certificate's file in a run folder; a file's own path is it."""
+    """Return the certificate's file in a run folder; a file's own path is it."""
     return folder if folder.suffix == ".json" else folder / FILE
 
 
 def read_certificate(folder: Path) -> Certificate:
-    """The certificate of a run folder, or in a file. Raises InputError where there is none or it is
-    broken."""
+    """Return the certificate of a run folder, or in a file. Raises InputError where there is none
+    or it is broken."""
     path = certificate_path(folder)
     if not path.exists():
         mend = f"`lenience certify {path.parent}` makes one"
