@@ -14,7 +14,8 @@ the important ones.
   (128 ReLU units, early stopping), and our own forest, MLP and linear heads;
 - search: which mismatches count as important when each is tried alone in the target's own answer
   (naive), from the draft's answer back to the target's (reversed), and one after the other
-  (semi-greedy, algorithm 1); and what judges that learn from each keep of the accuracy;
+  (semi-greedy, algorithm 1); and what judges that learn from each keep of the accuracy, with the
+  exact McNemar test of algorithm 1's judge against each other's at all thresholds (`paired`);
 - precision: states in float32 and in bfloat16, computed token by token, in one parallel pass, or as
   mining has them (the target's token by token, the draft's in parallel) and decoding (the reverse);
 - transfer: a judge that has seen one kind of problem, on each kind; at its own threshold too, where
@@ -41,6 +42,7 @@ import torch
 from matplotlib.figure import Figure
 from mined import Mined, add_run, mined
 from numpy.typing import NDArray
+from paired import Paired, mcnemar, right_answers
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -296,12 +298,26 @@ def search(out: Path, given: argparse.Namespace) -> None:
         "auc": ".3f",
         "target_passes": "d",
     }
-    points = [row.to_json() for row in frontier.rows]
+    right = right_answers(out / "compare" / "compare.jsonl")
+    points = [
+        row.to_json() | {"rule": row.rule.replace(f"{out}/", ""), "right": right[row.rule, 8]}
+        for row in frontier.rows
+        if (row.rule, 8) in right
+    ]
+    paired = [test.to_json() for test in tests(points)]
     rows = [row for row, _ in judged]
-    tell(out, "search", rows, columns, by_search(frontier.rows), frontier=points)
+    tell(out, "search", rows, columns, by_search(frontier.rows), frontier=points, paired=paired)
     for point in points:
         keys = [key for key in ("accuracy", "paired_loss", "tokens_per_pass") if point[key]]
         print(point["rule"], *(f"{key} {point[key]:.4g}" for key in keys))
+
+
+def tests(points: Sequence[Record]) -> list[Paired]:
+    """Compare the judges of algorithm 1 with those of the other searches."""
+    right = {point["rule"]: point["right"] for point in points}
+    own = [rule for rule in right if "semi-greedy/" in rule]
+    others = [rule for rule in right if rule not in own]
+    return [mcnemar(rule, other, right) for rule in own for other in others]
 
 
 def search_again(using: Search, out: Path, records: Sequence[Record]) -> None:

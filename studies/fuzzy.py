@@ -8,8 +8,11 @@ Writes OUT/fuzzy.json and prints it:
 - `divergences`: KL, JS and TV between the models along the target's own answers, where the draft's
   most probable token is the target's and where it is not; nats, but TV;
 - `rows`: strict decoding, `fuzzy` with each divergence at the thresholds that the shares `--below`
-  of all places are under, and `random` at the same shares, at each window. With `--temperature`
-  above 0 the draft drafts greedily and corrections are sampled, which is the paper's main setting.
+  of all places are under, and `random` at the same shares, at each window; `right` has a 1 per
+  problem that was answered correctly. With `--temperature` above 0 the draft drafts greedily and
+  corrections are sampled, which is the paper's main setting;
+- `paired`: the exact McNemar test of JS against KL, TV and random acceptance at each share and
+  window, and of every rule against strict decoding.
 
 Thresholds are chosen on other problems than those that are compared.
 """
@@ -25,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from paired import Paired, mcnemar, right_answers
 from rich.progress import track
 
 from lenience import load_pair
@@ -113,7 +117,27 @@ def measured(
     )
     with progress_bars() as progress:
         rows = compare(pair, task, config, given.out / "compare", progress).rows
-    return [{key: value for key, value in row.to_json().items() if key in KEPT} for row in rows]
+    right = right_answers(given.out / "compare" / "compare.jsonl")
+    return [
+        {key: value for key, value in row.to_json().items() if key in KEPT}
+        | {"right": right[row.rule, row.window]}
+        for row in rows
+    ]
+
+
+def tests(rows: list[dict[str, Any]], windows: list[int]) -> list[Paired]:
+    """Compare, at each window, every rule with strict decoding and JS with what accepts as many
+    places: `decoders` lists KL, JS, TV and random acceptance of each share in this order."""
+    found = []
+    for window in windows:
+        at = [row for row in rows if row["window"] == window]
+        right = {f"{row['rule']}; window={window}": row["right"] for row in at}
+        strict, *lenient = (name for name in right if not name.startswith("speculative"))
+        found += [mcnemar(strict, name, right) for name in lenient]
+        for first in range(0, len(lenient), 4):
+            kl, js, tv, random = lenient[first : first + 4]
+            found += [mcnemar(js, other, right) for other in (kl, tv, random)]
+    return found
 
 
 def main() -> None:
@@ -140,6 +164,7 @@ def main() -> None:
     about["divergences"] = told(found, len(samples))
     settings = decoders(found, given)
     about["rows"] = measured(pair, task, settings, given)
+    about["paired"] = [test.to_json() for test in tests(about["rows"], given.windows)]
     write_results(given.out / "fuzzy.json", about)
     print(json.dumps(about, indent=1))
 

@@ -19,6 +19,8 @@ OUT/errors.jsonl` fits. OUT/probes.json, printed too:
 - `decoded`: judges at the paper's threshold of 0.5 and at those of some recalls, on problems of the
   test split: this one; the same head, of the same state and settings, fitted to equally many mined
   samples, whose texts, positions and share of important tokens differ too; and AutoJudge's own.
+  `right` has a 1 per problem that was answered correctly;
+- `paired`: the exact McNemar test of the judge, and of AutoJudge's, against every other decoder.
 
 With answers annotated for the pair and the task of a run of yours, only the judge and `decoded` are
 made: the probes are about authors and slips of the built-in task.
@@ -40,6 +42,7 @@ import numpy as np
 import torch
 from mined import Mined, add_run, mined
 from numpy.typing import NDArray
+from paired import Paired, mcnemar, right_answers
 from rich.progress import track
 from sklearn.metrics import roc_auc_score
 
@@ -233,6 +236,7 @@ def decoded(source: Mined, out: Path, samples: int, problems: int) -> list[dict[
     config = CompareConfig(rules=tuple(rules), windows=(8,), limit=problems, timed=1, repeats=1)
     with progress_bars() as progress:
         rows = compare(pair, source.task, config, out / "compare", progress).rows
+    right = right_answers(out / "compare" / "compare.jsonl")
     return [
         {
             "rule": row.rule.replace(f"{out}/", ""),
@@ -241,9 +245,17 @@ def decoded(source: Mined, out: Path, samples: int, problems: int) -> list[dict[
             "paired_loss": row.paired_loss,
             "paired_loss_interval": row.paired_loss_interval,
             "tokens_per_pass": row.tokens_per_pass,
+            "right": right[row.rule, row.window],
         }
         for row in rows
     ]
+
+
+def tests(rows: list[dict[str, Any]]) -> list[Paired]:
+    """Compare the judges of errors and AutoJudge's with all others."""
+    right = {row["rule"]: row["right"] for row in rows}
+    ours = [rule for rule in right if rule.startswith(("judge:judge@", "judge:autojudge@"))]
+    return [mcnemar(first, other, right) for first in ours for other in right if other != first]
 
 
 def probed(pair: Pair, head: Head, rows: list[dict[str, Any]], n: int) -> dict[str, Any]:
@@ -281,8 +293,10 @@ def main() -> None:
     if rows:
         told |= probed(pair, head, rows, given.probes)
     told["decoded"] = decoded(source, given.out, len(answers), given.problems)
+    told["paired"] = [test.to_json() for test in tests(told["decoded"])]
     write_results(given.out / "probes.json", told)
-    print(json.dumps({key: value for key, value in told.items() if key != "metrics"}, indent=1))
+    shown = {key: value for key, value in told.items() if key not in ("metrics", "paired")}
+    print(json.dumps(shown, indent=1))
     print(
         f"AUC out of fold {head.metrics['auc_out_of_fold']:.3f}; use it as "
         f"judge:{given.out / 'judge'}@0.5"

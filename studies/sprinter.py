@@ -13,10 +13,10 @@ OUT/sprinter.json and OUT/sprinter.png:
 - `predicted`, from averages over such prefixes. A token x is acceptable where draft(x) / target(x)
   is at most tau; TPR and FPR are the shares of the draft's acceptable and other tokens that the
   gate passes, and alpha = 1 − TV(draft, target) is the chance that speculative sampling accepts.
-  The paper's theorem 7 says that alpha + FPR·(1 − alpha) of the drafted tokens are kept. Ours, for
-  tokens that are passed independently of each other with the mean chance s: s / (1 − s) are trusted
-  before the gate stops, which it does at the 1 / (1 − s)-th, and the output is FPR·TV(draft,
-  target) away from the target's;
+  Theorem 1 of the paper: the output is FPR·TV(draft, target) away from the target's. Theorem 7:
+  alpha + FPR·(1 − alpha) of the drafted tokens are kept. Ours, for tokens that pass independently
+  of each other with the mean chance s: s / (1 − s) are trusted before the gate stops, which it does
+  at the 1 / (1 − s)-th;
 - `measured`: the same of what `--stop gate:PATH@T` decodes. TV is the exact distance at places of
   its answers: the next token's distribution is added up over the draft's tokens, each passed or
   not;
@@ -39,6 +39,7 @@ import torch
 from matplotlib.figure import Figure
 from mined import add_run, mined
 from numpy.typing import NDArray
+from paired import as_text, mcnemar
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -196,9 +197,13 @@ def decoded(
     # one by one: in a batch a row waits for others, and reads on meanwhile
     asked = {**problems.sampled, **options}
     outs = [pair.generate(prompt, **asked) for prompt in track(prompts, what)]
-    right = sum(task.correct(out.text, sample) for out, sample in zip(outs, samples))
-    interval = binomtest(right, len(outs)).proportion_ci()
-    accuracy = {"accuracy": right / len(outs), "accuracy_interval": [interval.low, interval.high]}
+    correct = [task.correct(out.text, sample) for out, sample in zip(outs, samples)]
+    interval = binomtest(sum(correct), len(outs)).proportion_ci()
+    accuracy = {
+        "accuracy": sum(correct) / len(outs),
+        "accuracy_interval": [interval.low, interval.high],
+        "right": as_text(correct),
+    }
     return outs, {**accuracy, "n": len(outs), **cost(pair, outs)}
 
 
@@ -356,8 +361,22 @@ def main() -> None:
         gates = [Gate(str(plan.out), threshold) for threshold in given.threshold]
         told["gates"][f"{tau:g}"] = {"roc": roc, "thresholds": _points(problems, gates, known)}
         write_results(given.out / "sprinter.json", told)
+    told["paired"] = tests(told)
+    write_results(given.out / "sprinter.json", told)
     draw(told, given.out / "sprinter.png")
     show(told)
+
+
+def tests(told: dict[str, Any]) -> list[dict[str, Any]]:
+    """Compare each gate's answers with those of speculative sampling and of the target, by the
+    exact McNemar test."""
+    baselines = ("speculative", "target")
+    right = {name: told["baselines"][name]["right"] for name in baselines}
+    for tau, gate in told["gates"].items():
+        for threshold, point in gate["thresholds"].items():
+            right[f"τ {tau}, T {threshold}"] = point["measured"]["right"]
+    gates = [name for name in right if name not in baselines]
+    return [mcnemar(first, gate, right).to_json() for gate in gates for first in baselines]
 
 
 def roc_of(scores: NDArray, acceptable: NDArray) -> dict[str, Any]:

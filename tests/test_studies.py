@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "studies"))
 pytest.importorskip("matplotlib")
 
 import autojudge
+import paired
 from mined import Mined
 
 
@@ -96,3 +97,23 @@ def test_a_search_names_a_sample_that_the_task_no_longer_has(llama: Pair, tmp_pa
     mine(llama, task, tmp_path, MineConfig(limit=2, max_new_tokens=20))
     with pytest.raises(InputError, match="sample other is not among the task's"):
         autojudge.Search.of(Mined(tmp_path, task, None, None), llama, [{"id": "other"}])
+
+
+def test_the_exact_mcnemar_test_is_the_binomial_sum_over_the_differing_problems() -> None:
+    right = {"a": "1" * 9 + "0" + "11" + "00", "b": "0" * 9 + "1" + "11" + "00", "same": "1" * 14}
+    test = paired.mcnemar("a", "b", right)
+    assert (test.n, test.only_first, test.only_second) == (14, 9, 1)
+    assert test.p == pytest.approx(2 * (1 + 10) / 2**10)  # at most one of ten, on either side
+    assert paired.mcnemar("a", "a", right).p == 1.0
+
+
+def test_right_answers_of_a_journal_are_ordered_by_problem(tmp_path: Path) -> None:
+    lines = [
+        {"id": "test-2", "rule": "exact", "setting": "exact; window=4", "correct": True},
+        {"id": "test-1", "rule": "exact", "setting": "exact; window=4", "correct": False},
+        {"id": "test-1", "rule": "topk:3", "setting": "topk:3; window=4", "correct": True},
+        {"id": "test-2", "rule": "topk:3", "setting": "topk:3; window=4", "correct": True},
+    ]
+    path = tmp_path / "compare.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert paired.right_answers(path) == {("exact", 4): "01", ("topk:3", 4): "11"}
