@@ -470,7 +470,7 @@ def net(lost: float, gained: float, drop: float = 0.01, streams: int = 1000) -> 
     losses = np.where(u < lost, 1.0, np.where(u < lost + gained, 0.0, 0.5))
     ours = _four_in_five(paired_wealth(losses, limit, limit))
     stakes = np.geomspace(1 / 64, 0.99, 14)
-    best = min(_four_in_five(wealth(losses, limit, np.array([one]))) for one in stakes)
+    best = min(_four_in_five(wealth(losses, limit, np.array([stake]))) for stake in stakes)
     spread = _four_in_five(wealth(losses, limit))
     told = {"lost": lost, "gained": gained, "prompts": ours, "best_stake": best}
     return told | {"ratio": ours / best, "even_stakes": spread}
@@ -542,7 +542,7 @@ def main() -> None:
     if given.pool.exists():
         pool = Pool(given.pool)
         told["pool"] = [row for limit, n in POOLED for row in on_pool(pool, limit, n)]
-    told["audits"] = [audits(*one) for one in track(STREAMS, "audits")]
+    told["audits"] = [audits(*stream) for stream in track(STREAMS, "audits")]
     for name, rows in told.items():
         show(name, rows)
     if given.out:

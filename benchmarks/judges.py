@@ -316,7 +316,7 @@ def ceiling(run: Path) -> dict[str, float]:
     for window in (*WINDOWS, WIDE):
         tokens, passes = 0, 0
         for sample in mined_samples(Journal(run / "journal.jsonl")):
-            important = {one.position for one in sample.mismatches if one.important}
+            important = {mismatch.position for mismatch in sample.mismatches if mismatch.important}
             begin, end = 0, len(sample.final_ids)
             while begin < end:
                 kept = range(begin, min(begin + window, end))
@@ -371,7 +371,7 @@ def results(judges: Judges, given: argparse.Namespace) -> dict[str, Any]:
         },
         "certified_wide_over_strict": sure.certified and sure.certified.tokens_per_pass / strict,
         **speed_figures(won, speeds, given.limit),
-        "accepted_at_0.995": {name: one["accepted"]["0.995"] for name, one in heads.items()},
+        "accepted_at_0.995": {name: head["accepted"]["0.995"] for name, head in heads.items()},
     }
     return {
         "figures": told,

@@ -79,7 +79,7 @@ def mined(
     prompts = [pair.target.encode(sample.prompt) for sample in samples]
     most = task.max_new_tokens
     miners = [Miner(task, sample, pair.target, most) for sample in samples]
-    dialogues = (book.counted(one.search(prompt)) for one, prompt in zip(miners, prompts))
+    dialogues = (book.counted(miner.search(prompt)) for miner, prompt in zip(miners, prompts))
     conversing = Conversing(AT_ONCE, max(map(len, prompts)) + most, **how)
     began = time.perf_counter()
     ended = list(converse(pair, dialogues, conversing))

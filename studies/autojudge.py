@@ -382,7 +382,9 @@ class Search:
         """Return a search of the samples of some of a run's records. Raises InputError if the task
         has a sample no longer."""
         wanted = {record["id"] for record in records}
-        found = {one.id: one for one in source.task.samples("train") if one.id in wanted}
+        found = {
+            sample.id: sample for sample in source.task.samples("train") if sample.id in wanted
+        }
         if missing := sorted(wanted - set(found)):
             raise InputError(
                 f"{source.run}: sample {missing[0]} is not among the task's; name the data it was "
@@ -513,8 +515,8 @@ def precision(out: Path, given: argparse.Namespace) -> None:
         found[f"{dtype}, as mined"] = by_model(pair, target=each, draft=whole)
         found[f"{dtype}, as decoded"] = by_model(pair, target=whole, draft=each)
     labels = [[m["important"] for m in labelled(record)] for record in records]
-    harmless = np.array([not important for one in labels for important in one])
-    samples = np.repeat(np.arange(len(records)), [len(one) for one in labels])
+    harmless = np.array([not important for label in labels for important in label])
+    samples = np.repeat(np.arange(len(records)), [len(label) for label in labels])
     rows = [row for name in found for row in asked_with_others(found, name, harmless, samples)]
     figure = bars(rows, [f"{row['fitted_to']} → {row['asked_with']}" for row in rows])
     columns = {"fitted_to": "", "asked_with": "", **COLUMNS}

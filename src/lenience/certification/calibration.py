@@ -65,7 +65,7 @@ class Calibration:
     def __post_init__(self) -> None:
         self._answers = Answers(self.pair, self.task, self.folder / "answers.jsonl")
         self.labels = Labels(self.task, self.config.labels)
-        self._stricter = {now: before for one in self.chains() for before, now in pairwise(one)}
+        self._stricter = {now: before for chain in self.chains() for before, now in pairwise(chain)}
         """The setting whose answers may be those of each."""
 
     @property
@@ -96,7 +96,7 @@ class Calibration:
         samples = self.prompts.first(n)
         if before := self._stricter.get(decoding):
             known = self._answers.known(before, samples).values()
-            same = [one for one in known if is_same(one, before, decoding)]
+            same = [earlier for earlier in known if is_same(earlier, before, decoding)]
             self._answers.adopt(decoding, same)
 
         def shown(phase: str, done: int, total: int) -> None:
@@ -134,8 +134,8 @@ class Calibration:
             known.append(answer if own else None)
             if not own and not (paired and answer.correct):
                 asked.append(sample)
-        by_id = dict(zip((one.id for one in asked), self.alone(asked)))
-        return [answer or by_id.get(one.id) for answer, one in zip(known, self.prompts.rows)]
+        by_id = dict(zip((sample.id for sample in asked), self.alone(asked)))
+        return [answer or by_id.get(row.id) for answer, row in zip(known, self.prompts.rows)]
 
     def losses(self, decoding: Decoder, n: int, phase: str = "") -> NDArray:
         """[n] in [0, 1], of the target alone against a setting; 0 where a label is asked for."""
@@ -153,7 +153,7 @@ class Calibration:
     def _compare_together(self, own: Sequence[Answer | None], lenient: Sequence[Answer]) -> None:
         """Have a grader compare all answers, many at once; what it says is kept."""
         rows = zip(lenient, own, self.prompts.rows)
-        triples = [(one.text, alone.text, sample) for one, alone, sample in rows if alone]
+        triples = [(answer.text, alone.text, sample) for answer, alone, sample in rows if alone]
         for start in range(0, len(triples), AT_ONCE):
             self.task.points(triples[start : start + AT_ONCE])
             self.progress("grading", min(start + AT_ONCE, len(triples)), len(triples))
@@ -382,9 +382,13 @@ def _asked(pair: Pair, task: Task, config: CertifyConfig, use: str) -> dict[str,
     question = config.to_json()
     chains = config.chains()
     by_rules, given = chains[: len(config.rules)], chains[len(config.rules) :]
-    question["rules"] = [[str(one.without_paths().rule) for one in chain] for chain in by_rules]
+    question["rules"] = [
+        [str(decoder.without_paths().rule) for decoder in chain] for chain in by_rules
+    ]
     if given:
-        question["settings"] = [[str(one.without_paths()) for one in chain] for chain in given]
+        question["settings"] = [
+            [str(decoder.without_paths()) for decoder in chain] for chain in given
+        ]
     question["thresholds"] = []
     question["stop"] = str(config.decoding.without_paths().stop)
     if task.stop_strings:

@@ -228,7 +228,7 @@ def _drawn(on: Calibration, folder: Path) -> str:
     where = f"{said} from the rows of split {config.split!r}"
     if any(group_of(sample) is not None for sample in on.prompts.first(ENOUGH)):
         where += ", one of each group, so that each group counts once"
-    runs = {fitted_in(head) for chain in on.chains() for one in chain for head in one.heads}
+    runs = {fitted_in(head) for chain in on.chains() for decoder in chain for head in decoder.heads}
     if any(mined_first(run) for run in (folder, *filter(None, runs))):
         where += "; those that were mined before were the first of the data, not drawn"
     return where

@@ -28,11 +28,11 @@ def _lower_threshold(strict: Decoder, lenient: Decoder) -> float | None:
     """The threshold of the lenient one's judge, where that is all that differs."""
     if replace(strict, rule=lenient.rule) != lenient:
         return None
-    one, other = strict.rule, lenient.rule
-    if not (isinstance(one, AnyOf) and isinstance(other, AnyOf)):
+    first, second = strict.rule, lenient.rule
+    if not (isinstance(first, AnyOf) and isinstance(second, AnyOf)):
         return None
-    judges = [term for rule in (one, other) for term in rule.terms if isinstance(term, Judge)]
-    if len(judges) != 2 or one.with_terms(_open) != other.with_terms(_open):
+    judges = [term for rule in (first, second) for term in rule.terms if isinstance(term, Judge)]
+    if len(judges) != 2 or first.with_terms(_open) != second.with_terms(_open):
         return None
     above, below = (judge.bound for judge in judges)
     return below if below < above else None

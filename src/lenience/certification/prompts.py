@@ -62,7 +62,7 @@ def draw_of(pair: Pair, config: CertifyConfig, key: str, use: str) -> Draw:
     """Which prompts a question draws: none that a head it asks about has learned from, or the
     draft."""
     settings = [decoding for chain in config.chains() for decoding in chain]
-    heads = {head.path: head for one in settings for head in one.heads}
+    heads = {head.path: head for setting in settings for head in setting.heads}
     return Draw(
         key,
         config.num_prompts(),

@@ -118,7 +118,7 @@ class CertifyConfig:
         they do not name is as in `shared`, or in the question's own options."""
         shared = shared or self.decoding
         chains = [
-            [shared.with_options({"rule": one}) for one in ladder(rule, self.thresholds)]
+            [shared.with_options({"rule": step}) for step in ladder(rule, self.thresholds)]
             for rule in self.rules
         ]
         return chains + [

@@ -89,8 +89,8 @@ class Speeds(Record):
 
 def warm_up(pair: Pair, settings: Iterable[Decoder], prompt: str | Messages) -> None:
     """Decode a little by each, so that no one's turn has what the first pass of a kind takes."""
-    for one in settings:
-        pair.generate(prompt, replace(one, max_new_tokens=WARM_UP))
+    for setting in settings:
+        pair.generate(prompt, replace(setting, max_new_tokens=WARM_UP))
 
 
 def take_turns(
@@ -102,12 +102,12 @@ def take_turns(
 ) -> dict[Decoder, Timed]:
     """Time decoders that take turns on each prompt, so that a machine's moods fall on all."""
     settings = list(dict.fromkeys(settings))
-    timed = {one: Timed(setting=str(one), tokens=[], seconds=[]) for one in settings}
+    timed = {setting: Timed(setting=str(setting), tokens=[], seconds=[]) for setting in settings}
     total = len(prompts) * len(settings)
-    for turn, (prompt, one) in enumerate(product(prompts, settings)):
+    for turn, (prompt, setting) in enumerate(product(prompts, settings)):
         progress(phase, turn, total)
-        out = pair.generate(prompt, one)
-        timed[one].tokens.append(len(out.tokens))
-        timed[one].seconds.append(out.seconds)
+        out = pair.generate(prompt, setting)
+        timed[setting].tokens.append(len(out.tokens))
+        timed[setting].seconds.append(out.seconds)
     progress(phase, total, total)
     return timed

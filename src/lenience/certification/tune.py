@@ -141,9 +141,9 @@ def tune(
     lossless = max(races.alone, races.strict, key=lambda raced: raced.tokens_per_second)
     chains = [_fast(lossless, raced) for raced in races.lenient]
     chains[0].insert(0, lossless)
-    settings = tuple(tuple(one.setting for one in chain) for chain in chains if chain)
+    settings = tuple(tuple(step.setting for step in chain) for chain in chains if chain)
     choice = _Choice(
-        raced={one.setting: one.tokens_per_second for chain in chains for one in chain},
+        raced={step.setting: step.tokens_per_second for chain in chains for step in chain},
         lossless=lossless.setting,
         turns=_Turns(pair, contest.place / "choosing", races.machine, contest.prompts_to_choose),
         progress=progress,
@@ -165,7 +165,7 @@ def _told(
 ) -> Speeds:
     """How fast what is certified is beside what is lossless; `passed` is what it was chosen
     from."""
-    strict, alone = (Decoder.parse(one.setting) for one in (races.strict, races.alone))
+    strict, alone = (Decoder.parse(raced.setting) for raced in (races.strict, races.alone))
     timed = turns.take((certified, strict, alone), "timing", progress)
     return Speeds(
         machine=races.machine,
@@ -180,11 +180,11 @@ def _fast(lossless: Raced, chain: Iterable[Raced]) -> list[Raced]:
     """Those of a chain that are not clearly slower than any before them and than `lossless`, as far
     as the last that is as fast as that but for ALIKE."""
     kept, best, end = list[Raced](), lossless.tokens_per_second, 0
-    for one in chain:
-        if one.tokens_per_second >= SLOWER * best:
-            kept.append(one)
-            best = max(best, one.tokens_per_second)
-            if one.tokens_per_second > ALIKE * lossless.tokens_per_second:
+    for raced in chain:
+        if raced.tokens_per_second >= SLOWER * best:
+            kept.append(raced)
+            best = max(best, raced.tokens_per_second)
+            if raced.tokens_per_second > ALIKE * lossless.tokens_per_second:
                 end = len(kept)
     return kept[:end]
 
@@ -234,8 +234,8 @@ def _contest(pair: Pair, task: Task, folder: Path, config: TuneConfig) -> _Conte
         fitted, refused = fitted_drafters(pair, folder, strict)
         drafters = [*GRID, *fitted]
     groups = [[replace(strict, window=0)]]
-    for one in (strict, *(one for chain in chains for one in chain)):
-        groups.append(group_of(pair, config, one, drafters_for(one.rule, drafters)))
+    for raced in (strict, *(raced for chain in chains for raced in chain)):
+        groups.append(group_of(pair, config, raced, drafters_for(raced.rule, drafters)))
     samples, place = _prompts(pair, task, folder, config, groups)
     return _Contest(groups, chains, refused, [sample.prompt for sample in samples], place)
 
@@ -309,16 +309,20 @@ class _Choice:
         if len(left) == 1:
             return left[0]
         timed = self.turns.take(left, "timing what passed", self.progress)
-        fastest = max(left, key=lambda one: timed[one].tokens_per_second)
+        fastest = max(left, key=lambda setting: timed[setting].tokens_per_second)
         enough = ALIKE * timed[fastest].tokens_per_second
-        as_fast = [one for one in left if timed[one].tokens_per_second >= enough]
-        return next((one for one in as_fast if str(one) == self.lossless), fastest)
+        as_fast = [setting for setting in left if timed[setting].tokens_per_second >= enough]
+        return next((setting for setting in as_fast if str(setting) == self.lossless), fastest)
 
     def perhaps_fastest(self, passed: Iterable[Decoder]) -> list[Decoder]:
         """All that is not clearly slower by the race than the fastest, and the lossless one."""
-        speeds = {one: self.raced[str(one)] for one in passed}
+        speeds = {setting: self.raced[str(setting)] for setting in passed}
         least = SLOWER * max(speeds.values())
-        return [one for one in speeds if speeds[one] >= least or str(one) == self.lossless]
+        return [
+            setting
+            for setting in speeds
+            if speeds[setting] >= least or str(setting) == self.lossless
+        ]
 
 
 def fitted_drafters(pair: Pair, folder: Path, strict: Decoder) -> tuple[list[str], list[str]]:
@@ -355,13 +359,13 @@ def group_of(
     for drafter, stop in product(drafters, config.stops):
         named = setting.with_options({"drafter": drafter, "stop": stop})
         for window in _windows_for(named.drafter, config.windows):
-            one = replace(named, window=window)
+            decoder = replace(named, window=window)
             try:
-                pair.check(one)
+                pair.check(decoder)
             except InputError as refused:
                 refusals.append(refused)
             else:
-                group.append(one)
+                group.append(decoder)
     if not group:
         raise refusals[0]
     return group
@@ -378,9 +382,9 @@ def _prompts(
     pair: Pair, task: Task, folder: Path, config: TuneConfig, groups: Sequence[Sequence[Decoder]]
 ) -> tuple[list[Sample], Path]:
     """The prompts to race on, noted as used, and where the races are kept."""
-    question, settings = config.question, [one for group in groups for one in group]
-    heads = {head.path: head for one in settings for head in one.heads}
-    asked = [str(one.without_paths()) for one in settings]
+    question, settings = config.question, [setting for group in groups for setting in group]
+    heads = {head.path: head for setting in settings for head in setting.heads}
+    asked = [str(setting.without_paths()) for setting in settings]
     prints = [head.head.fingerprint for head in heads.values()]
     parts = [asked, prints, pair.fingerprints, config.prompts, question.split, task.known_as]
     key = digest([FORMAT, *parts])
@@ -413,18 +417,18 @@ def race(
     faster than they are. All take turns on each prompt, so that a machine's moods fall on all.
     """
     left, first = [list(group) for group in groups], 0
-    warm_up(pair, (one for group in left for one in group), prompts[0])
+    warm_up(pair, (setting for group in left for setting in group), prompts[0])
     for heat, (n, share) in enumerate(HEATS, 1):
         speeds = _speeds(pair, left, prompts[first : first + n], f"racing, heat {heat}", progress)
         left = [_best(group, speeds, math.ceil(share * len(group))) for group in left]
         first += n
     speeds = _speeds(pair, left, prompts[first:], "racing, final", progress)
     won = [_best(group, speeds, 1)[0] for group in left]
-    return [Raced(setting=str(one), tokens_per_second=speeds[one]) for one in won]
+    return [Raced(setting=str(setting), tokens_per_second=speeds[setting]) for setting in won]
 
 
 def _best(group: Sequence[Decoder], speeds: dict[Decoder, float], n: int) -> list[Decoder]:
-    return sorted(group, key=lambda one: -speeds[one])[:n]
+    return sorted(group, key=lambda setting: -speeds[setting])[:n]
 
 
 def _speeds(
@@ -435,6 +439,6 @@ def _speeds(
     progress: Progress,
 ) -> dict[Decoder, float]:
     """Tokens per second of every setting."""
-    settings = (one for group in groups for one in group)
+    settings = (setting for group in groups for setting in group)
     timed = take_turns(pair, settings, prompts, phase, progress)
-    return {one: timed[one].tokens_per_second for one in timed}
+    return {setting: timed[setting].tokens_per_second for setting in timed}

@@ -46,7 +46,9 @@ def mark(ledger: Ledger, folder: Path) -> None:
 
 def as_it_stands(ledger: Ledger, certificate: Certificate) -> Certificate:
     """A certificate, marked where it is withdrawn."""
-    withdrawn = {one.key: one.withdrawn for one in ledger.outcomes() if one.withdrawn}
+    withdrawn = {
+        outcome.key: outcome.withdrawn for outcome in ledger.outcomes() if outcome.withdrawn
+    }
     if certificate.certified is None or certificate.key not in withdrawn:
         return certificate
     return certificate.model_copy(update={"withdrawn": withdrawn[certificate.key]})

@@ -66,7 +66,9 @@ def main(argv: list[str] | None = None) -> None:
     wrong."""
     warnings.formatwarning = lambda message, *_, **__: f"lenience: {message}\n"
     given = sys.argv[1:] if argv is None else argv
-    given = [STDIN if one == "-" else one for one in given]  # which would be taken for a flag
+    given = [
+        STDIN if argument == "-" else argument for argument in given
+    ]  # which would be taken for a flag
     try:
         command, bound, _ = app.parse_args(given, exit_on_error=False, print_error=False)
         command(*bound.args, **bound.kwargs)

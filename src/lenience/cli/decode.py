@@ -56,7 +56,7 @@ def generate(
     decoder = decoder_of(options)
     prompts = prompts or PromptFlags()
     many = prompts.many(prompt)
-    one = None if many else prompt_of(prompt, prompts.messages)
+    given_prompt = None if many else prompt_of(prompt, prompts.messages)
     models = _models_for(options, run, models)
     pair = models.load(
         needs_draft=needs_draft(decoder), tokens=len(many) * expected_tokens(options)
@@ -64,7 +64,7 @@ def generate(
     if many:
         _answer_many(pair, many, options, prompts.batch_size, json=json)
         return
-    asked = _one_of_its_problems(pair) if one is None else one
+    asked = _one_of_its_problems(pair) if given_prompt is None else given_prompt
     out, measured = answer(pair, asked, options, prompts.profile)
     if prompts.show or not json:
         print_answer(pair, out, prompts.show)

@@ -148,15 +148,15 @@ def _compare(pair: Pair, out: Path, tuned: Tuned, limit: int) -> Frontier:
     most lenient one, and that one and strict decoding at the widest window with the draft
     model."""
     screen.rule(f"4. comparing on {limit} held-out problems")
-    raced = [tuned.races.strict, *(one for chain in tuned.races.lenient for one in chain)]
-    fastest = [Decoder.parse(one.setting) for one in raced]
+    raced = [tuned.races.strict, *(entry for chain in tuned.races.lenient for entry in chain)]
+    fastest = [Decoder.parse(entry.setting) for entry in raced]
     fitted = Judge(str(out / "run" / "judge"), THRESHOLDS[-1])
     widest = [fastest[i].with_options({"window": WIDEST, "drafter": "model"}) for i in (0, -1)]
     compared = [*fastest, fastest[-1].with_options({"rule": fitted}), *widest]
     compared.append(fastest[0].with_options({"rule": "topk:2"}))
     settings = [
-        f"{one.rule}; window={one.window}; stop={one.stop}; drafter={one.drafter}"
-        for one in compared
+        f"{figures.rule}; window={figures.window}; stop={figures.stop}; drafter={figures.drafter}"
+        for figures in compared
     ]
     config = CompareConfig(
         settings=tuple(dict.fromkeys(settings)), limit=limit, timed=5, repeats=1, home=out
@@ -168,10 +168,12 @@ def _compare(pair: Pair, out: Path, tuned: Tuned, limit: int) -> Frontier:
 
 
 def _asks_for(asked: dict[str, Any], config: CompareConfig) -> bool:
-    settings = [one for one in asked.get("settings", []) if one["rule"] not in BASELINES]
-    kept = [tuple(str(one[name]) for name in TOLD_APART) for one in settings]
-    asked_now = [one.to_json() for one in config.decodings()]
-    return kept == [tuple(str(one[name]) for name in TOLD_APART) for one in asked_now]
+    settings = [
+        setting for setting in asked.get("settings", []) if setting["rule"] not in BASELINES
+    ]
+    kept = [tuple(str(setting[name]) for name in TOLD_APART) for setting in settings]
+    asked_now = [decoding.to_json() for decoding in config.decodings()]
+    return kept == [tuple(str(row[name]) for name in TOLD_APART) for row in asked_now]
 
 
 def _mining(counts: MinedCounts, head: Head) -> Mining:

@@ -197,7 +197,7 @@ class FitFlags:
         if self.from_ == "run" and run.is_file():
             mend = "name a run folder or, for annotated answers, give --from annotated"
             raise InputError(f"{run}: is a file; {mend}")
-        if file := next((one for one in (folder, *folder.parents) if one.is_file()), None):
+        if file := next((parent for parent in (folder, *folder.parents) if parent.is_file()), None):
             raise InputError(f"--out {folder}: {file} is a file; name another folder")
         recall = self.recall
         if recall is None and not self.annotated:
@@ -287,6 +287,6 @@ class FitFlags:
     def _layers(self, usual: str) -> tuple[int | None, ...]:
         named = (self.layer or usual).split(",")
         try:
-            return tuple(None if one == "norm" else int(one) for one in named)
+            return tuple(None if layer == "norm" else int(layer) for layer in named)
         except ValueError:
             raise InputError(f"--layer {self.layer}: name numbers, or norm, with commas") from None

@@ -148,8 +148,8 @@ def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> N
         pair = Models(flags.target, flags.draft, None, flags.device).load()
         fitted = fit_annotated(pair, rows, plan)
     else:
-        for one in (run, *flags.also):
-            mined_with(one)  # raises where nothing is mined
+        for folder in (run, *flags.also):
+            mined_with(folder)  # raises where nothing is mined
         models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
         pair = models.load(tokens=MANY if flags.gate else 0)
         plan = replace(plan, without=left_out(pair, run, flags.fold))
@@ -185,7 +185,7 @@ def _search_layers(run: Path, flags: FitFlags, json: bool) -> None:
     found = search_layers(models.load(needs_draft=False), run)
     best = print_skipped(found)
     if json:
-        print_json({"drafter": best, "skipped": [asdict(one) for one in found]})
+        print_json({"drafter": best, "skipped": [asdict(skipped) for skipped in found]})
 
 
 def _fit_drafter(run: Path, flags: FitFlags, json: bool) -> None:

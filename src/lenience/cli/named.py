@@ -87,7 +87,7 @@ class Models:
     def loading(self) -> dict[str, Any]:
         """The options of `load_pair` but for compile, in plain values."""
         options = {name: getattr(self, name) for name in ("dtype", "device", "chat", "system")}
-        given = dict(_argument("--template-option", one) for one in self.template_option)
+        given = dict(_argument("--template-option", text) for text in self.template_option)
         return options | {"template_options": given}
 
     def refuse_vllm(self, command: str) -> None:
@@ -104,7 +104,7 @@ class Models:
         except ImportError as error:
             raise InputError(f"--engine vllm: {error}; docs/vllm.md says how it comes") from None
 
-        return VllmPair(pair, dict(_argument("--engine-arg", one) for one in self.engine_arg))
+        return VllmPair(pair, dict(_argument("--engine-arg", text) for text in self.engine_arg))
 
 
 def _argument(flag: str, text: str) -> tuple[str, Any]:
@@ -151,7 +151,7 @@ class TaskChoice:
         """The arguments of `load_task`, in plain values."""
         others = ("task", "skip_long", "stop_string")
         options = {name: value for name, value in vars(self).items() if name not in others}
-        options["stop_strings"] = [one.replace("\\n", "\n") for one in self.stop_string]
+        options["stop_strings"] = [text.replace("\\n", "\n") for text in self.stop_string]
         if self.prompt_template is not None:
             options["prompt_template"] = self.prompt_template.replace("\\n", "\n")
         options["unsafe_local"] = self.unsafe_local or None
@@ -270,12 +270,12 @@ def choice_of(run: Path, choice: TaskChoice) -> TaskChoice:
     return replace(kept, **others)
 
 
-def _same_benchmark(one: str | None, other: str | None) -> bool:
-    """Whether two specs are of one benchmark, perhaps with other options."""
+def _same_benchmark(first: str | None, second: str | None) -> bool:
+    """Whether two specs are of first benchmark, perhaps with second options."""
     from lenience.tasks import BENCHMARKS
 
-    title = (one or "").partition(":")[0]
-    return title in BENCHMARKS and title == (other or "").partition(":")[0]
+    title = (first or "").partition(":")[0]
+    return title in BENCHMARKS and title == (second or "").partition(":")[0]
 
 
 @contextmanager
@@ -352,7 +352,9 @@ def remember(run: Path, models: Models, choice: TaskChoice) -> None:
 
 def _others_than_usual(models: Models, names: Iterable[str]) -> dict[str, Any]:
     """What of some fields is not their default."""
-    given = {one.name: getattr(models, one.name) for one in fields(Models) if one.name in names}
+    given = {
+        field.name: getattr(models, field.name) for field in fields(Models) if field.name in names
+    }
     return {name: value for name, value in given.items() if value != getattr(Models(), name)}
 
 
@@ -370,11 +372,11 @@ def _located(value: str) -> str:
     if (file := value.rpartition(":")[0]).endswith(".py") and Path(file).is_file():
         return f"{Path(file).resolve()}:{value.rpartition(':')[2]}"
     files = value.split(",")
-    return ",".join(str(Path(one).resolve()) for one in files) if _exist(files) else value
+    return ",".join(str(Path(name).resolve()) for name in files) if _exist(files) else value
 
 
 def _exist(files: list[str]) -> bool:
-    return all(one and Path(one).exists() for one in files)
+    return all(file and Path(file).exists() for file in files)
 
 
 Section = TypeVar("Section", Models, TaskChoice)
@@ -390,7 +392,7 @@ def _kept(run: Path, section: str, kind: type[Section]) -> Section:
         content: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({error}); mend it, or delete it") from None
-    known = {"models": set(KEPT), "task": {one.name for one in fields(TaskChoice)}}
+    known = {"models": set(KEPT), "task": {field.name for field in fields(TaskChoice)}}
     for name, values in content.items():
         is_section = name in known and isinstance(values, dict)
         others = values.keys() - known[name] if is_section else {name}
@@ -404,7 +406,7 @@ def _kept(run: Path, section: str, kind: type[Section]) -> Section:
 def _kept_value(path: Path, key: str, value: Any) -> Any:
     """What a line of RUN/lenience.toml says. Raises InputError where it is of a wrong type."""
     if key in SEVERAL:
-        if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
             return tuple(value)
         raise InputError(f"{path}: {key} must be a list of texts, in quotes")
     kind, what = (bool, "true or false") if key in SWITCHES else (str, "a text, in quotes")

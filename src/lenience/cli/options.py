@@ -294,7 +294,9 @@ class TuneFlags(QuestionFlags):
 
         stops = self.stop
         if not stops and (run / "stop" / "stop.json").is_file():
-            stops = tuple(str(Likely(str(run / "stop"), one)) for one in STOP_THRESHOLDS)
+            stops = tuple(
+                str(Likely(str(run / "stop"), threshold)) for threshold in STOP_THRESHOLDS
+            )
         for stop in stops:
             Decoder.of(stop=stop)
         for drafter in self.drafter:
@@ -356,7 +358,7 @@ class CompareFlags:
         from lenience.evaluation.compare import DEFAULT_WINDOWS, CompareConfig
 
         check_limit(self.limit)
-        if any(one < 1 for one in self.window):
+        if any(window < 1 for window in self.window):
             raise InputError("--window: must be 1 or more")
         config = CompareConfig(
             rules=self.rule,

@@ -140,14 +140,14 @@ def print_races(races: Races) -> None:
     table = Table("setting, at its fastest", title=f"races on {escape(races.machine)}")
     for column in ("drafter", "window", "stop", "tokens/s", "times strict", "times the target"):
         table.add_column(column, justify="right")
-    for one in (races.alone, races.strict, *(row for chain in races.lenient for row in chain)):
-        decoding, speed = Decoder.parse(one.setting), one.tokens_per_second
+    for raced in (races.alone, races.strict, *(row for chain in races.lenient for row in chain)):
+        decoding, speed = Decoder.parse(raced.setting), raced.tokens_per_second
         name = _rule_name(decoding)
         drafter = str(decoding.without_paths().drafter) if decoding.window else "–"
         window, stop = str(decoding.window or "–"), str(decoding.without_paths().stop)
         cells = [drafter, window, stop, f"{speed:.0f}"]
         times = (speed / base.tokens_per_second for base in (races.strict, races.alone))
-        table.add_row(escape(name), *map(escape, cells), *(f"{one:.2f}" for one in times))
+        table.add_row(escape(name), *map(escape, cells), *(f"{time_:.2f}" for time_ in times))
     wide(110).print(table)
     for why in races.refused:
         say(f"did not race: {why}")
@@ -160,10 +160,10 @@ def print_passed(passed: Sequence[Timed]) -> None:
     if not passed:
         return
     named = []
-    for one in sorted(passed, key=lambda one: -one.tokens_per_second):
-        decoding = Decoder.parse(one.setting)
+    for raced in sorted(passed, key=lambda raced: -raced.tokens_per_second):
+        decoding = Decoder.parse(raced.setting)
         window = f" (window {decoding.window})" if decoding.window else ""
-        named.append(f"{_rule_name(decoding)}{window} {one.tokens_per_second:.0f}")
+        named.append(f"{_rule_name(decoding)}{window} {raced.tokens_per_second:.0f}")
     say(
         "the fastest by the race of all that passed, timed anew on "
         f"{len(passed[0].tokens)} prompts, in tokens/s: {', '.join(named)}"
@@ -293,10 +293,10 @@ def print_table(frontier: Frontier) -> None:
 
 def print_grades(found: Mapping[str, HumanGrades]) -> None:
     """What people said of each setting."""
-    for setting, one in found.items():
-        low, high = one.win_rate_interval
-        share = f"{one.win_rate:.1%} ({low:.1%}–{high:.1%})"
-        counts = f"{one.wins} better, {one.ties} equally good, {one.losses} worse"
+    for setting, figures in found.items():
+        low, high = figures.win_rate_interval
+        share = f"{figures.win_rate:.1%} ({low:.1%}–{high:.1%})"
+        counts = f"{figures.wins} better, {figures.ties} equally good, {figures.losses} worse"
         say(f"{setting}: {counts} than the target's own; win rate {share}")
 
 
@@ -453,12 +453,12 @@ def print_skipped(found: Sequence[Skipped]) -> str:
     table = Table("layers left out", title="the target without layers as its draft")
     for column in ("tokens that agree", "window", "times the target alone"):
         table.add_column(column, justify="right")
-    for one in found:
-        left_out = ", ".join(map(str, one.layers))
-        cells = (f"{one.agreement:.1%}", str(one.window or "–"), f"{one.times:.2f}")
+    for raced in found:
+        left_out = ", ".join(map(str, raced.layers))
+        cells = (f"{raced.agreement:.1%}", str(raced.window or "–"), f"{raced.times:.2f}")
         table.add_row(left_out, *cells)
     wide(100).print(table)
-    best = max(found, key=lambda one: one.times)
+    best = max(found, key=lambda raced: raced.times)
     drafter = f"skip:{','.join(map(str, best.layers))}"
     if best.times > 1:
         say(f"use it as --drafter {drafter} --window {best.window}; compare it before you trust it")

@@ -69,7 +69,7 @@ def fastest_window(cycles: Sequence[Cycle], seconds: Mapping[int, float], stop: 
 
     return max(
         (Drafting(window, stop, tokens_per_second(window)) for window in seconds),
-        key=lambda one: one.tokens_per_second,
+        key=lambda measured: measured.tokens_per_second,
     )
 
 

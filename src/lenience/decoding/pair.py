@@ -371,7 +371,7 @@ class Pair:
         beyond = decoder.columns(window) if decoder.branches else 0
         lengths = [min(capacity, (lm.context_length or capacity) + beyond) for lm, _ in cached]
         with torch_threads(self.torch_threads):
-            check_memory([(*one, n) for one, n in zip(cached, lengths)], rows, beyond)
+            check_memory([(*held, n) for held, n in zip(cached, lengths)], rows, beyond)
             cache = tree_cache(reader, rows, lengths[0], states) if decoder.branches else None
             session = Session(reader, rows, lengths[0], cache, profile, states=states)
             session.torch_threads = self.torch_threads

@@ -220,7 +220,9 @@ class _Scheduler(Generic[T]):
         for number, answer in self._compared:
             if number in self._in_slots:
                 self._ask(number, answer)
-        self._compared = [one for one in self._compared if one[0] not in self._in_slots]
+        self._compared = [
+            comparison for comparison in self._compared if comparison[0] not in self._in_slots
+        ]
         self._settle()
         while len(self._in_slots) < self._how.size and (following := self._following()):
             self._in_slots.append(following[0])
@@ -339,7 +341,7 @@ class _Conversation(Generic[T]):
         ids, of_prompt = list(question.ids), question.prompt_length
         noise = Noise.for_prompt(self._how.sampling.seed, ids[:of_prompt])
         rows = self._slots.of(self.talk.number)
-        source = max(rows, key=lambda one: common(one.text[:-1], ids), default=None)
+        source = max(rows, key=lambda row: common(row.text[:-1], ids), default=None)
         recall = Recall(self._earlier, 0, ids[:], [None] * len(ids))
         if like := like or source or self._last:
             recall = like.recall.beginning_of(ids)

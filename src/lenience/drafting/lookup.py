@@ -235,7 +235,11 @@ class _SuffixDrafter(_Lookup[Suffixes]):
             with self.finished.lock:
                 index = self.finished.index
                 matches = index.matches_of(tokens[-self.spec.depth :])
-                best = max(best, self._best(index, matches, limit), key=lambda one: one[1])
+                best = max(
+                    best,
+                    self._best(index, matches, limit),
+                    key=lambda continuation: continuation[1],
+                )
         return best[0]
 
     def _best(
@@ -281,8 +285,8 @@ def likeliest(
     def meet(state: S, share: float, parent: int, deep: int) -> None:
         for token, part, child in followers(state):
             if share * part >= least:
-                one = (-share * part, next(order), token, parent, child, deep)
-                heapq.heappush(waiting, one)
+                entry = (-share * part, next(order), token, parent, child, deep)
+                heapq.heappush(waiting, entry)
 
     if depth:
         meet(state, 1.0, -1, 1)

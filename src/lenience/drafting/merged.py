@@ -34,7 +34,7 @@ class Merged(DrafterSpec):
 
     def __post_init__(self) -> None:
         for part in self.parts:
-            if [str(one) for one in self.parts].count(str(part)) > 1:
+            if [str(part) for part in self.parts].count(str(part)) > 1:
                 raise InputError(f"{part} is named twice; join drafters that differ")
 
     @cached_property
@@ -57,7 +57,7 @@ class Merged(DrafterSpec):
 
     @property
     def fitted(self) -> tuple[Fitted, ...]:
-        return tuple(one for part in self.parts for one in part.fitted)
+        return tuple(head for part in self.parts for head in part.fitted)
 
     def relocated(self, path: Callable[[str], str]) -> Self:
         return replace(self, parts=tuple(part.relocated(path) for part in self.parts))

@@ -69,39 +69,44 @@ class _RecalledDrafter(Drafter):
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         limits = most_drafted(self.session, self.target, ctx, room)
-        windows = [_Window(b, *one) for b, one in enumerate(zip(ctx.rows, limits))]
+        windows = [_Window(b, *bounds) for b, bounds in enumerate(zip(ctx.rows, limits))]
         passes = 0
-        while passes < ROUNDS and (open_ones := [one for one in windows if one.left]):
+        while passes < ROUNDS and (unfinished := [window for window in windows if window.left]):
             passes += 1
-            self._extend(open_ones, ctx)
-        for one in windows:
-            one.recall.ahead = one.guesses
+            self._extend(unfinished, ctx)
+        for window in windows:
+            window.recall.ahead = window.guesses
         grown = [
-            Grown(one.tokens, [*range(-1, len(one.tokens) - 1)], [0] * len(one.tokens))
-            for one in windows
+            Grown(window.tokens, [*range(-1, len(window.tokens) - 1)], [0] * len(window.tokens))
+            for window in windows
         ]
         draft = as_draft(grown, self.target.device, trees=False)
-        return replace(draft, passes=passes, tokens_read=[one.tokens_read for one in windows])
+        return replace(draft, passes=passes, tokens_read=[window.tokens_read for window in windows])
 
     def _extend(self, windows: Sequence[_Window], ctx: Context) -> None:
         """Let the draft read what is recalled for each window, and take what it leaves of it."""
-        for one in windows:
-            one.recollect(self.session.lm.vocab_size)
-        states = 1 + max(len(one.recalled) for one in windows)
-        together = [one for one in windows if len(one.sequence) >= states]
-        apart = [one for one in windows if len(one.sequence) < states]  # all of them is too short
-        for some in ([together] if together else []) + [[one] for one in apart]:
+        for window in windows:
+            window.recollect(self.session.lm.vocab_size)
+        states = 1 + max(len(window.recalled) for window in windows)
+        together = [window for window in windows if len(window.sequence) >= states]
+        apart = [
+            window for window in windows if len(window.sequence) < states
+        ]  # all of them is too short
+        for some in ([together] if together else []) + [[window] for window in apart]:
             self._read(some, ctx)
 
     def _read(self, windows: Sequence[_Window], ctx: Context) -> None:
-        states = 1 + max(len(one.recalled) for one in windows)
-        sequences, rows = [one.sequence for one in windows], [one.row for one in windows]
+        states = 1 + max(len(window.recalled) for window in windows)
+        sequences, rows = (
+            [window.sequence for window in windows],
+            [window.row for window in windows],
+        )
         reading = self.session.read(sequences, states, rows=rows)
         logits = wide_as_target(reading.logits, self.target)[..., : self.target.vocab_size]
         tokens, probs = _said(logits, windows, ctx)
-        for one, said, sure in zip(windows, tokens.tolist(), probs.tolist()):
-            n = len(one.recalled) + 1
-            one.take(said[-n:], sure[-n:], self.target.eos_ids)
+        for window, said, sure in zip(windows, tokens.tolist(), probs.tolist()):
+            n = len(window.recalled) + 1
+            window.take(said[-n:], sure[-n:], self.target.eos_ids)
 
     def move(self, source: int, to: int) -> None:
         self.session.move(source, to)
@@ -208,9 +213,9 @@ def _said(logits: Tensor, windows: Sequence[_Window], ctx: Context) -> tuple[Ten
         return tokens, (best - logits.float().logsumexp(-1)).exp()
     n = logits.shape[1]
     drawn = []
-    for one, of_row in zip(windows, logits):
-        read = len(one.tokens) + len(one.recalled) + 1 - n
-        row = replace(ctx, rows=[ctx.rows[one.row]])
+    for window, of_row in zip(windows, logits):
+        read = len(window.tokens) + len(window.recalled) + 1 - n
+        row = replace(ctx, rows=[ctx.rows[window.row]])
         drawn.append(row.draw(of_row[None], ahead=read))
     tokens = torch.cat(drawn)
     return tokens, ctx.probs(logits).gather(-1, tokens[..., None])[..., 0]

@@ -23,7 +23,7 @@ def push(folder: Path, name: str, licence: str | None, private: bool) -> str:
     """Put a fitted head on the Hub as "org/name", with a card that says what it was fitted to, how
     well it tells, and what its run certified; gives where it is. Raises InputError where the folder
     holds none, and RunError where the Hub refuses."""
-    role = next((one for one in ROLES if (folder / f"{one}.json").is_file()), None)
+    role = next((known for known in ROLES if (folder / f"{known}.json").is_file()), None)
     if role is None:
         raise InputError(f"{folder}: holds no head; name one that lenience fit saved, RUN/judge")
     head, run = load_head(folder, role), folder.parent
@@ -47,12 +47,14 @@ def card(
     certificate: Certificate | None,
 ) -> str:
     """A head's card, in Markdown."""
-    models = {} if record is None else {role: one.name for role, one in record.models.items()}
+    models = {} if record is None else {role: model.name for role, model in record.models.items()}
     return template("card.md").render(
         name=name,
         role=head.role,
         licence=licence,
-        bases=[one for one in models.values() if one.count("/") == 1 and not Path(one).exists()],
+        bases=[
+            model for model in models.values() if model.count("/") == 1 and not Path(model).exists()
+        ],
         pair=_loaded(models),
         facts=list(_facts(head, record)),
         used=_used(head, name),
@@ -112,11 +114,11 @@ def _told(certificate: Certificate | None) -> str:
     """What a certificate says, in one sentence."""
     if certificate is None or certificate.certified is None:
         return "There is none: what it loses was not bounded."
-    one = certificate.certified
+    certified = certificate.certified
     return (
         f"With {certificate.confidence:.4g} confidence the loss ({certificate.loss}) of threshold "
-        f"{one.threshold:.6g} at window {one.window} is at most {certificate.max_drop:.2%}, by "
-        f"{certificate.n} prompts of {certificate.binds['task']}, at {one.tokens_per_pass:.2f} "
-        "tokens per pass; certificate.json says what it binds. It holds in the run folder that it "
-        "was made in: certify anew for other prompts."
+        f"{certified.threshold:.6g} at window {certified.window} is at most "
+        f"{certificate.max_drop:.2%}, by {certificate.n} prompts of {certificate.binds['task']}, at "
+        f"{certified.tokens_per_pass:.2f} tokens per pass; certificate.json says what it binds. It "
+        "holds in the run folder that it was made in: certify anew for other prompts."
     )

@@ -137,7 +137,7 @@ class CompareConfig:
     def decodings(self) -> list[Decoder]:
         """What is named, as far as it is known before the windows are chosen. Raises InputError
         for a wrong entry."""
-        return [one.decoding for one in self.decoders(self.shared)]
+        return [decoder.decoding for decoder in self.decoders(self.shared)]
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Compared:
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Compared:
         """From what `to_json` gives."""
-        options = {name: one for name, one in value.items() if name != "names_window"}
+        options = {name: option for name, option in value.items() if name != "names_window"}
         return cls(Decoder.of(options), value["names_window"])
 
 
@@ -233,8 +233,8 @@ class Comparison:
             self.pair,
             self.task,
             split="test",
-            rules=[str(one.decoding.rule) for one in self.decoders],
-            settings=[one.to_json() for one in self.decoders],
+            rules=[str(decoder.decoding.rule) for decoder in self.decoders],
+            settings=[decoder.to_json() for decoder in self.decoders],
             windows=list(config.windows),
             tuning=config.tuning,
             heads=self.heads,
@@ -250,20 +250,20 @@ class Comparison:
         if "settings" not in before:
             return
         open_run(out, self._asked() | {name: before[name] for name in GROWING}, path.name)
-        had = [Compared.of(one) for one in before["settings"]]
-        joined = _by_path(one.decoding for one in had)
+        had = [Compared.of(entry) for entry in before["settings"]]
+        joined = _by_path(compared.decoding for compared in had)
         heads = {path: head.head.fingerprint for path, head in joined.items()}
         if changed := [head for head in heads if heads[head] != before["heads"].get(head)]:
             raise InputError(f"{out}: {changed[0]} has been fitted anew since; name another folder")
-        self.decoders = [*had, *(one for one in self.decoders if one not in had)]
+        self.decoders = [*had, *(decoder for decoder in self.decoders if decoder not in had)]
         self.heads = heads | self.heads
         if windows.exists() and "decoders" not in (chosen := read_json(windows)):
-            write_json(windows, chosen | {"decoders": [one.to_json() for one in had]})
+            write_json(windows, chosen | {"decoders": [compared.to_json() for compared in had]})
         write_json(path, before | {name: self._asked()[name] for name in GROWING})
 
     def carry_out(self, folder: Path, progress: Progress) -> Frontier:
         """Choose windows, decode and time; the frontier is written into the folder."""
-        write_json(folder / "prompts.json", {one.id: one.prompt for one in self.samples})
+        write_json(folder / "prompts.json", {sample.id: sample.prompt for sample in self.samples})
         answers = Answers(self.pair, self.task, folder / "compare.jsonl", self.config.batch_size)
         self._note_uses()
         settings = self._settings(folder / "windows.json", progress)
@@ -301,8 +301,8 @@ class Comparison:
 
     def estimate(self, folder: Path | None) -> Estimate:
         """How long what is left will take, by the settings' number."""
-        drafting = [one for one in self.decoders if not one.decoding.alone]
-        chosen = [one for one in drafting if self._chooses_window(one)]
+        drafting = [decoder for decoder in self.decoders if not decoder.decoding.alone]
+        chosen = [compared for compared in drafting if self._chooses_window(compared)]
         settings = len(self.decoders) + len(chosen)
         timed = min(self.config.timed, len(self.samples)) * self.config.repeats
         kept = known = 0
@@ -310,9 +310,9 @@ class Comparison:
         if folder is not None:
             new = self._not_chosen_yet(folder / "windows.json")
             kept = sum(1 for _ in Journal(folder / "compare.jsonl"))
-            times = {one["id"]: len(one["seconds"]) for one in Journal(folder / "timings.jsonl")}
+            times = {line["id"]: len(line["seconds"]) for line in Journal(folder / "timings.jsonl")}
             known = 0 if new else self.config.repeats * sum(times.values())
-        racing = sum(one in new for one in chosen)
+        racing = sum(compared in new for compared in chosen)
         tuned = racing * len(self.config.windows) * (1 + len(self.tuning_samples))
         one_by_one = tuned + max(0, settings * timed - known)
         together = max(0, settings * len(self.samples) - kept)
@@ -327,8 +327,8 @@ class Comparison:
         if not path.exists():
             return self.decoders
         before = read_json(path).get("decoders")
-        done = self.decoders if before is None else [Compared.of(one) for one in before]
-        return [one for one in self.decoders if one not in done]
+        done = self.decoders if before is None else [Compared.of(entry) for entry in before]
+        return [decoder for decoder in self.decoders if decoder not in done]
 
     def _seconds_an_answer(self) -> tuple[float, float]:
         """What an answer takes alone, and in a batch, by strict decoding with the draft model where
@@ -357,7 +357,7 @@ class Comparison:
     def _learned_from(self) -> int:
         """How many of the prompts a head that is compared, or the draft, has learned from."""
         fitted = (*self.config.heads().values(), *aligned(self.pair.draft))
-        known = {content for one in fitted for content in one.head.prompts or ()}
+        known = {content for head in fitted for content in head.head.prompts or ()}
         encoded = (self.pair.target.encode(sample.prompt) for sample in self.samples)
         return sum(prompt_digest(ids) in known for ids in encoded)
 
@@ -371,10 +371,10 @@ class Comparison:
         done: list[Compared] = []
         if path.exists():
             before = read_json(path)
-            done = [Compared.of(one) for one in before.get("decoders", ())] or self.decoders
-            for one in before["settings"]:
-                decoding = Decoder.of(one["decoding"])
-                settings[decoding] = Setting(decoding, one["why"])
+            done = [Compared.of(decoder) for decoder in before.get("decoders", ())] or self.decoders
+            for entry in before["settings"]:
+                decoding = Decoder.of(entry["decoding"])
+                settings[decoding] = Setting(decoding, entry["why"])
         choosing = []
         for decoder in self.decoders:
             if decoder in done:
@@ -390,8 +390,11 @@ class Comparison:
             settings.setdefault(decoding, Setting(decoding))
         if choosing:
             self._add_chosen(settings, self._fastest(choosing, progress))
-        chosen = [{"decoding": one.decoding.to_json(), "why": one.why} for one in settings.values()]
-        decoders = [one.to_json() for one in self.decoders]
+        chosen = [
+            {"decoding": setting.decoding.to_json(), "why": setting.why}
+            for setting in settings.values()
+        ]
+        decoders = [decoder.to_json() for decoder in self.decoders]
         write_json(path, {"settings": chosen, "decoders": decoders})
         return list(settings.values())
 
@@ -404,8 +407,8 @@ class Comparison:
         for decoding in fastest:
             at = replace(decoding, window=widest)
             settings.setdefault(at, Setting(at, "widest"))
-        choosing = [one.decoding for one in self.decoders if self._chooses_window(one)]
-        strict = next((one for one in choosing if str(one.rule) == "exact"), None)
+        choosing = [decoder.decoding for decoder in self.decoders if self._chooses_window(decoder)]
+        strict = next((decoder for decoder in choosing if str(decoder.rule) == "exact"), None)
         for decoding, window in fastest.items():
             if strict is not None and decoding.rule.heads:
                 at = replace(strict, window=window)
@@ -415,7 +418,7 @@ class Comparison:
         """The window that gives each decoder the most tokens per second on other samples, all
         taking turns; the first sample is a warm-up too."""
         windows, samples = self.config.windows, self.tuning_samples
-        tried = [replace(one, window=window) for one in decoders for window in windows]
+        tried = [replace(decoder, window=window) for decoder in decoders for window in windows]
         tokens, seconds = dict.fromkeys(tried, 0), dict.fromkeys(tried, 0.0)
         for decoding in tried:
             self._generate(samples[0], decoding)
@@ -432,8 +435,8 @@ class Comparison:
             return tokens[decoding] / seconds[decoding]
 
         return {
-            one: max(windows, key=lambda window: speed(replace(one, window=window)))
-            for one in decoders
+            decoder: max(windows, key=lambda window: speed(replace(decoder, window=window)))
+            for decoder in decoders
         }
 
     def _answers(
@@ -482,9 +485,9 @@ class Comparison:
         journal = Journal(path)
         texts = [str(setting.decoding) for setting in settings]
         known: dict[str, Mapping[str, float]] = {sample.id: {} for sample in samples}
-        for one in journal.resume():
-            if here.items() <= one.items() and one["id"] in known:
-                known[one["id"]] = _by_setting(one["seconds"], texts)
+        for line in journal.resume():
+            if here.items() <= line.items() and line["id"] in known:
+                known[line["id"]] = _by_setting(line["seconds"], texts)
         if not all(set(texts) <= set(seconds) for seconds in known.values()):
             for setting in settings:
                 self._generate(samples[0], setting.decoding)  # warm-up
@@ -499,11 +502,11 @@ class Comparison:
     def _timed(self, sample: Sample, settings: Sequence[Setting], repeats: int) -> dict[str, float]:
         """Each setting's seconds on a sample, the median of repeats in which all take turns."""
         turns = [
-            [self._generate(sample, one.decoding).seconds for one in settings]
+            [self._generate(sample, setting.decoding).seconds for setting in settings]
             for _ in range(repeats)
         ]
         seconds = np.median(turns, 0).round(6).tolist()
-        return dict(zip((str(one.decoding) for one in settings), seconds))
+        return dict(zip((str(setting.decoding) for setting in settings), seconds))
 
     def _generate(self, sample: Sample, decoding: Decoder) -> Generation:
         return self.pair.generate(sample.prompt, decoding)
@@ -512,7 +515,7 @@ class Comparison:
 def _by_path(decodings: Iterable[Decoder]) -> dict[str, Fitted]:
     """The fitted heads of decodings, by their paths; one that comes with the built-in pair by its
     name, wherever that is installed."""
-    heads = [head for one in decodings for head in one.heads]
+    heads = [head for decoding in decodings for head in decoding.heads]
     return {f"built-in {Path(h.path).name}" if built_in(h.path) else h.path: h for h in heads}
 
 

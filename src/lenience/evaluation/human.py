@@ -70,9 +70,9 @@ def write_page(folder: Path, rules: Sequence[str] = (), limit: int = 50) -> Page
             f"{folder / PAGE}: is there, and a new page would not take what was graded on it; "
             f"delete {folder / KEY} to begin anew"
         )
-    name = digest([one.to_json() for one in pairs])
+    name = digest([pair.to_json() for pair in pairs])
     write_json(folder / KEY, Key(page=name, pairs=pairs).to_json())
-    shown = [_blinded(one, prompts[one.id], own, answers[one.settings[0]]) for one in pairs]
+    shown = [_blinded(pair, prompts[pair.id], own, answers[pair.settings[0]]) for pair in pairs]
     page = template(PAGE).render(page=name, pairs=shown, title=str(folder))
     write_text(folder / PAGE, page)
     return Page(folder / PAGE, len(pairs), alike)
@@ -132,7 +132,7 @@ def take_grades(folder: Path, filled: Path) -> dict[str, HumanGrades]:
         for setting in pair.settings:
             points.setdefault(setting, []).append(1 - left if pair.target_left else left)
     found = {setting: _grades(given) for setting, given in points.items()}
-    write_json(folder / GRADED, {setting: one.to_json() for setting, one in found.items()})
+    write_json(folder / GRADED, {setting: grades.to_json() for setting, grades in found.items()})
     frontier = Frontier.read(read_json(folder / "frontier.json"), str(folder / "frontier.json"))
     frontier = with_grades(folder, frontier)
     write_json(folder / "frontier.json", frontier.to_json())

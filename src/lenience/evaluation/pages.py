@@ -119,7 +119,9 @@ def as_text(prompt: Any) -> str:
     """A prompt, messages with who says them."""
     if isinstance(prompt, str):
         return prompt
-    return "\n\n".join(f"{one['role'].capitalize()}: {one['content']}" for one in prompt)
+    return "\n\n".join(
+        f"{message['role'].capitalize()}: {message['content']}" for message in prompt
+    )
 
 
 def _result(result: Answer, sample: Example, measure: str) -> dict[str, Any]:

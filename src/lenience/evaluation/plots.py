@@ -121,7 +121,7 @@ def _add_legend(figure: Any, axes: Sequence[Any], columns: int) -> None:
 def _axes_of(frontier: Frontier) -> list[tuple[str, str]]:
     """The figures that a comparison has; without right answers there are no seconds for one."""
     rows = frontier.rows
-    return [one for one in AXES if any(getattr(row, one[0]) is not None for row in rows)]
+    return [axis for axis in AXES if any(getattr(row, axis[0]) is not None for row in rows)]
 
 
 def _colors(families: Any) -> dict[str, str]:

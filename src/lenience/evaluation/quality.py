@@ -50,15 +50,17 @@ def qualities(task: Task | None, answers: Sequence[Sequence[Answer]], target: in
 def values(task: Task | None, answers: Sequence[Answer]) -> NDArray:
     """How good answers are by themselves, each in [0, 1]."""
     if task is not None and task.by_degree:
-        return np.array([1 - (one.loss or 0.0) for one in answers])
-    return np.array([float(one.correct) for one in answers])
+        return np.array([1 - (answer.loss or 0.0) for answer in answers])
+    return np.array([float(answer.correct) for answer in answers])
 
 
 def beside_target(
     task: Task, samples: Sequence[Sample], answers: Sequence[Answer], own: Sequence[Answer]
 ) -> Quality:
     """Of answers to `samples` beside the target's own."""
-    triples = [(one.text, alone.text, sample) for one, alone, sample in zip(answers, own, samples)]
+    triples = [
+        (answer.text, alone.text, sample) for answer, alone, sample in zip(answers, own, samples)
+    ]
     points = list[float]()
     for start in range(0, len(triples), AT_ONCE):
         points += task.points(triples[start : start + AT_ONCE])
@@ -69,5 +71,5 @@ def beside_target(
 
 
 def _verdicts(answers: Sequence[Answer]) -> dict[str, int]:
-    counted = Counter(one.verdict.split(":")[0] for one in answers if one.verdict)
+    counted = Counter(answer.verdict.split(":")[0] for answer in answers if answer.verdict)
     return dict(counted.most_common())

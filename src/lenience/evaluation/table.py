@@ -262,8 +262,8 @@ def allocation(
 def _alone(quality: Sequence[Quality]) -> tuple[NDArray, NDArray, float]:
     """Of the target's and the draft's answers: how good they are, [n, 2], which are right, where
     that can be said, and what the draft loses."""
-    good = np.array([one.values for one in quality]).T
-    right = good if all(one.counts for one in quality) else np.zeros_like(good)
+    good = np.array([each.values for each in quality]).T
+    right = good if all(each.counts for each in quality) else np.zeros_like(good)
     return good, right, float(quality[1].lost.mean())
 
 

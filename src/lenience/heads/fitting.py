@@ -148,7 +148,10 @@ def fit_head(
     best = _best(tried)
     metrics["auc"] = tried[best].auc
     if config.kind == "logistic":
-        metrics |= {"c": best.c, "auc_by_c": {f"{one.c:g}": tried[one].auc for one in tried}}
+        metrics |= {
+            "c": best.c,
+            "auc_by_c": {f"{setting.c:g}": tried[setting].auc for setting in tried},
+        }
     if config.kind == "adamw":
         metrics |= {"rate": best.rate, "decay": best.decay}
     if config.weight is not None:
@@ -259,7 +262,9 @@ def _grid_in_files(
     weights = fit_together(x, examples.weighted(config.weight), problems)
     logits, labels = x.logits(weights)[valid], examples.harmless[valid]
     aucs = [float(roc_auc_score(labels, of_head)) for of_head in logits.T]
-    return weights, {one: Tried(auc, auc) for one, auc in zip(settings_of("logistic"), aucs)}
+    return weights, {
+        setting: Tried(auc, auc) for setting, auc in zip(settings_of("logistic"), aucs)
+    }
 
 
 def _folds(examples: Examples) -> Iterator[tuple[NDArray, NDArray]]:

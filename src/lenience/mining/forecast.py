@@ -38,7 +38,9 @@ class Forecast:
 def forecast(mined: Sequence[MinedSample], labels: int) -> Forecast:
     """What `labels` important mismatches will take. Raises InputError where the samples are too few
     or hold none."""
-    counts = np.array([sum(bool(one.important) for one in sample.mismatches) for sample in mined])
+    counts = np.array(
+        [sum(bool(mismatch.important) for mismatch in sample.mismatches) for sample in mined]
+    )
     if len(mined) < 2 or not counts.any():
         raise InputError(
             f"--plan {labels}: {len(mined)} samples hold {int(counts.sum())} important mismatches, "
@@ -50,12 +52,12 @@ def forecast(mined: Sequence[MinedSample], labels: int) -> Forecast:
     samples = math.ceil(labels / mean)
 
     def whole(name: str) -> float:
-        return samples * sum(float(getattr(one.cost, name)) for one in mined) / n
+        return samples * sum(float(getattr(sample.cost, name)) for sample in mined) / n
 
     return Forecast(
         labels=labels,
         pilot=n,
-        mismatches=sum(len(one.mismatches) for one in mined) / n,
+        mismatches=sum(len(sample.mismatches) for sample in mined) / n,
         important=mean,
         important_interval=(low, high),
         samples=samples,

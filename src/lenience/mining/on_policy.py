@@ -66,17 +66,17 @@ def search_on_policy(
         began = time.perf_counter()
         part = samples[start : start + batch_size]
         answered = _answer(pair, task, part, policy, strict)
-        lost = [one for one in answered if one.lost]
+        lost = [answer for answer in answered if answer.lost]
         asked = [
-            one.lenient.prompt_tokens + one.lenient.tokens[: mismatch.position + 1]
-            for one in lost
-            for mismatch in one.kept
+            answer.lenient.prompt_tokens + answer.lenient.tokens[: mismatch.position + 1]
+            for answer in lost
+            for mismatch in answer.kept
         ]
         outs = iter(pair.generate_batch(asked, strict, batch_size=batch_size))
-        for one in lost:
-            one.continued = [next(outs) for _ in one.kept]
+        for answer in lost:
+            answer.continued = [next(outs) for _ in answer.kept]
         seconds = (time.perf_counter() - began) / len(part)
-        yield from (_record(pair, task, one, policy, seconds) for one in answered)
+        yield from (_record(pair, task, answer, policy, seconds) for answer in answered)
 
 
 def _answer(
@@ -85,7 +85,7 @@ def _answer(
     """Both answers to each of the samples; the target is asked where something was kept by
     lenience, and else has said the same."""
     size = max(1, len(samples))
-    outs = pair.generate_batch([one.prompt for one in samples], policy, batch_size=size)
+    outs = pair.generate_batch([sample.prompt for sample in samples], policy, batch_size=size)
     kept = [_kept(pair, out) for out in outs]
     asked = [out.prompt_tokens for out, some in zip(outs, kept) if some]
     alone = iter(pair.generate_batch(asked, strict, batch_size=size))
@@ -117,21 +117,27 @@ def _kept(pair: Pair, out: Generation) -> list[Mismatch]:
     ]
 
 
-def _record(pair: Pair, task: Task, one: _Answered, policy: Decoder, seconds: float) -> MinedSample:
+def _record(
+    pair: Pair, task: Task, answered: _Answered, policy: Decoder, seconds: float
+) -> MinedSample:
     """The journal's record of an answer."""
-    final, mismatches = _labelled(pair, task, one, policy)
+    final, mismatches = _labelled(pair, task, answered, policy)
     _, text = until_stop(pair.target, final, policy.stop_strings)
-    outs = [one.lenient, *one.continued, *([] if one.own is one.lenient else [one.own])]
+    outs = [
+        answered.lenient,
+        *answered.continued,
+        *([] if answered.own is answered.lenient else [answered.own]),
+    ]
     return MinedSample(
-        id=one.sample.id,
-        prompt_ids=one.lenient.prompt_tokens,
-        response_ids=one.own.tokens,
+        id=answered.sample.id,
+        prompt_ids=answered.lenient.prompt_tokens,
+        response_ids=answered.own.tokens,
         final_ids=final,
         mismatches=mismatches,
         answers=MinedAnswers(
-            target=one.answer,
-            final=task.answer(text, one.sample),
-            reference=one.sample.reference,
+            target=answered.answer,
+            final=task.answer(text, answered.sample),
+            reference=answered.sample.reference,
         ),
         cost=MiningCost(
             target_passes=sum(out.target_passes for out in outs),
@@ -143,22 +149,24 @@ def _record(pair: Pair, task: Task, one: _Answered, policy: Decoder, seconds: fl
 
 
 def _labelled(
-    pair: Pair, task: Task, one: _Answered, policy: Decoder
+    pair: Pair, task: Task, answered: _Answered, policy: Decoder
 ) -> tuple[list[int], list[Mismatch]]:
     """The response with the harmless tokens that were kept, and what is known of each; it ends
-    where one of the policy does."""
-    if not one.lost:
-        label = {"important": None if one.same is None else False}
-        return one.lenient.tokens, [mismatch.model_copy(update=label) for mismatch in one.kept]
-    final, labelled = one.own.tokens, []
-    for mismatch, out in zip(one.kept, one.continued):
-        settled = one.lenient.tokens[: mismatch.position + 1]
+    where answered of the policy does."""
+    if not answered.lost:
+        label = {"important": None if answered.same is None else False}
+        return answered.lenient.tokens, [
+            mismatch.model_copy(update=label) for mismatch in answered.kept
+        ]
+    final, labelled = answered.own.tokens, []
+    for mismatch, out in zip(answered.kept, answered.continued):
+        settled = answered.lenient.tokens[: mismatch.position + 1]
         if final[: mismatch.position] != settled[:-1]:
             break  # a tie of the target's, read in other company
         whole = (settled + out.tokens)[: policy.max_new_tokens]
         response, text = until_stop(pair.target, whole, policy.stop_strings)
-        found = task.answer(text, one.sample)
-        same = task.same(found, one.answer, one.sample)
+        found = task.answer(text, answered.sample)
+        same = task.same(found, answered.answer, answered.sample)
         labelled.append(mismatch.model_copy(update={"important": not same}))
         if not same:
             break

@@ -53,7 +53,7 @@ def resample(
     total = resampling.times * len(swaps)
     ready = total - len(left)
     progress("resampling", ready, total)
-    for number, group in groupby(left, key=lambda one: one[0]):
+    for number, group in groupby(left, key=lambda labelled: labelled[0]):
         drawn = Decoder.of(
             temperature=TEMPERATURE,
             seed=number,
@@ -76,7 +76,7 @@ def resample(
 
 def _left(folder: Path, swaps: Sequence[Swap], times: int) -> list[tuple[int, Swap]]:
     """The draws that are still to be made, by their numbers."""
-    done = {(one.id, one.position, one.number) for one in resamples(folder)}
+    done = {(draw.id, draw.position, draw.number) for draw in resamples(folder)}
     return [
         (number, swap)
         for number in range(1, times + 1)
@@ -115,9 +115,9 @@ def shares_harmless(folder: Path) -> list[float]:
     the answer as it is, the greedy one among them; 1 for those that were harmless at once. Raises
     InputError where nothing was resampled."""
     verdicts: dict[tuple[str, int], list[bool]] = defaultdict(list)
-    for one in resamples(folder):
-        if one.same is not None:
-            verdicts[one.id, one.position].append(one.same)
+    for draw in resamples(folder):
+        if draw.same is not None:
+            verdicts[draw.id, draw.position].append(draw.same)
     if not verdicts:
         mend = f"lenience mine --out {folder} --resamples 4 does"
         raise InputError(f"{folder}: nothing was resampled; {mend}")

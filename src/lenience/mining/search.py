@@ -324,7 +324,11 @@ def _choose(pair: Pair, task: Task, config: MineConfig, drawn: str) -> list[Samp
         random.Random(f"mining {config.seed}").shuffle(samples)
     if not known:
         return samples[: config.limit]
-    fresh = (one for one in samples if prompt_digest(pair.target.encode(one.prompt)) not in known)
+    fresh = (
+        sample
+        for sample in samples
+        if prompt_digest(pair.target.encode(sample.prompt)) not in known
+    )
     chosen = list(islice(fresh, config.limit))
     if not chosen:
         raise InputError(f"--policy {config.policy}: its head has learned from every sample")

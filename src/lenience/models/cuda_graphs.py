@@ -137,7 +137,7 @@ class CudaGraphCache(PlainCache):
         ]
         for i in range(forward.lookahead):
             cached = [length + i for length in lengths]
-            one = Forward(
+            later = Forward(
                 rows=forward.rows,
                 input_ids=[[LATER]] * len(cached),
                 left_padding=[0] * len(cached),
@@ -146,7 +146,7 @@ class CudaGraphCache(PlainCache):
                 num_states=1,
                 device_tokens=parts[-1][0][:, -1:].argmax(-1),
             )
-            parts.append(self.read(one, profile))
+            parts.append(self.read(later, profile))
         logits, hidden = (torch.cat(part, 1) for part in zip(*parts))
         return logits, hidden
 

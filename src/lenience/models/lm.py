@@ -368,9 +368,12 @@ class LM:
         its tokens one by one."""
         config: Any = self.model.config.get_text_config()
         rope = getattr(config, "rope_parameters", None) or {}
-        for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-            if one.get("rope_type") == "longrope" and one["short_factor"] != one["long_factor"]:
-                inside = one.get("original_max_position_embeddings")
+        for settings in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+            if (
+                settings.get("rope_type") == "longrope"
+                and settings["short_factor"] != settings["long_factor"]
+            ):
+                inside = settings.get("original_max_position_embeddings")
                 return inside or getattr(config, "original_max_position_embeddings", None)
         return None
 

@@ -232,8 +232,8 @@ class GraphCache:
 
     def token_bytes(self) -> dict[torch.device, int]:
         """While a cache grows there are two."""
-        one = self.states[:, 0, :, 0].nbytes + self._memory.features[0, 0].nbytes
-        return {self.states.device: 2 * one}
+        of_token = self.states[:, 0, :, 0].nbytes + self._memory.features[0, 0].nbytes
+        return {self.states.device: 2 * of_token}
 
     def on_session_closed(self) -> None:
         if not self._shares:

@@ -124,7 +124,7 @@ def several(prompts: Any, pad: int | None = None) -> list[Prompt]:
         given = [rows] if masks is None else [rows, masks]
         if masks is None:
             _refuse_padding(rows, pad)
-        return [plain(dict(zip(("input_ids", "attention_mask"), one))) for one in zip(*given)]
+        return [plain(dict(zip(("input_ids", "attention_mask"), row))) for row in zip(*given)]
     _refuse_padding(prompts, pad)
     try:
         return list(prompts)

@@ -238,7 +238,7 @@ class Session:
     def _read_in_groups(self, batch: Batch, groups: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Logits and hidden states of a batch that is read in one pass or several."""
         passes = [self._forward(batch, group) for group in groups]
-        return _in_order([self.cache.read(one, self.profile) for one in passes], groups)
+        return _in_order([self.cache.read(pass_, self.profile) for pass_ in passes], groups)
 
     def _forward(self, batch: Batch, group: list[int]) -> Forward:
         """One pass over some of a batch's sequences."""
@@ -433,7 +433,7 @@ def reads_together_as_alone(lm: LM, cache: RowCache, states: States = LAST) -> b
         rows = [row + more for row, more in zip(rows, found)]
         sessions = [Session(lm, cache=PlainCache(lm, 1, 256, states)) for _ in rows]
         alone = [own.read([row], n) for own, row in zip(sessions, rows)]
-        if not _are_alike(lm, reading.hidden, torch.cat([one.hidden for one in alone])):
+        if not _are_alike(lm, reading.hidden, torch.cat([read.hidden for read in alone])):
             return False
         if states.features and not _have_features_of(together, sessions, rows):
             return False
@@ -445,7 +445,7 @@ def _have_features_of(
 ) -> bool:
     """Whether the rows of a session have the features that each has in a session of its own."""
     given = [together.features(b, row, 0) for b, row in enumerate(rows)]
-    alone = [own.features(0, row, 0)[: len(one)] for own, row, one in zip(sessions, rows, given)]
+    alone = [own.features(0, row, 0)[: len(ids)] for own, row, ids in zip(sessions, rows, given)]
     return _are_alike(together.lm, torch.cat(given), torch.cat(alone))
 
 

@@ -146,7 +146,9 @@ class AnyOf:
             deferred = _at_next_token(deferred, accepted, draft, ctx)
             strict_after = _next_tokens(strict, accepted, draft, reading, ctx)
             after = torch.where(deferred, strict_after, after)
-        scores = next((one.logits for one in opinions.values() if one.logits is not None), None)
+        scores = next(
+            (opinion.logits for opinion in opinions.values() if opinion.logits is not None), None
+        )
         return _verdicts(draft, exact, accepted, after, scores)
 
     @staticmethod

@@ -162,7 +162,7 @@ class Answers:
         trace: list[tuple[str, str, float | None]] | None = None
         if traced:
             texts = pieces(self.pair.target, out.tokens)
-            trace = [(text, one.origin, one.score) for text, one in zip(texts, out.trace)]
+            trace = [(text, entry.origin, entry.score) for text, entry in zip(texts, out.trace)]
         answer = Answer(
             id=decoded.sample.id,
             rule=str(decoding.rule),
@@ -177,7 +177,7 @@ class Answers:
             draft_passes=out.draft_passes,
             accepted_exact=out.accepted_exact,
             accepted_lenient=out.accepted_lenient,
-            kept_by_lenience=sum(one.origin in BY_LENIENCE for one in out.trace),
+            kept_by_lenience=sum(entry.origin in BY_LENIENCE for entry in out.trace),
             **_flops(self.pair, decoding, out),
             closest=_closest(out),
             seconds=round(decoded.seconds, 4),
@@ -277,11 +277,11 @@ class _Scoring:
 
     def _score(self, batch: list[_Decoded]) -> Scored:
         try:
-            scores = self.task.score([(one.out.text, one.sample) for one in batch])
+            scores = self.task.score([(decoded.out.text, decoded.sample) for decoded in batch])
             return list(zip(batch, scores, strict=True)), None
         except Exception as error:
             if len(batch) == 1:
                 return [], error
-        parts = [self._score([one]) for one in batch]  # what can be scored is kept
+        parts = [self._score([decoded]) for decoded in batch]  # what can be scored is kept
         errors = [error for _, error in parts if error]
         return [pair for scored, _ in parts for pair in scored], errors[0] if errors else None

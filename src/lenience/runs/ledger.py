@@ -98,7 +98,7 @@ class Ledger:
         """Count what a run folder brings along."""
         ours, brought = self._uses[self.place], self._uses[self.folder]
         ours.read()
-        ours.add(one for one in brought.read() if one.row not in ours.rows)
+        ours.add(outcome for outcome in brought.read() if outcome.row not in ours.rows)
         for name in ("attempts.jsonl", "outcomes.jsonl"):
             known = Journal(self.place / name).resume()
             for record in Journal(self.folder / name).resume():
@@ -114,15 +114,17 @@ class Ledger:
         """How many rows have been used otherwise than for a draw."""
         with self.held():
             uses = self._uses[self.place].rows.values()
-            return sum((one.key, one.use) != (draw.key, draw.use) for one in uses)
+            return sum((use.key, use.use) != (draw.key, draw.use) for use in uses)
 
     def note(self, lm: LM, samples: Sequence[Sample], *, use: str, key: str, task: Task) -> None:
         """Record that rows are about to be used, before they are."""
         prompts = [(sample.id, sample.prompt) for sample in samples]
         with self.held():
-            noted = [use_of(lm, *one, use=use, key=key, task=task.known_as) for one in prompts]
+            noted = [
+                use_of(lm, *prompt, use=use, key=key, task=task.known_as) for prompt in prompts
+            ]
             for uses in self._uses.values():
-                uses.add(one for one in noted if one.row not in uses.rows)
+                uses.add(entry for entry in noted if entry.row not in uses.rows)
 
     def attempt(self, key: str, task: Task, split: str, *, counts: bool = True) -> Attempt:
         """Which attempt a question is, among those on a task of the same name, and on others of
@@ -139,28 +141,30 @@ class Ledger:
     def _attempt(self, key: str, task: Task, split: str) -> Attempt:
         journal = Journal(self.place / "attempts.jsonl")
         known = [Attempt.read(record, str(journal.path)) for record in journal.resume()]
-        found = next((one for one in known if one.key == key), None)
+        found = next((outcome for outcome in known if outcome.key == key), None)
         if found is None:
             alike = self._alike(known, task, split)
-            number = max([len(alike), *(one.number for one in alike)]) + 1
+            number = max([len(alike), *(outcome.number for outcome in alike)]) + 1
             found = Attempt(key=key, pair=self.pair, task=task.label, number=number)
         return found
 
     def _alike(self, known: Iterable[Attempt], task: Task, split: str) -> list[Attempt]:
         sources = {digest(sample.prompt) for sample in take(task, split, None)}
-        on_these = {one.key for one in uses_in(self.place) if one.source in sources}
-        ours = (one for one in known if one.pair == self.pair)
-        return [one for one in ours if one.task == task.label or one.key in on_these]
+        on_these = {use.key for use in uses_in(self.place) if use.source in sources}
+        ours = (outcome for outcome in known if outcome.pair == self.pair)
+        return [
+            outcome for outcome in ours if outcome.task == task.label or outcome.key in on_these
+        ]
 
     def outcomes(self) -> list[Outcome]:
         """The last of each question's setting."""
         journal = Journal(self.place / "outcomes.jsonl")
         found = dict[tuple[str, str], Outcome]()
         for record in journal.resume():
-            one = Outcome.read(record, str(journal.path))
-            before = found.get((one.key, one.setting))
-            if before is None or one.withdrawn or not before.withdrawn:
-                found[one.key, one.setting] = one
+            outcome = Outcome.read(record, str(journal.path))
+            before = found.get((outcome.key, outcome.setting))
+            if before is None or outcome.withdrawn or not before.withdrawn:
+                found[outcome.key, outcome.setting] = outcome
         return list(found.values())
 
     def keep(self, outcome: Outcome) -> None:
@@ -182,11 +186,11 @@ class _Uses:
         """Those that have come since."""
         where = str(self._tail.journal.path)
         new = [Use.read(record, where) for record in self._tail.new()]
-        for one in new:
-            self.rows.setdefault(one.row, one)
+        for outcome in new:
+            self.rows.setdefault(outcome.row, outcome)
         return new
 
     def add(self, uses: Iterable[Use]) -> None:
-        if lines := [one.to_json() for one in uses]:
+        if lines := [use.to_json() for use in uses]:
             self._tail.journal.append(*lines)
             self.read()

@@ -124,13 +124,13 @@ def note_uses(
     journal = Journal(folder / "uses.jsonl")
     with locked(folder):
         noted = {Use.read(record, str(journal.path)).row for record in journal.resume()}
-        uses = []
+        fresh = []
         for id, prompt in prompts:
-            one = use_of(lm, id, prompt, use=use, key=key, task=task)
-            if one.row not in noted:
-                noted.add(one.row)
-                uses.append(one)
-        journal.append(*(one.to_json() for one in uses))
+            new = use_of(lm, id, prompt, use=use, key=key, task=task)
+            if new.row not in noted:
+                noted.add(new.row)
+                fresh.append(new)
+        journal.append(*(line.to_json() for line in fresh))
 
 
 def uses_in(run: Path) -> Iterator[Use]:
@@ -156,12 +156,12 @@ def uses_of(ledger: Path, folder: Path, draw: Draw) -> list[Use]:
     """All uses that a draw must respect: of the ledger and the run, whose keys tell what is its
     own, and of the heads, wherever they were fitted."""
     uses = dict[tuple[str, str, str], Use]()
-    for one in (*uses_in(ledger), *uses_in(folder)):
-        uses.setdefault(one.row, one)
+    for use in (*uses_in(ledger), *uses_in(folder)):
+        uses.setdefault(use.row, use)
     for run in _runs_of(draw.heads, folder):
-        for one in uses_in(run):
-            uses.setdefault(one.row, one.model_copy(update={"key": None}))
-    known = {one.prompt for one in uses.values()}
+        for use in uses_in(run):
+            uses.setdefault(use.row, use.model_copy(update={"key": None}))
+    known = {use.prompt for use in uses.values()}
     fitted_on = {content for head in draw.heads for content in head.head.prompts or ()} - known
     return [
         *uses.values(),
@@ -233,26 +233,26 @@ class _Rows:
         self._elsewhere: Counter[str] = Counter()
         """How many rows of a prompt were used under other names."""
         self._use_of = dict[str, str]()
-        for one in uses:
-            if one.task == task.known_as and one.id in self._samples:
-                self.by_id.setdefault(one.id, one)
+        for use in uses:
+            if use.task == task.known_as and use.id in self._samples:
+                self.by_id.setdefault(use.id, use)
             else:
-                self._elsewhere[one.prompt] += 1
-                self._use_of.setdefault(one.prompt, one.use)
+                self._elsewhere[use.prompt] += 1
+                self._use_of.setdefault(use.prompt, use.use)
         self._groups = {group_of(self._samples[id]) for id in self.by_id}
 
     def spend_groups(self, lm: LM) -> None:
         """Of prompts that were used under other names, the groups are used too."""
         if self._elsewhere:
-            grouped = [one for one in self._samples.values() if group_of(one) is not None]
+            grouped = [sample for sample in self._samples.values() if group_of(sample) is not None]
             for sample in grouped:
                 if self._elsewhere[prompt_digest(encoded(lm, self._task, sample))]:
                     self._groups.add(group_of(sample))
 
     def own(self, draw: Draw) -> list[Sample]:
         """Those that were noted for the same."""
-        noted = (one for one in self.by_id.values() if (one.key, one.use) == (draw.key, draw.use))
-        return [self._samples[one.id] for one in noted]
+        noted = (use for use in self.by_id.values() if (use.key, use.use) == (draw.key, draw.use))
+        return [self._samples[use.id] for use in noted]
 
     def take(self, sample: Sample, content: str) -> str | None:
         """What a row was used for; None where it is fresh, and is taken now."""

@@ -62,7 +62,7 @@ class MtBench(Published):
 
     def samples(self, split: str) -> Iterator[Sample]:
         questions = list(super().samples(split))
-        several = [one for one in questions if len(one.metadata["turns"]) > 1]
+        several = [question for question in questions if len(question.metadata["turns"]) > 1]
         answers = dict[str, str]()
         if several and self.turns == "both":
             if self._own_answers is None:
@@ -70,8 +70,10 @@ class MtBench(Published):
                     "task mtbench: its second turns hold the target's own answers to the first; "
                     "mine, compare and certify see to that, else write mtbench:turns=first"
                 )
-            first: list[Messages] = [chat(("user", one.metadata["turns"][0])) for one in several]
-            answers = dict(zip((one.id for one in several), self._own_answers(first)))
+            first: list[Messages] = [
+                chat(("user", question.metadata["turns"][0])) for question in several
+            ]
+            answers = dict(zip((question.id for question in several), self._own_answers(first)))
         for question in questions:
             yield self._turn(question, 1, question.prompt)
             if question.id in answers:

@@ -31,7 +31,7 @@ class Question:
     subject: str = ""
 
     def shown(self) -> str:
-        lines = [f"{letter}. {one}" for letter, one in zip(LETTERS, self.choices)]
+        lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, self.choices)]
         return "\n".join([self.text.strip(), *lines])
 
     @property
@@ -70,7 +70,7 @@ class ChoiceTask(Published):
     def _prepare(self, files: dict[str, list[Path]]) -> None:
         if not self.shots:
             return
-        role = next((one for one in self.shot_roles if one in files), None)
+        role = next((name for name in self.shot_roles if name in files), None)
         if role is None:
             raise InputError(
                 f"task {self.title}: shots come from dev, train or validation files, and there "
@@ -92,7 +92,7 @@ class ChoiceTask(Published):
         prompt = ASKED.format(letters=letters, question=question.shown())
         if self.shots:
             about = f" about {question.subject}" if question.subject else ""
-            solved = [f"{one.shown()}\nAnswer: {one.letter}\n\n" for one in shown]
+            solved = [f"{shot.shown()}\nAnswer: {shot.letter}\n\n" for shot in shown]
             asked = f"{question.shown()}\nAnswer:"
             prompt = self.head.format(about=about) + "".join(solved) + asked
         stratum = {"choices": len(letters), "stratum": question.subject or question.letter}
@@ -168,7 +168,7 @@ def question_of(row: Row, where: str = "") -> Question:
             for label, text in zip(choices["label"], choices["text"], strict=True)
         ]
         return _labelled(str(asked), listed, row.get("answerKey"))
-    texts = tuple(str(one) for one in choices)
+    texts = tuple(str(text) for text in choices)
     answer = row["answer"]
     by_letter = str(answer) in tuple(LETTERS)
     place = LETTERS.index(str(answer)) if by_letter else int(answer)
@@ -179,10 +179,10 @@ def question_of(row: Row, where: str = "") -> Question:
 
 
 def _labelled(text: str, listed: list[dict[str, Any]], key: str | None) -> Question:
-    labels = [str(one["label"]) for one in listed]
+    labels = [str(entry["label"]) for entry in listed]
     if key and key not in labels:
         raise InputError(f"its answer {key!r} is none of its choices, {', '.join(labels)}")
     if len(labels) > len(LETTERS):
         raise InputError(f"has {len(labels)} choices, more than {len(LETTERS)}")
     place = labels.index(key) if key else None
-    return Question(text, tuple(str(one["text"]) for one in listed), place)
+    return Question(text, tuple(str(entry["text"]) for entry in listed), place)

@@ -96,7 +96,9 @@ class CodeTask(Published):
     def score(self, pairs: Sequence[tuple[str, Sample]]) -> list[Score]:
         with ThreadPoolExecutor(workers()) as pool:
             verdicts = list(pool.map(lambda pair: self._of_response(*pair), pairs))
-        return [Score(one.passed, float(not one.passed), str(one)) for one in verdicts]
+        return [
+            Score(verdict.passed, float(not verdict.passed), str(verdict)) for verdict in verdicts
+        ]
 
     def _of_response(self, text: str, sample: Sample) -> Verdict:
         program = self.answer(text, sample)
@@ -243,7 +245,7 @@ class LiveCodeBench(CodeTask):
         kept = sample.metadata
         tests = [*cases_in(kept["public"]), *cases_in(kept["private"])]
         left = time.monotonic() + (self.LIMITS.seconds + 1) * len(tests) + 5
-        stdin = [one for one in tests if one["testtype"] == "stdin"]
+        stdin = [test for test in tests if test["testtype"] == "stdin"]
         verdicts = self._by_input(program, stdin)
         if len(stdin) < len(tests):
             verdicts = self._by_calls(program, kept["function"], tests)
@@ -272,8 +274,8 @@ class LiveCodeBench(CodeTask):
         if not function:
             raise InputError("task livecodebench: a problem's metadata name no func_name")
         try:
-            given = [[json.loads(line) for line in _lines(one["input"])] for one in tests]
-            wanted = [json.loads(one["output"]) for one in tests]
+            given = [[json.loads(line) for line in _lines(test["input"])] for test in tests]
+            wanted = [json.loads(test["output"]) for test in tests]
         except ValueError as error:
             raise InputError(f"task livecodebench: a test is no JSON ({error})") from None
         values = self.sandbox.calls(PREAMBLE + program, function, given, self.LIMITS)
@@ -333,8 +335,8 @@ def blocks(text: str) -> list[Block]:
         r"^[ \t]*```[ \t]*([^\n`]*)\n(.*?)(^[ \t]*```|\Z)", text, re.DOTALL | re.MULTILINE
     )
     found = [
-        Block((one[1].split() or [""])[0].strip("{}.").lower(), one[2], bool(one[3]))
-        for one in fenced
+        Block((block[1].split() or [""])[0].strip("{}.").lower(), block[2], bool(block[3]))
+        for block in fenced
     ]
     return [block for block in found if block.code.strip()]
 
@@ -370,7 +372,7 @@ def cases_in(text: str) -> list[dict[str, str]]:
             packed = zlib.decompressobj().decompress(base64.b64decode(text), MOST_TESTS)
             text = _PlainUnpickler(io.BytesIO(packed)).load()
         tests = json.loads(text)
-        return [{name: one[name] for name in ("input", "output", "testtype")} for one in tests]
+        return [{name: test[name] for name in ("input", "output", "testtype")} for test in tests]
     except (ValueError, KeyError, TypeError, EOFError, zlib.error, binascii.Error) as error:
         raise InputError(f"task livecodebench: test cases cannot be read ({error!r})") from None
     except (pickle.UnpicklingError, IndexError, AttributeError, MemoryError) as error:
@@ -391,4 +393,4 @@ def _numbers(line: str) -> list[Decimal]:
         numbers = [Decimal(part) for part in line.split()]
     except InvalidOperation:
         return []
-    return numbers if all(one.is_finite() for one in numbers) else []
+    return numbers if all(number.is_finite() for number in numbers) else []

@@ -35,7 +35,9 @@ def answers(answer: str, same: str | None) -> Answers:
     """From the specs that users give. Raises InputError that names what there is."""
     name, colon, what = answer.partition(":")
     if name not in FINDERS or (colon and name not in TAKES) or (not what and name in TAKES):
-        forms = ", ".join(f"{one}:{TAKES[one]}" if one in TAKES else one for one in FINDERS)
+        forms = ", ".join(
+            f"{finder}:{TAKES[finder]}" if finder in TAKES else finder for finder in FINDERS
+        )
         raise InputError(f"answer {answer!r}: write {forms}")
     make, compared = FINDERS[name]
     same = same or compared

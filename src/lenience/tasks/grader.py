@@ -238,11 +238,13 @@ class Graded(Task):
     def _probe(self) -> None:
         """Raise InputError for a grader that cannot tell a right answer from nonsense."""
         orders = _question(PROBE, RIGHT, WRONG), _question(PROBE, WRONG, RIGHT)
-        keys = [digest(one, 16) for one in orders]
-        self._ask({key: one for key, one in zip(keys, orders) if key not in self._kept})
+        keys = [digest(order, 16) for order in orders]
+        self._ask({key: order for key, order in zip(keys, orders) if key not in self._kept})
         verdicts = [self._verdict(key) for key in keys]
         if verdicts != ["A", "B"]:
-            said = " and ".join(f"[[{one}]]" if one else "no verdict" for one in verdicts)
+            said = " and ".join(
+                f"[[{verdict}]]" if verdict else "no verdict" for verdict in verdicts
+            )
             raise InputError(
                 f"grader {self.grader.name}: does not tell {RIGHT!r} from {WRONG!r} as an answer "
                 f"to {PROBE.prompt!r} (it gives {said}, for [[A]] and [[B]]); name another model"
@@ -276,7 +278,7 @@ class Graded(Task):
                 pairs.append(None)
                 continue
             orders = (_question(sample, text, other), _question(sample, other, text))
-            first, second = (digest(one, 16) for one in orders)
+            first, second = (digest(order, 16) for order in orders)
             for key, question in zip((first, second), orders):
                 if key not in self._kept and key not in self._unread:
                     asked[key] = question
@@ -318,7 +320,9 @@ class Graded(Task):
 def _question(sample: Sample, a: str, b: str) -> Messages:
     prompt = sample.prompt
     if not isinstance(prompt, str):
-        prompt = "\n\n".join(f"{one['role'].capitalize()}: {one['content']}" for one in prompt)
+        prompt = "\n\n".join(
+            f"{message['role'].capitalize()}: {message['content']}" for message in prompt
+        )
     reference = sample.reference or sample.metadata.get("reference")
     told = f"[Reference answer]\n{reference}\n\n" if reference else ""
     asked = (

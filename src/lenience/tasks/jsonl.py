@@ -50,7 +50,7 @@ class JsonlTask(Task):
             raise InputError(f"task file {', '.join(map(str, paths))}: has no rows")
         if answer is None:
             references = [self.fields.reference_of(row) for row in self._rows[:20]]
-            told = proposed([one for one in references if one is not None])
+            told = proposed([reference for reference in references if reference is not None])
             if self.unread and not any(references):
                 told = f"; {told_unread(self.unread)}"
             files = ", ".join(map(str, paths))
@@ -58,8 +58,8 @@ class JsonlTask(Task):
         self._how = answers(answer, same)
         spec = f" {self.fields.spec}" if self.fields.spec else ""
         self._reads = f"{self._how.spec} version={self.version}{spec}"
-        content = b"".join(one.read_bytes() for one in paths)
-        files = "+".join(one.name for one in paths)
+        content = b"".join(part.read_bytes() for part in paths)
+        files = "+".join(part.name for part in paths)
         self.name = f"{files} ({digest_bytes(content, 6)}) {self._reads}"
 
     @property

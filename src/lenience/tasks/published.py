@@ -68,7 +68,7 @@ class Published(Task):
         paths = [path.resolve().parent for some in files.values() for path in some]
         top = Path(os.path.commonpath(paths))
         for role, paths in files.items():
-            samples = [one for path in paths for one in self._samples_of(path, role, top)]
+            samples = [sample for path in paths for sample in self._samples_of(path, role, top)]
             self._given[role] = _distinct(samples, self.title)
         if not any(self._given.values()):
             why = f" that its options take ({self.choices})" if self.choices else ""
@@ -104,7 +104,9 @@ class Published(Task):
         if self.is_one_set and self.sets == "split":
             wanted = split == "test"
             samples = [
-                one for one in samples if (fold_of(one.group or one.id) == self.fold) == wanted
+                sample
+                for sample in samples
+                if (fold_of(sample.group or sample.id) == self.fold) == wanted
             ]
         yield from self._chosen(samples, split)
 
@@ -150,9 +152,11 @@ class Published(Task):
 
     def _role(self, roles: Sequence[str]) -> str:
         """The first of some roles that there is, with samples that can be scored if any are."""
-        there = [one for one in (*roles, WHOLE) if self._given.get(one)]
-        there = there or [one for one in self._given if self._given[one]]
-        return next((one for one in there if self._given[one][0].reference is not None), there[0])
+        there = [role for role in (*roles, WHOLE) if self._given.get(role)]
+        there = there or [name for name in self._given if self._given[name]]
+        return next(
+            (name for name in there if self._given[name][0].reference is not None), there[0]
+        )
 
 
 def chat(*turns: tuple[str, str]) -> Messages:
@@ -206,7 +210,7 @@ def published_files(data: str, suffixes: tuple[str, ...]) -> dict[str, list[Path
     """The files of a benchmark by their roles (train, validation, dev, test, or whole): a file,
     several with commas, a folder, or a dataset of the Hub, org/name or org/name:FOLDER; with such
     suffixes. Raises InputError."""
-    given = [Path(one) for one in data.split(",")]
+    given = [Path(name) for name in data.split(",")]
     if len(given) == 1 and not given[0].exists():
         given = [_from_hub(data, suffixes)]
     found = [(_role_of(path, path.parent), path) for path in given if path.is_file()]
@@ -229,13 +233,13 @@ def published_files(data: str, suffixes: tuple[str, ...]) -> dict[str, list[Path
 def _in_folder(folder: Path, suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:
     """The files in a folder, with their roles. Raises InputError where it holds several
     benchmarks."""
-    paths = [one for one in sorted(folder.rglob("*")) if one.name.lower().endswith(suffixes)]
-    paths = [one for one in paths if one.is_file() and one.name != "dataset_infos.json"]
+    paths = [file for file in sorted(folder.rglob("*")) if file.name.lower().endswith(suffixes)]
+    paths = [path for path in paths if path.is_file() and path.name != "dataset_infos.json"]
     paths = _each_once(paths, suffixes)
-    inside = {one.relative_to(folder).parts[0] for one in paths if one.parent != folder}
-    apart = {one for one in inside if one.lower() != "data" and not _role_in(one)}
-    parts = ((one, one.relative_to(folder).parts[0]) for one in paths)
-    whole = {part for one, part in parts if part in apart and _role_in(one.name)}
+    inside = {path.relative_to(folder).parts[0] for path in paths if path.parent != folder}
+    apart = {inner for inner in inside if inner.lower() != "data" and not _role_in(inner)}
+    parts = ((path, path.relative_to(folder).parts[0]) for path in paths)
+    whole = {part for file, part in parts if part in apart and _role_in(file.name)}
     several = sorted(apart if apart == inside else whole)
     if len(several) > 1:
         names = ", ".join(several[:6])
@@ -249,7 +253,7 @@ def _each_once(paths: Sequence[Path], suffixes: tuple[str, ...]) -> list[Path]:
         path: next(end for end in suffixes if path.name.lower().endswith(end)) for path in paths
     }
     first: dict[Path, Path] = {}
-    for path in sorted(paths, key=lambda one: suffixes.index(ends[one])):
+    for path in sorted(paths, key=lambda path: suffixes.index(ends[path])):
         first.setdefault(path.parent / path.name[: -len(ends[path])], path)
     return [path for path in paths if path in first.values()]
 

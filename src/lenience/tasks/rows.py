@@ -107,7 +107,9 @@ def is_chat(messages: object) -> bool:
     """Whether something is a list of chat messages."""
     if not isinstance(messages, list) or not messages:
         return False
-    return all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in messages)
+    return all(
+        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
+    )
 
 
 def told_unread(keys: list[str]) -> str:

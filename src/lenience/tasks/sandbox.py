@@ -289,7 +289,7 @@ def _readable() -> list[str]:
 @cache
 def _user_for_python() -> bool:
     """Whether anybody may run this Python: it is in nobody's private folder."""
-    return all(one.stat().st_mode & 0o001 for one in Path(_python()[0]).parents)
+    return all(parent.stat().st_mode & 0o001 for parent in Path(_python()[0]).parents)
 
 
 def _bubblewrap(refused: int) -> list[str]:

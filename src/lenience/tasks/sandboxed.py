@@ -48,12 +48,12 @@ def encode(value: Any) -> Any:
     if isinstance(value, complex):
         return {"complex": [repr(value.real), repr(value.imag)]}
     if isinstance(value, list):
-        return [encode(one) for one in value]
+        return [encode(item) for item in value]
     for tag, kind in TAGS.items():
         if isinstance(value, kind):
-            return {tag: [encode(one) for one in value]}
+            return {tag: [encode(item) for item in value]}
     if isinstance(value, dict):
-        return {"dict": [[encode(key), encode(one)] for key, one in value.items()]}
+        return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": value.hex()}
     return {"object": type(value).__name__}
@@ -62,14 +62,14 @@ def encode(value: Any) -> Any:
 def decode(value: Any) -> Any:
     """What `encode` was given; an object that has no form is one of its own, equal to none."""
     if isinstance(value, list):
-        return [decode(one) for one in value]
+        return [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     ((tag, content),) = value.items()
     if tag in TAGS:
         return TAGS[tag](decode(content))
     if tag == "dict":
-        return {decode(key): decode(one) for key, one in content}
+        return {decode(key): decode(item) for key, item in content}
     if tag == "complex":
         return complex(float(content[0]), float(content[1]))
     if tag == "object":

@@ -158,7 +158,7 @@ class CheckedTask(Task):
         samples = [sample for _, _, sample in triples]
         wrong = [0.0] * len(triples)
         points = list(self._call("points", samples, partial(self._points, triples), wrong))
-        if len(points) != len(triples) or not all(0 <= one <= 1 for one in points):
+        if len(points) != len(triples) or not all(0 <= point <= 1 for point in points):
             raise self._wrong("points", points, samples[0], "give a number from 0 to 1 for each")
         return points
 
@@ -217,14 +217,17 @@ def _given_sample(method: Callable[..., Any], place: int) -> Callable[..., Any]:
     """A method whose last argument is the sample, whether or not the user's own takes it there, by
     its name, or at all. An option of the user's own has a default and another name."""
     parameters = list(inspect.signature(method).parameters.values())
-    if any(one.kind is one.KEYWORD_ONLY and one.name == "sample" for one in parameters):
+    if any(
+        parameter.kind is parameter.KEYWORD_ONLY and parameter.name == "sample"
+        for parameter in parameters
+    ):
         return lambda *args: method(*args[:-1], sample=args[-1])
     first = parameters[: place + 1]
-    if any(one.kind is one.VAR_POSITIONAL for one in first):
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in first):
         return method
     if len(first) > place and first[place].kind is not inspect.Parameter.KEYWORD_ONLY:
-        one = first[place]
-        if one.name == "sample" or one.default is inspect.Parameter.empty:
+        parameter = first[place]
+        if parameter.name == "sample" or parameter.default is inspect.Parameter.empty:
             return method
     return lambda *args: method(*args[:-1])
 

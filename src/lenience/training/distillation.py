@@ -115,10 +115,10 @@ class DistillFit:
         tokens that both have."""
         sequences = [prompt + answer for prompt, answer in batch]
         longest = max(map(len, sequences))
-        ids = torch.tensor([one + [0] * (longest - len(one)) for one in sequences])
+        ids = torch.tensor([sequence + [0] * (longest - len(sequence)) for sequence in sequences])
         places = torch.arange(longest - 1)
         first = torch.tensor([len(prompt) - 1 for prompt, _ in batch])[:, None]
-        last = torch.tensor([len(one) - 1 for one in sequences])[:, None]
+        last = torch.tensor([len(sequence) - 1 for sequence in sequences])[:, None]
         asked = (places >= first) & (places < last)  # [B, T - 1]
         width = min(self.target.vocab_size, self.student.vocab_size)
         with torch.no_grad():

@@ -65,7 +65,7 @@ def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) 
     if plan.also or plan.soft:
         told = {"runs": len(runs), "soft": plan.soft}
         head = replace(head, metrics={**head.metrics, **told})
-    prompts = [one for each in runs for one in _prompts(each) if one not in plan.without]
+    prompts = [prompt for each in runs for prompt in _prompts(each) if prompt not in plan.without]
     head = replace(head, prompts=tuple(dict.fromkeys(prompts)))
     if role == "judge":  # stops and gates learn from answers that are decoded anew
         head = replace(head, temperature=read_run(run).temperature)
@@ -106,11 +106,11 @@ def _computed(pair: Pair, run: Path, plan: HeadPlan, progress: Progress) -> Exam
     """What a head of a plan learns from."""
     runs = (run, *plan.also)
     judges = runs if plan.config.role == "judge" else ()
-    temperatures = {one: read_run(one).temperature for one in judges}
-    for one, temperature in temperatures.items():
+    temperatures = {judge: read_run(judge).temperature for judge in judges}
+    for mined_run, temperature in temperatures.items():
         if temperature != temperatures[run]:
             raise InputError(
-                f"{one}: was mined at temperature {temperature:g}, and {run} at "
+                f"{mined_run}: was mined at temperature {temperature:g}, and {run} at "
                 f"{temperatures[run]:g}; fit one judge for each"
             )
     if temperatures.get(run) and plan.inputs.ahead is not None:
@@ -118,12 +118,12 @@ def _computed(pair: Pair, run: Path, plan: HeadPlan, progress: Progress) -> Exam
             f"{run}: was mined at temperature {temperatures[run]:g}, and a judge that looks ahead "
             "learns from windows that are drafted greedily; leave out --ahead"
         )
-    for one in judges if plan.inputs.ahead is not None else ():
-        _check_windows(one)
-    for one in runs:
-        compute_features(pair, one, plan.inputs, plan.config.role, progress, of=plan.of)
+    for judge in judges if plan.inputs.ahead is not None else ():
+        _check_windows(judge)
+    for folder in runs:
+        compute_features(pair, folder, plan.inputs, plan.config.role, progress, of=plan.of)
     in_files = not fit_in_memory(runs, plan.inputs, plan.config.role, plan.of)
-    return _joined([_examples(one, plan, in_files, asked=one == run) for one in runs])
+    return _joined([_examples(folder, plan, in_files, asked=folder == run) for folder in runs])
 
 
 def _check_windows(run: Path) -> None:

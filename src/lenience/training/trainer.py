@@ -26,7 +26,10 @@ Answer = tuple[list[int], list[int]]
 
 def by_length(answers: Sequence[Answer]) -> list[Answer]:
     """Those of like length together, without empty ones."""
-    return sorted((one for one in answers if one[1]), key=lambda one: len(one[0]) + len(one[1]))
+    return sorted(
+        (answer for answer in answers if answer[1]),
+        key=lambda answer: len(answer[0]) + len(answer[1]),
+    )
 
 
 def batches(answers: Sequence[Answer], size: int, seed: int) -> Iterator[Sequence[Answer]]:

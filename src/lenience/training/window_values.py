@@ -77,7 +77,7 @@ def _read_together(
     kinds = lookahead.kinds_of(pair.target.token_mask).to(pair.target.device)
     window, reader = 1 + inputs.ahead, _Reader("draft" in inputs.models, kinds)
     decoder = pair.decoder({"rule": reader, "window": window})
-    longest = max(len(one.prompt_ids) + len(one.final_ids) for one in samples) + 1 + window
+    longest = max(len(sample.prompt_ids) + len(sample.final_ids) for sample in samples) + 1 + window
     session, drafter = pair.engine(decoder, len(samples), longest)
     ctx = Context(
         window=window,
@@ -101,7 +101,7 @@ def _prefixes(
     last again where a sample has no more."""
     for k in range(max(map(len, labelled))):
         places = [of_sample[min(k, len(of_sample) - 1)].position for of_sample in labelled]
-        yield [one.prompt_ids + one.final_ids[:at] for one, at in zip(samples, places)]
+        yield [sample.prompt_ids + sample.final_ids[:at] for sample, at in zip(samples, places)]
 
 
 def _flat(values: Tensor, length: int, window: int) -> Tensor:

@@ -126,7 +126,7 @@ class _Shares:
         self, siblings: Sequence[tuple[int, int, int]], row: Tensor, node: Tensor
     ) -> Tensor:
         """[M, V]: what the tokens were drawn from, without siblings that cannot be drawn again."""
-        known = [self._left.get(one[:2]) for one in siblings]
+        known = [self._left.get(sibling[:2]) for sibling in siblings]
         own = self.drafted[row, node]
         return torch.stack([mine if left is None else left for left, mine in zip(known, own)])
 
@@ -137,8 +137,8 @@ class _Shares:
             return
         left = drafted.scatter(1, tokens[:, None], 0.0)
         left = left / left.sum(-1, keepdim=True)
-        for (row, parent, _), one in zip(siblings, left):
-            self._left[row, parent] = one
+        for (row, parent, _), rest in zip(siblings, left):
+            self._left[row, parent] = rest
 
 
 def _downwards(tree: Parents, kept: Sequence[bool]) -> list[int]:

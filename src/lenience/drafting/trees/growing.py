@@ -263,15 +263,15 @@ def as_draft(
     """What is grown for each row as a window, the shorter ones padded; `logits` [B, n, V] are the
     distributions that the tokens were picked from, where there are any. Without `trees` all are
     chains. `draws` says how a tree's tokens were drawn."""
-    width = max(len(one.tokens) for one in grown)
-    missing = [width - len(one.tokens) for one in grown]
-    tokens = [one.tokens + [0] * n for one, n in zip(grown, missing)]
-    lengths = to_device([len(one.tokens) for one in grown], device)
+    width = max(len(tree.tokens) for tree in grown)
+    missing = [width - len(tree.tokens) for tree in grown]
+    tokens = [tree.tokens + [0] * n for tree, n in zip(grown, missing)]
+    lengths = to_device([len(tree.tokens) for tree in grown], device)
     window = to_device(tokens, device).long().view(len(grown), width)
     if logits is not None and width:
-        places = [one.picked_from + [0] * n for one, n in zip(grown, missing)]
+        places = [tree.picked_from + [0] * n for tree, n in zip(grown, missing)]
         at = to_device(places, logits.device)
         logits = logits[torch.arange(len(grown), device=at.device)[:, None], at]
-    parents = [one.parents + [-1] * n for one, n in zip(grown, missing)] if trees else None
+    parents = [tree.parents + [-1] * n for tree, n in zip(grown, missing)] if trees else None
     logits = logits if width else None
     return Draft(window, lengths, logits, parents=parents, draws=draws if width else None)

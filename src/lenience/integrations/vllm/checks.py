@@ -71,8 +71,8 @@ def check(server: Asked, config: Any) -> str:
             '"num_speculative_tokens": 4}'
         )
     _check_engine(server, config)
-    for one in server.rules:
-        check_rule(one, config)
+    for served in server.rules:
+        check_rule(served, config)
     heads = ", ".join(
         f"head {head.head.fingerprint} ({'unchecked' if head.unchecked else 'of these models'})"
         for head in rule.heads

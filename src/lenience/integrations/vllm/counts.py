@@ -28,7 +28,7 @@ class Counts:
 def put(output: Any, counts: Mapping[str, Counts], steps: Mapping[str, dict[str, Any]]) -> None:
     """Send the counts of requests, and perhaps what was said of their windows in this step, along
     with a runner's output."""
-    told: dict[str, dict[str, Any]] = {id: asdict(one) for id, one in counts.items()}
+    told: dict[str, dict[str, Any]] = {id: asdict(count) for id, count in counts.items()}
     for id, step in steps.items():
         told[id]["step"] = step
     setattr(output, KEY, told)
@@ -41,10 +41,10 @@ def attach(result: Any, _scheduler: Any, _scheduled: Any, output: Any) -> None:
     if not counts:
         return
     for outputs in result.values():
-        for one in outputs.outputs:
-            if one.request_id in counts:
-                others = one.kv_transfer_params or {}
-                one.kv_transfer_params = {**others, KEY: counts[one.request_id]}
+        for completion in outputs.outputs:
+            if completion.request_id in counts:
+                others = completion.kv_transfer_params or {}
+                completion.kv_transfer_params = {**others, KEY: counts[completion.request_id]}
 
 
 def observe(processor: Any, outputs: Any, *_args: Any, **_kwargs: Any) -> None:

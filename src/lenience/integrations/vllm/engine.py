@@ -445,7 +445,7 @@ def _step(tokens: list[int], told: Mapping[str, Any] | None, window: int, read: 
         if i < kept:
             origin = "draft" if exact[i] else "draft-lenient"
         trace.append(Trace(token, origin, scores[i]))
-    strictly = next((i for i, one in enumerate(exact) if not one), len(exact))
+    strictly = next((i for i, accepted in enumerate(exact) if not accepted), len(exact))
     by_draft = sum(entry.origin.startswith("draft") for entry in trace)
     return Step(
         trace=trace,

@@ -260,9 +260,9 @@ def _wrap_kernel() -> None:
     @wraps(decide)
     def decided(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         given = named.bind(*args, **kwargs).arguments
-        for one in _runners:
-            if one.hidden is not None:
-                one.decide(given, one.hidden)
+        for runner in _runners:
+            if runner.hidden is not None:
+                runner.decide(given, runner.hidden)
         result: tuple[Tensor, Tensor] = decide(**given)
         return result
 
