@@ -48,12 +48,15 @@ from lenience.runs.ledger import FIRST, Ledger
 from lenience.runs.uses import Draw, draw_rows
 from lenience.tasks import JsonlTask, Sample, Task, ungradable
 
-ALPHA, REPEATS, MANY = 0.05, 2000, 50_000
+ALPHA = 0.05
+REPEATS = 2000
+MANY = 50_000
 """The error that is allowed, how many simulations there are, and how many where they are cheap."""
 POOLED = ((0.0045, 3000), (0.01, 1000), (0.01, 2000), (0.01, 3000), (0.011, 3000))
 """Limits and prompts of the calibrations on the pool, two of them just under what a setting really
 loses."""
-ENOUGH, TOKENS = 50, 102
+ENOUGH = 50
+TOKENS = 102
 """On how many prompts the target's accuracy is looked at, and how many tokens an answer has."""
 STREAMS = (
     (0.01, 0.01, 3000, 3000),
@@ -123,7 +126,8 @@ def _net(means: list[float]) -> Callable[[np.random.Generator, int], NDArray]:
     """0 for a gain, 1/2 for a tie, 1 for a loss; gains are 1 %."""
 
     def draw(rng: np.random.Generator, n: int) -> NDArray:
-        u, lost = rng.random((1, n)), 2 * np.array(means)[:, None] - 1 + 0.01
+        u = rng.random((1, n))
+        lost = 2 * np.array(means)[:, None] - 1 + 0.01
         return np.where(u < 0.01, 0.0, np.where(u < 0.01 + lost, 1.0, 0.5))
 
     return draw
@@ -131,12 +135,15 @@ def _net(means: list[float]) -> Callable[[np.random.Generator, int], NDArray]:
 
 def simulate(name: str, procedure: str) -> dict[str, Any]:
     means, kind, limit, n, _ = CURVES[name]
-    draw, rng = kind(means), np.random.default_rng(0)
+    draw = kind(means)
+    rng = np.random.default_rng(0)
     test = TESTS[procedure](limit, ALPHA, round(n / COMMON))
     best = next(
         (i for i, mean in enumerate(means) if mean > limit), len(means)
     )  # settings before the first that loses more
-    false, ranks, seen = 0, [], 0
+    false = 0
+    ranks = []
+    seen = 0
     for _ in range(REPEATS // 100):
         drawn = np.stack([draw(rng, n) for _ in range(100)])  # [100, settings, n]
         for losses in drawn:
@@ -202,10 +209,12 @@ def collect(folder: Path, path: Path) -> None:
         by_rule.setdefault(record["rule"], {})[record["id"]] = record
     alone = by_rule.pop("target")
     by_rule.pop("draft")
-    ids, settings = sorted(alone, key=lambda id: int(id.split("-")[1])), []
+    ids = sorted(alone, key=lambda id: int(id.split("-")[1]))
+    settings = []
     strict_to_lenient = sorted(by_rule, key=_threshold, reverse=True)
     for before, rule in pairwise(["", *strict_to_lenient]):
-        found, stricter = by_rule[rule], by_rule.get(before, {}).values()
+        found = by_rule[rule]
+        stricter = by_rule.get(before, {}).values()
         tokens = sum(record["tokens"] for record in found.values())
         passes = sum(record["target_passes"] for record in found.values())
         anew = [one["closest"] is None or one["closest"] >= _threshold(rule) for one in stricter]
@@ -288,7 +297,8 @@ def on_pool(pool: Pool, limit: float, n: int, repeats: int = 1000) -> list[dict[
     against all the other prompts."""
     told = []
     for procedure in TESTS:
-        test, rng = TESTS[procedure](limit, FIRST * ALPHA, round(50 / limit)), _seeded(1)
+        test = TESTS[procedure](limit, FIRST * ALPHA, round(50 / limit))
+        rng = _seeded(1)
         made = [pool.recalibrate(test, n, rng) for _ in range(repeats)]
         false = sum(bool((one.outside > limit).any()) for one in made)
         told.append(
@@ -321,16 +331,20 @@ def first_passed(
     test: Binomial, mean: float, most: int, rng: np.random.Generator, repeats: int = MANY
 ) -> NDArray:
     """[repeats]: whether losses of this mean pass within `most` prompts."""
-    losses, passed, before = np.zeros(repeats, int), np.zeros(repeats, bool), 0
+    losses = np.zeros(repeats, int)
+    passed = np.zeros(repeats, bool)
+    before = 0
     for fits, n in enumerate(n for n in test.boundary if n <= most):
         losses += rng.binomial(n - before, mean, repeats)
-        passed, before = passed | (losses <= fits), n
+        passed = passed | (losses <= fits)
+        before = n
     return passed
 
 
 def asked_again(mean: float, folders: int, questions: int) -> dict[str, Any]:
     """Questions from so many folders, which share a ledger, until one passes."""
-    rng, any_passed = _seeded(3), np.zeros(MANY, bool)
+    rng = _seeded(3)
+    any_passed = np.zeros(MANY, bool)
     with TemporaryDirectory() as place:
         for number in range(questions):
             folder = Path(place) / f"run {number % folders}"
@@ -373,7 +387,9 @@ class Encoder:
 def drawn(said: str, mean: float, rows: Callable[[np.random.Generator], Any]) -> dict[str, Any]:
     """Calibrations on rows, drawn as the library draws them, with their losses by prompt; the limit
     is 5 %."""
-    test, rng, false = Binomial(0.05, FIRST * ALPHA, 1000), _seeded(5), 0
+    test = Binomial(0.05, FIRST * ALPHA, 1000)
+    rng = _seeded(5)
+    false = 0
     encoder: Any = Encoder()
     for number in range(REPEATS):
         samples, lost = rows(rng)
@@ -433,7 +449,8 @@ def half_ungradable() -> dict[str, Any]:
 
 def four_audits() -> dict[str, Any]:
     """Four processes that audit 2,000 prompts each, at exactly the limit."""
-    rng, false = _seeded(6), 0
+    rng = _seeded(6)
+    false = 0
     for _ in track(range(REPEATS), "four audits"):
         alarm = Alarm(0.01, ALPHA)
         false += any(alarm.add(loss) for loss in (rng.random(8000) < 0.01).astype(float))
@@ -466,7 +483,8 @@ def exact() -> list[dict[str, Any]]:
 def net(lost: float, gained: float, drop: float = 0.01, streams: int = 1000) -> dict[str, Any]:
     """How many prompts the net loss takes four times in five, beside the best stake in
     hindsight."""
-    u, limit = _seeded(7).random((streams, 12_000)), (1 + drop) / 2
+    u = _seeded(7).random((streams, 12_000))
+    limit = (1 + drop) / 2
     losses = np.where(u < lost, 1.0, np.where(u < lost + gained, 0.0, 0.5))
     ours = _four_in_five(paired_wealth(losses, limit, limit))
     stakes = np.geomspace(1 / 64, 0.99, 14)
@@ -487,10 +505,13 @@ def audits(
 ) -> dict[str, Any]:
     """Streams of audited losses whose mean changes after `at`: how many alarms come before, and how
     late they come after."""
-    rng, early, delays = np.random.default_rng(2), 0, []
+    rng = np.random.default_rng(2)
+    early = 0
+    delays = []
     for _ in range(streams):
         losses = rng.random(length) < np.where(np.arange(length) < at, before, after)
-        alarm, when = Alarm(limit, ALPHA), length
+        alarm = Alarm(limit, ALPHA)
+        when = length
         for i, loss in enumerate(losses.astype(float)):
             if alarm.add(loss):
                 when = i
@@ -528,7 +549,8 @@ def main() -> None:
     if given.collect:
         collect(given.collect, given.pool)
         return
-    began, told = time.perf_counter(), {}
+    began = time.perf_counter()
+    told = {}
     wanted = [
         (name, procedure)
         for name in CURVES
@@ -552,7 +574,8 @@ def main() -> None:
 
 def show(name: str, rows: list[dict[str, Any]]) -> None:
     """Print rows as a table."""
-    table, keys = Table(title=name), dict.fromkeys(key for row in rows for key in row)
+    table = Table(title=name)
+    keys = dict.fromkeys(key for row in rows for key in row)
     for key in keys:
         table.add_column(key.replace("_", " "), justify="right")
     for row in rows:

@@ -27,7 +27,8 @@ VOCABULARY = 128_000
 
 def text(n: int, rng: np.random.Generator) -> list[int]:
     drawn = (rng.zipf(1.2, n) % VOCABULARY).tolist()
-    repeats, last = rng.random(n) < 0.5, dict[int, int]()
+    repeats = rng.random(n) < 0.5
+    last = dict[int, int]()
     tokens = [int(drawn[0])]
     for token, again in zip(drawn[1:], repeats[1:]):
         before = tokens[-1]
@@ -48,10 +49,13 @@ def main() -> None:
         began = time.perf_counter()
         build_store(iter(documents), "tokenizer", Path(folder))
         seconds = time.perf_counter() - began
-        spec, asked = Datastore(folder), [text(60, rng) for _ in range(given.queries)]
+        spec = Datastore(folder)
+        asked = [text(60, rng) for _ in range(given.queries)]
         rows = {}
         for name in ("chain", "dynamic:16"):
-            tree, took, drafted = parse_tree(name), list[float](), 0
+            tree = parse_tree(name)
+            took = list[float]()
+            drafted = 0
             for prefix in asked:
                 began = time.perf_counter()
                 grown = spec.look_up(prefix, 8, tree, frozenset())

@@ -123,7 +123,8 @@ def measure(prompts: list[str], repeats: int, decoders: dict[str, Decoder]) -> d
     for turn in range(repeats + 1):
         for name, decoder in decoders.items():
             few = prompts[: 5 if turn == 0 else None]  # the first turn warms up
-            began, profile = time.perf_counter(), Profile()
+            began = time.perf_counter()
+            profile = Profile()
             options = {**asked(decoder), "profile": profile}
             outs = [decoder.pair.generate(prompt, **options) for prompt in few]
             seconds = time.perf_counter() - began
@@ -160,7 +161,8 @@ def main() -> None:
     parser.add_argument("--blockwise", help="another one")
     parser.add_argument("--distilled", help="a folder that `lenience fit --drafter model` made")
     given = parser.parse_args()
-    pair, distilled = load_pair(compile=True), None
+    pair = load_pair(compile=True)
+    distilled = None
     if given.distilled is not None:
         target = str(EMBEDDED / "target")
         distilled = load_pair(target, given.distilled, compile=True, dtype="float32")

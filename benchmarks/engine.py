@@ -144,7 +144,8 @@ def measure(
     profiles: dict[str, list[tuple[Profile, float]]] = {name: [] for name in decoders}
     for repeat in track(range(repeats + 1), "repeats", console=Console(stderr=True)):
         for name, decoder in decoders.items():
-            profile, began = Profile(), time.perf_counter()
+            profile = Profile()
+            began = time.perf_counter()
             tokens = decoder.run(profile)
             seconds = time.perf_counter() - began
             if repeat:  # the first is a warm-up
@@ -165,7 +166,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help=threads_help)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    plain, fast = load_pair(compile=False), load_pair(compile=True)
+    plain = load_pair(compile=False)
+    fast = load_pair(compile=True)
     samples = take(WordMath(), "test", given.prompts)
     prompts = [plain.target.encode(sample.prompt) for sample in samples]
     check_identical([(plain, 1), (fast, 1), (fast, given.batch)], prompts, given.window)

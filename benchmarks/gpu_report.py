@@ -19,7 +19,8 @@ from recording import write_results
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/performance.md"
 KEPT = ROOT / "benchmarks/results/gpu.json"
-BEGIN, END = "<!-- gpu: begin -->", "<!-- gpu: end -->"
+BEGIN = "<!-- gpu: begin -->"
+END = "<!-- gpu: end -->"
 COUNTS = ("same", "near_ties", "different")
 MEASURED = f"<!-- measured: {KEPT.name} -->"
 
@@ -108,7 +109,8 @@ def fast_table(rows: list[Result]) -> list[str]:
 def scale_parts(rows: list[Result]) -> Iterator[str]:
     """Say what was mined and certified, with a table of each comparison."""
     for what, row in of_step(rows, "scale"):
-        told, name = row.get("told", {}), what.rpartition(", ")[0] or "the trained target"
+        told = row.get("told", {})
+        name = what.rpartition(", ")[0] or "the trained target"
         if what.endswith("mine"):
             yield (
                 f"{MEASURED}\nMined with {name}: {told['important']} of {told['mismatches']} "

@@ -26,7 +26,8 @@ from lenience.core.files import EMBEDDED
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools/embedded"))
 import train as recipe
 
-PARTS, PART = 8, 16 << 20
+PARTS = 8
+PART = 16 << 20
 """Number and bytes of the files that weights may come back in."""
 LARGE: dict[str, Any] = {
     "hidden_size": 768,
@@ -134,7 +135,8 @@ def train_smollm2(bench: Bench, out: Path) -> Result:
             kept = torch.nn.ModuleList(model.model.layers[i] for i in CUT)
             for number, layer in enumerate(kept):
                 layer.self_attn.layer_idx = number
-            model.model.layers, model.config.num_hidden_layers = kept, len(kept)
+            model.model.layers = kept
+            model.config.num_hidden_layers = len(kept)
         minutes = TOY_MINUTES if bench.toy else MINUTES[name]
         told[role] = train(bench, model, tokenizer, out / role, (role, minutes, 2e-4))
     return told
@@ -148,15 +150,20 @@ def train(
     author, minutes, peak = plan
     model = model.to(bench.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95))
-    began, steps, seen, loss = time.monotonic(), 0, 0, 0.0
+    began = time.monotonic()
+    steps = 0
+    seen = 0
+    loss = 0.0
     for _, ids, labels in recipe.batches(texts(bench, author), tokenizer, 0):
         share = (time.monotonic() - began) / (60 * minutes)
         if share >= 1 and steps:
             break
-        warm, left = (steps + 1) / 50, max(0.02, 2 - 2 * share)
+        warm = (steps + 1) / 50
+        left = max(0.02, 2 - 2 * share)
         optimizer.param_groups[0]["lr"] = peak * min(1.0, warm, left)
         loss = step(model, optimizer, ids.to(bench.device), labels.to(bench.device))
-        steps, seen = steps + 1, seen + ids.numel()
+        steps = steps + 1
+        seen = seen + ids.numel()
     model.eval().to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
     millions = sum(weight.numel() for weight in model.parameters()) / 1e6

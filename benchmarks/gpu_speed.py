@@ -39,7 +39,8 @@ TOY: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-TOKENS, NODES = (1, 2, 4, 8, 16, 32, 64), (16, 32, 64)
+TOKENS = (1, 2, 4, 8, 16, 32, 64)
+NODES = (16, 32, 64)
 
 
 def windows(bench: Bench) -> Iterator[Item]:
@@ -140,7 +141,8 @@ def speed(pair: Pair, prompts: list[list[int]], given: Mapping[str, Any]) -> Res
     profile = Profile()
     pair.generate_batch(prompts, profile=profile, **given)
     in_models = sum(profile.seconds.get(name, 0.0) for name in ("target", "draft"))
-    tokens, passes = (sum(len(out.tokens) for out in outs), sum(out.target_passes for out in outs))
+    tokens = sum(len(out.tokens) for out in outs)
+    passes = sum(out.target_passes for out in outs)
     return {
         "tokens_per_second": round(statistics.median(speeds[1:]), 1),
         "turns": [round(one, 1) for one in speeds[1:]],
@@ -156,7 +158,8 @@ def their_speed(pair: Pair, prompts: list[list[int]], options: Mapping[str, Any]
     given = {**options, **({"assistant_model": lm.model} if lm else {})}
     speeds = []
     for _ in range(3):
-        began, tokens = time.perf_counter(), 0
+        began = time.perf_counter()
+        tokens = 0
         for prompt in prompts:
             ids = torch.tensor([prompt], device=pair.target.device)
             out = pair.target.model.generate(

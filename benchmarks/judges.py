@@ -87,7 +87,9 @@ HEADS = {
 }
 """AutoJudge's own head, the same with the states before the drafted token, ones with a hidden
 layer, and ones that look ahead too; further labels, and those of the longer run, for some."""
-RESAMPLES, POLICY_THRESHOLD, POLICY_SAMPLES = 2, 0.98, 500
+RESAMPLES = 2
+POLICY_THRESHOLD = 0.98
+POLICY_SAMPLES = 500
 NUMERIC = r"[\d+*/=-]"
 THRESHOLDS = tuple(round(1 / (1 + math.exp(-logit)), 5) for logit in (8, 7.5, 7, 6.5, 5, 4))
 STRICTER = tuple(round(1 / (1 + math.exp(-logit)), 6) for logit in (11, 10, 9, 8.5, 8, 7.5, 7, 6.5))
@@ -95,7 +97,8 @@ STRICTER = tuple(round(1 / (1 + math.exp(-logit)), 6) for logit in (11, 10, 9, 8
 stricter ones."""
 TRIED = ("0.95", "0.98", "0.995")
 """At the thresholds of which recalls judges decode."""
-TWO_THRESHOLDS, SURER = "0.95", 2.5
+TWO_THRESHOLDS = "0.95"
+SURER = 2.5
 """At which recall's threshold the first that races is also tried with a second one for digits and
 operators, and by how much, as a logit, it must be surer of these."""
 RECALLS = ("0.9", "0.98", "0.995", "0.998")
@@ -105,7 +108,8 @@ MORE = ", more"
 RACED = ("ahead, layers", "target's states")
 """The judges that race, where they are fitted: what accepts most, and what is asked fastest; those
 of the longer run in their places, where there is one."""
-STOPS, RACED_ON = (0.5,), 128
+STOPS = (0.5,)
+RACED_ON = 128
 WINDOWS = (4, 8, 16)
 
 
@@ -132,7 +136,8 @@ class Judges:
 
     def fitted(self, name: str) -> str:
         """A judge's folder."""
-        folder, recipe = self._folder(name), HEADS[name]
+        folder = self._folder(name)
+        recipe = HEADS[name]
         if not (folder / "judge.json").exists():
             run = self.longer if recipe.more and self.longer else self.run
             also = (self._own_answers(),) if recipe.own else ()
@@ -168,7 +173,8 @@ class Judges:
 
     def stop_of(self, name: str, recall: str) -> str:
         """A stop's folder, fitted to what a judge rejects."""
-        rule, folder = self.rule(name, recall), self._folder(f"stop of {name}")
+        rule = self.rule(name, recall)
+        folder = self._folder(f"stop of {name}")
         if not (folder / "stop.json").exists():
             plan = HeadPlan(
                 Inputs(("draft",), ("previous",)), folder, FitConfig(role="stop"), of=rule
@@ -269,7 +275,8 @@ def tuned(judges: Judges, max_drop: float, prompts: int) -> Tuned:
 def fast(judges: Judges, won: Tuned, problems: int, timed: int) -> list[FrontierRow]:
     """What was raced, and strict decoding, AutoJudge's head and top-K beside it, on held-out
     problems."""
-    other, races = judges.rule("autojudge", "0.98"), won.races
+    other = judges.rule("autojudge", "0.98")
+    races = won.races
     settings = [f"{rule}; window={window}" for rule in ("exact", other) for window in WINDOWS]
     for raced in (races.alone, races.strict, *(one for chain in races.lenient for one in chain)):
         one = Decoder.parse(raced.setting)
@@ -314,10 +321,12 @@ def ceiling(run: Path) -> dict[str, float]:
     others."""
     found = {}
     for window in (*WINDOWS, WIDE):
-        tokens, passes = 0, 0
+        tokens = 0
+        passes = 0
         for sample in mined_samples(Journal(run / "journal.jsonl")):
             important = {mismatch.position for mismatch in sample.mismatches if mismatch.important}
-            begin, end = 0, len(sample.final_ids)
+            begin = 0
+            end = len(sample.final_ids)
             while begin < end:
                 kept = range(begin, min(begin + window, end))
                 begin = next((place for place in kept if place in important), kept.stop) + 1

@@ -46,7 +46,8 @@ from lenience.runs.record import MinedSample
 from lenience.tasks import Sample, WordMath, take
 
 AT_ONCE = 16
-TEMPERATURE, SEEDS = 0.6, (1, 2)
+TEMPERATURE = 0.6
+SEEDS = (1, 2)
 """Of the drawn answers, and the further draws of each label."""
 
 
@@ -204,7 +205,8 @@ def main() -> None:
     parser.add_argument("--drawn", type=int, default=32, help="samples whose answers are drawn")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    pair, samples = load_pair(compile=True), take(WordMath(), "train", args.limit)
+    pair = load_pair(compile=True)
+    samples = take(WordMath(), "train", args.limit)
     rows, mismatches = ways(pair, samples)
     result = {
         "machine": machine(pair),

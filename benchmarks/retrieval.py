@@ -29,7 +29,8 @@ from lenience.drafting.datastore import build_store
 from lenience.evaluation.table import processor
 from lenience.tasks import load_task, take
 
-NEW, WINDOW = 64, 16
+NEW = 64
+WINDOW = 16
 TREE = {"tree": "dynamic:16"}
 
 
@@ -81,7 +82,8 @@ def main() -> None:
     task = load_task("humaneval", data=given.data)
     samples = [*take(task, "train", None), *take(task, "test", None)]
     pair = random_pair()
-    stored, asked = samples[::2], samples[1::2]
+    stored = samples[::2]
+    asked = samples[1::2]
     with tempfile.TemporaryDirectory() as folder:
         texts = (f"{sample.prompt}{sample.reference}" for sample in stored)
         documents = (pair.target.encode(text) for text in texts)

@@ -77,7 +77,8 @@ SHAPES = {
         },
     ),
 }
-PROMPT, NEW = 200, 64
+PROMPT = 200
+NEW = 64
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ class Bare:
 
     @torch.inference_mode()
     def __init__(self, lm: LM, prompts: list[list[int]]):
-        self.lm, self.prompts = lm, torch.tensor(prompts, device=lm.device)
+        self.lm = lm
+        self.prompts = torch.tensor(prompts, device=lm.device)
         self.cache = DynamicCache(config=lm.model.config)
         before = torch.ones(len(prompts), PROMPT + NEW // 2, dtype=torch.long, device=lm.device)
         lm.model(before, past_key_values=self.cache, logits_to_keep=1)
@@ -165,7 +167,10 @@ class Figures:
     def __init__(self, pair: Pair, window: int, rate: float, peak: float):
         """`rate` is the chance that a drafted token is accepted, `peak` the bandwidth."""
         assert pair.draft
-        self.pair, self.draft, self.window, self.peak = pair, pair.draft, window, peak
+        self.pair = pair
+        self.draft = pair.draft
+        self.window = window
+        self.peak = peak
         self.rules = {"plain": "target", "speculative": Synthetic(rate)}
         self.on_gpu = pair.target.device.type == "cuda"
         self.values: dict[str, list[float]] = {}
@@ -220,7 +225,8 @@ class Figures:
         """Answer the prompts by one of the rules."""
         profile = None if self.on_gpu else Profile()  # it would wait for a GPU after each part
         options = {"rule": self.rules[name], "window": self.window, "max_new_tokens": NEW}
-        rows, began = len(prompts), time.perf_counter()
+        rows = len(prompts)
+        began = time.perf_counter()
         outs = self.pair.generate_batch(prompts, batch_size=rows, profile=profile, **options)
         took = time.perf_counter() - began
         cycles = max(out.target_passes for out in outs)

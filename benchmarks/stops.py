@@ -35,7 +35,8 @@ WINDOW = 16
 
 def fitted(pair: Pair, work: Path) -> dict[str, dict[str, Any]]:
     """Fit both heads; what they came to, by name."""
-    run, told = work / "run", {}
+    run = work / "run"
+    told = {}
     if not run.exists():
         shutil.copytree(EMBEDDED / "run", run)
     for name, token, weight in (("stop", "previous", None), ("specdec", "draft", 6.0)):

@@ -108,7 +108,8 @@ def without_end(tokens: Sequence[int]) -> list[int]:
 def plugin(samples: Sequence[Sample], processes: int, repeats: int) -> dict[str, Any]:
     """vLLM with the plugin and `exact` against vLLM without it, in turn."""
     prompts = [sample.prompt for sample in samples]
-    ratios, same = [], 0
+    ratios = []
+    same = 0
     for i in range(processes):
         pair = [Engine(4), Engine(4, "exact")]
         plain, strict = (answers(one, prompts, repeats) for one in pair[:: 1 if i % 2 else -1])
@@ -121,7 +122,8 @@ def plugin(samples: Sequence[Sample], processes: int, repeats: int) -> dict[str,
 
 def fidelity(judge: str, samples: Sequence[Sample]) -> dict[str, Any]:
     """The judge in vLLM against our own loop at the same window."""
-    task, pair = WordMath(), load_pair(dtype="float32")
+    task = WordMath()
+    pair = load_pair(dtype="float32")
     asked = [str(sample.prompt) for sample in samples]
     there = answers(Engine(4, judge), asked, 1)
     prompts = [
@@ -171,7 +173,8 @@ def mining(work: Path, limit: int) -> dict[str, Any]:
             for mismatch in record["mismatches"]
         }
 
-    there, here = labels("vllm"), labels("lenience")
+    there = labels("vllm")
+    here = labels("lenience")
     every = there.keys() | here.keys()
     nothing = object()
     same = sum(there.get(one, nothing) == here.get(one, nothing) for one in every)
@@ -184,11 +187,13 @@ def mining(work: Path, limit: int) -> dict[str, Any]:
 
 def speeds(judge: str, samples: Sequence[Sample], windows: Sequence[int]) -> dict[str, Any]:
     """Tokens per second, one by one."""
-    prompts, found = [sample.prompt for sample in samples], {}
+    prompts = [sample.prompt for sample in samples]
+    found = {}
     engines = {"target": Engine(rows=1)}
     engines |= {f"exact, window {n}": Engine(n, "exact", 1) for n in windows}
     engines |= {f"judge, window {n}": Engine(n, judge, 1) for n in windows}
-    task, pair = WordMath(), load_pair(compile=False)
+    task = WordMath()
+    pair = load_pair(compile=False)
     for name, engine in engines.items():
         out = answers(engine, prompts, 3)
         texts = map(pair.target.decode, out.tokens)
@@ -201,7 +206,8 @@ def speeds(judge: str, samples: Sequence[Sample], windows: Sequence[int]) -> dic
 def fit_judge(work: Path) -> str:
     """The spec of a judge of the target's states at an out-of-fold recall of 0.98, fitted to the
     run that comes with the pair."""
-    run, head = work / "run", work / "run/of-target"
+    run = work / "run"
+    head = work / "run/of-target"
     if not run.exists():
         shutil.copytree(EMBEDDED / "run", run)
     if not head.exists():
@@ -225,7 +231,8 @@ def main() -> None:
     parser.add_argument("--windows", type=int, nargs="+", default=[2, 4, 8])
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
-    judge, samples = fit_judge(given.work), list(WordMath().samples("test"))
+    judge = fit_judge(given.work)
+    samples = list(WordMath().samples("test"))
     figures = {
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
         "plugin": plugin(samples[: given.same], given.processes, 3),

@@ -126,10 +126,8 @@ def out_of_fold(fit: Fit, x: NDArray, harmless: NDArray, samples: NDArray) -> ND
 
 
 def measured(scores: NDArray, harmless: NDArray, samples: NDArray) -> dict[str, Any]:
-    rng, kinds = (
-        np.random.default_rng(0),
-        [np.flatnonzero(samples == s) for s in np.unique(samples)],
-    )
+    rng = np.random.default_rng(0)
+    kinds = [np.flatnonzero(samples == s) for s in np.unique(samples)]
     drawn = []
     for _ in range(200):
         rows = np.concatenate([kinds[i] for i in rng.integers(0, len(kinds), len(kinds))])
@@ -192,7 +190,9 @@ COLUMNS = {"auc": ".3f", "accepted": ".1%", "mismatches": "d", "important": "d"}
 
 
 def inputs(out: Path, given: argparse.Namespace) -> None:
-    source, run, rows = mined(given.run), out / "run", []
+    source = mined(given.run)
+    run = out / "run"
+    rows = []
     source.first(run, given.samples)
     pair = source.pair(compile=False)
     for token, tokens in TOKENS.items():
@@ -249,11 +249,13 @@ def classifier_kinds() -> dict[str, Fit]:
 
 
 def classifiers(out: Path, given: argparse.Namespace) -> None:
-    source, run = mined(given.run), out / "run"
+    source = mined(given.run)
+    run = out / "run"
     source.first(run, given.samples)
     pair = source.pair(compile=False)
     x, important, samples = states(pair, run, Inputs())
-    kinds, rows = classifier_kinds(), []
+    kinds = classifier_kinds()
+    rows = []
     for name, fit in track(kinds.items(), "classifiers"):
         began = time.perf_counter()
         scores = out_of_fold(fit, x, ~important, samples)
@@ -281,7 +283,8 @@ RECALLS = (0.8, 0.9, 0.95, 0.98, 0.995)
 def search(out: Path, given: argparse.Namespace) -> None:
     """Judges learn from the same problems, searched in three ways."""
     source = mined(given.run)
-    pair, task = source.pair(), source.task
+    pair = source.pair()
+    task = source.task
     records = source.first(out / "semi-greedy", given.samples)
     search_again(Search.of(source, pair, records), out, records)
     judged = [judge_of_search(pair, out, name) for name in SEARCHES]
@@ -411,7 +414,8 @@ def continued(using: Search, starts: list[list[int]], prompt: int, by: str) -> l
     """Return whole answers that begin as each of `starts` does after a prompt of `prompt` tokens,
     written greedily by the target or the draft up to an end token, a stop string or the length
     limit."""
-    pair, wholes = using.pair, [start[prompt:] for start in starts]
+    pair = using.pair
+    wholes = [start[prompt:] for start in starts]
     going = [i for i, whole in enumerate(wholes) if not using.ends(whole)]
     if not going:
         return wholes
@@ -455,7 +459,8 @@ def naive(using: Search, record: Record) -> Record:
     """Try each mismatch of the target's own answer alone. No mismatch is labelled if the target's
     answer is not found. Trying them from right to left gives the same labels, as the target writes
     anew what follows a mismatch."""
-    own, prompt = record["response_ids"], record["prompt_ids"]
+    own = record["response_ids"]
+    prompt = record["prompt_ids"]
     answered = record["answers"]["target"] is not None
     asked = differing(using.pair, record, own, "draft")
     starts = [prompt + own[:i] + [token] for i, token in asked]
@@ -476,7 +481,9 @@ def reversed_(using: Search, record: Record) -> Record:
     """From the draft's answer: the last mismatch from which the target still comes to its own
     answer is important, those before it are not; the draft goes on after the target's token, until
     its answer is the target's. Nothing is labelled if the target's answer is not found."""
-    prompt, settled, mismatches = record["prompt_ids"], 0, list[Record]()
+    prompt = record["prompt_ids"]
+    settled = 0
+    mismatches = list[Record]()
     if record["answers"]["target"] is None:
         return record_of(record, record["response_ids"], [], using.cost)
     response = continued(using, [prompt], len(prompt), "draft")[0]
@@ -504,7 +511,8 @@ def reversed_(using: Search, record: Record) -> Record:
 
 
 def precision(out: Path, given: argparse.Namespace) -> None:
-    source, found = mined(given.run), dict[str, NDArray]()
+    source = mined(given.run)
+    found = dict[str, NDArray]()
     records = source.first(out / "run", given.samples)
     for dtype in ("float32", "bfloat16"):
         pair = source.pair(dtype=dtype, compile=False)
@@ -526,7 +534,8 @@ def precision(out: Path, given: argparse.Namespace) -> None:
 
 def by_model(pair: Pair, target: NDArray, draft: NDArray) -> NDArray:
     """[m, F]: states of which each model's are taken from its own reading."""
-    sizes, mixed = {"target": target, "draft": draft}, []
+    sizes = {"target": target, "draft": draft}
+    mixed = []
     at = 0
     for _ in Inputs().tokens:
         for model in Inputs().models:
@@ -541,7 +550,8 @@ def asked_with_others(
 ) -> list[Record]:
     """Judges that are fitted to one kind of states and asked with each kind."""
     x = found[fitted]
-    mean, scale = x.mean(0), x.std(0) + 1e-6
+    mean = x.mean(0)
+    scale = x.std(0) + 1e-6
     scores = {name: np.zeros(len(x)) for name in found}
     for inside, outside in GroupKFold(FOLDS).split(x, harmless, samples):
         model = logistic(0.01)((x[inside] - mean) / scale, harmless[inside], samples[inside])
@@ -575,9 +585,11 @@ States = dict[int, torch.Tensor]
 def read_whole(pair: Pair, record: Record) -> torch.Tensor:
     """[m, F]: both models' states after the drafted token and the one before, of the labelled
     mismatches; the response is read in one pass."""
-    after, drafted = {}, {}
+    after = {}
+    drafted = {}
     for model in Inputs().models:
-        session, whole = Session(getattr(pair, model)), record["prompt_ids"] + record["final_ids"]
+        session = Session(getattr(pair, model))
+        whole = record["prompt_ids"] + record["final_ids"]
         read = session.read([whole], len(record["final_ids"]) + 1).hidden[0].float()
         after[model] = dict(enumerate(read))
         drafted[model] = read_drafted(session, record, labelled(record))
@@ -586,11 +598,14 @@ def read_whole(pair: Pair, record: Record) -> torch.Tensor:
 
 def read_one_by_one(pair: Pair, record: Record) -> torch.Tensor:
     """As `read_whole`, but token by token, as decoding reads."""
-    prompt, final = record["prompt_ids"], record["final_ids"]
-    after, drafted = {}, {}
+    prompt = record["prompt_ids"]
+    final = record["final_ids"]
+    after = {}
+    drafted = {}
     for model in Inputs().models:
         session = Session(getattr(pair, model), capacity=len(prompt) + len(final) + 1)
-        after[model], drafted[model] = States(), States()
+        after[model] = States()
+        drafted[model] = States()
         for n in range(len(final) + 1):
             after[model][n] = session.read([prompt + final[:n]]).hidden[0, 0].float()
             here = [mismatch for mismatch in labelled(record) if mismatch["position"] == n]
@@ -612,7 +627,8 @@ def joined(
     pair: Pair, record: Record, after: dict[str, States], drafted: dict[str, States]
 ) -> torch.Tensor:
     """[m, F] from the states of each model."""
-    models, places = Inputs().models, [mismatch["position"] for mismatch in labelled(record)]
+    models = Inputs().models
+    places = [mismatch["position"] for mismatch in labelled(record)]
     rows = [
         torch.cat([states[model][at] for states in (drafted, after) for model in models])
         for at in places
@@ -622,13 +638,16 @@ def joined(
 
 
 def transfer(out: Path, given: argparse.Namespace) -> None:
-    source, run = mined(EMBEDDED / "run"), out / "run"
-    records, pair = source.first(run, given.samples), source.pair(compile=False)
+    source = mined(EMBEDDED / "run")
+    run = out / "run"
+    records = source.first(run, given.samples)
+    pair = source.pair(compile=False)
     x, important, samples = states(pair, run, Inputs())
     x = standardised(x)
     kinds = np.array([family(record["id"]) for record in records])[samples]
     learned_from, smallest = outside_of_folds(kinds, samples)
-    asked_about, rows = sorted(set(kinds)), []
+    asked_about = sorted(set(kinds))
+    rows = []
     for learned, folds in learned_from.items():
         scores = np.zeros(len(x))
         for k, inside in enumerate(folds):

@@ -93,7 +93,8 @@ def told(found: dict[str, NDArray], answers: int) -> dict[str, Any]:
 
 def decoders(found: dict[str, NDArray], given: argparse.Namespace) -> list[str]:
     """The settings that are compared; greedily `speculative` is `exact`."""
-    below, windows = given.below, given.windows
+    below = given.below
+    windows = given.windows
     rules = ["exact", "speculative"] if given.temperature else ["exact"]
     for share in below:
         rules += [f"fuzzy:{name}@{np.quantile(found[name], share):.4g}" for name in DIVERGENCES]
@@ -157,7 +158,8 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    pair, task = load_pair(given.target, given.draft), load_task(given.task, data=given.data)
+    pair = load_pair(given.target, given.draft)
+    task = load_task(given.task, data=given.data)
     samples = take(task, "train", None)[-given.chosen_on :]
     found = along(pair, samples, given.temperature)
     about: dict[str, Any] = {"temperature": given.temperature, "pair": pair.name, "task": task.name}

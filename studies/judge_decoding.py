@@ -83,10 +83,8 @@ def slip(text: str, rng: random.Random) -> tuple[str, tuple[int, int]]:
     if found[2] in "+-" and rng.random() < 0.5:
         wrong = x + off if x + off >= (y if found[2] == "-" else 1) else x + abs(off)
         result = wrong + y if found[2] == "+" else wrong - y
-        said, place = (
-            f"{wrong} {found[2]} {y} = {result}",
-            (found.start(), found.start() + len(str(wrong))),
-        )
+        said = f"{wrong} {found[2]} {y} = {result}"
+        place = (found.start(), found.start() + len(str(wrong)))
     else:
         wrong = result + off if result + off >= 0 else result + abs(off)
         said = f"{x} {found[2]} {y} = {wrong}"
@@ -99,7 +97,8 @@ def annotated(split: str, first: int, n: int) -> list[dict[str, Any]]:
     for i in itertools.count(first):
         if len(rows) == n:
             break
-        made, rng = wordmath.problem(split, i), random.Random(f"annotated/{split}/{i}")
+        made = wordmath.problem(split, i)
+        rng = random.Random(f"annotated/{split}/{i}")
         right, base = (
             " " + wordmath.solution(made, rng.choice(("target", "draft")), rng) for _ in range(2)
         )
@@ -189,13 +188,18 @@ def families(pair: Pair, rows: list[dict[str, Any]]) -> dict[str, Any]:
         for row in rows
     ]
     examples = annotated_examples(pair.target, given, INPUTS)
-    x, harmless, numbers = examples.in_memory, examples.harmless, examples.samples
+    x = examples.in_memory
+    harmless = examples.harmless
+    numbers = examples.samples
     x = ((x - x.mean(0)) / (x.std(0) + 1e-6)).astype(np.float32)
     examples = replace(examples, x=x)
-    kinds, within, told = np.array([rows[n]["family"] for n in numbers]), np.zeros(len(x)), {}
+    kinds = np.array([rows[n]["family"] for n in numbers])
+    within = np.zeros(len(x))
+    told = {}
 
     def scores(kept: NDArray, asked: NDArray) -> NDArray:
-        config, setting = FitConfig("adamw"), Setting(decay=0.01)
+        config = FitConfig("adamw")
+        setting = Setting(decay=0.01)
         return fit_stopped(examples.rows(kept), config, setting).logits(x[asked])
 
     for k in track(range(5), "folds"):
@@ -222,7 +226,8 @@ def aucs(name: str, scores: NDArray, examples: Examples) -> dict[str, Any]:
 
 def decoded(source: Mined, out: Path, samples: int, problems: int) -> list[dict[str, Any]]:
     """What the judges lose and keep; that of OUT/judge is there."""
-    run, pair = out / "run", source.pair(compile=True)
+    run = out / "run"
+    pair = source.pair(compile=True)
     source.first(run, samples)
     fit_run(pair, run, HeadPlan(INPUTS, out / "mined", FitConfig("adamw", recall=None)))
     fit_run(pair, run, HeadPlan(Inputs(tokens=("draft",)), out / "autojudge", FitConfig()))
@@ -281,12 +286,14 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=300)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    source, path = mined(given.run), given.annotated
+    source = mined(given.run)
+    path = given.annotated
     rows = [] if path else annotated("train", FIRST, given.rows)
     if not path:
         path = given.out / "errors.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pair, answers = source.pair(compile=False), read_annotated(path)
+    pair = source.pair(compile=False)
+    answers = read_annotated(path)
     plan = HeadPlan(INPUTS, given.out / "judge", FitConfig("adamw", recall=None))  # at 0.5
     head = fit_annotated(pair, answers, plan)
     told: dict[str, Any] = {"rows": len(answers), "metrics": head.metrics}

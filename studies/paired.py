@@ -51,7 +51,8 @@ def mcnemar(first: str, second: str, right: Mapping[str, str]) -> Paired:
     the first's as the second's (McNemar 1947; exact form: a binomial test of one half).
     """
     pairs = list(zip(right[first], right[second], strict=True))
-    only_first, only_second = pairs.count(("1", "0")), pairs.count(("0", "1"))
+    only_first = pairs.count(("1", "0"))
+    only_second = pairs.count(("0", "1"))
     differing = only_first + only_second
     p = binomtest(only_first, differing, 0.5).pvalue if differing else 1.0
     return Paired(first, second, len(pairs), only_first, only_second, float(p))

@@ -88,7 +88,8 @@ def solution(problem: dict[str, str], rng: random.Random) -> str | None:
         if isinstance(node, ast.UnaryOp):
             return -value(node.operand)
         assert isinstance(node, ast.BinOp)
-        a, b = value(node.left), value(node.right)
+        a = value(node.left)
+        b = value(node.right)
         c = {
             ast.Add: lambda: a + b,
             ast.Sub: lambda: a - b,
@@ -165,7 +166,8 @@ class Checkpoint:
     """Weights, AdamW's moments and the step count, in one safetensors file."""
 
     def __init__(self, path: Path, model: torch.nn.Module, optimizer: torch.optim.AdamW):
-        self.path, self.optimizer = path, optimizer
+        self.path = path
+        self.optimizer = optimizer
         self.weights = dict(model.named_parameters())
 
     def save(self, step: int) -> None:

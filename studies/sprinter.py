@@ -100,7 +100,8 @@ class Place:
 @torch.inference_mode()
 def place(pair: Pair, ids: list[int], after: bool) -> Place:
     """`ids` is a prefix, read by transformers' models alone."""
-    before, reads = torch.tensor([ids]), {"output_hidden_states": True}
+    before = torch.tensor([ids])
+    reads = {"output_hidden_states": True}
     by_draft, by_target = (lm.model(before, **reads) for lm in (pair.draft, pair.target))
     draft, target = (out.logits[0, -1].double().softmax(-1) for out in (by_draft, by_target))
     ranked, order = draft.sort(descending=True)
@@ -130,7 +131,9 @@ def rates(places: Sequence[Place], head: Head, threshold: float) -> dict[str, fl
 
 def theory(found: dict[str, float]) -> dict[str, float]:
     """What the rates predict, see the module."""
-    alpha, fpr, s = found["alpha"], found["fpr"], found["passed"]
+    alpha = found["alpha"]
+    fpr = found["fpr"]
+    s = found["passed"]
     return {
         "tpr": found["tpr"],
         "fpr": fpr,
@@ -192,7 +195,9 @@ class Problems:
 def decoded(
     problems: Problems, what: str, **options: Any
 ) -> tuple[list[Generation], dict[str, Any]]:
-    pair, task, samples = problems.pair, problems.task, problems.samples
+    pair = problems.pair
+    task = problems.task
+    samples = problems.samples
     prompts = [sample.prompt for sample in samples]
     # one by one: in a batch a row waits for others, and reads on meanwhile
     asked = {**problems.sampled, **options}
@@ -210,7 +215,8 @@ def decoded(
 def asked(outs: Sequence[Generation], each: int) -> list[list[int]]:
     """Prefixes of answers after which the gate was asked about a token: bonus tokens it never
     sees."""
-    rng, found = np.random.default_rng(0), list[list[int]]()
+    rng = np.random.default_rng(0)
+    found = list[list[int]]()
     for out in outs:
         places = [i for i, entry in enumerate(out.trace) if entry.origin != "bonus"]
         found += [out.prompt_tokens + out.tokens[:i] for i in rng.choice(places, each)]
@@ -312,7 +318,8 @@ def show(told: dict[str, Any]) -> None:
         table.add_row(name, *["–"] * len(COMPARED), *costs_of(one))
     for tau, gate in told["gates"].items():
         for threshold, one in gate["thresholds"].items():
-            said, is_ = one["predicted"], one["measured"]
+            said = one["predicted"]
+            is_ = one["measured"]
             pairs = (f"{said[key]:.3g} / {is_[key]:.3g}" for key in COMPARED)
             table.add_row(f"τ {tau} @{threshold}", *pairs, *costs_of(is_))
     Console(width=180).print(table)
@@ -340,7 +347,8 @@ def main() -> None:
     run = given.out / "run"
     source = mined(given.run)
     fitted_to = len(source.first(run, given.samples))
-    pair, samples = source.pair(compile=True), take(source.task, "test", given.problems)
+    pair = source.pair(compile=True)
+    samples = take(source.task, "test", given.problems)
     problems = Problems(pair, source.task, samples)
     alone, baselines = decoded_without_gates(problems)
     inputs = Inputs(("draft",), ("draft" if given.after else "previous",))
@@ -394,7 +402,8 @@ def roc_of(scores: NDArray, acceptable: NDArray) -> dict[str, Any]:
 def _four_kinds(problems: Problems, by_target: Sequence[Generation]) -> list[list[int]]:
     """Return a prefix of each kind of each problem: the prompt as it is, and prefixes of the
     answers to it by the target, by the draft, and by the target first and then the draft."""
-    pair, rng = problems.pair, np.random.default_rng(0)
+    pair = problems.pair
+    rng = np.random.default_rng(0)
     eos = pair.target.eos_ids
     prompts = [pair.target.encode(sample.prompt) for sample in problems.samples]
     wholes = [prompt + out.tokens for prompt, out in zip(prompts, by_target)]
@@ -422,7 +431,8 @@ def _point(problems: Problems, gate: Gate, known: Sequence[Place]) -> dict[str, 
     """A gate at one threshold: what its rates say, and what decoding does."""
     head = gate.head
     after = head.inputs.tokens == ("draft",)
-    pair, window = problems.pair, problems.longest
+    pair = problems.pair
+    window = problems.longest
     outs, costs = decoded(problems, str(gate), rule="speculative", stop=gate, window=window)
     here = rates(
         [place(pair, ids, after) for ids in track(asked(outs, ALONG), "its TV")], head, gate.bound

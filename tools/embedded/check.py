@@ -37,7 +37,8 @@ from lenience.tasks import Sample, Task, WordMath, take
 
 def pass_seconds(lm: LM, prompt: list[int], new: int, repeats: int = 200) -> float:
     """Median time of reading `new` tokens after a prompt."""
-    session, times = Session(lm), []
+    session = Session(lm)
+    times = []
     session.read([prompt])
     for _ in range(repeats):
         began = time.perf_counter()
@@ -126,7 +127,8 @@ def main() -> None:
     parser.add_argument("--run", type=Path, default=EMBEDDED / "run", help=run_help)
     parser.add_argument("--limit", type=int, default=500, help="how many held-out problems")
     given = parser.parse_args()
-    pair, task = load_pair(compile=False), WordMath()
+    pair = load_pair(compile=False)
+    task = WordMath()
     samples = take(task, "test", given.limit)
     figures: dict[str, object] = {"n": len(samples)}
     figures |= accuracies(pair, task, samples)

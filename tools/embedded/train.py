@@ -183,7 +183,8 @@ def recall(rng: random.Random) -> tuple[str, str]:
 def change(rng: random.Random) -> tuple[str, str]:
     """A question and its answer that only say what is to be reckoned after gifts: a lesson in
     signs, from the shortest way to say it to the task's own."""
-    unit, people = rng.choice(wordmath_problems.GOODS), rng.sample(wordmath_problems.NAMES, 4)
+    unit = rng.choice(wordmath_problems.GOODS)
+    people = rng.sample(wordmath_problems.NAMES, 4)
     have = {name: rng.randint(6, 90) for name in people}
     told = [f"{name} has {number} {unit}." for name, number in have.items()]
     signed: dict[str, tuple[str, int]] = {}
@@ -214,7 +215,8 @@ def sums(rng: random.Random) -> tuple[str, str]:
         said.append(rng.choice(forms).format(n * price, f"the {ware}", f"{n} * {price}"))
     form = rng.choice(forms)
     for name in rng.sample(wordmath_problems.NAMES, 4):
-        cost, left = rng.randint(8, 260), rng.randint(2, 91)
+        cost = rng.randint(8, 260)
+        left = rng.randint(2, 91)
         told.append(f"{name} has {cost + left} coins, paying {cost}.")
         said.append(form.format(left, name, f"{cost + left} - {cost}"))
     return " ".join([*told, "Answer:"]), " ".join(said)
@@ -242,10 +244,14 @@ def pool_of(
     training: Training, tokenizer: PreTrainedTokenizerFast, number: int, rng: random.Random
 ) -> list[Text]:
     """2,048 problems with their solutions, the shortest first."""
-    author, compare, gifts = training.author, training.compare, training.gifts
+    author = training.author
+    compare = training.compare
+    gifts = training.gifts
     hardest, *others = wordmath_problems.FAMILIES
     families = [hardest] * compare + others + [gift] * gifts
-    questions, wholes, repeats = list[str](), list[str](), list[Text]()
+    questions = list[str]()
+    wholes = list[str]()
+    repeats = list[Text]()
     for i in range(number * 2048, (number + 1) * 2048):
         lessons = training.repeats + training.recalls + training.sums
         lesson = rng.random() if lessons else 1.0
@@ -291,7 +297,8 @@ def batches(
     training: Training, tokenizer: PreTrainedTokenizerFast, start: int
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Endless (next pool, ids [B, T], labels [B, T]); `start` is the pool to begin with."""
-    number, author = start, training.author
+    number = start
+    author = training.author
     while True:
         rng = random.Random(f"pool|{author}|{number}")
         texts = pool_of(training, tokenizer, number, rng)
@@ -418,7 +425,9 @@ class Trainer:
         self.weights = token_weights(self.tokenizer, training.numeric).to(training.device)
         self.state = training.work / f"{training.role}.safetensors"
         self.forward = torch.compile(self.model, dynamic=True)
-        self.seen, self.pool, self.step = 0, training.pool, 0
+        self.seen = 0
+        self.pool = training.pool
+        self.step = 0
         if self.state.exists():
             progress = load_state(self.state, self.model, self.optimizers)
             self.seen, self.pool, self.step = progress
@@ -429,12 +438,15 @@ class Trainer:
         if self.seen >= training.tokens:
             done = f"{training.role}: {self.seen / 1e6:.2f} M tokens are done already"
             print(f"{done}; --tokens for more, another --work to begin anew")
-        began, first, losses = time.time(), self.seen, list[float]()
+        began = time.time()
+        first = self.seen
+        losses = list[float]()
         for pool, ids, labels in batches(training, self.tokenizer, self.pool):
             if self.seen >= training.tokens:
                 break
             losses = [*losses[-49:], self.update(ids.to(training.device), labels)]
-            self.seen, self.step = self.seen + ids.numel(), self.step + 1
+            self.seen = self.seen + ids.numel()
+            self.step = self.step + 1
             last = self.seen >= training.tokens
             if self.step % 20 == 0 or last:
                 speed = (self.seen - first) / (time.time() - began)
@@ -515,7 +527,8 @@ def options() -> argparse.ArgumentParser:
 
 def main() -> None:
     given = vars((parser := options()).parse_args())
-    what, of = given.pop("what"), given.pop("of")
+    what = given.pop("what")
+    of = given.pop("of")
     if what == "average":
         if not of:
             parser.error("average: name each model with --of WEIGHT FOLDER")

@@ -146,7 +146,9 @@ class Audit:
                 f"task {task.label!r}: a benchmark's prompts are not live; audit those of JSON "
                 "rows, or of a task of your own"
             )
-        self.pair, self.task, self.config = pair, task_for(pair, task), config
+        self.pair = pair
+        self.task = task_for(pair, task)
+        self.config = config
         binds = self.certificate.binds
         if self.task.reads != binds["reads"]:
             raise InputError(
@@ -158,7 +160,9 @@ class Audit:
         self.alone = self.decoder.with_options({"rule": "target"})
         self.alpha = 1 - config.confidence
         self.alarm = Alarm(self.certificate.max_drop, self.alpha)
-        self.losses, self.drifted, self.seen = list[float](), False, 0
+        self.losses = list[float]()
+        self.drifted = False
+        self.seen = 0
         self.unreferenced = 0
         self.rows = dict[tuple[int, str], int]()
         """The rows of files that are done, by number and content: what was seen before their
@@ -234,7 +238,8 @@ class Audit:
         with self._alone():
             if row and (row.number, row.content) in self.rows:
                 return self._state()  # another process was at the same file
-            seen, self._unsaid = self.seen + self._unsaid, 0
+            seen = self.seen + self._unsaid
+            self._unsaid = 0
             line = AuditLine(
                 **self._about,
                 seen=max(seen, row.before + row.number + 1) if row else seen,
@@ -261,7 +266,8 @@ class Audit:
 
     def _loss(self, live: LivePrompt, text: str, alone: Generation) -> float:
         """What is lost on a prompt whose reference, if it has one, can be right."""
-        task, reference = self.task, live.reference
+        task = self.task
+        reference = live.reference
         prompt: Any = live.prompt  # token ids too, which no task's own samples have
         if reference is not None and self.certificate.loss == "paired":
             sample = Sample("live", prompt, task.reference(reference), live.metadata)
@@ -270,7 +276,8 @@ class Audit:
         if text == alone.text:
             return 0.0
         sample = Sample("live", prompt, None, live.metadata)
-        lenient, strict = task.answer(text, sample), task.answer(alone.text, sample)
+        lenient = task.answer(text, sample)
+        strict = task.answer(alone.text, sample)
         return float(task.same(lenient, strict, sample) is not True)
 
     def reach(self, seen: int) -> None:

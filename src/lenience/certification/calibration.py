@@ -198,7 +198,9 @@ class Calibration:
         samples = self.prompts.first(ENOUGH)
         if self.config.needs_references and any(sample.reference is None for sample in samples):
             return
-        task, right, least = self.task, self._right(samples), self.config.least_accuracy
+        task = self.task
+        right = self._right(samples)
+        least = self.config.least_accuracy
         more = self.prompts.first(FEW if not least else ENOUGH)
         if not right and not self._right(more):
             other = ", or bound the disagreement (--loss disagreement)"
@@ -224,8 +226,10 @@ class Calibration:
     def result(self, decoding: Decoder, tried: SettingResult) -> TriedSetting:
         """How a setting's test ended; losses and bounds as they are asked for, also of the net
         drop."""
-        losses, net = self.losses(decoding, tried.n), self.config.loss == "net"
-        lenient, bound = self.answers(decoding, tried.n), self.test.bound(losses)
+        losses = self.losses(decoding, tried.n)
+        net = self.config.loss == "net"
+        lenient = self.answers(decoding, tried.n)
+        bound = self.test.bound(losses)
         lost = (2 * losses - 1).sum() if net else losses.sum()
         return TriedSetting(
             rule=str(decoding.rule),
@@ -259,7 +263,8 @@ class Calibration:
 
     def lost_samples(self, decoding: Decoder, n: int) -> list[LostSample]:
         """The prompts on which quality was lost, with both answers."""
-        losses, lenient = self.losses(decoding, n).tolist(), self.answers(decoding, n)
+        losses = self.losses(decoding, n).tolist()
+        lenient = self.answers(decoding, n)
         rows = zip(self.prompts.rows, losses, self.beside(decoding, lenient), lenient)
         return [
             LostSample(
@@ -353,7 +358,8 @@ def check_question(pair: Pair, task: Task, folder: Path, config: CertifyConfig) 
 def warn_of_too_few(config: CertifyConfig, share: float) -> None:
     """Warn where so many prompts as are allowed cannot certify anything, by that share of the
     error."""
-    allowed, least = config.num_prompts(), config.least_prompts(share)
+    allowed = config.num_prompts()
+    least = config.least_prompts(share)
     if least is None or least > allowed:
         takes = "more than can be asked" if least is None else f"about {least:,}"
         warnings.warn(
@@ -381,7 +387,8 @@ def _asked(pair: Pair, task: Task, config: CertifyConfig, use: str) -> dict[str,
     """What makes a question the same: not where models and heads lie, but what they are."""
     question = config.to_json()
     chains = config.chains()
-    by_rules, given = chains[: len(config.rules)], chains[len(config.rules) :]
+    by_rules = chains[: len(config.rules)]
+    given = chains[len(config.rules) :]
     question["rules"] = [
         [str(decoder.without_paths().rule) for decoder in chain] for chain in by_rules
     ]

@@ -120,7 +120,8 @@ def save(folder: Path, certificate: Certificate) -> Path:
     """Write a run's certificate. One that certifies something is never written over: by another one
     it is moved, with its page, to certificate-N.json, and one that certifies nothing is then
     written beside it."""
-    new, path = certificate.to_json(), folder / FILE
+    new = certificate.to_json()
+    path = folder / FILE
     known = {other: read_json(other) for other in sorted(folder.glob("certificate-*.json"))}
     numbers = range(1, len(known) + 2)
     free = next(p for n in numbers if not (p := folder / f"certificate-{n}.json").exists())
@@ -222,7 +223,8 @@ def _needed(on: Calibration, setting: Decoder, row: TriedSetting) -> int | None:
 
 def _drawn(on: Calibration, folder: Path) -> str:
     """How the prompts were chosen, and what is left out by that."""
-    config, said = on.config, "at random"
+    config = on.config
+    said = "at random"
     if config.ids:
         said = f"at random from {len(config.ids)} that were named (--ids), not at random"
     where = f"{said} from the rows of split {config.split!r}"
@@ -249,10 +251,12 @@ def _threshold(rule: Rule) -> float | None:
 
 
 def _procedure(on: Calibration) -> str:
-    config, test = on.config, on.test
+    config = on.config
+    test = on.test
     chains = len(config.rules) + len(config.settings)
     several = f", shared by {chains} rules" if chains > 1 else ""
-    error, number = 1 - config.confidence, on.attempt.number
+    error = 1 - config.confidence
+    number = on.attempt.number
     return (
         "Learn-then-Test: settings tested from strict to lenient until one fails, each by "
         f"{test.said} on growing numbers of fresh prompts, so that any setting that passed loses "
@@ -264,7 +268,8 @@ def _procedure(on: Calibration) -> str:
 
 def _reason(config: CertifyConfig, row: TriedSetting) -> str:
     """Why nothing is certified."""
-    rate, strictest = row.losses / row.n, f"the strictest setting, {setting_name(row)}"
+    rate = row.losses / row.n
+    strictest = f"the strictest setting, {setting_name(row)}"
     if row.hopeless and _too_high(config, row):
         return f"the loss is too high: already {strictest}, lost {rate:.2%} of {row.n} prompts"
     more = ", more than is allowed, but on too few to be sure" if rate >= config.max_drop else ""
@@ -314,7 +319,8 @@ def _planned(
     decoded = dict[tuple[str, str], Answer]()
     for setting in settings:
         rule = str(setting.rule)
-        lenient, losses = on.answers(setting, pilot, rule), on.losses(setting, pilot)
+        lenient = on.answers(setting, pilot, rule)
+        losses = on.losses(setting, pilot)
         needed = [*lenient, *filter(None, on.beside(setting, lenient))]
         decoded |= {(answer.setting, answer.id): answer for answer in needed}
         n = config.sample_size(losses, on.attempt.share, config.max_drop / 4)

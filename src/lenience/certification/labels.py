@@ -18,7 +18,8 @@ class Labels:
 
     def __init__(self, task: Task, path: Path | None):
         """Raises InputError where the file is broken."""
-        self.task, self.path = task, path
+        self.task = task
+        self.path = path
         self.rows = dict[str, dict[str, Any]]()
         """What the file holds, by id."""
         self.wanted = dict[str, dict[str, Any]]()

@@ -28,7 +28,8 @@ def _lower_threshold(strict: Decoder, lenient: Decoder) -> float | None:
     """The threshold of the lenient one's judge, where that is all that differs."""
     if replace(strict, rule=lenient.rule) != lenient:
         return None
-    first, second = strict.rule, lenient.rule
+    first = strict.rule
+    second = lenient.rule
     if not (isinstance(first, AnyOf) and isinstance(second, AnyOf)):
         return None
     judges = [term for rule in (first, second) for term in rule.terms if isinstance(term, Judge)]

@@ -25,7 +25,10 @@ class Prompts:
     is."""
 
     def __init__(self, ledger: Ledger, lm: LM, task: Task, draw: Draw):
-        self.ledger, self.lm, self.task, self.draw = ledger, lm, task, draw
+        self.ledger = ledger
+        self.lm = lm
+        self.task = task
+        self.draw = draw
         self._noted = 0
         with ledger.held():
             self._draw()
@@ -40,7 +43,8 @@ class Prompts:
             with self.ledger.held():
                 if self.ledger.taken(self.draw) != self._taken:
                     self._draw()  # another question has taken some since
-                fresh, use = self.rows[self._noted : n], self.draw.use
+                fresh = self.rows[self._noted : n]
+                use = self.draw.use
                 self.ledger.note(self.lm, fresh, use=use, key=self.draw.key, task=self.task)
             self._noted = min(n, len(self.rows))
         return self.rows[:n]

@@ -74,12 +74,16 @@ class Binomial(Test):
         a number of prompts that is not in it."""
         found = list[int]()
         size = math.ceil(self.horizon * self.limit) + 1  # as many losses or more never pass
-        chances, passed, now = np.eye(1, size)[0], 0.0, 0  # of 0, 1, … losses, none having passed
+        # of 0, 1, … losses, none having passed
+        chances = np.eye(1, size)[0]
+        passed = 0.0
+        now = 0
         for fits in range(size):
             left = self._prompts_left(now, passed, float(chances[fits]))
             if left is None:
                 break
-            chances, now = _after(chances, left, self.limit, size), now + left
+            chances = _after(chances, left, self.limit, size)
+            now = now + left
             passed += float(chances[fits])
             chances[fits] = 0.0
             found.append(now)
@@ -106,12 +110,15 @@ class Binomial(Test):
     def chance(self, mean: float, n: int, losses: int) -> float:
         """The chance to pass before n losses, or else to have at most `losses` of 1 then."""
         size = max(losses, len(self.boundary)) + 1
-        chances, passed, now = np.ones(1), 0.0, 0
+        chances = np.ones(1)
+        passed = 0.0
+        now = 0
         for fits, at in enumerate(self.boundary):
             if at >= n:
                 break
             chances = _after(chances, at - now, mean, size)
-            passed, now = passed + float(chances[: fits + 1].sum()), at
+            passed = passed + float(chances[: fits + 1].sum())
+            now = at
             chances[: fits + 1] = 0
         return passed + float(_after(chances, n - now, mean, size)[: losses + 1].sum())
 
@@ -121,7 +128,8 @@ class Binomial(Test):
         return self.chance(mean, reached[-1], len(reached) - 1) if reached else 0.0
 
     def bound(self, losses: NDArray) -> float:
-        n, count = len(losses), int(losses.sum())
+        n = len(losses)
+        count = int(losses.sum())
         if count >= n:
             return 1.0
         return float(
@@ -143,7 +151,8 @@ def _first_true(holds: Callable[[int], bool], most: int) -> int | None:
     """The least number from 1 to `most` from which on `holds`, which is monotone."""
     if most < 1 or not holds(most):
         return None
-    low, high = 0, most
+    low = 0
+    high = most
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)
@@ -220,7 +229,8 @@ TESTS: dict[str, type[Test]] = {test.name: test for test in (Binomial, Hoeffding
 
 def hoeffding_bentkus(losses: NDArray, mean: float) -> float:
     """The p-value of "the mean is `mean` or more"."""
-    n, seen = len(losses), min(float(losses.mean()), mean)
+    n = len(losses)
+    seen = min(float(losses.mean()), mean)
     if not 0 < mean < 1:
         return float(mean <= 0)
     h = (seen * math.log(seen / mean) if seen else 0.0) + (
@@ -257,7 +267,9 @@ PRIOR = 50
 def paired_wealth(losses: NDArray, mean: float, limit: float) -> NDArray:
     """As `wealth`, for losses of 0, 1/2 and 1 […, n]: each stake is fixed by the share of those
     before it that are not 1/2, and is at most 0.8 of the most that leaves no debt."""
-    net, above, allowed = 2 * np.asarray(losses, float) - 1, 2 * mean - 1, 2 * limit - 1
+    net = 2 * np.asarray(losses, float) - 1
+    above = 2 * mean - 1
+    allowed = 2 * limit - 1
     differ = np.abs(net)
     before = differ.cumsum(-1) - differ
     share = (before + PRIOR * 2 * allowed) / (np.arange(net.shape[-1]) + PRIOR)
@@ -303,7 +315,8 @@ class Alarm:
             fresh = np.zeros((1, len(self.stakes)))
             self.logs = fresh if self.logs is None else np.concatenate([self.logs, fresh])
         self.logs += np.log1p(self.stakes * (loss - self.limit) / self.limit)
-        crowded, self.anew = self.since < 1 / self.limit, False
+        crowded = self.since < 1 / self.limit
+        self.anew = False
         self.since += 1
         if loss <= self.limit:  # it is poorer
             return False
@@ -347,7 +360,8 @@ def sample_size(test: Binomial, mean: float, power: float = 0.8) -> int | None:
 def sample_size_by_trial(test: Test, losses: NDArray, power: float = 0.8) -> int | None:
     """As `sample_size`, for losses of any kind, by trying: about how many it takes where losses are
     drawn from those seen."""
-    rng, trials = np.random.default_rng(0), 40
+    rng = np.random.default_rng(0)
+    trials = 40
     ends = [test.passed_at(rng.choice(losses, test.horizon)) for _ in range(trials)]
     passed = sorted(n for n in ends if n is not None)
     enough = math.ceil(power * trials)

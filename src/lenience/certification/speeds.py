@@ -20,7 +20,8 @@ from lenience.tasks.base import Messages
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-BOOTSTRAPS, SEED = 10_000, 0
+BOOTSTRAPS = 10_000
+SEED = 0
 WARM_UP = 16
 """How many tokens each decoder decodes before it is timed."""
 
@@ -62,7 +63,8 @@ class Timed(Record):
 
     def _resampled(self, draws: NDArray) -> NDArray:
         """Tokens per second on each row's prompts."""
-        tokens, seconds = np.array(self.tokens), np.array(self.seconds)
+        tokens = np.array(self.tokens)
+        seconds = np.array(self.seconds)
         return tokens[draws].sum(1) / seconds[draws].sum(1)
 
 

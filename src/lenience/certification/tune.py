@@ -135,7 +135,8 @@ def tune(
     timed once on this machine stays, and what is certified once stays certified. Raises InputError
     as `certify` does.
     """
-    task, question = task_for(pair, task, progress), config.question
+    task = task_for(pair, task, progress)
+    question = config.question
     contest = _contest(pair, task, folder, config)
     races = _races(pair, contest, progress)
     lossless = max(races.alone, races.strict, key=lambda raced: raced.tokens_per_second)
@@ -179,7 +180,9 @@ def _told(
 def _fast(lossless: Raced, chain: Iterable[Raced]) -> list[Raced]:
     """Those of a chain that are not clearly slower than any before them and than `lossless`, as far
     as the last that is as fast as that but for ALIKE."""
-    kept, best, end = list[Raced](), lossless.tokens_per_second, 0
+    kept = list[Raced]()
+    best = lossless.tokens_per_second
+    end = 0
     for raced in chain:
         if raced.tokens_per_second >= SLOWER * best:
             kept.append(raced)
@@ -229,7 +232,8 @@ def _contest(pair: Pair, task: Task, folder: Path, config: TuneConfig) -> _Conte
     next_one = ledger.attempt("", task, question.split, counts=False)
     warn_of_too_few(question, next_one.share)
     strict = shared.with_options({"rule": "exact"})
-    drafters, refused = list(config.drafters), list[str]()
+    drafters = list(config.drafters)
+    refused = list[str]()
     if not drafters:
         fitted, refused = fitted_drafters(pair, folder, strict)
         drafters = [*GRID, *fitted]
@@ -328,7 +332,8 @@ class _Choice:
 def fitted_drafters(pair: Pair, folder: Path, strict: Decoder) -> tuple[list[str], list[str]]:
     """The drafters that were fitted in a run folder; and why those of them are refused that cannot
     draft for this target."""
-    fitted, refused = list[str](), list[str]()
+    fitted = list[str]()
+    refused = list[str]()
     for kind in FITTED:
         if not (folder / kind.name / f"{kind.name}.json").exists():
             continue
@@ -355,7 +360,8 @@ def group_of(
 ) -> list[Decoder]:
     """A setting at every window, stop and drafter that it goes together with. Raises InputError
     where there is none."""
-    group, refusals = list[Decoder](), list[InputError]()
+    group = list[Decoder]()
+    refusals = list[InputError]()
     for drafter, stop in product(drafters, config.stops):
         named = setting.with_options({"drafter": drafter, "stop": stop})
         for window in _windows_for(named.drafter, config.windows):
@@ -382,7 +388,8 @@ def _prompts(
     pair: Pair, task: Task, folder: Path, config: TuneConfig, groups: Sequence[Sequence[Decoder]]
 ) -> tuple[list[Sample], Path]:
     """The prompts to race on, noted as used, and where the races are kept."""
-    question, settings = config.question, [setting for group in groups for setting in group]
+    question = config.question
+    settings = [setting for group in groups for setting in group]
     heads = {head.path: head for setting in settings for head in setting.heads}
     asked = [str(setting.without_paths()) for setting in settings]
     prints = [head.head.fingerprint for head in heads.values()]
@@ -416,7 +423,8 @@ def race(
     prompts, whose seconds alone are told: what dropped out by luck would make those of a heat look
     faster than they are. All take turns on each prompt, so that a machine's moods fall on all.
     """
-    left, first = [list(group) for group in groups], 0
+    left = [list(group) for group in groups]
+    first = 0
     warm_up(pair, (setting for group in left for setting in group), prompts[0])
     for heat, (n, share) in enumerate(HEATS, 1):
         speeds = _speeds(pair, left, prompts[first : first + n], f"racing, heat {heat}", progress)

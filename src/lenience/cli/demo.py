@@ -81,7 +81,8 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
     tuned = _tune(pair, out)
     certificate = tuned.certificate
     frontier = _compare(pair, out, tuned, limit)
-    mining, gain = _mining(counts, head), gained(tuned)
+    mining = _mining(counts, head)
+    gain = gained(tuned)
     write_report(out / "report.html", frontier, mining, certificate, headline=gain)
     seconds = time.perf_counter() - began
     screen.print(gain, style="bold", highlight=False, markup=False, soft_wrap=True)
@@ -120,7 +121,8 @@ def _important_share(counts: MinedCounts) -> float:
 def _fit(pair: Pair, folder: Path) -> Head:
     screen.rule("2. fitting a judge")
     head = fit_run(pair, folder, HeadPlan(READ, folder / "judge", FitConfig()))
-    ours, theirs = head.metrics, Judge().head.metrics
+    ours = head.metrics
+    theirs = Judge().head.metrics
     say(
         f"AUC {ours['auc_out_of_fold']:.3f} on samples it was not fitted to; the judge that comes "
         f"with the pair has {theirs['auc_out_of_fold']:.3f}, of {theirs['samples']:,} samples"

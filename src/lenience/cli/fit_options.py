@@ -191,7 +191,8 @@ class FitFlags:
         from lenience.training.fit import HeadPlan
 
         self._check()
-        role, default = self.role, "adam" if self.gate else "logistic"
+        role = self.role
+        default = "adam" if self.gate else "logistic"
         kind: Any = self.head or ("adamw" if self.annotated else default)
         folder = self.out or (run.with_suffix("") if self.annotated else run) / role
         if self.from_ == "run" and run.is_file():
@@ -260,7 +261,9 @@ class FitFlags:
         """What the head reads, by what was said and else by default."""
         from lenience.heads.head import Inputs
 
-        role, models, tokens = self.role, self.models, self.tokens
+        role = self.role
+        models = self.models
+        tokens = self.tokens
         if self.ahead is not None and (self.annotated or role != "judge"):
             raise InputError("--ahead: is for judges of mined mismatches; leave it out")
         if self.annotated:
@@ -281,7 +284,8 @@ class FitFlags:
         defaults = {"judge": of_judge, "stop": "previous", "gate": "previous"}
         whose = models or ("target,draft" if role == "judge" else "draft")
         read_after = tokens or defaults[role]
-        models_read, tokens_read = tuple(whose.split(",")), tuple(read_after.split(","))
+        models_read = tuple(whose.split(","))
+        tokens_read = tuple(read_after.split(","))
         return Inputs(models_read, tokens_read, self._layers("norm"), self.ahead)
 
     def _layers(self, usual: str) -> tuple[int | None, ...]:

@@ -54,9 +54,11 @@ def compare(
     config = flags.config(given(decoding))
     if flags.out is not None:
         check_folder(flags.out)
-    choice, models = choice or TaskChoice(), models or Models()
+    choice = choice or TaskChoice()
+    models = models or Models()
     if run is not None:
-        choice, models = choice_of(known_run(run), choice), models_of(run, models)
+        choice = choice_of(known_run(run), choice)
+        models = models_of(run, models)
     task = choice.load()
     drafts = any(map(needs_draft, config.decodings()))
     answers = len(config.decodings()) * (config.limit or MANY)

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 SETTINGS = "lenience.toml"
 """In a run folder: its models and its task."""
-SEVERAL, SWITCHES = ("template_option", "stop_string"), ("chat", "unsafe_local", "skip_long")
+SEVERAL = ("template_option", "stop_string")
+SWITCHES = ("chat", "unsafe_local", "skip_long")
 """What is kept there and no text."""
 MANY = 10_000
 """Samples, or tokens, where it is not known how many: it pays to export the models."""
@@ -241,7 +242,8 @@ def mined_with(run: Path) -> Models:
     dtypes = {model.dtype for model in record.models.values()}
     models = Models(dtype=dtypes.pop() if len(dtypes) == 1 else "auto")
     if record.chat:
-        models.chat, models.system = record.chat.get("use"), record.chat.get("system")
+        models.chat = record.chat.get("use")
+        models.system = record.chat.get("system")
         options = record.chat.get("options", {}).items()
         models.template_option = tuple(f"{name}={json.dumps(value)}" for name, value in options)
     if record.pair != "built-in":

@@ -100,7 +100,8 @@ def chat(pair: Pair, options: Mapping[str, Any]) -> None:
         if line in ("", "/new"):
             continue
         asked = [*said, {"role": "user", "content": line}]
-        out, began = Generation([]), time.perf_counter()
+        out = Generation([])
+        began = time.perf_counter()
         try:
             for step in pair.stream(asked if pair.target.chats else line, **options):
                 out.add(step)

@@ -243,7 +243,8 @@ def answers(
     """The answers to many prompts, in their order."""
     with progress_bars() as show:
         show("answering", 0, len(asked))
-        prompts, given = [prompt for _, prompt in asked], 0
+        prompts = [prompt for _, prompt in asked]
+        given = 0
         waiting: dict[int, Generation] = {}
         answered = pair.as_completed(prompts, batch_size=batch_size, **options)
         for done, (number, out) in enumerate(answered, 1):

@@ -63,7 +63,8 @@ def print_certificate(run: Path, certificate: Certificate) -> None:
     """What was tried, and what is certified."""
     from lenience.evaluation.names import setting_name
 
-    loss, limit = certificate.loss, f"{certificate.max_drop:.2%}"
+    loss = certificate.loss
+    limit = f"{certificate.max_drop:.2%}"
     title = f"loss ({loss}) at most {limit}, confidence {certificate.confidence:.0%}"
     table = Table("setting", title=title)
     for column in ("window", "prompts", "losses", "bound, alone", "tokens/pass", ""):
@@ -141,10 +142,12 @@ def print_races(races: Races) -> None:
     for column in ("drafter", "window", "stop", "tokens/s", "times strict", "times the target"):
         table.add_column(column, justify="right")
     for raced in (races.alone, races.strict, *(row for chain in races.lenient for row in chain)):
-        decoding, speed = Decoder.parse(raced.setting), raced.tokens_per_second
+        decoding = Decoder.parse(raced.setting)
+        speed = raced.tokens_per_second
         name = _rule_name(decoding)
         drafter = str(decoding.without_paths().drafter) if decoding.window else "–"
-        window, stop = str(decoding.window or "–"), str(decoding.without_paths().stop)
+        window = str(decoding.window or "–")
+        stop = str(decoding.without_paths().stop)
         cells = [drafter, window, stop, f"{speed:.0f}"]
         times = (speed / base.tokens_per_second for base in (races.strict, races.alone))
         table.add_row(escape(name), *map(escape, cells), *(f"{time_:.2f}" for time_ in times))
@@ -181,7 +184,8 @@ def gained(tuned: Tuned) -> str:
     from lenience.decoding.options import Options
     from lenience.evaluation.names import setting_name
 
-    certificate, speeds = tuned.certificate, tuned.speeds
+    certificate = tuned.certificate
+    speeds = tuned.speeds
     best = certificate.certified
     if best is None or speeds is None:
         return "Nothing is gained: nothing is certified"
@@ -411,7 +415,8 @@ def _print_judge(head: Head, folder: Path) -> None:
     columns = ("recall of important", "its interval", "threshold", "unimportant accepted")
     table = Table(*columns, box=None)
     for alike in _alike(head.metrics["thresholds"]):
-        first, last = alike[0], alike[-1]
+        first = alike[0]
+        last = alike[-1]
         recalls = dict.fromkeys(f"{row['recall']:g}" for row in (first, last))
         low, high = last["recall_interval"]
         cells = probability(last["threshold"]), f"{last['accepted']:.3f}"
@@ -475,7 +480,8 @@ def print_drafter(kind: str, metrics: Mapping[str, Any], folder: Path) -> None:
     for number, share in enumerate(metrics["accuracy"], 1):
         table.add_row(str(number), f"{share:.3f}")
     screen.print(table)
-    kept, held_out = metrics["tokens_per_pass"], metrics["held_out"]
+    kept = metrics["tokens_per_pass"]
+    held_out = metrics["held_out"]
     target = ""
     if "agreement" in metrics:
         say(f"the target that learned too still says {metrics['agreement']:.1%} of its tokens")
@@ -489,7 +495,8 @@ def print_drafter(kind: str, metrics: Mapping[str, Any], folder: Path) -> None:
 def _print_distilled(metrics: Mapping[str, Any], folder: Path) -> None:
     from lenience.training.distillation import WINDOW
 
-    before, table = metrics["before"], Table("", "before", "now", box=None)
+    before = metrics["before"]
+    table = Table("", "before", "now", box=None)
     for key, what in (
         ("agreement", "tokens accepted, greedily"),
         ("acceptance", "tokens accepted, at temperature 1"),
@@ -526,7 +533,8 @@ def _alike(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
 def _print_stop(head: Head, folder: Path) -> None:
     from lenience.drafting.stops import Likely
 
-    rejected, tokens = head.metrics["important"], head.metrics["mismatches"]
+    rejected = head.metrics["important"]
+    tokens = head.metrics["mismatches"]
     use = f"use it as --stop {Likely(str(folder), head.threshold)}"
     say(f"{tokens} tokens, {rejected / tokens:.1%} of them rejected; {_auc(head)}; {use}")
 
@@ -535,7 +543,8 @@ def _print_gate(head: Head, folder: Path) -> None:
     from lenience.drafting.stops import Gate
     from lenience.evaluation.names import probability
 
-    tau, tokens = head.metrics["tau"], head.metrics["mismatches"]
+    tau = head.metrics["tau"]
+    tokens = head.metrics["mismatches"]
     table = Table("threshold", "acceptable tokens let through", "others let through", box=None)
     for row in head.metrics["thresholds"]:
         cells = f"{row['accepted']:.3f}", f"{1 - row['recall']:.3f}"

@@ -94,7 +94,8 @@ class Context:
         `ahead` [B, a] after the prefixes."""
         if not self.processors:
             return logits
-        m, done = logits.shape[1], []
+        m = logits.shape[1]
+        done = []
         for row, tokens, scores in zip(self.rows, ahead.tolist(), logits.float()):
             history = torch.tensor([[*row.prefix, *tokens]], device=logits.device)  # [1, T]
             for i in range(m):
@@ -167,7 +168,8 @@ class Context:
             raise RuntimeError("spans are marked by text, and the context has no tokenizer")
         known, is_open = row.memory.get(_Span(begin, end), (0, False))
         reach = len(max(begin, end, key=len).encode()) + 1  # a token may be less than a character
-        ids, open_at = [*row.prefix, *drafted], []
+        ids = [*row.prefix, *drafted]
+        open_at = []
         for n in range(known or len(row.prefix) - row.position, len(ids)):
             if n != known:
                 text = self.decode(ids[max(0, n - reach) if known else 0 : n])

@@ -68,7 +68,8 @@ class _Lazy(Mapping[str, Tensor]):
     """The parameters of open safetensors files, each read when it is asked for."""
 
     def __init__(self, files: Mapping[str, Any], twins: Mapping[str, str]):
-        self.files, self.twins = files, twins
+        self.files = files
+        self.twins = twins
 
     def __getitem__(self, name: str) -> Tensor:
         stored = self.twins.get(name, name)

@@ -29,7 +29,9 @@ class Record(BaseModel):
 
 def _problems(error: ValidationError) -> list[str]:
     """One phrase for each kind of fault."""
-    lacks, unknown, wrong = [], [], []
+    lacks = []
+    unknown = []
+    wrong = []
     for item in error.errors():
         field = " ".join(str(part) for part in item["loc"])
         if item["type"] == "missing":

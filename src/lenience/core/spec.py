@@ -185,7 +185,8 @@ def _arguments(
                 continue
             if i >= len(positional):
                 raise InputError(f"{name} takes at most {len(positional)} arguments")
-            key, value = positional[i], [arg]
+            key = positional[i]
+            value = [arg]
         if key not in keys:
             raise InputError(f"{name} has no argument {key!r}; it has {', '.join(keys) or 'none'}")
         if key in values:

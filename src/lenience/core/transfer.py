@@ -28,7 +28,8 @@ def to_host_async(numbers: Tensor) -> Callable[[], list[Any]]:
     """What gives the numbers of a device as a list; a GPU is not waited for before it is called."""
     if numbers.device.type != "cuda":
         return numbers.tolist
-    host, there = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
+    host = numbers.to("cpu", non_blocking=True)
+    there = torch.cuda.Event()
     there.record(torch.cuda.current_stream(numbers.device))
 
     def arrived() -> list[Any]:

@@ -47,7 +47,8 @@ def _path(parents: Parents, node: int) -> list[int]:
 def followed(parents: Parents, tokens: Sequence[int], sequence: Sequence[int]) -> list[int]:
     """The longest path of a tree of `tokens` that a sequence takes."""
     children = {(parent, tokens[i]): i for i, parent in reversed([*enumerate(parents)])}
-    path, node = list[int](), -1
+    path = list[int]()
+    node = -1
     for token in sequence:
         if (child := children.get((node, token))) is None:
             break

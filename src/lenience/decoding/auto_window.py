@@ -24,9 +24,12 @@ STOP_THRESHOLDS = (0.3, 0.5, 0.7)
 """At which a stop head is tried."""
 CANDIDATES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """The windows that one is picked from."""
-PILOT_PROMPTS, PILOT_TOKENS = 8, 64
+PILOT_PROMPTS = 8
+PILOT_TOKENS = 64
 """On how many prompts, and of how many new tokens, it is counted what a rule keeps."""
-MOST_SECONDS, LEAST_ROUNDS, MOST_ROUNDS = 1.0, 2, 21
+MOST_SECONDS = 1.0
+LEAST_ROUNDS = 2
+MOST_ROUNDS = 21
 """How long cycles are timed at most, and for how many rounds over all windows; the first one is a
 warm-up."""
 

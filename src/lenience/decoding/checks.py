@@ -37,7 +37,9 @@ def _check_together(
     decoder: Decoder, models: Mapping[str, LM], fingerprints: Callable[[], Mapping[str, str]]
 ) -> None:
     """Raise InputError where the parts do not go together."""
-    rule, drafter, target = decoder.rule, decoder.drafter, models["target"]
+    rule = decoder.rule
+    drafter = decoder.drafter
+    target = models["target"]
     if rule.needs.sampling and decoder.temperature == 0:
         raise InputError(f"rule {rule}: has no greedy form; give a temperature above 0")
     greedy = decoder.temperature == 0 and is_lossless(rule)
@@ -86,7 +88,8 @@ def _check_offered(decoder: Decoder) -> None:
 
 def _check_tree(decoder: Decoder, models: Mapping[str, LM]) -> None:
     """Raise InputError where trees cannot be proposed or read."""
-    drafter, tree = decoder.drafter, decoder.tree
+    drafter = decoder.drafter
+    tree = decoder.tree
     if tree.choices() and decoder.window != "auto":
         raise InputError(f"tree {tree}: is picked with window auto; give that, or name a tree")
     for shape in tree.choices() or [tree]:

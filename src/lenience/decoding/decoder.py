@@ -154,7 +154,8 @@ class Decoder(PlainOptions):
     def differing(self, other: Decoder) -> dict[str, Any]:
         """Return the options besides rule and window that are not as in another, as in
         `to_json`."""
-        own, others = self.to_json(), other.to_json()
+        own = self.to_json()
+        others = other.to_json()
         beside = [name for name in own if name not in ("rule", "window")]
         return {name: own[name] for name in beside if own[name] != others[name]}
 
@@ -187,7 +188,8 @@ class Decoder(PlainOptions):
         rule = self.rule
         if isinstance(rule, AnyOf):
             rule = rule.with_terms(lambda term: term.relocated(path))
-        drafter, stop = self.drafter.relocated(path), self.stop.relocated(path)
+        drafter = self.drafter.relocated(path)
+        stop = self.stop.relocated(path)
         return replace(self, rule=rule, drafter=drafter, stop=stop)
 
     def without_paths(self) -> Decoder:

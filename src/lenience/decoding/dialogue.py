@@ -85,9 +85,11 @@ class Talk(Generic[T]):
     """A dialogue while it is held, one of `together`."""
 
     def __init__(self, number: int, dialogue: Dialogue[T], together: int):
-        self.number, self.cost = number, Cost()
+        self.number = number
+        self.cost = Cost()
         self.ended: Ended[T] | None = None
-        self._dialogue, self._together = dialogue, together
+        self._dialogue = dialogue
+        self._together = together
         self._began = time.perf_counter()
 
     def ask(self, answer: Any) -> Question | None:

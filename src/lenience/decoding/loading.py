@@ -60,7 +60,8 @@ def _built_in(loading: Loading) -> Pair:
     """The built-in pair, in float32 unless it is said otherwise."""
     lms = {}
     for role in ("target", "draft"):
-        folder, name = str(EMBEDDED / role), f"built-in {role}"
+        folder = str(EMBEDDED / role)
+        name = f"built-in {role}"
         lms[role] = LM.load(folder, role, _from_pretrained(loading, role, "float32"), name)
     return Pair(lms["target"], lms["draft"], "built-in")
 

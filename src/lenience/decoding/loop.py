@@ -78,7 +78,8 @@ def decode(
     """Answer requests, `size` of them together, one cycle at a time. `next_request` gives the
     request that takes the row of one that has reached a limit, so that what they have in common
     need not be read again, or of none; it gives None when there are no more."""
-    active, profile = list[Request](), session.profile
+    active = list[Request]()
+    profile = session.profile
     while True:
         profile.start()
         if not _admit(active, next_request, size):
@@ -138,7 +139,8 @@ def propose(session: Session, drafter: Drafter, ctx: Context, room: Sequence[int
 @_beside_models
 def read_windows(session: Session, ctx: Context, draft: Draft) -> Read:
     """Run the target over the windows, but for those that are trusted whole."""
-    rows, tokens_read = _untrusted(draft), [0] * len(ctx.rows)
+    rows = _untrusted(draft)
+    tokens_read = [0] * len(ctx.rows)
     if rows is not None:
         ctx = replace(ctx, rows=[ctx.rows[b] for b in rows])
         if not rows:
@@ -161,7 +163,8 @@ def judge(
         drafter.observe(read.ctx, read.reading, verdicts)
     if read.rows is None:
         return verdicts
-    tokens, lengths = draft.tokens.tolist(), draft.lengths.tolist()
+    tokens = draft.tokens.tolist()
+    lengths = draft.lengths.tolist()
     whole = [_unread(row[:n]) for row, n in zip(tokens, lengths)]
     for b, verdict in zip(read.rows, verdicts):
         whole[b] = verdict
@@ -170,9 +173,12 @@ def judge(
 
 def _decide(session: Session, rule: Rule, read: Read) -> list[Verdict]:
     """Ask the rule about what was read."""
-    ctx, draft, reading = read.ctx, read.draft, read.reading
+    ctx = read.ctx
+    draft = read.draft
+    reading = read.reading
     assert reading is not None
-    raw, sound = reading.logits, to_host_async(have_finite_max(reading.logits))
+    raw = reading.logits
+    sound = to_host_async(have_finite_max(reading.logits))
     if ctx.processors and draft.parents is None:
         reading = replace(reading, logits=ctx.process(raw, draft.tokens))
     session.profile.add("rest")
@@ -192,7 +198,8 @@ def _run_target(
 ) -> tuple[Reading, Sequence[int]]:
     """Return what the target gives for the windows of `rows` of the session, and how many tokens it
     read for each."""
-    prefixes, n = [row.prefix for row in ctx.rows], draft.width + 1
+    prefixes = [row.prefix for row in ctx.rows]
+    n = draft.width + 1
     if draft.parents is None:
         reading = session.read(prefixes, n, device_tokens=draft.tokens, rows=rows)
         return reading, reading.tokens_read
@@ -208,14 +215,16 @@ def _untrusted(draft: Draft) -> list[int] | None:
     """Return the rows whose windows are not trusted whole; None where no window may be."""
     if draft.trusted is None:
         return None
-    lengths, trusted = draft.lengths.tolist(), draft.trusted.tolist()
+    lengths = draft.lengths.tolist()
+    trusted = draft.trusted.tolist()
     return [b for b, (n, kept) in enumerate(zip(lengths, trusted)) if kept < n or not n]
 
 
 def _unread(drafted: list[int]) -> Verdict:
     """Keep a whole window that the target did not read."""
     n = len(drafted)
-    exact, scores = [False] * n, [None] * n
+    exact = [False] * n
+    scores = [None] * n
     return Verdict(drafted, list(range(n)), None, exact, list(scores), read=False)
 
 

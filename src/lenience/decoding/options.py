@@ -288,7 +288,8 @@ def _with_keywords(
 ) -> F:
     """Show the fields of a class among a function's keywords, their defaults where there are no
     `others`, and what they are in its docstring."""
-    signature, defaults = inspect.signature(function), kind()
+    signature = inspect.signature(function)
+    defaults = kind()
     shown = [item for item in signature.parameters.values() if item.kind is not item.VAR_KEYWORD]
     keyword = inspect.Parameter.KEYWORD_ONLY
     for name, annotation in types.items():

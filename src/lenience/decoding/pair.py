@@ -81,7 +81,9 @@ class Pair:
     """What runs the models: our own loop, or another engine with its version."""
 
     def __init__(self, target: LM, draft: LM | None, name: str):
-        self.target, self.draft, self.name = target, draft, name
+        self.target = target
+        self.draft = draft
+        self.name = name
         self._picked: dict[Hashable, Drafting] = {}
         if draft is not None:
             _refuse_different_vocabularies(target, draft)
@@ -324,7 +326,8 @@ class Pair:
         is the model's own."""
         reader = self.reader(decoder)
         config = reader.model.generation_config
-        top_k, top_p = decoder.top_k, decoder.top_p
+        top_k = decoder.top_k
+        top_p = decoder.top_p
         return Context(
             window=int(decoder.window),
             temperature=decoder.temperature,
@@ -349,7 +352,8 @@ class Pair:
         """What reads and what drafts `rows` sequences of at most `capacity` tokens together, in
         caches of their own. Raises InputError where memory has no room for the caches and for as
         many of the models `beside`, which the caller makes."""
-        reader, profile = self.reader(decoder), profile or Profile()
+        reader = self.reader(decoder)
+        profile = profile or Profile()
         window = int(decoder.window)
         spec = decoder.proposer if window else None
         needs = DrafterSetup(
@@ -411,7 +415,8 @@ class Pair:
     def _template(self) -> str | dict[str, Any] | None:
         """The chat template that prompts go through, by its digest, with what is not usual."""
         lm = self.target
-        template, spec = lm.chat.template_of(lm.tokenizer), lm.chat.spec
+        template = lm.chat.template_of(lm.tokenizer)
+        spec = lm.chat.spec
         if template is None:
             return None
         content = hashlib.blake2b(template.encode(), digest_size=8).hexdigest()
@@ -531,7 +536,8 @@ def _waiting(devices: set[torch.device]) -> Callable[[], None] | None:
 
 
 def _refuse_different_vocabularies(target: LM, draft: LM) -> None:
-    ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
+    ours = target.tokenizer.get_vocab()
+    theirs = draft.tokenizer.get_vocab()
     if ours == theirs:
         return
     both = ours.keys() & theirs.keys()

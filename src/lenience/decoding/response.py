@@ -34,9 +34,11 @@ class Response:
         if self.stream or self.stop_strings:
             self._text = TextStream(self.lm, self.stop_strings)
         context = self.lm.context_length
-        self._most_tokens, self._cut = self.max_new_tokens, cast(Finish, "length")
+        self._most_tokens = self.max_new_tokens
+        self._cut = cast(Finish, "length")
         if context and context - self.prompt_length < self.max_new_tokens:
-            self._most_tokens, self._cut = context - self.prompt_length, "context"
+            self._most_tokens = context - self.prompt_length
+            self._cut = "context"
 
     @property
     def room(self) -> int:
@@ -45,7 +47,8 @@ class Response:
 
     def clip(self, verdict: Verdict) -> Step:
         """The step that a verdict comes to, cut off where the response ends."""
-        trace, text = list[Trace](), ""
+        trace = list[Trace]()
+        text = ""
         for entry in _entries(verdict):
             trace.append(entry)
             self.new += 1
@@ -83,7 +86,8 @@ def until_stop(lm: LM, tokens: Sequence[int], stop_strings: Sequence[str]) -> tu
     of them where there is none."""
     if not stop_strings:
         return list(tokens), lm.decode(tokens)
-    stream, text = TextStream(lm, stop_strings), ""
+    stream = TextStream(lm, stop_strings)
+    text = ""
     for n, token in enumerate(tokens, 1):
         text += stream.push(token)
         if stream.stopped:
@@ -120,7 +124,9 @@ class TextStream:
     stop string."""
 
     def __init__(self, lm: LM, stop_strings: Sequence[str] = ()):
-        self.lm, self.stop_strings, self.stopped = lm, stop_strings, False
+        self.lm = lm
+        self.stop_strings = stop_strings
+        self.stopped = False
         self._stop_ids = _special_among(stop_strings, lm)
         self._ids: list[int] = []
         self._start = 0
@@ -141,7 +147,8 @@ class TextStream:
         whole = self.lm.decode(self._ids[self._start :])
         if whole.endswith("�"):
             return ""
-        new, self._done = whole[len(self._done) :], whole
+        new = whole[len(self._done) :]
+        self._done = whole
         if len(self._ids) - self._start > 32:  # keep the tail that is decoded again short
             self._start = len(self._ids) - 4
             self._done = self.lm.decode(self._ids[self._start :])
@@ -151,14 +158,16 @@ class TextStream:
         """What is still held back when the response ends."""
         whole = self.lm.decode(self._ids[self._start :])
         rest = "" if self.stopped else self._held + whole[len(self._done) :]
-        self._held, self._done = "", whole
+        self._held = ""
+        self._done = whole
         return rest
 
     def _release(self, new: str) -> str:
         text = self._held + new
         found = [at for at in (text.find(stop) for stop in self.stop_strings) if at >= 0]
         if found:
-            self.stopped, self._held = True, ""
+            self.stopped = True
+            self._held = ""
             return text[: min(found)]
         longest = max((_overlap(text, stop) for stop in self.stop_strings), default=0)
         self._held = text[len(text) - longest :]
@@ -170,7 +179,8 @@ def _special_among(stop_strings: Sequence[str], lm: LM) -> set[int]:
     looked for among the tokens. Raises InputError for a stop string that is more than one."""
     if not stop_strings:
         return set()
-    special, found = special_tokens(lm.tokenizer), set()
+    special = special_tokens(lm.tokenizer)
+    found = set()
     for stop in stop_strings:
         if stop.strip() in special:
             found.add(special[stop.strip()])

@@ -34,10 +34,12 @@ from lenience.models.session import Session, common
 from lenience.models.threads import torch_threads
 
 T = TypeVar("T")
-LONGEST, LONGEST_ON_CPU = 32, 8
+LONGEST = 32
+LONGEST_ON_CPU = 8
 """Tokens drafted in a cycle, at most. A CPU takes the longer the more it reads, and all rows are
 read as wide as the widest."""
-IN_FLIGHT, IN_FLIGHT_ON_CPU = 3, 1
+IN_FLIGHT = 3
+IN_FLIGHT_ON_CPU = 1
 """Continuations of a dialogue that are decoded together: the one that was asked for, and others
 that rest on it. A wrong guess throws away what rests on it: fewer passes, and more tokens."""
 
@@ -119,7 +121,8 @@ class Continuation:
         """Take note of what a cycle kept; gives how many tokens the target read for it."""
         self.row.keep(step)
         self.recall.go_on(self.text)
-        read, self.unread = self.unread + step.drafted, 1
+        read = self.unread + step.drafted
+        self.unread = 1
         self.tokens_read += read
         return read
 
@@ -128,7 +131,8 @@ class Continuation:
         one; None where none is known yet."""
         asked = self.question
         while asked.searches and self.searched < len(self.text):
-            at, self.searched = self.searched, self.searched + 1
+            at = self.searched
+            self.searched = self.searched + 1
             guess = self.recall.guesses[at]
             left = asked.limit - (at + 1 - len(asked.ids))
             if guess in (None, self.text[at]) or guess in eos or left < 1:
@@ -172,8 +176,11 @@ class _Scheduler(Generic[T]):
         strict = how.sampling.with_options({"rule": "exact", "window": window})
         pair.check(strict)
         decoder = replace(strict, drafter=how.drafter)
-        self._pair, self._how, self._ctx = pair, how, pair.context(decoder)
-        rows, capacity = how.size * in_flight, how.capacity + window
+        self._pair = pair
+        self._how = how
+        self._ctx = pair.context(decoder)
+        rows = how.size * in_flight
+        capacity = how.capacity + window
         session, drafter = pair.engine(decoder, rows, capacity, beside=each_has)
         self._slots = _Slots(session, drafter, decoder.rule)
         self._waiting = iter(enumerate(dialogues))
@@ -190,7 +197,8 @@ class _Scheduler(Generic[T]):
 
     def ended(self) -> list[Ended[T]]:
         """Those that have ended since."""
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         return ended
 
     @property
@@ -263,11 +271,15 @@ class _Conversation(Generic[T]):
     does not depend on the company."""
 
     def __init__(self, pair: Decodes, talk: Talk[T], ctx: Context, how: Conversing, slots: _Slots):
-        self.talk, self.target, self._how, self._slots = talk, pair.target, how, slots
+        self.talk = talk
+        self.target = pair.target
+        self._how = how
+        self._slots = slots
         self._in_flight = how.in_flight or 1
         draft = pair.require_draft("mining")
         self._draft = Session(draft, capacity=min(how.capacity, draft.context_length or 1 << 30))
-        self._threads, self._ctx = pair.torch_threads, ctx
+        self._threads = pair.torch_threads
+        self._ctx = ctx
         self._continuations = list[Continuation]()
         """Each, but for the first, rests on the one before: on that its answer is the same."""
         self._waits = False
@@ -338,7 +350,8 @@ class _Conversation(Generic[T]):
     def _continuation(self, question: Continue, like: Continuation | None = None) -> Continuation:
         """A continuation that begins like another one, in its row or a copy, or in that of the one
         that it has most in common with."""
-        ids, of_prompt = list(question.ids), question.prompt_length
+        ids = list(question.ids)
+        of_prompt = question.prompt_length
         noise = Noise.for_prompt(self._how.sampling.seed, ids[:of_prompt])
         rows = self._slots.of(self.talk.number)
         source = max(rows, key=lambda row: common(row.text[:-1], ids), default=None)
@@ -382,7 +395,9 @@ class _Slots:
     """Continuations in the rows of the caches, the first of them side by side."""
 
     def __init__(self, session: Session, drafter: Drafter, rule: Rule):
-        self.session, self.drafter, self.rule = session, drafter, rule
+        self.session = session
+        self.drafter = drafter
+        self.rule = rule
         self.continuations = list[Continuation]()
         self._beginning = list[tuple[Continuation, Continuation | None]]()
 

@@ -25,7 +25,8 @@ class AfterTarget(Drafter):
     depend on earlier answers."""
 
     def __init__(self, drafter: Drafter, session: TargetSession):
-        self.drafter, self.session = drafter, session
+        self.drafter = drafter
+        self.session = session
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         ready = self.session.begin([row.prefix for row in ctx.rows])

@@ -88,14 +88,16 @@ class Vertical(DrafterSpec):
 
 class _VerticalDrafter(Drafter):
     def __init__(self, drafter: Drafter, session: Session, setup: DrafterSetup):
-        self.drafter, self.session = drafter, session
+        self.drafter = drafter
+        self.session = session
         self.target = setup.target
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         limits = most_drafted(self.session, self.target, ctx, room)
         windows = [_Growing(row, limit) for row, limit in zip(ctx.rows, limits)]
         inner = replace(ctx, rows=[window.row for window in windows])
-        passes, read = 0, [0] * len(windows)
+        passes = 0
+        read = [0] * len(windows)
         while any(left := [window.limit - len(window.tokens) for window in windows]):
             draft = self.drafter.propose(inner, left)  # of which one is this drafter's own
             prefixes = [window.row.prefix for window in windows]
@@ -123,7 +125,8 @@ class _Growing:
         self.row = Row(row.noise, list(row.prefix), row.position)
         self.limit = limit
         """How many tokens it may come to."""
-        self.tokens, self.logits = list[int](), list[Tensor]()
+        self.tokens = list[int]()
+        self.logits = list[Tensor]()
         """The tokens, and [V] for each what it was picked from."""
 
     def keep(
@@ -135,7 +138,8 @@ class _Growing:
         kept = said[: min(n + 1, self.limit - len(self.tokens))]
         ends = (i for i, token in enumerate(kept, 1) if token in eos)
         if (end := next(ends, None)) is not None:
-            kept, self.limit = kept[:end], len(self.tokens) + end
+            kept = kept[:end]
+            self.limit = len(self.tokens) + end
         self.tokens += kept
         self.logits += logits[: len(kept)]
         self.row.prefix += kept
@@ -210,15 +214,20 @@ class Horizontal(DrafterSpec):
 
 class _HorizontalDrafter(Drafter):
     def __init__(self, first: Drafter, then: Drafter, spec: Horizontal, target: LM):
-        self.first, self.then, self.spec, self.target = first, then, spec, target
+        self.first = first
+        self.then = then
+        self.spec = spec
+        self.target = target
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         narrow = replace(ctx, window=min(ctx.window, self.spec.count))
         begun = self.first.propose(narrow, room)
         tokens = [row[:n] for row, n in zip(begun.tokens.tolist(), begun.lengths.tolist())]
-        rows, left = [], []
+        rows = []
+        left = []
         for row, drafted, most in zip(ctx.rows, tokens, room):
-            n, ended = len(drafted), bool(drafted) and drafted[-1] in self.target.eos_ids
+            n = len(drafted)
+            ended = bool(drafted) and drafted[-1] in self.target.eos_ids
             rows.append(Row(row.noise, row.prefix + drafted, row.position + n, ahead=n))
             left.append(1 if ended else min(most, ctx.window + 1) - n)
         rest = self.then.propose(replace(ctx, rows=rows), left)

@@ -30,7 +30,8 @@ def documents(
     """The token ids of the documents in files: each row of .jsonl, whose text stands in a field,
     perhaps in .gz; else a file is a document. `name` is the model's whose tokenizer it is. Raises
     InputError for what cannot be read."""
-    total, done = 0, 0
+    total = 0
+    done = 0
     for file in files:
         if not file.is_file():
             raise InputError(f"corpus {file}: there is no such file")
@@ -83,14 +84,16 @@ def _rows(file: IO[bytes], path: Path, field: str) -> Iterator[str]:
 
 def _blocks(texts: Iterator[str], path: Path) -> Iterator[list[str]]:
     """Texts together, as many as are tokenized at once."""
-    block, size = list[str](), 0
+    block = list[str]()
+    size = 0
     try:
         for text in texts:
             block.append(text)
             size += len(text)
             if size >= BLOCK:
                 yield block
-                block, size = [], 0
+                block = []
+                size = 0
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise InputError(f"corpus {path}: cannot be read as text ({error})") from None
     if block:

@@ -24,7 +24,9 @@ from lenience.drafting.trees.growing import Grown, as_draft
 from lenience.drafting.trees.shapes import Tree
 from lenience.models.lm import LM
 
-ABOUT, TOKENS, SUFFIXES = "datastore.json", "tokens.npy", "suffixes.npy"
+ABOUT = "datastore.json"
+TOKENS = "tokens.npy"
+SUFFIXES = "suffixes.npy"
 END = -1
 """Stands between documents."""
 FEW = 16
@@ -89,7 +91,8 @@ class Store:
             return [
                 (token, len(at) / total, np.array(at, np.int64)) for token, at in sorted(of.items())
             ]
-        after, found = after[found != END], found[found != END]
+        after = after[found != END]
+        found = found[found != END]
         values, which, counts = np.unique(found, return_inverse=True, return_counts=True)
         return [
             (int(token), n / len(found), after[which == i])
@@ -222,7 +225,9 @@ class Datastore(DrafterSpec):
 class _DatastoreDrafter(Drafter):
     def __init__(self, spec: Datastore, setup: DrafterSetup):
         self.spec = spec
-        self.target, self.stop, self.tree = setup.target, setup.stop, setup.tree
+        self.target = setup.target
+        self.stop = setup.stop
+        self.tree = setup.tree
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         grown = []

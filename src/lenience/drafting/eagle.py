@@ -71,7 +71,8 @@ class Eagle(DrafterSpec):
         return [eagle_lm(self.head, setup.target)]
 
     def build(self, setup: DrafterSetup) -> Drafter:
-        lm, backend = eagle_lm(self.head, setup.target), setup.target.backend
+        lm = eagle_lm(self.head, setup.target)
+        backend = setup.target.backend
         if backend and lm.device.type == "cpu":
             compile_model(lm, export=backend.makes_others)
         session = FeatureSession(lm, setup)
@@ -119,7 +120,8 @@ class FeatureSession(TargetSession):
 
     def move(self, source: int, to: int) -> None:
         super().move(source, to)
-        self._rows[to], self._rows[source] = self._rows[source], _Row()
+        self._rows[to] = self._rows[source]
+        self._rows[source] = _Row()
 
     def read(
         self,
@@ -151,15 +153,19 @@ class FeatureSession(TargetSession):
 
     def _prepared(self, row: int, sequence: list[int], num_states: int, tree: Parents) -> list[int]:
         """A sequence without its first token, with what its new tokens are read with laid ready."""
-        state, start = self._rows[row], len(sequence) - len(tree)
+        state = self._rows[row]
+        start = len(sequence) - len(tree)
         features = self.target.features(row, sequence[:start], 0)
         if not state.ready or start < 2:  # nothing is wanted of this row
             sequence = [0, 0, *sequence[start:]] if tree else [0, 0]
-            start, features = 2, features.new_zeros(1, self.lm.model.model.feature_size)
+            start = 2
+            features = features.new_zeros(1, self.lm.model.model.feature_size)
         if state.first != sequence[0]:
-            state.first, state.read_with_features = sequence[0], 0
+            state.first = sequence[0]
+            state.read_with_features = 0
             self.cut(row, 0)
-        new, num_known = sequence[1:], min(len(features), start - 1)
+        new = sequence[1:]
+        num_known = min(len(features), start - 1)
         with_features = min(state.read_with_features, common(self.tokens()[row], new))
         if with_features < num_known:  # what was read with the model's own states is read again
             self.cut(row, with_features)

@@ -140,7 +140,8 @@ class EagleWeights:
 
     def _shapes(self) -> dict[str, tuple[int | None, ...]]:
         """Of the tensors that it has or needs; None stands for any number."""
-        size, reads = self.config.hidden_size, self.tensors["fc.weight"].shape[-1]
+        size = self.config.hidden_size
+        reads = self.tensors["fc.weight"].shape[-1]
         with torch.device("meta"):
             layer = LlamaDecoderLayer(self.config, 0)
         shapes: dict[str, tuple[int | None, ...]] = {"fc.weight": (size, None)}
@@ -208,7 +209,8 @@ class EagleWeights:
     def check(self, target: LM, layers: tuple[int | None, ...]) -> None:
         """Raise InputError unless it can draft for a target from the states after some of its
         layers."""
-        where, given = f"eagle {self.path}", len(layers) * target.hidden_size
+        where = f"eagle {self.path}"
+        given = len(layers) * target.hidden_size
         for layer in layers:
             if layer is not None:
                 target.block(layer)
@@ -247,9 +249,11 @@ class EagleDecoder(nn.Module):
 
     def __init__(self, weights: EagleWeights, embedding: nn.Module):
         super().__init__()
-        self.config, tensors = weights.config, weights.tensors
+        self.config = weights.config
+        tensors = weights.tensors
         self.feature_size = weights.feature_size
-        self.is_first, self.norm_before_residual = weights.is_first, weights.norm_before_residual
+        self.is_first = weights.is_first
+        self.norm_before_residual = weights.norm_before_residual
         self.embed_tokens = embedding
         self.fc = _linear(tensors, "fc")
         self.layers = nn.ModuleList(
@@ -306,9 +310,11 @@ class EagleDecoder(nn.Module):
             **cache_argument(self.layers[0], past_key_values),
         }
         if self.is_first:
-            state, rest = self.fc(torch.cat([tokens, inputs], -1)), self.layers
+            state = self.fc(torch.cat([tokens, inputs], -1))
+            rest = self.layers
         else:
-            state, rest = self._fused(tokens, inputs, options), self.layers[1:]
+            state = self._fused(tokens, inputs, options)
+            rest = self.layers[1:]
         for layer in rest:
             state = layer(state, **options)
         return BaseModelOutputWithPast(self.output_norm(state) if self.output_norm else state)
@@ -338,7 +344,8 @@ class EagleModel(PreTrainedModel):
         weight = target.embedding.weight.detach() if own is None else own
         embedding = nn.Embedding.from_pretrained(weight)
         self.model = EagleDecoder(weights, embedding)
-        self.vocab_size, self.ids = target.vocab_size, cast(Tensor | None, None)
+        self.vocab_size = target.vocab_size
+        self.ids = cast(Tensor | None, None)
         """The second: which of the target's tokens each of its own is; None where they are the
         same."""
         self.norm: nn.Module | None = None
@@ -406,7 +413,8 @@ class EagleModel(PreTrainedModel):
 
 
 def _linear(tensors: Mapping[str, Tensor], name: str) -> nn.Linear:
-    weight, bias = tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
+    weight = tensors[f"{name}.weight"]
+    bias = tensors.get(f"{name}.bias")
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     made.weight = nn.Parameter(weight)
     if bias is not None:

@@ -260,7 +260,8 @@ def _load_published(named: str, path: Path, changed: int) -> DraftHeads:
     configurations say another number."""
     try:
         saved = tensors_in(path / HUB_FILE)
-        tensors, numbers = {}, set[str]()
+        tensors = {}
+        numbers = set[str]()
         for name, tensor in saved.items():
             found = PUBLISHED.fullmatch(str(name))
             if found is None or not isinstance(tensor, Tensor):
@@ -333,7 +334,9 @@ class HeadsDrafter(Drafter):
     before it."""
 
     def __init__(self, heads: DraftHeads, setup: DrafterSetup):
-        self.target, self.stop, self.tree = setup.target, setup.stop, setup.tree
+        self.target = setup.target
+        self.stop = setup.stop
+        self.tree = setup.tree
         self.session = setup.session if setup.keeps_last else None
         self.matrix = setup.target.output_matrix
         self.heads = heads.to(self.matrix.device, self.matrix.dtype)
@@ -345,7 +348,8 @@ class HeadsDrafter(Drafter):
                 kept = self.session.features(b, row.prefix, max(len(row.prefix) - 2, 0))
                 row.memory[self] = kept[0].clone() if len(kept) else None
         read = [row.memory.get(self) for row in ctx.rows]  # [H] each, the state before the window
-        most, limits = len(self.heads.blocks), []
+        most = len(self.heads.blocks)
+        limits = []
         for row, state, left in zip(ctx.rows, read, room):
             wanted = self.stop.max_tokens(row, ctx.window)
             limits.append(0 if state is None else max(0, min(wanted, most, left - 1)))
@@ -362,7 +366,8 @@ class HeadsDrafter(Drafter):
         return self._tree(logits, limits, ctx)
 
     def _chain(self, logits: Tensor, limits: list[int], ctx: Context) -> Draft:
-        drawn, n = ctx.draw(logits), range(logits.shape[1])
+        drawn = ctx.draw(logits)
+        n = range(logits.shape[1])
         ends = Ends(limits, self.target.eos_ids, self.stop)
         doubted = ends.doubted(logits, drawn[..., None], ctx)
         grown = []

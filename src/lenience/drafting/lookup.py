@@ -111,7 +111,8 @@ class _Lookup(Drafter, Generic[T]):
     """Keeps an index of each row's text, so that a cycle adds what is new alone."""
 
     def __init__(self, setup: DrafterSetup):
-        self.target, self.stop = setup.target, setup.stop
+        self.target = setup.target
+        self.stop = setup.stop
         self._rows: dict[int, _Known[T]] = {}
 
     def new_index(self) -> T:
@@ -160,7 +161,8 @@ class _Ngrams:
     """Where each n-gram of a text ends that something follows."""
 
     def __init__(self, most: int, oldest: bool):
-        self.most, self.oldest = most, oldest
+        self.most = most
+        self.oldest = oldest
         self.ends: dict[tuple[int, ...], int] = {}
         self._last: list[int] = []
         self._length = 0
@@ -194,20 +196,24 @@ class Finished:
     """The texts that were finished with a target."""
 
     def __init__(self) -> None:
-        self.index, self.size, self.lock = Suffixes(), 0, threading.Lock()
+        self.index = Suffixes()
+        self.size = 0
+        self.lock = threading.Lock()
         self._unfinished: dict[int, _Known[Suffixes]] = {}
 
     def add(self, tokens: list[int]) -> None:
         with self.lock:
             if self.size + len(tokens) > MOST_FINISHED:
-                self.index, self.size = Suffixes(), 0
+                self.index = Suffixes()
+                self.size = 0
             for token in (*tokens, END):
                 self.index.add(token)
             self.size += len(tokens) + 1
 
     def go_on(self, rows: dict[int, _Known[Suffixes]]) -> None:
         """Take up what the drafter before left in its rows; `rows` are another one's."""
-        before, self._unfinished = self._unfinished, rows
+        before = self._unfinished
+        self._unfinished = rows
         for known in before.values():
             self.add(known.tokens)
 
@@ -215,7 +221,8 @@ class Finished:
 class _SuffixDrafter(_Lookup[Suffixes]):
     def __init__(self, setup: DrafterSetup, spec: Suffix):
         super().__init__(setup)
-        self.spec, self.tree = spec, setup.tree
+        self.spec = spec
+        self.tree = setup.tree
         self.proposes_trees = not setup.tree.is_chain
         self.finished: Finished | None = None
         if spec.finished:
@@ -247,7 +254,8 @@ class _SuffixDrafter(_Lookup[Suffixes]):
     ) -> tuple[Grown, float]:
         """What the best of an index's matches, of which the longest come first, proposes, and the
         sum of its shares."""
-        best, worth = Grown(), 0.0
+        best = Grown()
+        worth = 0.0
         for state, length in matches:
             most = min(limit, int(self.spec.factor * min(length, self.spec.depth)))
             grown, sum_of = likeliest(
@@ -259,7 +267,8 @@ class _SuffixDrafter(_Lookup[Suffixes]):
                 eos=self.target.eos_ids,
             )
             if sum_of > worth:
-                best, worth = grown, sum_of
+                best = grown
+                worth = sum_of
         return best, worth
 
 
@@ -275,7 +284,8 @@ def likeliest(
     sum of their paths' shares of what followed, each of `least` or more: as a chain the likeliest
     after each, as a tree the likeliest paths. `followers` says of a state each token that followed,
     its share, and the state after it."""
-    grown, worth = Grown(), 0.0
+    grown = Grown()
+    worth = 0.0
     depth = min(depth, getattr(tree, "depth", None) or depth)
     nodes = depth if tree.is_chain else tree.size
     # (−share of a path, in which order it was met, token, parent, state, depth)

@@ -88,7 +88,8 @@ class Merged(DrafterSpec):
 
 class _MergedDrafter(Drafter):
     def __init__(self, parts: Sequence[Drafter], target: LM):
-        self.parts, self.target = parts, target
+        self.parts = parts
+        self.target = target
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         drafts = [part.propose(ctx, room) for part in self.parts]

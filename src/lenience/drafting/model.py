@@ -20,7 +20,8 @@ from lenience.drafting.trees.shapes import Tree
 from lenience.models.lm import LM
 from lenience.models.session import Session, tree_cache
 
-CHUNK, CHUNK_PER_TOKEN = 8, 2
+CHUNK = 8
+CHUNK_PER_TOKEN = 2
 """How many tokens are drafted at most before EOS is looked for, and where a stop condition asks
 about each."""
 _END = -1
@@ -104,8 +105,12 @@ class ModelDrafter(Drafter):
     def __init__(
         self, session: Session, target: LM, keep_states: bool = False, stop: Stop | None = None
     ):
-        self.session, self.keep_states, self.stop = session, keep_states, stop or Fixed()
-        self.target, self.device, self.eos_ids = target, target.device, target.eos_ids
+        self.session = session
+        self.keep_states = keep_states
+        self.stop = stop or Fixed()
+        self.target = target
+        self.device = target.device
+        self.eos_ids = target.eos_ids
         self.eos = torch.tensor(sorted(self.eos_ids), device=self.device)
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
@@ -127,7 +132,8 @@ class ModelDrafter(Drafter):
         lengths = self._draft_greedily(window, ctx) if self._unseen(ctx) else None
         if lengths is None:
             self._draft_looking(window, ctx)
-            lengths, wanted = to_device(window.limits, self.device), max(window.limits)
+            lengths = to_device(window.limits, self.device)
+            wanted = max(window.limits)
         draft = Draft(
             tokens=window.tokens[:, :wanted],
             lengths=lengths,
@@ -258,7 +264,10 @@ class TreeDrafter(Drafter):
     chain."""
 
     def __init__(self, session: Session, target: LM, tree: Tree, stop: Stop):
-        self.session, self.target, self.tree, self.stop = session, target, tree, stop
+        self.session = session
+        self.target = target
+        self.tree = tree
+        self.stop = stop
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         wanted = [self.stop.max_tokens(row, ctx.window) for row in ctx.rows]
@@ -271,7 +280,8 @@ class TreeDrafter(Drafter):
         reader = _Reader(self, ctx, prefixes)
         ends = Ends(limits, self.target.eos_ids, self.stop)
         grown = self.tree.grow(reader.read, ctx, ends)
-        logits, draws = torch.cat(reader.logits, 1), self.tree.drawn(ctx)
+        logits = torch.cat(reader.logits, 1)
+        draws = self.tree.drawn(ctx)
         draft = as_draft(grown, self.target.device, logits, draws=draws)
         return replace(draft, passes=len(reader.logits), tokens_read=reader.tokens_read)
 
@@ -283,8 +293,10 @@ class _Reader:
     """Reads a cycle's tokens level by level."""
 
     def __init__(self, drafter: TreeDrafter, ctx: Context, prefixes: list[list[int]]):
-        self.session, self.target = drafter.session, drafter.target
-        self.ctx, self.prefixes = ctx, prefixes
+        self.session = drafter.session
+        self.target = drafter.target
+        self.ctx = ctx
+        self.prefixes = prefixes
         self.tokens = [list[int]() for _ in ctx.rows]
         self.parents = [list[int]() for _ in ctx.rows]
         self.logits: list[Tensor] = []
@@ -313,7 +325,8 @@ class _Reader:
         ahead = []
         for tokens, parents in zip(self.tokens, self.parents):
             for node in range(len(tokens) - n, len(tokens)):
-                path, at = list[int](), node
+                path = list[int]()
+                at = node
                 while at >= 0:
                     path.insert(0, tokens[at])
                     at = parents[at]

@@ -25,7 +25,8 @@ BROKEN = (
     SafetensorError,
 )
 """What reading a broken file, or one of something else, raises."""
-POINTER, PICKLE = b"version https://git-lfs", b"\x80"
+POINTER = b"version https://git-lfs"
+PICKLE = b"\x80"
 """What a file of Git LFS begins with that was not fetched, and a pickle."""
 
 

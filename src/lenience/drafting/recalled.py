@@ -26,14 +26,20 @@ READ_AT_ONCE = 16
 """Of the recalled tokens the draft reads so many in a pass at most."""
 ALONE = 8
 """Where nothing is recalled, so many tokens are drafted at most."""
-LEAST_MATCH, MATCH_AGAIN = 3, 4
+LEAST_MATCH = 3
+MATCH_AGAIN = 4
 """How many tokens must have stood before: at first, and after a token that is not the recalled
 one."""
-SURE, UNSURE = 0.9, 0.5
+SURE = 0.9
+UNSURE = 0.5
 """Of the draft, in its most probable token."""
 LEAST_SHARE = 0.5
 """A window ends where the chance that all of it is kept falls below this."""
-AGREED, AGREED_UNSURELY, AS_BEFORE, DRAFTED_SURELY, RECALLED = 0.999, 0.975, 0.98, 0.965, 0.6
+AGREED = 0.999
+AGREED_UNSURELY = 0.975
+AS_BEFORE = 0.98
+DRAFTED_SURELY = 0.965
+RECALLED = 0.6
 """How often the target says a token that both say, the draft being sure or not; that was said where
 the draft wanted what it wants now; that the draft is sure of; that stood there where the draft is
 unsure. Measured on the built-in pair; other values change no more than the speed."""
@@ -65,7 +71,8 @@ class Recalled(DrafterSpec):
 
 class _RecalledDrafter(Drafter):
     def __init__(self, session: Session, target: LM):
-        self.session, self.target = session, target
+        self.session = session
+        self.target = target
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         limits = most_drafted(self.session, self.target, ctx, room)
@@ -97,10 +104,8 @@ class _RecalledDrafter(Drafter):
 
     def _read(self, windows: Sequence[_Window], ctx: Context) -> None:
         states = 1 + max(len(window.recalled) for window in windows)
-        sequences, rows = (
-            [window.sequence for window in windows],
-            [window.row for window in windows],
-        )
+        sequences = [window.sequence for window in windows]
+        rows = [window.row for window in windows]
         reading = self.session.read(sequences, states, rows=rows)
         logits = wide_as_target(reading.logits, self.target)[..., : self.target.vocab_size]
         tokens, probs = _said(logits, windows, ctx)
@@ -119,18 +124,22 @@ class _Window:
     """A row's window while it is drafted."""
 
     def __init__(self, row: int, of: Row, limit: int):
-        self.row, self.limit = row, limit
+        self.row = row
+        self.limit = limit
         self.recall = of.memory.get(Recall) or Recall(Recollection(), 0, [])
         self.recall.go_on(of.prefix)
-        self.tokens, self.guesses = list[int](), list[int | None]()
+        self.tokens = list[int]()
+        self.guesses = list[int | None]()
         """What is proposed, and what the draft says there."""
-        self.recalled, self.wanted = list[int](), list[int | None]()
+        self.recalled = list[int]()
+        self.wanted = list[int | None]()
         """What stood at the place, and what the draft wanted there."""
         self.sequence = list[int]()
         """What the draft reads now."""
         self.tokens_read = 0
         self._place: Place | None = None
-        self._share, self._alone = 1.0, 0
+        self._share = 1.0
+        self._alone = 0
         self._over = not limit
 
     @property
@@ -142,7 +151,8 @@ class _Window:
         """Look up what follows, for the draft to read, up to an id that only the target has."""
         if self._place is None:
             self._place = self._found(LEAST_MATCH)
-        self.recalled, self.wanted = [], []
+        self.recalled = []
+        self.wanted = []
         if self._place is not None:
             most = min(self.left, READ_AT_ONCE)
             self.recalled, self.wanted = self.recall.of.following(self._place, most)
@@ -157,7 +167,8 @@ class _Window:
         """Go on with what was recalled as far as the draft lets it stand, and with a token of its
         own."""
         for i, (token, wanted) in enumerate(zip(self.recalled, self.wanted)):
-            now, sure = said[i], probs[i]
+            now = said[i]
+            sure = probs[i]
             if now == token:
                 chance = AGREED if sure >= SURE else AGREED_UNSURELY
             elif now == wanted:

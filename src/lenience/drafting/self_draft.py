@@ -46,13 +46,16 @@ class _OwnLayers(DrafterSpec):
         self.left_out(target.num_layers)
 
     def models(self, setup: DrafterSetup) -> list[LM]:
-        backend, lm = setup.target.backend, self._lm(setup.target)
+        backend = setup.target.backend
+        lm = self._lm(setup.target)
         shares = backend is None or (backend.shares_layers and lm.backend is not None)
         return [] if setup.alone and shares else [lm]
 
     def build(self, setup: DrafterSetup) -> Drafter:
-        target, session = setup.target, setup.session
-        lm, left_out = self._lm(target), self.left_out(target.num_layers)
+        target = setup.target
+        session = setup.session
+        lm = self._lm(target)
+        left_out = self.left_out(target.num_layers)
         if not setup.alone or session is None:
             return model_drafter(lm, setup)
         layers = [i for i in range(target.num_layers) if i + 1 not in left_out]
@@ -121,7 +124,8 @@ class SharedSession(TargetSession):
     def begin(self, prefixes: Sequence[list[int]]) -> list[bool]:
         ready = []
         for row, prefix in enumerate(prefixes):
-            held, read = self.target.held(row, prefix), self.target.tokens()[row]
+            held = self.target.held(row, prefix)
+            read = self.target.tokens()[row]
             if read != self._seen[row]:  # what was drafted is written over
                 self._seen[row] = list(read)
                 self.cut(row, 0)

@@ -28,7 +28,9 @@ ASKED = Parts.EARLY_ENDS | Parts.CHANCES
 """Needs of a condition that is asked about each token."""
 FIRST_ALLOWED = 5
 """Tokens that the heuristic schedule begins with."""
-OF_SHARE, OF_LEAST, STEP = 0.5, 0.9, 0.01
+OF_SHARE = 0.5
+OF_LEAST = 0.9
+STEP = 0.01
 """How a threshold is adapted to the share that is accepted (Zhang 2023, section 3.3): how much of
 the share before is kept, how much of the threshold, and by how much it is moved."""
 

@@ -15,7 +15,9 @@ class Suffixes:
 
     def __init__(self) -> None:
         self._next: list[dict[int, int]] = [{}]
-        self._link, self._length, self._count = [-1], [0], [0]
+        self._link = [-1]
+        self._length = [0]
+        self._count = [0]
         self._last = 0
 
     def add(self, token: int) -> None:
@@ -37,7 +39,8 @@ class Suffixes:
     def _split(self, at: int, token: int) -> int:
         """The state of the longest end of `at`'s text, with the token after it, that has a state of
         its own; made where it is part of a longer one."""
-        old, length = self._next[at][token], self._length[at] + 1
+        old = self._next[at][token]
+        length = self._length[at] + 1
         if self._length[old] == length:
             return old
         copy = self._state(dict(self._next[old]), length, self._link[old], self._count[old])
@@ -69,7 +72,8 @@ class Suffixes:
             while at > 0 and token not in self._next[at]:
                 at, length = self._shorter(at)
             if token in self._next[at]:
-                at, length = self._next[at][token], length + 1
+                at = self._next[at][token]
+                length = length + 1
         while at > 0:
             yield at, length
             at, length = self._shorter(at)

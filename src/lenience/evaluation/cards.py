@@ -26,7 +26,8 @@ def push(folder: Path, name: str, licence: str | None, private: bool) -> str:
     role = next((known for known in ROLES if (folder / f"{known}.json").is_file()), None)
     if role is None:
         raise InputError(f"{folder}: holds no head; name one that lenience fit saved, RUN/judge")
-    head, run = load_head(folder, role), folder.parent
+    head = load_head(folder, role)
+    run = folder.parent
     certificate = _certificate(run, head)
     with TemporaryDirectory() as made:
         for file in (f"{role}.json", f"{role}.safetensors"):
@@ -118,7 +119,7 @@ def _told(certificate: Certificate | None) -> str:
     return (
         f"With {certificate.confidence:.4g} confidence the loss ({certificate.loss}) of threshold "
         f"{certified.threshold:.6g} at window {certified.window} is at most "
-        f"{certificate.max_drop:.2%}, by {certificate.n} prompts of {certificate.binds['task']}, at "
-        f"{certified.tokens_per_pass:.2f} tokens per pass; certificate.json says what it binds. It "
-        "holds in the run folder that it was made in: certify anew for other prompts."
+        f"{certificate.max_drop:.2%}, by {certificate.n} prompts of {certificate.binds['task']}, "
+        f"at {certified.tokens_per_pass:.2f} tokens per pass; certificate.json says what it binds. "
+        "It holds in the run folder that it was made in: certify anew for other prompts."
     )

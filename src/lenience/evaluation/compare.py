@@ -192,7 +192,9 @@ class Comparison:
 
     def __init__(self, pair: Pair, task: Task, config: CompareConfig, progress: Progress = silent):
         task = task_for(pair, task, progress)
-        self.pair, self.task, self.config = pair, task, config
+        self.pair = pair
+        self.task = task
+        self.config = config
         chooses = len(config.windows) > 1
         self.samples = take(task, "test", config.limit)
         self.tuning_samples = take(task, "train", None)[-config.tuning :] if chooses else []
@@ -227,7 +229,8 @@ class Comparison:
 
     def _asked(self) -> dict[str, Any]:
         """What compare.json says."""
-        config, shared = self.config, self.shared.to_json()
+        config = self.config
+        shared = self.shared.to_json()
         shared = {name: shared[name] for name in shared if name not in ("rule", "window")}
         return describe(
             self.pair,
@@ -245,7 +248,8 @@ class Comparison:
     def _take_in(self, out: Path) -> None:
         """Join the decoders that a folder's comparison has with those that are asked for now.
         Raises InputError where anything else differs."""
-        path, windows = out / "compare.json", out / "windows.json"
+        path = out / "compare.json"
+        windows = out / "windows.json"
         before = read_json(path) if path.exists() else {}
         if "settings" not in before:
             return
@@ -348,7 +352,8 @@ class Comparison:
         """In the ledger, and in the run folders of the heads that are compared: a certificate must
         not use prompts that a choice was made on."""
         used = {"window": self.tuning_samples, "comparison": self.samples}
-        lm, task = self.pair.target, self.task
+        lm = self.pair.target
+        task = self.task
         for run in {fitted_in(head) for head in self.config.heads().values()}:
             ledger = Ledger(run, self.pair.fingerprints, self.config.home)
             for use, samples in used.items():
@@ -417,9 +422,11 @@ class Comparison:
     def _fastest(self, decoders: Sequence[Decoder], progress: Progress) -> dict[Decoder, int]:
         """The window that gives each decoder the most tokens per second on other samples, all
         taking turns; the first sample is a warm-up too."""
-        windows, samples = self.config.windows, self.tuning_samples
+        windows = self.config.windows
+        samples = self.tuning_samples
         tried = [replace(decoder, window=window) for decoder in decoders for window in windows]
-        tokens, seconds = dict.fromkeys(tried, 0), dict.fromkeys(tried, 0.0)
+        tokens = dict.fromkeys(tried, 0)
+        seconds = dict.fromkeys(tried, 0.0)
         for decoding in tried:
             self._generate(samples[0], decoding)
         total = len(samples) * len(tried)
@@ -443,7 +450,8 @@ class Comparison:
         self, settings: Sequence[Setting], answers: Answers, progress: Progress
     ) -> list[list[Answer]]:
         """Each setting's answers to the samples, in their order."""
-        n, rows = len(self.samples), list[list[Answer]]()
+        n = len(self.samples)
+        rows = list[list[Answer]]()
         traced = [sample.id for sample in self.samples[:EXAMPLES]]
         total = len(settings) * n
         for number, setting in enumerate(settings):
@@ -480,7 +488,8 @@ class Comparison:
         """For each timed sample, every setting's seconds, all measured in turn. Those of another
         machine or of other repeats are measured again, and so are all where one is missing: what
         was measured at another time, beside other work, says nothing of which is faster."""
-        samples, repeats = self.samples[: self.config.timed], self.config.repeats
+        samples = self.samples[: self.config.timed]
+        repeats = self.config.repeats
         here = {"machine": machine(self.pair), "repeats": repeats}
         journal = Journal(path)
         texts = [str(setting.decoding) for setting in settings]

@@ -21,7 +21,9 @@ from lenience.rules.baselines import BASELINES
 from lenience.runs.answers import Answer
 from lenience.runs.journal import Journal
 
-PAGE, KEY, GRADED = "grade.html", "grade-key.json", "graded.json"
+PAGE = "grade.html"
+KEY = "grade-key.json"
+GRADED = "graded.json"
 GRADING_FILES = (PAGE, KEY, GRADED)
 GRADES = {"left": 1.0, "tie": 0.5, "right": 0.0}
 """What a person says of a pair, as points of the left answer."""
@@ -58,7 +60,8 @@ def write_page(folder: Path, rules: Sequence[str] = (), limit: int = 50) -> Page
     from the target, up to `limit` prompts with the target's answer and its own, in an order drawn
     for each pair. Raises InputError for a folder without a comparison, or a rule that it has not.
     """
-    answers, prompts = _answers(folder), _prompts(folder)
+    answers = _answers(folder)
+    prompts = _prompts(folder)
     own = next((given for given in answers.values() if _rule(given) == "target"), None)
     if own is None:
         raise InputError(f"{folder}: its comparison is not finished; run it again first")
@@ -88,7 +91,8 @@ def _pairs(
     """What is shown, in random order: each setting's answers to at most `limit` prompts beside the
     target's `own`, what two settings say alike once; and how many are the same as the target's."""
     drawn = random.Random(secrets.token_hex(16))
-    by_content, alike = dict[tuple[str, str], Pair](), 0
+    by_content = dict[tuple[str, str], Pair]()
+    alike = 0
     for setting in settings:
         same, differing = _compared(prompts, own, answers[setting])
         alike += len(same)
@@ -114,7 +118,8 @@ def _blinded(
     pair: Pair, prompt: str, own: dict[str, Answer], others: dict[str, Answer]
 ) -> dict[str, str]:
     """What the page shows of a pair."""
-    left, right = own[pair.id].text, others[pair.id].text
+    left = own[pair.id].text
+    right = others[pair.id].text
     if not pair.target_left:
         left, right = right, left
     return {"prompt": prompt, "left": left, "right": right}
@@ -128,7 +133,8 @@ def take_grades(folder: Path, filled: Path) -> dict[str, HumanGrades]:
     key = Key.read(read_json(folder / KEY), str(folder / KEY))
     points: dict[str, list[float]] = {}
     for number, said in _said(folder, key, filled).items():
-        pair, left = key.pairs[number], GRADES[said]
+        pair = key.pairs[number]
+        left = GRADES[said]
         for setting in pair.settings:
             points.setdefault(setting, []).append(1 - left if pair.target_left else left)
     found = {setting: _grades(given) for setting, given in points.items()}
@@ -179,7 +185,8 @@ def with_grades(folder: Path, frontier: Frontier) -> Frontier:
 
 
 def _grades(points: list[float]) -> HumanGrades:
-    counted, n = Counter(points), len(points)
+    counted = Counter(points)
+    n = len(points)
     share = sum(points) / n
     return HumanGrades(
         n=n,

@@ -37,7 +37,8 @@ AXES = (
     ("seconds_per_correct", "seconds per right answer (fewer is better)"),
 )
 TICKS = (0.1, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
-LABEL_HEIGHT, CHARACTER_WIDTH = 9, 4
+LABEL_HEIGHT = 9
+CHARACTER_WIDTH = 4
 """About what a label covers, in points."""
 LABEL_STEPS = 14
 """How many heights of a label it may be moved from its mark."""
@@ -240,7 +241,9 @@ def _draw_marks(axis: Any, number: int, rows: Numbered, colors: dict[str, str]) 
         group.sort(key=lambda item: getattr(item[1], key))
         _draw_line(axis, [row for _, row in group], key, colors[family], other_window)
         for nth, (i, row) in enumerate(group):
-            x, y, color = getattr(row, key), _inside(row.accuracy, row.n), colors[family]
+            x = getattr(row, key)
+            y = _inside(row.accuracy, row.n)
+            color = colors[family]
             (mark,) = axis.plot(
                 [x],
                 [y],
@@ -287,10 +290,13 @@ def rungs(certificate: Certificate) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.6), layout="constrained")
-    axes, labels = figure.subplots(), list[_Label]()
+    axes = figure.subplots()
+    labels = list[_Label]()
     for row in certificate.tried:
-        color, x = ("#059669" if row.passed else "#dc2626"), row.tokens_per_pass
-        low, high = 100 * row.losses / row.n, 100 * row.upper_bound
+        color = "#059669" if row.passed else "#dc2626"
+        x = row.tokens_per_pass
+        low = 100 * row.losses / row.n
+        high = 100 * row.upper_bound
         axes.plot([x, x], [low, high], color=color, linewidth=1)
         axes.plot(x, low, "o", color=color, markersize=5)
         axes.plot(x, high, marker="_", color=color, markersize=12, markeredgewidth=2)

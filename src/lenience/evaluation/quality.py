@@ -41,7 +41,8 @@ def qualities(task: Task | None, answers: Sequence[Sequence[Answer]], target: in
     found = []
     for given in answers:
         of_each = values(task, given)
-        lost, gained = np.maximum(0, own - of_each), np.maximum(0, of_each - own)
+        lost = np.maximum(0, own - of_each)
+        gained = np.maximum(0, of_each - own)
         counts = task is None or not task.by_degree
         found.append(Quality(of_each, lost, gained, _verdicts(given), counts))
     return found
@@ -64,7 +65,8 @@ def beside_target(
     points = list[float]()
     for start in range(0, len(triples), AT_ONCE):
         points += task.points(triples[start : start + AT_ONCE])
-    of_each, par = np.array(points), task.at_par
+    of_each = np.array(points)
+    par = task.at_par
     lost = np.maximum(0, par - of_each) / par
     gained = np.maximum(0, of_each - par) / (1 - par) if par < 1 else np.zeros(len(of_each))
     return Quality(of_each, lost, gained, _verdicts(answers), counts=False)

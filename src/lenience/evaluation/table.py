@@ -188,8 +188,10 @@ def _column(answers: Sequence[Answer], key: str) -> NDArray:
 
 def _figures(answers: Sequence[Answer], seconds: NDArray, quality: Quality) -> dict[str, Any]:
     """The figures of one setting, by the names of a row's fields."""
-    n, timed = len(answers), len(seconds)
-    tokens, passes = _column(answers, "tokens"), _column(answers, "target_passes")
+    n = len(answers)
+    timed = len(seconds)
+    tokens = _column(answers, "tokens")
+    passes = _column(answers, "target_passes")
     draws = np.random.default_rng(0).integers(0, n, (BOOTSTRAPS, n))
     timed_draws = np.random.default_rng(0).integers(0, timed, (BOOTSTRAPS, timed))
     right_when_timed = quality.values[:timed] * quality.counts  # else none is just right
@@ -212,7 +214,8 @@ def _figures(answers: Sequence[Answer], seconds: NDArray, quality: Quality) -> d
 
 def _flops_per_token(answers: Sequence[Answer], draws: NDArray) -> dict[str, Any]:
     """By both counts; None where they are not known of all answers."""
-    figures, tokens = dict[str, Any](), _column(answers, "tokens")
+    figures = dict[str, Any]()
+    tokens = _column(answers, "tokens")
     for count in ("flops", "flops_as_sprinter"):
         known = all(getattr(answer, count) is not None for answer in answers)
         spent, of = (_column(answers, count), tokens) if known else (tokens, np.zeros(len(tokens)))
@@ -270,7 +273,8 @@ def _alone(quality: Sequence[Quality]) -> tuple[NDArray, NDArray, float]:
 def _mean(name: str, values: NDArray, draws: NDArray) -> dict[str, Any]:
     """A share where all values are 0 or 1, else a mean."""
     if np.isin(values, (0.0, 1.0)).all():
-        hits, n = int(values.sum()), len(values)
+        hits = int(values.sum())
+        n = len(values)
         interval = binomtest(hits, n).proportion_ci(0.95)
         return {name: hits / n, f"{name}_interval": (float(interval.low), float(interval.high))}
     low, high = np.quantile(values[draws].mean(1), [0.025, 0.975])

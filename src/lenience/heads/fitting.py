@@ -27,14 +27,19 @@ L2_GRID = tuple(10.0**k for k in range(-4, 3))
 """Values of C, the inverse strength of the L2 penalty, weakest last."""
 LEAST_SAMPLES = 10
 """In so many samples there must be something important, so that folds by sample hold some each."""
-UNITS, BATCH, EPOCHS, LEAST_STEPS = 128, 512, 15, 400
+UNITS = 128
+BATCH = 512
+EPOCHS = 15
+LEAST_STEPS = 400
 """Of the MLP: on the built-in pair 128 to 384 units, batches of 256 to 1,024 and weight decay of
 0.05 to 0.3 came out alike."""
 DROPPED = 26
 """Of 256 of the MLP's inputs, in a step."""
-RATES, DECAYS = (1e-4, 1e-3, 1e-2), (0.01, 0.1)
+RATES = (1e-4, 1e-3, 1e-2)
+DECAYS = (0.01, 0.1)
 """Learning rates and weight decays that "adamw" is tuned over, as Judge Decoding's is."""
-PATIENCE, MOST_EPOCHS = 5, 200
+PATIENCE = 5
+MOST_EPOCHS = 200
 """Of the heads that are fitted by gradient steps: for how many epochs the loss may not fall, and
 how many there are at most."""
 
@@ -101,7 +106,8 @@ class Examples:
     def weighted(self, weight: float | None) -> tuple[NDArray, NDArray]:
         """[m] float32 each: labels and how much each row counts, where what is not harmless counts
         `weight`."""
-        good, bad = self.labels, (1 - self.labels) * np.float32(1 if weight is None else weight)
+        good = self.labels
+        bad = (1 - self.labels) * np.float32(1 if weight is None else weight)
         return good / (good + bad), good + bad
 
     def __len__(self) -> int:
@@ -212,7 +218,8 @@ and which rows were set aside for that."""
 
 def _fit_in_memory(examples: Examples, config: FitConfig) -> FitOutcome:
     assert isinstance(examples.x, np.ndarray)
-    mean, scale = examples.x.mean(0), examples.x.std(0) + 1e-6
+    mean = examples.x.mean(0)
+    scale = examples.x.std(0) + 1e-6
     standardised = ((examples.x - mean) / scale).astype(np.float32)
     examples = replace(examples, x=standardised)
     train, valid = _split(examples, config)
@@ -233,7 +240,8 @@ def _fit_in_files(examples: Examples, config: FitConfig) -> FitOutcome:
             f"head {config.kind}: {len(examples)} rows of {examples.x.width} numbers do not fit "
             "into memory; take logistic, which is fitted from files, or fewer samples"
         )
-    x, m = Standardised.of(examples.x), len(examples)
+    x = Standardised.of(examples.x)
+    m = len(examples)
     train, valid = _split(examples, config)
     by_c, tried = _grid_in_files(x, examples, config, (train, valid))
     c = _best(tried).c
@@ -242,7 +250,8 @@ def _fit_in_files(examples: Examples, config: FitConfig) -> FitOutcome:
     problems.append(Problem(c, np.ones(m, dtype=bool)))
     begin = np.repeat(by_c[:, [L2_GRID.index(c)]], len(problems), 1)
     weights = fit_together(x, examples.weighted(config.weight), problems, begin)
-    logits, scores = x.logits(weights), np.zeros(m)
+    logits = x.logits(weights)
+    scores = np.zeros(m)
     for k, outside in enumerate(folds):
         scores[outside] = expit(logits[outside, k])
     fitted = Fitted(weights[:-1, -1], float(weights[-1, -1]))
@@ -260,7 +269,8 @@ def _grid_in_files(
     inside = np.isin(np.arange(len(examples)), train)
     problems = [Problem(c, inside) for c in L2_GRID]
     weights = fit_together(x, examples.weighted(config.weight), problems)
-    logits, labels = x.logits(weights)[valid], examples.harmless[valid]
+    logits = x.logits(weights)[valid]
+    labels = examples.harmless[valid]
     aucs = [float(roc_auc_score(labels, of_head)) for of_head in logits.T]
     return weights, {
         setting: Tried(auc, auc) for setting, auc in zip(settings_of("logistic"), aucs)
@@ -327,7 +337,8 @@ def _tried(train: Examples, valid: Examples, config: FitConfig) -> dict[Setting,
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import roc_auc_score
 
-    tried, model = dict[Setting, Tried](), LogisticRegression(max_iter=500, warm_start=True)
+    tried = dict[Setting, Tried]()
+    model = LogisticRegression(max_iter=500, warm_start=True)
     for setting in settings_of(config.kind):
         if config.kind == "logistic":
             _fit_logistic(model.set_params(C=setting.c), train, config.weight)
@@ -388,7 +399,8 @@ def fit_mlp(x: Tensor, harmless: Tensor, counts: Tensor, seed: int) -> Fitted:
     loss_of = torch.nn.functional.binary_cross_entropy_with_logits
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inner, outer = torch.nn.Linear(x.shape[1], UNITS), torch.nn.Linear(UNITS, 1)
+        inner = torch.nn.Linear(x.shape[1], UNITS)
+        outer = torch.nn.Linear(UNITS, 1)
         model = torch.nn.Sequential(inner, torch.nn.GELU(), torch.nn.Dropout(0.3), outer)
         steps = max(LEAST_STEPS, EPOCHS * len(x) // BATCH)
         optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.05, fused=True)
@@ -445,7 +457,9 @@ def _train_until_worse(
 ) -> None:
     """Train until the loss on the `valid` samples has not fallen for PATIENCE epochs, and leave the
     parameters of the epoch with the least."""
-    least, epochs_since, best = np.inf, 0, deepcopy(model.state_dict())
+    least = np.inf
+    epochs_since = 0
+    best = deepcopy(model.state_dict())
     for _ in range(MOST_EPOCHS):
         for rows in torch.from_numpy(train)[torch.randperm(len(train))].split(BATCH):
             optimizer.zero_grad()
@@ -454,7 +468,9 @@ def _train_until_worse(
         with torch.no_grad():
             loss = float(loss_on(torch.from_numpy(valid)))
         if loss < least:
-            least, epochs_since, best = loss, 0, deepcopy(model.state_dict())
+            least = loss
+            epochs_since = 0
+            best = deepcopy(model.state_dict())
             continue
         epochs_since += 1
         if epochs_since == PATIENCE:

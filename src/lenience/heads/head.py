@@ -245,7 +245,8 @@ def _load(path: Path, role: Role, changed: int) -> Head:
         about = json.loads((path / f"{role}.json").read_text())
         tensors = load_file(path / f"{role}.safetensors")
         asked = about["inputs"]
-        models, tokens = tuple(asked["models"]), tuple(asked["tokens"])
+        models = tuple(asked["models"])
+        tokens = tuple(asked["tokens"])
         layers = asked.get("layers", [asked.get("layer")])  # one of an earlier version's
         inputs = Inputs(models, tokens, tuple(layers), asked.get("ahead"))
         has_layer = about["kind"] == "mlp"

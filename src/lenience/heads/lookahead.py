@@ -14,7 +14,10 @@ FLOOR = -30.0
 """No log-probability is taken to be lower."""
 SURE = math.log(0.9)
 """From this log-probability of its best token on the target is sure."""
-OWN, BEST, AGREES, HAS_LETTER = 0, 1, 5, -3
+OWN = 0
+BEST = 1
+AGREES = 5
+HAS_LETTER = -3
 """Which of a token's numbers are: the target's log-probability of it and that of its best one,
 whether they are the same token, and whether a letter is in it."""
 
@@ -62,7 +65,8 @@ def with_later(here: Tensor, later: Tensor, known: Tensor) -> Tensor:
         return here
     seen = known.to(later.dtype)
     later = later * seen[..., None]
-    own, agrees = later[..., OWN], later[..., AGREES]
+    own = later[..., OWN]
+    agrees = later[..., AGREES]
     wordless = seen * (later[..., HAS_LETTER] == 0)
     among = torch.stack([seen, wordless, seen * (later[..., BEST] >= SURE)], -2)  # […, 3, n]
     counts = among.sum(-1)
@@ -90,7 +94,8 @@ def _places_after(width: int, n: int, device: torch.device) -> Tensor:
 @cache
 def numbers(with_draft: bool) -> int:
     """S, with what the draft's logits say or without."""
-    logits, tokens = torch.zeros(1, 2), torch.zeros(1, dtype=torch.long)
+    logits = torch.zeros(1, 2)
+    tokens = torch.zeros(1, dtype=torch.long)
     draft = logits if with_draft else None
     return token_values(logits, draft, tokens, torch.zeros(2, 2)).shape[-1]
 

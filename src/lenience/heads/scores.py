@@ -50,12 +50,14 @@ def auc_interval(
 
     rng = np.random.default_rng(seed)
     _, groups = np.unique(samples, return_inverse=True)
-    n, ranks = int(groups.max()) + 1, rankdata(scores)
+    n = int(groups.max()) + 1
+    ranks = rankdata(scores)
     order = np.argsort(ranks, kind="stable")
     aucs = []
     for _ in range(BOOTSTRAPS):
         times = np.bincount(rng.integers(0, n, n), minlength=n)[groups].astype(float)
-        good, bad = np.where(harmless, times, 0)[order], np.where(harmless, 0, times)[order]
+        good = np.where(harmless, times, 0)[order]
+        bad = np.where(harmless, 0, times)[order]
         if good.sum() and bad.sum():
             aucs.append(_weighted_auc(good, bad, ranks[order]))
     low, high = np.quantile(aucs, [0.025, 0.975])
@@ -66,6 +68,7 @@ def _weighted_auc(good: NDArray, bad: NDArray, ranks: NDArray) -> float:
     """How often a harmless one stands above an important one, ties counted half, by the weights of
     both [m] in the order of their `ranks`."""
     starts = np.flatnonzero(np.diff(ranks, prepend=-1.0))
-    good, bad = np.add.reduceat(good, starts), np.add.reduceat(bad, starts)
+    good = np.add.reduceat(good, starts)
+    bad = np.add.reduceat(bad, starts)
     below = np.cumsum(bad) - bad
     return float((good * (below + bad / 2)).sum() / (good.sum() * bad.sum()))

@@ -17,7 +17,8 @@ BLOCK = 1024
 """Rows that are read at a time."""
 MEMORY = 10
 """Steps that L-BFGS remembers."""
-MOST_STEPS, CLOSE_ENOUGH = 200, 1e-5
+MOST_STEPS = 200
+CLOSE_ENOUGH = 1e-5
 """A fit ends where no part of the gradient of the mean loss is above this, or after so many."""
 SHORTEST = 2.0**-20
 """Of a step that is tried."""
@@ -119,7 +120,8 @@ class Standardised:
 
     def logits(self, weights: NDArray) -> NDArray:
         """[m, K] of linear heads [F + 1, K], whose last row is the bias."""
-        matrix, bias = torch.from_numpy(weights[:-1]), torch.from_numpy(weights[-1])
+        matrix = torch.from_numpy(weights[:-1])
+        bias = torch.from_numpy(weights[-1])
         blocks = (x @ matrix.float() + bias for x in self.blocks())
         return np.concatenate([logits.numpy() for logits in blocks])
 
@@ -162,13 +164,16 @@ class _Losses:
     def __call__(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """[K] and [F + 1, K]: the mean losses, penalties included, and their gradients, by a pass
         over the rows."""
-        matrix, bias = weights[:-1], weights[-1]
-        loss, gradient = torch.zeros_like(self.c), torch.zeros_like(weights)
+        matrix = weights[:-1]
+        bias = weights[-1]
+        loss = torch.zeros_like(self.c)
+        gradient = torch.zeros_like(weights)
         start = 0
         for block in self.x.blocks():
             part = slice(start, start + len(block))
             start += len(block)
-            taken, target = self.rows[part] * self.counts[part], self.labels[part]
+            taken = self.rows[part] * self.counts[part]
+            target = self.labels[part]
             logits = (block @ matrix.float()).double() + bias
             losses = torch.nn.functional.softplus(logits) - target * logits
             loss += (losses * taken).sum(0)
@@ -187,7 +192,8 @@ def _minimised(
     """The minima [D, K] of K convex functions, by L-BFGS with backtracking, from `weights` on; each
     call evaluates all K."""
     loss, gradient = loss_and_gradient(weights)
-    changes, turns = list[Tensor](), list[Tensor]()
+    changes = list[Tensor]()
+    turns = list[Tensor]()
     length = 1 / gradient.norm(dim=0).clamp(min=1.0)
     for _ in range(MOST_STEPS):
         direction = -_lbfgs(gradient, changes, turns)
@@ -205,7 +211,8 @@ def _minimised(
             break
         changes = [*changes[1 - MEMORY :], (tried - weights) * moved]
         turns = [*turns[1 - MEMORY :], (new_gradient - gradient) * moved]
-        weights, loss = torch.where(moved, tried, weights), torch.where(moved, new_loss, loss)
+        weights = torch.where(moved, tried, weights)
+        loss = torch.where(moved, new_loss, loss)
         gradient = torch.where(moved, new_gradient, gradient)
         length = torch.ones_like(length)
     return weights
@@ -219,7 +226,8 @@ def _is_too_long(length: Tensor, change: Tensor, slope: Tensor) -> Tensor:
 def _lbfgs(gradient: Tensor, changes: Sequence[Tensor], turns: Sequence[Tensor]) -> Tensor:
     """[D, K]: gradients times the inverse Hessians that the last steps tell (Nocedal 1980); a step
     that did not bend a function tells nothing of it."""
-    direction, shares = gradient.clone(), list[Tensor]()
+    direction = gradient.clone()
+    shares = list[Tensor]()
     scale = torch.ones(gradient.shape[1], dtype=gradient.dtype)
     bends = [(change * turn).sum(0) for change, turn in zip(changes, turns)]
     for change, turn, bend in zip(reversed(changes), reversed(turns), reversed(bends)):

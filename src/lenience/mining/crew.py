@@ -83,7 +83,8 @@ class ProcessCrew:
     def __init__(self, plan: WorkerPlan, number: int):
         if number < 1:
             raise InputError(f"workers {number}: must be 1 or more")
-        self.plan, self.most = plan, number
+        self.plan = plan
+        self.most = number
         self._processes = list[_Process]()
 
     def hire(self, number: int) -> HiredWorker | None:
@@ -168,7 +169,8 @@ class _Board:
 
     def __init__(self, ids: Sequence[str]):
         self.changed = Condition()
-        self._left, self._out = list(ids), set[str]()
+        self._left = list(ids)
+        self._out = set[str]()
         self._workers = 0
         self.closed = False
 
@@ -230,10 +232,13 @@ class _Threads:
     """The threads that wait for workers, one each."""
 
     def __init__(self, crew: Crew, work: Part, identity: Mapping[str, Any]):
-        self.crew, self.work, self.identity = crew, work, identity
+        self.crew = crew
+        self.work = work
+        self.identity = identity
         self.board = _Board(work.ids)
         self.found = SimpleQueue[dict[str, Any] | BaseException]()
-        self._threads, self._given_up = list[Thread](), 0
+        self._threads = list[Thread]()
+        self._given_up = 0
 
     def start(self) -> None:
         for _ in range((self.crew.most or 1) if self.crew.at_once else 1):

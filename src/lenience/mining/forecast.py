@@ -46,9 +46,11 @@ def forecast(mined: Sequence[MinedSample], labels: int) -> Forecast:
             f"--plan {labels}: {len(mined)} samples hold {int(counts.sum())} important mismatches, "
             "too few to tell from; give --limit for a larger pilot"
         )
-    n, mean = len(counts), float(counts.mean())
+    n = len(counts)
+    mean = float(counts.mean())
     half = float(t.ppf(0.975, n - 1) * counts.std(ddof=1) / math.sqrt(n))
-    low, high = max(0.0, mean - half), mean + half
+    low = max(0.0, mean - half)
+    high = mean + half
     samples = math.ceil(labels / mean)
 
     def whole(name: str) -> float:

@@ -158,7 +158,8 @@ def _labelled(
         return answered.lenient.tokens, [
             mismatch.model_copy(update=label) for mismatch in answered.kept
         ]
-    final, labelled = answered.own.tokens, []
+    final = answered.own.tokens
+    labelled = []
     for mismatch, out in zip(answered.kept, answered.continued):
         settled = answered.lenient.tokens[: mismatch.position + 1]
         if final[: mismatch.position] != settled[:-1]:

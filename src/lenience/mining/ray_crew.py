@@ -32,8 +32,11 @@ class RayCrew:
             import ray
         except ImportError:
             raise InputError(f"--ray {address}: {NEEDS_RAY}") from None
-        self.plan, self.most, self._ray = plan, most, ray
-        self._closed, self._began = Event(), not ray.is_initialized()
+        self.plan = plan
+        self.most = most
+        self._ray = ray
+        self._closed = Event()
+        self._began = not ray.is_initialized()
         if self._began:
             options: dict[str, Any] = {"include_dashboard": False}
             if address != "local":
@@ -92,7 +95,8 @@ def _reach(address: str) -> None:
 
 class _Actor:
     def __init__(self, ray: Any, actor: Any, identity: dict[str, Any]):
-        self._ray, self._actor = ray, actor
+        self._ray = ray
+        self._actor = actor
         self.identity = identity
 
     def mine(self, part: Part) -> Iterator[dict[str, Any]]:

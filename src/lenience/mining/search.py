@@ -129,8 +129,10 @@ class Miner:
     the draft's token wherever that is not important has the target's own answer (appendix A)."""
 
     def __init__(self, task: Task, sample: Sample, target: LM, max_new_tokens: int):
-        self.task, self.sample = task, sample
-        self.target, self.max_new_tokens = target, max_new_tokens
+        self.task = task
+        self.sample = sample
+        self.target = target
+        self.max_new_tokens = max_new_tokens
 
     def answer(self, response: list[int]) -> str | None:
         """The final answer in a response."""
@@ -142,7 +144,9 @@ class Miner:
         is."""
         own = yield self._continue(prompt, [])
         answer = self.answer(own)
-        response, mismatches, start = own, list[Mismatch](), 0
+        response = own
+        mismatches = list[Mismatch]()
+        start = 0
         while start < len(response):
             predicted = yield Predict(prompt + response, len(prompt) + start, len(prompt))
             guesses = dict(enumerate(predicted, start))
@@ -161,7 +165,8 @@ class Miner:
                     )
                 )
                 if same:
-                    response, start = swapped, i + 1
+                    response = swapped
+                    start = i + 1
                     break
         return Found(prompt, own, response, mismatches, answer)
 
@@ -185,7 +190,8 @@ class Miner:
         return response, same
 
     def _continue(self, prompt: list[int], response: list[int]) -> Continue:
-        left, stops = self.max_new_tokens - len(response), self.task.stop_strings
+        left = self.max_new_tokens - len(response)
+        stops = self.task.stop_strings
         # what goes on beside a slow comparison would depend on how long that takes
         searches = not self.task.compares_slowly
         return Continue(prompt + response, left, stops, len(prompt), searches=searches)

@@ -38,9 +38,12 @@ LARGEST = 1 << 28
 """Models of more parameters than this are not exported: a graph is one file of at most 2 GiB."""
 
 
-EXPORT_SECONDS, EXPORT_SECONDS_A_MILLION = 8.0, 0.5
+EXPORT_SECONDS = 8.0
+EXPORT_SECONDS_A_MILLION = 0.5
 """What exporting a model takes, and for each million of its parameters, on two cores."""
-SAVED, TOKENS_A_CYCLE, DRAFTED = 0.6, 3.0, 8
+SAVED = 0.6
+TOKENS_A_CYCLE = 3.0
+DRAFTED = 8
 """The share of a small model's pass that exporting saves, and what a cycle is about."""
 
 

@@ -24,7 +24,8 @@ from lenience.models.lm import LAST, LM, States
 
 _RECORDING = threading.Lock()
 """There may be one at a time in a process."""
-BLOCK, KEPT = 256, 64
+BLOCK = 256
+KEPT = 64
 """To a multiple of what the columns in sight are rounded up; how many recordings a cache keeps."""
 
 
@@ -61,7 +62,8 @@ class CudaGraphs:
 
     def cache(self, lm: LM, rows: int, capacity: int) -> CudaGraphCache:
         with self._lock:  # a cache must not be given to two sessions
-            spare, self._spare = self._spare, []
+            spare = self._spare
+            self._spare = []
         if spare and spare[0].fits(rows, capacity):
             spare[0].zero()
             return spare[0]
@@ -76,7 +78,8 @@ class CudaGraphCache(PlainCache):
 
     def __init__(self, lm: LM, backend: CudaGraphs, rows: int, capacity: int):
         super().__init__(lm, rows, capacity, backend.states)
-        self._backend, self._recorded_capacity = backend, capacity
+        self._backend = backend
+        self._recorded_capacity = capacity
         self._recorded: dict[_Shape, _Recording] = {}
         self._pool: Any = None
 
@@ -114,7 +117,8 @@ class CudaGraphCache(PlainCache):
         kv_length = _round_up(forward.kv_length)
         self.slots.make_room(kv_length)
         if self.slots.capacity != self._recorded_capacity:  # what was recorded reads other memory
-            self._recorded, self._recorded_capacity = {}, self.slots.capacity
+            self._recorded = {}
+            self._recorded_capacity = self.slots.capacity
             self._pool = None
         is_tree = forward.parents is not None
         shape = _Shape(forward.length, forward.num_states, forward.lookahead, kv_length, is_tree)
@@ -168,12 +172,15 @@ class _Recording:
     """A pass over every row of a cache, recorded where there is a GPU."""
 
     def __init__(self, cache: CudaGraphCache, shape: _Shape):
-        self.cache, self.shape = cache, shape
-        rows, device = cache.slots.num_rows, cache.lm.device
+        self.cache = cache
+        self.shape = shape
+        rows = cache.slots.num_rows
+        device = cache.lm.device
         self.ids = torch.zeros(rows, shape.length, dtype=torch.long, device=device)
         self.left_padding = torch.zeros(rows, dtype=torch.long, device=device)
         self.cached_lengths = torch.zeros(rows, dtype=torch.long, device=device)
-        self.rows, self.graph = torch.arange(rows, device=device), None
+        self.rows = torch.arange(rows, device=device)
+        self.graph = None
         self.sight: Sight | None = None  # of trees
         if shape.is_tree:
             related = torch.ones(rows, shape.length, shape.kv_length, dtype=torch.bool)
@@ -192,12 +199,14 @@ class _Recording:
     def _record(self) -> Any:
         """Padding is read while recording: it is written beside the rows."""
         self.left_padding += self.shape.length
-        aside, cache = torch.cuda.Stream(), self.cache
+        aside = torch.cuda.Stream()
+        cache = self.cache
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             self._run()
         torch.cuda.current_stream().wait_stream(aside)
-        graph, pool = torch.cuda.CUDAGraph(), cache.memory_pool()
+        graph = torch.cuda.CUDAGraph()
+        pool = cache.memory_pool()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             self.out = self._run()
         cache.slots.forget_columns()  # they lie in the pool
@@ -205,12 +214,13 @@ class _Recording:
 
     def _run(self) -> tuple[Tensor, Tensor]:
         length = self.shape.length
-        ids, padding, cached = self.ids, self.left_padding, self.cached_lengths
+        ids = self.ids
+        padding = self.left_padding
+        cached = self.cached_lengths
         parts = [self._forward(ids, *positions(ids, padding, cached), self.shape.num_states)]
-        cached, padding = (
-            cached + length - padding,
-            (padding == length).long(),
-        )  # rows of padding stay so
+        # rows of padding stay so
+        cached = cached + length - padding
+        padding = (padding == length).long()
         for _ in range(self.shape.lookahead):
             ids = parts[-1][0][:, -1:].argmax(-1)
             parts.append(self._forward(ids, *positions(ids, padding, cached), 1))
@@ -221,7 +231,8 @@ class _Recording:
     def _forward(
         self, ids: Tensor, position_ids: Tensor, is_padding: Tensor, num_states: int
     ) -> tuple[Tensor, Tensor]:
-        cache, slots = self.cache, self.cache.slots
+        cache = self.cache
+        slots = self.cache.slots
         columns = position_ids.masked_fill(is_padding, slots.capacity)
         slots.use_several(range(slots.num_rows), self.rows, columns, self.shape.kv_length)
         ids = ids.clamp(max=cache.lm.vocab_size - 1)
@@ -268,7 +279,8 @@ class _Recording:
         given = TreeSight.of(forward, self.cache.lm.context_length).on(self.ids.device)
         assert given.related is not None
         rows = to_device(forward.rows, self.ids.device)
-        self.sight.at[rows], self.sight.keys[rows] = given.at, given.keys
+        self.sight.at[rows] = given.at
+        self.sight.keys[rows] = given.keys
         self.sight.related[rows] = given.related
 
 

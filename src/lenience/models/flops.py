@@ -32,7 +32,8 @@ class ReadingCost:
 
 
 def _measured(lm: LM) -> ReadingCost | None:
-    config, embedding = lm.model.config.get_text_config(), lm.embedding.weight
+    config = lm.model.config.get_text_config()
+    embedding = lm.embedding.weight
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int) or getattr(lm.model, "is_quantized", False):
         return None

@@ -151,7 +151,9 @@ class TreeSight:
         """`longest`: the model's context; what stands past its end is read at its last position,
         and is nothing that can be kept."""
         assert forward.parents is not None
-        m, length, width = len(forward.rows), forward.length, forward.kv_length
+        m = len(forward.rows)
+        length = forward.length
+        width = forward.kv_length
         at = np.zeros((m, length), np.int64)
         keys = np.tile(np.arange(width), (m, 1))
         related = np.ones((m, length, width), np.bool_)
@@ -186,7 +188,9 @@ class PlainCache:
         reads_ragged: bool | None = None,
     ):
         """`reads_ragged`: whether it is known that rows can share a pass."""
-        self.lm, self.slots, self.states = lm, _Slots(rows, capacity), states
+        self.lm = lm
+        self.slots = _Slots(rows, capacity)
+        self.states = states
         self.reads_ragged = reads_ragged
         lm.capture(states)
         self._features = _Kept(self.slots)
@@ -195,7 +199,8 @@ class PlainCache:
 
     def of_layers(self, lm: LM, layers: Sequence[int], trees: bool) -> PlainCache | None:
         other = PlainCache(lm, self.slots.num_rows, self.slots.capacity, LAST, self.reads_ragged)
-        other.slots, other._features = self.slots, _Kept(self.slots)
+        other.slots = self.slots
+        other._features = _Kept(self.slots)
         own = self._cache.layers
         own += [_Layer(self.slots) for _ in range(len(own), max(layers) + 1)]
         other._cache = PassCache(layers=[own[i] for i in layers])
@@ -238,7 +243,8 @@ class PlainCache:
         return torch.empty(0, 0) if states is None else states[row, 0, start:end]
 
     def read(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
-        slots, device = self.slots, self.lm.device
+        slots = self.slots
+        device = self.lm.device
         # an id that only the other model's embedding has is read as the last one
         ids = forward.ids_on(device).clamp(max=self.lm.vocab_size - 1)
         slots.make_room(forward.kv_length)
@@ -285,7 +291,8 @@ class PlainCache:
 
     def _masks(self, sight: Sight) -> Any:
         """What each query sees, as the model's attention wants it told."""
-        masks, model = sight.masks(self.lm), self.lm.model
+        masks = sight.masks(self.lm)
+        model = self.lm.model
         if model.config.get_text_config()._attn_implementation == "eager":
             least = torch.finfo(model.dtype).min
             masks = {
@@ -300,23 +307,28 @@ class _Kept:
     say."""
 
     def __init__(self, slots: _Slots):
-        self.slots, self.states = slots, cast(Tensor | None, None)
+        self.slots = slots
+        self.states = cast(Tensor | None, None)
 
     def write(self, states: Tensor) -> Tensor:
         """Write states [m, H, T, D], and give all that the pass can see [m, H, kv_length, D]."""
-        slots, kept = self.slots, self._with_room(states)
+        slots = self.slots
+        kept = self._with_room(states)
         visible = kept[:, :, : slots.kv_length]
         if slots.columns is None:  # one row, and its new states stand side by side
             row = slots.rows[0]
             kept[row, :, slots.start : slots.kv_length] = states[0]
             return visible[row : row + 1]
-        index, columns = slots.index.to(kept.device), slots.columns.to(kept.device)
+        index = slots.index.to(kept.device)
+        columns = slots.columns.to(kept.device)
         kept[index[:, None], :, columns] = states.transpose(1, 2)  # [m, T, H, D]
         return visible[: len(slots.rows)] if slots.leading else visible[index]
 
     def _with_room(self, like: Tensor) -> Tensor:
         """Zeros at first, not anything: a masked key's weight is 0, and 0 times a NaN is none."""
-        old, (rows, capacity) = self.states, (self.slots.num_rows, self.slots.capacity)
+        old = self.states
+        rows = self.slots.num_rows
+        capacity = self.slots.capacity
         if old is not None and old.shape[2] > capacity:
             return old
         self.states = like.new_zeros(rows, like.shape[1], capacity + 1, like.shape[3])
@@ -332,7 +344,9 @@ class _Layer(CacheLayerMixin):
 
     def __init__(self, slots: _Slots):
         super().__init__()
-        self.slots, self._keys, self._values = slots, _Kept(slots), _Kept(slots)
+        self.slots = slots
+        self._keys = _Kept(slots)
+        self._values = _Kept(slots)
 
     def both(self) -> tuple[Tensor, Tensor]:
         """Keys and values."""
@@ -383,13 +397,20 @@ class _Slots:
             self.capacity = max(kv_length, 2 * self.capacity)
 
     def use_one(self, row: int, start: int, kv_length: int) -> None:
-        self.rows, self.start, self.kv_length, self.columns = [row], start, kv_length, None
+        self.rows = [row]
+        self.start = start
+        self.kv_length = kv_length
+        self.columns = None
 
     def use_several(
         self, rows: Sequence[int], index: Tensor, columns: Tensor, kv_length: int
     ) -> None:
-        self.rows, self.index, self.leading = rows, index, list(rows) == [*range(len(rows))]
-        self.start, self.kv_length, self.columns = 0, kv_length, columns
+        self.rows = rows
+        self.index = index
+        self.leading = list(rows) == [*range(len(rows))]
+        self.start = 0
+        self.kv_length = kv_length
+        self.columns = columns
 
     def forget_columns(self) -> None:
         self.columns = None

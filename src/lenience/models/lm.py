@@ -138,7 +138,10 @@ class LM:
         name: str,
         role: str = "target",
     ):
-        self.model, self.tokenizer, self.name, self.role = model.eval(), tokenizer, name, role
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.name = name
+        self.role = role
         self.embedding = cast(torch.nn.Embedding, model.get_input_embeddings())
         _refuse_unless_rollable(model, f"{role} {name!r}")
         self.lock = threading.RLock()
@@ -215,7 +218,8 @@ class LM:
         `dtype` and `device` are taken, the others reach the model's from_pretrained. Raises
         InputError where it can't be loaded."""
         kwargs = dict(options)
-        dtype, device = kwargs.pop("dtype"), kwargs.pop("device")
+        dtype = kwargs.pop("dtype")
+        device = kwargs.pop("device")
         known = isinstance(dtype, str) and isinstance(getattr(torch, dtype, None), torch.dtype)
         if dtype != "auto" and not known:
             raise InputError(
@@ -550,7 +554,8 @@ def _caps_attention(source: str, options: Mapping[str, Any]) -> bool:
 
 def _refuse_unless_rollable(model: PreTrainedModel, what: str) -> None:
     """Raise InputError for architectures whose cache cannot be rolled back to an earlier token."""
-    config, kind = model.config, type(model).__name__
+    config = model.config
+    kind = type(model).__name__
     takes_cache = _cache_name(cast(Hashable, type(model))) is not None
     try:
         layers = [] if not takes_cache else DynamicCache(config=config).layers

@@ -42,9 +42,11 @@ def check_memory(caches: Iterable[tuple[LM, States, int]], rows: int, nodes: int
     for device, size in need.items():
         free = free_bytes(device)
         if free is not None and size * rows > free:
-            what, mend = "KV cache", "batch_size or max_new_tokens"
+            what = "KV cache"
+            mend = "batch_size or max_new_tokens"
             if nodes:
-                what, mend = "KV cache and masks of trees", f"{mend}, the tree's size or the window"
+                what = "KV cache and masks of trees"
+                mend = f"{mend}, the tree's size or the window"
             raise InputError(
                 f"{rows} rows need {size * rows / 2**30:.1f} GiB of {what} on {device}, "
                 f"{free / 2**30:.1f} GiB are free: at most {free // size} rows fit; lower {mend}"

@@ -103,7 +103,8 @@ def _tree_graph(lm: LM, states: States) -> ir.Model:
 
 def _looping_graph(lm: LM, states: States) -> ir.Model:
     """The first pass, and behind it a loop whose body is a step."""
-    first, arguments = _First(lm, states), _arguments(lm, loops=True)
+    first = _First(lm, states)
+    arguments = _arguments(lm, loops=True)
     past, past_varies = arguments["past"]
     outputs = ["logits", "hidden", *_numbered("near", past), "after", "places", "token"]
     outputs += ["state"] if lm.reads_inputs else []
@@ -150,11 +151,13 @@ class _Twin(torch.nn.Module):
 
     def __init__(self, lm: LM, states: States):
         super().__init__()
-        self.lm, self.attention = lm, _Attention()
+        self.lm = lm
+        self.attention = _Attention()
         name = f"lenience_graph_{id(self)}"
         ALL_ATTENTION_FUNCTIONS.register(name, self.attention)
         self.model = _on_same_weights(lm.model, name)
-        self.states, self.caught = states, dict[str | int | None, Tensor]()
+        self.states = states
+        self.caught = dict[str | int | None, Tensor]()
         head = cast(torch.nn.Module, self.model.get_output_embeddings())
         head.register_forward_pre_hook(lambda _, args: self._catch("head", args[0]))
         for layer in {*states.layers, *states.features}:
@@ -278,7 +281,9 @@ class _Layer(CacheLayerMixin):
 
     def __init__(self, here: Tensor | None = None, *near: Tensor) -> None:
         super().__init__()
-        self.is_initialized, self.here, self.near = True, here, near
+        self.is_initialized = True
+        self.here = here
+        self.near = near
 
     def lazy_initialization(self, *_states: Tensor) -> None: ...
 
@@ -334,9 +339,12 @@ class _Attention:
         """Attention of `query` [m, G · H, T, D] over the cached and the given `key` and `value`
         [m, H, T, D]. The G heads that share a key are read as more queries, so that keys need no
         copies."""
-        scaling, softcap = options.get("scaling"), options.get("softcap")
+        scaling = options.get("scaling")
+        softcap = options.get("softcap")
         layer = cast(int, module.layer_idx)
-        old_key, old_value = self.past[2 * layer], self.past[2 * layer + 1]  # [m, H, C, D]
+        # [m, H, C, D]
+        old_key = self.past[2 * layer]
+        old_value = self.past[2 * layer + 1]
         m, heads, t, size = query.shape
         grouped = heads != key.shape[1]
         query = query * (size**-0.5 if scaling is None else scaling)
@@ -480,7 +488,9 @@ def _share(graph: ir.Graph, step: ir.Graph, carried: list[ir.Value]) -> None:
 
 def _loop_body(step: ir.Graph, carried: list[ir.Value]) -> ir.Graph:
     """The nodes of a step as the body of a loop that goes on until its count is over."""
-    number, nodes, ends = step.inputs[0], list(step), list(step.outputs)
+    number = step.inputs[0]
+    nodes = list(step)
+    ends = list(step.outputs)
     step.inputs.clear()
     step.outputs.clear()
     step.remove(nodes)
@@ -501,7 +511,8 @@ def _name_weights(graph: ir.Graph, model: PreTrainedModel) -> None:
         if name not in weights:
             continue
         graph.initializers.pop(str(value.name))
-        value.name, value.const_value = name, None
+        value.name = name
+        value.const_value = None
         graph.initializers[name] = value
 
 

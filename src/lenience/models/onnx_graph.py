@@ -20,9 +20,11 @@ from lenience.models.threads import cores
 
 FIRST_CAPACITY = 160
 """How many tokens a row of a new cache can hold before it grows."""
-KEPT_CALLS, LARGEST_KEPT_CALL = 16, 1 << 20
+KEPT_CALLS = 16
+LARGEST_KEPT_CALL = 1 << 20
 """How many shapes of calls a cache keeps bound, and of how many numbers."""
-SPARE_MEMORIES, LARGEST_SPARE = 4, 1 << 23
+SPARE_MEMORIES = 4
+LARGEST_SPARE = 1 << 23
 """How many memories a graph keeps for later caches, whose pages need not be handed out anew, and of
 how many numbers each at most."""
 LARGEST_SCORES = 1 << 24
@@ -91,14 +93,19 @@ class Graph:
         self.session = onnxruntime.InferenceSession(str(path), options, providers=providers)
         inputs = self.session.get_inputs()
         past = [item for item in inputs if item.name.startswith("past_")]
-        self.layers, self.heads, self.head_size = len(past) // 2, past[0].shape[1], past[0].shape[3]
+        self.layers = len(past) // 2
+        self.heads = past[0].shape[1]
+        self.head_size = past[0].shape[3]
         shapes = {item.name: item.shape for item in self.session.get_outputs()}
-        self.vocab_size, self.hidden_size = shapes["logits"][-1], shapes["hidden"][-1]
+        self.vocab_size = shapes["logits"][-1]
+        self.hidden_size = shapes["hidden"][-1]
         self.feature_size: int | None = shapes["features"][-1] if "features" in shapes else None
         names = {item.name for item in inputs}
-        self.can_loop, self.reads_trees = "steps" in names, "related" in names
+        self.can_loop = "steps" in names
+        self.reads_trees = "related" in names
         self.reads_inputs = "inputs" in names
-        self._others, self.makes_others = others, bool(others and others.makes)
+        self._others = others
+        self.makes_others = bool(others and others.makes)
         self.trees: Graph | None = None
         """What reads trees, once that was asked for."""
         self._spare: dict[tuple[int, int], _Memory] = {}
@@ -180,7 +187,8 @@ class _Store:
     grows with the rows, to `largest` columns if that is enough."""
 
     def __init__(self, graph: Graph, rows: int, largest: int):
-        self.graph, self.largest = graph, largest
+        self.graph = graph
+        self.largest = largest
         self.memory = graph.memory(rows, min(largest, FIRST_CAPACITY))
 
     def make_room(self, kv_length: int) -> None:
@@ -203,7 +211,9 @@ class GraphCache:
 
     def __init__(self, lm: LM, graph: Graph, store: _Store, layers: Sequence[int] | None = None):
         """`layers`: the graph's layers among the memory's, the first being 0; None for all."""
-        self.lm, self.graph, self._store = lm, graph, store
+        self.lm = lm
+        self.graph = graph
+        self._store = store
         self.num_queries = int(lm.model.config.get_text_config().num_attention_heads)
         self._shares = layers is not None
         places = [2 * i + j for i in layers or range(graph.layers) for j in (0, 1)]
@@ -240,13 +250,15 @@ class GraphCache:
             self.graph.keep(self._memory)
 
     def copy(self, source: int, to: int, length: int) -> None:
-        states, features = self.states[..., :length, :], self._memory.features
+        states = self.states[..., :length, :]
+        features = self._memory.features
         states[self._places, to] = states[self._places, source]
         if not self._shares:
             features[to, :length] = features[source, :length]
 
     def gather(self, row: int, start: int, columns: list[int]) -> None:
-        kept, states = slice(start, start + len(columns)), self.states[:, row]
+        kept = slice(start, start + len(columns))
+        states = self.states[:, row]
         states[self._places, :, kept] = states[self._places][:, :, columns]
         features = self._memory.features
         if not self._shares:
@@ -259,7 +271,8 @@ class GraphCache:
         self._store.make_room(forward.kv_length)
         if forward.parents is not None and forward.length > len(forward.parents[0]) + 1:
             return self._prefix_first(forward, profile)
-        first, end = min(forward.rows), max(forward.rows) + 1
+        first = min(forward.rows)
+        end = max(forward.rows) + 1
         scores = self.num_queries * (end - first) * forward.length * self.capacity
         if forward.length > 1 and scores > LARGEST_SCORES:
             return self._in_halves(forward, profile)
@@ -396,13 +409,18 @@ class _Call:
     def __init__(self, graph: Graph, past: Sequence[Tensor], shape: _Shape):
         """`past`: the cached keys and values, each [m, H, C, D] and contiguous."""
         (m, _, capacity, _), length = past[0].shape, shape.length
-        self.graph, self.past, self.binding = graph, past, graph.session.io_binding()
-        self.num_states, self.lookahead = shape.num_states, shape.lookahead
+        self.graph = graph
+        self.past = past
+        self.binding = graph.session.io_binding()
+        self.num_states = shape.num_states
+        self.lookahead = shape.lookahead
         self.ids = np.zeros((m, length), np.int64)
-        self.pads, self.cached = np.zeros(m, np.int64), np.zeros(m, np.int64)
+        self.pads = np.zeros(m, np.int64)
+        self.cached = np.zeros(m, np.int64)
         if graph.reads_trees:
             width = capacity + length
-            self.at, self.keys = np.zeros((m, length), np.int64), np.zeros((m, width), np.int64)
+            self.at = np.zeros((m, length), np.int64)
+            self.keys = np.zeros((m, width), np.int64)
             self.related = np.zeros((m, length, width), np.bool_)
         self.beside = np.zeros((m, length, graph.hidden_size), np.float32)
         self.inputs = self._inputs(shape)
@@ -414,7 +432,8 @@ class _Call:
 
     def _bind_outputs(self, m: int, length: int) -> None:
         """Where a call leaves what it gives."""
-        graph, new_length = self.graph, length + self.lookahead
+        graph = self.graph
+        new_length = length + self.lookahead
         self.new = torch.empty(2 * graph.layers, m, graph.heads, new_length, graph.head_size)
         for i, layer in enumerate(self.new):
             self._bind_output(f"new_{i}", layer)
@@ -459,7 +478,8 @@ class _Call:
         return by_step.transpose(0, 1)
 
     def _bind_output(self, name: str, value: Tensor) -> None:
-        size, address = tuple(value.shape), value.data_ptr()
+        size = tuple(value.shape)
+        address = value.data_ptr()
         self.binding.bind_output(name, "cpu", 0, np.float32, size, buffer_ptr=address)
 
     def __call__(self, forward: Forward, places: list[int], lm: LM) -> tuple[Tensor, Tensor]:
@@ -468,10 +488,12 @@ class _Call:
         longest = lm.context_length
         whole = len(places) == len(self.ids)
         if not whole:
-            self.pads[:], self.cached[:] = self.ids.shape[1], 0
+            self.pads[:] = self.ids.shape[1]
+            self.cached[:] = 0
         rows: slice | list[int] = slice(None) if whole else places
         self.ids[rows] = forward.input_ids
-        self.pads[rows], self.cached[rows] = forward.left_padding, forward.cached_lengths
+        self.pads[rows] = forward.left_padding
+        self.cached[rows] = forward.cached_lengths
         if forward.parents is not None:
             self._see(forward, places, longest)
         if forward.inputs is not None:
@@ -487,9 +509,12 @@ class _Call:
         read."""
         sight = TreeSight.of(forward, longest)
         capacity = self.past[0].shape[2]
-        self.at[:], self.keys[:], self.related[:] = 0, NOWHERE, True
+        self.at[:] = 0
+        self.keys[:] = NOWHERE
+        self.related[:] = True
         for i, place in enumerate(places):
-            cached, padding = forward.cached_lengths[i], forward.left_padding[i]
+            cached = forward.cached_lengths[i]
+            padding = forward.left_padding[i]
             whole = cached + forward.length - padding
             self.at[place] = sight.at[i]
             for start, old, end in ((0, 0, cached), (capacity + padding, cached, whole)):

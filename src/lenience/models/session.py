@@ -103,7 +103,8 @@ class Session:
         profile: Profile | None = None,
         states: States = LAST,
     ):
-        self.lm, self.profile = lm, profile or Profile()
+        self.lm = lm
+        self.profile = profile or Profile()
         self.torch_threads: int | None = None
         """How many threads torch has for what is done with its readings; None for its own."""
         self._tokens: list[list[int]] = [[] for _ in range(rows)]
@@ -404,12 +405,14 @@ def probe_masks(lm: LM) -> bool:
 def _try_masks(lm: LM) -> bool:
     """Models differ in how they place a mask, so it is tried."""
     attention = lm.model.config.get_text_config()._attn_implementation
-    takes, why = attention in ("eager", "sdpa") and not lm.reads_rows_apart, ""
+    takes = attention in ("eager", "sdpa") and not lm.reads_rows_apart
+    why = ""
     if takes:
         try:
             takes = reads_together_as_alone(lm, PlainCache(lm, 3, 256, reads_ragged=True))
         except Exception as error:  # whatever a model raises that wants its mask otherwise
-            takes, why = False, f" ({type(error).__name__}: {first_line(error)})"
+            takes = False
+            why = f" ({type(error).__name__}: {first_line(error)})"
     if not takes:
         said = f"takes no mask from outside{why}; rows are read one by one"
         warnings.warn(f"{lm.role} {lm.name!r}: {said}", stacklevel=5)
@@ -469,7 +472,9 @@ def _why_no_windows(lm: LM) -> str | None:
     try:
         together = Session(lm, cache=PlainCache(lm, 1, 64, reads_ragged=False))
         read = together.read([tokens], len(tokens))
-        whole, logits = read.hidden[0], read.logits[0]  # [3, H], [3, V]
+        # [3, H], [3, V]
+        whole = read.hidden[0]
+        logits = read.logits[0]
         apart = Session(lm, cache=PlainCache(lm, 1, 64, reads_ragged=False))
         each = [apart.read([tokens[:n]]).hidden[0] for n in range(1, len(tokens) + 1)]
         check_finite(lm, whole)
@@ -530,7 +535,8 @@ def reads_trees_as_paths(lm: LM, cache: RowCache, given: States = LAST) -> bool:
     """Whether the tokens of trees that are read in `cache`, of two rows, have the states that they
     have at the ends of their paths, read alone by the model's own pass; so has what follows a path
     that was kept."""
-    parents, room = [-1, -1, 0, 1, 1, 4], (lm.context_length or 64) - 4
+    parents = [-1, -1, 0, 1, 1, 4]
+    room = (lm.context_length or 64) - 4
     *prefixes, tokens = _random_tokens(lm, [*(max(1, min(n, room)) for n in (9, 21)), len(parents)])
     together = Session(lm, 2, cache=cache)
     whole = [prefix + tokens for prefix in prefixes]
@@ -564,7 +570,8 @@ def _are_alike(lm: LM, found: Tensor, wanted: Tensor) -> bool:
 def common(a: Sequence[int], b: Sequence[int]) -> int:
     """The length of the common beginning of two sequences, by bisection over comparisons of
     slices."""
-    low, high = 0, min(len(a), len(b))
+    low = 0
+    high = min(len(a), len(b))
     if a[:high] == b[:high]:
         return high
     while high - low > 1:

@@ -152,7 +152,8 @@ class Lenient(Term):
 def next_token_keys(kept: Tensor, draft: Draft, ctx: Context) -> Tensor:
     """[B]: what the token after the kept ones is drawn with; a bonus is drawn as plain decoding
     draws."""
-    n, device = draft.width + 1, kept.device
+    n = draft.width + 1
+    device = kept.device
     correction = select_position(ctx.noise_keys(n, "correction", device=device), kept)
     bonus = select_position(ctx.noise_keys(n, "token", device=device), kept)
     return torch.where(kept == draft.lengths, bonus, correction)

@@ -56,7 +56,8 @@ def mentor(target: Tensor, drafted: Tensor, most: float) -> Tensor:
     The smaller `low`, the less mass moves from the tokens that the draft thinks too much of to the
     others, and the larger the divergence; `high` follows, as π sums to 1. `low` is searched for.
     """
-    p, q = target.double(), drafted.double()
+    p = target.double()
+    q = drafted.double()
     if most == 0:
         return p
     clipping = _Clipping(p, q)
@@ -65,7 +66,8 @@ def mentor(target: Tensor, drafted: Tensor, most: float) -> Tensor:
     for _ in range(60):
         middle = (worst + best) / 2
         within = clipping.divergence(middle.exp())[0] <= most
-        worst, best = torch.where(within, worst, middle), torch.where(within, middle, best)
+        worst = torch.where(within, worst, middle)
+        best = torch.where(within, middle, best)
     low = best.exp()
     return torch.where(p > 0, q.clamp(low * p, clipping.divergence(low)[1] * p), 0.0)
 
@@ -76,11 +78,13 @@ class _Clipping:
 
     def __init__(self, p: Tensor, q: Tensor):
         self.ratio, order = torch.where(p > 0, q / p, torch.inf).sort(-1)
-        p_sorted, q_sorted = p.gather(-1, order), q.gather(-1, order)
+        p_sorted = p.gather(-1, order)
+        q_sorted = q.gather(-1, order)
         both = (p_sorted > 0) & (q_sorted > 0)
         gain = torch.where(both, -p_sorted * self.ratio.log(), 0.0)  # p log(p / q)
         self.below_p, self.below_q, self.below_gain = map(_below, (p_sorted, q_sorted, gain))
-        self.above_p, self.above_q = _above(p_sorted), _above(q_sorted)
+        self.above_p = _above(p_sorted)
+        self.above_q = _above(q_sorted)
         taken = self.above_q[..., 1:] - self.ratio * self.above_p[..., 1:]
         # what `high` takes away where it is the ratio of a token; falls from token to token
         self.taken = torch.where(p_sorted > 0, taken, -1.0).nan_to_num(-1.0)

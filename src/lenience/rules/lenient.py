@@ -84,7 +84,8 @@ class TopK(Lenient):
         accepted = ((logits > own) | (logits == own) & earlier).sum(-1) < self.k
         if self.margin < math.inf or self.ratio > 0:
             probs = ctx.log_probs(logits).exp()
-            token, top = gather_tokens(probs, draft.tokens), probs.amax(-1)
+            token = gather_tokens(probs, draft.tokens)
+            top = probs.amax(-1)
             accepted = accepted & (token >= top - self.margin) & (token >= self.ratio * top)
         return accepted
 
@@ -153,7 +154,8 @@ class Fuzzy(Lenient):
         target = ctx.log_probs(reading.logits[:, :-1])
         if self.top is not None:
             best = target.topk(min(self.top, target.shape[-1])).indices
-            target, drafted = lump(target, best), lump(drafted, best)
+            target = lump(target, best)
+            drafted = lump(drafted, best)
         return DIVERGENCES[self.divergence](target, drafted) < self.threshold
 
 
@@ -204,7 +206,8 @@ class Ensemble(Lenient):
     def greedy_next_tokens(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         if not draft.width:
             return reading.greedy_tokens
-        before, own = reading.logits[:, :-1], reading.greedy_tokens
+        before = reading.logits[:, :-1]
+        own = reading.greedy_tokens
         logs = ctx.log_probs(before)
         mixed = self._mixed(logs.exp(), self._at_temperature(draft, ctx, logs.shape[-1]))
         # never below the floor, but the target's own choice always may be

@@ -88,7 +88,9 @@ class Answers:
     """The answers that a journal holds, and those that are still to be decoded."""
 
     def __init__(self, pair: Pair, task: Task, path: Path, batch_size: int = 32):
-        self.pair, self.task, self.batch_size = pair, task, batch_size
+        self.pair = pair
+        self.task = task
+        self.batch_size = batch_size
         self.journal = Journal(path)
         self.decoded = 0
         """How many have been decoded since."""
@@ -106,7 +108,8 @@ class Answers:
 
     def known(self, decoding: Decoder, samples: Sequence[Sample]) -> dict[str, Answer]:
         """The answers that are there already, by their samples' ids."""
-        setting, rule = str(decoding), str(decoding.rule)
+        setting = str(decoding)
+        rule = str(decoding.rule)
         by_id = {}
         for id in (sample.id for sample in samples):
             answer = self._known.get((setting, id)) or self._known_by_rule.get((rule, id))
@@ -128,7 +131,8 @@ class Answers:
         run."""
         known = self.known(decoding, samples)
         left = [sample for sample in samples if sample.id not in known]
-        done, with_trace = len(samples) - len(left), set(traced)
+        done = len(samples) - len(left)
+        with_trace = set(traced)
 
         def keep(decoded: _Decoded, score: Score) -> None:
             self._write(decoding, decoded, score, decoded.sample.id in with_trace)
@@ -187,7 +191,8 @@ class Answers:
 
     def adopt(self, decoding: Decoder, answers: Iterable[Answer]) -> None:
         """Take answers of another decoder for this one's, as they are known to be the same."""
-        setting, rule = str(decoding), str(decoding.rule)
+        setting = str(decoding)
+        rule = str(decoding.rule)
         for answer in answers:
             if (setting, answer.id) not in self._known:
                 same = {"setting": setting, "rule": rule, "seconds": 0.0, "trace": None}
@@ -206,7 +211,9 @@ def reading_flops(pair: Pair, out: Generation) -> tuple[float, float] | None:
     if out.stop.startswith("gate:") and out.target_passes:
         one_each = len(out.prompt_tokens) - 1 + out.target_passes
         asked["target"] = min(out.target_tokens, one_each)
-    length, total, as_sprinter = len(out.prompt_tokens) + len(out.tokens), 0.0, 0.0
+    length = len(out.prompt_tokens) + len(out.tokens)
+    total = 0.0
+    as_sprinter = 0.0
     for role, lm in pair.models.items():
         cost = ReadingCost.of(lm)
         if cost is None:
@@ -239,7 +246,8 @@ class _Scoring:
     thread, about as many answers as have come while it was busy, at most MOST_SCORED."""
 
     def __init__(self, task: Task, keep: Callable[[_Decoded, Score], None]):
-        self.task, self.keep = task, keep
+        self.task = task
+        self.keep = keep
         self._worker = Workers[Scored](1)
         self._waiting: list[_Decoded] = []
         self._running: Future[Scored] | None = None
@@ -268,7 +276,8 @@ class _Scoring:
     def _next(self) -> None:
         """Hand over what has been scored, waiting for it, and have the next ones scored."""
         scored, error = self._running.result() if self._running else ([], None)
-        part, self._waiting = self._waiting[:MOST_SCORED], self._waiting[MOST_SCORED:]
+        part = self._waiting[:MOST_SCORED]
+        self._waiting = self._waiting[MOST_SCORED:]
         self._running = self._worker.submit(partial(self._score, part)) if part else None
         for decoded, score in scored:
             self.keep(decoded, score)

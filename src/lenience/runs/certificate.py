@@ -152,7 +152,8 @@ class Certificate(Record):
         """Return what is certified, with its heads where the run folder is now; `folder` may be the
         certificate's file."""
         assert self.certified is not None
-        run, heads = folder.parent if folder.suffix == ".json" else folder, self.certified.heads
+        run = folder.parent if folder.suffix == ".json" else folder
+        heads = self.certified.heads
 
         def path_now(path: str) -> str:
             found = heads.get(path, path)
@@ -216,7 +217,8 @@ def resolve(given: Mapping[str, Any]) -> Decoder:
 
 def _check_options(rule: str, given: Mapping[str, Any], certified: Decoder, asked: Decoder) -> None:
     """Raise InputError for an option that is not as it was certified; answers may end sooner."""
-    bound, own = certified.without_paths().to_json(), asked.without_paths().to_json()
+    bound = certified.without_paths().to_json()
+    own = asked.without_paths().to_json()
     for name in bound_names():
         if name == "stop_strings" or (name in FROM_CERTIFICATE and name not in given):
             continue

@@ -55,7 +55,8 @@ class Journal:
         """The finished records; a torn last line is cut off the file."""
         records = list(self)
         if self.path.exists():
-            size, whole = self.path.stat().st_size, self._whole_size()
+            size = self.path.stat().st_size
+            whole = self._whole_size()
             if whole < size:
                 dropped = "dropped a torn last line; its sample is done again"
                 print(f"warning: {self.path}: {dropped}", file=sys.stderr)

@@ -96,7 +96,8 @@ class Ledger:
 
     def _merge(self) -> None:
         """Count what a run folder brings along."""
-        ours, brought = self._uses[self.place], self._uses[self.folder]
+        ours = self._uses[self.place]
+        brought = self._uses[self.folder]
         ours.read()
         ours.add(outcome for outcome in brought.read() if outcome.row not in ours.rows)
         for name in ("attempts.jsonl", "outcomes.jsonl"):

@@ -216,7 +216,8 @@ def draw_rows(lm: LM, task: Task, draw: Draw, uses: Iterable[Use]) -> list[Sampl
 
 def _units(samples: Sequence[Sample], key: str) -> list[Sample]:
     """Rows in random order, of each group a random one."""
-    rng, units = random.Random(key), dict[str, Sample]()
+    rng = random.Random(key)
+    units = dict[str, Sample]()
     for number, sample in enumerate(rng.sample(samples, len(samples))):
         group = group_of(sample)
         units.setdefault(f"row {number}" if group is None else f"group {group}", sample)

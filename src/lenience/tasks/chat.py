@@ -49,7 +49,8 @@ class MtBench(Published):
         self._own_answers = own_answers
 
     def read(self, row: Row, where: str, role: str) -> Sample | None:
-        turns, category = list(row["turns"]), str(row.get("category", ""))
+        turns = list(row["turns"])
+        category = str(row.get("category", ""))
         if not turns or not all(isinstance(turn, str) for turn in turns):
             raise InputError('its "turns" is no list of texts')
         self._categories.add(category)

@@ -148,7 +148,8 @@ class HumanEval(CodeTask):
     def answer(self, text: str, sample: Sample | None = None) -> str | None:
         if sample is None or not text.strip():
             return None
-        prompt, before = sample.metadata["prompt"], _before(sample)
+        prompt = sample.metadata["prompt"]
+        before = _before(sample)
         python = [block.code for block in blocks(text) if block.may_be_python]
         solutions = [code for code in python if _definition(sample).search(code)]
         if solutions:

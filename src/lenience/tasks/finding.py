@@ -107,7 +107,8 @@ def _number_after(marker: str) -> Find:
 def _result(line: str, found: list[Number]) -> Number | None:
     """Return the first number of a line, or the result of the calculation that it begins; None for
     a calculation without a result."""
-    answer, is_open = found[0], False
+    answer = found[0]
+    is_open = False
     for number in found[1:]:
         between = line[answer.end : number.start]
         if re.fullmatch(r"\s*=\s*", between):
@@ -179,7 +180,8 @@ def _equal(normal: Callable[[str], object]) -> Callable[[str, str], bool | None]
     """Compares what both come to."""
 
     def same(a: str, b: str) -> bool | None:
-        left, right = normal(a), normal(b)
+        left = normal(a)
+        right = normal(b)
         return None if left is None or right is None else left == right
 
     return same

@@ -75,10 +75,12 @@ class Endpoint:
             raise InputError(f"--grader {spec}: write URL or URL,model=NAME")
         if not is_address(url):
             raise InputError(f"--grader {spec}: is no address; write http://HOST:PORT/v1")
-        self.url, self._wait = url.rstrip("/"), wait
+        self.url = url.rstrip("/")
+        self._wait = wait
         """`wait`: seconds before the second attempt, doubled before each further one."""
         self.model = model or self._first_model()
-        self.name, self.source = self.model, f"{self.model} at {self.url}"
+        self.name = self.model
+        self.source = f"{self.model} at {self.url}"
 
     def ask(self, prompts: Sequence[Messages]) -> list[str]:
         return each(self._ask, prompts, AT_ONCE)
@@ -88,7 +90,8 @@ class Endpoint:
             listed = self._request("models", None)["data"]
             return str(listed[0]["id"])
         except RunError as error:
-            why, lists = first_line(error), " 404 " in str(error)
+            why = first_line(error)
+            lists = " 404 " in str(error)
             mend = "is a server there?"
             if lists:
                 mend = "give the address that ends in /v1, or model=NAME"
@@ -146,7 +149,8 @@ class Endpoint:
 
 
 PROBE = Sample("probe", "What is the capital of France?", None)
-RIGHT, WRONG = "The capital of France is Paris.", "Banana 1."
+RIGHT = "The capital of France is Paris."
+WRONG = "Banana 1."
 """Answers to the probe, between which every grader must decide."""
 
 
@@ -208,8 +212,10 @@ class Graded(Task):
     disagreement_is = loss_is
 
     def __init__(self, task: Task, grader: Grader):
-        self.task, self.grader = task, grader
-        self.max_new_tokens, self.stop_strings = task.max_new_tokens, task.stop_strings
+        self.task = task
+        self.grader = grader
+        self.max_new_tokens = task.max_new_tokens
+        self.stop_strings = task.stop_strings
         self.version = task.version
         self.name = f"{task.name} graded by {grader.name}"
         self.counts = GradingCounts()

@@ -97,7 +97,8 @@ class JsonlTask(Task):
 
 def _rows(paths: Sequence[Path], fields: Fields) -> Iterator[Row]:
     """The rows of files, each with an id, and with a split where its file is one."""
-    several, ids = len(paths) > 1, set[str]()
+    several = len(paths) > 1
+    ids = set[str]()
     splits = [re.search(r"(?<![a-z])(train|test)(?![a-z])", path.name.lower()) for path in paths]
     stems = [path.name.split(".")[0] for path in paths]
     for n, (path, split) in enumerate(zip(paths, splits)):

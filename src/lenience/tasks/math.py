@@ -21,7 +21,8 @@ EXTRACTIONS = {
     "flexible": (re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)"), -1),
 }
 """lm-eval's patterns, and whether the first or the last match counts."""
-_AFTER_MARKER, _LAST = answers("number-after:####", None), answers("last-number", None)
+_AFTER_MARKER = answers("number-after:####", None)
+_LAST = answers("last-number", None)
 UNTIL = ("Question:", "</s>", "<|im_end|>")
 """Where lm-eval ends a response."""
 

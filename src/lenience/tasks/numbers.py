@@ -135,7 +135,8 @@ def _is_name(text: str, found: re.Match[str]) -> bool:
 def _read(text: str, found: re.Match[str]) -> Number:
     """Return a matched number with its unit or factor. Its value is None if the text around it
     makes it part of another form."""
-    end, amount = found.end(), _amount(found)
+    end = found.end()
+    amount = _amount(found)
     if unit := _UNIT.match(text, end):
         end = unit.end()
     elif (word := _WORD.match(text, end)) and word["word"].lower().rstrip("s") in FACTORS:
@@ -212,7 +213,8 @@ def _amount(found: re.Match[str]) -> Fraction | None:
         bottom = _digits(found["bottom"])
         return whole / bottom if bottom else None
     if found["mixed"]:
-        above, below = int(found["mixed"]), int(found["mixed2"])
+        above = int(found["mixed"])
+        below = int(found["mixed2"])
         is_mixed = whole.denominator == 1 and 0 < above < below
         return whole + Fraction(above, below) if is_mixed else None
     if found["part"]:

@@ -58,7 +58,8 @@ class Published(Task):
 
     def open(self, data: str) -> Self:
         """Read the samples of files. Raises InputError where they are not this benchmark's."""
-        files, self._data = published_files(data, self.suffixes), data
+        files = published_files(data, self.suffixes)
+        self._data = data
         try:
             self._prepare(files)
         except (KeyError, TypeError, IndexError, ValueError) as error:
@@ -96,7 +97,8 @@ class Published(Task):
         return f"{self.spec} version={self.version}"
 
     def samples(self, split: str) -> Iterator[Sample]:
-        train, test = self._role(self.train_roles), self._role(self.test_roles)
+        train = self._role(self.train_roles)
+        test = self._role(self.test_roles)
         if split not in ("train", "test"):
             raise InputError(f"task {self.title} has no split {split!r}; it has train and test")
         role = train if split == "train" else test

@@ -377,7 +377,9 @@ class _Replies:
 
     def __init__(self, process: subprocess.Popen[bytes], limits: Limits):
         assert process.stdin and process.stdout
-        self._to, self._from, self._limits = process.stdin, process.stdout, limits
+        self._to = process.stdin
+        self._from = process.stdout
+        self._limits = limits
         self._read = bytearray()
         self._waiting = memoryview(b"")
         """What of a call the process has not taken yet."""

@@ -27,13 +27,22 @@ LONGEST_LINE = 1 << 22
 """Of a reply, in characters."""
 TAGS: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 # Landlock (linux/landlock.h); its numbers are the same on all architectures
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+CREATE_RULESET = 444
+ADD_RULE = 445
+RESTRICT_SELF = 446
 BENEATH_PATH = 1
-WRITE_FILE, READ_FILE, READ_DIR = 1 << 1, 1 << 2, 1 << 3
+WRITE_FILE = 1 << 1
+READ_FILE = 1 << 2
+READ_DIR = 1 << 3
 RIGHTS_BY_ABI = (0, 13, 14, 15, 15, 16)
 """How many rights over files each version knows; later ones as the last."""
-SET_NO_NEW_PRIVS, SET_SECCOMP, CAPBSET_DROP, SET_DUMPABLE, SET_PDEATHSIG = 38, 22, 24, 4, 1
-CAPSET, CAPABILITY_VERSION = {"x86_64": 126, "aarch64": 91}, 0x20080522
+SET_NO_NEW_PRIVS = 38
+SET_SECCOMP = 22
+CAPBSET_DROP = 24
+SET_DUMPABLE = 4
+SET_PDEATHSIG = 1
+CAPSET = {"x86_64": 126, "aarch64": 91}
+CAPABILITY_VERSION = 0x20080522
 NOBODY = 65534
 
 
@@ -88,7 +97,8 @@ def run_main(program: str, asked: dict[str, Any]) -> None:
 def answer_calls(program: str, asked: dict[str, Any]) -> None:
     """Read calls from standard input and reply on standard output, which the program itself finds
     empty and closed to it."""
-    calls, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    calls = os.fdopen(os.dup(0))
+    replies = os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1):
         os.dup2(nothing, stream)
@@ -134,7 +144,8 @@ class Failed(BaseException):
 
 def judge_by_tests(program: str, asked: dict[str, Any]) -> None:
     """Run tests, whose `check` is given a stand-in that asks the function in the other sandbox."""
-    calls, replies = os.fdopen(asked["calls"], "w"), os.fdopen(asked["replies"])
+    calls = os.fdopen(asked["calls"], "w")
+    replies = os.fdopen(asked["replies"])
 
     def answer() -> Any:
         line = replies.readline(LONGEST_LINE)
@@ -197,7 +208,8 @@ def confine(asked: dict[str, Any]) -> None:
 def _landlock(libc: Any, readable: list[str]) -> None:
     abi = _call(libc.syscall, CREATE_RULESET, None, 0, 1)
     rights = (1 << RIGHTS_BY_ABI[min(abi, len(RIGHTS_BY_ABI) - 1)]) - 1
-    net, scopes = (3 if abi >= 4 else 0), (3 if abi >= 6 else 0)
+    net = 3 if abi >= 4 else 0
+    scopes = 3 if abi >= 6 else 0
     sizes = {1: 8, 2: 8, 3: 8, 4: 16, 5: 16}
     wanted = struct.pack("QQQ", rights, net, scopes)[: sizes.get(abi, 24)]
     rules = _call(libc.syscall, CREATE_RULESET, wanted, len(wanted), 0)

@@ -64,7 +64,8 @@ class CheckedTask(Task):
         self._same, self._correct, self._score, self._loss, self._reads, self._reference = (
             _own(task, part) for part in ("same", "correct", "score", "loss", "reads", "reference")
         )
-        self._points, self._attach = _own(task, "points"), _own(task, "attach")
+        self._points = _own(task, "points")
+        self._attach = _own(task, "attach")
         self._answer = _given_sample(task.answer, 1)
         if self._same is not None:
             self._same = _given_sample(self._same, 2)
@@ -99,7 +100,8 @@ class CheckedTask(Task):
     def only(self, fits: Callable[[Sample], bool]) -> CheckedTask:
         """The same task without the samples that do not fit."""
         task = copy(self)
-        task.left_out, task._fits = set(), fits
+        task.left_out = set()
+        task._fits = fits
         return task
 
     def reference(self, given: str) -> str:

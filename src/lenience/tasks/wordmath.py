@@ -55,7 +55,8 @@ def _ranking(author: str, choice: str, context: str, n: int, agree: float) -> tu
     order = random.Random(f"target|{choice}|{context}").sample(range(n), n)
     rng = random.Random(f"draft|{choice}|{context}")
     if author == "draft" and rng.random() >= agree:
-        high, low = order[: n // 2], order[n // 2 :]
+        high = order[: n // 2]
+        low = order[n // 2 :]
         order = rng.sample(low, len(low)) + rng.sample(high, len(high))
     return tuple(order)
 
@@ -65,7 +66,8 @@ class _Author:
     none never."""
 
     def __init__(self, name: str, rng: random.Random):
-        self.name, self.rng = name, rng
+        self.name = name
+        self.rng = rng
 
     def pick(self, choice: str, context: str, options: Sequence[T], agree: float = 0.35) -> T:
         n = len(options)
@@ -80,10 +82,14 @@ class _Author:
         return " ".join(part for part in (opener, clause, self._body(op, place)) if part)
 
     def _body(self, op: Operation, place: str) -> str:
-        x, y, r, unit = op.x, op.y, op.result, op.unit
+        x = op.x
+        y = op.y
+        r = op.result
+        unit = op.unit
         if op.op in "+*" and self.pick("swap", f"{op.op}|{unit}|{place}", (False, True), agree=0):
             x, y = y, x
-        sum_, whom = f"{x} {op.op} {y} = {r}", "them" if op.subject == "they" else op.subject
+        sum_ = f"{x} {op.op} {y} = {r}"
+        whom = "them" if op.subject == "they" else op.subject
         has = f"{op.subject} {self.pick('verb', f'{unit}|{place}', op.verbs)}"
         style = self.pick("style", f"{op.op}|{unit}", STYLES)
         if style == "plain":
@@ -116,7 +122,8 @@ class _Author:
         return f"{self.pick('aside', f'{kind}|{op.unit}', ASIDES)} {said}"
 
     def _remark(self, kind: str, op: Operation, problem: Problem) -> str:
-        r, back = op.result, {"+": "-", "-": "+", "*": "/", "/": "*"}[op.op]
+        r = op.result
+        back = {"+": "-", "-": "+", "*": "/", "/": "*"}[op.op]
         if kind == "recap":
             return problem.recaps[self.rng.randrange(len(problem.recaps))]
         if kind == "check":

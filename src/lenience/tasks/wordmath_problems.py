@@ -154,7 +154,8 @@ def give(rng: random.Random, story: Story, have: dict[str, int], unit: str) -> N
     minus = Operation(giver, HAS, (have[giver], "-", k), unit, gave)
     plus = Operation(taker, HAS, (have[taker], "+", k), unit, got)
     story.recaps.append(f"before that {giver} had {have[giver]} {unit}.")
-    have[giver], have[taker] = minus.result, plus.result
+    have[giver] = minus.result
+    have[taker] = plus.result
     story.groups.append((minus, plus))
 
 
@@ -172,7 +173,8 @@ def _shop(rng: random.Random) -> Problem:
     n, p, m, q = (rng.randint(2, 12) for _ in range(4))
     while n * p == m * q:
         q = rng.randint(2, 12)
-    one, two = _purchase(left, n, p), _purchase(right, m, q)
+    one = _purchase(left, n, p)
+    two = _purchase(right, m, q)
     facts = [f"{a} buys {n} {left} at {p} coins each and {m} {right} at {q} coins each."]
     recaps = [f"one of the {left} was {p} coins.", f"one of the {right} was {q} coins."]
     story = Story(a, facts, recaps, [(one, two)])
@@ -268,8 +270,10 @@ def _fractions(rng: random.Random) -> tuple[int, int, int, bool]:
     """A number, two divisors and whether the second one is of the rest, such that all come out even
     and something is left."""
     while True:
-        n, first = rng.randint(12, 120), rng.choice((2, 3, 4))
-        second, of_rest = rng.choice((2, 3, 4)), rng.random() < 0.5
+        n = rng.randint(12, 120)
+        first = rng.choice((2, 3, 4))
+        second = rng.choice((2, 3, 4))
+        of_rest = rng.random() < 0.5
         base = n - n // first if of_rest else n
         if n % first == 0 and base % second == 0 and n - n // first - base // second > 0:
             return n, first, second, of_rest
@@ -279,7 +283,9 @@ def _work(rng: random.Random) -> Problem:
     """Two workers, the second one's rate given relative to the first one's."""
     a, b = rng.sample(NAMES, 2)
     unit = rng.choice(WARES)
-    rate, hours, others = rng.randint(4, 20), rng.randint(2, 6), rng.randint(2, 6)
+    rate = rng.randint(4, 20)
+    hours = rng.randint(2, 6)
+    others = rng.randint(2, 6)
     kind = rng.choice(("more", "fewer"))
     k = rng.randint(1, 9 if kind == "more" else rate - 2)
     facts = [

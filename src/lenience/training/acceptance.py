@@ -22,9 +22,11 @@ from lenience.models.lm import LM
 from lenience.models.prompts import Prompt
 from lenience.training.features import check_models, mined_samples
 
-DEPTH, RANKS = 12, 5
+DEPTH = 12
+RANKS = 5
 """How deep it is measured, and how many ranks."""
-PROMPTS, TOGETHER = 200, 8
+PROMPTS = 200
+TOGETHER = 8
 """On how many prompts at most, and how many of them together."""
 
 
@@ -154,7 +156,8 @@ class _Counted(DrafterSpec):
 
 class _Watch(Drafter):
     def __init__(self, drafter: Drafter, counts: _Counts):
-        self.drafter, self.counts = drafter, counts
+        self.drafter = drafter
+        self.counts = counts
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         return self.drafter.propose(ctx, room)

@@ -112,7 +112,8 @@ def annotated_states(
     for row in rows:
         prompt, answers = marked_answers(lm, row)
         session = Session(lm, states=States(inputs.layers))
-        states, wrong = [], list[bool]()
+        states = []
+        wrong = list[bool]()
         for answer in answers:
             reading = session.read([prompt + answer.ids], len(answer.ids))
             states.append(reading.hidden[0].float().cpu())
@@ -124,7 +125,9 @@ def annotated_examples(
     lm: LM, rows: list[Annotated], inputs: Inputs, progress: Progress = silent
 ) -> Examples:
     """The states of all rows; a row is a sample."""
-    states, wrong, samples = list[Tensor](), list[Tensor](), list[Tensor]()
+    states = list[Tensor]()
+    wrong = list[Tensor]()
+    samples = list[Tensor]()
     for number, (x, marked) in enumerate(annotated_states(lm, rows, inputs)):
         check_states(x, f"{lm.role} {lm.name!r}, row {number + 1}")
         states.append(x)

@@ -21,9 +21,11 @@ from lenience.training.trainer import Answer, batches, by_length
 Distill = Literal["forward-kl", "reverse-kl", "on-policy"]
 """What is made small: KL(target ‖ draft) or KL(draft ‖ target) along the target's own answers, or
 the first along answers that the draft samples itself, anew in each epoch."""
-BATCH, ROWS = 8, 32
+BATCH = 8
+ROWS = 32
 """How many answers are learned from together, and how many are sampled together."""
-LEARNING_RATE, WIDTH = 3e-4, 320
+LEARNING_RATE = 3e-4
+WIDTH = 320
 """The first epoch's rate of a draft of this width; a wider one has less in proportion."""
 WINDOW = 8
 """How far ahead what is kept by the strict rule is measured."""
@@ -65,8 +67,12 @@ class DistillFit:
         """`only_rejected`: learn only where the draft's most probable token is not the target's
         (Online Speculative Decoding, Liu 2023)."""
         draft = pair.require_draft("--drafter model")
-        self.target, self.seed, self.how, self.only_rejected = pair.target, seed, how, only_rejected
-        self.answers, self.held_out = by_length(answers), by_length(held_out)
+        self.target = pair.target
+        self.seed = seed
+        self.how = how
+        self.only_rejected = only_rejected
+        self.answers = by_length(answers)
+        self.held_out = by_length(held_out)
         self.dtype = draft.model.dtype
         model = copy.deepcopy(draft.model).float().requires_grad_(True)
         self.student = LM(model, draft.tokenizer, f"{draft.name} in training", "draft")
@@ -81,7 +87,8 @@ class DistillFit:
             target, draft = self._read(batch)
             if self.only_rejected:
                 rejected = target.argmax(-1) != draft.argmax(-1)
-                target, draft = target[rejected], draft[rejected]
+                target = target[rejected]
+                draft = draft[rejected]
             if len(draft):
                 reverse = self.how == "reverse-kl"
                 step((_kl(draft, target) if reverse else _kl(target, draft)).mean())
@@ -130,14 +137,19 @@ class DistillFit:
         """On the target's answers held out: the share of tokens that speculative sampling accepts
         at temperature 1, that of tokens which greedy decoding accepts, and how many a pass keeps
         greedily at `WINDOW`, the target's own included, over all places."""
-        accepted, right, kept, places = 0.0, 0.0, 0.0, 0
+        accepted = 0.0
+        right = 0.0
+        kept = 0.0
+        places = 0
         for answer in self.held_out:
             target, draft = self._read([answer])
             both = torch.minimum(target.softmax(-1), draft.softmax(-1))
             same = target.argmax(-1) == draft.argmax(-1)
-            accepted, right = accepted + float(both.sum()), right + float(same.sum())
+            accepted = accepted + float(both.sum())
+            right = right + float(same.sum())
             runs = torch.nn.functional.pad(same, (0, WINDOW - 1)).unfold(0, WINDOW, 1)
-            kept, places = kept + float(runs.cumprod(1).sum()), places + len(same)
+            kept = kept + float(runs.cumprod(1).sum())
+            places = places + len(same)
         return {
             "acceptance": accepted / places,
             "agreement": right / places,
@@ -154,5 +166,6 @@ def _logits(lm: LM, ids: Tensor, asked: Tensor, width: int) -> Tensor:
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
     """[n]: KL(p ‖ q) of logits [n, V]."""
-    p, q = p.log_softmax(-1), q.log_softmax(-1)
+    p = p.log_softmax(-1)
+    q = q.log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1)

@@ -87,7 +87,9 @@ class _Answer:
     """An answer as the draft reads it."""
 
     def __init__(self, pair: Pair, prompt: list[int], response: list[int]):
-        self.pair, self.prompt, self.response = pair, prompt, response
+        self.pair = pair
+        self.prompt = prompt
+        self.response = response
         self.session = Session(pair.require_draft("a stop head"))
         self.reading = self.session.read([prompt + response], len(response) + 1)
 
@@ -107,7 +109,8 @@ class _Answer:
         along = self.reading.hidden[0].cpu()
         if "draft" not in inputs.tokens:
             return along[places].contiguous()
-        whole, states = self.prompt + self.response, list[Tensor]()
+        whole = self.prompt + self.response
+        states = list[Tensor]()
         # from right to left each is a roll-back
         for place, token in zip(places.flip(0).tolist(), drafted.flip(0).tolist()):
             if place < len(self.response) and self.response[place] == token:
@@ -141,7 +144,8 @@ def gate_states(pair: Pair, samples: Sequence[MinedSample], inputs: Inputs) -> l
         return [start + out.tokens for start, out in zip(starts, outs)]
 
     prompts = [sample.prompt_ids for sample in samples]
-    by_draft, by_target = continued(prompts, "draft"), continued(prompts, "target")
+    by_draft = continued(prompts, "draft")
+    by_target = continued(prompts, "target")
     mixed = continued(prompts, "random:0.5")
     labelled = []
     for prompt, *continuations in zip(prompts, by_draft, by_target, mixed):

@@ -31,7 +31,8 @@ Fitted = DraftHeads | EagleWeights | DistilledDraft | TunedTarget
 HELD_OUT = 0.1
 """The share of the samples that only measures."""
 EPOCHS = {"medusa": 30, "blockwise": 30, "eagle": 10, "model": 5}
-BATCH, LEARNING_RATE = 512, 1e-3
+BATCH = 512
+LEARNING_RATE = 1e-3
 FURTHER_WEIGHT = 0.8
 """What a head's loss weighs less than that of the head before (Medusa, section 2.2.1)."""
 NOT_THERE = -100
@@ -217,7 +218,8 @@ class _HeadsFit:
 @torch.no_grad()
 def _right(heads: DraftHeads, matrix: Tensor, parts: Sequence[Part]) -> Tensor:
     """[N, n] bool: whether each head's most probable token is the target's."""
-    x, y = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    x = torch.cat([part[0] for part in parts])
+    y = torch.cat([part[1] for part in parts])
     found = [heads.logits(some, matrix).argmax(-1) for some in x.split(4096)]
     return torch.cat(found) == y
 

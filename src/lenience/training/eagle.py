@@ -14,10 +14,13 @@ from lenience.models.lm import LM, States
 from lenience.models.session import Session
 from lenience.training.trainer import Answer, batches, by_length, mean_cross_entropy
 
-BATCH, STEPS, FURTHER_WEIGHT = 8, 5, 0.8
+BATCH = 8
+STEPS = 5
+FURTHER_WEIGHT = 0.8
 """How many answers are learned from together; how many tokens one after the other are learned, as
 drafting goes on from the model's own states; and what a further one's loss weighs less."""
-LEARNING_RATE, WIDTH = 1e-3, 320
+LEARNING_RATE = 1e-3
+WIDTH = 320
 """The first epoch's rate of a model of this width; a wider one has less in proportion."""
 INITIAL = 0.02
 """The standard deviation of the first weights."""
@@ -32,7 +35,9 @@ class EagleFit:
     def __init__(
         self, target: LM, answers: Sequence[Answer], held_out: Sequence[Answer], seed: int
     ):
-        self.target, self.held_out, self.seed = target, held_out, seed
+        self.target = target
+        self.held_out = held_out
+        self.seed = seed
         self.answers = by_length(answers)
         self.fitted = first_weights(target, seed)
         self.model = EagleModel(self.fitted, target)
@@ -70,7 +75,9 @@ class EagleFit:
     def _measured(self) -> tuple[float, list[float]]:
         """How many tokens a pass keeps by the strict rule, the target's own included, and which
         share of the first, the second … drafted token is right."""
-        kept, right_at, places = 0.0, torch.zeros(STEPS), torch.zeros(STEPS)
+        kept = 0.0
+        right_at = torch.zeros(STEPS)
+        places = torch.zeros(STEPS)
         for i in range(0, len(self.held_out), BATCH):
             chain = torch.ones(())
             for k, (logits, wanted) in enumerate(self._steps(self.held_out[i : i + BATCH])):
@@ -113,12 +120,14 @@ class EagleFit:
         longest = max(map(len, sequences))
         session = Session(self.target, len(batch), longest, states=self.states)
         session.read(sequences)
-        device, t = self.target.device, longest - 2
+        device = self.target.device
+        t = longest - 2
         tokens = torch.zeros(len(batch), t, dtype=torch.long, device=device)
         wanted = torch.full((len(batch), t), NOT_ASKED, device=device)
         features = torch.zeros(len(batch), t, self.fitted.feature_size, device=device)
         for b, (sequence, (prompt, _)) in enumerate(zip(sequences, batch)):
-            n, whole = len(sequence) - 2, torch.tensor(sequence, device=device)
+            n = len(sequence) - 2
+            whole = torch.tensor(sequence, device=device)
             tokens[b, :n] = whole[1:-1]
             first = max(len(prompt) - 2, 0)
             wanted[b, first:n] = whole[first + 2 :]
@@ -131,7 +140,8 @@ def first_weights(target: LM, seed: int) -> EagleWeights:
     target's at first; its vocabulary is the whole of the target's."""
     generator = torch.Generator().manual_seed(seed)
     said = target.model.config.get_text_config()
-    size, heads = target.hidden_size, said.num_attention_heads
+    size = target.hidden_size
+    heads = said.num_attention_heads
     per_head = size // heads
     key_values = getattr(said, "num_key_value_heads", None) or heads
     inner = getattr(said, "intermediate_size", None) or 4 * size

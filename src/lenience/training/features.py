@@ -243,7 +243,8 @@ def _states_by_token(
     holds every state but those after a token that the response did not keep; these take one more
     token each, from right to left so that each is a roll-back.
     """
-    whole, start = sample.prompt_ids + sample.final_ids, len(sample.prompt_ids)
+    whole = sample.prompt_ids + sample.final_ids
+    start = len(sample.prompt_ids)
     layers = inputs.layers if model == "target" else LAST.layers
     session = Session(pair.models[model], states=States(layers))
     reading = session.read([whole], len(sample.final_ids) + 1)

@@ -18,9 +18,11 @@ from lenience.drafting.heads import DraftHeads
 from lenience.models.lm import LM, PassCache, cache_argument, save_model
 from lenience.training.trainer import Answer, batches, by_length, mean_cross_entropy
 
-BATCH, FURTHER_WEIGHT = 8, 0.8
+BATCH = 8
+FURTHER_WEIGHT = 0.8
 """How many answers are learned from together, and what a further token's loss weighs less."""
-LEARNING_RATE, WIDTH = 3e-4, 320
+LEARNING_RATE = 3e-4
+WIDTH = 320
 """The first epoch's rate of a target of this width; a wider one has less in proportion."""
 NOT_ASKED = -100
 """Stands for a token that is not learned: the prompt's, and what is past an answer's end."""
@@ -63,7 +65,8 @@ class FineTuning:
         seed: int,
     ):
         self.answers, self.held_out = (by_length(part) for part in (answers, held_out))
-        self.dtype, self.seed = target.model.dtype, seed
+        self.dtype = target.model.dtype
+        self.seed = seed
         model = copy.deepcopy(target.model).float().requires_grad_(True)
         self.tuned = LM(model, target.tokenizer, f"{target.name} in training")
         self.heads = heads.to(self.tuned.device, torch.float32)
@@ -96,7 +99,8 @@ class FineTuning:
         [n, 1 + heads] the tokens that they are to say."""
         ids, wanted = _padded(batch, 1 + len(self.heads.blocks))
         asked = wanted[..., 0] != NOT_ASKED
-        model, device = self.tuned.model, self.tuned.device
+        model = self.tuned.model
+        device = self.tuned.device
         cache = PassCache(layer_class_to_replicate=DynamicLayer)
         # texts that stand before padding do not see it
         model(input_ids=ids.to(device), **cache_argument(model, cache))
@@ -115,7 +119,8 @@ class FineTuning:
         for i in range(0, len(self.held_out), BATCH):
             logits, wanted = self._read(self.held_out[i : i + BATCH])
             right.append(logits.argmax(-1) == wanted)
-        own, heads = torch.cat(right)[:, 0].float(), torch.cat(right)[:, 1:].float()
+        own = torch.cat(right)[:, 0].float()
+        heads = torch.cat(right)[:, 1:].float()
         return {
             "tokens_per_pass": 1 + float(heads.cumprod(1).sum(1).mean()),
             "accuracy": heads.mean(0).tolist(),
@@ -130,7 +135,8 @@ def _padded(batch: Sequence[Answer], further: int) -> tuple[Tensor, Tensor]:
     ids = torch.zeros(len(batch), longest, dtype=torch.long)
     wanted = torch.full((len(batch), longest, further), NOT_ASKED)
     for b, (prompt, answer) in enumerate(batch):
-        whole, first = torch.tensor(prompt + answer), len(prompt) - 1
+        whole = torch.tensor(prompt + answer)
+        first = len(prompt) - 1
         ids[b, : len(whole)] = whole
         for k in range(min(further, len(answer))):
             wanted[b, first : len(whole) - 1 - k, k] = whole[first + 1 + k :]

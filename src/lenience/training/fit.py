@@ -24,7 +24,8 @@ from lenience.runs.uses import note_uses, prompt_digest
 from lenience.training.annotated import Annotated, annotated_examples
 from lenience.training.features import compute_features, fit_in_memory, load_features
 
-CURVE_SHARES, CURVE_RECALL = (0.125, 0.25, 0.5, 1.0), 0.99
+CURVE_SHARES = (0.125, 0.25, 0.5, 1.0)
+CURVE_RECALL = 0.99
 """Of the samples that a learning curve is fitted to, and where its judges are compared."""
 
 
@@ -155,7 +156,8 @@ def _prompts(run: Path) -> list[str]:
 def _examples(run: Path, plan: HeadPlan, in_files: bool, asked: bool) -> tuple[Examples, list[str]]:
     """What a run gives a head to learn from, and its prompts by their samples' numbers. Raises
     InputError where soft labels are asked of it and it has none."""
-    role, of = plan.config.role, plan.of
+    role = plan.config.role
+    of = plan.of
     examples = load_features(run, plan.inputs, role, plan.tau, of=of, in_files=in_files)
     if plan.soft and (asked or (run / "resamples.jsonl").exists()):
         examples = replace(examples, shares=np.array(shares_harmless(run), dtype=np.float32))

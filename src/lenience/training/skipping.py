@@ -14,7 +14,8 @@ from lenience.models.lm import LM
 from lenience.models.session import Session
 from lenience.runs.record import MinedSample
 
-SAMPLES, TOKENS = 20, 2000
+SAMPLES = 20
+TOKENS = 2000
 """On how many of the target's own answers layers are tried, and on how many of their tokens."""
 LONGEST_WINDOW = 16
 """Up to which windows what layers are worth is reckoned."""
@@ -45,11 +46,14 @@ def search_layers(
     tried = [sample for sample in samples[:SAMPLES] if sample.response_ids]
     if not tried:
         raise InputError("no sample of the run has an answer: mine some more")
-    target, left_out, found = pair.target, tuple[int, ...](), list[Skipped]()
+    target = pair.target
+    left_out = tuple[int, ...]()
+    found = list[Skipped]()
     total = sum(range(2, target.num_layers + 1))
     done = 0
     for _ in range(target.num_layers - 1):
-        best, agreement = 0, -1.0
+        best = 0
+        agreement = -1.0
         for layer in range(1, target.num_layers + 1):
             if layer in left_out:
                 continue
@@ -57,7 +61,8 @@ def search_layers(
             share = _agreement(take_apart(target, (*left_out, layer)), tried)
             done += 1
             if share > agreement:
-                best, agreement = layer, share
+                best = layer
+                agreement = share
         left_out = tuple(sorted((*left_out, best)))
         times, window = worth(agreement, 1 - len(left_out) / target.num_layers)
         found.append(Skipped(left_out, agreement, times, window))
@@ -69,7 +74,8 @@ def worth(agreement: float, cost: float) -> tuple[float, int]:
     """How many times the target alone's speed drafting comes to, and at which window, where each
     token is kept with the chance `agreement` and a draft pass costs `cost` of a target's (Leviathan
     2023, theorem 3.8)."""
-    kept, best = 1.0, (1.0, 0)
+    kept = 1.0
+    best = (1.0, 0)
     for window in range(1, LONGEST_WINDOW + 1):
         kept += agreement**window
         best = max(best, (kept / (cost * window + 1), window))

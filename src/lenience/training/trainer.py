@@ -17,7 +17,8 @@ from lenience.core.files import replacing
 from lenience.core.progress import Progress
 from lenience.decoding.soundness import CAUSES
 
-WEIGHT_DECAY, LARGEST_GRADIENT = 0.01, 0.5
+WEIGHT_DECAY = 0.01
+LARGEST_GRADIENT = 0.5
 AVERAGES = ("exp_avg", "exp_avg_sq", "step")
 """What AdamW keeps of a weight; the count of its steps stays on the CPU."""
 Answer = tuple[list[int], list[int]]
@@ -63,14 +64,18 @@ class Training:
     def __init__(self, weights: Mapping[str, Tensor], path: Path, made_of: str, plan: Schedule):
         """`made_of` identifies the models, the data and the settings: what is kept of another
         training is not gone on with."""
-        self.weights, self.path, self.made_of, self.plan = weights, path, made_of, plan
+        self.weights = weights
+        self.path = path
+        self.made_of = made_of
+        self.plan = plan
         for weight in weights.values():
             weight.requires_grad_(True)
         self.best = {name: weight.detach().clone() for name, weight in weights.items()}
         self.optimizer = torch.optim.AdamW(
             weights.values(), lr=plan.rate, weight_decay=WEIGHT_DECAY
         )
-        self.done, self.best_measure = 0, 0.0
+        self.done = 0
+        self.best_measure = 0.0
 
     def run(
         self,
@@ -133,7 +138,8 @@ class Training:
                 saved = {name: file.get_tensor(name) for name in names}
         except (OSError, SafetensorError):
             return
-        self.done, self.best_measure = int(about["done"]), float(about["best"])
+        self.done = int(about["done"])
+        self.best_measure = float(about["best"])
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(saved[f"now.{name}"])

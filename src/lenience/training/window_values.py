@@ -31,13 +31,16 @@ class _Reader(Rule):
     """Keeps nothing, and remembers what a head that looks ahead reads of each window."""
 
     def __init__(self, with_draft: bool, kinds: Tensor):
-        self.with_draft, self.kinds = with_draft, kinds
-        self.values, self.lengths = torch.empty(0), torch.empty(0)
+        self.with_draft = with_draft
+        self.kinds = kinds
+        self.values = torch.empty(0)
+        self.lengths = torch.empty(0)
 
     def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:
         logits = draft.logits if self.with_draft else None
         values = lookahead.token_values(reading.logits[:, :-1], logits, draft.tokens, self.kinds)
-        self.values, self.lengths = values.cpu(), draft.lengths.cpu()
+        self.values = values.cpu()
+        self.lengths = draft.lengths.cpu()
         return []
 
 
@@ -75,7 +78,8 @@ def _read_together(
 ) -> list[list[Tensor]]:
     assert inputs.ahead is not None
     kinds = lookahead.kinds_of(pair.target.token_mask).to(pair.target.device)
-    window, reader = 1 + inputs.ahead, _Reader("draft" in inputs.models, kinds)
+    window = 1 + inputs.ahead
+    reader = _Reader("draft" in inputs.models, kinds)
     decoder = pair.decoder({"rule": reader, "window": window})
     longest = max(len(sample.prompt_ids) + len(sample.final_ids) for sample in samples) + 1 + window
     session, drafter = pair.engine(decoder, len(samples), longest)
@@ -115,7 +119,8 @@ def as_in_windows(x: np.ndarray, inputs: Inputs, seed: int) -> np.ndarray:
     """[m, F]: states with the numbers of `values_drafted_on` after them → what a head reads, the
     later tokens cut as the ends of windows would cut them."""
     assert inputs.ahead is not None
-    n, rng = inputs.ahead, np.random.default_rng(seed)
+    n = inputs.ahead
+    rng = np.random.default_rng(seed)
     states, raw, counts = np.split(x, [x.shape[1] - columns(inputs), x.shape[1] - 1], axis=1)
     values = torch.from_numpy(raw).view(len(x), 1 + n, -1)
     limits = np.where(rng.random(len(x)) < SHARE_WHOLE, n, rng.integers(0, n + 1, len(x)))

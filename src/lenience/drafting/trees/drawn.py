@@ -76,10 +76,13 @@ def _by_depth(trees: Sequence[Parents]) -> list[list[list[tuple[int, int, int]]]
     those together of which each can be asked about once those before it have been."""
     levels: list[list[list[tuple[int, int, int]]]] = []
     for row, parents in enumerate(trees):
-        depth, seen = {-1: 0}, dict[int, int]()
+        depth = {-1: 0}
+        seen = dict[int, int]()
         for node, parent in enumerate(parents):
-            at, rank = depth[parent], seen.get(parent, 0)
-            depth[node], seen[parent] = at + 1, rank + 1
+            at = depth[parent]
+            rank = seen.get(parent, 0)
+            depth[node] = at + 1
+            seen[parent] = rank + 1
             while len(levels) <= at:
                 levels.append([])
             while len(levels[at]) <= rank:
@@ -94,7 +97,8 @@ class _Shares:
 
     def __init__(self, draft: Draft, target: Tensor, ctx: Context, upwards: bool):
         assert draft.logits is not None
-        self.draft, self.upwards = draft, upwards
+        self.draft = draft
+        self.upwards = upwards
         self.rest = target
         """[B, W + 1, V]: after the prefix and after each token, once its children are rejected."""
         self.drafted = ctx.probs(draft.logits).double()
@@ -108,7 +112,9 @@ class _Shares:
         device = self.rest.device
         row, parent, node = to_device(list(zip(*siblings)), device).long()
         tokens = self.draft.tokens[row, node]
-        target, drafted = self.rest[row, parent + 1], self._unused(siblings, row, node)  # [M, V]
+        # [M, V]
+        target = self.rest[row, parent + 1]
+        drafted = self._unused(siblings, row, node)
         share = self.of_prefix_and_tokens[row, parent + 1] if self.upwards else 1.0
         aim = target * share[:, None] if isinstance(share, Tensor) else target
         own = (values.gather(1, tokens[:, None])[:, 0] for values in (aim, drafted))
@@ -143,7 +149,8 @@ class _Shares:
 
 def _downwards(tree: Parents, kept: Sequence[bool]) -> list[int]:
     """The path of the first children that are kept."""
-    path, at = list[int](), -1
+    path = list[int]()
+    at = -1
     for node, parent in enumerate(tree):
         if parent == at and kept[node]:
             path.append(node)

@@ -37,11 +37,14 @@ class Grown:
     def cut(self, depth: int, eos: frozenset[int]) -> Grown:
         """What stands at most `depth` tokens behind the prefix, and after no EOS; and no token that
         is `NONE`, nor what follows it."""
-        grown, new, deep = Grown(), dict[int, int]({-1: -1}), {-1: 0}
+        grown = Grown()
+        new = dict[int, int]({-1: -1})
+        deep = {-1: 0}
         for i, (token, parent) in enumerate(zip(self.tokens, self.parents)):
             ended = token == NONE or (parent >= 0 and self.tokens[parent] in eos)
             if parent in new and deep[parent] < depth and not ended:
-                new[i], deep[i] = len(grown.tokens), deep[parent] + 1
+                new[i] = len(grown.tokens)
+                deep[i] = deep[parent] + 1
                 grown.add(token, new[parent], self.picked_from[i])
         return grown
 
@@ -90,11 +93,13 @@ class OfOneShape:
     """All rows' trees, each with a token in every place of a shape, or `NONE`, while they grow."""
 
     def __init__(self, places: list[tuple[int, int]], ends: Ends):
-        self.places, self.ends = places, ends
+        self.places = places
+        self.ends = ends
         self.grown = [Grown() for _ in ends.limits]
         self.closed = [{-1: False} for _ in ends.limits]
         """After which places nothing may follow."""
-        self.inner, self.level = {parent for parent, _ in places}, [-1]
+        self.inner = {parent for parent, _ in places}
+        self.level = [-1]
         self.asked = {-1: 0}
         """Where each place's distribution stands among those asked for."""
 
@@ -125,7 +130,8 @@ class OfOneShape:
             for i in children:
                 parent, rank = self.places[i]
                 at = self.level.index(parent)
-                token, is_end = ranked[at][rank], ends[at][rank]
+                token = ranked[at][rank]
+                is_end = ends[at][rank]
                 if closed[parent] or (is_end and not self.ends.stop.proposes_doubted):
                     token = NONE
                 closed[i] = token == NONE or is_end
@@ -168,14 +174,19 @@ class Pool:
     """All tokens that a row's dynamic tree has met."""
 
     def __init__(self, nodes: int, least: float, ends: Ends, levels: int):
-        self.nodes, self.least, self.ends = nodes, least, ends
+        self.nodes = nodes
+        self.least = least
+        self.ends = ends
         self.left = levels
         """How many may still be added."""
-        self.tokens, self.parents, self.scores = list[int](), list[int](), list[float]()
+        self.tokens = list[int]()
+        self.parents = list[int]()
+        self.scores = list[float]()
         """The scores are the log-probabilities of whole paths."""
         self.closed = list[bool]()
         """Which tokens nothing may follow."""
-        self.from_which, self.asked = list[int](), {-1: 0}
+        self.from_which = list[int]()
+        self.asked = {-1: 0}
         """Where each was picked from, and where each's own distribution stands."""
         self.num_asked = 1
         self.level = [-1]
@@ -206,10 +217,12 @@ class Pool:
                 self.scores.append(before + log)
                 self.closed.append(is_doubted or id in self.ends.eos)
                 self.from_which.append(self.asked[parent])
-        self.newest, self.left = range(first, len(self.tokens)), self.left - 1
+        self.newest = range(first, len(self.tokens))
+        self.left = self.left - 1
         if self.least:
             best = heapq.nlargest(self.nodes, self.scores)
-            before, self.worth = self.worth, sum(map(math.exp, best))
+            before = self.worth
+            self.worth = sum(map(math.exp, best))
             if self.worth - before < self.least:
                 self.left = 0
         # what is asked about beside a row that goes on is no continuation of this one

@@ -31,8 +31,10 @@ def judge_trees(rule: Rule, draft: Draft, reading: Reading, ctx: Context) -> lis
         for b, (parents, n) in enumerate(zip(draft.parents, lengths))
         for nodes in paths(parents[:n])
     ]
-    on_rows, ctx = ctx, replace(ctx, rows=[ctx.rows[path.row] for path in flat], on_trees=True)
-    windows, readings = _windows(draft, flat), _readings(reading, flat)
+    on_rows = ctx
+    ctx = replace(ctx, rows=[ctx.rows[path.row] for path in flat], on_trees=True)
+    windows = _windows(draft, flat)
+    readings = _readings(reading, flat)
     if ctx.processors:
         readings = replace(readings, logits=ctx.process(readings.logits, windows.tokens))
     if draft.draws and rule.verifies and not ctx.greedy:
@@ -71,11 +73,14 @@ class _Tree:
 
     def add(self, nodes: list[int], verdict: Verdict) -> None:
         for node, exact, score in zip(nodes, verdict.exact, verdict.scores):
-            self.exact[node], self.scores[node] = exact, score
+            self.exact[node] = exact
+            self.scores[node] = score
         kept = verdict.num_accepted
         worth = kept, sum(verdict.exact[:kept])
         if worth > self.best:
-            self.best, self.path, self.next_token = worth, nodes[:kept], verdict.next_token
+            self.best = worth
+            self.path = nodes[:kept]
+            self.next_token = verdict.next_token
 
     def verdict(self, parents: list[int]) -> Verdict:
         path = list(self.path)

@@ -65,7 +65,8 @@ def best_shape(shares: Sequence[Sequence[float]], nodes: int) -> tuple[list[int]
     """Of all trees of at most so many tokens the one of which the target should keep the most, and
     how many: the number of children of the prefix and of each token, level by level. `shares` are
     an Acceptance's: a token's chance is its own, whatever the tokens before it are."""
-    depth, ranks = len(shares), len(shares[0])
+    depth = len(shares)
+    ranks = len(shares[0])
     # what n tokens are worth after a token of the level that is looked at
     below: NDArray[np.float64] = np.zeros(nodes + 1)
     splits: list[NDArray[np.int64]] = []
@@ -79,7 +80,8 @@ def best_shape(shares: Sequence[Sequence[float]], nodes: int) -> tuple[list[int]
                 values = shares[level][rank] * worth[1 : n + 1] + rest[n - 1 :: -1][:n]
                 at = int(values.argmax())
                 if values[at] > 0:
-                    best[n], split[rank, n] = values[at], at + 1
+                    best[n] = values[at]
+                    split[rank, n] = at + 1
             rest = best
         below = rest
         splits.insert(0, split)
@@ -90,7 +92,8 @@ def _counts(splits: Sequence[NDArray[np.int64]], nodes: int) -> list[int]:
     """How many children the prefix and each token have, level by level; `splits` say of each level
     [ranks, n] how many of n tokens that are left a child of a rank has with what follows it, 0
     where there is none."""
-    counts, sizes = list[int](), [nodes]
+    counts = list[int]()
+    sizes = [nodes]
     for split in splits:
         deeper = list[int]()
         for left in sizes:

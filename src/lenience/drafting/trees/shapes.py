@@ -126,7 +126,8 @@ class Cartesian(Ranked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        size, level = 0, 1
+        size = 0
+        level = 1
         for width in self.widths:
             if width < 1:
                 raise InputError(f"cartesian's width {width}: must be 1 or more")

@@ -80,7 +80,8 @@ def check(server: Asked, config: Any) -> str:
     certificate = "no certificate"
     if server.certificate:
         _check_certificate(server, server.certificate, config)
-        bound, confidence = server.certificate.max_drop, server.certificate.confidence
+        bound = server.certificate.max_drop
+        confidence = server.certificate.confidence
         certificate = f"certified: at most {bound:.2%} lost with {confidence:.0%} confidence"
     parts = [f"rule {rule}", heads, f"lenience {VERSION}", f"vLLM {found}", certificate]
     return ", ".join(part for part in parts if part)
@@ -196,7 +197,8 @@ def _folder(model: Any, load: Any) -> Path:
 
 def _check_certificate(server: Asked, certificate: Certificate, config: Any) -> None:
     """Raise InputError, by name, for what a server does not have as it was certified."""
-    binds, speculative = certificate.binds, config.speculative_config
+    binds = certificate.binds
+    speculative = config.speculative_config
     others = {
         "quantization": config.model_config.quantization is not None,
         "kv_cache_dtype": config.cache_config.cache_dtype != "auto",
@@ -255,7 +257,8 @@ PLAIN = (
 
 def check_certified(certificate: Certificate, params: Any) -> None:
     """Raise InputError, by name, for what a request does not have as it was certified."""
-    binds, plain = certificate.binds, type(params)()
+    binds = certificate.binds
+    plain = type(params)()
     config = binds["generation_config"]
     asked = {
         name: (getattr(params, name), getattr(plain, name))

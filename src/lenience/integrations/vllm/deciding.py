@@ -266,7 +266,8 @@ class Deciding:
 
     def _row(self, id: str) -> Row:
         """A request as rules know it, with its history up to now."""
-        length, known = self.requests.length(id), self.rows.get(id)
+        length = self.requests.length(id)
+        known = self.rows.get(id)
         if known is None or length < known.position:
             seed = self.requests.params(id).seed
             # without a seed by its name, which all workers know
@@ -281,12 +282,14 @@ class Deciding:
 
     def _count(self, id: str, verdict: Verdict) -> None:
         """Count what is kept of a window, up to where the request ends."""
-        params, counts = self.requests.params(id), self._counts(id)
+        params = self.requests.params(id)
+        counts = self._counts(id)
         room = (params.max_tokens or 2**31) - self.rows[id].position
         ends = set() if params.ignore_eos else params.all_stop_token_ids
         counts.passes += 1
         if self.server.steps:
-            exact, scores = verdict.exact, verdict.scores
+            exact = verdict.exact
+            scores = verdict.scores
             self.steps[id] = {"exact": exact, "scores": scores, "kept": verdict.num_accepted}
         for i in verdict.path[:room]:
             if verdict.exact[i]:

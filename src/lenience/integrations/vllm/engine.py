@@ -66,7 +66,8 @@ class Kind:
 DIALOGUES = Kind("draft", 0, False, share=0.25), Kind("target", WINDOW, False, share=0.75)
 """What predicts and what continues in dialogues, the smaller first: each looks for its share in
 what is free."""
-MEMORY, ALL_MEMORY = "gpu_memory_utilization", 0.9
+MEMORY = "gpu_memory_utilization"
+ALL_MEMORY = 0.9
 """The argument that says what one may take, and how much that is by default."""
 
 
@@ -88,7 +89,8 @@ class VllmPair(Pair):
 
     def check(self, decoder: Decoder) -> None:
         super().check(decoder)
-        rule, drafts = decoder.rule, decoder.proposer is not None
+        rule = decoder.rule
+        drafts = decoder.proposer is not None
         lacks_probs = needs_draft_probs(rule) and not decoder.temperature
         refused = {
             f"stop {decoder.stop}: vLLM drafts whole windows; leave it out": (
@@ -304,7 +306,9 @@ class VllmPair(Pair):
         name = f"{KEY}-{next(self._numbers)}"
         asking.held[name] = _Asked(talk, question)
         if isinstance(question, Predict):
-            kind, params, ids = DIALOGUES[0], _predicting(), question.ids[:-1]
+            kind = DIALOGUES[0]
+            params = _predicting()
+            ids = question.ids[:-1]
         else:
             decoder = replace(
                 asking.decoder,
@@ -312,7 +316,8 @@ class VllmPair(Pair):
                 stop_strings=question.stop_strings,
             )
             params = self._params(decoder, WINDOW, 0)
-            kind, ids = DIALOGUES[1], question.ids
+            kind = DIALOGUES[1]
+            ids = question.ids
         self._running[kind].add_request(name, {"prompt_token_ids": list(ids)}, params)
         return []
 
@@ -347,7 +352,8 @@ class _Asked(Generic[T]):
     def add(self, given: Any, vocab_size: int) -> None:
         """Take what one step of vLLM's gave of the answer, and what it cost."""
         (part,) = given.outputs
-        cost, ids = self.talk.cost, self.question.ids
+        cost = self.talk.cost
+        ids = self.question.ids
         if isinstance(self.question, Predict):
             asked = given.prompt_logprobs[self.question.start :]
             if any(math.isnan(each.logprob) for some in asked for each in some.values()):
@@ -400,7 +406,10 @@ class _Answer:
     """An answer while vLLM gives it step by step."""
 
     def __init__(self, number: int, out: Generation, decoder: Decoder, reader: LM):
-        self.number, self.out, self.decoder, self.reader = number, out, decoder, reader
+        self.number = number
+        self.out = out
+        self.decoder = decoder
+        self.reader = reader
         self.began = time.perf_counter()
         self.parts: list[str] = []
 
@@ -435,9 +444,13 @@ def _step(tokens: list[int], told: Mapping[str, Any] | None, window: int, read: 
     vLLM itself kept all but the last; `read` tokens were read beside the window."""
     if told is None:  # decided by vLLM
         kept = max(0, len(tokens) - 1)
-        exact, scores, drafted = [True] * kept, [None] * (kept + 1), window
+        exact = [True] * kept
+        scores = [None] * (kept + 1)
+        drafted = window
     else:
-        exact, scores, kept = told["exact"], [*told["scores"], None], told["kept"]
+        exact = told["exact"]
+        scores = [*told["scores"], None]
+        kept = told["kept"]
         drafted = len(exact)
     trace = []
     for i, token in enumerate(tokens):

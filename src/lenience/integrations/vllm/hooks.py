@@ -67,7 +67,8 @@ def wrap(
 def _configured(_result: None, config: Any, *_args: Any, **_kwargs: Any) -> None:
     """Check what is asked for as soon as a server's configuration is known. vLLM makes another one
     of it for the draft."""
-    server, model = asked.read(config.additional_config), config.model_config
+    server = asked.read(config.additional_config)
+    model = config.model_config
     if server is not None and model is not None and model.runner_type != "draft":
         check_seams(SEAMS)
         check(server, config)

