@@ -75,7 +75,9 @@ def rare(means: list[float]) -> Callable[[np.random.Generator, int], NDArray]:
 
 def apart(means: list[float]) -> Callable[[np.random.Generator, int], NDArray]:
     """0/1 losses that have nothing to do with one another."""
-    return lambda rng, n: (rng.random((len(means), n)) < np.array(means)[:, None]).astype(float)
+    return lambda rng, n: (
+        rng.random((len(means), n)) < np.array(means)[:, None]
+    ).astype(float)
 
 
 def skewed(means: list[float]) -> Callable[[np.random.Generator, int], NDArray]:
@@ -93,17 +95,27 @@ def skewed(means: list[float]) -> Callable[[np.random.Generator, int], NDArray]:
 def spread(means: list[float]) -> Callable[[np.random.Generator, int], NDArray]:
     """Beta-distributed losses."""
     return lambda rng, n: rng.beta(
-        4 * np.array(means)[:, None], 4 * (1 - np.array(means)[:, None]), (len(means), n)
+        4 * np.array(means)[:, None],
+        4 * (1 - np.array(means)[:, None]),
+        (len(means), n),
     )
 
 
 RISING = [0.0005, 0.001, 0.002, 0.004, 0.007, 0.0101, 0.02, 0.05]
-CURVES: dict[str, tuple[list[float], Callable[[list[float]], Any], float, int, bool]] = {
+CURVES: dict[
+    str, tuple[list[float], Callable[[list[float]], Any], float, int, bool]
+] = {
     "rising": (RISING, rare, 0.01, 1000, True),
     "rising, apart": (RISING, apart, 0.01, 1000, True),
     "all just above the limit": ([0.010001] * 8, rare, 0.01, 1000, True),
     "all just above, apart": ([0.010001] * 8, apart, 0.01, 1000, True),
-    "up and down": ([0.002, 0.02, 0.001, 0.012, 0.001, 0.03, 0.002, 0.05], apart, 0.01, 1000, True),
+    "up and down": (
+        [0.002, 0.02, 0.001, 0.012, 0.001, 0.03, 0.002, 0.05],
+        apart,
+        0.01,
+        1000,
+        True,
+    ),
     "above after a good start": (
         [0.0, 0.010001, 0.0, 0.010001, 0.0, 0.0, 0.0, 0.010001],
         apart,
@@ -112,11 +124,23 @@ CURVES: dict[str, tuple[list[float], Callable[[list[float]], Any], float, int, b
         True,
     ),
     "60 prompts": ([0.050001] * 4, rare, 0.05, 60, True),
-    "5 % allowed": ([0.005, 0.01, 0.02, 0.03, 0.04, 0.050001, 0.1], rare, 0.05, 500, True),
+    "5 % allowed": (
+        [0.005, 0.01, 0.02, 0.03, 0.04, 0.050001, 0.1],
+        rare,
+        0.05,
+        500,
+        True,
+    ),
     "skewed": (RISING, skewed, 0.01, 1000, False),
     "skewed, at the limit": ([0.010001] * 8, skewed, 0.01, 1000, False),
     "spread": ([0.02, 0.05, 0.08, 0.100001, 0.2], spread, 0.1, 400, False),
-    "net drop": ([0.5, 0.502, 0.505001, 0.51], lambda means: _net(means), 0.505, 2000, False),
+    "net drop": (
+        [0.5, 0.502, 0.505001, 0.51],
+        lambda means: _net(means),
+        0.505,
+        2000,
+        False,
+    ),
 }
 """Name → true means from strict to lenient, how losses are drawn, the limit, prompts, whether
 losses are 0 or 1."""
@@ -138,9 +162,8 @@ def simulate(name: str, procedure: str) -> dict[str, Any]:
     draw = kind(means)
     rng = np.random.default_rng(0)
     test = TESTS[procedure](limit, ALPHA, round(n / COMMON))
-    best = next(
-        (i for i, mean in enumerate(means) if mean > limit), len(means)
-    )  # settings before the first that loses more
+    # settings before the first that loses more
+    best = next((i for i, mean in enumerate(means) if mean > limit), len(means))
     false = 0
     ranks = []
     seen = 0
@@ -217,7 +240,10 @@ def collect(folder: Path, path: Path) -> None:
         stricter = by_rule.get(before, {}).values()
         tokens = sum(record["tokens"] for record in found.values())
         passes = sum(record["target_passes"] for record in found.values())
-        anew = [one["closest"] is None or one["closest"] >= _threshold(rule) for one in stricter]
+        anew = [
+            one["closest"] is None or one["closest"] >= _threshold(rule)
+            for one in stricter
+        ]
         lost = _lost(ids, alone, found)
         settings.append(
             {
@@ -229,12 +255,18 @@ def collect(folder: Path, path: Path) -> None:
             }
         )
     right = sum(record["correct"] for record in alone.values())
-    write_results(path, {"prompts": len(ids), "target_right": right, "settings": settings})
+    write_results(
+        path, {"prompts": len(ids), "target_right": right, "settings": settings}
+    )
 
 
 def _lost(ids: list[str], alone: dict[str, Any], found: dict[str, Any]) -> list[int]:
     """Which of the prompts the target alone answers rightly, and a setting does not."""
-    return [i for i, id in enumerate(ids) if alone[id]["correct"] and not found[id]["correct"]]
+    return [
+        i
+        for i, id in enumerate(ids)
+        if alone[id]["correct"] and not found[id]["correct"]
+    ]
 
 
 def _threshold(rule: str) -> float:
@@ -279,20 +311,29 @@ class Pool:
         passed = [row.setting for row in tried if row.passed]
         outside = self.lost[passed][:, order[n:]].mean(1)
         speed = float(self.speed[passed[-1] + 1]) if passed else 1.0
-        return Recalibrated(outside, speed, max(row.n for row in tried), self._passes(tried))
+        return Recalibrated(
+            outside, speed, max(row.n for row in tried), self._passes(tried)
+        )
 
     def _passes(self, tried: list[SettingResult]) -> float:
         """Of the target, at most: those of each setting that was tried, where the one before does
         not give them, and those of the target alone where the setting's answer is wrong, as often
         as the target's is or one is lost, and for its accuracy. Untouched answers, which spare some
         of these, the pool does not tell."""
-        lenient = sum(self.anew[row.setting] * row.n / self.speed[row.setting + 1] for row in tried)
+        lenient = sum(
+            self.anew[row.setting] * row.n / self.speed[row.setting + 1]
+            for row in tried
+        )
         wrong = 1 - self.target_right / self.prompts
-        alone = ENOUGH + max(row.n * (wrong + self.lost[row.setting].mean()) for row in tried)
+        alone = ENOUGH + max(
+            row.n * (wrong + self.lost[row.setting].mean()) for row in tried
+        )
         return TOKENS * (lenient + alone)
 
 
-def on_pool(pool: Pool, limit: float, n: int, repeats: int = 1000) -> list[dict[str, Any]]:
+def on_pool(
+    pool: Pool, limit: float, n: int, repeats: int = 1000
+) -> list[dict[str, Any]]:
     """Calibrations on n prompts of the pool, drawn anew each time; what is certified is held
     against all the other prompts."""
     told = []
@@ -328,7 +369,11 @@ def share_of(false: int, repeats: int = REPEATS) -> dict[str, Any]:
 
 
 def first_passed(
-    test: Binomial, mean: float, most: int, rng: np.random.Generator, repeats: int = MANY
+    test: Binomial,
+    mean: float,
+    most: int,
+    rng: np.random.Generator,
+    repeats: int = MANY,
 ) -> NDArray:
     """[repeats]: whether losses of this mean pass within `most` prompts."""
     losses = np.zeros(repeats, int)
@@ -349,12 +394,19 @@ def asked_again(mean: float, folders: int, questions: int) -> dict[str, Any]:
         for number in range(questions):
             folder = Path(place) / f"run {number % folders}"
             ledger = Ledger(folder, {"target": "any"}, Path(place) / "home")
-            attempt = ledger.attempt(f"question {number}", Rows([Sample("", "", "")]), "train")
+            attempt = ledger.attempt(
+                f"question {number}", Rows([Sample("", "", "")]), "train"
+            )
             test = CertifyConfig(("topk:2",)).test(attempt.share)
             assert isinstance(test, Binomial)
             any_passed |= first_passed(test, mean, 3000, rng)
     said = f"{questions} questions from {folders} folders"
-    return {"attack": said, "true": mean, "limit": 0.01, **share_of(int(any_passed.sum()), MANY)}
+    return {
+        "attack": said,
+        "true": mean,
+        "limit": 0.01,
+        **share_of(int(any_passed.sum()), MANY),
+    }
 
 
 def grown(mean: float) -> dict[str, Any]:
@@ -362,7 +414,12 @@ def grown(mean: float) -> dict[str, Any]:
     test = Binomial(0.01, FIRST * ALPHA, 5000)
     passed = first_passed(test, mean, 4316, _seeded(4))
     said = "299, 1,079, 2,158, 4,316 prompts"
-    return {"attack": said, "true": mean, "limit": 0.01, **share_of(int(passed.sum()), MANY)}
+    return {
+        "attack": said,
+        "true": mean,
+        "limit": 0.01,
+        **share_of(int(passed.sum()), MANY),
+    }
 
 
 class Rows(Task):
@@ -384,7 +441,9 @@ class Encoder:
         return [prompt]
 
 
-def drawn(said: str, mean: float, rows: Callable[[np.random.Generator], Any]) -> dict[str, Any]:
+def drawn(
+    said: str, mean: float, rows: Callable[[np.random.Generator], Any]
+) -> dict[str, Any]:
     """Calibrations on rows, drawn as the library draws them, with their losses by prompt; the limit
     is 5 %."""
     test = Binomial(0.05, FIRST * ALPHA, 1000)
@@ -393,7 +452,9 @@ def drawn(said: str, mean: float, rows: Callable[[np.random.Generator], Any]) ->
     encoder: Any = Encoder()
     for number in range(REPEATS):
         samples, lost = rows(rng)
-        used = draw_rows(encoder, Rows(samples), Draw(str(number), 600, "calibration"), ())
+        used = draw_rows(
+            encoder, Rows(samples), Draw(str(number), 600, "calibration"), ()
+        )
         losses = np.array([lost[one.prompt] for one in used], float)
         false += test.passed_at(losses) is not None
     return {"attack": said, "true": mean, "limit": 0.05, **share_of(false)}
@@ -405,7 +466,11 @@ def clusters(size: int, mean: float = 0.050005) -> dict[str, Any]:
     def rows(rng: np.random.Generator) -> tuple[list[Sample], dict[str, bool]]:
         lost = (rng.random(300) < 2 * mean) & (np.arange(300) < 150)
         sizes = [1 if group < 150 else size for group in range(300)]
-        names = [(f"{group} {i}", str(group)) for group in range(300) for i in range(sizes[group])]
+        names = [
+            (f"{group} {i}", str(group))
+            for group in range(300)
+            for i in range(sizes[group])
+        ]
         samples = [Sample(name, name, None, group=group) for name, group in names]
         return samples, {name: bool(lost[int(group)]) for name, group in names}
 
@@ -417,7 +482,9 @@ def together(size: int, mean: float = 0.050005) -> dict[str, Any]:
 
     def rows(rng: np.random.Generator) -> tuple[list[Sample], dict[str, bool]]:
         lost = rng.random(300) < mean
-        names = [(f"{group} {i}", str(group)) for group in range(300) for i in range(size)]
+        names = [
+            (f"{group} {i}", str(group)) for group in range(300) for i in range(size)
+        ]
         samples = [Sample(name, name, None, group=group) for name, group in names]
         return samples, {name: bool(lost[int(group)]) for name, group in names}
 
@@ -428,7 +495,9 @@ def popular(share: float) -> dict[str, Any]:
     """600 rows, of which one prompt, which is lost, makes up so many on average."""
 
     def rows(rng: np.random.Generator) -> tuple[list[Sample], dict[str, bool]]:
-        names = ["often" if one < share else str(i) for i, one in enumerate(rng.random(600))]
+        names = [
+            "often" if one < share else str(i) for i, one in enumerate(rng.random(600))
+        ]
         samples = [Sample(str(i), name, None) for i, name in enumerate(names)]
         return samples, {name: name == "often" for name in names}
 
@@ -439,7 +508,10 @@ def half_ungradable() -> dict[str, Any]:
     """A file in which every second reference is none."""
     with TemporaryDirectory() as place:
         path = Path(place) / "rows.jsonl"
-        rows = [{"prompt": str(i), "reference": "N/A" if i % 2 else "7"} for i in range(1000)]
+        rows = [
+            {"prompt": str(i), "reference": "N/A" if i % 2 else "7"}
+            for i in range(1000)
+        ]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         task = JsonlTask(path, "regex:([0-9]+)", "number")
         samples = list(task.samples("train"))
@@ -453,12 +525,23 @@ def four_audits() -> dict[str, Any]:
     false = 0
     for _ in track(range(REPEATS), "four audits"):
         alarm = Alarm(0.01, ALPHA)
-        false += any(alarm.add(loss) for loss in (rng.random(8000) < 0.01).astype(float))
-    return {"attack": "four audits of 2,000", "true": 0.01, "limit": 0.01, **share_of(false)}
+        false += any(
+            alarm.add(loss) for loss in (rng.random(8000) < 0.01).astype(float)
+        )
+    return {
+        "attack": "four audits of 2,000",
+        "true": 0.01,
+        "limit": 0.01,
+        **share_of(false),
+    }
 
 
 def attacks() -> list[dict[str, Any]]:
-    told = [asked_again(mean, folders, 20) for mean in (0.010001, 0.012) for folders in (1, 10)]
+    told = [
+        asked_again(mean, folders, 20)
+        for mean in (0.010001, 0.012)
+        for folders in (1, 10)
+    ]
     told += [grown(0.010001), grown(0.012)]
     told += [together(size) for size in track((2, 5, 10, 20), "groups")]
     told += [clusters(size) for size in track((5, 20), "unlike groups")]
@@ -470,17 +553,24 @@ def exact() -> list[dict[str, Any]]:
     """The chance of a false certificate by recursion, at the limit, and when nothing is lost; by
     default, and with `--horizon 500`."""
     shares = {1: FIRST, 2: (1 - FIRST) * 6 / np.pi**2}
-    asked = [(limit, round(50 / limit), n) for limit in (0.001, 0.01, 0.05) for n in shares]
+    asked = [
+        (limit, round(50 / limit), n) for limit in (0.001, 0.01, 0.05) for n in shares
+    ]
     told = []
     for limit, horizon, number in [*asked, (0.01, 500, 1)]:
         level = shares[number] * ALPHA
         test = Binomial(limit, level, horizon)
         row = {"limit": limit, "horizon": horizon, "attempt": number, "level": level}
-        told.append(row | {"false": test.power(limit, horizon), "lost_nothing": test.boundary[0]})
+        told.append(
+            row
+            | {"false": test.power(limit, horizon), "lost_nothing": test.boundary[0]}
+        )
     return told
 
 
-def net(lost: float, gained: float, drop: float = 0.01, streams: int = 1000) -> dict[str, Any]:
+def net(
+    lost: float, gained: float, drop: float = 0.01, streams: int = 1000
+) -> dict[str, Any]:
     """How many prompts the net loss takes four times in five, beside the best stake in
     hindsight."""
     u = _seeded(7).random((streams, 12_000))
@@ -488,7 +578,9 @@ def net(lost: float, gained: float, drop: float = 0.01, streams: int = 1000) -> 
     losses = np.where(u < lost, 1.0, np.where(u < lost + gained, 0.0, 0.5))
     ours = _four_in_five(paired_wealth(losses, limit, limit))
     stakes = np.geomspace(1 / 64, 0.99, 14)
-    best = min(_four_in_five(wealth(losses, limit, np.array([stake]))) for stake in stakes)
+    best = min(
+        _four_in_five(wealth(losses, limit, np.array([stake]))) for stake in stakes
+    )
     spread = _four_in_five(wealth(losses, limit))
     told = {"lost": lost, "gained": gained, "prompts": ours, "best_stake": best}
     return told | {"ratio": ours / best, "even_stakes": spread}
@@ -501,7 +593,12 @@ def _four_in_five(rich: NDArray) -> float:
 
 
 def audits(
-    before: float, after: float, at: int, length: int, limit: float = 0.01, streams: int = 400
+    before: float,
+    after: float,
+    at: int,
+    length: int,
+    limit: float = 0.01,
+    streams: int = 400,
 ) -> dict[str, Any]:
     """Streams of audited losses whose mean changes after `at`: how many alarms come before, and how
     late they come after."""
@@ -541,7 +638,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--pool", type=Path, default=Path(__file__).parent / "results" / "certificate_pool.json"
+        "--pool",
+        type=Path,
+        default=Path(__file__).parent / "results" / "certificate_pool.json",
     )
     parser.add_argument("--collect", type=Path)
     parser.add_argument("--out", type=Path)
@@ -557,7 +656,9 @@ def main() -> None:
         for procedure in TESTS
         if CURVES[name][4] or procedure != "binomial"
     ]
-    told["simulated"] = [simulate(*one) for one in track(wanted, "simulated calibrations")]
+    told["simulated"] = [
+        simulate(*one) for one in track(wanted, "simulated calibrations")
+    ]
     told["exact"] = exact()
     told["attacks"] = attacks()
     told["net"] = [net(0.003, 0.001), net(0.02, 0.018)]
@@ -586,7 +687,13 @@ def show(name: str, rows: list[dict[str, Any]]) -> None:
 def _cell(value: Any) -> str:
     if isinstance(value, list):
         return "–".join(f"{one:.3f}" for one in value)
-    return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return (
+        "–"
+        if value is None
+        else f"{value:.4g}"
+        if isinstance(value, float)
+        else str(value)
+    )
 
 
 if __name__ == "__main__":

@@ -62,7 +62,11 @@ def main() -> None:
                 took.append(1e3 * (time.perf_counter() - began))
                 drafted += len(grown.tokens)
             p95 = float(np.quantile(took, 0.95))
-            rows[name] = {"ms": median(took), "ms_p95": p95, "drafted": drafted / len(asked)}
+            rows[name] = {
+                "ms": median(took),
+                "ms_p95": p95,
+                "drafted": drafted / len(asked),
+            }
         size = sum(file.stat().st_size for file in Path(folder).iterdir())
     about = {"machine": processor(), "tokens": given.tokens, "queries": given.queries}
     told = {**about, "build_seconds": seconds, "bytes": size, "rows": rows}

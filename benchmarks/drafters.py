@@ -40,7 +40,10 @@ NEW = 160
 WINDOWS = (2, 3, 4, 6, 8, 16)
 TREES = ("dynamic:8", "dynamic:16")
 SAMPLED_TREES = ("cartesian:4,2,1", "planned:16")
-DRAWS = {"speculative": ("with-replacement", "without-replacement"), "block": ("with-replacement",)}
+DRAWS = {
+    "speculative": ("with-replacement", "without-replacement"),
+    "block": ("with-replacement",),
+}
 """How each lossless rule takes the children of a tree drawn."""
 
 
@@ -94,7 +97,8 @@ def greedy(
             )
     found |= {name: Decoder(pair, options) for name, options in further().items()}
     return {
-        name: replace(one, options={"rule": "exact", **one.options}) for name, one in found.items()
+        name: replace(one, options={"rule": "exact", **one.options})
+        for name, one in found.items()
     }
 
 
@@ -103,7 +107,9 @@ def sampled(pair: Pair) -> dict[str, Decoder]:
     found = {"target": Decoder(pair, {"rule": "target"})}
     for rule, draws in DRAWS.items():
         for window in (4, 8, 16):
-            found[f"{rule}, window {window}"] = Decoder(pair, {"rule": rule, "window": window})
+            found[f"{rule}, window {window}"] = Decoder(
+                pair, {"rule": rule, "window": window}
+            )
         for tree in SAMPLED_TREES:
             for draw in draws:
                 options = {"rule": rule, "tree": f"{tree},draw={draw}", "window": 16}
@@ -114,7 +120,9 @@ def sampled(pair: Pair) -> dict[str, Decoder]:
     }
 
 
-def measure(prompts: list[str], repeats: int, decoders: dict[str, Decoder]) -> dict[str, Any]:
+def measure(
+    prompts: list[str], repeats: int, decoders: dict[str, Decoder]
+) -> dict[str, Any]:
     """Tokens per pass and per second of each decoder, by name."""
     speeds: dict[str, list[float]] = defaultdict(list)
     about: dict[str, dict[str, Any]] = {}
@@ -142,7 +150,11 @@ def measure(prompts: list[str], repeats: int, decoders: dict[str, Decoder]) -> d
                 "draft_ms_per_pass": 1000 * profile.seconds["draft"] / passes,
             }
     return {
-        name: {**about[name], "tokens_per_second": median(of), "range": [min(of), max(of)]}
+        name: {
+            **about[name],
+            "tokens_per_second": median(of),
+            "range": [min(of), max(of)],
+        }
         for name, of in speeds.items()
     }
 
@@ -159,22 +171,33 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--eagle", help="a folder that `tools/embedded/heads.py` made")
     parser.add_argument("--blockwise", help="another one")
-    parser.add_argument("--distilled", help="a folder that `lenience fit --drafter model` made")
+    parser.add_argument(
+        "--distilled", help="a folder that `lenience fit --drafter model` made"
+    )
     given = parser.parse_args()
     pair = load_pair(compile=True)
     distilled = None
     if given.distilled is not None:
         target = str(EMBEDDED / "target")
         distilled = load_pair(target, given.distilled, compile=True, dtype="float32")
-    prompts = [sample.prompt for sample in islice(WordMath().samples("test"), given.prompts)]
+    prompts = [
+        sample.prompt for sample in islice(WordMath().samples("test"), given.prompts)
+    ]
     fitted = {"eagle": given.eagle, "blockwise": given.blockwise}
     with tempfile.TemporaryDirectory() as store:
         mined = mined_samples(Journal(EMBEDDED / "run" / "journal.jsonl"))
         texts = (one.prompt_ids + one.response_ids for one in mined)
         build_store(texts, pair.target.tokenizer_fingerprint, Path(store))
-        rows = measure(prompts, given.repeats, greedy(pair, distilled, fitted, Path(store)))
+        rows = measure(
+            prompts, given.repeats, greedy(pair, distilled, fitted, Path(store))
+        )
     drawn = measure(prompts, given.repeats, sampled(pair))
-    figures = {"machine": machine(pair), "prompts": len(prompts), "rows": rows, "sampled": drawn}
+    figures = {
+        "machine": machine(pair),
+        "prompts": len(prompts),
+        "rows": rows,
+        "sampled": drawn,
+    }
     print(json.dumps(recorded(figures), indent=1))
 
 

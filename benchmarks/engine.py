@@ -35,7 +35,9 @@ NEW = 160
 UNITS = 128  # of a judge's hidden layer
 
 
-def transformers_generate(pair: Pair, prompts: list[list[int]], window: int | None) -> int:
+def transformers_generate(
+    pair: Pair, prompts: list[list[int]], window: int | None
+) -> int:
     """Answer one by one with transformers: plain greedy, or assisted at a window; returns the
     number of new tokens."""
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW}
@@ -50,12 +52,16 @@ def transformers_generate(pair: Pair, prompts: list[list[int]], window: int | No
     tokens = 0
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        out = pair.target.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        out = pair.target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), **options
+        )
         tokens += out.shape[1] - len(prompt)
     return tokens
 
 
-def ours(pair: Pair, prompts: list[list[int]], size: int, profile: Profile, **options: Any) -> int:
+def ours(
+    pair: Pair, prompts: list[list[int]], size: int, profile: Profile, **options: Any
+) -> int:
     outs = pair.generate_batch(
         prompts, batch_size=size, max_new_tokens=NEW, profile=profile, **options
     )
@@ -65,7 +71,9 @@ def ours(pair: Pair, prompts: list[list[int]], size: int, profile: Profile, **op
 def idle_judge(pair: Pair, inputs: Inputs, folder: Path) -> str:
     """A judge with a hidden layer that reads `inputs` and accepts nothing, so that its rule does
     what `exact` does and a judge costs."""
-    width = inputs.width({model: getattr(pair, model).hidden_size for model in inputs.models})
+    width = inputs.width(
+        {model: getattr(pair, model).hidden_size for model in inputs.models}
+    )
     layer = torch.zeros(width, UNITS), torch.zeros(UNITS)
     head = Head(torch.zeros(UNITS), 0.0, inputs, 2.0, pair.fingerprints, layer=layer)
     head.save(folder)
@@ -100,13 +108,17 @@ def decoders_of(
     few = prompts[:8]
     picked = fast.settle(few, max_new_tokens=NEW, rule="exact", window="auto").window
 
-    def one_by_one(pair: Pair, rule: str, window: int | Literal["auto"] = window) -> Decoder:
+    def one_by_one(
+        pair: Pair, rule: str, window: int | Literal["auto"] = window
+    ) -> Decoder:
         options = {"rule": rule, "window": window}
         return Decoder(lambda profile: ours(pair, few, 1, profile, **options), len(few))
 
     def together(pair: Pair) -> Decoder:
         options = {"rule": "exact", "window": window}
-        return Decoder(lambda profile: ours(pair, prompts, batch, profile, **options), len(prompts))
+        return Decoder(
+            lambda profile: ours(pair, prompts, batch, profile, **options), len(prompts)
+        )
 
     def theirs(window: int | None) -> Decoder:
         return Decoder(lambda _: transformers_generate(plain, few, window), len(few))
@@ -118,7 +130,9 @@ def decoders_of(
         "both models' states and 12 tokens ahead": Inputs(ahead=12),
     }
     judges = {
-        f"compiled, judge of {name}": one_by_one(fast, idle_judge(fast, inputs, folder / name))
+        f"compiled, judge of {name}": one_by_one(
+            fast, idle_judge(fast, inputs, folder / name)
+        )
         for name, inputs in read.items()
     }
     decoders = {
@@ -189,7 +203,10 @@ def main() -> None:
 
 
 def about(
-    name: str, speeds: dict[str, list[float]], profiles: list[tuple[Profile, float]], prompts: int
+    name: str,
+    speeds: dict[str, list[float]],
+    profiles: list[tuple[Profile, float]],
+    prompts: int,
 ) -> dict[str, Any]:
     """The figures of one decoder."""
     figures: dict[str, Any] = {
@@ -198,14 +215,20 @@ def about(
     }
     for base in ("transformers, assisted", "transformers, greedy"):
         times = np.array(speeds[name]) / np.array(speeds[base])
-        figures[f"times {base}"] = [round(float(f(times)), 2) for f in (np.median, np.min, np.max)]
+        figures[f"times {base}"] = [
+            round(float(f(times)), 2) for f in (np.median, np.min, np.max)
+        ]
     if not profiles[0][0].cycles:
         return figures
-    in_passes = np.array([one.seconds["draft"] + one.seconds["target"] for one, _ in profiles])
+    in_passes = np.array(
+        [one.seconds["draft"] + one.seconds["target"] for one, _ in profiles]
+    )
     in_cycles = np.array([sum(one.seconds.values()) for one, _ in profiles])
     in_all = np.array([seconds for _, seconds in profiles])
     figures["share_in_passes"] = round(float(np.median(in_passes / in_all)), 3)
-    figures["cycle_share_outside_passes"] = round(float(np.median(1 - in_passes / in_cycles)), 3)
+    figures["cycle_share_outside_passes"] = round(
+        float(np.median(1 - in_passes / in_cycles)), 3
+    )
     for part in profiles[0][0].seconds:
         each = [1e3 * one.seconds[part] / one.cycles for one, _ in profiles]
         figures[f"{part}, ms a cycle"] = round(float(np.median(each)), 3)

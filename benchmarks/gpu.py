@@ -48,11 +48,19 @@ def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=9.0, help="minutes of all steps")
-    parser.add_argument("--out", type=Path, default=Path("gpu"), help="folder of the results")
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="minutes of all steps"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("gpu"), help="folder of the results"
+    )
     parser.add_argument("--only", nargs="+", choices=list(STEPS), default=list(STEPS))
-    parser.add_argument("--parts", type=Path, help="folder with the parts of SmolLM2's file")
-    parser.add_argument("--retry", action="store_true", help="measure again what failed")
+    parser.add_argument(
+        "--parts", type=Path, help="folder with the parts of SmolLM2's file"
+    )
+    parser.add_argument(
+        "--retry", action="store_true", help="measure again what failed"
+    )
     parser.add_argument("--toy", action="store_true", help="toy sizes, also on a CPU")
     return parser
 
@@ -60,7 +68,9 @@ def options() -> argparse.ArgumentParser:
 def main() -> None:
     given = (parser := options()).parse_args()
     if not torch.cuda.is_available() and not given.toy:
-        parser.error("no CUDA device is available; --toy runs all steps at toy size on a CPU")
+        parser.error(
+            "no CUDA device is available; --toy runs all steps at toy size on a CPU"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bench = Bench(given.out, device, given.toy, given.parts, given.retry)
     bench.begin()
@@ -78,7 +88,9 @@ def begin_anew(minutes: float) -> None:
     """Start this command again in place of this process, whose device is lost, for the minutes that
     are left."""
     arguments = [argument for argument in sys.argv if argument != "--retry"]
-    os.execv(sys.executable, [sys.executable, *arguments, "--minutes", f"{minutes:.2f}"])
+    os.execv(
+        sys.executable, [sys.executable, *arguments, "--minutes", f"{minutes:.2f}"]
+    )
 
 
 if __name__ == "__main__":

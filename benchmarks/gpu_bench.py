@@ -49,7 +49,9 @@ class Bench:
         begun = Counter(row["key"] for row in self.results() if row.get("begun"))
         for row in self.results():
             kept = row.get("begun") is None and "failed" not in row
-            if kept or (not self.retry and ("failed" in row or begun[row["key"]] >= ATTEMPTS)):
+            if kept or (
+                not self.retry and ("failed" in row or begun[row["key"]] >= ATTEMPTS)
+            ):
                 self.done.add(row["key"])
         self.write("machine", about_machine(self.device))
 
@@ -60,7 +62,11 @@ class Bench:
     def results(self) -> list[Result]:
         """Return the rows written so far; a row that a cut left half-written is left out."""
         rows = []
-        for line in self.path.read_text(encoding="utf-8").split("\n") if self.path.exists() else ():
+        for line in (
+            self.path.read_text(encoding="utf-8").split("\n")
+            if self.path.exists()
+            else ()
+        ):
             try:
                 rows.append(json.loads(line))
             except ValueError:
@@ -110,10 +116,15 @@ def _result_of(measure: Callable[[], Result]) -> Result:
 
 def about_machine(device: torch.device) -> Result:
     commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
+        ["git", "rev-parse", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
     ).stdout.strip()
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else "cpu",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "commit": commit,

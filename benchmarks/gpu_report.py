@@ -70,23 +70,38 @@ def answers_by_kind(rows: list[Result]) -> dict[str, Result]:
     sums: dict[str, Result] = {}
     for what, row in of_step(rows, "right"):
         *_, dtype, passes, variant = what.split(", ")
-        counts = sums.setdefault(f"{passes}, {variant}, {dtype}", dict.fromkeys(COUNTS, 0))
+        counts = sums.setdefault(
+            f"{passes}, {variant}, {dtype}", dict.fromkeys(COUNTS, 0)
+        )
         for name in COUNTS:
             counts[name] += row[name]
     return sums
 
 
 def right_table(answers: dict[str, Result]) -> list[str]:
-    body = [[kind, *(str(counts[name]) for name in COUNTS)] for kind, counts in answers.items()]
-    head = ["answers against `transformers`' greedy", "same", "part at a near-tie", "different"]
+    body = [
+        [kind, *(str(counts[name]) for name in COUNTS)]
+        for kind, counts in answers.items()
+    ]
+    head = [
+        "answers against `transformers`' greedy",
+        "same",
+        "part at a near-tie",
+        "different",
+    ]
     return table(head, body)
 
 
 def windows_table(rows: list[Result]) -> list[str]:
     body = []
     for what, row in of_step(rows, "windows"):
-        times = {**row["milliseconds"], **{f"tree {n}": ms for n, ms in row["trees"].items()}}
-        body.append([what, *(f"{ms:.2f}" for ms in times.values()), f"{row['bound_ms']:.2f}"])
+        times = {
+            **row["milliseconds"],
+            **{f"tree {n}": ms for n, ms in row["trees"].items()},
+        }
+        body.append(
+            [what, *(f"{ms:.2f}" for ms in times.values()), f"{row['bound_ms']:.2f}"]
+        )
         head = ["a pass, milliseconds", *map(str, times), "bound"]
     return table(head, body) if body else []
 
@@ -97,12 +112,20 @@ def fast_table(rows: list[Result]) -> list[str]:
             what,
             f"{row['tokens_per_second']:.0f}",
             _shown(row.get("tokens_per_pass"), 2),
-            f"{100 * row['outside_the_models']:.0f} %" if "outside_the_models" in row else "",
+            f"{100 * row['outside_the_models']:.0f} %"
+            if "outside_the_models" in row
+            else "",
             _shown(row.get("rule_ms"), 2),
         ]
         for what, row in of_step(rows, "fast")
     ]
-    head = ["the built-in pair", "tokens/s", "tokens per pass", "outside the models", "rule, ms"]
+    head = [
+        "the built-in pair",
+        "tokens/s",
+        "tokens per pass",
+        "outside the models",
+        "rule, ms",
+    ]
     return table(head, body)
 
 
@@ -165,7 +188,9 @@ def main() -> None:
     rows = last_results(parser.parse_args().out / "results.jsonl")
     kept = {"results": rows, "answers": answers_by_kind(rows)}
     write_results(KEPT, kept)
-    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), section(kept)), encoding="utf-8")
+    PAGE.write_text(
+        fill(PAGE.read_text(encoding="utf-8"), section(kept)), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -75,13 +75,22 @@ DECODED: dict[str, dict[str, Any]] = {
     "ngram>model": {"drafter": "ngram>model"},
 }
 FITTED = ("medusa", "blockwise", "eagle")
-PROMPTS = [[5, 6, 7], [*range(1, 40)], [9], [3, 3, 3, 3, 8, 8], [*range(100, 120)], [42, 17]]
+PROMPTS = [
+    [5, 6, 7],
+    [*range(1, 40)],
+    [9],
+    [3, 3, 3, 3, 8, 8],
+    [*range(100, 120)],
+    [42, 17],
+]
 NEW = 48
 Answer = tuple[list[int], list[int]]
 """The tokens of a prompt, and of the target's answer by transformers."""
 
 
-def random_pair(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Pair:
+def random_pair(
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+) -> Pair:
     """Return a target with random weights, and a draft that is the target with some noise."""
     torch.manual_seed(1)
     target = AutoModelForCausalLM.from_config(config)
@@ -92,7 +101,8 @@ def random_pair(config: PretrainedConfig, dtype: torch.dtype, device: torch.devi
             weight.add_(torch.randn_like(weight) * 0.1 * weight.std().nan_to_num())
     words = {"<eos>": 0, **{f"w{i}": i for i in range(1, VOCABULARY)}}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<eos>")), eos_token="<eos>"
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<eos>")),
+        eos_token="<eos>",
     )
     on_device = [
         LM(model.to(device, dtype), tokenizer, f"random {role}", role)
@@ -105,16 +115,24 @@ def random_pair(config: PretrainedConfig, dtype: torch.dtype, device: torch.devi
 def near_tie(lm: LM, prompt: list[int], ours: list[int], theirs: list[int]) -> bool:
     """Return whether two answers part at two tokens whose logits differ by rounding alone."""
     at = next(i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b)
-    logits = lm.model(torch.tensor([prompt + theirs[:at]], device=lm.device)).logits[0, -1].float()
+    logits = (
+        lm.model(torch.tensor([prompt + theirs[:at]], device=lm.device))
+        .logits[0, -1]
+        .float()
+    )
     ulps = 2 * torch.finfo(lm.model.dtype).eps * float(logits.abs().max())
     gap = abs(float(logits[ours[at]] - logits[theirs[at]]))
     return gap <= 4 * ulps
 
 
-def compared(pair: Pair, answers: Sequence[Answer], options: Mapping[str, Any]) -> Result:
+def compared(
+    pair: Pair, answers: Sequence[Answer], options: Mapping[str, Any]
+) -> Result:
     """Count the answers that are the same as the target's own."""
     prompts = [prompt for prompt, _ in answers]
-    outs = pair.generate_batch(prompts, **{"batch_size": 1, "window": 6, **options}, **LIMIT)
+    outs = pair.generate_batch(
+        prompts, **{"batch_size": 1, "window": 6, **options}, **LIMIT
+    )
     found: Result = {"prompts": len(outs), "same": 0, "near_ties": 0, "different": 0}
     for (prompt, own), out in zip(answers, outs):
         if out.tokens == own:
@@ -131,7 +149,9 @@ LIMIT = {"max_new_tokens": NEW, "rule": "exact"}
 def right(bench: Bench) -> Iterator[Item]:
     """Compare answers with transformers' own, first of the most common kind of model."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    kinds = [(name, dtype) for name in CONFIGS for dtype in (torch.float32, torch.bfloat16)]
+    kinds = [
+        (name, dtype) for name in CONFIGS for dtype in (torch.float32, torch.bfloat16)
+    ]
     for name, dtype in kinds[:2] if bench.toy else kinds:
         pair = random_pair(CONFIGS[name], dtype, bench.device)
         prompts = PROMPTS[:2] if bench.toy else PROMPTS
@@ -144,7 +164,10 @@ def right(bench: Bench) -> Iterator[Item]:
                 yield f"{kind}, recorded", partial(failing, why)
                 break
             for variant, options in variants.items():
-                yield f"{kind}, {passes}, {variant}", partial(compared, pair, answers, options)
+                yield (
+                    f"{kind}, {passes}, {variant}",
+                    partial(compared, pair, answers, options),
+                )
 
 
 def record(pair: Pair) -> str | None:
@@ -194,7 +217,9 @@ def fitted(pair: Pair, answers: Sequence[Answer]) -> dict[str, dict[str, Any]]:
     for kind in FITTED:
         folder = Path(tempfile.mkdtemp()) / kind
         try:
-            fit_to_answers(pair, [*answers] * 5, DrafterPlan(kind, folder, heads=2, epochs=1))
+            fit_to_answers(
+                pair, [*answers] * 5, DrafterPlan(kind, folder, heads=2, epochs=1)
+            )
         except (InputError, RuntimeError) as error:
             print(f"right: no {kind} ({first_line(error)})", flush=True)
             continue

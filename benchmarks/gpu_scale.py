@@ -53,7 +53,10 @@ def scale(bench: Bench) -> Iterator[Item]:
     SmolLM2, and a draft cut out of it, where its file was brought over."""
     target = bench.out / "target"
     yield "train", partial(train_large, bench, target)
-    yield "weights", partial(in_parts, target / "model.safetensors", bench.out / "weights")
+    yield (
+        "weights",
+        partial(in_parts, target / "model.safetensors", bench.out / "weights"),
+    )
     models = (EMBEDDED / "target" if bench.toy else target), EMBEDDED / "draft"
     for name, arguments in commands(bench, *models, bench.out / "run").items():
         yield name, partial(by_command, arguments)
@@ -65,15 +68,39 @@ def scale(bench: Bench) -> Iterator[Item]:
             yield f"SmolLM2, {name}", partial(by_command, arguments)
 
 
-def commands(bench: Bench, target: Path, draft: Path, run: Path) -> dict[str, list[str]]:
+def commands(
+    bench: Bench, target: Path, draft: Path, run: Path
+) -> dict[str, list[str]]:
     """Return the commands of a user, from mining to a certificate."""
-    samples, tested, largest = ("32", "4", "0.5") if bench.toy else ("400", "300", "0.02")
-    tuned = ["--window", "8", "--drafter", "model", "--prompts", "16"] if bench.toy else []
-    models = ["--target", str(target), "--draft", str(draft), "--task", "wordmath", "--no-chat"]
-    models += ["--compile", "--dtype", "float32"] if bench.toy else []  # the built-in graphs
+    samples, tested, largest = (
+        ("32", "4", "0.5") if bench.toy else ("400", "300", "0.02")
+    )
+    tuned = (
+        ["--window", "8", "--drafter", "model", "--prompts", "16"] if bench.toy else []
+    )
+    models = [
+        "--target",
+        str(target),
+        "--draft",
+        str(draft),
+        "--task",
+        "wordmath",
+        "--no-chat",
+    ]
+    # the built-in graphs
+    models += ["--compile", "--dtype", "float32"] if bench.toy else []
     asked = ["--max-drop", largest, *(["--limit", "12"] if bench.toy else [])]
     judge = f"judge:{run / 'judge'}"
-    rules = ["--rule", "exact", "--rule", judge, "--rule", "topk:2", "--rule", "fuzzy:js@0.3"]
+    rules = [
+        "--rule",
+        "exact",
+        "--rule",
+        judge,
+        "--rule",
+        "topk:2",
+        "--rule",
+        "fuzzy:js@0.3",
+    ]
     timed = ["--timed", "4", "--tuning", "2", "--repeats", "1"] if bench.toy else []
     return {
         "mine": ["mine", *models, "--limit", samples, "--out", str(run)],
@@ -91,7 +118,9 @@ def by_command(arguments: list[str]) -> Result:
     """Run a command of the package and return its JSON object; raises RuntimeError with its last
     line if it fails."""
     done = subprocess.run(
-        [sys.executable, "-m", "lenience", *arguments, "--json"], capture_output=True, text=True
+        [sys.executable, "-m", "lenience", *arguments, "--json"],
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         raise RuntimeError((done.stderr or done.stdout).strip().split("\n")[-1])
@@ -111,7 +140,9 @@ def train_large(bench: Bench, out: Path) -> Result:
         pad_token_id=tokenizer.eos_token_id,
     )
     minutes = TOY_MINUTES if bench.toy else MINUTES["target"]
-    return train(bench, LlamaForCausalLM(config), tokenizer, out, ("target", minutes, 1e-3))
+    return train(
+        bench, LlamaForCausalLM(config), tokenizer, out, ("target", minutes, 1e-3)
+    )
 
 
 def train_smollm2(bench: Bench, out: Path) -> Result:
@@ -119,7 +150,9 @@ def train_smollm2(bench: Bench, out: Path) -> Result:
     if not bench.parts:
         raise Skipped("--parts names no folder with the parts of SmolLM2's file")
     joined = bench.out / "smollm2.gguf"
-    joined.write_bytes(b"".join(part.read_bytes() for part in sorted(bench.parts.glob("part-*"))))
+    joined.write_bytes(
+        b"".join(part.read_bytes() for part in sorted(bench.parts.glob("part-*")))
+    )
     as_floats = GgufConfig(gguf_file=joined.name, dequantize=True)
     tokenizer = AutoTokenizer.from_pretrained(bench.out, gguf_file=joined.name)
     tokenizer.chat_template = None
@@ -167,11 +200,19 @@ def train(
     model.eval().to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
     millions = sum(weight.numel() for weight in model.parameters()) / 1e6
-    return {"steps": steps, "tokens": seen, "loss": loss, "parameters, millions": millions}
+    return {
+        "steps": steps,
+        "tokens": seen,
+        "loss": loss,
+        "parameters, millions": millions,
+    }
 
 
 def step(
-    model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor, labels: torch.Tensor
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    ids: torch.Tensor,
+    labels: torch.Tensor,
 ) -> float:
     """Learn from token ids [B, T] and their labels [B, T]; return the loss before."""
     with torch.autocast(ids.device.type, torch.bfloat16):

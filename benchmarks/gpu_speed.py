@@ -50,7 +50,9 @@ def windows(bench: Bench) -> Iterator[Item]:
     before = (20, 50) if bench.toy else (100, 1000, 8000)
     peak = bandwidth(bench.device) if not bench.toy else 1e9
     for name, shape in shapes.items():
-        lm = random_model({**shape, "max_position_embeddings": 16384}, str(bench.device), "target")
+        lm = random_model(
+            {**shape, "max_position_embeddings": 16384}, str(bench.device), "target"
+        )
         for past in before:
             for batch in rows:
                 yield (
@@ -77,17 +79,23 @@ def pass_times(lm: LM, rows: int, past: int, peak: float) -> Result:
         chains = [i - 4 if i >= 4 else -1 for i in range(n)]  # four paths side by side
         told["trees"][n] = _pass_ms(session, prefix, n, chains)
     config = lm.model.config
-    key_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    key_bytes = (
+        2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    )
     key_bytes *= lm.model.dtype.itemsize * rows * past
     told["bound_ms"] = round(1e3 * (weight_bytes(lm) + key_bytes) / peak, 4)
     return told
 
 
-def _pass_ms(session: Session, prefix: list[int], n: int, parents: list[int] | None) -> float:
+def _pass_ms(
+    session: Session, prefix: list[int], n: int, parents: list[int] | None
+) -> float:
     rows = len(session.tokens())
     taken = []
     for turn in range(6):
-        tokens = [2 + turn] * n  # others than the last turn's, so that nothing is reused
+        tokens = [
+            2 + turn
+        ] * n  # others than the last turn's, so that nothing is reused
         given = {} if parents is None else {"parents": [parents] * rows}
         sequences = [prefix + tokens] * rows
         read = partial(session.read, sequences, n, **given)
@@ -119,15 +127,27 @@ def fast(bench: Bench) -> Iterator[Item]:
         for how, pair in pairs.items():
             for name, given in decoders.items():
                 asked = prompts[: 2 if bench.toy else max(8, batch)]
-                options = {"batch_size": batch, "max_new_tokens": 32 if bench.toy else 128, **given}
-                yield f"{name}, {how}, batch {batch}", partial(speed, pair, asked, options)
+                options = {
+                    "batch_size": batch,
+                    "max_new_tokens": 32 if bench.toy else 128,
+                    **given,
+                }
+                yield (
+                    f"{name}, {how}, batch {batch}",
+                    partial(speed, pair, asked, options),
+                )
     theirs: dict[str, dict[str, Any]] = {
         "transformers, greedy": {},
         "transformers, assisted": {"assistant_model": pairs["plain"].draft},
         "transformers, prompt lookup": {"prompt_lookup_num_tokens": 8},
     }
     for name, given in theirs.items():
-        yield name, partial(their_speed, pairs["plain"], prompts[: 1 if bench.toy else 8], given)
+        yield (
+            name,
+            partial(
+                their_speed, pairs["plain"], prompts[: 1 if bench.toy else 8], given
+            ),
+        )
 
 
 def speed(pair: Pair, prompts: list[list[int]], given: Mapping[str, Any]) -> Result:
@@ -137,7 +157,9 @@ def speed(pair: Pair, prompts: list[list[int]], given: Mapping[str, Any]) -> Res
     for _ in range(4):
         began = time.perf_counter()
         outs = pair.generate_batch(prompts, **given)
-        speeds.append(sum(len(out.tokens) for out in outs) / (time.perf_counter() - began))
+        speeds.append(
+            sum(len(out.tokens) for out in outs) / (time.perf_counter() - began)
+        )
     profile = Profile()
     pair.generate_batch(prompts, profile=profile, **given)
     in_models = sum(profile.seconds.get(name, 0.0) for name in ("target", "draft"))
@@ -148,11 +170,15 @@ def speed(pair: Pair, prompts: list[list[int]], given: Mapping[str, Any]) -> Res
         "turns": [round(one, 1) for one in speeds[1:]],
         "tokens_per_pass": round(tokens / passes, 3),
         "outside_the_models": round(1 - in_models / sum(profile.seconds.values()), 4),
-        "rule_ms": round(1e3 * profile.seconds.get("rule", 0.0) / max(profile.cycles, 1), 4),
+        "rule_ms": round(
+            1e3 * profile.seconds.get("rule", 0.0) / max(profile.cycles, 1), 4
+        ),
     }
 
 
-def their_speed(pair: Pair, prompts: list[list[int]], options: Mapping[str, Any]) -> Result:
+def their_speed(
+    pair: Pair, prompts: list[list[int]], options: Mapping[str, Any]
+) -> Result:
     """Return the tokens per second of transformers' own generation, one prompt at a time."""
     lm = options.get("assistant_model")
     given = {**options, **({"assistant_model": lm.model} if lm else {})}

@@ -83,7 +83,9 @@ HEADS = {
     "ahead, soft": Recipe(soft=True),
     "ahead, own answers": Recipe(own=True),
     "ahead, layers, more": Recipe(inputs=Inputs(layers=LAYERS, ahead=12), more=True),
-    "target's states, more": Recipe(inputs=Inputs(models=("target",), layers=LAYERS), more=True),
+    "target's states, more": Recipe(
+        inputs=Inputs(models=("target",), layers=LAYERS), more=True
+    ),
 }
 """AutoJudge's own head, the same with the states before the drafted token, ones with a hidden
 layer, and ones that look ahead too; further labels, and those of the longer run, for some."""
@@ -91,8 +93,12 @@ RESAMPLES = 2
 POLICY_THRESHOLD = 0.98
 POLICY_SAMPLES = 500
 NUMERIC = r"[\d+*/=-]"
-THRESHOLDS = tuple(round(1 / (1 + math.exp(-logit)), 5) for logit in (8, 7.5, 7, 6.5, 5, 4))
-STRICTER = tuple(round(1 / (1 + math.exp(-logit)), 6) for logit in (11, 10, 9, 8.5, 8, 7.5, 7, 6.5))
+THRESHOLDS = tuple(
+    round(1 / (1 + math.exp(-logit)), 5) for logit in (8, 7.5, 7, 6.5, 5, 4)
+)
+STRICTER = tuple(
+    round(1 / (1 + math.exp(-logit)), 6) for logit in (11, 10, 9, 8.5, 8, 7.5, 7, 6.5)
+)
 """Those that are certified, from strict to lenient; at the wide window, where more is doubtful,
 stricter ones."""
 TRIED = ("0.95", "0.98", "0.995")
@@ -126,7 +132,9 @@ class Judges:
 
     @property
     def raced(self) -> list[str]:
-        of_longer = [name + MORE if name + MORE in self.names else name for name in RACED]
+        of_longer = [
+            name + MORE if name + MORE in self.names else name for name in RACED
+        ]
         return [name for name in of_longer if name in self.names]
 
     @property
@@ -146,7 +154,9 @@ class Judges:
             with progress_bars() as show:
                 if recipe.soft:
                     mined = sum(1 for _ in Journal(run / "journal.jsonl"))
-                    resampled = MineConfig(mined, resamples=RESAMPLES, first=mined_first(run))
+                    resampled = MineConfig(
+                        mined, resamples=RESAMPLES, first=mined_first(run)
+                    )
                     mine(self.pair, WordMath(), run, resampled, show)
                 fit_run(self.pair, run, plan, show)
         return str(folder)
@@ -155,7 +165,9 @@ class Judges:
         """A run of what the judge that looks ahead kept, on samples that it has not learned
         from."""
         own = self.out / "own"
-        policy = Decoder.of(rule=f"judge:{self.fitted('ahead')}@{POLICY_THRESHOLD}", window=WIDE)
+        policy = Decoder.of(
+            rule=f"judge:{self.fitted('ahead')}@{POLICY_THRESHOLD}", window=WIDE
+        )
         config = MineConfig(limit=POLICY_SAMPLES, batch_size=32, policy=policy)
         with progress_bars() as show:
             mine(self.pair, WordMath(), own, config, show)
@@ -165,7 +177,9 @@ class Judges:
         """A judge at the threshold that rejects so many of the important mismatches, out of
         fold."""
         listed = load_head(self.fitted(name)).metrics["thresholds"]
-        (found,) = (row["threshold"] for row in listed if f"{row['recall']:g}" == recall)
+        (found,) = (
+            row["threshold"] for row in listed if f"{row['recall']:g}" == recall
+        )
         return f"judge:{self.fitted(name)}@{found}"
 
     def _folder(self, name: str) -> Path:
@@ -177,7 +191,10 @@ class Judges:
         folder = self._folder(f"stop of {name}")
         if not (folder / "stop.json").exists():
             plan = HeadPlan(
-                Inputs(("draft",), ("previous",)), folder, FitConfig(role="stop"), of=rule
+                Inputs(("draft",), ("previous",)),
+                folder,
+                FitConfig(role="stop"),
+                of=rule,
             )
             with progress_bars() as show:
                 fit_run(self.pair, self.run, plan, show)
@@ -188,7 +205,9 @@ class Judges:
         told = {}
         for name in self.names:
             metrics = load_head(self.fitted(name)).metrics
-            accepted = {f"{row['recall']:g}": row["accepted"] for row in metrics["thresholds"]}
+            accepted = {
+                f"{row['recall']:g}": row["accepted"] for row in metrics["thresholds"]
+            }
             told[name] = {
                 "auc": metrics["auc_out_of_fold"],
                 "mismatches": metrics["mismatches"],
@@ -198,7 +217,9 @@ class Judges:
         return told
 
 
-def measured(pair: Pair, settings: Iterable[str], out: Path, limit: int, timed: int) -> Frontier:
+def measured(
+    pair: Pair, settings: Iterable[str], out: Path, limit: int, timed: int
+) -> Frontier:
     """A comparison of settings that name their windows."""
     config = CompareConfig(
         settings=tuple(dict.fromkeys(settings)),
@@ -246,7 +267,9 @@ def wide(judges: Judges, problems: int) -> list[dict[str, Any]]:
 def question(judges: Judges, name: str, max_drop: float, prompts: int) -> CertifyConfig:
     """A question on at most so many prompts, the only one that its ledger knows."""
     home = judges.out / name / "ledger"
-    return CertifyConfig(("exact",), max_drop=max_drop, limit=prompts, horizon=prompts, home=home)
+    return CertifyConfig(
+        ("exact",), max_drop=max_drop, limit=prompts, horizon=prompts, home=home
+    )
 
 
 def certified_wide(judges: Judges, max_drop: float, prompts: int) -> Certificate:
@@ -256,7 +279,9 @@ def certified_wide(judges: Judges, max_drop: float, prompts: int) -> Certificate
     asked = question(judges, "certified-wide", max_drop, prompts)
     asked = replace(asked, rules=(), settings=(chain,))
     with progress_bars() as show:
-        return certify(judges.pair, WordMath(), judges.out / "certified-wide", asked, show)
+        return certify(
+            judges.pair, WordMath(), judges.out / "certified-wide", asked, show
+        )
 
 
 def tuned(judges: Judges, max_drop: float, prompts: int) -> Tuned:
@@ -269,7 +294,9 @@ def tuned(judges: Judges, max_drop: float, prompts: int) -> Tuned:
     stops = ("fixed", *(f"head:{stop}@{least}" for least in STOPS))
     config = TuneConfig(asked, windows=WINDOWS, stops=stops, prompts=RACED_ON)
     with progress_bars() as show:
-        return tune(judges.pair, WordMath(), judges.out / "certified-fast", config, show)
+        return tune(
+            judges.pair, WordMath(), judges.out / "certified-fast", config, show
+        )
 
 
 def fast(judges: Judges, won: Tuned, problems: int, timed: int) -> list[FrontierRow]:
@@ -277,10 +304,18 @@ def fast(judges: Judges, won: Tuned, problems: int, timed: int) -> list[Frontier
     problems."""
     other = judges.rule("autojudge", "0.98")
     races = won.races
-    settings = [f"{rule}; window={window}" for rule in ("exact", other) for window in WINDOWS]
-    for raced in (races.alone, races.strict, *(one for chain in races.lenient for one in chain)):
+    settings = [
+        f"{rule}; window={window}" for rule in ("exact", other) for window in WINDOWS
+    ]
+    for raced in (
+        races.alone,
+        races.strict,
+        *(one for chain in races.lenient for one in chain),
+    ):
         one = Decoder.parse(raced.setting)
-        named = f"{one.rule}; window={one.window}; stop={one.stop}; drafter={one.drafter}"
+        named = (
+            f"{one.rule}; window={one.window}; stop={one.stop}; drafter={one.drafter}"
+        )
         settings.append(named.removesuffix("; stop=fixed; drafter=model"))
     settings.append("topk:2; window=4")
     out = judges.out / "fast"
@@ -292,10 +327,17 @@ def fast(judges: Judges, won: Tuned, problems: int, timed: int) -> list[Frontier
 def decoder(of: FrontierRow | TriedSetting) -> tuple[str, int, str, str]:
     """What tells the settings of a comparison and of a certificate apart."""
     options = of.options
-    return of.rule, of.window, options.get("stop", "fixed"), options.get("drafter", "model")
+    return (
+        of.rule,
+        of.window,
+        options.get("stop", "fixed"),
+        options.get("drafter", "model"),
+    )
 
 
-def speed_figures(won: Tuned, rows: Sequence[FrontierRow], limit: float) -> dict[str, Any]:
+def speed_figures(
+    won: Tuned, rows: Sequence[FrontierRow], limit: float
+) -> dict[str, Any]:
     """Tokens per second of what is certified, and of the fastest of all that passed, over strict
     decoding at its fastest and over the target alone; and what share of the draft's own the fastest
     has that loses at most `limit`."""
@@ -310,9 +352,14 @@ def speed_figures(won: Tuned, rows: Sequence[FrontierRow], limit: float) -> dict
     }
     if best := won.certificate.certified:
         speeds = {decoder(row): row.tokens_per_second for row in rows}
-        passed = max(speeds[decoder(one)] for one in won.certificate.tried if one.passed)
+        passed = max(
+            speeds[decoder(one)] for one in won.certificate.tried if one.passed
+        )
         for name, speed in (("certified", speeds[decoder(best)]), ("passed", passed)):
-            told |= {f"{name}_over_strict": speed / strict, f"{name}_over_target": speed / alone}
+            told |= {
+                f"{name}_over_strict": speed / strict,
+                f"{name}_over_target": speed / alone,
+            }
     return told
 
 
@@ -324,12 +371,18 @@ def ceiling(run: Path) -> dict[str, float]:
         tokens = 0
         passes = 0
         for sample in mined_samples(Journal(run / "journal.jsonl")):
-            important = {mismatch.position for mismatch in sample.mismatches if mismatch.important}
+            important = {
+                mismatch.position
+                for mismatch in sample.mismatches
+                if mismatch.important
+            }
             begin = 0
             end = len(sample.final_ids)
             while begin < end:
                 kept = range(begin, min(begin + window, end))
-                begin = next((place for place in kept if place in important), kept.stop) + 1
+                begin = (
+                    next((place for place in kept if place in important), kept.stop) + 1
+                )
                 passes += 1
             tokens += end
         found[str(window)] = tokens / passes
@@ -350,17 +403,29 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, default=Path("judges"), help="finished work stays there"
     )
-    parser.add_argument("--draft", help="another draft for the built-in target, with its --run")
-    parser.add_argument("--run", type=Path, default=EMBEDDED / "run", help="to fit judges to")
+    parser.add_argument(
+        "--draft", help="another draft for the built-in target, with its --run"
+    )
+    parser.add_argument(
+        "--run", type=Path, default=EMBEDDED / "run", help="to fit judges to"
+    )
     parser.add_argument("--more", type=Path, help="a longer run of the same pair")
     judge_help = "one of those that are fitted, may be given again; by default all"
     parser.add_argument("--judge", action="append", choices=HEADS, help=judge_help)
     parser.add_argument("--problems", type=int, default=500, help="held-out problems")
-    parser.add_argument("--prompts", type=int, default=2000, help="to certify on, at most")
-    parser.add_argument("--raced", type=int, default=200, help="of them, those for the speeds")
-    parser.add_argument("--timed", type=int, default=40, help="of these, how many are timed")
+    parser.add_argument(
+        "--prompts", type=int, default=2000, help="to certify on, at most"
+    )
+    parser.add_argument(
+        "--raced", type=int, default=200, help="of them, those for the speeds"
+    )
+    parser.add_argument(
+        "--timed", type=int, default=40, help="of these, how many are timed"
+    )
     parser.add_argument("--limit", type=float, default=0.01, help="what may be lost")
-    parser.add_argument("--heads", action="store_true", help="fit and tell of the heads alone")
+    parser.add_argument(
+        "--heads", action="store_true", help="fit and tell of the heads alone"
+    )
     return parser
 
 
@@ -376,11 +441,15 @@ def results(judges: Judges, given: argparse.Namespace) -> dict[str, Any]:
         "wide_over_strict": {
             f"{one['judge']}, {one['recall']}": one["times_strict"]
             for one in at_width
-            if one["judge"] != STRICT and one["paired_loss"] - one["paired_gain"] <= given.limit
+            if one["judge"] != STRICT
+            and one["paired_loss"] - one["paired_gain"] <= given.limit
         },
-        "certified_wide_over_strict": sure.certified and sure.certified.tokens_per_pass / strict,
+        "certified_wide_over_strict": sure.certified
+        and sure.certified.tokens_per_pass / strict,
         **speed_figures(won, speeds, given.limit),
-        "accepted_at_0.995": {name: head["accepted"]["0.995"] for name, head in heads.items()},
+        "accepted_at_0.995": {
+            name: head["accepted"]["0.995"] for name, head in heads.items()
+        },
     }
     return {
         "figures": told,
@@ -397,12 +466,20 @@ def results(judges: Judges, given: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     given = (parser := options()).parse_args()
-    if not given.more and (of_more := [name for name in given.judge or () if HEADS[name].more]):
-        parser.error(f"--judge {of_more[0]!r}: learns from a longer run; name it with --more")
+    if not given.more and (
+        of_more := [name for name in given.judge or () if HEADS[name].more]
+    ):
+        parser.error(
+            f"--judge {of_more[0]!r}: learns from a longer run; name it with --more"
+        )
     known = [name for name in HEADS if given.more or not HEADS[name].more]
-    judges = Judges(built_in_pair(given.draft), given.out, given.more, given.judge or known)
+    judges = Judges(
+        built_in_pair(given.draft), given.out, given.more, given.judge or known
+    )
     if not (judges.raced or given.heads):
-        parser.error(f"--judge: name one of those that race too, {' or '.join(map(repr, RACED))}")
+        parser.error(
+            f"--judge: name one of those that race too, {' or '.join(map(repr, RACED))}"
+        )
     judges.run.mkdir(parents=True, exist_ok=True)
     for name in ("run.json", "journal.jsonl"):
         if not (judges.run / name).exists():
@@ -414,7 +491,16 @@ def main() -> None:
 def certificate_figures(certificate: Certificate) -> dict[str, Any]:
     """What a certificate came to."""
     told = certificate.to_json()
-    named = ("certified", "max_drop", "confidence", "n", "losses", "upper_bound", "tried", "reason")
+    named = (
+        "certified",
+        "max_drop",
+        "confidence",
+        "n",
+        "losses",
+        "upper_bound",
+        "tried",
+        "reason",
+    )
     if told["certified"]:
         del told["certified"]["heads"]  # where they lie on this machine
     return {name: told[name] for name in named}

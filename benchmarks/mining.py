@@ -80,7 +80,9 @@ def mined(
     prompts = [pair.target.encode(sample.prompt) for sample in samples]
     most = task.max_new_tokens
     miners = [Miner(task, sample, pair.target, most) for sample in samples]
-    dialogues = (book.counted(miner.search(prompt)) for miner, prompt in zip(miners, prompts))
+    dialogues = (
+        book.counted(miner.search(prompt)) for miner, prompt in zip(miners, prompts)
+    )
     conversing = Conversing(AT_ONCE, max(map(len, prompts)) + most, **how)
     began = time.perf_counter()
     ended = list(converse(pair, dialogues, conversing))
@@ -112,7 +114,9 @@ class Loaded:
     def close(self) -> None: ...
 
 
-def by_workers(pair: Pair, samples: Sequence[Sample], number: int) -> tuple[list[Any], float]:
+def by_workers(
+    pair: Pair, samples: Sequence[Sample], number: int
+) -> tuple[list[Any], float]:
     """What workers of one thread each find on samples, and the seconds it took."""
     crew = Loaded(number)
     ids = [sample.id for sample in samples]
@@ -123,11 +127,16 @@ def by_workers(pair: Pair, samples: Sequence[Sample], number: int) -> tuple[list
     began = time.perf_counter()
     records = list(mined_by(crew, work, identity_of(pair, WordMath())))
     seconds = time.perf_counter() - began
-    by_id = {record["id"]: MinedSample.read(record, "a worker's record") for record in records}
+    by_id = {
+        record["id"]: MinedSample.read(record, "a worker's record")
+        for record in records
+    }
     return [by_id[id].mismatches for id in ids], seconds
 
 
-def drawn_again(task: WordMath, sample: Sample, one: MinedSample, pair: Pair) -> Dialogue[list]:
+def drawn_again(
+    task: WordMath, sample: Sample, one: MinedSample, pair: Pair
+) -> Dialogue[list]:
     """Whether each of a sample's swaps changes the answer under another noise."""
     labels = []
     for mismatch in one.mismatches:
@@ -148,14 +157,20 @@ def repeating(pair: Pair, samples: Sequence[Sample]) -> dict[str, Any]:
     task = WordMath()
     decoding = Decoder.of(temperature=TEMPERATURE, max_new_tokens=task.max_new_tokens)
     found = {one.id: one for one in search(pair, task, samples, decoding, AT_ONCE)}
-    known = [found[sample.id] for sample in samples if found[sample.id].answers.target is not None]
+    known = [
+        found[sample.id]
+        for sample in samples
+        if found[sample.id].answers.target is not None
+    ]
     by_id = {sample.id: sample for sample in samples}
     first = np.array([bool(m.important) for one in known for m in one.mismatches])
     capacity = max(len(one.prompt_ids) for one in known) + task.max_new_tokens
     again: list[Any] = []
     for seed in SEEDS:
         sampling = Decoder.of(temperature=TEMPERATURE, seed=seed)
-        dialogues: Iterator[Any] = (drawn_again(task, by_id[one.id], one, pair) for one in known)
+        dialogues: Iterator[Any] = (
+            drawn_again(task, by_id[one.id], one, pair) for one in known
+        )
         ended = converse(pair, dialogues, Conversing(AT_ONCE, capacity, sampling))
         labels = [one.result for one in sorted(ended, key=lambda one: one.number)]
         again.append(np.array([label for of_sample in labels for label in of_sample]))
@@ -171,7 +186,9 @@ def repeating(pair: Pair, samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-def ways(pair: Pair, samples: Sequence[Sample]) -> tuple[dict[str, dict[str, float]], int]:
+def ways(
+    pair: Pair, samples: Sequence[Sample]
+) -> tuple[dict[str, dict[str, float]], int]:
     """What each way to mine takes in all, and how many mismatches there are. Raises RuntimeError
     where they do not find the same."""
     kinds: dict[str, dict[str, Any]] = {
@@ -202,7 +219,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--limit", type=int, default=48)
-    parser.add_argument("--drawn", type=int, default=32, help="samples whose answers are drawn")
+    parser.add_argument(
+        "--drawn", type=int, default=32, help="samples whose answers are drawn"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     pair = load_pair(compile=True)

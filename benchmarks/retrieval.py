@@ -57,10 +57,15 @@ def random_pair() -> Pair:
     return load_pair(model, tokenizer=tokenizer, compile=False)
 
 
-def measure(pair: Pair, prompts: list[str], decoders: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def measure(
+    pair: Pair, prompts: list[str], decoders: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
     """Tokens per pass and proposed tokens of each decoder, whose answers are the target's own."""
     rows = {}
-    plain = [pair.generate(prompt, rule="target", max_new_tokens=NEW).tokens for prompt in prompts]
+    plain = [
+        pair.generate(prompt, rule="target", max_new_tokens=NEW).tokens
+        for prompt in prompts
+    ]
     for name, options in decoders.items():
         began = time.perf_counter()
         asked = {"rule": "exact", "window": WINDOW, "max_new_tokens": NEW, **options}
@@ -94,7 +99,12 @@ def main() -> None:
         decoders["datastore, dynamic:16"] = {"drafter": f"datastore:{folder}", **TREE}
         decoders["ngram|suffix"] = {"drafter": "ngram|suffix"}
         rows = measure(pair, [str(sample.prompt) for sample in asked], decoders)
-    about = {"machine": processor(), "prompts": len(asked), "window": WINDOW, "new_tokens": NEW}
+    about = {
+        "machine": processor(),
+        "prompts": len(asked),
+        "window": WINDOW,
+        "new_tokens": NEW,
+    }
     print(json.dumps(recorded({**about, "rows": rows}), indent=1))
 
 

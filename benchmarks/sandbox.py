@@ -68,7 +68,9 @@ def humaneval(data: Path) -> dict[str, int | float]:
     samples = list(task.samples("test"))
 
     def passed(program: Callable[[Sample], str]) -> int:
-        return sum(one.correct for one in task.score([(program(s), s) for s in samples]))
+        return sum(
+            one.correct for one in task.score([(program(s), s) for s in samples])
+        )
 
     def mutant(sample: Sample) -> str:
         name = sample.metadata["entry_point"]
@@ -94,7 +96,11 @@ def main() -> None:
     parser.add_argument("--humaneval", type=Path)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    figures: dict[str, object] = {"machine": processor(), "workers": workers(), "n": given.n}
+    figures: dict[str, object] = {
+        "machine": processor(),
+        "workers": workers(),
+        "n": given.n,
+    }
     kinds: tuple[Kind, ...] = ("bubblewrap", "landlock")
     for kind in kinds:
         box = Sandbox(kind)

@@ -26,7 +26,12 @@ from rich.progress import track
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from lenience.core.context import Context
 from lenience.core.noise import uniform
@@ -90,7 +95,9 @@ class Synthetic(Lenient):
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         return (
-            uniform(ctx.noise_keys(draft.width, "synthetic", device=reading.logits.device))
+            uniform(
+                ctx.noise_keys(draft.width, "synthetic", device=reading.logits.device)
+            )
             < self.rate
         )
 
@@ -106,8 +113,15 @@ def random_model(shape: dict[str, Any], device: str, role: str) -> LM:
         torch.set_default_dtype(torch.bfloat16)
         model = LlamaForCausalLM(config)
         torch.set_default_dtype(torch.float32)
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(config.vocab_size)}, unk_token="w0"))
-    return LM(model.eval(), PreTrainedTokenizerFast(tokenizer_object=words), f"random {role}", role)
+    words = Tokenizer(
+        WordLevel({f"w{i}": i for i in range(config.vocab_size)}, unk_token="w0")
+    )
+    return LM(
+        model.eval(),
+        PreTrainedTokenizerFast(tokenizer_object=words),
+        f"random {role}",
+        role,
+    )
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -128,14 +142,18 @@ class Bare:
         self.lm = lm
         self.prompts = torch.tensor(prompts, device=lm.device)
         self.cache = DynamicCache(config=lm.model.config)
-        before = torch.ones(len(prompts), PROMPT + NEW // 2, dtype=torch.long, device=lm.device)
+        before = torch.ones(
+            len(prompts), PROMPT + NEW // 2, dtype=torch.long, device=lm.device
+        )
         lm.model(before, past_key_values=self.cache, logits_to_keep=1)
 
     @torch.inference_mode()
     def over(self, tokens: int) -> float:
         """Seconds of a pass over `tokens` new tokens of each row."""
         ids = self.prompts[:, :tokens]
-        took = seconds(lambda: self.lm.model(ids, past_key_values=self.cache), self.lm.device)
+        took = seconds(
+            lambda: self.lm.model(ids, past_key_values=self.cache), self.lm.device
+        )
         self.cache.crop(-tokens)
         return took
 
@@ -143,7 +161,9 @@ class Bare:
     def prefill(self) -> float:
         cache = DynamicCache(config=self.lm.model.config)
         return seconds(
-            lambda: self.lm.model(self.prompts, past_key_values=cache, logits_to_keep=1),
+            lambda: self.lm.model(
+                self.prompts, past_key_values=cache, logits_to_keep=1
+            ),
             self.lm.device,
         )
 
@@ -178,7 +198,10 @@ class Figures:
     def measure(self, rows: int, repeats: int) -> dict[str, Any]:
         """Medians, smallest and largest of `repeats` turns after a warm-up, in batches of
         `rows`."""
-        prompts = [[(7 * i + 13 * row) % 1000 + 1 for i in range(PROMPT)] for row in range(rows)]
+        prompts = [
+            [(7 * i + 13 * row) % 1000 + 1 for i in range(PROMPT)]
+            for row in range(rows)
+        ]
         bare = Bare(self.pair.target, prompts), Bare(self.draft, prompts)
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
@@ -188,14 +211,18 @@ class Figures:
             for name in self.rules:
                 self.decode(name, prompts, passes, prefill)
         told: dict[str, Any] = {
-            name: [round(float(f(values[1:])), 3) for f in (statistics.median, min, max)]
+            name: [
+                round(float(f(values[1:])), 3) for f in (statistics.median, min, max)
+            ]
             for name, values in self.values.items()
         }
         self.values.clear()
         if self.on_gpu:
             weights = weight_bytes(self.pair.target) + weight_bytes(self.draft)
             most = torch.cuda.max_memory_allocated()
-            told["memory, GiB: peak, weights"] = [round(n / 2**30, 2) for n in (most, weights)]
+            told["memory, GiB: peak, weights"] = [
+                round(n / 2**30, 2) for n in (most, weights)
+            ]
         return {"rows": rows, **told}
 
     def note(self, name: str, value: float) -> float:
@@ -223,11 +250,18 @@ class Figures:
         prefill: tuple[float, float],
     ) -> None:
         """Answer the prompts by one of the rules."""
-        profile = None if self.on_gpu else Profile()  # it would wait for a GPU after each part
-        options = {"rule": self.rules[name], "window": self.window, "max_new_tokens": NEW}
+        # it would wait for a GPU after each part
+        profile = None if self.on_gpu else Profile()
+        options = {
+            "rule": self.rules[name],
+            "window": self.window,
+            "max_new_tokens": NEW,
+        }
         rows = len(prompts)
         began = time.perf_counter()
-        outs = self.pair.generate_batch(prompts, batch_size=rows, profile=profile, **options)
+        outs = self.pair.generate_batch(
+            prompts, batch_size=rows, profile=profile, **options
+        )
         took = time.perf_counter() - began
         cycles = max(out.target_passes for out in outs)
         drafts = max(out.draft_passes for out in outs)
@@ -251,7 +285,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--window", type=int, default=7)
     parser.add_argument(
-        "--rate", type=float, default=0.8, help="the chance that a drafted token is accepted"
+        "--rate",
+        type=float,
+        default=0.8,
+        help="the chance that a drafted token is accepted",
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(

@@ -41,7 +41,9 @@ def fitted(pair: Pair, work: Path) -> dict[str, dict[str, Any]]:
         shutil.copytree(EMBEDDED / "run", run)
     for name, token, weight in (("stop", "previous", None), ("specdec", "draft", 6.0)):
         config = FitConfig(role="stop", weight=weight)
-        head = fit_run(pair, run, HeadPlan(Inputs(("draft",), (token,)), work / name, config))
+        head = fit_run(
+            pair, run, HeadPlan(Inputs(("draft",), (token,)), work / name, config)
+        )
         kept = ("auc_out_of_fold", "auc_interval", "mismatches", "important", "samples")
         told[name] = {key: head.metrics[key] for key in kept}
     return told
@@ -50,28 +52,48 @@ def fitted(pair: Pair, work: Path) -> dict[str, dict[str, Any]]:
 def decoders(pair: Pair, work: Path) -> dict[str, Decoder]:
     """What is compared, by name."""
     found: dict[str, dict[str, Any]] = {"target": {"rule": "target"}}
-    found |= {f"fixed, window {window}": {"window": window} for window in (2, 3, 4, 8, 16)}
+    found |= {
+        f"fixed, window {window}": {"window": window} for window in (2, 3, 4, 8, 16)
+    }
     specs = ["heuristic", "confidence:0.3", "confidence:0.5", "confidence:0.7"]
-    specs += ["entropy:0.3", "entropy:0.5", "entropy:0.5,rate=0.9", "fallback:0.5", "fallback:0.7"]
+    specs += [
+        "entropy:0.3",
+        "entropy:0.5",
+        "entropy:0.5,rate=0.9",
+        "fallback:0.5",
+        "fallback:0.7",
+    ]
     found |= {spec: {"stop": spec, "window": WINDOW} for spec in specs}
     for name in ("stop", "specdec"):
         for threshold in (0.3, 0.5, 0.7):
             spec = f"head:{work / name}@{threshold}"
             found[f"head:{name}@{threshold}"] = {"stop": spec, "window": WINDOW}
-    return {name: Decoder(pair, {"rule": "exact", **options}) for name, options in found.items()}
+    return {
+        name: Decoder(pair, {"rule": "exact", **options})
+        for name, options in found.items()
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--work", type=Path, required=True, help="where the heads are kept")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="where the heads are kept"
+    )
     given = parser.parse_args()
     pair = load_pair(compile=True)
     heads = fitted(pair, given.work)
-    prompts = [sample.prompt for sample in islice(WordMath().samples("test"), given.prompts)]
+    prompts = [
+        sample.prompt for sample in islice(WordMath().samples("test"), given.prompts)
+    ]
     rows = measure(prompts, given.repeats, decoders(pair, given.work))
-    about = {"machine": machine(pair), "prompts": len(prompts), "window": WINDOW, "heads": heads}
+    about = {
+        "machine": machine(pair),
+        "prompts": len(prompts),
+        "window": WINDOW,
+        "heads": heads,
+    }
     print(json.dumps(recorded({**about, "rows": rows}), indent=1))
 
 

@@ -96,7 +96,9 @@ def _answers(engine: Engine, prompts: Sequence[str], repeats: int) -> Answers:
         seconds.append(time.perf_counter() - began)
     llm.llm_engine.engine_core.shutdown()  # a process that has others under it would wait for them
     counted = [(out.kv_transfer_params or {}).get("lenience") for out in outs]
-    passes = sum(counts["passes"] for counts in counted if counts) if all(counted) else None
+    passes = (
+        sum(counts["passes"] for counts in counted if counts) if all(counted) else None
+    )
     return Answers([list(out.outputs[0].token_ids) for out in outs], seconds, passes)
 
 
@@ -112,7 +114,9 @@ def plugin(samples: Sequence[Sample], processes: int, repeats: int) -> dict[str,
     same = 0
     for i in range(processes):
         pair = [Engine(4), Engine(4, "exact")]
-        plain, strict = (answers(one, prompts, repeats) for one in pair[:: 1 if i % 2 else -1])
+        plain, strict = (
+            answers(one, prompts, repeats) for one in pair[:: 1 if i % 2 else -1]
+        )
         if not i % 2:
             plain, strict = strict, plain
         same = sum(a == b for a, b in zip(plain.tokens, strict.tokens))
@@ -127,7 +131,8 @@ def fidelity(judge: str, samples: Sequence[Sample]) -> dict[str, Any]:
     asked = [str(sample.prompt) for sample in samples]
     there = answers(Engine(4, judge), asked, 1)
     prompts = [
-        pair.target.encode(prompt) + tokens[:1] for prompt, tokens in zip(asked, there.tokens)
+        pair.target.encode(prompt) + tokens[:1]
+        for prompt, tokens in zip(asked, there.tokens)
     ]
     options = dict(batch_size=8, rule=judge, window=4, max_new_tokens=MOST - 1)
     own = dict(pair.as_completed(prompts, **options))
@@ -182,10 +187,17 @@ def mining(work: Path, limit: int) -> dict[str, Any]:
         engine: sum(record["cost"]["target_passes"] for record in records.values())
         for engine, records in found.items()
     }
-    return {"samples": limit, "mismatches": len(every), "same": same, "target_passes": passes}
+    return {
+        "samples": limit,
+        "mismatches": len(every),
+        "same": same,
+        "target_passes": passes,
+    }
 
 
-def speeds(judge: str, samples: Sequence[Sample], windows: Sequence[int]) -> dict[str, Any]:
+def speeds(
+    judge: str, samples: Sequence[Sample], windows: Sequence[int]
+) -> dict[str, Any]:
     """Tokens per second, one by one."""
     prompts = [sample.prompt for sample in samples]
     found = {}
@@ -223,11 +235,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--work", type=Path, default=Path("vllm-work"))
-    parser.add_argument("--same", type=int, default=100, help="prompts for the plugin's own cost")
-    parser.add_argument("--processes", type=int, default=3, help="pairs of processes for it")
-    parser.add_argument("--problems", type=int, default=200, help="for the judge against our loop")
-    parser.add_argument("--mined", type=int, default=60, help="samples mined by both engines")
-    parser.add_argument("--timed", type=int, default=40, help="problems for tokens per second")
+    parser.add_argument(
+        "--same", type=int, default=100, help="prompts for the plugin's own cost"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=3, help="pairs of processes for it"
+    )
+    parser.add_argument(
+        "--problems", type=int, default=200, help="for the judge against our loop"
+    )
+    parser.add_argument(
+        "--mined", type=int, default=60, help="samples mined by both engines"
+    )
+    parser.add_argument(
+        "--timed", type=int, default=40, help="problems for tokens per second"
+    )
     parser.add_argument("--windows", type=int, nargs="+", default=[2, 4, 8])
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)

@@ -121,7 +121,9 @@ def standardised(x: NDArray) -> NDArray:
 def out_of_fold(fit: Fit, x: NDArray, harmless: NDArray, samples: NDArray) -> NDArray:
     x, scores = standardised(x), np.zeros(len(x))
     for inside, outside in GroupKFold(FOLDS).split(x, harmless, samples):
-        scores[outside] = expit(fit(x[inside], harmless[inside], samples[inside])(x[outside]))
+        scores[outside] = expit(
+            fit(x[inside], harmless[inside], samples[inside])(x[outside])
+        )
     return scores
 
 
@@ -130,10 +132,14 @@ def measured(scores: NDArray, harmless: NDArray, samples: NDArray) -> dict[str, 
     kinds = [np.flatnonzero(samples == s) for s in np.unique(samples)]
     drawn = []
     for _ in range(200):
-        rows = np.concatenate([kinds[i] for i in rng.integers(0, len(kinds), len(kinds))])
+        rows = np.concatenate(
+            [kinds[i] for i in rng.integers(0, len(kinds), len(kinds))]
+        )
         drawn.append(roc_auc_score(harmless[rows], scores[rows]))
     accepted = next(
-        row["accepted"] for row in thresholds(scores, ~harmless) if row["recall"] == 0.98
+        row["accepted"]
+        for row in thresholds(scores, ~harmless)
+        if row["recall"] == 0.98
     )
     return {
         "auc": float(roc_auc_score(harmless, scores)),
@@ -145,7 +151,12 @@ def measured(scores: NDArray, harmless: NDArray, samples: NDArray) -> dict[str, 
 
 
 def tell(
-    out: Path, name: str, rows: list[Record], columns: dict[str, str], figure: Figure, **more: Any
+    out: Path,
+    name: str,
+    rows: list[Record],
+    columns: dict[str, str],
+    figure: Figure,
+    **more: Any,
 ) -> None:
     """Print a table of some of the rows' columns, each formatted as asked, and write the rows and
     the figure."""
@@ -172,7 +183,9 @@ def bars(rows: list[Record], names: Sequence[str]) -> Figure:
     figure = Figure(figsize=(9, 0.6 + 0.34 * len(rows)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     auc, low, high = np.array([[row["auc"], *row["auc_interval"]] for row in rows]).T
-    left.errorbar(auc, range(len(rows)), xerr=[auc - low, high - auc], fmt="o", color="#059669")
+    left.errorbar(
+        auc, range(len(rows)), xerr=[auc - low, high - auc], fmt="o", color="#059669"
+    )
     right.barh(range(len(rows)), [row["accepted"] for row in rows], color="#059669")
     left.set_yticks(range(len(rows)), names)
     left.invert_yaxis()
@@ -200,7 +213,11 @@ def inputs(out: Path, given: argparse.Namespace) -> None:
             x, important, samples = states(pair, run, Inputs(models, tokens))
             best = max(
                 (
-                    measured(out_of_fold(logistic(c), x, ~important, samples), ~important, samples)
+                    measured(
+                        out_of_fold(logistic(c), x, ~important, samples),
+                        ~important,
+                        samples,
+                    )
                     | {"c": c}
                     for c in L2_GRID
                 ),
@@ -208,7 +225,13 @@ def inputs(out: Path, given: argparse.Namespace) -> None:
             )
             rows.append({"token": token, "model": model, "width": x.shape[1], **best})
     figure = bars(rows, [f"{row['token']}, {row['model']}" for row in rows])
-    tell(out, "inputs", rows, {"token": "", "model": "", "width": "d", "c": "g"} | COLUMNS, figure)
+    tell(
+        out,
+        "inputs",
+        rows,
+        {"token": "", "model": "", "width": "d", "c": "g"} | COLUMNS,
+        figure,
+    )
 
 
 def classifier_kinds() -> dict[str, Fit]:
@@ -216,7 +239,9 @@ def classifier_kinds() -> dict[str, Fit]:
     what it does not state, and ours."""
 
     def by_sklearn(model: Any) -> Fit:
-        def fit(x: NDArray, harmless: NDArray, _: NDArray) -> Callable[[NDArray], NDArray]:
+        def fit(
+            x: NDArray, harmless: NDArray, _: NDArray
+        ) -> Callable[[NDArray], NDArray]:
             made = clone(model).fit(x, harmless)
             return lambda x: np.diff(np.log(made.predict_proba(x) + 1e-6))[:, 0]
 
@@ -224,11 +249,15 @@ def classifier_kinds() -> dict[str, Fit]:
 
     def by_gradient(kind: Kind) -> Fit:
         setting = Setting(decay=0.01 if kind == "adamw" else 0.0)
-        return lambda *examples: fit_stopped(Examples(*examples), FitConfig(kind), setting).logits
+        return lambda *examples: (
+            fit_stopped(Examples(*examples), FitConfig(kind), setting).logits
+        )
 
     def mlp(x: NDArray, harmless: NDArray, _: NDArray) -> Callable[[NDArray], NDArray]:
         labels = torch.from_numpy(harmless.astype(np.float32))
-        return fit_mlp(torch.from_numpy(x), labels, torch.ones_like(labels), seed=0).logits
+        return fit_mlp(
+            torch.from_numpy(x), labels, torch.ones_like(labels), seed=0
+        ).logits
 
     kinds: dict[str, Fit] = {f"logistic, C = {c:g}": logistic(c) for c in L2_GRID}
     kinds |= {
@@ -239,7 +268,9 @@ def classifier_kinds() -> dict[str, Fit]:
             RandomForestClassifier(128, min_samples_leaf=5, n_jobs=-1, random_state=0)
         ),
         "MLP, 128 ReLU units, stopped early (the paper's)": by_sklearn(
-            MLPClassifier((128,), activation="relu", early_stopping=True, random_state=0)
+            MLPClassifier(
+                (128,), activation="relu", early_stopping=True, random_state=0
+            )
         ),
         "MLP of 128, GELU, one cycle": mlp,
         "linear by Adam": by_gradient("adam"),
@@ -289,7 +320,9 @@ def search(out: Path, given: argparse.Namespace) -> None:
     search_again(Search.of(source, pair, records), out, records)
     judged = [judge_of_search(pair, out, name) for name in SEARCHES]
     rules = tuple(rule for _, of_search in judged for rule in of_search)
-    config = CompareConfig(rules=rules, windows=(8,), limit=given.problems, timed=1, repeats=1)
+    config = CompareConfig(
+        rules=rules, windows=(8,), limit=given.problems, timed=1, repeats=1
+    )
     with progress_bars() as show:
         frontier = compare(pair, task, config, out / "compare", show)
     columns = {
@@ -303,15 +336,26 @@ def search(out: Path, given: argparse.Namespace) -> None:
     }
     right = right_answers(out / "compare" / "compare.jsonl")
     points = [
-        row.to_json() | {"rule": row.rule.replace(f"{out}/", ""), "right": right[row.rule, 8]}
+        row.to_json()
+        | {"rule": row.rule.replace(f"{out}/", ""), "right": right[row.rule, 8]}
         for row in frontier.rows
         if (row.rule, 8) in right
     ]
     paired = [test.to_json() for test in tests(points)]
     rows = [row for row, _ in judged]
-    tell(out, "search", rows, columns, by_search(frontier.rows), frontier=points, paired=paired)
+    tell(
+        out,
+        "search",
+        rows,
+        columns,
+        by_search(frontier.rows),
+        frontier=points,
+        paired=paired,
+    )
     for point in points:
-        keys = [key for key in ("accuracy", "paired_loss", "tokens_per_pass") if point[key]]
+        keys = [
+            key for key in ("accuracy", "paired_loss", "tokens_per_pass") if point[key]
+        ]
         print(point["rule"], *(f"{key} {point[key]:.4g}" for key in keys))
 
 
@@ -386,7 +430,9 @@ class Search:
         has a sample no longer."""
         wanted = {record["id"] for record in records}
         found = {
-            sample.id: sample for sample in source.task.samples("train") if sample.id in wanted
+            sample.id: sample
+            for sample in source.task.samples("train")
+            if sample.id in wanted
         }
         if missing := sorted(wanted - set(found)):
             raise InputError(
@@ -405,12 +451,16 @@ class Search:
     def ends(self, response: list[int]) -> bool:
         """True if a response ends with its last token."""
         target = self.pair.target
-        if (response and response[-1] in target.eos_ids) or len(response) >= self.max_new_tokens:
+        if (response and response[-1] in target.eos_ids) or len(
+            response
+        ) >= self.max_new_tokens:
             return True
         return completes_stop(target, response, self.task.stop_strings)
 
 
-def continued(using: Search, starts: list[list[int]], prompt: int, by: str) -> list[list[int]]:
+def continued(
+    using: Search, starts: list[list[int]], prompt: int, by: str
+) -> list[list[int]]:
     """Return whole answers that begin as each of `starts` does after a prompt of `prompt` tokens,
     written greedily by the target or the draft up to an end token, a stop string or the length
     limit."""
@@ -436,12 +486,18 @@ def continued(using: Search, starts: list[list[int]], prompt: int, by: str) -> l
     return wholes
 
 
-def differing(pair: Pair, record: Record, response: list[int], by: str) -> list[tuple[int, int]]:
+def differing(
+    pair: Pair, record: Record, response: list[int], by: str
+) -> list[tuple[int, int]]:
     """Where, and with which token, a model would have gone on otherwise."""
     lm = getattr(pair, by)
     reading = Session(lm).read([record["prompt_ids"] + response[:-1]], len(response))
     greedy = reading.greedy_tokens[0].tolist()
-    return [(i, token) for i, (token, said) in enumerate(zip(greedy, response)) if token != said]
+    return [
+        (i, token)
+        for i, (token, said) in enumerate(zip(greedy, response))
+        if token != said
+    ]
 
 
 def record_of(
@@ -496,14 +552,24 @@ def reversed_(using: Search, record: Record) -> Record:
         back = [n for n, whole in enumerate(wholes) if not using.other(record, whole)]
         last = len(asked) if right or not back else back[-1]
         mismatches += [
-            {"position": i, "target_token": token, "draft_token": response[i], "important": False}
+            {
+                "position": i,
+                "target_token": token,
+                "draft_token": response[i],
+                "important": False,
+            }
             for i, token in asked[:last]
         ]
         if last == len(asked):
             return record_of(record, response, mismatches, using.cost)
         i, token = asked[last]
         mismatches.append(
-            {"position": i, "target_token": token, "draft_token": response[i], "important": True}
+            {
+                "position": i,
+                "target_token": token,
+                "draft_token": response[i],
+                "important": True,
+            }
         )
         settled = i + 1
         start = prompt + response[:i] + [token]
@@ -516,19 +582,32 @@ def precision(out: Path, given: argparse.Namespace) -> None:
     records = source.first(out / "run", given.samples)
     for dtype in ("float32", "bfloat16"):
         pair = source.pair(dtype=dtype, compile=False)
-        for how, states_of in (("parallel", read_whole), ("sequential", read_one_by_one)):
+        for how, states_of in (
+            ("parallel", read_whole),
+            ("sequential", read_one_by_one),
+        ):
             said = track(records, f"{dtype}, {how}")
-            found[f"{dtype}, {how}"] = torch.cat([states_of(pair, one) for one in said]).numpy()
+            found[f"{dtype}, {how}"] = torch.cat(
+                [states_of(pair, one) for one in said]
+            ).numpy()
         whole, each = (found[f"{dtype}, {how}"] for how in ("parallel", "sequential"))
         found[f"{dtype}, as mined"] = by_model(pair, target=each, draft=whole)
         found[f"{dtype}, as decoded"] = by_model(pair, target=whole, draft=each)
     labels = [[m["important"] for m in labelled(record)] for record in records]
     harmless = np.array([not important for label in labels for important in label])
     samples = np.repeat(np.arange(len(records)), [len(label) for label in labels])
-    rows = [row for name in found for row in asked_with_others(found, name, harmless, samples)]
+    rows = [
+        row
+        for name in found
+        for row in asked_with_others(found, name, harmless, samples)
+    ]
     figure = bars(rows, [f"{row['fitted_to']} → {row['asked_with']}" for row in rows])
     columns = {"fitted_to": "", "asked_with": "", **COLUMNS}
-    columns |= {"other_verdicts": ".2%", "largest_difference": ".2g", "relative_difference": ".2g"}
+    columns |= {
+        "other_verdicts": ".2%",
+        "largest_difference": ".2g",
+        "relative_difference": ".2g",
+    }
     tell(out, "precision", rows, columns, figure)
 
 
@@ -554,10 +633,14 @@ def asked_with_others(
     scale = x.std(0) + 1e-6
     scores = {name: np.zeros(len(x)) for name in found}
     for inside, outside in GroupKFold(FOLDS).split(x, harmless, samples):
-        model = logistic(0.01)((x[inside] - mean) / scale, harmless[inside], samples[inside])
+        model = logistic(0.01)(
+            (x[inside] - mean) / scale, harmless[inside], samples[inside]
+        )
         for name, other in found.items():
             scores[name][outside] = expit(model((other[outside] - mean) / scale))
-    listed = {row["recall"]: row["threshold"] for row in thresholds(scores[fitted], ~harmless)}
+    listed = {
+        row["recall"]: row["threshold"] for row in thresholds(scores[fitted], ~harmless)
+    }
     verdicts = {name: scores[name] >= listed[0.98] for name in found}
     return [
         {
@@ -567,7 +650,9 @@ def asked_with_others(
             "other_verdicts": float((verdicts[name] != verdicts[fitted]).mean()),
             "largest_difference": float(np.abs(found[name] - x).max()),
             "relative_difference": float(
-                np.median(np.linalg.norm(found[name] - x, axis=1) / np.linalg.norm(x, axis=1))
+                np.median(
+                    np.linalg.norm(found[name] - x, axis=1) / np.linalg.norm(x, axis=1)
+                )
             ),
         }
         for name in found
@@ -608,12 +693,16 @@ def read_one_by_one(pair: Pair, record: Record) -> torch.Tensor:
         drafted[model] = States()
         for n in range(len(final) + 1):
             after[model][n] = session.read([prompt + final[:n]]).hidden[0, 0].float()
-            here = [mismatch for mismatch in labelled(record) if mismatch["position"] == n]
+            here = [
+                mismatch for mismatch in labelled(record) if mismatch["position"] == n
+            ]
             drafted[model] |= read_drafted(session, record, here)
     return joined(pair, record, after, drafted)
 
 
-def read_drafted(session: Session, record: Record, mismatches: Sequence[Record]) -> States:
+def read_drafted(
+    session: Session, record: Record, mismatches: Sequence[Record]
+) -> States:
     """The states after the drafted tokens of mismatches, by their positions."""
     found = {}
     for mismatch in mismatches:
@@ -630,7 +719,9 @@ def joined(
     models = Inputs().models
     places = [mismatch["position"] for mismatch in labelled(record)]
     rows = [
-        torch.cat([states[model][at] for states in (drafted, after) for model in models])
+        torch.cat(
+            [states[model][at] for states in (drafted, after) for model in models]
+        )
         for at in places
     ]
     width = 2 * sum(getattr(pair, model).hidden_size for model in models)
@@ -651,7 +742,8 @@ def transfer(out: Path, given: argparse.Namespace) -> None:
     for learned, folds in learned_from.items():
         scores = np.zeros(len(x))
         for k, inside in enumerate(folds):
-            drawn = np.random.default_rng(k).permutation(inside)[:smallest]  # as many of each
+            # as many of each
+            drawn = np.random.default_rng(k).permutation(inside)[:smallest]
             model = logistic(0.01)(x[drawn], ~important[drawn], samples[drawn])
             scores[samples % FOLDS == k] = expit(model(x[samples % FOLDS == k]))
         own = kinds == learned if learned in kinds else np.ones_like(important)
@@ -666,7 +758,8 @@ def transfer(out: Path, given: argparse.Namespace) -> None:
 
 def tell_transfer(out: Path, rows: list[Record], smallest: int) -> None:
     learned_from, asked_about = (
-        list(dict.fromkeys(row[key] for row in rows)) for key in ("learned_from", "asked_about")
+        list(dict.fromkeys(row[key] for row in rows))
+        for key in ("learned_from", "asked_about")
     )
     grid = np.array([row["auc"] for row in rows]).reshape(len(learned_from), -1)
     figure = as_grid(grid, asked_about, learned_from)
@@ -676,7 +769,9 @@ def tell_transfer(out: Path, rows: list[Record], smallest: int) -> None:
     tell(out, "transfer", rows, columns, figure, fitted_to=smallest)
 
 
-def at_threshold(scores: NDArray, important: NDArray, threshold: float) -> dict[str, Any]:
+def at_threshold(
+    scores: NDArray, important: NDArray, threshold: float
+) -> dict[str, Any]:
     """What a judge does at a threshold that was not read here: the share of important mismatches
     that it rejects, with its interval, and of harmless ones that it accepts."""
     caught = int((scores[important] < threshold).sum())
@@ -688,11 +783,16 @@ def at_threshold(scores: NDArray, important: NDArray, threshold: float) -> dict[
     }
 
 
-def outside_of_folds(kinds: NDArray, samples: NDArray) -> tuple[dict[str, list[NDArray]], int]:
+def outside_of_folds(
+    kinds: NDArray, samples: NDArray
+) -> tuple[dict[str, list[NDArray]], int]:
     """By kind of problem, and for all kinds, the mismatches outside of each fold; and how many
     there are of the rarest kind."""
     found = {
-        kind: [np.flatnonzero((kinds == kind) & (samples % FOLDS != k)) for k in range(FOLDS)]
+        kind: [
+            np.flatnonzero((kinds == kind) & (samples % FOLDS != k))
+            for k in range(FOLDS)
+        ]
         for kind in sorted(set(kinds))
     }
     smallest = min(len(inside) for folds in found.values() for inside in folds)
@@ -728,7 +828,9 @@ def family(sample: str) -> str:
     )
 
 
-ABLATIONS = {one.__name__: one for one in (inputs, classifiers, search, precision, transfer)}
+ABLATIONS = {
+    one.__name__: one for one in (inputs, classifiers, search, precision, transfer)
+}
 
 
 def main() -> None:
@@ -739,7 +841,10 @@ def main() -> None:
     add_run(parser)
     parser.add_argument("out", type=Path)
     parser.add_argument(
-        "--samples", type=int, default=1000, help="how many mined samples are learned from"
+        "--samples",
+        type=int,
+        default=1000,
+        help="how many mined samples are learned from",
     )
     parser.add_argument(
         "--problems",

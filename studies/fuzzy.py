@@ -61,11 +61,16 @@ def along(pair: Pair, samples: list[Sample], temperature: float) -> dict[str, ND
     for out in track(outs, "divergences"):
         n = len(out.tokens)
         p, q = (
-            Session(lm).read([out.prompt_tokens + out.tokens], n + 1).logits[0, :n].float()
+            Session(lm)
+            .read([out.prompt_tokens + out.tokens], n + 1)
+            .logits[0, :n]
+            .float()
             for lm in (pair.target, pair.require_draft("FSD"))
         )
         width = min(p.shape[-1], q.shape[-1])
-        logs = [(x[:, :width] / (temperature or 1)).log_softmax(-1).cpu() for x in (p, q)]
+        logs = [
+            (x[:, :width] / (temperature or 1)).log_softmax(-1).cpu() for x in (p, q)
+        ]
         for name, divergence in DIVERGENCES.items():
             found[name].append(divergence(*logs))
         found["same"].append(logs[0].argmax(-1) == logs[1].argmax(-1))
@@ -97,7 +102,10 @@ def decoders(found: dict[str, NDArray], given: argparse.Namespace) -> list[str]:
     windows = given.windows
     rules = ["exact", "speculative"] if given.temperature else ["exact"]
     for share in below:
-        rules += [f"fuzzy:{name}@{np.quantile(found[name], share):.4g}" for name in DIVERGENCES]
+        rules += [
+            f"fuzzy:{name}@{np.quantile(found[name], share):.4g}"
+            for name in DIVERGENCES
+        ]
         rules.append(f"random:{share:g}")
     return [f"{rule}; window={window}" for rule in rules for window in windows]
 
@@ -133,7 +141,9 @@ def tests(rows: list[dict[str, Any]], windows: list[int]) -> list[Paired]:
     for window in windows:
         at = [row for row in rows if row["window"] == window]
         right = {f"{row['rule']}; window={window}": row["right"] for row in at}
-        strict, *lenient = (name for name in right if not name.startswith("speculative"))
+        strict, *lenient = (
+            name for name in right if not name.startswith("speculative")
+        )
         found += [mcnemar(strict, name, right) for name in lenient]
         for first in range(0, len(lenient), 4):
             kl, js, tv, random = lenient[first : first + 4]
@@ -151,7 +161,9 @@ def main() -> None:
     parser.add_argument("--task", default="wordmath")
     parser.add_argument("--data", help="where a benchmark's files are")
     parser.add_argument("--problems", type=int, default=200)
-    parser.add_argument("--chosen-on", type=int, default=100, help="problems for the thresholds")
+    parser.add_argument(
+        "--chosen-on", type=int, default=100, help="problems for the thresholds"
+    )
     parser.add_argument("--timed", type=int, default=12)
     parser.add_argument("--windows", type=int, nargs="+", default=[5, 10, 15, 20])
     parser.add_argument("--below", type=float, nargs="+", default=[0.8, 0.9, 0.95])
@@ -162,7 +174,11 @@ def main() -> None:
     task = load_task(given.task, data=given.data)
     samples = take(task, "train", None)[-given.chosen_on :]
     found = along(pair, samples, given.temperature)
-    about: dict[str, Any] = {"temperature": given.temperature, "pair": pair.name, "task": task.name}
+    about: dict[str, Any] = {
+        "temperature": given.temperature,
+        "pair": pair.name,
+        "task": task.name,
+    }
     about["divergences"] = told(found, len(samples))
     settings = decoders(found, given)
     about["rows"] = measured(pair, task, settings, given)

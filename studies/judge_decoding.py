@@ -100,14 +100,16 @@ def annotated(split: str, first: int, n: int) -> list[dict[str, Any]]:
         made = wordmath.problem(split, i)
         rng = random.Random(f"annotated/{split}/{i}")
         right, base = (
-            " " + wordmath.solution(made, rng.choice(("target", "draft")), rng) for _ in range(2)
+            " " + wordmath.solution(made, rng.choice(("target", "draft")), rng)
+            for _ in range(2)
         )
         if not EQUATION.search(base):
             continue  # nothing to slip on
         wrong, error = slip(base, rng)
+        # as wordmath.problem draws it
         family = random.Random(f"wordmath/{split}/{i}").choice(
             wordmath_problems.FAMILIES
-        )  # as wordmath.problem draws it
+        )
         rows.append(
             {
                 "question": wordmath.prompt(made),
@@ -125,7 +127,9 @@ def verdicts(
 ) -> tuple[list[bool], list[float]]:
     """Of each token of an answer, whether it is the target's own choice there, and the judge's
     score."""
-    state = Session(pair.target, states=States(INPUTS.layers)).read([prompt + ids], len(ids) + 1)
+    state = Session(pair.target, states=States(INPUTS.layers)).read(
+        [prompt + ids], len(ids) + 1
+    )
     reading = Session(pair.target).read([prompt + ids], len(ids) + 1)
     best = reading.greedy_tokens[0, :-1].tolist()
     return [a == b for a, b in zip(best, ids)], torch.sigmoid(
@@ -147,7 +151,9 @@ def others(pair: Pair, head: Head, threshold: float, n: int) -> dict[str, Any]:
             made = wordmath.problem("test", i)
             text = " " + wordmath.solution(made, author, random.Random(i))
             ids = pair.target.tokenizer(text, add_special_tokens=False)["input_ids"]
-            same, scores = verdicts(pair, head, pair.target.encode(wordmath.prompt(made)), ids)
+            same, scores = verdicts(
+                pair, head, pair.target.encode(wordmath.prompt(made)), ids
+            )
             for name, accepted in (
                 ("strict", same),
                 ("judge", [a or s >= threshold for a, s in zip(same, scores)]),
@@ -161,7 +167,10 @@ def others(pair: Pair, head: Head, threshold: float, n: int) -> dict[str, Any]:
                 "share_accepted": float(np.mean(shares[name])),
             }
             for name in runs
-        } | {"judge_rejects_of_the_target's_own": float(np.mean(refused)), "own": len(refused)}
+        } | {
+            "judge_rejects_of_the_target's_own": float(np.mean(refused)),
+            "own": len(refused),
+        }
     return told
 
 
@@ -170,7 +179,9 @@ def objections(
 ) -> dict[str, float]:
     counts = dict.fromkeys(("at the slip", "before it", "not by its end"), 0)
     for row in track(rows, "first objections"):
-        one = Annotated(row["question"], row["correct"], row["wrong"], tuple(row["error"]), "probe")
+        one = Annotated(
+            row["question"], row["correct"], row["wrong"], tuple(row["error"]), "probe"
+        )
         prompt, (_, answer) = marked_answers(pair.target, one)
         same, scores = verdicts(pair, head, prompt, answer.ids)
         objects = run_length([a or s >= threshold for a, s in zip(same, scores)])
@@ -184,7 +195,9 @@ def objections(
 def families(pair: Pair, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """AUC by family: fitted without it, and out of fold when fitted with it."""
     given = [
-        Annotated(row["question"], row["correct"], row["wrong"], tuple(row["error"]), "row")
+        Annotated(
+            row["question"], row["correct"], row["wrong"], tuple(row["error"]), "row"
+        )
         for row in rows
     ]
     examples = annotated_examples(pair.target, given, INPUTS)
@@ -224,13 +237,17 @@ def aucs(name: str, scores: NDArray, examples: Examples) -> dict[str, Any]:
     }
 
 
-def decoded(source: Mined, out: Path, samples: int, problems: int) -> list[dict[str, Any]]:
+def decoded(
+    source: Mined, out: Path, samples: int, problems: int
+) -> list[dict[str, Any]]:
     """What the judges lose and keep; that of OUT/judge is there."""
     run = out / "run"
     pair = source.pair(compile=True)
     source.first(run, samples)
     fit_run(pair, run, HeadPlan(INPUTS, out / "mined", FitConfig("adamw", recall=None)))
-    fit_run(pair, run, HeadPlan(Inputs(tokens=("draft",)), out / "autojudge", FitConfig()))
+    fit_run(
+        pair, run, HeadPlan(Inputs(tokens=("draft",)), out / "autojudge", FitConfig())
+    )
     rules = ["exact"]
     for name in ("judge", "mined", "autojudge"):
         head = load_head(str(out / name))
@@ -238,7 +255,9 @@ def decoded(source: Mined, out: Path, samples: int, problems: int) -> list[dict[
         thresholds = [listed[recall] for recall in DECODED_RECALLS]
         thresholds += [] if name == "autojudge" else [0.5]
         rules += [f"judge:{out / name}@{threshold}" for threshold in thresholds]
-    config = CompareConfig(rules=tuple(rules), windows=(8,), limit=problems, timed=1, repeats=1)
+    config = CompareConfig(
+        rules=tuple(rules), windows=(8,), limit=problems, timed=1, repeats=1
+    )
     with progress_bars() as progress:
         rows = compare(pair, source.task, config, out / "compare", progress).rows
     right = right_answers(out / "compare" / "compare.jsonl")
@@ -259,17 +278,28 @@ def decoded(source: Mined, out: Path, samples: int, problems: int) -> list[dict[
 def tests(rows: list[dict[str, Any]]) -> list[Paired]:
     """Compare the judges of errors and AutoJudge's with all others."""
     right = {row["rule"]: row["right"] for row in rows}
-    ours = [rule for rule in right if rule.startswith(("judge:judge@", "judge:autojudge@"))]
-    return [mcnemar(first, other, right) for first in ours for other in right if other != first]
+    ours = [
+        rule for rule in right if rule.startswith(("judge:judge@", "judge:autojudge@"))
+    ]
+    return [
+        mcnemar(first, other, right)
+        for first in ours
+        for other in right
+        if other != first
+    ]
 
 
-def probed(pair: Pair, head: Head, rows: list[dict[str, Any]], n: int) -> dict[str, Any]:
+def probed(
+    pair: Pair, head: Head, rows: list[dict[str, Any]], n: int
+) -> dict[str, Any]:
     """The probes on the built-in task, of `n` solutions each."""
     told: dict[str, Any] = {"metrics": head.metrics, "probes": n}
     for threshold in dict.fromkeys((0.5, head.threshold)):
         told[f"at {threshold:.4g}"] = {
             "others": others(pair, head, threshold, n),
-            "first_objection": objections(pair, head, threshold, annotated("test", 0, n)),
+            "first_objection": objections(
+                pair, head, threshold, annotated("test", 0, n)
+            ),
         }
     return {**told, "families": families(pair, rows)}
 
@@ -280,7 +310,9 @@ def main() -> None:
     )
     parser.add_argument("out", type=Path)
     add_run(parser)
-    parser.add_argument("--annotated", type=Path, help="answers of your own, see docs/rules.md")
+    parser.add_argument(
+        "--annotated", type=Path, help="answers of your own, see docs/rules.md"
+    )
     parser.add_argument("--rows", type=int, default=500)
     parser.add_argument("--probes", type=int, default=200)
     parser.add_argument("--problems", type=int, default=300)
@@ -294,7 +326,8 @@ def main() -> None:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     pair = source.pair(compile=False)
     answers = read_annotated(path)
-    plan = HeadPlan(INPUTS, given.out / "judge", FitConfig("adamw", recall=None))  # at 0.5
+    # at 0.5
+    plan = HeadPlan(INPUTS, given.out / "judge", FitConfig("adamw", recall=None))
     head = fit_annotated(pair, answers, plan)
     told: dict[str, Any] = {"rows": len(answers), "metrics": head.metrics}
     if rows:
@@ -302,7 +335,9 @@ def main() -> None:
     told["decoded"] = decoded(source, given.out, len(answers), given.problems)
     told["paired"] = [test.to_json() for test in tests(told["decoded"])]
     write_results(given.out / "probes.json", told)
-    shown = {key: value for key, value in told.items() if key not in ("metrics", "paired")}
+    shown = {
+        key: value for key, value in told.items() if key not in ("metrics", "paired")
+    }
     print(json.dumps(shown, indent=1))
     print(
         f"AUC out of fold {head.metrics['auc_out_of_fold']:.3f}; use it as "

@@ -33,7 +33,9 @@ class Mined:
         """Make a run folder of the first samples; their records."""
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(self.run / "run.json", folder)
-        lines = (self.run / "journal.jsonl").read_text().splitlines(keepends=True)[:samples]
+        lines = (
+            (self.run / "journal.jsonl").read_text().splitlines(keepends=True)[:samples]
+        )
         (folder / "journal.jsonl").write_text("".join(lines))
         return [json.loads(line) for line in lines]
 

@@ -73,7 +73,11 @@ OPENINGS = (
     "We need to find out: {asked}",
     "Let us work out the answer to this: {asked}",
 )
-ENDINGS = ("The answer is {c}.", "So the answer is {c}.", "This means that the answer is {c}.")
+ENDINGS = (
+    "The answer is {c}.",
+    "So the answer is {c}.",
+    "This means that the answer is {c}.",
+)
 
 
 def solution(problem: dict[str, str], rng: random.Random) -> str | None:
@@ -101,9 +105,17 @@ def solution(problem: dict[str, str], rng: random.Random) -> str | None:
         return c
 
     found = value(ast.parse(problem["equation"], mode="eval").body)
-    if not abs(found - float(problem["answer"])) < 1e-6 or shown(found) != shown(round(found, 4)):
+    if not abs(found - float(problem["answer"])) < 1e-6 or shown(found) != shown(
+        round(found, 4)
+    ):
         return None
-    asked = problem["question"].replace("?", "?\n").replace(". ", ".\n").strip().split("\n")[-1]
+    asked = (
+        problem["question"]
+        .replace("?", "?\n")
+        .replace(". ", ".\n")
+        .strip()
+        .split("\n")[-1]
+    )
     opening = rng.choice(OPENINGS).format(asked=asked.strip())
     ending = rng.choice(ENDINGS).format(c=shown(found))
     return " ".join([opening, *steps, ending])
@@ -116,21 +128,31 @@ def shown(number: float) -> str:
 
 def split(data: Path) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """Return the training and the held-out problems, each with its solution."""
-    rows = [json.loads(line) for line in data.read_text(encoding="utf-8").split("\n") if line]
+    rows = [
+        json.loads(line)
+        for line in data.read_text(encoding="utf-8").split("\n")
+        if line
+    ]
     random.Random(0).shuffle(rows)
     solved = []
     for number, row in enumerate(rows):
         text = solution(row, random.Random(number))
         if text is not None:
             answer = shown(float(row["answer"]))
-            solved.append({"question": row["question"], "solution": text, "answer": answer})
+            solved.append(
+                {"question": row["question"], "solution": text, "answer": answer}
+            )
     return solved[:-HELD_OUT], solved[-HELD_OUT:]
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, row: dict[str, str]) -> tuple[list[int], int]:
+def encode(
+    tokenizer: PreTrainedTokenizerBase, row: dict[str, str]
+) -> tuple[list[int], int]:
     """Return the token ids of a conversation, and the length of its prompt."""
     asked = [{"role": "user", "content": row["question"]}]
-    prompt = str(tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False))
+    prompt = str(
+        tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    )
     whole = f"{prompt}{row['solution']}{tokenizer.eos_token}"
     ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
     return ids, len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
@@ -140,7 +162,9 @@ def batches(lengths: list[int], epochs: int) -> Iterator[list[int]]:
     """Yield row numbers, in batches of rows of about the same length."""
     for epoch in range(epochs):
         rng = random.Random(epoch)
-        order = sorted(range(len(lengths)), key=lambda i: lengths[i] + rng.uniform(0, 8))
+        order = sorted(
+            range(len(lengths)), key=lambda i: lengths[i] + rng.uniform(0, 8)
+        )
         cut = [order[i : i + BATCH] for i in range(0, len(order), BATCH)]
         rng.shuffle(cut)
         yield from cut
@@ -165,7 +189,9 @@ def loss_of(model: LlamaForCausalLM, rows: list[tuple[list[int], int]]) -> Tenso
 class Checkpoint:
     """Weights, AdamW's moments and the step count, in one safetensors file."""
 
-    def __init__(self, path: Path, model: torch.nn.Module, optimizer: torch.optim.AdamW):
+    def __init__(
+        self, path: Path, model: torch.nn.Module, optimizer: torch.optim.AdamW
+    ):
         self.path = path
         self.optimizer = optimizer
         self.weights = dict(model.named_parameters())
@@ -206,11 +232,16 @@ def rate(step: int, steps: int) -> float:
 
 def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
     with replacing(path) as new:
-        new.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        new.write_text(
+            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+        )
 
 
 def train(args: argparse.Namespace) -> None:
-    where = {"pretrained_model_name_or_path": args.gguf.parent, "gguf_file": args.gguf.name}
+    where = {
+        "pretrained_model_name_or_path": args.gguf.parent,
+        "gguf_file": args.gguf.name,
+    }
     tokenizer = AutoTokenizer.from_pretrained(**where)
     # a model that is still quantised cannot be saved
     as_floats = GgufConfig(gguf_file=args.gguf.name, dequantize=True)
@@ -227,14 +258,18 @@ def train(args: argparse.Namespace) -> None:
 
 
 def fit(
-    model: LlamaForCausalLM, encoded: list[tuple[list[int], int]], epochs: int, work: Path
+    model: LlamaForCausalLM,
+    encoded: list[tuple[list[int], int]],
+    epochs: int,
+    work: Path,
 ) -> None:
     """Train on conversations, from the last checkpoint on."""
     plan = list(batches([len(ids) for ids, _ in encoded], epochs))
     decayed = [weight for weight in model.parameters() if weight.dim() > 1]
     others = [weight for weight in model.parameters() if weight.dim() == 1]
     optimizer = torch.optim.AdamW(
-        [{"params": decayed}, {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95)
+        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
     )
     checkpoint = Checkpoint(work / "checkpoint.safetensors", model, optimizer)
     done = checkpoint.load()

@@ -85,9 +85,15 @@ class Place:
         next token's TV from the target's."""
         accepts = (self.target / self.draft).clamp(max=1)  # [n]
         good = (self.draft <= tau * self.target).double()
-        passes = (torch.sigmoid(head.logits(self.states).double()) >= threshold).double()  # [n]
+        passes = (
+            torch.sigmoid(head.logits(self.states).double()) >= threshold
+        ).double()  # [n]
         rejected = float((self.draft * (1 - passes) * (1 - accepts)).sum())
-        out = self.draft * passes + self.draft * (1 - passes) * accepts + self.left * rejected
+        out = (
+            self.draft * passes
+            + self.draft * (1 - passes) * accepts
+            + self.left * rejected
+        )
         return {
             "alpha": float((self.draft * accepts).sum()),
             "acceptable": float((self.draft * good).sum()),
@@ -102,13 +108,19 @@ def place(pair: Pair, ids: list[int], after: bool) -> Place:
     """`ids` is a prefix, read by transformers' models alone."""
     before = torch.tensor([ids])
     reads = {"output_hidden_states": True}
-    by_draft, by_target = (lm.model(before, **reads) for lm in (pair.draft, pair.target))
-    draft, target = (out.logits[0, -1].double().softmax(-1) for out in (by_draft, by_target))
+    by_draft, by_target = (
+        lm.model(before, **reads) for lm in (pair.draft, pair.target)
+    )
+    draft, target = (
+        out.logits[0, -1].double().softmax(-1) for out in (by_draft, by_target)
+    )
     ranked, order = draft.sort(descending=True)
     tokens = order[: int((ranked.cumsum(0) < 1 - MASS).sum()) + 1]
     states = by_draft.hidden_states[-1][:, -1].expand(len(tokens), -1)
     if after:
-        each = torch.cat([before.expand(len(tokens), -1), tokens[:, None]], 1)  # [n, T + 1]
+        each = torch.cat(  # [n, T + 1]
+            [before.expand(len(tokens), -1), tokens[:, None]], 1
+        )
         states = pair.draft.model(each, **reads).hidden_states[-1][:, -1]
     distance = float((draft - target).clamp(min=0).sum())
     left = (target - draft).clamp(min=0) / max(distance, 1e-12)
@@ -223,7 +235,9 @@ def asked(outs: Sequence[Generation], each: int) -> list[list[int]]:
     return found
 
 
-def decoded_without_gates(problems: Problems) -> tuple[list[Generation], dict[str, Any]]:
+def decoded_without_gates(
+    problems: Problems,
+) -> tuple[list[Generation], dict[str, Any]]:
     """The target's own answers, and what it, the draft and speculative sampling cost."""
     alone, costs = decoded(problems, "target", rule="target")
     baselines = {"target": costs}
@@ -251,7 +265,9 @@ def held_out(
         for sample, out in zip(problems.samples, target)
     ]
     rows = gate_states(problems.pair, records, inputs)
-    return torch.cat([x for x, _ in rows]).numpy(), torch.cat([ratio for _, ratio in rows]).numpy()
+    return torch.cat([x for x, _ in rows]).numpy(), torch.cat(
+        [ratio for _, ratio in rows]
+    ).numpy()
 
 
 def draw(told: dict[str, Any], path: Path) -> None:
@@ -259,7 +275,9 @@ def draw(told: dict[str, Any], path: Path) -> None:
     left, right = figure.subplots(1, 2)
     for tau, one in told["gates"].items():
         left.plot(
-            one["roc"]["fpr"], one["roc"]["tpr"], label=f"τ = {tau}: AUC {one['roc']['auc']:.3f}"
+            one["roc"]["fpr"],
+            one["roc"]["tpr"],
+            label=f"τ = {tau}: AUC {one['roc']['auc']:.3f}",
         )
         points = one["thresholds"].values()
         right.plot(
@@ -332,12 +350,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("out", type=Path)
     add_run(parser)
     parser.add_argument(
-        "--samples", type=int, default=300, help="how many mined samples the gates are fitted to"
+        "--samples",
+        type=int,
+        default=300,
+        help="how many mined samples the gates are fitted to",
     )
     parser.add_argument("--tau", type=float, nargs="+", default=[1.0, 1.2, 1.5])
-    parser.add_argument("--threshold", type=float, nargs="+", default=[0.5, 0.7, 0.8, 0.9, 0.95])
+    parser.add_argument(
+        "--threshold", type=float, nargs="+", default=[0.5, 0.7, 0.8, 0.9, 0.95]
+    )
     parser.add_argument("--problems", type=int, default=200)
-    after_help = "let gates read the state after a token, which costs one more pass of the draft"
+    after_help = (
+        "let gates read the state after a token, which costs one more pass of the draft"
+    )
     parser.add_argument("--after", action="store_true", help=after_help)
     return parser.parse_args()
 
@@ -363,11 +388,16 @@ def main() -> None:
         "gates": {},
     }
     for tau in given.tau:
-        plan = HeadPlan(inputs, run / f"gate-{tau:g}", FitConfig("adam", role="gate"), tau)
+        plan = HeadPlan(
+            inputs, run / f"gate-{tau:g}", FitConfig("adam", role="gate"), tau
+        )
         head = fit_run(pair, run, plan)
         roc = roc_of(head.logits(torch.from_numpy(x)).numpy(), ratio <= tau)
         gates = [Gate(str(plan.out), threshold) for threshold in given.threshold]
-        told["gates"][f"{tau:g}"] = {"roc": roc, "thresholds": _points(problems, gates, known)}
+        told["gates"][f"{tau:g}"] = {
+            "roc": roc,
+            "thresholds": _points(problems, gates, known),
+        }
         write_results(given.out / "sprinter.json", told)
     told["paired"] = tests(told)
     write_results(given.out / "sprinter.json", told)
@@ -384,7 +414,9 @@ def tests(told: dict[str, Any]) -> list[dict[str, Any]]:
         for threshold, point in gate["thresholds"].items():
             right[f"τ {tau}, T {threshold}"] = point["measured"]["right"]
     gates = [name for name in right if name not in baselines]
-    return [mcnemar(first, gate, right).to_json() for gate in gates for first in baselines]
+    return [
+        mcnemar(first, gate, right).to_json() for gate in gates for first in baselines
+    ]
 
 
 def roc_of(scores: NDArray, acceptable: NDArray) -> dict[str, Any]:
@@ -407,7 +439,10 @@ def _four_kinds(problems: Problems, by_target: Sequence[Generation]) -> list[lis
     eos = pair.target.eos_ids
     prompts = [pair.target.encode(sample.prompt) for sample in problems.samples]
     wholes = [prompt + out.tokens for prompt, out in zip(prompts, by_target)]
-    halves = [whole[: (len(prompt) + len(whole)) // 2] for prompt, whole in zip(prompts, wholes)]
+    halves = [
+        whole[: (len(prompt) + len(whole)) // 2]
+        for prompt, whole in zip(prompts, wholes)
+    ]
     drafts = []
     for starts in (prompts, halves):
         outs = pair.generate_batch(starts, rule="draft", **problems.sampled)
@@ -433,9 +468,13 @@ def _point(problems: Problems, gate: Gate, known: Sequence[Place]) -> dict[str, 
     after = head.inputs.tokens == ("draft",)
     pair = problems.pair
     window = problems.longest
-    outs, costs = decoded(problems, str(gate), rule="speculative", stop=gate, window=window)
+    outs, costs = decoded(
+        problems, str(gate), rule="speculative", stop=gate, window=window
+    )
     here = rates(
-        [place(pair, ids, after) for ids in track(asked(outs, ALONG), "its TV")], head, gate.bound
+        [place(pair, ids, after) for ids in track(asked(outs, ALONG), "its TV")],
+        head,
+        gate.bound,
     )
     measured = {
         "tpr": here["tpr"],

@@ -38,16 +38,30 @@ def _lacks_sandbox(kind: str) -> str:
 
 def _lacks_any_sandbox() -> str:
     reasons = [f"{kind}: {_lacks_sandbox(kind)}" for kind in ("bubblewrap", "landlock")]
-    return "" if any(reason.endswith(": ") for reason in reasons) else "; ".join(reasons)
+    return (
+        "" if any(reason.endswith(": ") for reason in reasons) else "; ".join(reasons)
+    )
 
 
 PROBES: dict[str, tuple[Callable[[], str], str]] = {
     "bubblewrap": (lambda: _lacks_sandbox("bubblewrap"), "apt-get install bubblewrap"),
-    "landlock": (lambda: _lacks_sandbox("landlock"), "run on Linux 5.13 or newer with Landlock"),
+    "landlock": (
+        lambda: _lacks_sandbox("landlock"),
+        "run on Linux 5.13 or newer with Landlock",
+    ),
     "sandbox": (_lacks_any_sandbox, "apt-get install bubblewrap"),
-    "browser": (lambda: "" if browser() else "no Chromium found", "apt-get install chromium"),
-    "ray": (lambda: "" if find_spec("ray") else "no ray found", "pip install 'lenience[ray]'"),
-    "mapie": (lambda: "" if find_spec("mapie") else "no mapie found", "pip install mapie"),
+    "browser": (
+        lambda: "" if browser() else "no Chromium found",
+        "apt-get install chromium",
+    ),
+    "ray": (
+        lambda: "" if find_spec("ray") else "no ray found",
+        "pip install 'lenience[ray]'",
+    ),
+    "mapie": (
+        lambda: "" if find_spec("mapie") else "no mapie found",
+        "pip install mapie",
+    ),
 }
 """For each capability, what says why it is missing ("" if it is there), and what brings it."""
 
@@ -75,10 +89,16 @@ def skip_unless_capable(item: pytest.Item) -> None:
 
 def fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
     """Turn a skip into a failure where nothing may be skipped."""
-    if not os.environ.get(REQUIRE_ALL) or not report.skipped or hasattr(report, "wasxfail"):
+    if (
+        not os.environ.get(REQUIRE_ALL)
+        or not report.skipped
+        or hasattr(report, "wasxfail")
+    ):
         return
     if find_spec("vllm") is None and report.nodeid.split("::")[0].endswith(ELSEWHERE):
         return
     assert isinstance(report.longrepr, tuple)
     report.outcome = "failed"
-    report.longrepr = f"{report.longrepr[2]}\n{REQUIRE_ALL} is set, so nothing may be skipped"
+    report.longrepr = (
+        f"{report.longrepr[2]}\n{REQUIRE_ALL} is set, so nothing may be skipped"
+    )

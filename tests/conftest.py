@@ -10,8 +10,11 @@ import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
-if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share the folder that their controller made
-    os.environ["LENIENCE_CACHE"] = tempfile.mkdtemp(prefix="lenience-tests-")  # exported models
+if (
+    "PYTEST_XDIST_WORKER" not in os.environ
+):  # workers share the folder that their controller made
+    # exported models
+    os.environ["LENIENCE_CACHE"] = tempfile.mkdtemp(prefix="lenience-tests-")
 
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -45,14 +48,15 @@ from lenience.drafting.registry import DRAFTERS
 from lenience.heads.head import Head, Inputs
 
 torch.set_num_threads(1)
-settings.register_profile(
-    "lenience", deadline=None, derandomize=True
-)  # no test is about time, and seeds are explicit
+# no test is about time, and seeds are explicit
+settings.register_profile("lenience", deadline=None, derandomize=True)
 settings.load_profile("lenience")
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """A ledger of its own for each test."""
     folder = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("LENIENCE_HOME", str(folder))
@@ -62,7 +66,9 @@ def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the cases that slow.txt names."""
-    slow = set((Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").split("\n"))
+    slow = set(
+        (Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").split("\n")
+    )
     for item in items:
         if f"{item.path.name}::{item.nodeid.split('::', 1)[1]}" in slow:
             item.add_marker(pytest.mark.slow)
@@ -73,14 +79,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport() -> Generator[
+    None, pytest.TestReport, pytest.TestReport
+]:
     report = yield
     fail_if_skipped(report)
     return report
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+def pytest_make_collect_report() -> Generator[
+    None, pytest.CollectReport, pytest.CollectReport
+]:
     report = yield
     fail_if_skipped(report)
     return report
@@ -98,7 +108,9 @@ def quick(max_examples: int) -> settings:
     """So many examples and no shrinking: each one decodes."""
     phases = (Phase.explicit, Phase.generate)
     return settings(
-        max_examples=max_examples, suppress_health_check=list(HealthCheck), phases=phases
+        max_examples=max_examples,
+        suppress_health_check=list(HealthCheck),
+        phases=phases,
     )
 
 
@@ -109,7 +121,11 @@ def prompt_lists(most: int) -> st.SearchStrategy[list[list[int]]]:
 
 
 COMMON = dict(
-    vocab_size=VOCABULARY, eos_token_id=0, bos_token_id=None, pad_token_id=0, initializer_range=0.35
+    vocab_size=VOCABULARY,
+    eos_token_id=0,
+    bos_token_id=None,
+    pad_token_id=0,
+    initializer_range=0.35,
 )
 SMALL = dict(
     hidden_size=32,
@@ -131,7 +147,9 @@ CONFIGS: dict[str, PretrainedConfig] = {
         sliding_window=12,
         query_pre_attn_scalar=8,
     ),
-    "mistral": MistralConfig(**COMMON, **SMALL, num_key_value_heads=2, sliding_window=12),
+    "mistral": MistralConfig(
+        **COMMON, **SMALL, num_key_value_heads=2, sliding_window=12
+    ),
     "gpt2": GPT2Config(**COMMON, n_embd=32, n_layer=2, n_head=4, n_positions=256),
     "gpt_neo": GPTNeoConfig(
         **COMMON,
@@ -146,15 +164,25 @@ CONFIGS: dict[str, PretrainedConfig] = {
 
 
 def make_tokenizer(words: int = VOCABULARY) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(WordLevel({"<eos>": 0, **{f"w{i}": i for i in range(1, words)}}))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="never")
+    tokenizer = Tokenizer(
+        WordLevel({"<eos>": 0, **{f"w{i}": i for i in range(1, words)}})
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement="▁", prepend_scheme="never"
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>"
+    )
 
 
 def save_model(
-    folder: Path, config: PretrainedConfig, seed: int, noise: float = 0.0, words: int = VOCABULARY
+    folder: Path,
+    config: PretrainedConfig,
+    seed: int,
+    noise: float = 0.0,
+    words: int = VOCABULARY,
 ) -> Path:
     """Random weights from a seed; `noise` is added to them, so that a draft agrees with its target
     now and then."""
@@ -170,7 +198,9 @@ def save_model(
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, str]]:
+def checkpoints(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], tuple[str, str]]:
     made: dict[str, tuple[str, str]] = {}
 
     def get(name: str) -> tuple[str, str]:

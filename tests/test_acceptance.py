@@ -64,7 +64,8 @@ LOOSE = [
 
 
 @pytest.mark.parametrize(
-    "spec", [spec.replace("fuzzy:tv,budget=0@1.1", "fuzzy:tv,budget=0@1.1") for spec in STRICT]
+    "spec",
+    [spec.replace("fuzzy:tv,budget=0@1.1", "fuzzy:tv,budget=0@1.1") for spec in STRICT],
 )
 def test_the_strict_end_is_strict_decoding(spec: str, llama: Pair) -> None:
     exact = llama.generate([5, 9], rule="target", max_new_tokens=30)
@@ -76,10 +77,14 @@ def test_the_loose_end_keeps_all_that_is_drafted(spec: str, llama: Pair) -> None
     out = llama.generate([5, 9], rule=spec, window=4, max_new_tokens=20)
     assert {entry.origin for entry in out.trace} <= {"draft", "draft-lenient", "bonus"}
     assert out.accepted_lenient > 0
-    drafted, target = llama.generate([5, 9], rule="draft", max_new_tokens=4), out.tokens[:4]
+    drafted, target = (
+        llama.generate([5, 9], rule="draft", max_new_tokens=4),
+        out.tokens[:4],
+    )
     assert drafted.tokens == target, "the draft's own tokens"
     assert (
-        llama.generate([5, 9, *target], rule="target", max_new_tokens=1).tokens == out.tokens[4:5]
+        llama.generate([5, 9, *target], rule="target", max_new_tokens=1).tokens
+        == out.tokens[4:5]
     ), "and a bonus"
 
 
@@ -99,11 +104,16 @@ def test_the_loose_end_keeps_all_that_is_drafted(spec: str, llama: Pair) -> None
         "kl:0",
     ],
 )
-def test_the_strict_end_is_speculative_sampling_when_sampling(spec: str, llama: Pair) -> None:
+def test_the_strict_end_is_speculative_sampling_when_sampling(
+    spec: str, llama: Pair
+) -> None:
     options = {"temperature": 0.9, "top_k": 12, "max_new_tokens": 24}
     for seed in range(2):
         strict = llama.generate([5, 9], rule="speculative", seed=seed, **options)
-        assert llama.generate([5, 9], rule=spec, seed=seed, **options).tokens == strict.tokens
+        assert (
+            llama.generate([5, 9], rule=spec, seed=seed, **options).tokens
+            == strict.tokens
+        )
 
 
 RULES = [
@@ -151,7 +161,9 @@ def test_a_batch_gives_what_each_prompt_alone_gives(
 
 @given(
     exact=st.lists(st.booleans(), min_size=1, max_size=8),
-    masks=st.lists(st.lists(st.booleans(), min_size=8, max_size=8), min_size=2, max_size=2),
+    masks=st.lists(
+        st.lists(st.booleans(), min_size=8, max_size=8), min_size=2, max_size=2
+    ),
     budgets=st.lists(st.one_of(st.none(), st.integers(0, 5)), min_size=2, max_size=2),
     used=st.integers(0, 4),
     joined=st.booleans(),
@@ -164,7 +176,8 @@ def test_budgets_are_spent_from_left_to_right(
     terms = (TopK(2, budget=budgets[0]), Typical(0.1, 0.1, budget=budgets[1]))
     ctx = Context([Row(Noise.for_prompt(0, []), lenient=used)])
     opinions = {
-        term: _Opinion(torch.tensor([mask[:n]]), None, None) for term, mask in zip(terms, masks)
+        term: _Opinion(torch.tensor([mask[:n]]), None, None)
+        for term, mask in zip(terms, masks)
     }
     parts, strict = (Exact(), *terms) if joined else terms, torch.tensor([exact])
     rule = AnyOf(tuple(AllOf((part,)) for part in parts))
@@ -184,13 +197,17 @@ def test_budgets_are_spent_from_left_to_right(
 
 def test_a_budget_lasts_for_the_whole_request(llama: Pair) -> None:
     free = llama.generate([5, 9], rule="topk:48", max_new_tokens=60)
-    lenient = [i for i, entry in enumerate(free.trace) if entry.origin == "draft-lenient"]
+    lenient = [
+        i for i, entry in enumerate(free.trace) if entry.origin == "draft-lenient"
+    ]
     assert len(lenient) > 4
     out = llama.generate([5, 9], rule="topk:48,budget=3", max_new_tokens=60)
     assert sum(entry.origin == "draft-lenient" for entry in out.trace) == 3
     start = lenient[2] + 1
     assert out.tokens[:start] == free.tokens[:start]
-    rest = llama.generate([5, 9, *out.tokens[:start]], rule="target", max_new_tokens=60 - start)
+    rest = llama.generate(
+        [5, 9, *out.tokens[:start]], rule="target", max_new_tokens=60 - start
+    )
     assert out.tokens[start:] == rest.tokens, "then strict decoding"
 
 
@@ -199,14 +216,20 @@ def test_a_floor_is_a_probability_of_the_target() -> None:
     for token, kept in ((2, 1), (3, 0)):
         assert (
             decide(
-                lenience.rule("topk:6,floor=0.1"), window([token]), reading(logits), greedy()
+                lenience.rule("topk:6,floor=0.1"),
+                window([token]),
+                reading(logits),
+                greedy(),
             ).num_accepted
             == kept
         )
     everything = torch.zeros(1, VOCABULARY)
     assert (
         decide(
-            lenience.rule("random:1,floor=0.1"), window([3], everything), reading(logits), greedy()
+            lenience.rule("random:1,floor=0.1"),
+            window([3], everything),
+            reading(logits),
+            greedy(),
         ).num_accepted
         == 0
     )
@@ -236,7 +259,9 @@ def test_a_floor_holds_for_what_an_ensemble_puts_in_its_place() -> None:
 def test_a_span_lies_between_its_two_texts(llama: Pair) -> None:
     """w3 opens and w7 closes, whether they are prompted or drafted."""
     tokenizer = make_tokenizer()
-    ctx = Context([Row(Noise.for_prompt(0, []), [1, 3, 2], position=0)], decode=tokenizer.decode)
+    ctx = Context(
+        [Row(Noise.for_prompt(0, []), [1, 3, 2], position=0)], decode=tokenizer.decode
+    )
 
     def inside(tokens: list[int]) -> list[bool]:
         return ctx.in_span("w3", "w7", torch.tensor([tokens]))[0].tolist()
@@ -248,12 +273,16 @@ def test_a_span_lies_between_its_two_texts(llama: Pair) -> None:
     free = llama.generate([47, 9], rule="topk:48", max_new_tokens=60)
     end = (
         next(
-            i for i in range(10, 50) if free.tokens[i] > 9 and free.tokens[i] not in free.tokens[:i]
+            i
+            for i in range(10, 50)
+            if free.tokens[i] > 9 and free.tokens[i] not in free.tokens[:i]
         )
         + 1
     )
     limited = llama.generate(
-        [47, 9], rule=f"topk:48,begin=w47,end=w{free.tokens[end - 1]}", max_new_tokens=60
+        [47, 9],
+        rule=f"topk:48,begin=w47,end=w{free.tokens[end - 1]}",
+        max_new_tokens=60,
     )
     assert limited.tokens[:end] == free.tokens[:end] and limited.accepted_lenient
     rest = llama.generate(
@@ -269,9 +298,9 @@ def test_markers_may_be_cut_into_tokens_anywhere() -> None:
         [Row(Noise.for_prompt(0, []), [4, 1, 2], position=1)],
         decode=lambda ids: "".join(texts[i] for i in ids),
     )
-    assert ctx.in_span("<think>", "</think>", torch.tensor([[3, 4, 5, 6, 4]])).tolist() == [
-        [False, True, True, True, False]
-    ]
+    assert ctx.in_span(
+        "<think>", "</think>", torch.tensor([[3, 4, 5, 6, 4]])
+    ).tolist() == [[False, True, True, True, False]]
 
 
 def test_one_marker_may_hold_the_other() -> None:
@@ -301,7 +330,8 @@ def test_or_binds_weaker_than_and() -> None:
         ["random"],
     ]
     assert (
-        str(rule) == "exact|topk:2&typical:0.1,0.3|random:0.5" and lenience.rule(str(rule)) == rule
+        str(rule) == "exact|topk:2&typical:0.1,0.3|random:0.5"
+        and lenience.rule(str(rule)) == rule
     )
 
 
@@ -356,9 +386,15 @@ def test_every_spec_survives(spec: str) -> None:
 def test_a_judge_may_be_anded(judge: str, llama: Pair) -> None:
     alone = llama.generate([5, 9], rule=judge, max_new_tokens=60)
     both = llama.generate([5, 9], rule=f"{judge}&topk:2", max_new_tokens=60)
-    assert llama.generate([5, 9], rule=f"{judge}&topk:48", max_new_tokens=60).tokens == alone.tokens
+    assert (
+        llama.generate([5, 9], rule=f"{judge}&topk:48", max_new_tokens=60).tokens
+        == alone.tokens
+    )
     exact = llama.generate([5, 9], max_new_tokens=60)
-    assert llama.generate([5, 9], rule=f"{judge}&topk:1", max_new_tokens=60).tokens == exact.tokens
+    assert (
+        llama.generate([5, 9], rule=f"{judge}&topk:1", max_new_tokens=60).tokens
+        == exact.tokens
+    )
     assert both.tokens not in (alone.tokens, exact.tokens)
 
 
@@ -371,7 +407,11 @@ def test_a_users_own_rule_may_be_lenient(llama: Pair) -> None:
 
     out = llama.generate([5, 9], rule=Even(), max_new_tokens=40)
     assert (
-        all(entry.token % 2 == 0 for entry in out.trace if entry.origin == "draft-lenient")
+        all(
+            entry.token % 2 == 0
+            for entry in out.trace
+            if entry.origin == "draft-lenient"
+        )
         and out.accepted_lenient
     )
 
@@ -422,13 +462,33 @@ def test_after_trusted_tokens_comes_what_the_target_says_there(
 ) -> None:
     """The target wants 3, 4, 5, 0 in turn, whatever is drafted; of three drafted tokens two are
     trusted."""
-    target = 30 * torch.nn.functional.one_hot(torch.tensor([[3, 4, 5, 0]]), VOCABULARY).float()
-    for tokens, accepted in (([1, 1, 1], 2), ([1, 1, 5], 3), ([3, 1, 1], 2), ([1, 4, 1], 2)):
-        drafted = 30 * torch.nn.functional.one_hot(torch.tensor([tokens]), VOCABULARY).float()
-        draft = Draft(torch.tensor([tokens]), torch.tensor([3]), drafted, trusted=torch.tensor([2]))
+    target = (
+        30
+        * torch.nn.functional.one_hot(torch.tensor([[3, 4, 5, 0]]), VOCABULARY).float()
+    )
+    for tokens, accepted in (
+        ([1, 1, 1], 2),
+        ([1, 1, 5], 3),
+        ([3, 1, 1], 2),
+        ([1, 4, 1], 2),
+    ):
+        drafted = (
+            30 * torch.nn.functional.one_hot(torch.tensor([tokens]), VOCABULARY).float()
+        )
+        draft = Draft(
+            torch.tensor([tokens]),
+            torch.tensor([3]),
+            drafted,
+            trusted=torch.tensor([2]),
+        )
         ctx = Context([Row(Noise.for_prompt(0, [1]), [1])], temperature)
-        (verdict,) = lenience.rule(spec)(draft, Reading(target, torch.zeros(1, 4, 1)), ctx)
-        assert (verdict.num_accepted, verdict.next_token) == (accepted, [3, 4, 5, 0][accepted])
+        (verdict,) = lenience.rule(spec)(
+            draft, Reading(target, torch.zeros(1, 4, 1)), ctx
+        )
+        assert (verdict.num_accepted, verdict.next_token) == (
+            accepted,
+            [3, 4, 5, 0][accepted],
+        )
         if spec != "block":  # which sees the window as a whole
             assert verdict.exact == [a == b for a, b in zip(tokens, [3, 4, 5])], (
                 "what the strict rule says stays known"

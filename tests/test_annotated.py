@@ -15,7 +15,12 @@ from test_cli import last_json, run
 from lenience import InputError
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs
-from lenience.training.annotated import Annotated, annotated_states, marked_answers, read_annotated
+from lenience.training.annotated import (
+    Annotated,
+    annotated_states,
+    marked_answers,
+    read_annotated,
+)
 
 INPUTS = Inputs(("target",), ("draft",), (-1,))
 
@@ -24,7 +29,9 @@ def row(wrong: str, begin: int, end: int, correct: str = " w1 w2") -> Annotated:
     return Annotated("w5 w9", correct, wrong, (begin, end), "f, line 1")
 
 
-def test_tokens_before_the_error_are_right_and_those_after_it_are_left_out(llama: Pair) -> None:
+def test_tokens_before_the_error_are_right_and_those_after_it_are_left_out(
+    llama: Pair,
+) -> None:
     wrong = " w3 w44 w5 w6"
     prompt, (right, bad) = marked_answers(
         llama.target, row(wrong, wrong.index("44"), wrong.index(" w6"))
@@ -50,22 +57,37 @@ def test_the_states_are_those_of_transformers(llama: Pair, layer: int | None) ->
     with torch.inference_mode():
         out = llama.target.model(whole, output_hidden_states=True)
     hook.remove()
-    wanted = {None: out.hidden_states[-1], 1: out.hidden_states[1], 2: norms[0], -1: norms[0]}[
-        layer
-    ]
+    wanted = {
+        None: out.hidden_states[-1],
+        1: out.hidden_states[1],
+        2: norms[0],
+        -1: norms[0],
+    }[layer]
     np.testing.assert_allclose(x[2:], wanted[0, 2:], atol=1e-4)
     assert wrong.tolist() == [False, False, False, True]
 
 
-def test_decoding_reads_the_layer_that_the_judge_names(llama: Pair, tmp_path: Path) -> None:
+def test_decoding_reads_the_layer_that_the_judge_names(
+    llama: Pair, tmp_path: Path
+) -> None:
     size = llama.target.hidden_size
     whole_weight = torch.randn(2 * size, generator=torch.Generator().manual_seed(3))
-    known = {part: value for part, value in llama.fingerprints.items() if part != "draft"}
+    known = {
+        part: value for part, value in llama.fingerprints.items() if part != "draft"
+    }
     for name, layers in {"1": (1,), "-1": (-1,), "1,norm": (1, None)}.items():
         weight, folder = whole_weight[: size * len(layers)], tmp_path / name
-        Head(weight, 0.0, Inputs(("target",), ("draft",), layers), 0.5, known).save(folder)
-        out = llama.generate([5, 9], rule=f'judge:"{folder}"', window=4, max_new_tokens=30)
-        asked = [(i, entry) for i, entry in enumerate(out.trace) if entry.origin == "draft-lenient"]
+        Head(weight, 0.0, Inputs(("target",), ("draft",), layers), 0.5, known).save(
+            folder
+        )
+        out = llama.generate(
+            [5, 9], rule=f'judge:"{folder}"', window=4, max_new_tokens=30
+        )
+        asked = [
+            (i, entry)
+            for i, entry in enumerate(out.trace)
+            if entry.origin == "draft-lenient"
+        ]
         assert asked
         for i, entry in asked:
             with torch.inference_mode():
@@ -74,15 +96,24 @@ def test_decoding_reads_the_layer_that_the_judge_names(llama: Pair, tmp_path: Pa
                     lambda _, args, norms=norms: norms.append(args[0])
                 )
                 whole = llama.target.model(
-                    torch.tensor([[5, 9, *out.tokens[: i + 1]]]), output_hidden_states=True
+                    torch.tensor([[5, 9, *out.tokens[: i + 1]]]),
+                    output_hidden_states=True,
                 )
                 hook.remove()
-            after = {-1: norms[0], 1: whole.hidden_states[1], None: whole.hidden_states[-1]}
+            after = {
+                -1: norms[0],
+                1: whole.hidden_states[1],
+                None: whole.hidden_states[-1],
+            }
             state = torch.cat([after[layer][0, -1] for layer in layers])
-            assert entry.score == pytest.approx(float(torch.sigmoid(state @ weight)), abs=1e-4)
+            assert entry.score == pytest.approx(
+                float(torch.sigmoid(state @ weight)), abs=1e-4
+            )
     with pytest.raises(InputError, match="different layers"):
         llama.decoder({"rule": f"judge:{tmp_path / '1'}|judge:{tmp_path / '-1'}"})
-    Head(weight[:size], 0.0, Inputs(("target",), ("draft",), (9,)), 0.5, known).save(tmp_path / "9")
+    Head(weight[:size], 0.0, Inputs(("target",), ("draft",), (9,)), 0.5, known).save(
+        tmp_path / "9"
+    )
     with pytest.raises(InputError, match=r"layer 9: target .* has 2"):
         llama.generate([5], rule=f"judge:{tmp_path / '9'}")
 
@@ -97,8 +128,14 @@ def test_decoding_reads_the_layer_that_the_judge_names(llama: Pair, tmp_path: Pa
             '{"question": "w1", "correct": "w1", "wrong": "w2", "error": [0, 9]}',
             "is no span of the 2 characters",
         ),
-        ('{"question": "w1", "correct": "w1", "wrong": "w2", "error": [1, 1]}', "is no span"),
-        ('{"question": "w1", "correct": "", "wrong": "w2", "error": [0, 1]}', "must be texts"),
+        (
+            '{"question": "w1", "correct": "w1", "wrong": "w2", "error": [1, 1]}',
+            "is no span",
+        ),
+        (
+            '{"question": "w1", "correct": "", "wrong": "w2", "error": [0, 1]}',
+            "must be texts",
+        ),
         (
             '{"question": "w1", "correct": "w1", "wrong": "w2  w3", "error": [2, 3]}',
             "holds no token",
@@ -111,7 +148,10 @@ def test_decoding_reads_the_layer_that_the_judge_names(llama: Pair, tmp_path: Pa
             '{"question": "w1", "correct": "zz", "wrong": "w2", "error": [0, 1]}',
             "line 2: .*lacks: 'zz'",
         ),
-        ('{"question": "zz", "correct": "w1", "wrong": "w2", "error": [0, 1]}', "line 2: "),
+        (
+            '{"question": "zz", "correct": "w1", "wrong": "w2", "error": [0, 1]}',
+            "line 2: ",
+        ),
     ],
 )
 def test_broken_rows_are_told_by_their_line(
@@ -120,7 +160,9 @@ def test_broken_rows_are_told_by_their_line(
     good = '{"question": "w1", "correct": "w1", "wrong": "w2", "error": [0, 2]}'
     (tmp_path / "f.jsonl").write_text(f"{good}\n{line}\n")
     with pytest.raises(InputError, match=says.replace("[", r"\[")):
-        list(annotated_states(llama.target, read_annotated(tmp_path / "f.jsonl"), INPUTS))
+        list(
+            annotated_states(llama.target, read_annotated(tmp_path / "f.jsonl"), INPUTS)
+        )
 
 
 def test_the_command_fits_and_the_judge_decodes(checkpoints, tmp_path: Path) -> None:
@@ -144,15 +186,23 @@ def test_the_command_fits_and_the_judge_decodes(checkpoints, tmp_path: Path) -> 
             )
     pair = ["--target", target, "--draft", draft]
     told = last_json(run("fit", "--from", "annotated", path, *pair, "--json"))
-    assert told["auc_out_of_fold"] > 0.95 and told["important"] == 40 and told["head"] == "adamw"
+    assert (
+        told["auc_out_of_fold"] > 0.95
+        and told["important"] == 40
+        and told["head"] == "adamw"
+    )
     about = json.loads((tmp_path / "errors" / "judge" / "judge.json").read_text())
     assert about["inputs"]["layers"] == [-1] and "draft" not in about["fingerprints"]
     assert about["threshold"] == told["threshold"] == 0.5
-    other = last_json(run("fit", "--from", "annotated", path, *pair, "--recall", 0.9, "--json"))
+    other = last_json(
+        run("fit", "--from", "annotated", path, *pair, "--recall", 0.9, "--json")
+    )
     by_recall = {row["recall"]: row["threshold"] for row in other["thresholds"]}
     assert other["threshold"] == by_recall[0.9] != 0.5
     rule = f"judge:{tmp_path / 'errors' / 'judge'}@0.5"
     out = last_json(
-        run("generate", "w5 w9", "--rule", rule, *pair, "--max-new-tokens", 20, "--json")
+        run(
+            "generate", "w5 w9", "--rule", rule, *pair, "--max-new-tokens", 20, "--json"
+        )
     )
     assert len(out["tokens"]) > 0

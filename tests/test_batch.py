@@ -37,7 +37,9 @@ def assert_same(together: list[Generation], alone: list[Generation]) -> None:
             "finish",
         ):
             assert getattr(a, key) == getattr(b, key), key
-        assert [entry.origin for entry in a.trace] == [entry.origin for entry in b.trace]
+        assert [entry.origin for entry in a.trace] == [
+            entry.origin for entry in b.trace
+        ]
         for x, y in zip(a.trace, b.trace):
             assert x.score == y.score or x.score == pytest.approx(y.score, abs=1e-4)
 
@@ -64,7 +66,9 @@ def test_together_as_alone(
         "seed": 5,
     }
     together = pair.generate_batch(given_prompts, batch_size=size, **options)
-    assert_same(together, [pair.generate(prompt, **options) for prompt in given_prompts])
+    assert_same(
+        together, [pair.generate(prompt, **options) for prompt in given_prompts]
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neo"])
@@ -84,21 +88,31 @@ def test_tokens_that_stay_on_the_device_make_no_difference(
     alone = [pair.generate(prompt, **options) for prompt in given_prompts]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PlainCache, "needs_host_tokens", False)  # as on a GPU
-        assert_same(pair.generate_batch(given_prompts, batch_size=size, **options), alone)
+        assert_same(
+            pair.generate_batch(given_prompts, batch_size=size, **options), alone
+        )
 
 
 @given(prompts, st.integers(1, 9), st.integers(1, 40), st.integers(1, 5))
 @quick(15)
-def test_a_judge_scores_each_row_as_alone(llama, judge, given_prompts, window, new, size) -> None:
+def test_a_judge_scores_each_row_as_alone(
+    llama, judge, given_prompts, window, new, size
+) -> None:
     options = {"rule": judge, "window": window, "max_new_tokens": new}
     together = llama.generate_batch(given_prompts, batch_size=size, **options)
-    assert_same(together, [llama.generate(prompt, **options) for prompt in given_prompts])
+    assert_same(
+        together, [llama.generate(prompt, **options) for prompt in given_prompts]
+    )
 
 
-def test_exact_together_is_the_targets_own_greedy_answer(pairs: Callable[[str], Pair]) -> None:
+def test_exact_together_is_the_targets_own_greedy_answer(
+    pairs: Callable[[str], Pair],
+) -> None:
     pair = pairs("qwen2")
     asked = [[i + 1, *range(1, 4 * i % 11 + 2)] for i in range(9)]
-    for prompt, out in zip(asked, pair.generate_batch(asked, batch_size=4, max_new_tokens=24)):
+    for prompt, out in zip(
+        asked, pair.generate_batch(asked, batch_size=4, max_new_tokens=24)
+    ):
         with torch.inference_mode():
             plain = pair.target.model.generate(
                 torch.tensor([prompt]), max_new_tokens=24, do_sample=False
@@ -123,21 +137,32 @@ def test_an_answer_that_ends_early_makes_room_for_the_next(built_in: Pair) -> No
         "Ann has 12 apples. Answer:",
         "Bob has 5 apples. How many apples does Bob have left? Answer:",
     ] * 4
-    outs = built_in.generate_batch(asked, batch_size=3, max_new_tokens=60, stop_strings=["12", "5"])
+    outs = built_in.generate_batch(
+        asked, batch_size=3, max_new_tokens=60, stop_strings=["12", "5"]
+    )
     alone = [
-        built_in.generate(prompt, max_new_tokens=60, stop_strings=["12", "5"]) for prompt in asked
+        built_in.generate(prompt, max_new_tokens=60, stop_strings=["12", "5"])
+        for prompt in asked
     ]
     assert_same(outs, alone)
     assert {out.finish for out in outs} & {"stop"}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_rows_that_reach_the_context_end_there(name: str, pairs: Callable[[str], Pair]) -> None:
+def test_rows_that_reach_the_context_end_there(
+    name: str, pairs: Callable[[str], Pair]
+) -> None:
     pair, asked = pairs(name), [[3] * 250, [5, 4], [1 + i % 40 for i in range(255)]]
     for rule in ("exact", "topk:3"):
-        alone = [pair.generate(prompt, rule=rule, max_new_tokens=30, window=8) for prompt in asked]
+        alone = [
+            pair.generate(prompt, rule=rule, max_new_tokens=30, window=8)
+            for prompt in asked
+        ]
         assert_same(
-            pair.generate_batch(asked, rule=rule, batch_size=3, max_new_tokens=30, window=8), alone
+            pair.generate_batch(
+                asked, rule=rule, batch_size=3, max_new_tokens=30, window=8
+            ),
+            alone,
         )
         assert len(asked[2]) + len(alone[2].tokens) == 256
 
@@ -148,9 +173,8 @@ def test_what_is_past_the_context_is_not_read(pairs: Callable[[str], Pair]) -> N
     reading = Session(lm, 2).read([long, short], 5)
     with torch.inference_mode():
         whole = lm.model(torch.tensor([long[:256]])).logits[0]
-    torch.testing.assert_close(
-        reading.logits[0, :2], whole[-2:], atol=2e-4, rtol=1e-3
-    )  # after the tokens 255 and 256
+    # after the tokens 255 and 256
+    torch.testing.assert_close(reading.logits[0, :2], whole[-2:], atol=2e-4, rtol=1e-3)
 
 
 def test_a_pass_that_fails_leaves_nothing_that_is_believed(llama: Pair) -> None:
@@ -160,9 +184,8 @@ def test_a_pass_that_fails_leaves_nothing_that_is_believed(llama: Pair) -> None:
     def fail(*_call: object) -> None:
         raise MemoryError
 
-    watch = llama.target.model.model.layers[1].register_forward_pre_hook(
-        fail
-    )  # the first layer has written by then
+    # the first layer has written by then
+    watch = llama.target.model.model.layers[1].register_forward_pre_hook(fail)
     with pytest.raises(MemoryError):
         session.read([[1, 2, 9, 9]])
     watch.remove()
@@ -170,10 +193,14 @@ def test_a_pass_that_fails_leaves_nothing_that_is_believed(llama: Pair) -> None:
     torch.testing.assert_close(session.read([[1, 2, 3, 4, 5, 6]]).logits, fresh.logits)
 
 
-def test_no_prompts_no_answers_and_wrong_options_are_told_before_any_work(llama: Pair) -> None:
+def test_no_prompts_no_answers_and_wrong_options_are_told_before_any_work(
+    llama: Pair,
+) -> None:
     assert llama.generate_batch([]) == []
     calls: list[object] = []
-    watch = llama.target.model.register_forward_pre_hook(lambda *call: calls.append(call))
+    watch = llama.target.model.register_forward_pre_hook(
+        lambda *call: calls.append(call)
+    )
     with pytest.raises(InputError, match="batch_size 0"):
         llama.generate_batch([[1]], batch_size=0)
     with pytest.raises(InputError, match="prompt is empty"):
@@ -195,15 +222,20 @@ def test_a_cache_that_cannot_fit_is_refused_with_what_would(
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_cache_takes_what_it_is_said_to_take(name: str, pairs: Callable[[str], Pair]) -> None:
+def test_the_cache_takes_what_it_is_said_to_take(
+    name: str, pairs: Callable[[str], Pair]
+) -> None:
     lm = pairs(name).target
     session = Session(lm, 3, 50)
     session.read([[1, 2], [3], [4]])
     taken = sum(kept.nbytes for kept in session.cache.kept())
-    assert taken == 3 * 51 * sum(token_bytes(lm).values())  # one column more, for padding
+    # one column more, for padding
+    assert taken == 3 * 51 * sum(token_bytes(lm).values())
 
 
-def test_a_length_limit_beyond_the_context_takes_no_more_than_the_context(llama: Pair) -> None:
+def test_a_length_limit_beyond_the_context_takes_no_more_than_the_context(
+    llama: Pair,
+) -> None:
     assert llama.generate([5], max_new_tokens=10**9).finish in ("context", "eos")
 
 
@@ -214,7 +246,9 @@ def test_the_cache_grows_where_it_is_full_and_keeps_what_it_holds(llama: Pair) -
         session.read(rows)
     for more in ([4], [4, 5, 6, 7]):
         grown = [row + more for row in rows]
-        torch.testing.assert_close(small.read(grown, 1).logits, large.read(grown, 1).logits)
+        torch.testing.assert_close(
+            small.read(grown, 1).logits, large.read(grown, 1).logits
+        )
 
 
 def test_rows_are_read_one_by_one_where_a_model_places_its_own_mask(
@@ -245,10 +279,15 @@ def test_a_model_that_places_masks_otherwise_is_found_out(
 
 def test_threads_that_use_one_pair_do_not_mix(checkpoints, judge: str) -> None:
     pair = load_pair(*checkpoints("llama"), dtype="float32")
-    asked = [[[i + 1, *range(1, 3 * i % 9 + 2)] for i in range(k, k + 6)] for k in range(0, 24, 6)]
+    asked = [
+        [[i + 1, *range(1, 3 * i % 9 + 2)] for i in range(k, k + 6)]
+        for k in range(0, 24, 6)
+    ]
     options = {"rule": judge, "batch_size": 3, "max_new_tokens": 30}
     with ThreadPoolExecutor(4) as threads:
-        outs = list(threads.map(lambda prompts: pair.generate_batch(prompts, **options), asked))
+        outs = list(
+            threads.map(lambda prompts: pair.generate_batch(prompts, **options), asked)
+        )
     for prompts, together in zip(asked, outs):
         assert_same(together, pair.generate_batch(prompts, **options))
 
@@ -256,9 +295,14 @@ def test_threads_that_use_one_pair_do_not_mix(checkpoints, judge: str) -> None:
 def test_in_bfloat16_answers_part_only_at_near_ties(checkpoints) -> None:
     pair = load_pair(*checkpoints("llama"), dtype="bfloat16")
     asked = [[i + 1] * (i % 5 + 1) for i in range(12)]
-    for prompt, out in zip(asked, pair.generate_batch(asked, batch_size=6, max_new_tokens=20)):
+    for prompt, out in zip(
+        asked, pair.generate_batch(asked, batch_size=6, max_new_tokens=20)
+    ):
         alone = pair.generate(prompt, max_new_tokens=20)
-        parted = next((i for i, (a, b) in enumerate(zip(out.tokens, alone.tokens)) if a != b), None)
+        parted = next(
+            (i for i, (a, b) in enumerate(zip(out.tokens, alone.tokens)) if a != b),
+            None,
+        )
         if parted is not None:
             with torch.inference_mode():
                 logits = (

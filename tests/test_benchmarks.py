@@ -24,7 +24,13 @@ import lenience
 from lenience.core.errors import InputError
 from lenience.tasks import BENCHMARKS, Sample, Task
 from lenience.tasks.choice import Arc, CommonsenseQa, Mmlu
-from lenience.tasks.code import HumanEval, LiveCodeBench, cases_in, last_block, same_output
+from lenience.tasks.code import (
+    HumanEval,
+    LiveCodeBench,
+    cases_in,
+    last_block,
+    same_output,
+)
 from lenience.tasks.expressions import same_expression
 from lenience.tasks.finding import choice
 from lenience.tasks.math import Gsm8k, Math
@@ -39,7 +45,10 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def gsm_rows(n: int, first: int = 0) -> list[dict[str, Any]]:
     return [
-        {"question": f"What is {i} and {i}?", "answer": f"It is <<{i}+{i}={2 * i}>>.\n#### {2 * i}"}
+        {
+            "question": f"What is {i} and {i}?",
+            "answer": f"It is <<{i}+{i}={2 * i}>>.\n#### {2 * i}",
+        }
         for i in range(first, first + n)
     ]
 
@@ -97,7 +106,9 @@ def test_gsm8k_shows_solved_problems_and_does_not_mine_them(tmp_path: Path) -> N
     jsonl(tmp_path / "train.jsonl", gsm_rows(10))
     jsonl(tmp_path / "test.jsonl", gsm_rows(3, first=50))
     task = lenience.task("gsm8k", data=tmp_path, shots=8)
-    assert len(list(task.samples("train"))) == 2 and len(list(task.samples("test"))) == 3
+    assert (
+        len(list(task.samples("train"))) == 2 and len(list(task.samples("test"))) == 3
+    )
     (sample, *_) = task.samples("test")
     assert isinstance(sample.prompt, str) and sample.reference == "100"
     shown = "Question: What is 0 and 0?\nAnswer: It is <<0+0=0>>.\n#### 0\n\nQuestion: What is 1"
@@ -105,16 +116,23 @@ def test_gsm8k_shows_solved_problems_and_does_not_mine_them(tmp_path: Path) -> N
     assert sample.prompt.endswith("\n#### 14\n\nQuestion: What is 50 and 50?\nAnswer:")
     turns = lenience.task("gsm8k:shots=8,turns=true", data=str(tmp_path))
     (sample, *_) = turns.samples("test")
-    assert [one["role"] for one in sample.prompt] == ["user", "assistant"] * 8 + ["user"]
+    assert [one["role"] for one in sample.prompt] == ["user", "assistant"] * 8 + [
+        "user"
+    ]
     assert task.answer("#### 5\n#### 6") == "5"  # the first
     assert lenience.task("gsm8k", data=tmp_path).answer("5, then 6") == "6"
 
 
 @pytest.mark.parametrize("kind", ["value", "flexible"])
-def test_gsm8k_looks_for_no_answer_behind_the_first_end(tmp_path: Path, kind: str) -> None:
+def test_gsm8k_looks_for_no_answer_behind_the_first_end(
+    tmp_path: Path, kind: str
+) -> None:
     path = jsonl(tmp_path / "test.jsonl", gsm_rows(1))
     task = lenience.task(f"gsm8k:extract={kind}", data=path)
-    for text in ("so 18\n\nQuestion: 4 of 5?</s> 99", "so 18<|im_end|> 7\nQuestion: 3?\n</s> 2"):
+    for text in (
+        "so 18\n\nQuestion: 4 of 5?</s> 99",
+        "so 18<|im_end|> 7\nQuestion: 3?\n</s> 2",
+    ):
         assert task.answer(text) == "18"
 
 
@@ -134,9 +152,20 @@ def test_expressions_are_compared_by_their_values(a: str, b: str, same: bool) ->
 
 
 def test_math_in_a_file_for_each_problem_and_in_one(tmp_path: Path) -> None:
-    row = {"problem": "Half?", "level": "Level 3", "type": "A", "solution": r"It is $\boxed{1/2}$."}
+    row = {
+        "problem": "Half?",
+        "level": "Level 3",
+        "type": "A",
+        "solution": r"It is $\boxed{1/2}$.",
+    }
     for number in range(6):
-        path = tmp_path / "MATH" / ("test" if number % 2 else "train") / f"kind{number}" / "1.json"
+        path = (
+            tmp_path
+            / "MATH"
+            / ("test" if number % 2 else "train")
+            / f"kind{number}"
+            / "1.json"
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(row, indent=2))
     task = lenience.task("math", data=tmp_path / "MATH")
@@ -144,14 +173,22 @@ def test_math_in_a_file_for_each_problem_and_in_one(tmp_path: Path) -> None:
     assert len(rest) == 2 and sample.reference == "1/2"
     assert task.correct(r"So \boxed{\frac{2}{4}}", sample)
     assert not task.correct(r"So \boxed{2}", sample) and not task.correct("1/2", sample)
-    five = jsonl(tmp_path / "five.jsonl", [{"problem": "?", "answer": "5", "unique_id": "a/1"}])
-    assert next(iter(lenience.task("math:sets=whole", data=five).samples("test"))).id == "a/1"
+    five = jsonl(
+        tmp_path / "five.jsonl", [{"problem": "?", "answer": "5", "unique_id": "a/1"}]
+    )
+    assert (
+        next(iter(lenience.task("math:sets=whole", data=five).samples("test"))).id
+        == "a/1"
+    )
     with pytest.raises(InputError, match="there is no problem in it"):
         lenience.task("math:level=2", data=tmp_path / "MATH")
     assert issubclass(Math, Task)
 
 
-HUB = {"choices": {"label": ["1", "2", "3"], "text": ["red", "green", "blue"]}, "answerKey": "2"}
+HUB = {
+    "choices": {"label": ["1", "2", "3"], "text": ["red", "green", "blue"]},
+    "answerKey": "2",
+}
 ORIGINAL = {
     "id": "q1",
     "answerKey": "C",
@@ -164,7 +201,9 @@ ORIGINAL = {
 
 
 def test_choices_in_the_hubs_and_the_original_layout(tmp_path: Path) -> None:
-    table = pa.Table.from_pylist([{"id": f"r{i}", "question": "Sky?", **HUB} for i in range(4)])
+    table = pa.Table.from_pylist(
+        [{"id": f"r{i}", "question": "Sky?", **HUB} for i in range(4)]
+    )
     (tmp_path / "arc").mkdir()
     pq.write_table(table, tmp_path / "arc" / "test-00000-of-00001.parquet")
     task = lenience.task("arc:sets=whole", data=tmp_path / "arc")
@@ -173,9 +212,14 @@ def test_choices_in_the_hubs_and_the_original_layout(tmp_path: Path) -> None:
     assert task.correct("Let me think. Answer: B", sample)
     assert task.answer("Answer: D", sample) is None  # there are three
     jsonl(tmp_path / "csqa" / "dev_rand_split.jsonl", [ORIGINAL])
-    unlabelled = {name: value for name, value in ORIGINAL.items() if name != "answerKey"}
+    unlabelled = {
+        name: value for name, value in ORIGINAL.items() if name != "answerKey"
+    }
     jsonl(tmp_path / "csqa" / "test_rand_split_no_answers.jsonl", [unlabelled])
-    jsonl(tmp_path / "csqa" / "train_rand_split.jsonl", [ORIGINAL, {**ORIGINAL, "id": "q2"}])
+    jsonl(
+        tmp_path / "csqa" / "train_rand_split.jsonl",
+        [ORIGINAL, {**ORIGINAL, "id": "q2"}],
+    )
     task = lenience.task("csqa", data=tmp_path / "csqa")
     assert [one.reference for one in task.samples("test")] == ["C"]
     assert len(list(task.samples("train"))) == 2
@@ -208,11 +252,14 @@ def test_mmlu_from_its_own_tables_with_shots_of_the_subject(tmp_path: Path) -> N
     some = lenience.task("mmlu:subset=6,seed=3", data=tmp_path)
     chosen = list(some.samples("test"))
     assert (
-        sorted(one.metadata["stratum"] for one in chosen) == ["anatomy"] * 3 + ["world history"] * 3
+        sorted(one.metadata["stratum"] for one in chosen)
+        == ["anatomy"] * 3 + ["world history"] * 3
     )
     assert [one.id for one in chosen] == [one.id for one in some.samples("test")]
     table = [{"id": f"r{i}", "question": f"{i}?", **HUB} for i in range(200)]
-    one_set = lenience.task("arc:subset=20", data=jsonl(tmp_path / "arc" / "all.jsonl", table))
+    one_set = lenience.task(
+        "arc:subset=20", data=jsonl(tmp_path / "arc" / "all.jsonl", table)
+    )
     assert len(list(one_set.samples("test"))) == 20
     shutil.rmtree(tmp_path / "arc")
     other = lenience.task("mmlu:subset=6,seed=4", data=tmp_path)
@@ -277,7 +324,9 @@ def test_completions_and_code_blocks_are_run(human: HumanEval) -> None:
     }
     scores = human.score([(text, sample) for text in texts])
     assert [one.verdict.split(":")[0] for one in scores] == list(texts.values())
-    assert [one.correct for one in scores] == [kind == "passed" for kind in texts.values()]
+    assert [one.correct for one in scores] == [
+        kind == "passed" for kind in texts.values()
+    ]
     assert all(one.verdict.isprintable() for one in scores)
 
 
@@ -294,7 +343,12 @@ def test_tests_that_cannot_run_are_told(human: HumanEval) -> None:
 @needs("sandbox")
 def test_programs_agree_where_both_pass_or_both_fail(human: HumanEval) -> None:
     (sample,) = human.samples("test")
-    texts = (HUMAN["canonical_solution"], "    return 2 * sum(xs)\n", "    return 0\n", "    no\n")
+    texts = (
+        HUMAN["canonical_solution"],
+        "    return 2 * sum(xs)\n",
+        "    return 0\n",
+        "    no\n",
+    )
     right, other, wrong, broken = (human.answer(text, sample) for text in texts)
     assert human.same(right, other, sample) is True
     assert human.same(right, wrong, sample) is False
@@ -326,7 +380,9 @@ FUNCTIONAL = lcb(
     public_test_cases=json.dumps(
         [{"input": "[1, 2]\n3", "output": "[3, 6]", "testtype": "functional"}]
     ),
-    private_test_cases=packed([{"input": "[]\n1", "output": "[]", "testtype": "functional"}]),
+    private_test_cases=packed(
+        [{"input": "[]\n1", "output": "[]", "testtype": "functional"}]
+    ),
 )
 
 
@@ -381,9 +437,9 @@ def test_livecodebench_takes_releases_levels_and_dates(tmp_path: Path) -> None:
         )
     ids = lambda **options: [  # noqa: E731
         one.id
-        for one in lenience.task("livecodebench:sets=whole", data=tmp_path, **options).samples(
-            "test"
-        )
+        for one in lenience.task(
+            "livecodebench:sets=whole", data=tmp_path, **options
+        ).samples("test")
     ]
     assert ids(release="v2") == ["a1", "b1", "a2", "b2"]
     assert ids(difficulty="hard") == ["b1", "b2", "b3"]
@@ -398,9 +454,17 @@ class Evil:
         return (print, ("ran",))
 
 
-def test_a_pickle_that_would_run_something_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pickle_that_would_run_something_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     evil = base64.b64encode(zlib.compress(pickle.dumps(Evil()))).decode()
-    for text in (evil, "AAAA", "[1]", base64.b64encode(b"x").decode(), packed([{"input": "1"}])):  # type: ignore[list-item]
+    for text in (
+        evil,
+        "AAAA",
+        "[1]",
+        base64.b64encode(b"x").decode(),
+        packed([{"input": "1"}]),
+    ):  # type: ignore[list-item]
         with pytest.raises(InputError, match="test cases cannot be read"):
             cases_in(text)
     assert "ran" not in capsys.readouterr().out
@@ -446,7 +510,9 @@ REPLIES = {
 @pytest.mark.parametrize("name", REPLIES)
 def test_the_program_is_the_block_that_defines_the_function(name: str) -> None:
     prompt = "def add(a, b):\n    ...\n"
-    sample = Sample("x", prompt, None, {"prompt": prompt, "entry_point": "add", "test": ""})
+    sample = Sample(
+        "x", prompt, None, {"prompt": prompt, "entry_point": "add", "test": ""}
+    )
     space: dict[str, Any] = {}
     exec(str(HumanEval(form="chat").answer(REPLIES[name], sample)), space)
     assert space["add"](1, 2) == 3
@@ -484,7 +550,11 @@ def test_gsm8k_compares_values_unless_a_published_rule_is_named(tmp_path: Path) 
 
 def test_rouge_is_rouge_scores_own(tmp_path: Path) -> None:
     rows = [
-        {"article": "A long story.", "highlights": f"The cat number {i} sat.", "id": f"{i}"}
+        {
+            "article": "A long story.",
+            "highlights": f"The cat number {i} sat.",
+            "id": f"{i}",
+        }
         for i in range(5)
     ]
     task = lenience.task(
@@ -495,30 +565,44 @@ def test_rouge_is_rouge_scores_own(tmp_path: Path) -> None:
     texts = ["The cat sat.", "cats sitting", "", "the cat number 3 sat", "nothing"]
     scorer = RougeScorer(["rouge1"], use_stemmer=True)
     for text in texts:
-        wanted = [scorer.score(str(one.reference), text)["rouge1"].fmeasure for one in samples]
+        wanted = [
+            scorer.score(str(one.reference), text)["rouge1"].fmeasure for one in samples
+        ]
         scores = task.score([(text, one) for one in samples])
         assert [1 - one.loss for one in scores] == pytest.approx(wanted)
     good, bad = "The cat number 0 sat.", "dog"
-    assert task.loss(bad, good, samples[0]) == 1 and task.loss(good, bad, samples[0]) == 0
-    assert task.same(good, good + "!", samples[0]) and not task.same(good, bad, samples[0])
+    assert (
+        task.loss(bad, good, samples[0]) == 1 and task.loss(good, bad, samples[0]) == 0
+    )
+    assert task.same(good, good + "!", samples[0]) and not task.same(
+        good, bad, samples[0]
+    )
 
 
 def test_continuations_of_lines_of_text(tmp_path: Path) -> None:
     path = tmp_path / "news.txt"
     words = " ".join(f"w{i}" for i in range(40))
     path.write_text(f"{words}\n\ntoo short\n")
-    (sample,) = lenience.task("continuation:words=4,sets=whole", data=path).samples("test")
-    assert sample.prompt == "w0 w1 w2 w3" and str(sample.reference).split()[:1] == ["w4"]
+    (sample,) = lenience.task("continuation:words=4,sets=whole", data=path).samples(
+        "test"
+    )
+    assert sample.prompt == "w0 w1 w2 w3" and str(sample.reference).split()[:1] == [
+        "w4"
+    ]
     assert len(str(sample.reference).split()) == 16
 
 
 def test_a_single_set_is_split_into_fifths_that_cover_it(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "all.jsonl", gsm_rows(200))
-    whole = {one.id for one in lenience.task("gsm8k:sets=whole", data=path).samples("test")}
+    whole = {
+        one.id for one in lenience.task("gsm8k:sets=whole", data=path).samples("test")
+    }
     tests = []
     for fold in range(5):
         task = lenience.task("gsm8k", data=path, fold=fold)
-        train, test = ({one.id for one in task.samples(split)} for split in ("train", "test"))
+        train, test = (
+            {one.id for one in task.samples(split)} for split in ("train", "test")
+        )
         assert train | test == whole and not train & test
         assert {fold_of(id) for id in test} == {fold}
         tests.append(test)
@@ -558,7 +642,10 @@ def test_the_task_is_known_by_its_options_and_its_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("gsm8k:shot=8", "gsm8k has no argument 'shot'; it has fold, sets, shots, extract, turns"),
+        (
+            "gsm8k:shot=8",
+            "gsm8k has no argument 'shot'; it has fold, sets, shots, extract, turns",
+        ),
         ("gsm8k:shots=many", "must be a whole number"),
         ("gsm8k:shots=-1", "must be from 0 to 64"),
         ("gsm8k:extract=loose", "must be value or strict or flexible"),
@@ -613,7 +700,10 @@ def test_every_benchmark_states_its_source_prompt_and_scorer(name: str) -> None:
 
 
 def hub_rows(role: str, n: int) -> list[dict[str, Any]]:
-    return [{"question": f"{role} {i}?", "choices": list("wxyz"), "answer": 1} for i in range(n)]
+    return [
+        {"question": f"{role} {i}?", "choices": list("wxyz"), "answer": 1}
+        for i in range(n)
+    ]
 
 
 def test_a_folder_of_several_sets_is_refused_and_formats_are_not_counted_twice(
@@ -623,7 +713,9 @@ def test_a_folder_of_several_sets_is_refused_and_formats_are_not_counted_twice(
         (tmp_path / "mmlu" / subject).mkdir(parents=True)
         for role in ("test", "dev"):
             table = pa.Table.from_pylist(hub_rows(role, 3))
-            pq.write_table(table, tmp_path / "mmlu" / subject / f"{role}-00000-of-00001.parquet")
+            pq.write_table(
+                table, tmp_path / "mmlu" / subject / f"{role}-00000-of-00001.parquet"
+            )
     (tmp_path / "mmlu" / "auxiliary_train").mkdir()
     pq.write_table(
         pa.Table.from_pylist(hub_rows("train", 2)),
@@ -636,7 +728,9 @@ def test_a_folder_of_several_sets_is_refused_and_formats_are_not_counted_twice(
     question = {"stem": "Sky?", "choices": [{"label": "A", "text": "red"}]}
     row = {"id": "a1", "answerKey": "A", "question": question}
     jsonl(tmp_path / "ARC-Easy" / "ARC-Easy-Test.jsonl", [row])
-    (tmp_path / "ARC-Easy" / "ARC-Easy-Test.csv").write_text("questionID,question\na1,Sky?\n")
+    (tmp_path / "ARC-Easy" / "ARC-Easy-Test.csv").write_text(
+        "questionID,question\na1,Sky?\n"
+    )
     arc = lenience.task("arc:sets=whole", data=tmp_path / "ARC-Easy")
     assert [one.id for one in arc.samples("test")] == ["a1"]
 
@@ -664,5 +758,7 @@ def test_a_math_verify_that_does_not_work_is_told(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     from lenience.tasks.expressions import _Comparer
 
-    with pytest.raises(InputError, match=r"math-verify does not work here .*no sympy here"):
+    with pytest.raises(
+        InputError, match=r"math-verify does not work here .*no sympy here"
+    ):
         _Comparer().ask("1/2", "0.5")

@@ -33,8 +33,12 @@ def calls(names: tuple[str, ...]) -> Iterator[str]:
     for path in sorted(SOURCE.rglob("*.py")):
         where = str(path.relative_to(SOURCE))
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-                called = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+            if isinstance(node, ast.Call) and isinstance(
+                node.func, ast.Name | ast.Attribute
+            ):
+                called = (
+                    node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+                )
                 if called in names:
                     yield where
 
@@ -43,7 +47,9 @@ def test_specs_are_read_at_the_border_alone() -> None:
     assert set(calls(READERS)) == set(BORDER)
 
 
-@pytest.mark.parametrize("method", ["generate", "generate_batch", "as_completed", "stream"])
+@pytest.mark.parametrize(
+    "method", ["generate", "generate_batch", "as_completed", "stream"]
+)
 def test_every_keyword_has_a_type_for_editors_and_for_help(method: str) -> None:
     """Statically by DecoderOptions, at run time by the signature; both are Options' own."""
     assert DecoderOptions.__annotations__.keys() == set(names())
@@ -66,14 +72,23 @@ def accepts(wide: Any, narrow: Any) -> bool:
 
     if narrow == tuple[str, ...]:
         return True  # an iterable of texts
-    return set(get_args(narrow) or (narrow,)) <= set(get_args(wide) or (wide,)) | {type(None)}
+    return set(get_args(narrow) or (narrow,)) <= set(get_args(wide) or (wide,)) | {
+        type(None)
+    }
 
 
 def test_a_decoder_is_data() -> None:
-    options = {"rule": "topk:3", "window": 4, "stop": "confidence:0.4", "drafter": "ngram|model"}
+    options = {
+        "rule": "topk:3",
+        "window": 4,
+        "stop": "confidence:0.4",
+        "drafter": "ngram|model",
+    }
     decoder = Decoder.of(options)
     assert decoder == Decoder.of(decoder.to_json()) == Decoder.parse(str(decoder))
-    assert len({decoder, Decoder.of(options), Decoder.of({**options, "window": 5})}) == 2
+    assert (
+        len({decoder, Decoder.of(options), Decoder.of({**options, "window": 5})}) == 2
+    )
     assert decoder == Decoder.of({**options, "rule": lenience.rule("topk:3")})
 
 

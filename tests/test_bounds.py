@@ -75,7 +75,9 @@ def test_the_error_is_spent_exactly_by_brute_force() -> None:
     assert len(test.boundary) > 1 and (weights(test.boundary) <= allowed + 1e-12).all()
     for c, n in enumerate(test.boundary):
         sooner = [*test.boundary[:c], n - 1]
-        assert (c and n - 1 == sooner[c - 1]) or (weights(sooner) > allowed + 1e-12).any()
+        assert (c and n - 1 == sooner[c - 1]) or (
+            weights(sooner) > allowed + 1e-12
+        ).any()
     for path in itertools.product((0, 1), repeat=horizon):
         assert test.passed_at(np.array(path)) == passed_at(path, test.boundary)
 
@@ -91,7 +93,11 @@ def test_a_false_certificate_is_as_rare_as_promised(
     alpha, horizon = (1 - confidence) * share, math.ceil(50 / limit)
     test = Binomial(limit, alpha, horizon)
     fits = np.searchsorted(test.boundary, np.arange(horizon + 1), side="right") - 1
-    left, passed = np.eye(1, len(test.boundary) + 1)[0], 0.0  # by losses, none having passed
+    # by losses, none having passed
+    left, passed = (
+        np.eye(1, len(test.boundary) + 1)[0],
+        0.0,
+    )
     for n in range(1, horizon + 1):
         left = left * (1 - limit) + np.r_[0.0, left[:-1]] * limit
         passed += left[: fits[n] + 1].sum()
@@ -114,8 +120,12 @@ def test_a_ladder_is_wrong_as_rarely_as_one_setting() -> None:
                 for mean, path in zip(means, drawn)
             )
             if weight:
-                tried = fixed_sequence_test(test, 3, lambda j, m, drawn=drawn: drawn[j][:m], n)
-                false += weight * any(one.passed and means[one.setting] >= limit for one in tried)
+                tried = fixed_sequence_test(
+                    test, 3, lambda j, m, drawn=drawn: drawn[j][:m], n
+                )
+                false += weight * any(
+                    one.passed and means[one.setting] >= limit for one in tried
+                )
         assert false <= alpha + 1e-12
 
 
@@ -125,7 +135,10 @@ def test_a_bound_is_under_the_limit_where_the_test_passes(n: int, limit: float) 
     losses = (rng.random(n) < limit / 3).astype(float)
     for kind in (*TESTS.values(), PairedBetting):
         one = (1 + limit) / 2 if kind is PairedBetting else limit
-        test, seen = kind(one, 0.05, n), (1 + losses) / 2 if kind is PairedBetting else losses
+        test, seen = (
+            kind(one, 0.05, n),
+            (1 + losses) / 2 if kind is PairedBetting else losses,
+        )
         passed = test.passed_at(seen)
         if passed is None:
             assert test.bound(seen) > one
@@ -141,8 +154,12 @@ def test_p_values_are_mapies() -> None:
     rng = np.random.default_rng(0)
     for n, mean in itertools.product((20, 200, 1000), (0.01, 0.1, 0.5)):
         losses = rng.beta(1, 3, n) * mean
-        theirs = methods.compute_hoeffding_bentkus_p_value(np.array([losses.mean()]), n, mean)[0, 0]
-        assert hoeffding_bentkus(losses, mean) == pytest.approx(min(1, theirs), rel=1e-9)
+        theirs = methods.compute_hoeffding_bentkus_p_value(
+            np.array([losses.mean()]), n, mean
+        )[0, 0]
+        assert hoeffding_bentkus(losses, mean) == pytest.approx(
+            min(1, theirs), rel=1e-9
+        )
 
 
 class OneLook(Binomial):
@@ -163,7 +180,9 @@ def test_fixed_sequences_are_mapies() -> None:
 
     rng = np.random.default_rng(1)
     for _ in range(50):
-        losses = (rng.random((6, 300)) < np.sort(rng.random(6) * 0.03)[:, None]).astype(float)
+        losses = (rng.random((6, 300)) < np.sort(rng.random(6) * 0.03)[:, None]).astype(
+            float
+        )
         tried = fixed_sequence_test(
             OneLook(0.02, 0.05, 300), 6, lambda j, n, losses=losses: losses[j, :n], 300
         )
@@ -207,7 +226,9 @@ def test_a_confidence_sequence_covers_at_all_times() -> None:
     rng, misses = np.random.default_rng(2), 0
     for _ in range(60):
         losses = (rng.random(200) < 0.1).astype(float)
-        low, high = zip(*(sequence(losses[:n], 0.1) for n in (10, 20, 40, 70, 110, 200)))
+        low, high = zip(
+            *(sequence(losses[:n], 0.1) for n in (10, 20, 40, 70, 110, 200))
+        )
         misses += max(low) > 0.1 or min(high) < 0.1
     assert misses <= binom.ppf(0.999, 60, 0.1)
     assert sequence(np.array([]), 0.05) == (0, 1)
@@ -255,7 +276,9 @@ def test_how_many_prompts_other_losses_take() -> None:
     test, rng = Betting(0.505, 0.05, 50_000), np.random.default_rng(5)
     n = sample_size_by_trial(test, seen)
     assert n is not None and n > 100
-    passed = [test.passed_at(rng.choice(seen, size)) for size in [n] * 100 + [n // 2] * 100]
+    passed = [
+        test.passed_at(rng.choice(seen, size)) for size in [n] * 100 + [n // 2] * 100
+    ]
     assert np.mean([one is not None for one in passed[:100]]) > 0.65
     assert np.mean([one is not None for one in passed[100:]]) < 0.6
     assert sample_size_by_trial(Betting(0.505, 0.05, 500), np.full(50, 0.6)) is None

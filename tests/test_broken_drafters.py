@@ -26,7 +26,9 @@ INNER = 12
 def refused(pair: Pair, drafter: str, match: str) -> None:
     with pytest.raises(InputError, match=match) as told:
         pair.generate("w1", drafter=drafter, max_new_tokens=4)
-    assert "\n" not in str(told.value) and str(told.value).startswith(drafter.replace(":", " ", 1))
+    assert "\n" not in str(told.value) and str(told.value).startswith(
+        drafter.replace(":", " ", 1)
+    )
 
 
 def medusa(**changes: Any) -> dict[str, Any]:
@@ -47,7 +49,10 @@ MEDUSA = {
     "no heads": ({}, "it has no heads"),
     "keys that are numbers": ({0: torch.ones(1)}, "it has '0'"),
     "values that are numbers": ({"0.0.linear.weight": 3}, "it has '0.0.linear.weight'"),
-    "Medusa-2's": ({"medusa_head.0.0.linear.weight": torch.ones(1)}, "it has 'medusa_head"),
+    "Medusa-2's": (
+        {"medusa_head.0.0.linear.weight": torch.ones(1)},
+        "it has 'medusa_head",
+    ),
     "no bias": (medusa(**{"1_0_linear_bias": None}), "block 0 of head 1 has no bias"),
     "a head of another size": (
         medusa(**{"1_0_linear_weight": torch.ones(SIZE + 1, SIZE)}),
@@ -57,7 +62,10 @@ MEDUSA = {
         medusa(**{"1_1_weight": torch.ones(VOCABULARY, SIZE + 1)}),
         "head 1's matrix is 48 × 33, not 48 × 32",
     ),
-    "a matrix for one head alone": (medusa(**{"1_1_weight": None}), "head 1 has no matrix"),
+    "a matrix for one head alone": (
+        medusa(**{"1_1_weight": None}),
+        "head 1 has no matrix",
+    ),
     "a head that is missing": (
         {name.replace("1.", "2.", 1): part for name, part in medusa().items()},
         "cannot be read",
@@ -75,7 +83,10 @@ def test_medusa_files(which: str, llama: Pair, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a pointer of Git LFS"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+            "a pointer of Git LFS",
+        ),
         (b"not a file of torch", "no file of torch's"),
         (b"", "no file of torch's"),
     ],
@@ -101,7 +112,9 @@ def test_files_of_something_else(
         ({"fingerprint": "x"}, "not of the same fit"),
     ],
 )
-def test_our_own_heads(changes: dict[str, Any], match: str, llama: Pair, tmp_path: Path) -> None:
+def test_our_own_heads(
+    changes: dict[str, Any], match: str, llama: Pair, tmp_path: Path
+) -> None:
     random_heads("blockwise", 3).save(tmp_path)
     about = json.loads((tmp_path / "blockwise.json").read_text())
     (tmp_path / "blockwise.json").write_text(json.dumps(about | changes))
@@ -123,7 +136,10 @@ def eagle(**changes: Any) -> Callable[[Path], None]:
 
     def write(folder: Path) -> None:
         made: dict[str, Any] = tensors(3)
-        config = {**CONFIG, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}}
+        config = {
+            **CONFIG,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]},
+        }
         for name, value in changes.items():
             if isinstance(value, torch.Tensor):
                 made[name] = value
@@ -145,7 +161,10 @@ EAGLE = {
         eagle(**{"lm_head.weight": torch.ones(30, SIZE + 1)}),
         "lm_head.weight is 30 × 33, not any × 32",
     ),
-    "a norm of another width": (eagle(**{"norm.weight": torch.ones(1)}), "norm.weight is 1"),
+    "a norm of another width": (
+        eagle(**{"norm.weight": torch.ones(1)}),
+        "norm.weight is 1",
+    ),
     "an attention of another width": (
         eagle(**{ATTENTION: torch.ones(SIZE, SIZE + 1)}),
         "q_proj.weight is 32 × 33, not 32 × 64",
@@ -158,14 +177,20 @@ EAGLE = {
         eagle(d2t=torch.full((30,), -1)),
         "d2t names a token below 0",
     ),
-    "a shorter vocabulary": (eagle(d2t=torch.zeros(7, dtype=torch.long)), "d2t has no whole"),
+    "a shorter vocabulary": (
+        eagle(d2t=torch.zeros(7, dtype=torch.long)),
+        "d2t has no whole",
+    ),
     "a vocabulary of fractions": (eagle(d2t=torch.zeros(30)), "d2t has no whole"),
     "few embeddings": (
         eagle(**{"embed_tokens.weight": torch.ones(4, SIZE)}),
         f"knows 4 tokens, and the target has {VOCABULARY}",
     ),
     "a configuration of nonsense": (eagle(num_attention_heads="four"), "config.json"),
-    "another configuration": (eagle(intermediate_size=7), "gate_proj.weight is 40 × 32"),
+    "another configuration": (
+        eagle(intermediate_size=7),
+        "gate_proj.weight is 40 × 32",
+    ),
     "another kind": (eagle(speculators_model_type="dflash"), "it is of dflash"),
     "positions of nonsense": (
         eagle(rope_scaling={"rope_type": "foo", "factor": 2.0}),
@@ -177,11 +202,18 @@ EAGLE = {
         "fc.weight has whole numbers",
     ),
     "norms of unequal parts": (
-        eagle(**{"fc_norm.0.weight": torch.ones(2 * SIZE), "fc_norm.1.weight": torch.ones(SIZE)}),
+        eagle(
+            **{
+                "fc_norm.0.weight": torch.ones(2 * SIZE),
+                "fc_norm.1.weight": torch.ones(SIZE),
+            }
+        ),
         "fc_norm.0 is not one of 2 equal parts of the 96",
     ),
     "norms of some layers": (
-        eagle(**{"fc_norm.0.weight": torch.ones(48), "fc_norm.2.weight": torch.ones(48)}),
+        eagle(
+            **{"fc_norm.0.weight": torch.ones(48), "fc_norm.2.weight": torch.ones(48)}
+        ),
         "fc_norm.1 is not one of 2 equal parts",
     ),
 }
@@ -208,7 +240,10 @@ def test_a_checkpoint_is_its_configuration_too(llama: Pair, tmp_path: Path) -> N
         eagle(**changes)(tmp_path / name)
         setup = llama.decoder({"drafter": f"eagle:{tmp_path / name}"})
         lm = eagle_lm(setup.drafter.head, llama.target)
-        found[name] = (setup.drafter.head.fingerprint, lm.model.model.norm_before_residual)
+        found[name] = (
+            setup.drafter.head.fingerprint,
+            lm.model.model.norm_before_residual,
+        )
     assert found["one"][0] != found["two"][0]
     assert [flag for _, flag in found.values()] == [False, True]
 
@@ -224,10 +259,22 @@ def damaged(name: str, content: Any) -> Callable[[Path], None]:
 
 
 STORES = {
-    "tokens in rows": (damaged("tokens.npy", np.zeros((6, 2), np.int32)), "32-bit numbers"),
-    "tokens that are fractions": (damaged("tokens.npy", np.zeros(6, np.float32)), "32-bit"),
-    "tokens that are short": (damaged("tokens.npy", np.zeros(3, np.int32)), "same corpus"),
-    "suffixes that are long": (damaged("suffixes.npy", np.zeros(6, np.int64)), "32-bit"),
+    "tokens in rows": (
+        damaged("tokens.npy", np.zeros((6, 2), np.int32)),
+        "32-bit numbers",
+    ),
+    "tokens that are fractions": (
+        damaged("tokens.npy", np.zeros(6, np.float32)),
+        "32-bit",
+    ),
+    "tokens that are short": (
+        damaged("tokens.npy", np.zeros(3, np.int32)),
+        "same corpus",
+    ),
+    "suffixes that are long": (
+        damaged("suffixes.npy", np.zeros(6, np.int64)),
+        "32-bit",
+    ),
     "an empty file": (damaged("tokens.npy", ""), "is broken"),
     "no tokenizer": (
         damaged("datastore.json", '{"tokens": 5, "documents": 1, "fingerprint": "x"}'),
@@ -241,13 +288,17 @@ STORES = {
 def test_datastores(which: str, llama: Pair, tmp_path: Path) -> None:
     damage, match = STORES[which]
     build_store(iter([[1, 2, 3, 4, 5]]), llama.target.tokenizer_fingerprint, tmp_path)
-    assert llama.generate("w1", drafter=f"datastore:{tmp_path}", max_new_tokens=4).tokens
+    assert llama.generate(
+        "w1", drafter=f"datastore:{tmp_path}", max_new_tokens=4
+    ).tokens
     damage(tmp_path)
     _load.cache_clear()  # the file's time may not have moved on
     refused(llama, f"datastore:{tmp_path}", match)
 
 
-def test_drafters_on_the_hub(llama: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafters_on_the_hub(
+    llama: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Published files as they are, fetched by the drafter's name."""
     monkeypatch.setenv("LENIENCE_HUB", str(tmp_path))
     for kind in ("medusa", "eagle"):

@@ -70,7 +70,9 @@ def read_in_a_browser(page: Path) -> dict:
 
 
 @needs("browser")
-def test_the_report_is_read_on_a_narrow_screen_by_keyboard(llama: Pair, tmp_path: Path) -> None:
+def test_the_report_is_read_on_a_narrow_screen_by_keyboard(
+    llama: Pair, tmp_path: Path
+) -> None:
     _, made = compare(llama, ParityTask(), RULES, windows=(4,), limit=5, tuning=2)
     frontier = Frontier(**made)
     write_report(tmp_path / "report.html", frontier)
@@ -78,14 +80,20 @@ def test_the_report_is_read_on_a_narrow_screen_by_keyboard(llama: Pair, tmp_path
     assert told["wide"] <= WIDTH, "the page does not scroll sideways"
     assert told["figures"] == [False, True], "the figure is the one for narrow screens"
     rows = named(frontier.rows)
-    titles = [row.name + (f", window {row.window}" if row.window else "") for row in rows]
+    titles = [
+        row.name + (f", window {row.window}" if row.window else "") for row in rows
+    ]
     assert told["rows"] == titles
     assert told["marks"] and all(title == titles[i] for i, title in told["marks"])
-    drafting = [row for row in rows if row.tokens_per_pass is not None and row.rule != "target"]
+    drafting = [
+        row for row in rows if row.tokens_per_pass is not None and row.rule != "target"
+    ]
     for share, speeds in zip((0, 0.25), told["speeds"]):
         by_hand = [row.tokens_per_pass / (1 + share * row.window) for row in drafting]
         assert speeds == pytest.approx(sorted(by_hand, reverse=True), abs=0.006)
     table = list(csv.DictReader(io.StringIO(told["saved"][0])))
     assert [row["rule"] for row in table] == [row.rule for row in rows]
     as_json = json.loads(told["saved"][1])
-    assert [row["tokens_per_second"] for row in as_json] == [row.tokens_per_second for row in rows]
+    assert [row["tokens_per_second"] for row in as_json] == [
+        row.tokens_per_second for row in rows
+    ]

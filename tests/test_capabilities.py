@@ -15,10 +15,24 @@ TESTS = Path(__file__).parent
 SANDBOXED = "test_what_a_program_writes_and_how_it_ends_is_told"
 
 
-def run_without_bubblewrap(tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def run_without_bubblewrap(
+    tmp_path: Path, **env: str
+) -> subprocess.CompletedProcess[str]:
     """Run a test of each sandbox with a PATH on which there is no bwrap."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", SANDBOXED]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        SANDBOXED,
+    ]
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("PYTEST")
+    }
     kept.pop(REQUIRE_ALL, None)
     return subprocess.run(
         [*command, str(TESTS / "test_sandbox.py")],
@@ -30,7 +44,9 @@ def run_without_bubblewrap(tmp_path: Path, **env: str) -> subprocess.CompletedPr
     )
 
 
-def test_without_bubblewrap_its_cases_are_skipped_with_the_reason(tmp_path: Path) -> None:
+def test_without_bubblewrap_its_cases_are_skipped_with_the_reason(
+    tmp_path: Path,
+) -> None:
     done = run_without_bubblewrap(tmp_path)
     assert done.returncode == 0, done.stdout
     reason = "needs bubblewrap (bwrap is not installed): apt-get install bubblewrap"

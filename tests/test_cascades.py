@@ -34,7 +34,9 @@ JOINED = (
 )  # fmt: skip
 
 
-def windows(spec: str, pair: Pair, text: list[int], window: int, temperature: float) -> list[int]:
+def windows(
+    spec: str, pair: Pair, text: list[int], window: int, temperature: float
+) -> list[int]:
     """What a drafter proposes after a text."""
     setup = DrafterSetup(
         pair.target, pair.draft, 1, 256, Fixed(), parse_tree("chain"), keep_states=False,
@@ -65,7 +67,9 @@ def test_a_vertical_cascade_saves_passes(built_in: Pair) -> None:
     (sample,) = islice(WordMath().samples("test"), 1)
     ids = built_in.target.encode(sample.prompt) * 3
     outs = [
-        built_in.generate(ids, drafter=drafter, window=8, max_new_tokens=60, rule="exact")
+        built_in.generate(
+            ids, drafter=drafter, window=8, max_new_tokens=60, rule="exact"
+        )
         for drafter in ("model", "ngram>model")
     ]
     assert outs[0].tokens == outs[1].tokens and outs[0].drafted == outs[1].drafted
@@ -96,7 +100,8 @@ def test_a_horizontal_cascade_goes_on_where_its_first_ends(
 
 
 @given(
-    st.lists(st.integers(1, 3), min_size=1, max_size=20), st.lists(st.integers(1, 4), max_size=5)
+    st.lists(st.integers(1, 3), min_size=1, max_size=20),
+    st.lists(st.integers(1, 4), max_size=5),
 )
 def test_matches_of_a_text_that_goes_on(text: list[int], ahead: list[int]) -> None:
     index = Suffixes()
@@ -106,7 +111,11 @@ def test_matches_of_a_text_that_goes_on(text: list[int], ahead: list[int]) -> No
     ends = [whole[-n:] for n in range(1, len(whole) + 1)]
 
     def stands(part: list[int]) -> bool:
-        n, last = len(part), len(text) - (not ahead)  # the text's own end is no match of itself
+        # the text's own end is no match of itself
+        n, last = (
+            len(part),
+            len(text) - (not ahead),
+        )
         return any(text[i : i + n] == part for i in range(last - n + 1))
 
     longest = max((len(end) for end in ends if stands(end)), default=0)
@@ -126,13 +135,20 @@ def test_joined_drafters_change_no_strict_answer(
         alone = llama.generate_batch(prompts, rule="target", **options)
         for size in (1, 3):
             outs = llama.generate_batch(
-                prompts, drafter=drafter, window=4, batch_size=size, rule="exact", **options
+                prompts,
+                drafter=drafter,
+                window=4,
+                batch_size=size,
+                rule="exact",
+                **options,
             )
             assert [out.tokens for out in outs] == [out.tokens for out in alone]
 
 
 @pytest.mark.parametrize("drafter", ["model:1+ngram", "ngram:1+model", "ngram>model"])
-def test_joined_drafters_keep_the_targets_distribution(llama: Pair, drafter: str) -> None:
+def test_joined_drafters_keep_the_targets_distribution(
+    llama: Pair, drafter: str
+) -> None:
     prompt, n = [*range(1, 20), 4], 6000
     setup = DrafterSetup(
         llama.target, llama.draft, n, 32, Fixed(), parse_tree("chain"), keep_states=False,
@@ -172,7 +188,9 @@ def test_joined_drafters_keep_the_targets_distribution(llama: Pair, drafter: str
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_layers_left_out_are_those_of_the_model(
-    name: str, pairs: Callable[[str], Pair], checkpoints: Callable[[str], tuple[str, str]]
+    name: str,
+    pairs: Callable[[str], Pair],
+    checkpoints: Callable[[str], tuple[str, str]],
 ) -> None:
     lm = pairs(name).target
     before = lm.model(torch.tensor([[4, 8, 15]])).logits
@@ -199,7 +217,9 @@ def test_own_layers_are_exported_with_the_target(
 ) -> None:
     pair = load_pair(checkpoints("llama")[0], dtype="float32", compile=True)
     out = pair.generate([5, 6, 7], drafter="exit:1", window=4, max_new_tokens=30)
-    assert out.tokens == llama.generate([5, 6, 7], rule="target", max_new_tokens=30).tokens
+    assert (
+        out.tokens == llama.generate([5, 6, 7], rule="target", max_new_tokens=30).tokens
+    )
     part = without_layers(pair.target, [2])
     assert part.backend is not None and out.drafted
 
@@ -210,7 +230,9 @@ def test_draws_that_helped_a_window_do_not_come_again() -> None:
     ahead = Row(Noise(3, b"x"), [1, 2, 5], position=11, ahead=1)
     ctx = Context([row], temperature=1.0, fresh_noise_per_window=True)
     inner = Context([ahead], temperature=1.0, fresh_noise_per_window=True)
-    later = Context([Row(Noise(3, b"x"), [1, 2, 5], position=11)], fresh_noise_per_window=True)
+    later = Context(
+        [Row(Noise(3, b"x"), [1, 2, 5], position=11)], fresh_noise_per_window=True
+    )
     keys = ctx.noise_keys(3, "token")[0].tolist()
     assert inner.noise_keys(2, "token")[0].tolist() == keys[1:]
     assert not set(later.noise_keys(2, "token")[0].tolist()) & set(keys)
@@ -264,8 +286,12 @@ def test_drafting_in_the_targets_cache_leaves_it_as_it_was(
 ) -> None:
     """Rows that end, begin, and are at their last token while others are drafted for."""
     options = {"max_new_tokens": 17, "window": 4}
-    plain = [llama.generate(prompt, rule="target", **options).tokens for prompt in prompts]
-    outs = llama.generate_batch(prompts, drafter=drafter, tree=tree, batch_size=size, **options)
+    plain = [
+        llama.generate(prompt, rule="target", **options).tokens for prompt in prompts
+    ]
+    outs = llama.generate_batch(
+        prompts, drafter=drafter, tree=tree, batch_size=size, **options
+    )
     assert [out.tokens for out in outs] == plain
 
 
@@ -275,7 +301,9 @@ def test_what_the_target_has_read_is_not_read_again(
     """Windows are those of the first layers alone, by transformers; of the prompt nothing is
     read."""
     prompt, window, new = [*range(1, 40)], 4, 30
-    first = AutoModelForCausalLM.from_pretrained(checkpoints("llama")[0], num_hidden_layers=1)
+    first = AutoModelForCausalLM.from_pretrained(
+        checkpoints("llama")[0], num_hidden_layers=1
+    )
     whole = AutoModelForCausalLM.from_pretrained(checkpoints("llama")[0])
 
     def greedy(model: torch.nn.Module, text: list[int]) -> int:

@@ -28,7 +28,14 @@ from scipy.stats import beta
 import lenience
 from lenience import InputError
 from lenience.certification import certify as certifying
-from lenience.certification.audit import Audit, AuditConfig, LivePrompt, State, audit, read_prompts
+from lenience.certification.audit import (
+    Audit,
+    AuditConfig,
+    LivePrompt,
+    State,
+    audit,
+    read_prompts,
+)
 from lenience.certification.certify import _reason, save
 from lenience.certification.question import CertifyConfig
 from lenience.certification.sequential_tests import fixed_sequence_test
@@ -68,7 +75,9 @@ class Echo:
         outs = pair.generate_batch(
             prompts, rule="target", max_new_tokens=self.max_new_tokens, batch_size=32
         )
-        self.right = {prompt: self.answer(out.text) or "" for prompt, out in zip(prompts, outs)}
+        self.right = {
+            prompt: self.answer(out.text) or "" for prompt, out in zip(prompts, outs)
+        }
 
     @staticmethod
     def prompt(i: int) -> str:
@@ -98,7 +107,16 @@ def task(llama: Pair) -> Echo:
     return Echo(llama)
 
 
-TOLD = {"certified", "max_drop", "confidence", "n", "losses", "upper_bound", "procedure", "binds"}
+TOLD = {
+    "certified",
+    "max_drop",
+    "confidence",
+    "n",
+    "losses",
+    "upper_bound",
+    "procedure",
+    "binds",
+}
 """What the public contract says of a certificate."""
 
 
@@ -139,7 +157,9 @@ def audit_file(watch: Audit, prompts: list[tuple[str, str]], **more) -> list[Sta
     return states[1:]  # the first tells of those that had been audited before
 
 
-def answers(pair: Pair, task: Echo, rule: str, prompts: list[str], **options) -> list[str]:
+def answers(
+    pair: Pair, task: Echo, rule: str, prompts: list[str], **options
+) -> list[str]:
     outs = pair.generate_batch(
         prompts,
         rule=rule,
@@ -154,7 +174,10 @@ def test_a_certificate_says_what_can_be_counted_by_hand(
 ) -> None:
     made = certify(llama, task, tmp_path, question())
     assert made.keys() >= TOLD and made == read_certificate(tmp_path)
-    used = [task.prompt(int(use["id"].split("-")[1])) for use in Journal(tmp_path / "uses.jsonl")]
+    used = [
+        task.prompt(int(use["id"].split("-")[1]))
+        for use in Journal(tmp_path / "uses.jsonl")
+    ]
     assert 50 <= len(used) == len(set(used)) <= 60
     right = [task.right[prompt] for prompt in used]
     for row in made["tried"]:
@@ -164,7 +187,9 @@ def test_a_certificate_says_what_can_be_counted_by_hand(
         assert row["accuracy"] == pytest.approx(1 - np.mean(wrong))
         assert not row["passed"] or row["upper_bound"] <= 0.3
         alone = beta.ppf(1 - made["level"], sum(wrong) + 1, row["n"] - sum(wrong))
-        assert row["upper_bound"] >= alone - 1e-9, "one look, Clopper–Pearson's, would be less"
+        assert row["upper_bound"] >= alone - 1e-9, (
+            "one look, Clopper–Pearson's, would be less"
+        )
     settings = [row["rule"] for row in made["tried"]]
     assert settings == ["topk:2", "topk:3", "topk:4"][: len(settings)]
     assert made["tried"][-1]["losses"] > 0, "the test must be able to lose something"
@@ -173,10 +198,14 @@ def test_a_certificate_says_what_can_be_counted_by_hand(
     for one in made["lost"]:
         assert one["target"]["answer"] == one["reference"] != one["lenient"]["answer"]
     page = (tmp_path / "certificate.html").read_text()
-    assert made["lost"] and all(html.escape(one["lenient"]["text"]) in page for one in made["lost"])
+    assert made["lost"] and all(
+        html.escape(one["lenient"]["text"]) in page for one in made["lost"]
+    )
 
 
-def test_a_stopped_certification_comes_to_the_same(llama: Pair, task: Echo, tmp_path: Path) -> None:
+def test_a_stopped_certification_comes_to_the_same(
+    llama: Pair, task: Echo, tmp_path: Path
+) -> None:
     class Stop(Exception): ...
 
     def stop(what: str, done: int, total: int) -> None:
@@ -214,7 +243,9 @@ def test_no_prompt_is_used_twice(llama: Pair, task: Echo, tmp_path: Path) -> Non
     ids = [use["id"] for use in uses]
     assert len(ids) == len(set(ids)) == 40 + 40 + 10 + 5 + 8 and not mined & set(ids)
     assert [use["use"] for use in uses].count("window") == 8
-    with pytest.raises(InputError, match=f"prompt {ids[0]}: has been used for calibration"):
+    with pytest.raises(
+        InputError, match=f"prompt {ids[0]}: has been used for calibration"
+    ):
         certify(llama, task, tmp_path, question(max_drop=0.1, ids=(ids[0],)))
     first = min(mined)
     with pytest.raises(InputError, match=f"prompt {first}: has been used for mining"):
@@ -223,7 +254,9 @@ def test_no_prompt_is_used_twice(llama: Pair, task: Echo, tmp_path: Path) -> Non
         certify(llama, task, tmp_path, question(ids=("train-9999",)))
     certify(llama, task, tmp_path, question(limit=50, max_drop=0.15))  # what is left
     spent = r"used: 112 for calibration, 30 for mining, 10 for \w+, 8 for window"
-    with pytest.raises(InputError, match=rf"none of the 160 prompts .* is fresh \({spent}\)"):
+    with pytest.raises(
+        InputError, match=rf"none of the 160 prompts .* is fresh \({spent}\)"
+    ):
         certify(llama, task, tmp_path, question(max_drop=0.11))
 
 
@@ -232,9 +265,15 @@ def drawn(pair: Pair, task: object, folder: Path, draw: Draw) -> list[str]:
     return [sample.id for sample in rows]
 
 
-def test_fresh_prompts_are_a_random_draw(llama: Pair, task: Echo, tmp_path: Path) -> None:
-    one, two = (drawn(llama, task, tmp_path, Draw(key, 40, "calibration")) for key in "ab")
-    assert one != two and one != [sample.id for sample in list(task.samples("train"))[:40]]
+def test_fresh_prompts_are_a_random_draw(
+    llama: Pair, task: Echo, tmp_path: Path
+) -> None:
+    one, two = (
+        drawn(llama, task, tmp_path, Draw(key, 40, "calibration")) for key in "ab"
+    )
+    assert one != two and one != [
+        sample.id for sample in list(task.samples("train"))[:40]
+    ]
     assert one == drawn(llama, task, tmp_path, Draw("a", 40, "calibration"))
 
 
@@ -246,8 +285,12 @@ def test_what_is_certified_is_decoded_and_nothing_else(
     prompts = [task.prompt(i) for i in range(20)]
     wanted = answers(llama, task, spec, prompts)
     assert [out.text for out in llama.generate_batch(prompts, rule=rule)] == wanted
-    assert [llama.generate(prompt, rule=rule, window=4).text for prompt in prompts] == wanted
-    assert "".join(step.text for step in llama.stream(prompts[0], rule=rule)) == wanted[0]
+    assert [
+        llama.generate(prompt, rule=rule, window=4).text for prompt in prompts
+    ] == wanted
+    assert (
+        "".join(step.text for step in llama.stream(prompts[0], rule=rule)) == wanted[0]
+    )
     for name, value in (
         ("window", 5),
         ("max_new_tokens", 13),
@@ -281,14 +324,18 @@ def test_an_answer_that_ends_sooner_is_the_beginning_of_a_certified_one(
     whole = pair.generate(prompt, rule=rule)
     texts = tuple(f" w{one} " for one in stops)
     out = pair.generate(prompt, rule=rule, max_new_tokens=most, stop_strings=texts)
-    assert out.tokens == whole.tokens[: len(out.tokens)] and whole.text.startswith(out.text)
+    assert out.tokens == whole.tokens[: len(out.tokens)] and whole.text.startswith(
+        out.text
+    )
     ends = [whole.text.index(text) for text in texts if text in whole.text]
     if len(out.tokens) < most and out.finish != "eos":
         assert out.finish == "stop" and len(out.text) == min(ends)
     assert not any(text in out.text for text in texts)
 
 
-def test_the_stop_strings_that_were_certified_stay(llama: Pair, task: Echo, tmp_path: Path) -> None:
+def test_the_stop_strings_that_were_certified_stay(
+    llama: Pair, task: Echo, tmp_path: Path
+) -> None:
     task = copy(task)
     task.stop_strings = ("w5 ", "w17")
     made = certify(llama, task, tmp_path, question(max_drop=0.9))
@@ -311,7 +358,9 @@ def test_other_models_and_dtypes_are_refused(
 ) -> None:
     certify(llama, task, tmp_path, question(max_drop=0.9))
     target, draft = checkpoints("llama")
-    with pytest.raises(InputError, match=r"models target dtype 'float32', not 'bfloat16'"):
+    with pytest.raises(
+        InputError, match=r"models target dtype 'float32', not 'bfloat16'"
+    ):
         load_pair(target, draft, dtype="bfloat16", compile=False).generate(
             "w1", rule=f"certified:{tmp_path}"
         )
@@ -327,38 +376,56 @@ def test_a_certificate_is_of_its_drafter(
     made = certify(llama, task, tmp_path, question(rules=("topk:2",), max_drop=0.9))
     assert made["binds"]["drafter"] == "model"
     llama.generate("w1", rule=f"certified:{tmp_path}")
-    with pytest.raises(InputError, match="certified with drafter 'model', not 'repeat'"):
+    with pytest.raises(
+        InputError, match="certified with drafter 'model', not 'repeat'"
+    ):
         llama.generate("w1", rule=f"certified:{tmp_path}", drafter=repeating)
 
 
 def test_a_head_that_was_fitted_anew_is_refused_and_a_run_may_move(
     llama: Pair, task: Echo, tmp_path: Path
 ) -> None:
-    run, width = tmp_path / "run", 2 * (llama.target.hidden_size + llama.draft.hidden_size)
+    run, width = (
+        tmp_path / "run",
+        2 * (llama.target.hidden_size + llama.draft.hidden_size),
+    )
     listed = [
         {"recall": recall, "threshold": t, "accepted": 0.5}
         for recall, t in ((0.5, 0.2), (1.0, 0.9), (0.9, 0.6))
     ]
     weight = torch.randn(width, generator=torch.Generator().manual_seed(1)) / 4
-    Head(weight, 0.0, Inputs(), 0.5, llama.fingerprints, {"thresholds": listed}).save(run / "judge")
+    Head(weight, 0.0, Inputs(), 0.5, llama.fingerprints, {"thresholds": listed}).save(
+        run / "judge"
+    )
     (run / "uses.jsonl").touch()
     judge = f"judge:{run / 'judge'}"
     assert ladder(judge) == [f"{judge}@0.9", f"{judge}@0.6", f"{judge}@0.2"]
-    assert ladder(f"exact|{judge}", (0.4, 0.7)) == [f"exact|{judge}@0.7", f"exact|{judge}@0.4"]
+    assert ladder(f"exact|{judge}", (0.4, 0.7)) == [
+        f"exact|{judge}@0.7",
+        f"exact|{judge}@0.4",
+    ]
     made = certify(llama, task, run, question(rules=(judge,), max_drop=0.9))
-    threshold = [row["rule"] for row in made["tried"] if row["passed"]][-1].split("@")[1]
+    threshold = [row["rule"] for row in made["tried"] if row["passed"]][-1].split("@")[
+        1
+    ]
     assert made["certified"]["threshold"] == float(threshold)
     wanted = answers(llama, task, f"{judge}@{threshold}", ["w1 w2 w3"])
     shutil.copytree(run, tmp_path / "copied")
     Head(-weight, 0.0, Inputs(), 0.5, llama.fingerprints, {"thresholds": listed}).save(
         run / "judge"
     )
-    assert llama.generate("w1 w2 w3", rule=f"certified:{tmp_path / 'copied'}").text == wanted[0], (
-        "a copy has its own head"
+    assert (
+        llama.generate("w1 w2 w3", rule=f"certified:{tmp_path / 'copied'}").text
+        == wanted[0]
+    ), "a copy has its own head"
+    Head(weight, 0.0, Inputs(), 0.5, llama.fingerprints, {"thresholds": listed}).save(
+        run / "judge"
     )
-    Head(weight, 0.0, Inputs(), 0.5, llama.fingerprints, {"thresholds": listed}).save(run / "judge")
     run.rename(tmp_path / "moved")
-    assert llama.generate("w1 w2 w3", rule=f"certified:{tmp_path / 'moved'}").text == wanted[0]
+    assert (
+        llama.generate("w1 w2 w3", rule=f"certified:{tmp_path / 'moved'}").text
+        == wanted[0]
+    )
     Head(-weight, 0.0, Inputs(), 0.5, llama.fingerprints, {"thresholds": listed}).save(
         tmp_path / "moved" / "judge"
     )
@@ -406,12 +473,24 @@ def test_another_generation_config_is_refused(
         llama.generate("w1", rule=f"certified:{tmp_path}")
 
 
-def test_prompts_that_others_chose_on_are_left_out(llama: Pair, task: Echo, tmp_path: Path) -> None:
-    run, width = tmp_path / "run", 2 * (llama.target.hidden_size + llama.draft.hidden_size)
-    Head(torch.ones(width) / 9, 0.0, Inputs(), 0.5, llama.fingerprints).save(run / "judge")
+def test_prompts_that_others_chose_on_are_left_out(
+    llama: Pair, task: Echo, tmp_path: Path
+) -> None:
+    run, width = (
+        tmp_path / "run",
+        2 * (llama.target.hidden_size + llama.draft.hidden_size),
+    )
+    Head(torch.ones(width) / 9, 0.0, Inputs(), 0.5, llama.fingerprints).save(
+        run / "judge"
+    )
     write_json(run / "run.json", {"task": "echo", "task_version": None})
     config = CompareConfig(
-        (f"judge:{run / 'judge'}@0.5",), windows=(2, 3), limit=2, tuning=5, timed=1, repeats=1
+        (f"judge:{run / 'judge'}@0.5",),
+        windows=(2, 3),
+        limit=2,
+        tuning=5,
+        timed=1,
+        repeats=1,
     )
     compare(llama, task, config)
     uses = list(Journal(run / "uses.jsonl"))
@@ -426,7 +505,9 @@ def test_prompts_that_others_chose_on_are_left_out(llama: Pair, task: Echo, tmp_
     fit_annotated(llama, rows, HeadPlan(inputs, run / "judge", FitConfig(kind="adamw")))
     certify(llama, task, run, question(limit=160))
     left = set(drawn(llama, task, run, Draw("a", 160, "calibration")))
-    used = {use["id"] for use in Journal(run / "uses.jsonl") if use["use"] == "calibration"}
+    used = {
+        use["id"] for use in Journal(run / "uses.jsonl") if use["use"] == "calibration"
+    }
     chosen_on = {f"train-{i}" for i in (*range(12), *range(155, 160))}
     # two prompts of the test split are two of the others, under other names
     assert used and not used & chosen_on and not left & (chosen_on | used)
@@ -438,42 +519,69 @@ def test_what_a_head_without_a_run_was_compared_on_is_used(
 ) -> None:
     """And nothing is put beside it, which would pass for the run that it was fitted in."""
     width = 2 * (llama.target.hidden_size + llama.draft.hidden_size)
-    head = Head(torch.ones(width) / 9, 0.0, Inputs(), 0.5, llama.fingerprints, prompts=("any",))
+    head = Head(
+        torch.ones(width) / 9, 0.0, Inputs(), 0.5, llama.fingerprints, prompts=("any",)
+    )
     head.save(tmp_path / "alone" / "judge")
     rule = f"judge:{tmp_path / 'alone' / 'judge'}@0.5"
     compare(
-        llama, task, CompareConfig((rule,), windows=(2,), limit=4, tuning=2, timed=1, repeats=1)
+        llama,
+        task,
+        CompareConfig((rule,), windows=(2,), limit=4, tuning=2, timed=1, repeats=1),
     )
     assert [path.name for path in (tmp_path / "alone").iterdir()] == ["judge"]
-    left = drawn(llama, task, tmp_path / "run", Draw("a", 160, "calibration", split="test"))
+    left = drawn(
+        llama, task, tmp_path / "run", Draw("a", 160, "calibration", split="test")
+    )
     assert left and not {"test-0", "test-4", "test-8", "test-12"} & set(left)
 
 
 def test_nothing_certified_is_said_and_decodes_strictly(
     llama: Pair, task: Echo, tmp_path: Path
 ) -> None:
-    with pytest.warns(UserWarning, match="20 prompts cannot certify a loss of at most 1.00%"):
+    with pytest.warns(
+        UserWarning, match="20 prompts cannot certify a loss of at most 1.00%"
+    ):
         too_few = certify(
             llama, task, tmp_path, question(max_drop=0.01, limit=20, rules=("topk:1",))
         )
     assert too_few["certified"] is None and too_few.keys() >= TOLD
     assert "too few prompts" in too_few["reason"]
-    needed = too_few["needed"]  # the first attempt's error, 0.09, is spent over 5,000 prompts
-    spent = [0.09 * (0.9 * (n / 3000) ** 0.5 + 0.1 * n / 5000) for n in (needed - 1, needed)]
+    # the first attempt's error, 0.09, is spent over 5,000 prompts
+    needed = too_few["needed"]
+    spent = [
+        0.09 * (0.9 * (n / 3000) ** 0.5 + 0.1 * n / 5000) for n in (needed - 1, needed)
+    ]
     assert 0.99 ** (needed - 1) > spent[0] and 0.99**needed <= spent[1]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        out = llama.generate("w1 w2 w3", rule=f"certified:{tmp_path}", max_new_tokens=12)
+        out = llama.generate(
+            "w1 w2 w3", rule=f"certified:{tmp_path}", max_new_tokens=12
+        )
     assert "nothing was certified" in str(caught[0].message)
     assert out.text == answers(llama, task, "target", ["w1 w2 w3"])[0]
-    lossy = certify(llama, task, tmp_path, question(max_drop=0.001, limit=40, rules=("random:1",)))
+    lossy = certify(
+        llama, task, tmp_path, question(max_drop=0.001, limit=40, rules=("random:1",))
+    )
     assert "the loss is too high" in lossy["reason"] and lossy["needed"] is None
 
 
 def certificate(rule: str | None) -> Certificate:
     """One that certifies a rule, or nothing."""
-    row = {"rule": rule, "window": 4, "n": 1, "losses": 0, "upper_bound": 0, "passed": True}
-    row |= {"hopeless": False, "tokens_per_pass": 1, "accuracy": 1, "target_accuracy": 1}
+    row = {
+        "rule": rule,
+        "window": 4,
+        "n": 1,
+        "losses": 0,
+        "upper_bound": 0,
+        "passed": True,
+    }
+    row |= {
+        "hopeless": False,
+        "tokens_per_pass": 1,
+        "accuracy": 1,
+        "target_accuracy": 1,
+    }
     made = {"max_drop": 0.1, "confidence": 0.9, "n": 1, "losses": 0, "upper_bound": 0}
     certified_row = None if rule is None else {**row, "threshold": None, "heads": {}}
     return Certificate(**made, procedure="", binds={}, certified=certified_row)
@@ -493,14 +601,21 @@ def test_a_valid_certificate_is_never_written_over(tmp_path: Path) -> None:
         path.name: json.loads(path.read_text())["certified"]["rule"]
         for path in tmp_path.glob("*.json")
     }
-    assert kept == {"certificate.json": "c", "certificate-1.json": "b", "certificate-2.json": "a"}
+    assert kept == {
+        "certificate.json": "c",
+        "certificate-1.json": "b",
+        "certificate-2.json": "a",
+    }
 
 
 def test_of_several_rules_the_fastest_that_passes_at_its_share_is_taken(
     llama: Pair, task: Echo, tmp_path: Path
 ) -> None:
     made = certify(
-        llama, task, tmp_path, question(rules=("topk:1", "topk:48"), max_drop=0.999, confidence=0.9)
+        llama,
+        task,
+        tmp_path,
+        question(rules=("topk:1", "topk:48"), max_drop=0.999, confidence=0.9),
     )
     by_rule = {row["rule"]: row for row in made["tried"]}
     assert (
@@ -523,15 +638,25 @@ def test_losses_of_other_kinds(llama: Pair, task: Echo, tmp_path: Path) -> None:
             llama,
             task,
             tmp_path / loss,
-            question(loss=loss, rules=("topk:4",), limit=60, max_drop=0.05, home=tmp_path / loss),
+            question(
+                loss=loss,
+                rules=("topk:4",),
+                limit=60,
+                max_drop=0.05,
+                home=tmp_path / loss,
+            ),
         )
         tried[loss] = made["tried"][0]
-        assert made["certified"] is None or made["certified"]["upper_bound"] <= 0.05, loss
+        assert made["certified"] is None or made["certified"]["upper_bound"] <= 0.05, (
+            loss
+        )
     lost = {}
     for loss, row in tried.items():
         uses = list(Journal(tmp_path / loss / "uses.jsonl"))[: row["n"]]
         used = [task.prompt(int(use["id"].split("-")[1])) for use in uses]
-        ours, theirs = (answers(llama, task, rule, used) for rule in ("topk:4", "target"))
+        ours, theirs = (
+            answers(llama, task, rule, used) for rule in ("topk:4", "target")
+        )
         pairs = list(zip(ours, theirs))
         lost[loss] = sum(task.answer(a) != task.answer(b) for a, b in pairs)
         if loss == "task":
@@ -553,7 +678,9 @@ def test_wrong_questions_are_refused(llama: Pair, task: Echo, tmp_path: Path) ->
     ):
         with pytest.raises(InputError, match=says):
             question(**given)
-    assert ladder("fuzzy:js", (0.3, 0.1)) == ["fuzzy:js@0.1", "fuzzy:js@0.3"], "the strictest first"
+    assert ladder("fuzzy:js", (0.3, 0.1)) == ["fuzzy:js@0.1", "fuzzy:js@0.3"], (
+        "the strictest first"
+    )
     with pytest.raises(InputError, match="has no threshold"):
         ladder("topk:3", (0.5,))
 
@@ -576,15 +703,24 @@ def test_wrong_questions_are_refused(llama: Pair, task: Echo, tmp_path: Path) ->
             certify(llama, task, tmp_path / "c", question(**given))
         assert not (tmp_path / "c").exists(), "no prompt is used up by a slip"
     with pytest.raises(
-        InputError, match=r"its loss of train-\d+ is 1.5; it must be a number in \[0, 1\]"
+        InputError,
+        match=r"its loss of train-\d+ is 1.5; it must be a number in \[0, 1\]",
     ):
-        certify(llama, wrong, tmp_path / "b", question(limit=60, loss="task", home=tmp_path))
+        certify(
+            llama, wrong, tmp_path / "b", question(limit=60, loss="task", home=tmp_path)
+        )
 
 
-def test_a_changed_data_file_is_refused(llama: Pair, task: Echo, tmp_path: Path) -> None:
+def test_a_changed_data_file_is_refused(
+    llama: Pair, task: Echo, tmp_path: Path
+) -> None:
     path = tmp_path / "data.jsonl"
     rows = [
-        {"prompt": task.prompt(i), "reference": task.right[task.prompt(i)], "split": "train"}
+        {
+            "prompt": task.prompt(i),
+            "reference": task.right[task.prompt(i)],
+            "split": "train",
+        }
         for i in range(60)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -614,12 +750,17 @@ def test_what_is_as_good_as_the_target_passes_on_as_many_as_are_told() -> None:
             assert tried.passed == (n == least), loss
 
 
-def test_a_plan_counts_what_a_pilot_costs(llama: Pair, task: Echo, tmp_path: Path) -> None:
+def test_a_plan_counts_what_a_pilot_costs(
+    llama: Pair, task: Echo, tmp_path: Path
+) -> None:
     made = plan(llama, task, tmp_path, question(rules=("topk:1", "random:1")), pilot=20)
     strict, loose = made["plan"]
     assert (strict["pilot_loss"], made["pilot"]) == (0, 20)
-    least = made["least"]  # the first attempt's 0.09 is shared by two, and spent over 167 prompts
-    spent = [0.045 * (0.9 * (n / 100.2) ** 0.5 + 0.1 * n / 167) for n in (least - 1, least)]
+    # the first attempt's 0.09 is shared by two, and spent over 167 prompts
+    least = made["least"]
+    spent = [
+        0.045 * (0.9 * (n / 100.2) ** 0.5 + 0.1 * n / 167) for n in (least - 1, least)
+    ]
     assert 0.7 ** (least - 1) > spent[0] and 0.7**least <= spent[1]
     assert strict["prompts"] and strict["target_passes"] > strict["prompts"]
     assert loose["pilot_loss"] >= 0.3 and loose["prompts"] is None
@@ -631,7 +772,12 @@ def test_ids_are_used_up_no_further_than_they_are_asked_for(
     ids = tuple(f"train-{i}" for i in range(60))
     assert plan(llama, task, tmp_path, question(ids=ids), pilot=10)["pilot"] == 10
     assert len(list(Journal(tmp_path / "uses.jsonl"))) == 10
-    assert certify(llama, task, tmp_path, question(ids=ids[10:], limit=30))["tried"][0]["n"] <= 30
+    assert (
+        certify(llama, task, tmp_path, question(ids=ids[10:], limit=30))["tried"][0][
+            "n"
+        ]
+        <= 30
+    )
     assert len(list(Journal(tmp_path / "uses.jsonl"))) == 40
 
 
@@ -650,9 +796,14 @@ def test_another_generation_config_is_another_question(
 def test_prompts_that_another_runs_head_was_fitted_on_are_left_out(
     llama: Pair, task: Echo, tmp_path: Path
 ) -> None:
-    old, width = tmp_path / "old", 2 * (llama.target.hidden_size + llama.draft.hidden_size)
+    old, width = (
+        tmp_path / "old",
+        2 * (llama.target.hidden_size + llama.draft.hidden_size),
+    )
     mine(llama, task, old, MineConfig(limit=40, max_new_tokens=12, first=True))
-    Head(torch.ones(width) / 9, 0.0, Inputs(), 0.5, llama.fingerprints).save(old / "judge")
+    Head(torch.ones(width) / 9, 0.0, Inputs(), 0.5, llama.fingerprints).save(
+        old / "judge"
+    )
     certify(
         llama,
         task,
@@ -673,19 +824,35 @@ def test_prompts_that_another_runs_head_was_fitted_on_are_left_out(
         )
 
 
-def test_a_stop_conditions_head_moves_with_its_run(llama: Pair, task: Echo, tmp_path: Path) -> None:
+def test_a_stop_conditions_head_moves_with_its_run(
+    llama: Pair, task: Echo, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     inputs = Inputs(("draft",), ("previous",))
     Head(
-        torch.ones(llama.draft.hidden_size) / 9, 0.0, inputs, 0.5, llama.fingerprints, role="stop"
+        torch.ones(llama.draft.hidden_size) / 9,
+        0.0,
+        inputs,
+        0.5,
+        llama.fingerprints,
+        role="stop",
     ).save(run / "stop")
     (run / "uses.jsonl").touch()
-    made = certify(llama, task, run, question(max_drop=0.9, stop=f"head:{run / 'stop'}@0.6"))
+    made = certify(
+        llama, task, run, question(max_drop=0.9, stop=f"head:{run / 'stop'}@0.6")
+    )
     wanted = answers(
-        llama, task, made["certified"]["rule"], ["w1 w2 w3"], stop=f"head:{run / 'stop'}@0.6"
+        llama,
+        task,
+        made["certified"]["rule"],
+        ["w1 w2 w3"],
+        stop=f"head:{run / 'stop'}@0.6",
     )
     run.rename(tmp_path / "moved")
-    rule, there = f"certified:{tmp_path / 'moved'}", f"head:{tmp_path / 'moved' / 'stop'}"
+    rule, there = (
+        f"certified:{tmp_path / 'moved'}",
+        f"head:{tmp_path / 'moved' / 'stop'}",
+    )
     assert llama.generate("w1 w2 w3", rule=rule, stop=f"{there}@0.6").text == wanted[0]
     with pytest.raises(InputError, match="certified with stop "):
         llama.generate("w1 w2 w3", rule=rule, stop=f"{there}@0.7")
@@ -709,14 +876,22 @@ def test_certificates_that_are_made_at_once_share_no_prompt_and_are_both_kept(
 
         return meet
 
-    monkeypatch.setattr("lenience.certification.calibration.check_prompts", meeting(check_prompts))
-    monkeypatch.setattr("lenience.certification.certify.write_json", meeting(write_json))
-    asked = [question(rules=("topk:1",), max_drop=most, limit=30) for most in (0.3, 0.4)]
+    monkeypatch.setattr(
+        "lenience.certification.calibration.check_prompts", meeting(check_prompts)
+    )
+    monkeypatch.setattr(
+        "lenience.certification.certify.write_json", meeting(write_json)
+    )
+    asked = [
+        question(rules=("topk:1",), max_drop=most, limit=30) for most in (0.3, 0.4)
+    ]
     with ThreadPoolExecutor(2) as threads:
         made = threads.map(lambda one: certify(llama, task, tmp_path, one), asked)
     by_key = {
         use["key"]: {
-            other["id"] for other in Journal(tmp_path / "uses.jsonl") if other["key"] == use["key"]
+            other["id"]
+            for other in Journal(tmp_path / "uses.jsonl")
+            if other["key"] == use["key"]
         }
         for use in Journal(tmp_path / "uses.jsonl")
     }
@@ -734,9 +909,16 @@ def test_uses_are_noted_one_after_the_other(llama: Pair, tmp_path: Path) -> None
     """What another is about to append must not look like a torn line."""
     with ThreadPoolExecutor(1) as thread:
         with locked(tmp_path):
-            note_uses(tmp_path, llama.target, [("a", "w1")], use="comparison", key="one")
+            note_uses(
+                tmp_path, llama.target, [("a", "w1")], use="comparison", key="one"
+            )
             other = thread.submit(
-                note_uses, tmp_path, llama.target, [("b", "w2")], use="comparison", key="two"
+                note_uses,
+                tmp_path,
+                llama.target,
+                [("b", "w2")],
+                use="comparison",
+                key="two",
             )
             assert not wait([other], timeout=0.3).done
         other.result()
@@ -747,7 +929,9 @@ def test_a_question_that_is_being_answered_is_not_answered_twice(
     llama: Pair, task: Echo, tmp_path: Path
 ) -> None:
     def again(*_) -> None:
-        with pytest.raises(InputError, match="is at its question; wait until it has ended"):
+        with pytest.raises(
+            InputError, match="is at its question; wait until it has ended"
+        ):
             certify(llama, task, tmp_path, question(limit=30))
         refused.append(True)
 
@@ -760,16 +944,27 @@ def test_a_template_that_tells_the_date_hides_no_use(
     llama: Pair, task: Echo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for day in ("w1", "w2"):
-        template = day + "{% for message in messages %} {{ message.content }}{% endfor %}"
+        template = (
+            day + "{% for message in messages %} {{ message.content }}{% endfor %}"
+        )
         monkeypatch.setattr(llama.target.tokenizer, "chat_template", template)
         if day == "w1":
-            mine(llama, task, tmp_path, MineConfig(limit=40, max_new_tokens=12, first=True))
+            mine(
+                llama,
+                task,
+                tmp_path,
+                MineConfig(limit=40, max_new_tokens=12, first=True),
+            )
     left = drawn(llama, task, tmp_path, Draw("key", 160, "calibration"))
     assert set(left) == {f"train-{i}" for i in range(40, 160)}
 
 
-def test_what_is_asked_again_is_what_the_run_has(llama: Pair, task: Echo, tmp_path: Path) -> None:
-    one, two = (question(rules=("topk:1",), max_drop=most, limit=20) for most in (0.3, 0.4))
+def test_what_is_asked_again_is_what_the_run_has(
+    llama: Pair, task: Echo, tmp_path: Path
+) -> None:
+    one, two = (
+        question(rules=("topk:1",), max_drop=most, limit=20) for most in (0.3, 0.4)
+    )
     first = certify(llama, task, tmp_path, one)
     assert (
         certify(llama, task, tmp_path, one) == first
@@ -778,7 +973,9 @@ def test_what_is_asked_again_is_what_the_run_has(llama: Pair, task: Echo, tmp_pa
     second = certify(llama, task, tmp_path, two)
     assert read_certificate(tmp_path) == second
     for asked, made in ((one, first), (two, second), (one, first)):
-        assert certify(llama, task, tmp_path, asked) == made == read_certificate(tmp_path)
+        assert (
+            certify(llama, task, tmp_path, asked) == made == read_certificate(tmp_path)
+        )
     assert [path.name for path in sorted(tmp_path.glob("certificate*.json"))] == [
         "certificate-1.json",
         "certificate-2.json",
@@ -786,10 +983,14 @@ def test_what_is_asked_again_is_what_the_run_has(llama: Pair, task: Echo, tmp_pa
     ]
     assert certify(
         llama, task, tmp_path, question(rules=("topk:2", "topk:3"), limit=20)
-    ) != certify(llama, task, tmp_path, question(rules=("topk",), thresholds=(), limit=20))
+    ) != certify(
+        llama, task, tmp_path, question(rules=("topk",), thresholds=(), limit=20)
+    )
 
 
-def test_a_torn_publication_is_made_good(llama: Pair, task: Echo, tmp_path: Path) -> None:
+def test_a_torn_publication_is_made_good(
+    llama: Pair, task: Echo, tmp_path: Path
+) -> None:
     none = certify(llama, task, tmp_path, question(max_drop=0.01, limit=10))
     made = certify(llama, task, tmp_path, question(max_drop=0.95, limit=40))
     write_json(tmp_path / "certificate.json", none)  # killed before it was written
@@ -800,7 +1001,9 @@ def test_a_torn_publication_is_made_good(llama: Pair, task: Echo, tmp_path: Path
     )
 
 
-def test_a_broken_certificate_is_refused(llama: Pair, task: Echo, tmp_path: Path) -> None:
+def test_a_broken_certificate_is_refused(
+    llama: Pair, task: Echo, tmp_path: Path
+) -> None:
     made = certify(llama, task, tmp_path, question(max_drop=0.95, limit=40))
     path = tmp_path / "certificate.json"
     for broken, says in (
@@ -808,7 +1011,10 @@ def test_a_broken_certificate_is_refused(llama: Pair, task: Echo, tmp_path: Path
         ("{}", "lacks certified"),
         (json.dumps(made | {"binds": []}), "binds: Input should be"),
         (
-            json.dumps(made | {"binds": {k: v for k, v in made["binds"].items() if k != "heads"}}),
+            json.dumps(
+                made
+                | {"binds": {k: v for k, v in made["binds"].items() if k != "heads"}}
+            ),
             "lacks binds heads",
         ),
     ):
@@ -863,7 +1069,11 @@ def test_an_audit_asks_for_the_certificates_own_task_and_options(
     assert made["certified"]
     prompts = [(task.prompt(i), task.right[task.prompt(i)]) for i in range(20)]
     said = audit_file(watching(tmp_path, llama, task, share=1.0), prompts)
-    records = [record for record in Journal(tmp_path / "audit.jsonl") if record["loss"] is not None]
+    records = [
+        record
+        for record in Journal(tmp_path / "audit.jsonl")
+        if record["loss"] is not None
+    ]
     assert [record["text"] for record in records] == answers(
         llama, task, made["certified"]["rule"], [p for p, _ in prompts], **options
     )
@@ -888,15 +1098,25 @@ def test_a_file_is_audited_once(llama: Pair, task: Echo, tmp_path: Path) -> None
             raise Stop
 
     with pytest.raises(Stop):
-        audit(torn, [LivePrompt(*prompt) for prompt in prompts], batch_size=4, progress=stop)
+        audit(
+            torn,
+            [LivePrompt(*prompt) for prompt in prompts],
+            batch_size=4,
+            progress=stop,
+        )
     watch = watching(tmp_path, llama, task, share=0.5)
     audit_file(watch, prompts, batch_size=4)
     state = watch.state()
     assert state.seen == 60 and 15 < state.audited < 45
-    assert watching(tmp_path, llama, task).state().seen == 60, "also after its last audited prompt"
+    assert watching(tmp_path, llama, task).state().seen == 60, (
+        "also after its last audited prompt"
+    )
     again = watching(tmp_path, llama, task, share=0.5)
     assert audit_file(again, prompts) == [] and again.state() == state
-    grown = [*prompts, *((task.prompt(i), task.right[task.prompt(i)]) for i in range(60, 90))]
+    grown = [
+        *prompts,
+        *((task.prompt(i), task.right[task.prompt(i)]) for i in range(60, 90)),
+    ]
     more = audit_file(again, grown)
     assert (
         again.state().seen == 90
@@ -917,11 +1137,20 @@ def test_an_audit_sees_a_share_and_survives_a_restart(
     state = watch.state()
     assert said[-1] == replace(state, seen=said[-1].seen) and len(said) == state.audited
     assert state.seen == 150 and 20 < state.audited < 75
-    records = [record for record in Journal(tmp_path / "audit.jsonl") if record["loss"] is not None]
+    records = [
+        record
+        for record in Journal(tmp_path / "audit.jsonl")
+        if record["loss"] is not None
+    ]
     rule = watch.certificate.certified.rule
     texts = answers(llama, task, rule, [record["prompt"] for record in records])
-    lost = [task.answer(text) != record["reference"] for text, record in zip(texts, records)]
-    assert state.losses == sum(lost) and [bool(record["loss"]) for record in records] == lost
+    lost = [
+        task.answer(text) != record["reference"] for text, record in zip(texts, records)
+    ]
+    assert (
+        state.losses == sum(lost)
+        and [bool(record["loss"]) for record in records] == lost
+    )
     low, high = state.interval
     assert low <= np.mean(lost) <= high and not state.drifted
     with (tmp_path / "audit.jsonl").open("a") as file:
@@ -984,7 +1213,10 @@ def test_an_audit_reads_a_reference_as_its_task_does(
     prompts = [task.prompt(i) for i in range(40)]
     path.write_text(
         "".join(
-            json.dumps({"prompt": p, "reference": f"so: {task.right[p]}", "split": "train"}) + "\n"
+            json.dumps(
+                {"prompt": p, "reference": f"so: {task.right[p]}", "split": "train"}
+            )
+            + "\n"
             for p in prompts
         )
     )
@@ -1012,11 +1244,15 @@ class Scored(Echo):
         raise AssertionError("its score is what counts")
 
     def score(self, pairs):
-        right = [self.answer(text) == sample.metadata["right"] for text, sample in pairs]
+        right = [
+            self.answer(text) == sample.metadata["right"] for text, sample in pairs
+        ]
         return [Score(is_right, float(not is_right)) for is_right in right]
 
 
-def test_an_audit_measures_the_loss_that_was_certified(llama: Pair, tmp_path: Path) -> None:
+def test_an_audit_measures_the_loss_that_was_certified(
+    llama: Pair, tmp_path: Path
+) -> None:
     own = Scored(llama, size=40)
     certify(llama, own, tmp_path, question(max_drop=0.9, limit=30))
     watch = watching(tmp_path, llama, own, share=1.0)
@@ -1025,7 +1261,9 @@ def test_an_audit_measures_the_loss_that_was_certified(llama: Pair, tmp_path: Pa
         state = watch.see(prompt, text, "any", {"right": own.right[prompt]})
         assert state is not None and state.losses == losses
     path = tmp_path / "prompts.jsonl"
-    path.write_text(json.dumps({"prompt": prompt, "reference": "any", "right": "never said"}))
+    path.write_text(
+        json.dumps({"prompt": prompt, "reference": "any", "right": "never said"})
+    )
     (live,) = read_prompts(path)
     audit(watch, [live])
     assert watch.state().losses == 1, "the target is wrong too, so nothing is lost"
@@ -1047,19 +1285,30 @@ def test_an_audit_warns_of_drift_and_needs_no_references(
     llama: Pair, task: Echo, tmp_path: Path
 ) -> None:
     made = certify(llama, task, tmp_path, question(max_drop=0.9))
-    made["max_drop"] = 0.05  # as if it had been certified where next to nothing was lost
+    made["max_drop"] = (
+        0.05  # as if it had been certified where next to nothing was lost
+    )
     write_json(tmp_path / "certificate.json", made)
     watch, state = watching(tmp_path, llama, task, share=1.0), None
     for i in range(40):
-        said = watch.see(task.prompt(i), "w1 nonsense" if i >= 20 else task.right[task.prompt(i)])
+        said = watch.see(
+            task.prompt(i), "w1 nonsense" if i >= 20 else task.right[task.prompt(i)]
+        )
         assert said is not None
         state = said
         assert not (i < 20 and state.drifted)
-    assert state is not None and state.drifted and state.interval[0] > 0.05 and state.losses == 20
+    assert (
+        state is not None
+        and state.drifted
+        and state.interval[0] > 0.05
+        and state.losses == 20
+    )
     assert watching(tmp_path, llama, task).state().drifted, "a restart does not forget"
 
 
-def test_an_audit_refuses_what_it_cannot_watch(llama: Pair, task: Echo, tmp_path: Path) -> None:
+def test_an_audit_refuses_what_it_cannot_watch(
+    llama: Pair, task: Echo, tmp_path: Path
+) -> None:
     with pytest.raises(InputError, match="there is no certificate"):
         watching(tmp_path, llama, task)
     certify(llama, task, tmp_path, question(max_drop=0.01, limit=20))
@@ -1084,13 +1333,17 @@ def test_a_prompt_is_known_by_its_content(llama: Pair) -> None:
         == prompt_digest(llama.target.encode("w1  w2"))
         != prompt_digest([2, 1])
     )
-    assert not RULES.keys() & {"certified"}, "resolving a certificate is the caller's business"
+    assert not RULES.keys() & {"certified"}, (
+        "resolving a certificate is the caller's business"
+    )
 
 
 # ---- what cannot be lost is not counted as kept
 
 
-def test_a_reference_that_is_not_the_same_as_itself_is_refused(llama: Pair, tmp_path: Path) -> None:
+def test_a_reference_that_is_not_the_same_as_itself_is_refused(
+    llama: Pair, tmp_path: Path
+) -> None:
     class Compared:
         """Without a `correct` of its own."""
 
@@ -1101,7 +1354,10 @@ def test_a_reference_that_is_not_the_same_as_itself_is_refused(llama: Pair, tmp_
 
         def samples(self, split: str):
             for i, sample in enumerate(self.echo.samples(split)):
-                yield replace(sample, reference="N/A" if i % 10 < self.broken else sample.reference)
+                yield replace(
+                    sample,
+                    reference="N/A" if i % 10 < self.broken else sample.reference,
+                )
 
         def answer(self, text: str):
             return self.echo.answer(text)
@@ -1109,11 +1365,15 @@ def test_a_reference_that_is_not_the_same_as_itself_is_refused(llama: Pair, tmp_
         def same(self, a, b):
             return None if a is None or b is None or "N/A" in (a, b) else a == b
 
-    with pytest.raises(InputError, match=r"\d+ of 60 prompts have references .* such as 'N/A' of"):
+    with pytest.raises(
+        InputError, match=r"\d+ of 60 prompts have references .* such as 'N/A' of"
+    ):
         certify(llama, Compared(3), tmp_path / "bad", question())
     made = certify(llama, Compared(0), tmp_path / "good", question())
     assert made["n"] <= 60
-    made = certify(llama, Compared(3), tmp_path / "differ", question(loss="disagreement"))
+    made = certify(
+        llama, Compared(3), tmp_path / "differ", question(loss="disagreement")
+    )
     assert made["n"] <= 60, "which needs no references"
 
 
@@ -1126,7 +1386,9 @@ class Weak(Echo):
         return int(sample.id.split("-")[1]) % 10 == 0 and super().correct(text, sample)
 
 
-def test_a_target_that_is_hardly_ever_right_is_refused(llama: Pair, tmp_path: Path) -> None:
+def test_a_target_that_is_hardly_ever_right_is_refused(
+    llama: Pair, tmp_path: Path
+) -> None:
     """At most 10 % can be lost: a limit of 5 % would say next to nothing."""
     weak = Weak(llama)
     asked = question(max_drop=0.05, rules=("topk:1",), limit=100)
@@ -1135,11 +1397,15 @@ def test_a_target_that_is_hardly_ever_right_is_refused(llama: Pair, tmp_path: Pa
     ):
         certify(llama, weak, tmp_path, asked)
     made = certify(llama, weak, tmp_path, replace(asked, allow_weak_target=True))
-    assert made["certified"]["losses"] == 0 and made["certified"]["target_accuracy"] < 0.3
+    assert (
+        made["certified"]["losses"] == 0 and made["certified"]["target_accuracy"] < 0.3
+    )
 
 
 @pytest.mark.parametrize("part", ["correct", "score"])
-def test_a_score_that_is_no_verdict_is_refused(part: str, llama: Pair, tmp_path: Path) -> None:
+def test_a_score_that_is_no_verdict_is_refused(
+    part: str, llama: Pair, tmp_path: Path
+) -> None:
     given = {
         "correct": lambda self, text, sample: 85,
         "score": lambda self, pairs: [Score(True, 1.5) for _ in pairs],
@@ -1177,12 +1443,16 @@ def test_a_head_takes_what_it_was_fitted_on_with_it(
     seen = [task.prompt(i) for i in range(100)]
     digests = tuple(prompt_digest(llama.target.encode(prompt)) for prompt in seen)
     folder = tmp_path / "other" / "judge"
-    head = Head(torch.ones(width) / 9, 0.0, Inputs(), 0.5, llama.fingerprints, prompts=digests)
+    head = Head(
+        torch.ones(width) / 9, 0.0, Inputs(), 0.5, llama.fingerprints, prompts=digests
+    )
     head.save(folder)
     (tmp_path / "other" / "uses.jsonl").touch()
     for run in (tmp_path / "other", tmp_path / "third"):
         rule = f"judge:{folder}@0.5"
-        made = certify(llama, task, run, question(rules=(rule,), max_drop=0.9, limit=40))
+        made = certify(
+            llama, task, run, question(rules=(rule,), max_drop=0.9, limit=40)
+        )
         used = {use["id"] for use in Journal(run / "uses.jsonl")}
         assert made["n"] <= 40 and not used & {f"train-{i}" for i in range(100)}
 
@@ -1191,7 +1461,9 @@ def test_prompts_that_the_draft_was_aligned_on_are_left_out(
     llama: Pair, task: Echo, checkpoints: Callable, tmp_path: Path
 ) -> None:
     seen = [llama.target.encode(task.prompt(i)) for i in range(100)]
-    answers = [(prompt, llama.generate(prompt, max_new_tokens=4).tokens) for prompt in seen]
+    answers = [
+        (prompt, llama.generate(prompt, max_new_tokens=4).tokens) for prompt in seen
+    ]
     plan = DrafterPlan("model", tmp_path / "run" / "model", epochs=1)
     fit_to_answers(llama, answers, plan)
     pair = load_pair(checkpoints("llama")[0], str(plan.out))
@@ -1201,13 +1473,17 @@ def test_prompts_that_the_draft_was_aligned_on_are_left_out(
     assert made["n"] and used and not used & {f"train-{i}" for i in range(100)}
 
 
-def test_a_judge_that_is_fitted_says_on_which_prompts(llama: Pair, tmp_path: Path) -> None:
+def test_a_judge_that_is_fitted_says_on_which_prompts(
+    llama: Pair, tmp_path: Path
+) -> None:
     from test_mining import ParityTask
 
     mine(llama, ParityTask(), tmp_path / "run", MineConfig(limit=60))
     plan = HeadPlan(Inputs(), tmp_path / "elsewhere" / "judge", FitConfig())
     head = fit_run(llama, tmp_path / "run", plan)
-    prompts = [line["prompt_ids"] for line in Journal(tmp_path / "run" / "journal.jsonl")]
+    prompts = [
+        line["prompt_ids"] for line in Journal(tmp_path / "run" / "journal.jsonl")
+    ]
     assert head.prompts == tuple(map(prompt_digest, prompts))
     assert load_head(tmp_path / "elsewhere" / "judge").prompts == head.prompts
 
@@ -1220,15 +1496,25 @@ def test_a_judge_that_is_fitted_says_on_which_prompts(llama: Pair, tmp_path: Pat
         ("fuzzy:js@0.3", "paired"),
         ("exact|random:0.1", "disagreement"),
         ("exact|random:0.1", "task"),
-        ("fuzzy:js@0.1", "disagreement"),  # it also rejects what the strict rule accepts
-        ("ensemble:0.3", "disagreement"),  # what follows its rejections is not the target's
+        # it also rejects what the strict rule accepts
+        (
+            "fuzzy:js@0.1",
+            "disagreement",
+        ),
+        # what follows its rejections is not the target's
+        (
+            "ensemble:0.3",
+            "disagreement",
+        ),
     ],
 )
 def test_the_target_is_asked_only_where_it_must_be_and_losses_are_the_same(
     rule: str, loss: str, llama: Pair, tmp_path: Path
 ) -> None:
     half = type("Half", (Echo,), {"correct": _half_right})(llama)
-    asked = question(rules=(rule,), loss=loss, max_drop=0.5, limit=60, allow_weak_target=True)
+    asked = question(
+        rules=(rule,), loss=loss, max_drop=0.5, limit=60, allow_weak_target=True
+    )
     (row,) = certify(llama, half, tmp_path, asked)["tried"][:1]
     used = [use["id"] for use in Journal(tmp_path / "uses.jsonl")]
     by_id = {sample.id: sample for sample in half.samples("train")}
@@ -1265,7 +1551,10 @@ def test_an_answer_that_no_score_lies_between_is_taken_over(
     weight = torch.randn(width, generator=torch.Generator().manual_seed(1)) / 16
     Head(weight, 0.0, Inputs(), 0.5, llama.fingerprints).save(tmp_path / "judge")
     (tmp_path / "uses.jsonl").touch()
-    rules = [f"judge:{tmp_path / 'judge'}@{threshold}{joined}" for threshold in (0.7, 0.6, 0.5)]
+    rules = [
+        f"judge:{tmp_path / 'judge'}@{threshold}{joined}"
+        for threshold in (0.7, 0.6, 0.5)
+    ]
     asked = question(settings=(tuple(rules),), rules=(), max_drop=0.95, limit=100)
     made = certify(llama, task, tmp_path, asked)
     tried = [row["rule"] for row in made["tried"]]
@@ -1276,7 +1565,9 @@ def test_an_answer_that_no_score_lies_between_is_taken_over(
     assert taken and len(taken) < len(lines)
     by_id = {sample.id: sample.prompt for sample in task.samples("train")}
     for line in taken:
-        out = llama.generate(by_id[line["id"]], rule=line["rule"], window=4, max_new_tokens=12)
+        out = llama.generate(
+            by_id[line["id"]], rule=line["rule"], window=4, max_new_tokens=12
+        )
         assert (out.text, out.target_passes) == (line["text"], line["target_passes"])
 
 
@@ -1287,11 +1578,14 @@ def _half_right(self: Echo, text: str, sample: Sample) -> bool:
 @pytest.mark.parametrize(
     ("rules", "chains", "shared_by"), [(1, 0, 1), (2, 0, 2), (0, 2, 2), (1, 3, 4)]
 )
-def test_rules_and_chains_share_the_error(rules: int, chains: int, shared_by: int) -> None:
+def test_rules_and_chains_share_the_error(
+    rules: int, chains: int, shared_by: int
+) -> None:
     config = CertifyConfig(
         rules=tuple(f"topk:{k + 2}" for k in range(rules)),
         settings=tuple(
-            (f"topk:{k + 2}; window=4", f"topk:{k + 3}; window=4") for k in range(chains)
+            (f"topk:{k + 2}; window=4", f"topk:{k + 3}; window=4")
+            for k in range(chains)
         ),
         confidence=0.9,
     )

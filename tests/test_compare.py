@@ -25,7 +25,14 @@ from lenience.evaluation.names import family, named, short
 from lenience.evaluation.pages import Mining, example, write_report
 from lenience.evaluation.plots import AXES, _covered, plot
 from lenience.evaluation.quality import beside_target
-from lenience.evaluation.table import SHARES, Frontier, FrontierRow, Setting, allocation, table
+from lenience.evaluation.table import (
+    SHARES,
+    Frontier,
+    FrontierRow,
+    Setting,
+    allocation,
+    table,
+)
 from lenience.heads.head import Head, Inputs
 from lenience.mining.search import MineConfig, mine
 from lenience.rules.parsing import terms
@@ -42,7 +49,9 @@ def configured(rules, **given) -> CompareConfig:
     return CompareConfig(tuple(rules), options=options, **given)
 
 
-def compare(pair, task, rules, out=None, progress=None, **given) -> tuple[list[tuple], dict]:
+def compare(
+    pair, task, rules, out=None, progress=None, **given
+) -> tuple[list[tuple], dict]:
     """What progress was told, and the frontier."""
     told: list[tuple] = []
 
@@ -79,20 +88,28 @@ def test_the_tables_figures_follow_their_definitions() -> None:
         [result(5, 0, bool(b)) for _, b in right],
         [result(12 + i % 3, 4, bool(b)) for i, (_, b) in enumerate(right)],
     ]
-    settings = [setting("target", 0), setting("draft", 0), setting("topk:2", 8, "fastest")]
-    _, draft, lenient = rows(settings, answers, [[1.0, 0.25, 0.5]] * 10)  # seconds of the first ten
+    settings = [
+        setting("target", 0),
+        setting("draft", 0),
+        setting("topk:2", 8, "fastest"),
+    ]
+    # seconds of the first ten
+    _, draft, lenient = rows(settings, answers, [[1.0, 0.25, 0.5]] * 10)
     lost = int((right[:, 0] & ~right[:, 1]).sum())
     assert lost > 0 and (lenient["n"], lenient["timed_n"]) == (40, 10)
     assert lenient["accuracy"] == right[:, 1].mean()
     assert lenient["paired_loss"] == lost / 40
     assert lenient["paired_gain"] == (~right[:, 0] & right[:, 1]).sum() / 40
+    # Clopper–Pearson
     low, high = (
         beta.ppf(0.025, lost, 41 - lost),
         beta.ppf(0.975, lost + 1, 40 - lost),
-    )  # Clopper–Pearson
+    )
     assert lenient["paired_loss_interval"] == pytest.approx([low, high])
     assert lenient["tokens_per_pass"] == sum(12 + i % 3 for i in range(40)) / 160
-    assert lenient["tokens_per_second"] == pytest.approx(sum(12 + i % 3 for i in range(10)) / 5)
+    assert lenient["tokens_per_second"] == pytest.approx(
+        sum(12 + i % 3 for i in range(10)) / 5
+    )
     assert (draft["draft_share"], draft["accepted_per_pass"]) == (1, None)
     assert lenient["flops_per_token"] is None
     assert draft["tokens_per_second"] == 20 and draft["tokens_per_pass"] is None
@@ -105,7 +122,15 @@ def test_the_tables_figures_follow_their_definitions() -> None:
 def test_what_was_drafted_is_told_without_corrections() -> None:
     """By hand; of an answer that the target never read all is the draft's."""
     mixed = [
-        result(10, 4, True, accepted_exact=5, accepted_lenient=1, flops=40, flops_as_sprinter=30),
+        result(
+            10,
+            4,
+            True,
+            accepted_exact=5,
+            accepted_lenient=1,
+            flops=40,
+            flops_as_sprinter=30,
+        ),
         result(6, 0, True, accepted_lenient=6, flops=8, flops_as_sprinter=8),
     ]
     plain = [result(10, 10, True, flops=100, flops_as_sprinter=110)] * 2
@@ -115,9 +140,14 @@ def test_what_was_drafted_is_told_without_corrections() -> None:
     assert gated["accepted_per_pass"] == (6 + 6) / 4 and gated["draft_share"] == 12 / 16
     assert gated["accepted_exact_per_pass"] == 5 / 4
     assert (alone["flops_per_token"], alone["flops_per_token_as_sprinter"]) == (10, 11)
-    assert (gated["flops_per_token"], gated["flops_per_token_as_sprinter"]) == (48 / 16, 38 / 16)
+    assert (gated["flops_per_token"], gated["flops_per_token_as_sprinter"]) == (
+        48 / 16,
+        38 / 16,
+    )
     unknown = [mixed[0], result(6, 0, True)]
-    assert rows(settings, [plain, unknown], [[1.0, 1.0]] * 2)[1]["flops_per_token"] is None
+    assert (
+        rows(settings, [plain, unknown], [[1.0, 1.0]] * 2)[1]["flops_per_token"] is None
+    )
 
 
 def test_a_comparison_of_an_earlier_version_is_read() -> None:
@@ -157,23 +187,36 @@ def test_random_allocation_is_what_it_gives_on_average() -> None:
         assert point["tokens_per_pass"] == (
             pytest.approx(tokens / passes, rel=0.01) if passes else None
         )
-        assert point["seconds_per_correct"] == pytest.approx(taken / (30 * accuracy), rel=0.01)
+        assert point["seconds_per_correct"] == pytest.approx(
+            taken / (30 * accuracy), rel=0.01
+        )
 
 
 def test_all_stands_for_a_grid_of_every_rule(llama: Pair, tmp_path: Path) -> None:
     assert {terms(rule)[0].name for rule in grid()} == set(ALL_RULES) - {"judge"}
     greedy, sampled = expand(["all"], 0.0), expand(["all"], 0.7)
-    assert sampled == list(grid()) and {"speculative", "block"} <= set(sampled) - set(greedy)
+    assert sampled == list(grid()) and {"speculative", "block"} <= set(sampled) - set(
+        greedy
+    )
     assert not any(rule.startswith("mentored") for rule in greedy)
     width = 2 * (llama.target.hidden_size + llama.draft.hidden_size)
     listed = [
-        {"recall": recall, "threshold": recall / 2, "accepted": 0.5} for recall in (0.1, *JUDGED)
+        {"recall": recall, "threshold": recall / 2, "accepted": 0.5}
+        for recall in (0.1, *JUDGED)
     ]
-    Head(torch.ones(width), 0.0, Inputs(), 0.5, llama.fingerprints, {"thresholds": listed}).save(
-        tmp_path
-    )
+    Head(
+        torch.ones(width),
+        0.0,
+        Inputs(),
+        0.5,
+        llama.fingerprints,
+        {"thresholds": listed},
+    ).save(tmp_path)
     judge = f"judge:{tmp_path}"
-    assert expand(["all", judge], 0.0) == [*greedy, *(f"{judge}@{recall / 2}" for recall in JUDGED)]
+    assert expand(["all", judge], 0.0) == [
+        *greedy,
+        *(f"{judge}@{recall / 2}" for recall in JUDGED),
+    ]
     assert expand([judge, "exact"], 0.0) == [judge, "exact"], (
         "a judge's own threshold, where not all are asked for"
     )
@@ -191,7 +234,9 @@ def test_sampling_is_compared_by_its_seed(llama: Pair) -> None:
         *given, windows=(3,), limit=6, timed=1, repeats=1, temperature=0.8, seed=4
     )
     exact = next(row for row in frontier["rows"] if row["rule"] == "exact")
-    assert exact["paired_loss"] == exact["paired_gain"] == 0, "the same draws as the target alone"
+    assert exact["paired_loss"] == exact["paired_gain"] == 0, (
+        "the same draws as the target alone"
+    )
     outs = llama.generate_batch(
         [s.prompt for s in take(ParityTask(), "test", 6)],
         rule="mentored:0.5",
@@ -210,13 +255,17 @@ def test_sampling_is_compared_by_its_seed(llama: Pair) -> None:
 
 def test_compare_measures_what_generate_does(llama: Pair) -> None:
     task = ParityTask()
-    progress, frontier = compare(llama, task, RULES, windows=(3,), limit=6, timed=3, batch_size=4)
+    progress, frontier = compare(
+        llama, task, RULES, windows=(3,), limit=6, timed=3, batch_size=4
+    )
     assert [row["rule"] for row in frontier["rows"]] == ["target", "draft", *RULES]
     assert {row["window"] for row in frontier["rows"]} == {0, 3}
     samples = [sample for sample, _ in zip(task.samples("test"), range(6))]
     for row in frontier["rows"]:
         outs = [
-            llama.generate(sample.prompt, rule=row["rule"], window=row["window"], max_new_tokens=24)
+            llama.generate(
+                sample.prompt, rule=row["rule"], window=row["window"], max_new_tokens=24
+            )
             for sample in samples
         ]
         assert row["accuracy"] == np.mean(
@@ -228,7 +277,10 @@ def test_compare_measures_what_generate_does(llama: Pair) -> None:
             )
     exact = next(row for row in frontier["rows"] if row["rule"] == "exact")
     assert exact["paired_loss"] == exact["paired_gain"] == 0
-    assert {(phase, total) for phase, _, total in progress} == {("decoding", 24), ("timing", 3)}
+    assert {(phase, total) for phase, _, total in progress} == {
+        ("decoding", 24),
+        ("timing", 3),
+    }
 
 
 def test_windows_are_chosen_by_speed_on_other_prompts(
@@ -251,7 +303,13 @@ def test_windows_are_chosen_by_speed_on_other_prompts(
         stage = phase == "choosing windows"
 
     _, frontier = compare(
-        llama, ParityTask(), RULES, progress=follow, windows=(2, 4, 8), limit=5, tuning=3
+        llama,
+        ParityTask(),
+        RULES,
+        progress=follow,
+        windows=(2, 4, 8),
+        limit=5,
+        tuning=3,
     )
     assert [(row["rule"], row["window"]) for row in frontier["rows"]] == [
         ("target", 0),
@@ -295,20 +353,35 @@ def test_a_stopped_comparison_goes_on(llama: Pair, tmp_path: Path) -> None:
     )
     assert (tmp_path / "compare.jsonl").read_text().startswith(kept)
     assert (tmp_path / "timings.jsonl").read_text().startswith(timed)
-    whole = compare(llama, ParityTask(), RULES, windows=(2, 4), limit=8, tuning=2, timed=4)[1]
+    whole = compare(
+        llama, ParityTask(), RULES, windows=(2, 4), limit=8, tuning=2, timed=4
+    )[1]
     for row, same in zip(frontier["rows"], whole["rows"]):
         if row["window"] == same["window"]:  # a machine's moods may choose another
             assert [row[key] for key in ("n", "accuracy", "tokens_per_pass")] == [
                 same[key] for key in ("n", "accuracy", "tokens_per_pass")
             ]
     with pytest.raises(InputError, match="tuning"):
-        compare(llama, ParityTask(), ["exact"], windows=(2, 4), limit=8, tuning=3, out=tmp_path)
+        compare(
+            llama,
+            ParityTask(),
+            ["exact"],
+            windows=(2, 4),
+            limit=8,
+            tuning=3,
+            out=tmp_path,
+        )
 
 
-def test_times_of_another_machine_are_measured_again(llama: Pair, tmp_path: Path) -> None:
+def test_times_of_another_machine_are_measured_again(
+    llama: Pair, tmp_path: Path
+) -> None:
     given = {"windows": (4,), "limit": 3, "timed": 2, "out": tmp_path}
     compare(llama, ParityTask(), RULES, **given)
-    kept = [json.loads(line) for line in (tmp_path / "timings.jsonl").read_text().splitlines()]
+    kept = [
+        json.loads(line)
+        for line in (tmp_path / "timings.jsonl").read_text().splitlines()
+    ]
     (tmp_path / "timings.jsonl").write_text(
         "".join(
             json.dumps({**record, "machine": "another", "seconds": [9.0] * 4}) + "\n"
@@ -339,14 +412,24 @@ def test_a_comparison_with_a_judge_that_was_fitted_anew_is_another_one(
 def test_a_comparison_under_another_generation_config_is_another_one(
     llama: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"windows": [4], "limit": 2, "timed": 1, "repeats": 1, "out": tmp_path / "cmp"}
+    options = {
+        "windows": [4],
+        "limit": 2,
+        "timed": 1,
+        "repeats": 1,
+        "out": tmp_path / "cmp",
+    }
     compare(llama, ParityTask(), RULES, **options)
     monkeypatch.setattr(llama.target.model.generation_config, "repetition_penalty", 1.3)
-    with pytest.raises(InputError, match=r"generation_config repetition_penalty None, not 1\.3"):
+    with pytest.raises(
+        InputError, match=r"generation_config repetition_penalty None, not 1\.3"
+    ):
         compare(llama, ParityTask(), RULES, **options)
 
 
-def test_what_cannot_be_compared_is_told_before_any_work(llama: Pair, tmp_path: Path) -> None:
+def test_what_cannot_be_compared_is_told_before_any_work(
+    llama: Pair, tmp_path: Path
+) -> None:
     rows = [
         {"id": "a", "prompt": "w1", "split": "test", "reference": "1"},
         {"id": "b", "prompt": "w2", "split": "test"},
@@ -381,8 +464,21 @@ def test_a_wrong_option_leaves_no_folder(llama: Pair, tmp_path: Path) -> None:
 
 
 def frontier_of(found: list[dict]) -> Frontier:
-    about = {"versions": {}, "pair": "", "models": {}, "tokenizer": "", "task": "", "split": ""}
-    about |= {"task_version": None, "machine": "", "drafter": "model", "stop": "fixed", "seed": 0}
+    about = {
+        "versions": {},
+        "pair": "",
+        "models": {},
+        "tokenizer": "",
+        "task": "",
+        "split": "",
+    }
+    about |= {
+        "task_version": None,
+        "machine": "",
+        "drafter": "model",
+        "stop": "fixed",
+        "seed": 0,
+    }
     about |= {"max_new_tokens": 1, "temperature": 0, "top_k": None, "top_p": None}
     return Frontier(**about, rows=found, allocation=[], examples=[])
 
@@ -391,8 +487,14 @@ def frontier_of(found: list[dict]) -> Frontier:
     ("seconds", "says"),
     [
         # of the target, the draft, strict decoding, top-2 (loses one in 200), top-9 (one in 10)
-        ((1.0, 0.1, 0.5, 0.4, 0.2), ("topk:2 at window 8", "2.50 times the target", "1.25 times")),
-        ((1.0, 0.1, 0.4, 0.5, 0.2), ("strict decoding", "2.50 times the target alone; it loses")),
+        (
+            (1.0, 0.1, 0.5, 0.4, 0.2),
+            ("topk:2 at window 8", "2.50 times the target", "1.25 times"),
+        ),
+        (
+            (1.0, 0.1, 0.4, 0.5, 0.2),
+            ("strict decoding", "2.50 times the target alone; it loses"),
+        ),
         ((0.3, 0.1, 0.4, 0.5, 0.2), ("the target alone", "at most 1% was faster")),
     ],
 )
@@ -402,7 +504,9 @@ def test_the_fastest_that_hardly_loses_is_recommended(
     wrong = (0, 150, 0, 1, 20)
     answers = [[result(10, 5, i >= some) for i in range(200)] for some in wrong]
     names = ("target", "draft", "exact", "topk:2", "topk:9")
-    settings = [setting(name, 8, "fastest" if i > 1 else "") for i, name in enumerate(names)]
+    settings = [
+        setting(name, 8, "fastest" if i > 1 else "") for i, name in enumerate(names)
+    ]
     told = recommended(frontier_of(rows(settings, answers, [list(seconds)] * 5)))
     assert all(one in told for one in says), told
     assert ("0.5% of 200 prompts" in told) == ("topk:2" in told)
@@ -424,14 +528,20 @@ def test_accuracies_near_1_are_on_the_plot() -> None:
 def test_a_long_label_leaves_the_plots_axes_alone() -> None:
     """Of a stop condition the kind alone stands there."""
     answers = [[result(10, 5, True)] * 9] * 3
-    settings = [setting("target", 0), setting("draft", 0), setting("exact", 8, "fastest")]
+    settings = [
+        setting("target", 0),
+        setting("draft", 0),
+        setting("exact", 8, "fastest"),
+    ]
     found = rows(settings, answers, [[1.0, 0.5, 0.4]] * 5)
     widths = []
     for rule in ("exact", "judge:" + "long" * 40 + "@0.5"):
         found[2] |= {"rule": rule, "options": {"stop": f"head:{'folder' * 20}@0.5"}}
         figure = plot(frontier_of(found))
         figure.draw_without_rendering()
-        assert "stop=head, w 8" in " ".join(text.get_text() for text in figure.axes[0].texts)
+        assert "stop=head, w 8" in " ".join(
+            text.get_text() for text in figure.axes[0].texts
+        )
         widths.append([axis.get_position().width for axis in figure.axes])
     assert widths[0] == pytest.approx(widths[1])
 
@@ -440,12 +550,18 @@ def test_the_ring_is_around_what_is_certified() -> None:
     """Not around the same rule and window with another drafter."""
     names = ("target", "draft", "exact", "exact")
     answers = [[result(10, passes, True)] * 9 for passes in (10, 10, 4, 2)]
-    settings = [setting(name, 8, "fastest" if i > 1 else "") for i, name in enumerate(names)]
+    settings = [
+        setting(name, 8, "fastest" if i > 1 else "") for i, name in enumerate(names)
+    ]
     found = rows(settings, answers, [[1.0, 0.5, 0.5, 0.4]] * 5)
     found[3]["options"] = {"drafter": "medusa"}
     told = certificate("exact")
     assert told.certified is not None
-    for options, at in (({"drafter": "medusa"}, [5.0]), ({}, [2.5]), ({"stop": "heuristic"}, [])):
+    for options, at in (
+        ({"drafter": "medusa"}, [5.0]),
+        ({}, [2.5]),
+        ({"stop": "heuristic"}, []),
+    ):
         row = told.certified.model_copy(update={"window": 8, "options": options})
         axis = plot(frontier_of(found), row).axes[0]
         rings = [line for line in axis.get_lines() if line.get_label() == "certified"]
@@ -455,7 +571,9 @@ def test_the_ring_is_around_what_is_certified() -> None:
 def test_a_label_covers_marks_and_labels_that_it_stands_over() -> None:
     place = (100.0, 50.0, 40.0)  # from 100 to 140, and a label high
     assert _covered(place, [], [(120, 54)]) == 1
-    assert _covered(place, [], [(96, 46), (120, 70), (150, 54)]) == 0, "its own, above, beside"
+    assert _covered(place, [], [(96, 46), (120, 70), (150, 54)]) == 0, (
+        "its own, above, beside"
+    )
     assert _covered(place, [(120.0, 55.0, 40.0), (120.0, 70.0, 40.0)], [(120, 54)]) == 2
 
 
@@ -466,11 +584,23 @@ def test_a_rule_is_shortened_but_not_changed() -> None:
 
 
 def test_judges_of_one_name_are_told_apart() -> None:
-    rules = ["judge:a/run/judge@0.9", "judge:b/run/judge@0.9", "judge:a/run/mlp@0.9", "exact"]
+    rules = [
+        "judge:a/run/judge@0.9",
+        "judge:b/run/judge@0.9",
+        "judge:a/run/mlp@0.9",
+        "exact",
+    ]
     rules.insert(3, "judge@0.9")
     answers = [[result(10, 5, True)]] * 7
-    settings = [setting("target", 0), setting("draft", 0), *(setting(rule, 8) for rule in rules)]
-    found = [row.to_json() for row in named(table(settings, answers, [[1.0] * 7], Decoder()))[2:]]
+    settings = [
+        setting("target", 0),
+        setting("draft", 0),
+        *(setting(rule, 8) for rule in rules),
+    ]
+    found = [
+        row.to_json()
+        for row in named(table(settings, answers, [[1.0] * 7], Decoder()))[2:]
+    ]
     assert [row["name"] for row in found] == [
         "a/run/judge@0.9",
         "b/run/judge@0.9",
@@ -482,9 +612,13 @@ def test_judges_of_one_name_are_told_apart() -> None:
     assert [row["family"] for row in found] == families
     strict = table(settings, answers, [[1.0] * 7], Decoder())[-1]
     options = [
-        {"drafter": f"eagle:{run}/eagle", "stop": f"head:{run}/stop@0.5"} for run in ("c", "d/c")
+        {"drafter": f"eagle:{run}/eagle", "stop": f"head:{run}/stop@0.5"}
+        for run in ("c", "d/c")
     ]
-    rows = [strict.model_copy(update={"options": one}) for one in (*options, {"stop": "fixed"})]
+    rows = [
+        strict.model_copy(update={"options": one})
+        for one in (*options, {"stop": "fixed"})
+    ]
     assert [row.name for row in named(rows)] == [
         "exact, drafter=eagle:c/eagle, stop=head:c/stop@0.5",
         "exact, drafter=eagle:d/c/eagle, stop=head:d/c/stop@0.5",
@@ -524,7 +658,9 @@ def test_rules_are_drawn_with_their_kind() -> None:
     ]
 
 
-def test_the_report_stands_alone_and_holds_every_token(llama: Pair, tmp_path: Path) -> None:
+def test_the_report_stands_alone_and_holds_every_token(
+    llama: Pair, tmp_path: Path
+) -> None:
     _, frontier = compare(llama, ParityTask(), RULES, windows=(4,), limit=5, tuning=2)
     write_report(
         tmp_path / "report.html",
@@ -535,7 +671,9 @@ def test_the_report_stands_alone_and_holds_every_token(llama: Pair, tmp_path: Pa
     links = re.findall(r"(?:src|href)=\"([^\"]*)\"", page)
     assert all(link.startswith("#") for link in links), "nothing is fetched"
     assert "<svg" in page and "25.0 %" in page and "0.875" in page
-    assert "Recommended here: " in page and page.index("Recommended") < page.index("<svg")
+    assert "Recommended here: " in page and page.index("Recommended") < page.index(
+        "<svg"
+    )
     assert page.count('tabindex="0"') == len(frontier["rows"])
     shown = example(Frontier(**frontier))
     assert shown is not None
@@ -544,13 +682,25 @@ def test_the_report_stands_alone_and_holds_every_token(llama: Pair, tmp_path: Pa
     for i, row in enumerate(frontier["rows"]):
         assert f'<td title="{row["rule"]}">' in page
         shown_on = sum(f'id="mark-{i}-{number}"' in page for number in range(3))
-        assert shown_on == sum(row[key] is not None for key, _ in AXES), "a mark for every figure"
+        assert shown_on == sum(row[key] is not None for key, _ in AXES), (
+            "a mark for every figure"
+        )
     data = json.loads(
-        re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[0]
+        re.findall(
+            r'<script type="application/json" id="data">(.*?)</script>', page, re.S
+        )[0]
     )
-    assert [len(prompt["results"]) for prompt in data["prompts"]] == [len(frontier["rows"])] * 3
-    traces = [result["trace"] for sample in frontier["examples"] for result in sample["results"]]
-    assert [result["trace"] for prompt in data["prompts"] for result in prompt["results"]] == traces
+    assert [len(prompt["results"]) for prompt in data["prompts"]] == [
+        len(frontier["rows"])
+    ] * 3
+    traces = [
+        result["trace"]
+        for sample in frontier["examples"]
+        for result in sample["results"]
+    ]
+    assert [
+        result["trace"] for prompt in data["prompts"] for result in prompt["results"]
+    ] == traces
 
 
 def test_a_decoder_that_names_its_window_leaves_the_other_to_choose(
@@ -562,20 +712,34 @@ def test_a_decoder_that_names_its_window_leaves_the_other_to_choose(
     named = CompareConfig(settings=("exact; window=8",), **config)
     both = CompareConfig(("exact",), settings=("exact; window=8",), **config)
     rows = comparing.compare(llama, ParityTask(), both).rows
-    assert {(row.window, row.why) for row in rows if row.rule == "exact"} >= {(8, "given")}
+    assert {(row.window, row.why) for row in rows if row.rule == "exact"} >= {
+        (8, "given")
+    }
     assert {row.window for row in rows if row.rule == "exact"} & {2, 4}
     comparing.compare(llama, ParityTask(), chosen, tmp_path)
     joined = comparing.compare(llama, ParityTask(), named, tmp_path).rows
-    assert {(row.rule, row.why) for row in joined} == {(row.rule, row.why) for row in rows}
+    assert {(row.rule, row.why) for row in joined} == {
+        (row.rule, row.why) for row in rows
+    }
 
 
 def test_further_rules_join_a_comparison_and_nothing_is_decoded_again(
     llama: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"windows": (2, 4), "limit": 6, "tuning": 2, "timed": 2, "repeats": 1, "out": tmp_path}
+    given = {
+        "windows": (2, 4),
+        "limit": 6,
+        "tuning": 2,
+        "timed": 2,
+        "repeats": 1,
+        "out": tmp_path,
+    }
     _, first = compare(llama, ParityTask(), ["exact", "topk:2"], **given)
     answers = (tmp_path / "compare.jsonl").read_text()
-    timed = [json.loads(line) for line in (tmp_path / "timings.jsonl").read_text().splitlines()]
+    timed = [
+        json.loads(line)
+        for line in (tmp_path / "timings.jsonl").read_text().splitlines()
+    ]
     decoded: list[str] = []
     as_completed = Pair.as_completed
 
@@ -594,21 +758,32 @@ def test_further_rules_join_a_comparison_and_nothing_is_decoded_again(
     ]
     for before, row in zip(first["rows"], of_first):
         assert row["accuracy"] == before["accuracy"]
-    assert {row["why"] for row in both["rows"] if row["rule"] == "topk:3"} >= {"fastest"}
-    times = [json.loads(line) for line in (tmp_path / "timings.jsonl").read_text().splitlines()]
-    assert len(times) == 2 * len(timed), "of each sample once more, all decoders in turn"
+    assert {row["why"] for row in both["rows"] if row["rule"] == "topk:3"} >= {
+        "fastest"
+    }
+    times = [
+        json.loads(line)
+        for line in (tmp_path / "timings.jsonl").read_text().splitlines()
+    ]
+    assert len(times) == 2 * len(timed), (
+        "of each sample once more, all decoders in turn"
+    )
     assert all(len(one["seconds"]) == len(both["rows"]) for one in times[len(timed) :])
     decoded.clear()
     _, again = compare(llama, ParityTask(), ["exact"], **given)
     assert not decoded and again["rows"] == both["rows"]
     # as earlier versions wrote them: a list of the settings' seconds, and no decoders
     lists = [{**one, "seconds": list(one["seconds"].values())} for one in timed]
-    (tmp_path / "timings.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lists))
+    (tmp_path / "timings.jsonl").write_text(
+        "".join(json.dumps(one) + "\n" for one in lists)
+    )
     compare(llama, ParityTask(), ["exact"], **given)
     assert set(decoded) <= {"topk:3"}
 
 
-def test_a_comparison_with_any_stop_strings_is_gone_on_with(llama: Pair, tmp_path: Path) -> None:
+def test_a_comparison_with_any_stop_strings_is_gone_on_with(
+    llama: Pair, tmp_path: Path
+) -> None:
     options = {"stop_strings": ("\n\n", 'it"s; over')}
     config = CompareConfig(
         ("exact",), windows=(2,), options=options, limit=2, tuning=1, timed=1, repeats=1
@@ -619,12 +794,16 @@ def test_a_comparison_with_any_stop_strings_is_gone_on_with(llama: Pair, tmp_pat
 
 
 def test_a_comparison_of_another_version_is_told(llama: Pair, tmp_path: Path) -> None:
-    config = CompareConfig(("exact",), windows=(2,), limit=2, tuning=1, timed=1, repeats=1)
+    config = CompareConfig(
+        ("exact",), windows=(2,), limit=2, tuning=1, timed=1, repeats=1
+    )
     comparing.compare(llama, ParityTask(), config, tmp_path)
     asked = json.loads((tmp_path / "compare.json").read_text())
     del asked["settings"]
     (tmp_path / "compare.json").write_text(json.dumps(asked))
-    with pytest.raises(InputError, match=r"compare.json: says no settings, .*another folder"):
+    with pytest.raises(
+        InputError, match=r"compare.json: says no settings, .*another folder"
+    ):
         comparing.compare(llama, ParityTask(), config, tmp_path)
 
 

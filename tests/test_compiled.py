@@ -49,7 +49,9 @@ def own_cache() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def compiled(own_cache: None, checkpoints: Callable[[str], tuple[str, str]]) -> Callable[[str], LM]:
+def compiled(
+    own_cache: None, checkpoints: Callable[[str], tuple[str, str]]
+) -> Callable[[str], LM]:
     made: dict[tuple[str, str], LM] = {}
 
     def get(name: str, role: str = "target") -> LM:
@@ -84,7 +86,10 @@ def test_states_and_logits_are_the_models_own(
                 got.logits[row], own.logits[0, -states:], atol=2e-4, rtol=1e-3
             )
             torch.testing.assert_close(
-                got.hidden[row], own.hidden_states[-1][0, -states:], atol=2e-4, rtol=1e-3
+                got.hidden[row],
+                own.hidden_states[-1][0, -states:],
+                atol=2e-4,
+                rtol=1e-3,
             )
 
 
@@ -105,9 +110,13 @@ def test_states_after_layers_are_the_models_own(
             own = lm.model(torch.tensor([read]), output_hidden_states=True)
         n = got.hidden.shape[1]
         assert n == (1 + on if on else 4)
-        wanted = torch.cat([own.hidden_states[layer or -1][0, -n:] for layer in layers], -1)
+        wanted = torch.cat(
+            [own.hidden_states[layer or -1][0, -n:] for layer in layers], -1
+        )
         torch.testing.assert_close(got.hidden[row], wanted, atol=2e-4, rtol=1e-3)
-        torch.testing.assert_close(got.logits[row], own.logits[0, -n:], atol=2e-4, rtol=1e-3)
+        torch.testing.assert_close(
+            got.logits[row], own.logits[0, -n:], atol=2e-4, rtol=1e-3
+        )
 
 
 def test_without_an_export_of_a_layer_it_is_read_through_the_models_own_pass(
@@ -139,15 +148,18 @@ def test_a_draft_that_reads_on_takes_what_is_most_probable(
         got = session.read(sequences, lookahead=on)
         n = got.logits.shape[1]
         room = min(map(session.room, sequences))
-        assert n == 1 + min(on, room) or (
-            n == 1 and len(sequences) > 1
-        )  # prompts are not read with short rows
+        # prompts are not read with short rows
+        assert n == 1 + min(on, room) or (n == 1 and len(sequences) > 1)
         drafted = got.logits.argmax(-1).tolist()
         for row, sequence in enumerate(sequences):
             assert session.tokens()[row] == sequence + drafted[row][:-1]
             with torch.inference_mode():
-                own = lm.model(torch.tensor([session.tokens()[row]]), output_hidden_states=True)
-            torch.testing.assert_close(got.logits[row], own.logits[0, -n:], atol=2e-4, rtol=1e-3)
+                own = lm.model(
+                    torch.tensor([session.tokens()[row]]), output_hidden_states=True
+                )
+            torch.testing.assert_close(
+                got.logits[row], own.logits[0, -n:], atol=2e-4, rtol=1e-3
+            )
             torch.testing.assert_close(
                 got.hidden[row], own.hidden_states[-1][0, -n:], atol=2e-4, rtol=1e-3
             )
@@ -155,7 +167,9 @@ def test_a_draft_that_reads_on_takes_what_is_most_probable(
 
 @given(
     rows,
-    st.sampled_from([("exact", 0.0), ("topk:3", 0.0), ("judge", 0.0), ("speculative", 0.8)]),
+    st.sampled_from(
+        [("exact", 0.0), ("topk:3", 0.0), ("judge", 0.0), ("speculative", 0.8)]
+    ),
     st.integers(0, 19),
     st.integers(1, 4),
 )
@@ -173,7 +187,9 @@ def test_a_compiled_pair_answers_as_a_plain_one(
         batch_size=size,
         seed=0,
     )
-    assert_same(pair.generate_batch(asked, **options), llama.generate_batch(asked, **options))
+    assert_same(
+        pair.generate_batch(asked, **options), llama.generate_batch(asked, **options)
+    )
 
 
 @pytest.mark.parametrize("drafter", ["exit:1", "skip:1", "skip:2"])
@@ -186,7 +202,13 @@ def test_own_layers_draft_on_the_exported_targets_keys_and_values(
     monkeypatch.setattr("lenience.models.onnx_graph.FIRST_CAPACITY", 12)
     pair = Pair(compiled("llama"), compiled("llama", "draft"), "compiled")
     asked = [[3, 4, 5], [9, 8, 7, 6, 5, 4, 3, 2], [20], [11, 30]]
-    options = {"drafter": drafter, "tree": tree, "window": 3, "max_new_tokens": 40, "seed": 0}
+    options = {
+        "drafter": drafter,
+        "tree": tree,
+        "window": 3,
+        "max_new_tokens": 40,
+        "seed": 0,
+    }
     for size in (1, 3):
         outs = pair.generate_batch(asked, batch_size=size, **options)
         assert_same(outs, llama.generate_batch(asked, batch_size=size, **options))
@@ -232,16 +254,26 @@ def test_a_recorded_cache_is_taken_over_and_forgets(checkpoints, llama: Pair) ->
     gone = weakref.ref(pair.target)
     del pair, kept, states
     gc.collect()
-    assert gone() is None, "a model that nobody uses is freed, and its spare cache with it"
+    assert gone() is None, (
+        "a model that nobody uses is freed, and its spare cache with it"
+    )
 
 
-def test_an_exported_cache_takes_over_memory_that_is_forgotten(compiled, llama: Pair) -> None:
+def test_an_exported_cache_takes_over_memory_that_is_forgotten(
+    compiled, llama: Pair
+) -> None:
     pair = Pair(compiled("llama"), compiled("llama", "draft"), "compiled")
-    long, short = [3 + i % 20 for i in range(170)], [2]  # for the long one a cache grows
+    # for the long one a cache grows
+    long, short = (
+        [3 + i % 20 for i in range(170)],
+        [2],
+    )
     pair.generate(long, max_new_tokens=8)
     gc.collect()
     spare = pair.target.backend._spare
-    kept = {key: memory for key, memory in spare.items() if key[0] == 1 and key[1] >= 160}
+    kept = {
+        key: memory for key, memory in spare.items() if key[0] == 1 and key[1] >= 160
+    }
     assert len(kept) == 2
     with torch.inference_mode():
         for memory in kept.values():
@@ -256,22 +288,22 @@ def test_an_exported_cache_takes_over_memory_that_is_forgotten(compiled, llama: 
 def test_the_built_in_pair_compiled_answers_as_plain(
     built_in: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(
-        "LENIENCE_CACHE", str(Path(os.environ["LENIENCE_CACHE"]).parent)
-    )  # where other tests take it from
+    # where other tests take it from
+    monkeypatch.setenv("LENIENCE_CACHE", str(Path(os.environ["LENIENCE_CACHE"]).parent))
     fast = load_pair(compile=True)
     assert fast.compiled and not built_in.compiled
     prompts = [
-        sample.prompt for sample, _ in zip(lenience.task("wordmath").samples("test"), range(6))
+        sample.prompt
+        for sample, _ in zip(lenience.task("wordmath").samples("test"), range(6))
     ]
     options = {"max_new_tokens": 200, "batch_size": 4}
     assert_same(
-        fast.generate_batch(prompts, **options), built_in.generate_batch(prompts, **options)
+        fast.generate_batch(prompts, **options),
+        built_in.generate_batch(prompts, **options),
     )
     device = built_in.target.device
-    assert (
-        token_bytes(fast.target)[device] == 2 * token_bytes(built_in.target)[device]
-    )  # while it grows there are two
+    # while it grows there are two
+    assert token_bytes(fast.target)[device] == 2 * token_bytes(built_in.target)[device]
     assert load_pair().compiled, "the exports are kept"
     assert not load_pair(compile=False).compiled
 
@@ -314,7 +346,9 @@ def test_rows_that_cannot_be_read_together_are_not_exported(checkpoints) -> None
         assert not compile_model(lm)
 
 
-def test_models_of_one_shape_share_a_graph_and_keep_their_weights(compiled, checkpoints) -> None:
+def test_models_of_one_shape_share_a_graph_and_keep_their_weights(
+    compiled, checkpoints
+) -> None:
     """Also where weights are all alike when the graph is made, or scale what a constant adds to, as
     Gemma's norms do."""
     for name in ("llama", "gemma2"):
@@ -337,8 +371,14 @@ def test_a_graph_holds_no_weights(compiled) -> None:
     lm = compiled("llama")
     largest = max(weight.numel() for weight in lm.model.parameters())
     graph = onnx.load(str(graph_path(lm)), load_external_data=False).graph
-    outside = {c.name for c in graph.initializer if c.data_location == onnx.TensorProto.EXTERNAL}
-    assert outside == {name for name, _ in lm.model.named_parameters(remove_duplicate=False)}
+    outside = {
+        c.name
+        for c in graph.initializer
+        if c.data_location == onnx.TensorProto.EXTERNAL
+    }
+    assert outside == {
+        name for name, _ in lm.model.named_parameters(remove_duplicate=False)
+    }
     inside = [len(c.raw_data) for c in graph.initializer if c.name not in outside]
     assert max(inside) < 4 * largest / 10
 
@@ -379,7 +419,10 @@ def test_long_prompts_are_read_in_parts(
     compiled, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lenience.models.onnx_graph.LARGEST_SCORES", largest)
-    lm, prompts = compiled("llama"), [[1 + (7 * i) % 40 for i in range(n)] for n in (200, 9, 71)]
+    lm, prompts = (
+        compiled("llama"),
+        [[1 + (7 * i) % 40 for i in range(n)] for n in (200, 9, 71)],
+    )
     for states in (1, 5):
         got = Session(lm, 3, 16).read(prompts, states)
         for row, prompt in enumerate(prompts):
@@ -395,7 +438,9 @@ def test_a_pair_is_exported_while_it_decodes(checkpoints) -> None:
     with ThreadPoolExecutor(1) as thread:
         exporting = thread.submit(pair.compile)
         while not exporting.done():
-            assert [pair.generate(prompt, max_new_tokens=30).tokens for prompt in asked] == wanted
+            assert [
+                pair.generate(prompt, max_new_tokens=30).tokens for prompt in asked
+            ] == wanted
     assert exporting.result() and pair.compiled
 
 
@@ -412,7 +457,10 @@ def test_a_passing_failure_keeps_the_export(
     def fail(*_: object) -> None:
         raise MemoryError("none left")
 
-    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="MemoryError: none left"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.warns(UserWarning, match="MemoryError: none left"),
+    ):
         patch.setattr("lenience.models.onnx_graph.Graph", fail)
         assert not compile_model(lm, export=False)
     assert graph_path(lm).exists() and compile_model(lm, export=False)
@@ -442,13 +490,20 @@ def test_torch_has_one_thread_beside_graphs_and_gets_back_what_it_had(
     torch.set_num_threads(3)
     try:
         setup = built_in.decoder({"window": 4, "max_new_tokens": 20})
-        ids = [built_in.target.encode(prompt) for prompt in ("Ann has 5 apples.", "Bob has 6.")]
+        ids = [
+            built_in.target.encode(prompt)
+            for prompt in ("Ann has 5 apples.", "Bob has 6.")
+        ]
         _, steps = built_in._decode(ids, setup, 2, Telling())
         for _ in steps:
             assert torch.get_num_threads() == 3
         assert seen == {("_decide", 1), ("_run_target", 1), ("memory", 1)}
         with ThreadPoolExecutor(4) as workers:
-            list(workers.map(lambda _: built_in.generate(ids[0], max_new_tokens=20), range(8)))
+            list(
+                workers.map(
+                    lambda _: built_in.generate(ids[0], max_new_tokens=20), range(8)
+                )
+            )
         assert torch.get_num_threads() == 3
         with pytest.raises(ZeroDivisionError), torch_threads(1):
             _ = 1 / 0

@@ -16,7 +16,11 @@ ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 EXAMPLES = dict(re.findall(r"```python\n# (src/\S+)\n(.*?)```", GUIDE, re.S))
 REGISTRIES = {
-    "rules": ("rules/registry.py", "        Judge,\n", "        Judge,\n        Near,\n"),
+    "rules": (
+        "rules/registry.py",
+        "        Judge,\n",
+        "        Judge,\n        Near,\n",
+    ),
     "drafting": (
         "drafting/registry.py",
         "Exit, Skip, Datastore)",
@@ -60,7 +64,12 @@ from lenience.tasks import load_task, take
 assert [sample.reference for sample in take(load_task("parity"), "test", 2)] == ["odd", "odd"]""",
 }
 """Where else, by CONTRIBUTING, an example is then known."""
-CLASSES = {"rules": "Near", "drafting": "Repeat", "stops": "Doubling", "tasks": "Parity"}
+CLASSES = {
+    "rules": "Near",
+    "drafting": "Repeat",
+    "stops": "Doubling",
+    "tasks": "Parity",
+}
 
 
 def kind_of(path: str) -> str:
@@ -71,13 +80,17 @@ def kind_of(path: str) -> str:
 def copy_of_the_source(folder: Path) -> Path:
     source = ROOT / "src" / "lenience"
     copy = folder / "lenience"
-    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("embedded", "__pycache__"))
+    shutil.copytree(
+        source, copy, ignore=shutil.ignore_patterns("embedded", "__pycache__")
+    )
     (copy / "embedded").symlink_to(source / "embedded")
     return copy
 
 
 @pytest.mark.parametrize("path", EXAMPLES)
-def test_an_example_is_picked_up_by_what_tests_all_of_its_kind(path: str, tmp_path: Path) -> None:
+def test_an_example_is_picked_up_by_what_tests_all_of_its_kind(
+    path: str, tmp_path: Path
+) -> None:
     code, package = EXAMPLES[path], kind_of(path)
     assert len(code.strip().splitlines()) <= 30
     copy = copy_of_the_source(tmp_path)
@@ -88,13 +101,30 @@ def test_an_example_is_picked_up_by_what_tests_all_of_its_kind(path: str, tmp_pa
     assert text.count(before) == 1
     module = ".".join(Path(path).relative_to("src").with_suffix("").parts)
     added = f"from {module} import {name}\n"
-    text = text.replace(before, after).replace("from lenience", added + "from lenience", 1)
+    text = text.replace(before, after).replace(
+        "from lenience", added + "from lenience", 1
+    )
     registry.write_text(text)
-    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", name.lower()]
-    of_its_kind = [] if package == "stops" else [[*run, str(ROOT / "tests" / "test_registries.py")]]
+    run = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        name.lower(),
+    ]
+    of_its_kind = (
+        []
+        if package == "stops"
+        else [[*run, str(ROOT / "tests" / "test_registries.py")]]
+    )
     for command in (*of_its_kind, [sys.executable, "-c", FOUND[package]]):
         env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+        result = subprocess.run(
+            command, env=env, cwd=ROOT, capture_output=True, text=True
+        )
         assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
 
 

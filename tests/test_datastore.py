@@ -26,7 +26,9 @@ from lenience.tasks import WordMath
 CORPUS = st.lists(st.lists(st.integers(1, 4), max_size=12), min_size=1, max_size=5)
 
 
-def scanned(corpus: list[list[int]], text: list[int], longest: int) -> tuple[int, list[tuple]]:
+def scanned(
+    corpus: list[list[int]], text: list[int], longest: int
+) -> tuple[int, list[tuple]]:
     """The length of the longest end of a text that stands in a corpus, and where."""
     for n in range(min(longest, len(text)), 0, -1):
         found = [
@@ -70,16 +72,22 @@ def test_a_store_finds_what_a_scan_does(
     )
     # and once more behind each
     for token, _, at in store.followers(places):
-        behind = [(d, i) for d, i in found if i < len(corpus[d]) and corpus[d][i] == token]
+        behind = [
+            (d, i) for d, i in found if i < len(corpus[d]) and corpus[d][i] == token
+        ]
         then = Counter(corpus[d][i + 1] for d, i in behind if i + 1 < len(corpus[d]))
         assert {t: len(p) for t, _, p in store.followers(at)} == then
 
 
 def test_tokens_have_32_bits(tmp_path: Path) -> None:
     """REST's own store cuts them to 16."""
-    store = build_store(iter([[70_001, 4_465, 90_000, 7], [4_465, 5]]), "tokenizer", tmp_path)
+    store = build_store(
+        iter([[70_001, 4_465, 90_000, 7], [4_465, 5]]), "tokenizer", tmp_path
+    )
     (place,) = store.matches([70_001, 4_465], 4, 2)
-    ((token, share, _),) = store.followers(store.suffixes[place : place + 1].astype(np.int64))
+    ((token, share, _),) = store.followers(
+        store.suffixes[place : place + 1].astype(np.int64)
+    )
     assert (token, share) == (90_000, 1.0)
 
 
@@ -134,10 +142,16 @@ def test_what_mostly_followed_is_proposed(
     assert all(path in shares for path in found)
     if nodes:
         best = sorted(shares.values(), reverse=True)[:nodes]
-        assert sorted((shares[path] for path in found), reverse=True) == pytest.approx(best)
+        assert sorted((shares[path] for path in found), reverse=True) == pytest.approx(
+            best
+        )
         return
     for n in range(depth):
-        beside = {p: s for p, s in shares.items() if len(p) == n + 1 and p[:-1] == ((), *found)[n]}
+        beside = {
+            p: s
+            for p, s in shares.items()
+            if len(p) == n + 1 and p[:-1] == ((), *found)[n]
+        }
         assert len(found) > n if beside else len(found) == n
         if not beside:
             break
@@ -148,7 +162,9 @@ def test_what_mostly_followed_is_proposed(
 def store(llama: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One of what the target itself says, which is worth looking up."""
     folder = tmp_path_factory.mktemp("answers")
-    outs = llama.generate_batch([[i] for i in range(1, 30)], rule="target", max_new_tokens=30)
+    outs = llama.generate_batch(
+        [[i] for i in range(1, 30)], rule="target", max_new_tokens=30
+    )
     corpus = (out.prompt_tokens + out.tokens for out in outs)
     build_store(corpus, llama.target.tokenizer_fingerprint, folder)
     return folder
@@ -170,7 +186,10 @@ def test_a_datastore_changes_no_strict_answer(
         assert [out.tokens for out in outs] == [out.tokens for out in alone]
     for joined in (f"{drafter}>model", f"model:2+{drafter}", f"ngram|{drafter}"):
         out = llama.generate(prompts[0], drafter=joined, max_new_tokens=24)
-        assert out.tokens == llama.generate(prompts[0], rule="target", max_new_tokens=24).tokens
+        assert (
+            out.tokens
+            == llama.generate(prompts[0], rule="target", max_new_tokens=24).tokens
+        )
 
 
 def test_a_datastore_of_the_targets_answers_is_right(llama: Pair, store: Path) -> None:

@@ -25,7 +25,11 @@ from lenience.decoding.response import TextStream, pieces
 from lenience.models.kv_cache import Forward, PlainCache
 from lenience.rules.parsing import parse_rule
 
-PROMPTS = [[5, 9, 13], [7], [3, 3, 8, 40, 2, 21, 30, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20]]
+PROMPTS = [
+    [5, 9, 13],
+    [7],
+    [3, 3, 8, 40, 2, 21, 30, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20],
+]
 
 
 def plain_greedy(pair: Pair, prompt: list[int], new: int, **options) -> list[int]:
@@ -43,7 +47,9 @@ WINDOWS = (0, 1, 2, 3, 4, 6, 9, 16)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_exact_is_the_targets_greedy_output(name: str, pairs: Callable[[str], Pair]) -> None:
+def test_exact_is_the_targets_greedy_output(
+    name: str, pairs: Callable[[str], Pair]
+) -> None:
     pair = pairs(name)
     accepted = 0
     for prompt in PROMPTS:
@@ -63,13 +69,17 @@ def test_the_pseudo_rules_decode_with_one_model(llama: Pair) -> None:
     prompt = PROMPTS[0]
     out = llama.generate(prompt, rule="target", max_new_tokens=20)
     assert out.tokens == plain_greedy(llama, prompt, 20)
-    assert (out.target_passes, out.draft_passes, out.tokens_per_pass) == (len(out.tokens), 0, 1.0)
+    assert (out.target_passes, out.draft_passes, out.tokens_per_pass) == (
+        len(out.tokens),
+        0,
+        1.0,
+    )
     drafted = llama.generate(prompt, rule="draft", max_new_tokens=20)
     assert (drafted.target_passes, drafted.draft_passes) == (0, 20)
     swapped = Pair(llama.draft, llama.target, "swapped")
-    assert llama.generate(prompt, rule="draft", max_new_tokens=20).tokens == plain_greedy(
-        swapped, prompt, 20
-    )
+    assert llama.generate(
+        prompt, rule="draft", max_new_tokens=20
+    ).tokens == plain_greedy(swapped, prompt, 20)
 
 
 def test_a_window_accepted_whole_gives_a_bonus_token(
@@ -78,9 +88,9 @@ def test_a_window_accepted_whole_gives_a_bonus_token(
     target, _ = checkpoints("llama")
     twins = load_pair(target, target, dtype="float32")
     out = twins.generate(PROMPTS[0], window=4, max_new_tokens=10)
-    assert [entry.origin for entry in out.trace] == ["draft"] * 4 + ["bonus"] + ["draft"] * 4 + [
-        "bonus"
-    ]
+    assert [entry.origin for entry in out.trace] == ["draft"] * 4 + ["bonus"] + [
+        "draft"
+    ] * 4 + ["bonus"]
     assert (out.target_passes, out.tokens_per_pass, out.accepted_exact) == (2, 5.0, 8)
 
 
@@ -102,14 +112,18 @@ def test_nothing_is_counted_past_eos(
     )
 
 
-def test_what_the_strict_rule_would_have_kept_counts_though_it_is_rejected(checkpoints) -> None:
+def test_what_the_strict_rule_would_have_kept_counts_though_it_is_rejected(
+    checkpoints,
+) -> None:
     target, _ = checkpoints("llama")
     twins = load_pair(target, target, dtype="float32")
-    out = twins.generate(
-        PROMPTS[0], rule="fuzzy:kl@0", window=4, max_new_tokens=5
-    )  # rejects what matches
+    # rejects what matches
+    out = twins.generate(PROMPTS[0], rule="fuzzy:kl@0", window=4, max_new_tokens=5)
     assert [entry.origin for entry in out.trace] == ["correction"] * 4 + ["bonus"]
-    assert out.accepted_exact == 4 + 3 + 2 + 1 and out.accepted_lenient == -out.accepted_exact
+    assert (
+        out.accepted_exact == 4 + 3 + 2 + 1
+        and out.accepted_lenient == -out.accepted_exact
+    )
 
 
 @pytest.mark.parametrize("new", [1, 2, 5])
@@ -139,10 +153,15 @@ def test_a_stop_string_ends_text_and_tokens(llama: Pair) -> None:
         llama.generate(PROMPTS[0], stop_strings=["x", ""])
     for window in (1, 8):
         out = llama.generate(
-            PROMPTS[0], max_new_tokens=30, window=window, stop_strings=[stop, "not there"]
+            PROMPTS[0],
+            max_new_tokens=30,
+            window=window,
+            stop_strings=[stop, "not there"],
         )
         assert (out.text, out.finish) == (whole.text[:place], "stop")
-        assert out.tokens == whole.tokens[: len(whole.text[: place + len(stop)].split())]
+        assert (
+            out.tokens == whole.tokens[: len(whole.text[: place + len(stop)].split())]
+        )
 
 
 def test_the_streams_text_is_the_answers_text(built_in: Pair) -> None:
@@ -189,16 +208,27 @@ def test_padded_embeddings_of_one_vocabulary_may_differ(
 
 @pytest.mark.parametrize(
     "options",
-    [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 5}, {"temperature": 1.3, "top_p": 0.8}],
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 1.3, "top_p": 0.8},
+    ],
 )
-def test_exact_sampling_is_plain_sampling_with_the_same_seed(options: dict, llama: Pair) -> None:
+def test_exact_sampling_is_plain_sampling_with_the_same_seed(
+    options: dict, llama: Pair
+) -> None:
     for seed in range(3):
         wanted = llama.generate(
             PROMPTS[1], rule="target", max_new_tokens=25, seed=seed, **options
         ).tokens
         for window in (1, 5):
             out = llama.generate(
-                PROMPTS[1], rule="exact", window=window, max_new_tokens=25, seed=seed, **options
+                PROMPTS[1],
+                rule="exact",
+                window=window,
+                max_new_tokens=25,
+                seed=seed,
+                **options,
             )
             assert out.tokens == wanted
     assert (
@@ -210,7 +240,11 @@ def test_exact_sampling_is_plain_sampling_with_the_same_seed(options: dict, llam
 @pytest.mark.parametrize("rule", ["exact", "speculative"])
 @pytest.mark.parametrize(
     "options",
-    [{"temperature": 1.0}, {"temperature": 0.6, "top_k": 4}, {"temperature": 1.5, "top_p": 0.7}],
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.6, "top_k": 4},
+        {"temperature": 1.5, "top_p": 0.7},
+    ],
 )
 def test_sampled_pairs_of_tokens_follow_the_target(rule: str, options: dict) -> None:
     """Two positions, five tokens, distributions written down here; 20,000 seeds; chi-square at
@@ -219,7 +253,8 @@ def test_sampled_pairs_of_tokens_follow_the_target(rule: str, options: dict) -> 
 
     rng = np.random.default_rng(3)
     first, drafted = torch.tensor(rng.normal(0, 1.2, (2, 5)), dtype=torch.float32)
-    second = torch.tensor(rng.normal(0, 1.2, (5, 5)), dtype=torch.float32)  # by first token
+    # by first token
+    second = torch.tensor(rng.normal(0, 1.2, (5, 5)), dtype=torch.float32)
     second_draft = torch.tensor(rng.normal(0, 1.2, (5, 5)), dtype=torch.float32)
 
     def warp(logits: torch.Tensor) -> np.ndarray:
@@ -234,36 +269,46 @@ def test_sampled_pairs_of_tokens_follow_the_target(rule: str, options: dict) -> 
     counts = np.zeros((5, 5))
     decide = parse_rule(rule)
     rows = 20_000  # one seed each, decided together
-    ctx = Context([Row(Noise.for_prompt(seed, [1]), [1]) for seed in range(rows)], **options)
+    ctx = Context(
+        [Row(Noise.for_prompt(seed, [1]), [1]) for seed in range(rows)], **options
+    )
     one, zeros = torch.ones(rows, dtype=torch.long), torch.zeros(rows, 3, 1)
     a = ctx.draw(drafted.expand(rows, 1, 5))[:, 0]
     b = ctx.draw(second_draft[a][:, None], 1)[:, 0]
     draft = Draft(
-        torch.stack([a, b], 1), 2 * one, torch.stack([drafted.expand(rows, 5), second_draft[a]], 1)
+        torch.stack([a, b], 1),
+        2 * one,
+        torch.stack([drafted.expand(rows, 5), second_draft[a]], 1),
     )
     logits = torch.stack([first.expand(rows, 5), second[a], first.expand(rows, 5)], 1)
     verdicts = decide(draft, Reading(logits, zeros), ctx)
     written = [
-        [*verdict.drafted[: verdict.num_accepted], verdict.next_token][:2] for verdict in verdicts
+        [*verdict.drafted[: verdict.num_accepted], verdict.next_token][:2]
+        for verdict in verdicts
     ]
     for row in ctx.rows:
         row.position = 1
-    start = torch.tensor(
-        [tokens[0] for tokens in written]
-    )  # where rejected at once, the next cycle drafts from the correction
+    # where rejected at once, the next cycle drafts from the correction
+    start = torch.tensor([tokens[0] for tokens in written])
     c = ctx.draw(second_draft[start][:, None])
     logits = torch.stack([second[start], first.expand(rows, 5)], 1)
-    again = decide(Draft(c, one, second_draft[start][:, None]), Reading(logits, zeros[:, :2]), ctx)
+    again = decide(
+        Draft(c, one, second_draft[start][:, None]), Reading(logits, zeros[:, :2]), ctx
+    )
     for tokens, verdict in zip(written, again):
         if len(tokens) == 1:
-            tokens.append(verdict.drafted[0] if verdict.num_accepted else verdict.next_token)
+            tokens.append(
+                verdict.drafted[0] if verdict.num_accepted else verdict.next_token
+            )
         counts[tokens[0], tokens[1]] += 1
     possible = wanted > 0
     assert counts[~possible].sum() == 0
     # cells with few expected draws are put together
     expected, seen = wanted[possible] * counts.sum(), counts[possible]
     rare = expected < 5
-    expected = np.append(expected[~rare], expected[rare].sum()) if rare.any() else expected
+    expected = (
+        np.append(expected[~rare], expected[rare].sum()) if rare.any() else expected
+    )
     seen = np.append(seen[~rare], seen[rare].sum()) if rare.any() else seen
     assert chisquare(seen, expected).pvalue > 1e-4
 
@@ -273,7 +318,9 @@ def test_a_draft_has_a_temperature_of_its_own(llama: Pair) -> None:
     greedily = llama.generate([5, 9], rule="draft", max_new_tokens=6).tokens
     assert 0 not in greedily
     for seed in range(3):  # all that is drafted is kept
-        out = llama.generate([5, 9], rule="random:1", draft_temperature=0, seed=seed, **options)
+        out = llama.generate(
+            [5, 9], rule="random:1", draft_temperature=0, seed=seed, **options
+        )
         assert out.tokens[:5] == greedily[:5]
     drawn = {
         tuple(llama.generate([5, 9], rule="random:1", seed=seed, **options).tokens)
@@ -282,7 +329,9 @@ def test_a_draft_has_a_temperature_of_its_own(llama: Pair) -> None:
     assert len(drawn) > 1
     # `exact` is plain sampling, whatever is drafted
     for seed in range(5):
-        plain = llama.generate([5, 9], rule="target", seed=seed, temperature=1.0, max_new_tokens=30)
+        plain = llama.generate(
+            [5, 9], rule="target", seed=seed, temperature=1.0, max_new_tokens=30
+        )
         for draft_temperature in (0.0, 0.5, 2.0):
             out = llama.generate(
                 [5, 9],
@@ -292,7 +341,11 @@ def test_a_draft_has_a_temperature_of_its_own(llama: Pair) -> None:
                 draft_temperature=draft_temperature,
             )
             assert out.tokens == plain.tokens
-    for wrong in ({"drafter": "ngram"}, {"tree": "dynamic:4"}, {"draft_temperature": -1}):
+    for wrong in (
+        {"drafter": "ngram"},
+        {"tree": "dynamic:4"},
+        {"draft_temperature": -1},
+    ):
         with pytest.raises(InputError, match="draft_temperature"):
             llama.generate([5, 9], **{"draft_temperature": 0.0, **options, **wrong})
 
@@ -308,9 +361,13 @@ def test_a_whole_decode_follows_the_targets_distribution(
 
         def next_probs(prefix: tuple[int, ...]) -> np.ndarray:
             if prefix not in probs:
-                logits = llama.target.model(torch.tensor([[7, *prefix]])).logits[0, -1] / 1.0
+                logits = (
+                    llama.target.model(torch.tensor([[7, *prefix]])).logits[0, -1] / 1.0
+                )
                 top = logits.topk(3)
-                kept = torch.full_like(logits, float("-inf")).scatter(0, top.indices, top.values)
+                kept = torch.full_like(logits, float("-inf")).scatter(
+                    0, top.indices, top.values
+                )
                 probs[prefix] = torch.softmax(kept.double(), -1).numpy()
             return probs[prefix]
 
@@ -318,7 +375,9 @@ def test_a_whole_decode_follows_the_targets_distribution(
         for a in np.flatnonzero(next_probs(())):
             for b in np.flatnonzero(next_probs((a,))):
                 if 0 not in (a, b):
-                    wanted += next_probs(())[a] * next_probs((a,))[b] * next_probs((a, b))
+                    wanted += (
+                        next_probs(())[a] * next_probs((a,))[b] * next_probs((a, b))
+                    )
     seen = np.zeros(48)
     for seed in range(1000):
         tokens = llama.generate(
@@ -351,7 +410,9 @@ def test_a_whole_decode_follows_the_targets_distribution(
     position=st.integers(0, 99),
 )
 @settings(max_examples=50, deadline=None)
-def test_noise_depends_on_its_key_alone(seed: int, prompt: list[int], position: int) -> None:
+def test_noise_depends_on_its_key_alone(
+    seed: int, prompt: list[int], position: int
+) -> None:
     noise = Noise.for_prompt(seed, prompt)
     first = noise.key(position, "accept")
     Noise.for_prompt(seed + 1, prompt).key(position, "accept")
@@ -365,12 +426,24 @@ def test_noise_depends_on_its_key_alone(seed: int, prompt: list[int], position: 
 
 
 def test_noise_is_uniform_and_races_are_won_in_proportion() -> None:
-    keys = torch.tensor([Noise.for_prompt(0, [1, 2]).key(i, "accept") for i in range(10_000)])
+    keys = torch.tensor(
+        [Noise.for_prompt(0, [1, 2]).key(i, "accept") for i in range(10_000)]
+    )
     for given_keys in (keys, torch.arange(10_000)):  # neighbouring keys must not show
-        assert chisquare(np.histogram(uniform(given_keys), bins=20, range=(0, 1))[0]).pvalue > 1e-4
-        won = gumbel_argmax(torch.tensor([0.5, 0.0, 0.3, 0.2]).expand(10_000, 4), given_keys)
+        assert (
+            chisquare(
+                np.histogram(uniform(given_keys), bins=20, range=(0, 1))[0]
+            ).pvalue
+            > 1e-4
+        )
+        won = gumbel_argmax(
+            torch.tensor([0.5, 0.0, 0.3, 0.2]).expand(10_000, 4), given_keys
+        )
         counts = np.bincount(won, minlength=4)
-        assert counts[1] == 0 and chisquare(counts[[0, 2, 3]], [5000, 3000, 2000]).pvalue > 1e-4
+        assert (
+            counts[1] == 0
+            and chisquare(counts[[0, 2, 3]], [5000, 3000, 2000]).pvalue > 1e-4
+        )
 
 
 def test_uniform_is_the_published_splitmix64() -> None:
@@ -379,7 +452,9 @@ def test_uniform_is_the_published_splitmix64() -> None:
     state = 1234567
     wanted = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     got = uniform(
-        torch.tensor([(state + i * 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63 for i in range(3)])
+        torch.tensor(
+            [(state + i * 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63 for i in range(3)]
+        )
     )
     np.testing.assert_allclose(
         got.numpy(), [value / 2**64 for value in wanted], rtol=0, atol=2**-52
@@ -424,9 +499,15 @@ def test_nothing_is_drafted_past_an_eos_or_a_limit(
     new, window, ended = 40, 8, 0
     for prompt in ([1, 2, 3], [7, 7, 9, 2], [30, 4], [11, 12], [45, 3, 21]):
         ids = list(prompt)
-        for step in llama.stream(prompt, rule="exact", window=window, max_new_tokens=new):
+        for step in llama.stream(
+            prompt, rule="exact", window=window, max_new_tokens=new
+        ):
             most = min(window, new - (len(ids) - len(prompt)) - 1)
-            own = llama.generate(ids, rule="draft", max_new_tokens=most).tokens if most else []
+            own = (
+                llama.generate(ids, rule="draft", max_new_tokens=most).tokens
+                if most
+                else []
+            )
             assert step.drafted == len(own)
             ended += len(own) < most
             ids += step.tokens

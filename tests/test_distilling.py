@@ -27,7 +27,9 @@ HELD_OUT = 3
 @pytest.fixture(scope="module")
 def answers(llama: Pair) -> Answers:
     prompts = [[1 + i, 1 + (7 * i) % 40] for i in range(30)]
-    outs = llama.generate_batch(prompts, rule="target", max_new_tokens=24, batch_size=30)
+    outs = llama.generate_batch(
+        prompts, rule="target", max_new_tokens=24, batch_size=30
+    )
     return [(prompt, out.tokens) for prompt, out in zip(prompts, outs)]
 
 
@@ -46,7 +48,9 @@ def test_a_draft_is_aligned_with_its_target(
     plan = DrafterPlan("model", tmp_path / "model", distill=how, epochs=25)
     made = fit_to_answers(llama, answers, plan)
     assert not (plan.out / "training.safetensors").exists()
-    target, before = (AutoModelForCausalLM.from_pretrained(path) for path in checkpoints("llama"))
+    target, before = (
+        AutoModelForCausalLM.from_pretrained(path) for path in checkpoints("llama")
+    )
     now = AutoModelForCausalLM.from_pretrained(plan.out)
     kls, found = [], []
     for model in (before, now):
@@ -112,7 +116,9 @@ def test_where_nothing_is_rejected_there_is_nothing_to_learn(
     assert made.metrics["agreement"] == 1
     for name, weight in made.model.state_dict().items():
         assert torch.equal(weight, llama.target.model.state_dict()[name])
-    learned = fit_to_answers(llama, answers, replace(plan, out=tmp_path / "other", epochs=25))
+    learned = fit_to_answers(
+        llama, answers, replace(plan, out=tmp_path / "other", epochs=25)
+    )
     assert learned.metrics["agreement"] > learned.metrics["before"]["agreement"]
 
 
@@ -132,7 +138,9 @@ def test_the_loss_is_the_divergence_of_its_name(llama: Pair, distill: str) -> No
     for prompt, answer in answers:
         with torch.inference_mode():
             p, q = (
-                lm.model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+                lm.model(torch.tensor([prompt + answer])).logits[
+                    0, len(prompt) - 1 : -1
+                ]
                 for lm in (llama.target, llama.draft)
             )
         p, q = (logits.double().softmax(-1) for logits in (p, q))

@@ -16,7 +16,9 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize("code", EXAMPLES)
-def test_the_example_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_runs(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict = {}
     exec(compile(code, "example", "exec"), namespace)
@@ -25,6 +27,8 @@ def test_the_example_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_every_file_that_the_docs_name_exists() -> None:
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
-        for name in re.findall(r"`([\w.-]+/[\w./-]+\.(?:py|md|json|svg|png))`", page.read_text()):
+        for name in re.findall(
+            r"`([\w.-]+/[\w./-]+\.(?:py|md|json|svg|png))`", page.read_text()
+        ):
             if not name.startswith(("run/", "RUN/")):
                 assert (ROOT / name).exists(), f"{page.name} names {name}"

@@ -39,7 +39,9 @@ SIZE = 32
 """The hidden size of the tests' models."""
 
 
-def proposed(spec: str, pair: Pair, prefix: list[int], window: int, tree: str = "chain") -> list:
+def proposed(
+    spec: str, pair: Pair, prefix: list[int], window: int, tree: str = "chain"
+) -> list:
     """What a drafter proposes after a text: its tokens, and of a tree also their parents."""
     setup = DrafterSetup(
         pair.target,
@@ -91,7 +93,9 @@ def test_the_index_of_suffixes_counts_as_a_scan_does(text: list[int]) -> None:
 
     def followers(part: list[int]) -> Counter[int]:
         n = len(part)
-        return Counter(text[i + n] for i in range(len(text) - n) if text[i : i + n] == part)
+        return Counter(
+            text[i + n] for i in range(len(text) - n) if text[i : i + n] == part
+        )
 
     before = [end for end in ends if followers(end)]
     assert max(lengths, default=0) == max(map(len, before), default=0)
@@ -103,7 +107,9 @@ def test_the_index_of_suffixes_counts_as_a_scan_does(text: list[int]) -> None:
         # of what followed, weighed by how often that text stands there, the end's own included
         whole = {t: sum(text[i : i + length + 1] == [*part, t] for i in range(len(text)))
                  for t in counts}  # fmt: skip
-        assert shares == pytest.approx({t: n / sum(whole.values()) for t, n in whole.items()})
+        assert shares == pytest.approx(
+            {t: n / sum(whole.values()) for t, n in whole.items()}
+        )
     # every match that has other followers than a longer one is a state
     for end in before:
         longer = [n for n in lengths if n >= len(end)]
@@ -111,10 +117,14 @@ def test_the_index_of_suffixes_counts_as_a_scan_does(text: list[int]) -> None:
 
 
 @given(
-    st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=12), min_size=1, max_size=4),
+    st.lists(
+        st.lists(st.integers(1, 3), min_size=1, max_size=12), min_size=1, max_size=4
+    ),
     st.lists(st.integers(1, 3), min_size=1, max_size=8),
 )
-def test_other_tokens_are_matched_as_a_scan_does(texts: list[list[int]], tail: list[int]) -> None:
+def test_other_tokens_are_matched_as_a_scan_does(
+    texts: list[list[int]], tail: list[int]
+) -> None:
     index = Suffixes()
     for text in texts:
         for token in (*text, END):
@@ -132,18 +142,25 @@ def test_other_tokens_are_matched_as_a_scan_does(texts: list[list[int]], tail: l
             if text[i : i + n] == part
         ]
 
-    assert max(found, default=0) == max((len(end) for end in ends if stands(end)), default=0)
+    assert max(found, default=0) == max(
+        (len(end) for end in ends if stands(end)), default=0
+    )
     for length, state in found.items():
         counts = Counter(token for token in stands(tail[-length:]) if token is not None)
         shares = {token: share for token, share, _ in index.followers(state)}
-        assert shares == pytest.approx({t: n / counts.total() for t, n in counts.items()})
+        assert shares == pytest.approx(
+            {t: n / counts.total() for t, n in counts.items()}
+        )
 
 
 def test_finished_answers_are_proposed_again(checkpoints) -> None:
     pair = load_pair(checkpoints("llama")[0], dtype="float32", compile=False)
     prompts = [[3, 4, 5], [6, 7], [8, 9, 10], [11]]
     options = {"drafter": "suffix:finished=true", "window": 8, "max_new_tokens": 30}
-    plain = [pair.generate(prompt, rule="target", max_new_tokens=30).tokens for prompt in prompts]
+    plain = [
+        pair.generate(prompt, rule="target", max_new_tokens=30).tokens
+        for prompt in prompts
+    ]
     first = list(pair.generate_batch(prompts, batch_size=2, **options))
     again = list(pair.generate_batch(prompts, batch_size=3, **options))
     for outs in (first, again):
@@ -193,7 +210,9 @@ def test_lookups_change_no_strict_answer(
 ) -> None:
     options = {"max_new_tokens": 40, "temperature": temperature, "seed": 2}
     alone = llama.generate_batch(prompts, rule="target", **options)
-    outs = llama.generate_batch(prompts, drafter=drafter, tree=tree, batch_size=3, **options)
+    outs = llama.generate_batch(
+        prompts, drafter=drafter, tree=tree, batch_size=3, **options
+    )
     assert [out.tokens for out in outs] == [out.tokens for out in alone]
 
 
@@ -219,10 +238,14 @@ def test_merged_drafters_propose_what_each_does_and_change_no_strict_answer(
             assert set(joined) == {path for paths in each for path in paths}
 
 
-def paths_of(spec: str, pair: Pair, text: list[int], tree: str) -> list[tuple[int, ...]]:
+def paths_of(
+    spec: str, pair: Pair, text: list[int], tree: str
+) -> list[tuple[int, ...]]:
     """Each proposed token with those before it on its path."""
     found = proposed(spec, pair, text, 5, tree)
-    tokens, parents = found if "|" in spec or tree != "chain" else (found, range(-1, len(found)))
+    tokens, parents = (
+        found if "|" in spec or tree != "chain" else (found, range(-1, len(found)))
+    )
     paths = {-1: ()}
     for i, (token, parent) in enumerate(zip(tokens, parents)):
         paths[i] = (*paths[parent], token)
@@ -231,7 +254,9 @@ def paths_of(spec: str, pair: Pair, text: list[int], tree: str) -> list[tuple[in
 
 
 def test_what_cannot_be_joined_is_refused(llama: Pair) -> None:
-    with pytest.raises(InputError, match=r"drafter 'ngram\|ngram': ngram is named twice"):
+    with pytest.raises(
+        InputError, match=r"drafter 'ngram\|ngram': ngram is named twice"
+    ):
         llama.generate("w1", drafter="ngram|ngram")
     with pytest.raises(InputError, match=r"there is no drafter 'x'"):
         llama.generate("w1", drafter="ngram|x")
@@ -239,7 +264,9 @@ def test_what_cannot_be_joined_is_refused(llama: Pair) -> None:
         llama.generate("w1", drafter="ngram|model", rule="block", temperature=0.5)
 
 
-def test_a_target_alone_drafts_by_lookup(checkpoints: Callable[[str], tuple[str, str]]) -> None:
+def test_a_target_alone_drafts_by_lookup(
+    checkpoints: Callable[[str], tuple[str, str]],
+) -> None:
     pair = load_pair(checkpoints("llama")[0], dtype="float32", compile=False)
     prompt = [5, 6, 7, 5, 6, 7, 5]
     out = pair.generate(prompt, drafter="ngram", max_new_tokens=30)
@@ -253,10 +280,20 @@ def random_heads(kind: str, n: int, own: bool = True) -> DraftHeads:
     def of(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) * 0.3
 
-    blocks = [[{"weight": of(SIZE, SIZE), "bias": of(SIZE)} for _ in range(2)] for _ in range(n)]
+    blocks = [
+        [{"weight": of(SIZE, SIZE), "bias": of(SIZE)} for _ in range(2)]
+        for _ in range(n)
+    ]
     if kind == "blockwise":
-        names = {"into": (16, SIZE), "into_bias": (16,), "out": (SIZE, 16), "out_bias": (SIZE,)}
-        blocks = [[{name: of(*shape) for name, shape in names.items()}] for _ in range(n)]
+        names = {
+            "into": (16, SIZE),
+            "into_bias": (16,),
+            "out": (SIZE, 16),
+            "out_bias": (SIZE,),
+        }
+        blocks = [
+            [{name: of(*shape) for name, shape in names.items()}] for _ in range(n)
+        ]
         own = False
     matrices = [of(VOCABULARY, SIZE) for _ in range(n)] if own else None
     return DraftHeads(kind, blocks, matrices, {}, {})
@@ -264,7 +301,9 @@ def random_heads(kind: str, n: int, own: bool = True) -> DraftHeads:
 
 @pytest.mark.parametrize("tree", ["chain", "dynamic:7", "cartesian:2,2,1"])
 @pytest.mark.parametrize("kind", ["medusa", "blockwise"])
-def test_heads_change_no_strict_answer(kind: str, tree: str, llama: Pair, tmp_path: Path) -> None:
+def test_heads_change_no_strict_answer(
+    kind: str, tree: str, llama: Pair, tmp_path: Path
+) -> None:
     random_heads(kind, 3).save(tmp_path)
     prompts = [[5, 6, 7], list(range(1, 20)), [9], [4, 4]]
     for temperature in (0.0, 0.8):
@@ -272,7 +311,9 @@ def test_heads_change_no_strict_answer(kind: str, tree: str, llama: Pair, tmp_pa
         alone = llama.generate_batch(prompts, rule="target", **options)
         options |= {"drafter": f"{kind}:{tmp_path}", "tree": tree}
         for size in (1, 3):
-            outs = llama.generate_batch(prompts, batch_size=size, rule="exact", **options)
+            outs = llama.generate_batch(
+                prompts, batch_size=size, rule="exact", **options
+            )
             assert [out.tokens for out in outs] == [out.tokens for out in alone]
             assert all(out.drafted for out in outs)
 
@@ -283,14 +324,18 @@ def published(folder: Path, heads: DraftHeads) -> None:
     saved = {}
     for i, (blocks, matrix) in enumerate(zip(heads.blocks, heads.matrices)):
         for j, block in enumerate(blocks):
-            saved |= {f"{i}.{j}.linear.{name}": tensor for name, tensor in block.items()}
+            saved |= {
+                f"{i}.{j}.linear.{name}": tensor for name, tensor in block.items()
+            }
         saved[f"{i}.{len(blocks)}.weight"] = matrix
     folder.mkdir(exist_ok=True)
     torch.save(saved, folder / "medusa_lm_head.pt")
     (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 2}))
 
 
-def test_published_heads_predict_as_their_formula_says(llama: Pair, tmp_path: Path) -> None:
+def test_published_heads_predict_as_their_formula_says(
+    llama: Pair, tmp_path: Path
+) -> None:
     heads = random_heads("medusa", 5)
     published(tmp_path / "hub", heads)
     loaded = load_heads(tmp_path / "hub", "medusa")
@@ -300,7 +345,9 @@ def test_published_heads_predict_as_their_formula_says(llama: Pair, tmp_path: Pa
     for i, (blocks, matrix) in enumerate(zip(heads.blocks, heads.matrices)):
         state = x
         for block in blocks:
-            state = state + torch.nn.functional.silu(state @ block["weight"].T + block["bias"])
+            state = state + torch.nn.functional.silu(
+                state @ block["weight"].T + block["bias"]
+            )
         torch.testing.assert_close(found[:, i], state @ matrix.T)
 
 
@@ -309,12 +356,17 @@ def test_heads_are_asked_with_the_state_that_the_last_token_was_predicted_from(
 ) -> None:
     """Heads that add nothing and have the target's matrix say again what it has just said, so each
     proposed token is the one before it."""
-    blocks = [[{"weight": torch.zeros(SIZE, SIZE), "bias": torch.zeros(SIZE)}] for _ in range(2)]
+    blocks = [
+        [{"weight": torch.zeros(SIZE, SIZE), "bias": torch.zeros(SIZE)}]
+        for _ in range(2)
+    ]
     matrix = llama.target.output_matrix.detach().clone()
     DraftHeads("medusa", blocks, [matrix, matrix], {}, {}).save(tmp_path)
     drafter = f"medusa:{tmp_path}"
     for rule in ("exact", "topk:48"):  # all that is drafted is kept by the second
-        tokens = llama.generate([5, 6, 7], rule=rule, drafter=drafter, max_new_tokens=30).trace
+        tokens = llama.generate(
+            [5, 6, 7], rule=rule, drafter=drafter, max_new_tokens=30
+        ).trace
         for entry, before in zip(tokens[1:], tokens):
             if entry.origin.startswith("draft"):
                 assert entry.token == before.token
@@ -338,7 +390,9 @@ def test_heads_of_another_target_are_refused_by_name(
 
 
 def test_missing_and_broken_files_are_told(llama: Pair, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no medusa.json in it and no medusa_lm_head.pt; .*fit"):
+    with pytest.raises(
+        InputError, match=r"no medusa.json in it and no medusa_lm_head.pt; .*fit"
+    ):
         llama.generate("w1", drafter=f"medusa:{tmp_path}")
     with pytest.raises(InputError, match=r"blockwise needs path"):
         llama.generate("w1", drafter="blockwise")
@@ -382,12 +436,16 @@ def test_what_was_fitted_in_a_run_races_at_the_windows_that_it_can_fill(
     windows = [1, 3] if kind != "eagle" else [1, 3, 4, 8]
     assert [one.window for one in raced if str(one.drafter) == fitted[0]] == windows
     assert [one.window for one in raced if str(one.drafter) == "model"] == [1, 3, 4, 8]
-    assert "medusa" not in {str(one.drafter) for one in raced}, "those are the built-in target's"
+    assert "medusa" not in {str(one.drafter) for one in raced}, (
+        "those are the built-in target's"
+    )
     assert fitted_drafters(llama, tmp_path, strict) == ([], [])
     built_in = load_pair(compile=False)
     fitted, (why,) = fitted_drafters(built_in, run, strict)
     assert not fitted and str(run / kind) in why
-    assert "medusa" in {str(one.drafter) for one in group_of(built_in, config, strict, GRID)}
+    assert "medusa" in {
+        str(one.drafter) for one in group_of(built_in, config, strict, GRID)
+    }
 
 
 @pytest.mark.parametrize("kind", ["medusa", "blockwise"])
@@ -413,12 +471,16 @@ def test_heads_learn_from_a_run_go_on_after_a_stop_and_are_bound(
     with pytest.raises(KeyboardInterrupt):
         fit_drafter(llama, run, again, stopping)
     seen.clear()
-    resumed = fit_drafter(llama, run, again, lambda what, done, total: seen.append((what, done)))
+    resumed = fit_drafter(
+        llama, run, again, lambda what, done, total: seen.append((what, done))
+    )
     epochs = [done for what, done in seen if what.startswith("fitting")]
     assert epochs == [2, 3, 4, 5, 6]
     for name, tensor in resumed.tensors().items():
         torch.testing.assert_close(tensor, heads.tensors()[name])
-    assert load_file(run / kind / f"{kind}.safetensors").keys() == heads.tensors().keys()
+    assert (
+        load_file(run / kind / f"{kind}.safetensors").keys() == heads.tensors().keys()
+    )
     spec = f"{kind}:{run / kind}"
     decoding = llama.decoder({"drafter": spec})
     assert llama.binding(decoding)["heads"] == [heads.fingerprint]
@@ -437,7 +499,9 @@ def test_heads_learn_from_a_run_go_on_after_a_stop_and_are_bound(
     moved = tmp_path / "moved"
     run.rename(moved)
     out = llama.generate("w1 w2", rule=f"certified:{moved}")
-    assert out.drafted and out.tokens == llama.generate("w1 w2", rule="target").tokens[:40]
+    assert (
+        out.drafted and out.tokens == llama.generate("w1 w2", rule="target").tokens[:40]
+    )
     random_heads(kind, 2).save(moved / kind)
     with pytest.raises(InputError, match="certified with heads"):
         llama.generate("w1 w2", rule=f"certified:{moved}")
@@ -462,9 +526,18 @@ def test_heads_draft_under_a_judge_of_another_layer(
         folder = tmp_path / str(layer)
         inputs = Inputs(("target",), ("draft",), (layer,))
         Head(torch.zeros(SIZE), bias, inputs, 0.5, prints).save(folder)
-        options = {"rule": f"judge:{folder}@0.5", "drafter": f"{kind}:{tmp_path}", "tree": tree}
+        options = {
+            "rule": f"judge:{folder}@0.5",
+            "drafter": f"{kind}:{tmp_path}",
+            "tree": tree,
+        }
         prompts = [[5, 6, 7], list(range(1, 20)), [9], [4, 4]]
-        outs[layer] = llama.generate_batch(prompts, batch_size=2, max_new_tokens=30, **options)
+        outs[layer] = llama.generate_batch(
+            prompts, batch_size=2, max_new_tokens=30, **options
+        )
     for one, other in zip(*outs.values()):
-        assert one.drafted and (one.tokens, one.drafted) == (other.tokens, other.drafted)
+        assert one.drafted and (one.tokens, one.drafted) == (
+            other.tokens,
+            other.drafted,
+        )
         assert (one.accepted_lenient > 0) == (bias > 0)

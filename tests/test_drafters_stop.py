@@ -38,14 +38,19 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for kind in ("medusa", "blockwise"):
         random_heads(kind, 4).save(folder / kind)
     write(folder / "eagle", 3)
-    paths = {kind: f"{kind}:{folder / kind}" for kind in ("medusa", "blockwise", "eagle")}
+    paths = {
+        kind: f"{kind}:{folder / kind}" for kind in ("medusa", "blockwise", "eagle")
+    }
     return {"model": "model", "exit": "exit:1", "skip": "skip:1", **paths}
 
 
 @pytest.fixture(scope="module")
 def stop_folder(tmp_path_factory: pytest.TempPathFactory, llama: Pair) -> Path:
     folder = tmp_path_factory.mktemp("stop")
-    weight, inputs = torch.ones(llama.draft.hidden_size), Inputs(("draft",), ("previous",))
+    weight, inputs = (
+        torch.ones(llama.draft.hidden_size),
+        Inputs(("draft",), ("previous",)),
+    )
     Head(weight, 1.0, inputs, 0.5, llama.fingerprints, role="stop").save(folder)
     return folder
 
@@ -63,7 +68,9 @@ class Recorded(Drafter):
     def move(self, source: int, to: int) -> None:
         self.drafter.move(source, to)
 
-    def observe(self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]) -> None:
+    def observe(
+        self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]
+    ) -> None:
         self.drafter.observe(ctx, reading, verdicts)
 
 
@@ -81,11 +88,17 @@ def test_a_chain_ends_where_it_should(
     name: str, kind: str, drafters: dict[str, str], llama: Pair
 ) -> None:
     least, prompt = LEAST[kind], [5, 6, 7, 9]
-    options = {"drafter": drafters[name], "stop": f"{kind}:{least}", "max_new_tokens": 40}
+    options = {
+        "drafter": drafters[name],
+        "stop": f"{kind}:{least}",
+        "max_new_tokens": 40,
+    }
     setup = llama.decoder({**options, "window": WINDOW, "rule": "exact"})
     session, inner = llama.engine(setup, 1, 128)
     drafter = Recorded(inner)
-    request = Request(Row(Noise(0, b""), list(prompt)), Response(llama.target, 40, len(prompt), ()))
+    request = Request(
+        Row(Noise(0, b""), list(prompt)), Response(llama.target, 40, len(prompt), ())
+    )
     waiting, tokens = [request], []
     ctx = llama.context(setup)
     for _, step in decode(
@@ -99,7 +112,9 @@ def test_a_chain_ends_where_it_should(
         n = int(draft.lengths[0])
         assert draft.logits is not None or not n
         drafted = draft.tokens[0, :n].tolist()
-        asked = [chances(kind, draft.logits[0, i].numpy(), x) for i, x in enumerate(drafted)]
+        asked = [
+            chances(kind, draft.logits[0, i].numpy(), x) for i, x in enumerate(drafted)
+        ]
         if kind == "fallback":  # the doubted one is not proposed
             assert all(chance >= least for chance in asked)
             ended += n < most
@@ -171,7 +186,8 @@ def test_a_tree_ends_each_path_where_a_chain_would(
         if dynamic:
             score = {
                 path: sum(
-                    np.log(softmax(paths[path[:n]])[path[n - 1]]) for n in range(1, 1 + len(path))
+                    np.log(softmax(paths[path[:n]])[path[n - 1]])
+                    for n in range(1, 1 + len(path))
                 )
                 for path in wanted
             }
@@ -184,7 +200,11 @@ def test_a_tree_ends_each_path_where_a_chain_would(
 @quick(6)
 @given(prompts=prompt_lists(3))
 def test_what_is_drafted_does_not_depend_on_other_rows(
-    name: str, tree: str, drafters: dict[str, str], llama: Pair, prompts: list[list[int]]
+    name: str,
+    tree: str,
+    drafters: dict[str, str],
+    llama: Pair,
+    prompts: list[list[int]],
 ) -> None:
     """Also where these may be longer: a schedule has each row at a length of its own."""
     options = {"drafter": drafters[name], "tree": tree, "stop": "confidence:0.2"}
@@ -214,7 +234,10 @@ def test_paths_that_end_save_passes_of_the_draft(tree: str, llama: Pair) -> None
     plain = llama.generate([5, 6, 7, 9], **options)
     out = llama.generate([5, 6, 7, 9], stop="fallback:0.9", **options)
     assert out.tokens == plain.tokens
-    assert out.draft_passes / out.target_passes < 0.6 * plain.draft_passes / plain.target_passes
+    assert (
+        out.draft_passes / out.target_passes
+        < 0.6 * plain.draft_passes / plain.target_passes
+    )
 
 
 @pytest.mark.parametrize("stop", ["confidence:0.3", "fallback:0.3", "heuristic"])
@@ -222,12 +245,24 @@ def test_paths_that_end_save_passes_of_the_draft(tree: str, llama: Pair) -> None
 @quick(4)
 @given(prompts=prompt_lists(4))
 def test_no_condition_changes_a_strict_answer(
-    tree: str, stop: str, drafters: dict[str, str], llama: Pair, prompts: list[list[int]]
+    tree: str,
+    stop: str,
+    drafters: dict[str, str],
+    llama: Pair,
+    prompts: list[list[int]],
 ) -> None:
-    wanted = [llama.generate(prompt, rule="target", max_new_tokens=24).tokens for prompt in prompts]
+    wanted = [
+        llama.generate(prompt, rule="target", max_new_tokens=24).tokens
+        for prompt in prompts
+    ]
     for drafter in drafters.values():
         outs = llama.generate_batch(
-            prompts, batch_size=3, drafter=drafter, tree=tree, stop=stop, max_new_tokens=24
+            prompts,
+            batch_size=3,
+            drafter=drafter,
+            tree=tree,
+            stop=stop,
+            max_new_tokens=24,
         )
         assert [out.tokens for out in outs] == wanted
 
@@ -235,12 +270,18 @@ def test_no_condition_changes_a_strict_answer(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"drafter": "exit:1", "stop": "{stop}"}, "needs the draft model's states, and drafter ex"),
+        (
+            {"drafter": "exit:1", "stop": "{stop}"},
+            "needs the draft model's states, and drafter ex",
+        ),
         (
             {"drafter": "model", "stop": "{stop}", "tree": "dynamic:4"},
             "model's states, and a tree",
         ),
-        ({"drafter": "ngram", "stop": "confidence:0.4"}, "needs the chance of each token"),
+        (
+            {"drafter": "ngram", "stop": "confidence:0.4"},
+            "needs the chance of each token",
+        ),
         (
             {"drafter": "ngram|model", "stop": "heuristic"},
             "a stop condition can end",
@@ -254,12 +295,17 @@ def test_no_condition_changes_a_strict_answer(
 def test_what_a_drafter_cannot_tell_is_refused(
     options: dict[str, str], says: str, llama: Pair, stop_folder: Path
 ) -> None:
-    named = {name: value.format(stop=f"head:{stop_folder}") for name, value in options.items()}
+    named = {
+        name: value.format(stop=f"head:{stop_folder}")
+        for name, value in options.items()
+    }
     with pytest.raises(InputError, match=says):
         llama.generate("w1 w2", **named)
 
 
-@pytest.mark.parametrize("name", ["ngram", "suffix", "medusa", "blockwise", "exit", "eagle"])
+@pytest.mark.parametrize(
+    "name", ["ngram", "suffix", "medusa", "blockwise", "exit", "eagle"]
+)
 def test_a_profile_tells_what_drafting_takes(
     name: str, drafters: dict[str, str], llama: Pair
 ) -> None:
@@ -270,14 +316,22 @@ def test_a_profile_tells_what_drafting_takes(
     assert 0.5 * out.seconds < sum(profile.seconds.values()) < out.seconds
 
 
-@pytest.mark.parametrize("stop", ["fallback:0.6", "fallback:0.3", "confidence:0.4", "entropy:0.3"])
+@pytest.mark.parametrize(
+    "stop", ["fallback:0.6", "fallback:0.3", "confidence:0.4", "entropy:0.3"]
+)
 @pytest.mark.parametrize("tree", ["dynamic:8", "dynamic:20,top=2"])
 def test_a_row_of_a_dynamic_tree_drafts_alone_as_among_others(
     llama: Pair, tree: str, stop: str
 ) -> None:
     """Also one that proposes nothing at its first position, while others go deeper."""
     prompts = [[1 + (7 * i + j * j) % 40 for j in range(2 + i % 5)] for i in range(8)]
-    options = {"rule": "topk:3", "tree": tree, "stop": stop, "window": 4, "max_new_tokens": 16}
+    options = {
+        "rule": "topk:3",
+        "tree": tree,
+        "stop": stop,
+        "window": 4,
+        "max_new_tokens": 16,
+    }
     together = llama.generate_batch(prompts, batch_size=8, **options)
     for prompt, out in zip(prompts, together):
         alone = llama.generate(prompt, **options)

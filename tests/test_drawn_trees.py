@@ -49,7 +49,9 @@ def cycle(tree: Ranked, rule: str, rows: list[Row]) -> tuple[Draft, list[Verdict
 
     grown = tree.grow(expand, ctx, Ends([9] * len(rows), frozenset()))
     draft = as_draft(grown, torch.device("cpu"), torch.cat(logits, 1), draws=tree.draws)
-    read = torch.cat([torch.tensor([[row.prefix[-1]] for row in rows]), draft.tokens], 1)
+    read = torch.cat(
+        [torch.tensor([[row.prefix[-1]] for row in rows]), draft.tokens], 1
+    )
     reading = Reading(logits_of(TARGET, read), torch.zeros(*read.shape, 1))
     return draft, judge_trees(parse_rule(rule), draft, reading, ctx)
 
@@ -90,7 +92,9 @@ def test_strict_rules_keep_the_targets_distribution_over_several_windows(
 @pytest.mark.parametrize("rule", ["speculative", "block"])
 def test_a_drawn_chain_is_verified_as_any_chain(rule: str) -> None:
     rows = [Row(Noise(8, i.to_bytes(4, "little")), [BEGIN]) for i in range(500)]
-    draft, verdicts = cycle(tree_of("cartesian:1,1,1", "without-replacement"), rule, rows)
+    draft, verdicts = cycle(
+        tree_of("cartesian:1,1,1", "without-replacement"), rule, rows
+    )
     chain = replace(draft, parents=None, draws=None)
     read = torch.cat([torch.full((500, 1), BEGIN), draft.tokens], 1)
     reading = Reading(logits_of(TARGET, read), torch.zeros(500, 4, 1))
@@ -113,7 +117,9 @@ def test_more_draws_keep_more_and_most_where_none_comes_twice() -> None:
             if draw == "without-replacement":
                 second[a] = 0
                 second /= second.sum()
-            left = np.maximum(target - drafted, 0) / np.maximum(target - drafted, 0).sum()
+            left = (
+                np.maximum(target - drafted, 0) / np.maximum(target - drafted, 0).sum()
+            )
             first = min(1, target[a] / drafted[a])
             later = min(1, left[b] / second[b]) if second[b] else 0
             chance += drafted[a] * second[b] * (first + (1 - first) * later)
@@ -135,21 +141,33 @@ def test_draws_without_replacement_are_those_of_an_urn() -> None:
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "gpt_neo"])
 @pytest.mark.parametrize("draw", DRAWS)
-def test_drawn_trees_are_decoded_with(name: str, draw: str, pairs: Callable[[str], Pair]) -> None:
+def test_drawn_trees_are_decoded_with(
+    name: str, draw: str, pairs: Callable[[str], Pair]
+) -> None:
     """Greedily as the target alone, by `exact` as plain sampling with the same seed, and by the
     others alike alone and among others."""
     pair, tree = pairs(name), f"cartesian:3,2,draw={draw}"
     prompts, options = [[5, 6, 7, 8], [9, 3], [11]], {"max_new_tokens": 20, "window": 2}
-    plain = [pair.generate(prompt, rule="target", **options).tokens for prompt in prompts]
+    plain = [
+        pair.generate(prompt, rule="target", **options).tokens for prompt in prompts
+    ]
     outs = pair.generate_batch(prompts, tree=tree, batch_size=2, **options)
     assert [out.tokens for out in outs] == plain
     options |= {"temperature": 0.9, "seed": 4}
-    plain = [pair.generate(prompt, rule="target", **options).tokens for prompt in prompts]
-    outs = pair.generate_batch(prompts, rule="exact", tree=tree, batch_size=3, **options)
+    plain = [
+        pair.generate(prompt, rule="target", **options).tokens for prompt in prompts
+    ]
+    outs = pair.generate_batch(
+        prompts, rule="exact", tree=tree, batch_size=3, **options
+    )
     assert [out.tokens for out in outs] == plain
     for rule in ("speculative", "block", "speculative|topk:2"):
-        alone = [pair.generate(prompt, rule=rule, tree=tree, **options) for prompt in prompts]
-        outs = pair.generate_batch(prompts, rule=rule, tree=tree, batch_size=3, **options)
+        alone = [
+            pair.generate(prompt, rule=rule, tree=tree, **options) for prompt in prompts
+        ]
+        outs = pair.generate_batch(
+            prompts, rule=rule, tree=tree, batch_size=3, **options
+        )
         assert [out.tokens for out in outs] == [one.tokens for one in alone]
         assert any(out.accepted_exact for out in outs)
 
@@ -162,12 +180,18 @@ def test_a_whole_decode_on_drawn_trees_follows_the_targets_distribution(
     with torch.inference_mode():
 
         def next_probs(*prefix: int) -> np.ndarray:
-            logits = llama.target.model(torch.tensor([[7, *prefix]])).logits[0, -1].double()
+            logits = (
+                llama.target.model(torch.tensor([[7, *prefix]])).logits[0, -1].double()
+            )
             top = logits.topk(3)
-            kept = torch.full_like(logits, float("-inf")).scatter(0, top.indices, top.values)
+            kept = torch.full_like(logits, float("-inf")).scatter(
+                0, top.indices, top.values
+            )
             return torch.softmax(kept, -1).numpy()
 
-        wanted = sum(next_probs()[a] * next_probs(a) for a in np.flatnonzero(next_probs()) if a)
+        wanted = sum(
+            next_probs()[a] * next_probs(a) for a in np.flatnonzero(next_probs()) if a
+        )
     seen = np.zeros(48)
     options = {"temperature": 1.0, "top_k": 3, "max_new_tokens": 2, "window": 2}
     tree = "cartesian:2,1,draw=without-replacement"
@@ -183,9 +207,15 @@ def test_a_whole_decode_on_drawn_trees_follows_the_targets_distribution(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tree": "cartesian:2,draw=some"}, "draw some: must be one of with-replacement"),
+        (
+            {"tree": "cartesian:2,draw=some"},
+            "draw some: must be one of with-replacement",
+        ),
         ({"tree": "dynamic:4,draw=with-replacement"}, "no argument 'draw'"),
-        ({"tree": "cartesian:2,draw=with-replacement", "drafter": "model|ngram"}, "joins several"),
+        (
+            {"tree": "cartesian:2,draw=with-replacement", "drafter": "model|ngram"},
+            "joins several",
+        ),
         (
             {"tree": "cartesian:2,draw=with-replacement", "rule": "lenient:0.5"},
             "needs drawn tokens",

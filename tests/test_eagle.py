@@ -59,7 +59,9 @@ def tensors(
             "mlp.gate_proj": (INNER, SIZE), "mlp.up_proj": (INNER, SIZE),
             "mlp.down_proj": (SIZE, INNER),
         }  # fmt: skip
-        made |= {f"layers.{i}.{name}.weight": of(*shape) for name, shape in shapes.items()}
+        made |= {
+            f"layers.{i}.{name}.weight": of(*shape) for name, shape in shapes.items()
+        }
         norms = ["post_attention_layernorm"]
         norms += ["input_layernorm"] if version == 3 or i else []
         norms += ["hidden_norm"] if version == 3 and not i else []
@@ -75,7 +77,9 @@ def tensors(
     made |= {"fc.weight": of(SIZE, 3 * SIZE), "norm.weight": 1 + of(SIZE)}
     if "whole vocabulary" in more:
         return made | {"lm_head.weight": of(VOCABULARY, SIZE, scale=1.0)}
-    offsets = torch.sort(torch.randperm(VOCABULARY, generator=generator)[:SMALLER]).values
+    offsets = torch.sort(
+        torch.randperm(VOCABULARY, generator=generator)[:SMALLER]
+    ).values
     return made | {
         "lm_head.weight": of(SMALLER, SIZE, scale=1.0),
         "d2t": offsets - torch.arange(SMALLER),
@@ -96,14 +100,22 @@ def write(
     saved = tensors(version, seed, layers, more)
     folder.mkdir(parents=True, exist_ok=True)
     if layout == "speculators":
-        about = {"transformer_layer_config": CONFIG, "eagle_aux_hidden_state_layer_ids": [1, 2, 2]}
+        about = {
+            "transformer_layer_config": CONFIG,
+            "eagle_aux_hidden_state_layer_ids": [1, 2, 2],
+        }
         save_file(saved, folder / "model.safetensors")
     else:
-        about = {**CONFIG, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}}
+        about = {
+            **CONFIG,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]},
+        }
         saved = {name.replace("layers.0.", "midlayer.") if version == 3 else name: part
                  for name, part in saved.items()}  # fmt: skip
         torch.save(saved, folder / "pytorch_model.bin")
-    about |= {name: True for name in ("norm_before_residual", "norm_output") if name in more}
+    about |= {
+        name: True for name in ("norm_before_residual", "norm_output") if name in more
+    }
     (folder / "config.json").write_text(json.dumps(about))
     return folder
 
@@ -116,7 +128,9 @@ def rotate(x: Tensor) -> Tensor:
     """Rotary positions of heads [n, h, d]."""
     n, _, d = x.shape
     angles = torch.arange(n)[:, None] * 10000.0 ** (-torch.arange(0, d, 2) / d)
-    cos, sin = (f(torch.cat([angles, angles], 1))[:, None] for f in (torch.cos, torch.sin))
+    cos, sin = (
+        f(torch.cat([angles, angles], 1))[:, None] for f in (torch.cos, torch.sin)
+    )
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
 
@@ -125,7 +139,9 @@ def layer(t: dict[str, Tensor], i: int, x: Tensor, residual: Tensor) -> Tensor:
     """A Llama layer over x [n, …] that stand one after the other, its norm in front left out."""
     w = {name.removeprefix(f"layers.{i}."): part for name, part in t.items()}
     n, d = len(x), SIZE // HEADS
-    q, k = (rotate((x @ w[f"self_attn.{p}_proj.weight"].T).view(n, -1, d)) for p in "qk")
+    q, k = (
+        rotate((x @ w[f"self_attn.{p}_proj.weight"].T).view(n, -1, d)) for p in "qk"
+    )
     v = (x @ w["self_attn.v_proj.weight"].T).view(n, -1, d)
     k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * d**-0.5
@@ -134,7 +150,9 @@ def layer(t: dict[str, Tensor], i: int, x: Tensor, residual: Tensor) -> Tensor:
     state = residual + out @ w["self_attn.o_proj.weight"].T
     y = rms(state, w["post_attention_layernorm.weight"])
     gate = torch.nn.functional.silu(y @ w["mlp.gate_proj.weight"].T)
-    return state + (gate * (y @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
+    return (
+        state + (gate * (y @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
+    )
 
 
 def by_formula(
@@ -154,7 +172,9 @@ def by_formula(
     if version == 3:
         # the last layer's are after the final norm in transformers' list, and before it here
         last: list[Tensor] = []
-        hook = model.model.layers[-1].register_forward_hook(lambda m, a, out: last.append(out))
+        hook = model.model.layers[-1].register_forward_hook(
+            lambda m, a, out: last.append(out)
+        )
         model(torch.tensor([text[:-1]]))
         hook.remove()
         after = {1: out.hidden_states[1][0], 2: last[0][0]}
@@ -174,9 +194,15 @@ def by_formula(
             embedded = t["embed_tokens.weight"][tokens]
         if version == 3:
             w = {name.removeprefix("layers.0."): part for name, part in t.items()}
-            x = [rms(embedded, w["input_layernorm.weight"]), rms(inputs, w["hidden_norm.weight"])]
+            x = [
+                rms(embedded, w["input_layernorm.weight"]),
+                rms(inputs, w["hidden_norm.weight"]),
+            ]
             states = layer(
-                t, 0, torch.cat(x, -1), x[1] if "norm_before_residual" in more else inputs
+                t,
+                0,
+                torch.cat(x, -1),
+                x[1] if "norm_before_residual" in more else inputs,
             )
             for i in range(1, depth):
                 normed = rms(states, t[f"layers.{i}.input_layernorm.weight"])
@@ -202,7 +228,9 @@ def test_training_reads_as_drafting_does(llama: Pair) -> None:
     fit = EagleFit(llama.target, [(prompt, [1, 2])], [], seed=4)
     with torch.no_grad():
         for weight in fit.weights.values():
-            weight += 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(5))
+            weight += 0.3 * torch.randn(
+                weight.shape, generator=torch.Generator().manual_seed(5)
+            )
     t = {name: part.detach() for name, part in fit.fitted.tensors.items()}
     t["d2t"] = torch.zeros(VOCABULARY, dtype=torch.long)
     assert fit.states.features == (2, 1, 1)  # of two layers
@@ -225,7 +253,9 @@ def test_eagle_learns_and_goes_on_after_a_stop(llama: Pair, tmp_path: Path) -> N
     answers.sort(key=lambda answer: -len(answer[1]))
     answers = answers[:1] * 3 + answers[1:]  # the first is held out, and learned too
     plan = DrafterPlan("eagle", tmp_path / "eagle", epochs=40)
-    before = fit_to_answers(llama, answers, replace(plan, out=tmp_path / "none", epochs=0))
+    before = fit_to_answers(
+        llama, answers, replace(plan, out=tmp_path / "none", epochs=0)
+    )
     whole = fit_to_answers(llama, answers, plan)
     assert whole.metrics["tokens_per_pass"] > before.metrics["tokens_per_pass"]
     assert not (plan.out / "training.safetensors").exists()
@@ -238,7 +268,9 @@ def test_eagle_learns_and_goes_on_after_a_stop(llama: Pair, tmp_path: Path) -> N
     again, seen = replace(plan, out=tmp_path / "again"), []
     with pytest.raises(KeyboardInterrupt):
         fit_to_answers(llama, answers, again, stopping)
-    resumed = fit_to_answers(llama, answers, again, lambda what, done, total: seen.append(done))
+    resumed = fit_to_answers(
+        llama, answers, again, lambda what, done, total: seen.append(done)
+    )
     assert seen == [*range(2, 41)]
     assert resumed.fingerprint == whole.fingerprint
     spec = f"eagle:{plan.out}"
@@ -254,10 +286,15 @@ def test_eagle_learns_and_goes_on_after_a_stop(llama: Pair, tmp_path: Path) -> N
     ]
     total = (whole.metrics["tokens_per_pass"] - 1) * len(answer)
     at_first = total - sum(step.kept for step in steps)
-    assert at_first == pytest.approx(round(at_first), abs=1e-6) and -1e-6 < at_first <= 5 + 1e-6
+    assert (
+        at_first == pytest.approx(round(at_first), abs=1e-6)
+        and -1e-6 < at_first <= 5 + 1e-6
+    )
     assert sum(step.kept for step in steps) > 2
     (plan.out / "eagle.json").write_text(
-        json.dumps({**json.loads((plan.out / "eagle.json").read_text()), "fingerprint": "0"})
+        json.dumps(
+            {**json.loads((plan.out / "eagle.json").read_text()), "fingerprint": "0"}
+        )
     )
     with pytest.raises(InputError, match="not of the same fit"):
         _ = parse_drafter(spec).head
@@ -297,11 +334,14 @@ def test_a_checkpoint_of_another_kind_is_refused(llama: Pair, tmp_path: Path) ->
     refused(f"eagle:{folder},layers=0-1-2", "must be numbers")
     saved = tensors(3)
     save_file(
-        saved | {"layers.0.self_attn.q_norm.weight": torch.ones(8)}, folder / "model.safetensors"
+        saved | {"layers.0.self_attn.q_norm.weight": torch.ones(8)},
+        folder / "model.safetensors",
     )
     refused(f"eagle:{folder}", "q_norm.weight, which no layer of Llama's kind has")
     save_file(saved | {"d2t": saved["d2t"] + 40}, folder / "model.safetensors")
-    refused(f"eagle:{folder}", f"predicts 8[0-9] tokens, and the target has {VOCABULARY}")
+    refused(
+        f"eagle:{folder}", f"predicts 8[0-9] tokens, and the target has {VOCABULARY}"
+    )
     del saved["layers.0.mlp.up_proj.weight"]
     save_file(saved, folder / "model.safetensors")
     refused(f"eagle:{folder}", "cannot be read.*up_proj")
@@ -316,7 +356,10 @@ def test_a_checkpoint_of_another_kind_is_refused(llama: Pair, tmp_path: Path) ->
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["exported", "recorded"])
 def test_features_of_exported_and_recorded_passes(
-    recorded: bool, checkpoints: Callable[[str], tuple[str, str]], tmp_path: Path, llama: Pair
+    recorded: bool,
+    checkpoints: Callable[[str], tuple[str, str]],
+    tmp_path: Path,
+    llama: Pair,
 ) -> None:
     pair = load_pair(*checkpoints("llama"), dtype="float32", compile=False)
     if recorded:
@@ -325,16 +368,24 @@ def test_features_of_exported_and_recorded_passes(
         pair.compile()
     prompts = [[5, 6, 7], list(range(1, 20)), [9]]
     for version, tree in ((3, "chain"), (3, "dynamic:7"), (1, "chain")):
-        options = {"drafter": f"eagle:{write(tmp_path / str(version), version)}", "tree": tree}
+        options = {
+            "drafter": f"eagle:{write(tmp_path / str(version), version)}",
+            "tree": tree,
+        }
         for size in (1, 2):
             both = [
-                one.generate_batch(prompts, batch_size=size, max_new_tokens=20, **options)
+                one.generate_batch(
+                    prompts, batch_size=size, max_new_tokens=20, **options
+                )
                 for one in (llama, pair)
             ]
             for plain, other in zip(*both):
                 assert other.tokens == plain.tokens
                 # the same is drafted, so what it is drafted from is the same
-                assert (other.drafted, other.target_passes) == (plain.drafted, plain.target_passes)
+                assert (other.drafted, other.target_passes) == (
+                    plain.drafted,
+                    plain.target_passes,
+                )
     if not recorded:
         states = States(features=(1, 2, 2))
         assert isinstance(Session(pair.target, states=states).cache, GraphCache)
@@ -352,7 +403,12 @@ def test_features_of_exported_and_recorded_passes(
     ],
 )
 def test_eagle_drafts_as_its_formula_says(
-    version: int, layout: str, depth: int, more: tuple[str, ...], llama: Pair, tmp_path: Path
+    version: int,
+    layout: str,
+    depth: int,
+    more: tuple[str, ...],
+    llama: Pair,
+    tmp_path: Path,
 ) -> None:
     folder = write(tmp_path / "eagle", version, layout=layout, layers=depth, more=more)
     t = tensors(version, layers=depth, more=more)
@@ -374,13 +430,17 @@ def test_eagle_drafts_as_its_formula_says(
     drafter = spec.build(setup)
     with torch.inference_mode():
         for step in steps:
-            ctx = Context([Row(Noise(0, b""), list(text), position=len(drafted))], window=4)
+            ctx = Context(
+                [Row(Noise(0, b""), list(text), position=len(drafted))], window=4
+            )
             draft = drafter.propose(ctx, [1000])
             found = draft.tokens[0, : int(draft.lengths[0])].tolist()
             drafted[len(text)] = found
             assert len(found) == step.drafted
             if len(text) > len(prompt):
-                wanted = by_formula(version, t, llama.target, text, 4, depth=depth, more=more)
+                wanted = by_formula(
+                    version, t, llama.target, text, 4, depth=depth, more=more
+                )
                 assert found == wanted
             # the target also reads what is not kept
             session.read([text + found], len(found) + 1)
@@ -388,7 +448,13 @@ def test_eagle_drafts_as_its_formula_says(
     assert any(len(set(found)) > 1 for found in drafted.values())
 
 
-CASES = [(3, "chain"), (3, "dynamic:8"), (3, "cartesian:2,2"), (1, "chain"), (1, "dynamic:6")]
+CASES = [
+    (3, "chain"),
+    (3, "dynamic:8"),
+    (3, "cartesian:2,2"),
+    (1, "chain"),
+    (1, "dynamic:6"),
+]
 
 
 @pytest.mark.parametrize(("version", "tree"), CASES)
@@ -404,6 +470,8 @@ def test_eagle_changes_no_strict_answer(
         alone = llama.generate_batch(prompts, rule="target", **options)
         options |= {"drafter": f"eagle:{folder}", "tree": tree, "window": 3}
         for size in (1, 3):
-            outs = llama.generate_batch(prompts, batch_size=size, rule="exact", **options)
+            outs = llama.generate_batch(
+                prompts, batch_size=size, rule="exact", **options
+            )
             assert [out.tokens for out in outs] == [out.tokens for out in alone]
             assert all(out.drafted for out in outs if len(out.tokens) > 1)

@@ -67,17 +67,23 @@ def test_it_decodes_as_it_did(name: str, run: Path, pair_0_1: Pair) -> None:
 def test_its_mining_goes_on(run: Path, pair_0_1: Pair) -> None:
     before = (run / "journal.jsonl").read_bytes()
     assert mine(pair_0_1, WordMath(), run, MineConfig(limit=3)).samples == 3
-    assert (run / "journal.jsonl").read_bytes() == before, "what is there is not done again"
+    assert (run / "journal.jsonl").read_bytes() == before, (
+        "what is there is not done again"
+    )
     assert mine(pair_0_1, WordMath(), run, MineConfig(limit=4)).samples == 4
     assert (run / "journal.jsonl").read_bytes().startswith(before)
 
 
-def test_a_head_is_fitted_to_it_and_certified_on_other_prompts(run: Path, pair_0_1: Pair) -> None:
+def test_a_head_is_fitted_to_it_and_certified_on_other_prompts(
+    run: Path, pair_0_1: Pair
+) -> None:
     mine(pair_0_1, WordMath(), run, MineConfig(limit=12))
     inputs, config = Inputs(("draft",), ("previous",)), FitConfig(role="stop")
     head = fit_run(pair_0_1, run, HeadPlan(inputs, run / "stop", config))
     assert load_head(run / "stop", "stop").fingerprint == head.fingerprint
-    used = {json.loads(line)["id"] for line in (run / "uses.jsonl").read_text().splitlines()}
+    used = {
+        json.loads(line)["id"] for line in (run / "uses.jsonl").read_text().splitlines()
+    }
     rule = f"judge:{run}/judge@0.99999"
     question = CertifyConfig(rules=(rule,), max_drop=0.6, confidence=0.6, limit=4)
     certificate = certify(pair_0_1, WordMath(), run, question)

@@ -32,7 +32,8 @@ from lenience.tasks import WordMath, take
 
 def test_it_loads_as_plain_llama_checkpoints_with_one_tokenizer() -> None:
     models = {
-        role: AutoModelForCausalLM.from_pretrained(EMBEDDED / role) for role in ("target", "draft")
+        role: AutoModelForCausalLM.from_pretrained(EMBEDDED / role)
+        for role in ("target", "draft")
     }
     a, b = (model.config for model in models.values())
     assert a.model_type == b.model_type == "llama"
@@ -48,7 +49,12 @@ def test_it_loads_as_plain_llama_checkpoints_with_one_tokenizer() -> None:
     }
     weights = [path for path in EMBEDDED.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in weights) < 30e6
-    assert {path.suffix for path in weights} <= {".json", ".jsonl", ".onnx", ".safetensors"}
+    assert {path.suffix for path in weights} <= {
+        ".json",
+        ".jsonl",
+        ".onnx",
+        ".safetensors",
+    }
 
 
 def test_it_decodes_as_transformers_does(built_in: Pair) -> None:
@@ -67,7 +73,9 @@ def test_its_heads_draft_for_it(built_in: Pair) -> None:
     """They say more than two tokens a pass, and the target's own."""
     prompts = [sample.prompt for sample in take(WordMath(), "test", 8)]
     plain = built_in.generate_batch(prompts, rule="target", max_new_tokens=120)
-    outs = built_in.generate_batch(prompts, drafter="medusa", window=4, max_new_tokens=120)
+    outs = built_in.generate_batch(
+        prompts, drafter="medusa", window=4, max_new_tokens=120
+    )
     assert [out.tokens for out in outs] == [out.tokens for out in plain]
     passes = sum(out.target_passes for out in outs)
     assert sum(len(out.tokens) for out in outs) / passes > 2.2
@@ -81,8 +89,12 @@ def test_its_judge_keeps_what_does_not_matter(built_in: Pair) -> None:
     prompts = [sample.prompt for sample in samples]
     right, per_pass = dict[str, int](), dict[str, float]()
     for rule in ("exact", "judge@0.99"):
-        outs = built_in.generate_batch(prompts, batch_size=50, rule=rule, max_new_tokens=320)
-        right[rule] = sum(task.correct(out.text, one) for out, one in zip(outs, samples))
+        outs = built_in.generate_batch(
+            prompts, batch_size=50, rule=rule, max_new_tokens=320
+        )
+        right[rule] = sum(
+            task.correct(out.text, one) for out, one in zip(outs, samples)
+        )
         passes = sum(out.target_passes for out in outs)
         per_pass[rule] = sum(len(out.tokens) for out in outs) / passes
     assert per_pass["judge@0.99"] > 1.33 * per_pass["exact"]
@@ -104,7 +116,10 @@ def test_its_stop_has_learned_of_its_judge_and_needs_no_path() -> None:
     found = learned_stops(parse_rule("judge@0.98"))
     assert [str(stop) for stop in found] == ["head@0.3", "head@0.5", "head@0.7"]
     assert parse_stop(f"head:{Likely().path}@0.5") == parse_stop("head@0.5")
-    for stop, shown in ((Likely("run/stop", 0.5), "head:stop@0.5"), ("head@0.5", "head@0.5")):
+    for stop, shown in (
+        (Likely("run/stop", 0.5), "head:stop@0.5"),
+        ("head@0.5", "head@0.5"),
+    ):
         assert str(Decoder.of(stop=stop).without_paths().stop) == shown
 
 
@@ -115,7 +130,12 @@ def test_its_stop_ends_windows_where_its_judge_would_reject(built_in: Pair) -> N
     drafted, kept, passes = list[int](), list[int](), list[int]()
     for stop in ("fixed", "head@0.5"):
         outs = built_in.generate_batch(
-            prompts, batch_size=30, rule="judge@0.98", window=16, stop=stop, max_new_tokens=320
+            prompts,
+            batch_size=30,
+            rule="judge@0.98",
+            window=16,
+            stop=stop,
+            max_new_tokens=320,
         )
         drafted.append(sum(out.drafted for out in outs))
         kept.append(sum(len(out.tokens) for out in outs))
@@ -129,7 +149,9 @@ def test_an_automatic_window_leaves_a_stop_of_another_draft_alone(
 ) -> None:
     """Though it would be the fastest."""
     fastest = partial(Drafting, tokens_per_second=1e9)
-    monkeypatch.setattr("lenience.decoding.pair.stopped", lambda *args: fastest(32, args[2]))
+    monkeypatch.setattr(
+        "lenience.decoding.pair.stopped", lambda *args: fastest(32, args[2])
+    )
     shutil.copytree(EMBEDDED / "draft", tmp_path / "draft")
     weights = load_file(tmp_path / "draft/model.safetensors")
     weights["model.norm.weight"] *= 1.01
@@ -148,7 +170,9 @@ def test_its_judge_is_certified_on_prompts_that_it_has_not_learned_from(
     task, learned_from = WordMath(), set(Judge().head.prompts)
     assert len(learned_from) == 10000
     samples = take(task, "train", 100)
-    digests = {one.id: prompt_digest(built_in.target.encode(one.prompt)) for one in samples}
+    digests = {
+        one.id: prompt_digest(built_in.target.encode(one.prompt)) for one in samples
+    }
     used = next(id for id in digests if digests[id] in learned_from)
     fresh = tuple(id for id in digests if digests[id] not in learned_from)[:4]
     with pytest.raises(InputError, match=f"{used}: has been used for fitting"):
@@ -161,7 +185,9 @@ def test_its_judge_is_certified_on_prompts_that_it_has_not_learned_from(
 
 def test_its_judge_and_its_stop_are_not_asked_of_another_pair(llama: Pair) -> None:
     for rule in ("judge@0.9", "judge:unchecked=true@0.9"):
-        with pytest.raises(InputError, match="judge without a path is that of the built-in pair"):
+        with pytest.raises(
+            InputError, match="judge without a path is that of the built-in pair"
+        ):
             llama.generate("1 2 3", rule=rule)
     with pytest.raises(InputError, match="one; name yours, head:RUN/stop, which"):
         llama.generate("1 2 3", stop="head@0.5")
@@ -182,6 +208,10 @@ def test_the_target_is_right_and_the_draft_often_not(built_in: Pair) -> None:
     samples = take(task, "test", 40)
     prompts = [sample.prompt for sample in samples]
     for rule in right:
-        outs = built_in.generate_batch(prompts, batch_size=40, rule=rule, max_new_tokens=320)
-        right[rule] = sum(task.correct(out.text, one) for out, one in zip(outs, samples))
+        outs = built_in.generate_batch(
+            prompts, batch_size=40, rule=rule, max_new_tokens=320
+        )
+        right[rule] = sum(
+            task.correct(out.text, one) for out, one in zip(outs, samples)
+        )
     assert right["target"] >= 30 and 4 <= right["draft"] <= 36

@@ -92,8 +92,12 @@ def test_strict_answers_of_exported_passes_are_the_targets_own(
 def answers_as_the_target(
     pair: Pair, folder: Path, specs: list[str], sizes: tuple[int, ...] = (1, 3)
 ) -> None:
-    build_store(iter([[5, 6, 7, 9, 3, 8]]), pair.target.tokenizer_fingerprint, folder / "store")
-    wanted = [pair.generate(one, rule="target", max_new_tokens=30).tokens for one in PROMPTS]
+    build_store(
+        iter([[5, 6, 7, 9, 3, 8]]), pair.target.tokenizer_fingerprint, folder / "store"
+    )
+    wanted = [
+        pair.generate(one, rule="target", max_new_tokens=30).tokens for one in PROMPTS
+    ]
     for spec in specs:
         for tree in ("chain", *SPECS[spec]):
             for size in sizes:
@@ -121,11 +125,16 @@ def later(llama: Pair) -> tuple[list[int], list[torch.Tensor]]:
     with torch.inference_mode():
         first = after([prompt])[0]
         second = after([[*prompt, a] for a in range(VOCABULARY)])
-        third = after([[*prompt, a, b] for a in range(VOCABULARY) for b in range(VOCABULARY)])
+        third = after(
+            [[*prompt, a, b] for a in range(VOCABULARY) for b in range(VOCABULARY)]
+        )
     return prompt, [first @ second, (first[:, None] * second).flatten() @ third]
 
 
-WITH, WITHOUT = ("cartesian:2,2,draw=with-replacement", "cartesian:2,2,draw=without-replacement")
+WITH, WITHOUT = (
+    "cartesian:2,2,draw=with-replacement",
+    "cartesian:2,2,draw=without-replacement",
+)
 SAMPLED = [
     ("medusa:{folder}/medusa", "speculative", "chain", "fixed"),
     ("medusa:{folder}/medusa", "speculative", WITH, "fallback:0.2"),
@@ -154,7 +163,9 @@ def test_what_is_sampled_keeps_the_targets_distribution(
     n, (prompt, wanted) = 2000, later
     spec, shape = parse_drafter(drafter.format(folder=folder)), parse_tree(tree)
     features = spec.features(llama.target)
-    session = Session(llama.target, n, 32, states=States(features=features) if features else LAST)
+    session = Session(
+        llama.target, n, 32, states=States(features=features) if features else LAST
+    )
     setup = DrafterSetup(
         llama.target, llama.draft, n, 32, parse_stop(stop), shape, keep_states=False,
         profile=Profile(), session=session,
@@ -192,7 +203,9 @@ def test_heads_verify_and_predict_in_one_pass(folder: Path, llama: Pair) -> None
     assert len(out.tokens) == 41 and out.target_passes == 1 + 40 / 4
 
 
-def test_a_certificate_binds_a_drafter_and_its_tree(llama: Pair, tmp_path: Path) -> None:
+def test_a_certificate_binds_a_drafter_and_its_tree(
+    llama: Pair, tmp_path: Path
+) -> None:
     mine(llama, Counting(), tmp_path, MineConfig(limit=12, batch_size=8))
     options = {"drafter": "suffix|model", "tree": "dynamic:6", "window": 3}
     config = CertifyConfig(
@@ -202,7 +215,12 @@ def test_a_certificate_binds_a_drafter_and_its_tree(llama: Pair, tmp_path: Path)
     assert certify(llama, Counting(), tmp_path, config).certified
     out = llama.generate("w1 w2", rule=f"certified:{tmp_path}")
     assert out.drafted and out.tree == "dynamic:6"
-    for other in ({"tree": "dynamic:8"}, {"tree": "chain"}, {"drafter": "model"}, {"window": 4}):
+    for other in (
+        {"tree": "dynamic:8"},
+        {"tree": "chain"},
+        {"drafter": "model"},
+        {"window": 4},
+    ):
         with pytest.raises(InputError, match=f"certified.*{next(iter(other))}"):
             llama.generate("w1 w2", rule=f"certified:{tmp_path}", **other)
 
@@ -217,7 +235,11 @@ def test_drafters_and_trees_are_compared_and_reported(
     )
     config = CompareConfig(settings=settings, limit=4, timed=1, repeats=1)
     found = compare(llama, Counting(), config)
-    rows = {(row.rule, *sorted(row.options.items())): row for row in found.rows if row.window}
+    rows = {
+        (row.rule, *sorted(row.options.items())): row
+        for row in found.rows
+        if row.window
+    }
     assert set(rows) == {
         ("exact", ("tree", "dynamic:6")),
         ("topk:2", ("drafter", f"medusa:{folder / 'medusa'}")),
@@ -226,10 +248,15 @@ def test_drafters_and_trees_are_compared_and_reported(
     samples = [*Counting().samples("test")][:4]
     for (rule, *options), row in rows.items():
         outs = [
-            llama.generate(one.prompt, rule=rule, window=3, max_new_tokens=40, **dict(options))
+            llama.generate(
+                one.prompt, rule=rule, window=3, max_new_tokens=40, **dict(options)
+            )
             for one in samples
         ]
-        tokens, passes = sum(len(out.tokens) for out in outs), sum(o.target_passes for o in outs)
+        tokens, passes = (
+            sum(len(out.tokens) for out in outs),
+            sum(o.target_passes for o in outs),
+        )
         assert row.tokens_per_pass == pytest.approx(tokens / passes)
     write_report(tmp_path / "report.html", found)
     page = (tmp_path / "report.html").read_text()

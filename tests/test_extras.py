@@ -6,7 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-MISSING = ("matplotlib", "onnx_ir", "onnxruntime", "onnxscript", "pyarrow", "math_verify")
+MISSING = (
+    "matplotlib",
+    "onnx_ir",
+    "onnxruntime",
+    "onnxscript",
+    "pyarrow",
+    "math_verify",
+)
 WITHOUT = f"""
 import sys
 sys.modules.update(dict.fromkeys({MISSING}))
@@ -25,7 +32,10 @@ def test_a_comparison_without_extras_says_what_is_missing(tmp_path: Path) -> Non
     short = ("--limit", 2, "--timed", 1, "--window", 4, "--rule", "exact")
     done = without_extras("compare", "--out", out, *short)
     assert done.returncode == 0, done.stderr
-    assert "read through torch" in done.stderr and "pip install 'lenience[onnx]'" in done.stderr
+    assert (
+        "read through torch" in done.stderr
+        and "pip install 'lenience[onnx]'" in done.stderr
+    )
     assert "pip install 'lenience[plots]'" in done.stderr
     page = (out / "report.html").read_text()
     assert "pip install 'lenience[plots]'" in page and "<svg" not in page
@@ -33,7 +43,11 @@ def test_a_comparison_without_extras_says_what_is_missing(tmp_path: Path) -> Non
 
 
 def test_compiling_without_its_extra_warns_and_decodes() -> None:
-    done = without_extras("generate", "Ann has 3 apples.", "--compile", "--max-new-tokens", 4)
+    done = without_extras(
+        "generate", "Ann has 3 apples.", "--compile", "--max-new-tokens", 4
+    )
     assert done.returncode == 0, done.stderr
     warned = [line for line in done.stderr.splitlines() if "is not compiled" in line]
-    assert len(warned) == 2 and all("pip install 'lenience[onnx]'" in line for line in warned)
+    assert len(warned) == 2 and all(
+        "pip install 'lenience[onnx]'" in line for line in warned
+    )

@@ -51,7 +51,9 @@ def blocks(text: str) -> Iterator[tuple[int, str, list[str]]]:
 
 def figures(text: str) -> Iterator[tuple[str, str]]:
     """The numbers of a text outside of code, and their units."""
-    plain = re.sub(r"`[^`]*`|\]\([^)]*\)|<[^>]+>|95 % (?=interval|confidence)", " ", text)
+    plain = re.sub(
+        r"`[^`]*`|\]\([^)]*\)|<[^>]+>|95 % (?=interval|confidence)", " ", text
+    )
     found = [*FIGURE.finditer(plain)]
     units = [one[2] or "" for one in found]
     for i in reversed(range(len(found) - 1)):  # 2.8, 3.4 and 2.6 %; 4–5 %
@@ -69,7 +71,9 @@ def leaves(value: Any) -> Iterator[float]:
         for part in value.values() if isinstance(value, dict) else value:
             yield from leaves(part)
         if isinstance(value, dict):  # some figures are keys
-            yield from (float(key) for key in value if re.fullmatch(r"\d+(\.\d+)?", key))
+            yield from (
+                float(key) for key in value if re.fullmatch(r"\d+(\.\d+)?", key)
+            )
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield float(value)
 
@@ -102,7 +106,9 @@ def found_in(figure: str, unit: str, known: list[float]) -> float | None:
     }
     for scale in scales.get(unit, (1,)):
         for number in known:
-            if abs(abs(number) * scale - float(figure)) <= 0.5 * 10**-decimals * (1 + 1e-6):
+            if abs(abs(number) * scale - float(figure)) <= 0.5 * 10**-decimals * (
+                1 + 1e-6
+            ):
                 return number
     return None
 
@@ -118,7 +124,9 @@ def missing(text: str, known: list[float]) -> list[str]:
         f"{figure} {unit}"
         for figure, unit in quoted
         if found[figure, unit] is None
-        and not (unit == "times" and found_in(figure, "", [r for r in ratios if r < 1000]))
+        and not (
+            unit == "times" and found_in(figure, "", [r for r in ratios if r < 1000])
+        )
     ]
 
 
@@ -140,7 +148,11 @@ def told_of(page: Path) -> Iterator[str]:
     for line, mark, lines in blocks(page.read_text()):
         whole = "\n".join(lines)
         if not mark:
-            sure = [one for one in figures(whole) if one[1] in ("%", "times") or "." in one[0]]
+            sure = [
+                one
+                for one in figures(whole)
+                if one[1] in ("%", "times") or "." in one[0]
+            ]
             if len(sure) >= MANY:
                 yield f"{page.name}:{line}: quotes figures and names no results file"
             continue
@@ -148,7 +160,9 @@ def told_of(page: Path) -> Iterator[str]:
         known = [leaf for value in values for leaf in leaves(value)]
         is_table = lines[0].startswith("|")
         for row in lines[2:] if is_table else [whole if values else ""]:
-            label, _, cells = row.strip("|").partition("|") if is_table else ("", "", row)
+            label, _, cells = (
+                row.strip("|").partition("|") if is_table else ("", "", row)
+            )
             of_row = [r for v in values for r in records(v, label.strip().strip("`"))]
             here = [leaf for record in of_row for leaf in leaves(record)] or known
             for figure in missing(cells, here) if values else []:
@@ -160,7 +174,9 @@ def test_quoted_figures_stand_in_results_files(page: Path) -> None:
     assert list(told_of(page)) == []
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name
+)
 def test_a_results_file_says_what_measured_it(path: Path) -> None:
     """Its commit, date, command, machine and versions; an old one that it is older than that."""
     record = json.loads(path.read_text())["record"]
@@ -177,9 +193,21 @@ def test_a_record_names_this_process() -> None:
 
 def test_a_figure_is_told_from_another() -> None:
     known = [0.0283, 12_345_678.0, 3.14159, 1919.0]
-    for figure, unit in (("2.8", "%"), ("12.3", "M"), ("3.14", ""), ("1919", "s"), ("3.1", "")):
+    for figure, unit in (
+        ("2.8", "%"),
+        ("12.3", "M"),
+        ("3.14", ""),
+        ("1919", "s"),
+        ("3.1", ""),
+    ):
         assert found_in(figure, unit, known)
-    for figure, unit in (("2.9", "%"), ("3.15", ""), ("1918", ""), ("3.14", "%"), ("12.3", "")):
+    for figure, unit in (
+        ("2.9", "%"),
+        ("3.15", ""),
+        ("1918", ""),
+        ("3.14", "%"),
+        ("12.3", ""),
+    ):
         assert found_in(figure, unit, known) is None
     assert missing("970 against 815 is 1.19 times, not 1.25 times", [970.4, 814.9]) == [
         "1.25 times"
@@ -187,7 +215,9 @@ def test_a_figure_is_told_from_another() -> None:
     assert list(records({"rows": [{"rule": "a", "x": 1}, {"rule": "b"}]}, "a")) == [
         {"rule": "a", "x": 1}
     ]
-    text = "<!-- measured: a.json -->\nIt is 3.1 (2.0–4.5 %), `x@0.7` 1,919.\n\nNext 5 %."
+    text = (
+        "<!-- measured: a.json -->\nIt is 3.1 (2.0–4.5 %), `x@0.7` 1,919.\n\nNext 5 %."
+    )
     (_, mark, lines), (_, none, _) = blocks(text)
     assert mark == "<!-- measured: a.json -->" and none == ""
     wanted = [("3.1", ""), ("2.0", "%"), ("4.5", "%"), ("1919", "")]

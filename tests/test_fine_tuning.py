@@ -40,18 +40,25 @@ def rightly_said(
             row = []
             for k, (block,) in enumerate(load_heads(folder, "blockwise").blocks):
                 into, bias, back, last = (
-                    block[name].float() for name in ("into", "into_bias", "out", "out_bias")
+                    block[name].float()
+                    for name in ("into", "into_bias", "out", "out_bias")
                 )
                 y = x + back @ torch.relu(into @ x + bias) + last
                 at = i + 1 + k
-                row.append(at < len(answer) and int((matrix @ y).argmax()) == answer[at])
+                row.append(
+                    at < len(answer) and int((matrix @ y).argmax()) == answer[at]
+                )
             further.append(np.array(row))
     return np.array(own), further
 
 
-def test_a_target_learns_with_its_heads(llama: Pair, checkpoints: Callable, tmp_path: Path) -> None:
+def test_a_target_learns_with_its_heads(
+    llama: Pair, checkpoints: Callable, tmp_path: Path
+) -> None:
     prompts = [[1 + i, 1 + (7 * i) % 40] for i in range(10)]
-    outs = llama.generate_batch(prompts, rule="target", max_new_tokens=24, batch_size=10)
+    outs = llama.generate_batch(
+        prompts, rule="target", max_new_tokens=24, batch_size=10
+    )
     answers = [(prompt, out.tokens) for prompt, out in zip(prompts, outs)] * 4
     plan = DrafterPlan("blockwise", tmp_path / "frozen", heads=HEADS, epochs=60)
     frozen = fit_to_answers(llama, answers, plan)
@@ -78,7 +85,9 @@ def test_a_target_learns_with_its_heads(llama: Pair, checkpoints: Callable, tmp_
         assert torch.equal(again(ids).logits, llama.target.model(ids).logits)
 
 
-@pytest.mark.parametrize("drafter", [("--drafter", "medusa"), ("--drafter", "model"), ()])
+@pytest.mark.parametrize(
+    "drafter", [("--drafter", "medusa"), ("--drafter", "model"), ()]
+)
 def test_only_blockwise_heads_take_a_target_along(
     drafter: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,7 +34,9 @@ def test_a_token_costs_what_pytorch_counts(name: str, checkpoints) -> None:
 
 def test_answers_say_what_was_read_for_them(llama: Pair, tmp_path: Path) -> None:
     samples = take(as_task(ParityTask()), "test", 3)
-    answers = Answers(llama, as_task(ParityTask()), tmp_path / "answers.jsonl", batch_size=1)
+    answers = Answers(
+        llama, as_task(ParityTask()), tmp_path / "answers.jsonl", batch_size=1
+    )
     cost = {role: ReadingCost.of(lm) for role, lm in llama.models.items()}
     for rule in ("target", "draft", "topk:2"):
         decoding = Decoder.of({"rule": rule, "max_new_tokens": 20})

@@ -40,7 +40,9 @@ def test_a_dry_run_makes_every_measurement_once(
     said = dry_run(tmp_path, "--minutes", "30")
     rows = {row["key"]: row for row in rows_of(tmp_path)}
     assert [row for row in rows.values() if "failed" in row] == []
-    assert [row for row in rows.values() if "skipped" in row] == [rows["scale/SmolLM2, train"]]
+    assert [row for row in rows.values() if "skipped" in row] == [
+        rows["scale/SmolLM2, train"]
+    ]
     assert "no time left" not in said and "right: no" not in said
     right = [row for key, row in rows.items() if key.startswith("right/")]
     assert len(right) == 2 * 2 * (11 + 3)  # dtypes x plain and recorded x variants
@@ -62,7 +64,11 @@ def test_a_dry_run_makes_every_measurement_once(
     page.write_text(gpu_report.section(kept))
     monkeypatch.setattr(test_figures, "RESULTS", tmp_path)
     assert list(test_figures.told_of(page)) == []
-    for wanted in ("recorded, trees in a batch, float32", "tree 64", "judge, exported, batch 2"):
+    for wanted in (
+        "recorded, trees in a batch, float32",
+        "tree 64",
+        "judge, exported, batch 2",
+    ):
         assert wanted in page.read_text()
 
 
@@ -70,7 +76,9 @@ class Killed(BaseException):
     """What ends the process in the middle of a measurement."""
 
 
-def test_a_measurement_that_ends_its_process_is_begun_twice_and_then_left(tmp_path: Path) -> None:
+def test_a_measurement_that_ends_its_process_is_begun_twice_and_then_left(
+    tmp_path: Path,
+) -> None:
     def ends() -> dict[str, Any]:
         raise Killed
 
@@ -97,7 +105,10 @@ def test_a_measurement_that_ends_its_process_is_begun_twice_and_then_left(tmp_pa
         file.write("\n")
     assert call() and measured == ["works"]
     assert call() and measured == ["works"]
-    assert sum(row["key"] == "step/fails" for row in Bench(tmp_path, None, True).results()) == 2
+    assert (
+        sum(row["key"] == "step/fails" for row in Bench(tmp_path, None, True).results())
+        == 2
+    )
     with pytest.raises(Killed):
         call(retry=True)
 

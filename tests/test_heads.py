@@ -33,13 +33,16 @@ PRINTS = {"target": "a", "draft": "b", "tokenizer": "c"}
 
 
 def fit(x: np.ndarray, important: np.ndarray, samples: np.ndarray, **config) -> Head:
-    return fit_head(Examples(x, ~important, samples), DRAFTED, PRINTS, FitConfig(**config))
+    return fit_head(
+        Examples(x, ~important, samples), DRAFTED, PRINTS, FitConfig(**config)
+    )
 
 
 def test_thresholds_known_by_hand() -> None:
     scores = np.array([0.1, 0.2, 0.3, 0.4, 0.9, 0.35, 0.95])
     important = np.array([True] * 5 + [False] * 2)
-    assert 0.4 < threshold_at(scores, important, 0.8) < 0.4 + 1e-9  # four of five are below it
+    # four of five are below it
+    assert 0.4 < threshold_at(scores, important, 0.8) < 0.4 + 1e-9
     assert 0.9 < threshold_at(scores, important, 1.0) < 0.9 + 1e-9
     assert threshold_at(scores, important, 0.81) == threshold_at(scores, important, 1.0)
     accepted = {row["recall"]: row["accepted"] for row in thresholds(scores, important)}
@@ -82,7 +85,9 @@ def test_the_best_linear_head_is_found() -> None:
     # the saved threshold keeps its promise on fresh data
     fresh, wanted, _ = synthetic(2, 20_000)
     states, n = torch.tensor(np.vstack([fresh[:1], fresh]))[None], len(fresh)
-    draft = Draft(torch.zeros(1, n, dtype=torch.long), torch.tensor([n]), None, states[..., 4:])
+    draft = Draft(
+        torch.zeros(1, n, dtype=torch.long), torch.tensor([n]), None, states[..., 4:]
+    )
     rejected = (
         torch.sigmoid(
             head.window_logits(
@@ -104,9 +109,13 @@ def test_a_hidden_layer_finds_what_no_linear_head_can() -> None:
         [50, 0, 3, -7, 0, 0], np.float32
     )
     linear, mlp = (
-        fit(x, important, np.arange(4000) // 4, kind=kind) for kind in ("logistic", "mlp")
+        fit(x, important, np.arange(4000) // 4, kind=kind)
+        for kind in ("logistic", "mlp")
     )
-    assert linear.metrics["auc_out_of_fold"] < 0.6 and mlp.metrics["auc_out_of_fold"] > 0.95
+    assert (
+        linear.metrics["auc_out_of_fold"] < 0.6
+        and mlp.metrics["auc_out_of_fold"] > 0.95
+    )
     # what decoding computes on raw states is what was fitted on standardised ones
     fresh = rng.normal(size=(2000, 6)).astype(np.float32)
     wanted = fresh[:, 0] * fresh[:, 1] > 0
@@ -114,7 +123,9 @@ def test_a_hidden_layer_finds_what_no_linear_head_can() -> None:
         [50, 0, 3, -7, 0, 0], np.float32
     )
     states, n = torch.tensor(np.vstack([raw[:1], raw]))[None], len(raw)
-    draft = Draft(torch.zeros(1, n, dtype=torch.long), torch.tensor([n]), None, states[..., 4:])
+    draft = Draft(
+        torch.zeros(1, n, dtype=torch.long), torch.tensor([n]), None, states[..., 4:]
+    )
     rejected = (
         torch.sigmoid(
             mlp.window_logits(
@@ -124,7 +135,8 @@ def test_a_hidden_layer_finds_what_no_linear_head_can() -> None:
         < mlp.threshold
     ).numpy()
     assert (
-        rejected[wanted].mean() == pytest.approx(0.9, abs=0.04) and rejected[~wanted].mean() < 0.15
+        rejected[wanted].mean() == pytest.approx(0.9, abs=0.04)
+        and rejected[~wanted].mean() < 0.15
     )
 
 
@@ -136,20 +148,35 @@ def test_an_mlp_scores_as_its_definition_says(tmp_path: Path) -> None:
         rng.normal(size=(3, 7)),
         rng.normal(size=7),
     )
-    layer = (torch.tensor(inner, dtype=torch.float32), torch.tensor(shift, dtype=torch.float32))
-    head = Head(torch.tensor(weight, dtype=torch.float32), bias, DRAFTED, 0.5, PRINTS, layer=layer)
+    layer = (
+        torch.tensor(inner, dtype=torch.float32),
+        torch.tensor(shift, dtype=torch.float32),
+    )
+    head = Head(
+        torch.tensor(weight, dtype=torch.float32),
+        bias,
+        DRAFTED,
+        0.5,
+        PRINTS,
+        layer=layer,
+    )
     head.save(tmp_path)
     again = load_head(tmp_path)
     assert again.fingerprint == head.fingerprint and again.kind == "mlp"
     states = rng.normal(size=(1, 4, 3))
     draft = Draft(
-        torch.zeros(1, 3, dtype=torch.long), torch.tensor([3]), None, torch.tensor(states[..., 2:])
+        torch.zeros(1, 3, dtype=torch.long),
+        torch.tensor([3]),
+        None,
+        torch.tensor(states[..., 2:]),
     )
     z = states[0, 1:] @ inner + shift
     gelu = z * norm.cdf(z)
     scores = torch.sigmoid(
         again.window_logits(
-            draft, Reading(torch.zeros(1, 4, 1), torch.tensor(states[..., :2])), Context()
+            draft,
+            Reading(torch.zeros(1, 4, 1), torch.tensor(states[..., :2])),
+            Context(),
         ).double()
     )[0]
     np.testing.assert_allclose(scores.numpy(), expit(gelu @ weight + bias), atol=1e-5)
@@ -168,16 +195,24 @@ def test_fitting_is_repeatable(kind: str) -> None:
 def test_what_is_important_counts_as_much_as_is_said(soft: bool) -> None:
     """As scikit-learn's class_weight has it; a soft label is each label, as sure as it is."""
     x, important, samples = synthetic(3)
-    shares = np.clip(1 - important + 0.2 * important, 0, 1).astype(np.float32) if soft else None
+    shares = (
+        np.clip(1 - important + 0.2 * important, 0, 1).astype(np.float32)
+        if soft
+        else None
+    )
     examples = Examples(x.astype(np.float32), ~important, samples, shares)
     config = FitConfig(weight=6.0)
     head = fit_head(examples, DRAFTED, PRINTS, config)
     scaled = (x - x.mean(0)) / x.std(0)
     rows, labels = np.concatenate([scaled, scaled]), np.repeat([True, False], len(x))
     sure = ~important if shares is None else shares
-    model = LogisticRegression(C=head.metrics["c"], max_iter=2000, class_weight={False: 6.0})
+    model = LogisticRegression(
+        C=head.metrics["c"], max_iter=2000, class_weight={False: 6.0}
+    )
     model.fit(rows, labels, np.concatenate([sure, 1.0 - sure]))
-    np.testing.assert_allclose(head.weight.numpy() * x.std(0), model.coef_[0], rtol=0.02, atol=5e-3)
+    np.testing.assert_allclose(
+        head.weight.numpy() * x.std(0), model.coef_[0], rtol=0.02, atol=5e-3
+    )
     assert head.metrics["weight"] == 6.0
 
 
@@ -205,7 +240,14 @@ def test_too_little_to_learn_from_is_refused() -> None:
 
 
 def test_a_head_is_saved_and_loaded(tmp_path: Path) -> None:
-    head = Head(torch.randn(5), -0.5, Inputs(("draft",), ("previous",)), 0.75, PRINTS, {"auc": 0.9})
+    head = Head(
+        torch.randn(5),
+        -0.5,
+        Inputs(("draft",), ("previous",)),
+        0.75,
+        PRINTS,
+        {"auc": 0.9},
+    )
     head.save(tmp_path)
     again = load_head(tmp_path)
     assert torch.equal(again.weight, head.weight)
@@ -215,11 +257,16 @@ def test_a_head_is_saved_and_loaded(tmp_path: Path) -> None:
         0.75,
         {"auc": 0.9},
     )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["judge.json", "judge.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "judge.json",
+        "judge.safetensors",
+    ]
 
 
 def test_previous_token_heads_read_the_row_before() -> None:
-    head = Head(torch.tensor([1.0]), 0.0, Inputs(("target",), ("previous",)), 0.5, PRINTS)
+    head = Head(
+        torch.tensor([1.0]), 0.0, Inputs(("target",), ("previous",)), 0.5, PRINTS
+    )
     reading = Reading(torch.zeros(1, 3, 1), torch.tensor([[[1.0], [2.0], [3.0]]]))
     draft = Draft(torch.tensor([[0, 0]]), torch.tensor([2]))
     torch.testing.assert_close(
@@ -234,7 +281,9 @@ def test_heads_that_cannot_decode_here_are_refused() -> None:
             PRINTS, {"target": 1, "draft": 1}
         )
     with pytest.raises(InputError, match="reads 2 numbers, these models give 3"):
-        Head(torch.zeros(2), 0.0, DRAFTED, 0.5, PRINTS).check(PRINTS, {"target": 2, "draft": 1})
+        Head(torch.zeros(2), 0.0, DRAFTED, 0.5, PRINTS).check(
+            PRINTS, {"target": 2, "draft": 1}
+        )
     with pytest.raises(InputError, match="name one or more of target, draft"):
         Inputs(("both",))
 
@@ -250,7 +299,9 @@ def test_the_interval_of_an_auc_is_over_samples() -> None:
         times = np.bincount(draws.integers(0, 30, 30), minlength=30)[samples]
         aucs.append(roc_auc_score(harmless, scores, sample_weight=times))
     wanted = np.quantile(aucs, [0.025, 0.975])
-    assert auc_interval(scores, harmless, samples, seed=7) == pytest.approx(tuple(wanted))
+    assert auc_interval(scores, harmless, samples, seed=7) == pytest.approx(
+        tuple(wanted)
+    )
     low, high = auc_interval(scores, harmless, np.arange(150))
     assert low < roc_auc_score(harmless, scores) < high
 

@@ -34,7 +34,10 @@ def test_a_pushed_head_decodes_as_the_one_in_its_folder(
     fitted: str, llama: Pair, hub: Path
 ) -> None:
     done = run("push", fitted, "org/a-judge", "--license", "apache-2.0", "--json")
-    assert json.loads(done.stdout) == {"head": "hf:org/a-judge", "at": str(hub / "org/a-judge")}
+    assert json.loads(done.stdout) == {
+        "head": "hf:org/a-judge",
+        "at": str(hub / "org/a-judge"),
+    }
     there, here = (
         llama.generate([5, 9], rule=f"judge:{path}@0.4", max_new_tokens=40)
         for path in ("hf:org/a-judge", fitted)
@@ -57,7 +60,9 @@ def test_the_card_says_what_the_head_is(fitted: str, hub: Path) -> None:
         assert value in body
     assert "There is none: what it loses was not bounded." in body
     assert 'lenience.load_pair("TARGET", "DRAFT")' in body
-    (Path(fitted).parent / "run.json").write_text((EMBEDDED / "run/run.json").read_text())
+    (Path(fitted).parent / "run.json").write_text(
+        (EMBEDDED / "run/run.json").read_text()
+    )
     push(Path(fitted), "org/built-in", "apache-2.0", private=False)
     assert "lenience.load_pair()\n" in (hub / "org/built-in/README.md").read_text()
 

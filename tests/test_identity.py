@@ -15,10 +15,16 @@ from lenience.decoding.pair import Pair
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "mistral"])
 def test_a_checkpoint_is_known_as_the_model_loaded_from_it(
-    name: str, checkpoints: Callable[[str], tuple[str, str]], pairs: Callable[[str], Pair]
+    name: str,
+    checkpoints: Callable[[str], tuple[str, str]],
+    pairs: Callable[[str], Pair],
 ) -> None:
-    target, draft = (checkpoint_fingerprint(Path(folder)) for folder in checkpoints(name))
-    assert {"target": target, "draft": draft}.items() <= pairs(name).fingerprints.items()
+    target, draft = (
+        checkpoint_fingerprint(Path(folder)) for folder in checkpoints(name)
+    )
+    assert {"target": target, "draft": draft}.items() <= pairs(
+        name
+    ).fingerprints.items()
     assert target != draft
 
 

@@ -54,7 +54,10 @@ class Stub:
             self.asked.append((prompt, str(decoder.rule)))
             text = self.texts[lenient and self.lost(prompt)]
             trace = [Trace(1, "draft-lenient" if lenient else "bonus")]
-            yield number, Generation([], text=text, tokens=[1], target_passes=1, trace=trace)
+            yield (
+                number,
+                Generation([], text=text, tokens=[1], target_passes=1, trace=trace),
+            )
 
 
 def prompt_of(i: int) -> str:
@@ -64,7 +67,9 @@ def prompt_of(i: int) -> str:
 def after(n: int, every: int) -> Callable[[str], bool]:
     """One in so many is lost, in the order in which they are asked, after the first n."""
     number: dict[str, int] = {}
-    return lambda prompt: (i := number.setdefault(prompt, len(number))) >= n and i % every == 0
+    return lambda prompt: (
+        (i := number.setdefault(prompt, len(number))) >= n and i % every == 0
+    )
 
 
 class Rows:
@@ -103,7 +108,9 @@ def test_another_question_is_counted_and_gets_what_is_left_of_the_error(
         made.append(certify(pair, Rows(3000), tmp_path, asked))
     assert [one.attempt for one in made] == [1, 2, 3, 4]
     shares = [0.9, *(0.1 * 6 / (math.pi * k) ** 2 for k in (1, 2, 3))]
-    assert [one.level for one in made] == pytest.approx([0.05 * one for one in shares], rel=1e-3)
+    assert [one.level for one in made] == pytest.approx(
+        [0.05 * one for one in shares], rel=1e-3
+    )
     assert sum([0.9, *(0.1 * 6 / (math.pi * k) ** 2 for k in range(1, 100_000))]) < 1
     for one in made:
         assert f"attempt {one.attempt}" in one.procedure
@@ -140,7 +147,9 @@ def test_what_is_only_out_of_reach_is_not_said_to_lose_too_much(
     assert "more than is allowed, but on too few to be sure" in str(made.reason)
 
 
-def test_a_later_failure_withdraws_an_earlier_certificate(llama: Pair, tmp_path: Path) -> None:
+def test_a_later_failure_withdraws_an_earlier_certificate(
+    llama: Pair, tmp_path: Path
+) -> None:
     """Also one that lies in another run folder, and its copy elsewhere."""
     lucky = certify(Stub(llama), Rows(3000), tmp_path / "a", question())
     assert lucky.certified and lucky.n < 60
@@ -158,9 +167,14 @@ def test_a_later_failure_withdraws_an_earlier_certificate(llama: Pair, tmp_path:
         assert "withdrawn" in (tmp_path / folder / "certificate.html").read_text()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            out = llama.generate("w1 w2", rule=f"certified:{tmp_path / folder}", max_new_tokens=8)
+            out = llama.generate(
+                "w1 w2", rule=f"certified:{tmp_path / folder}", max_new_tokens=8
+            )
         assert "is withdrawn (attempt 2" in str(caught[0].message)
-        assert out.tokens == llama.generate("w1 w2", rule="target", max_new_tokens=8).tokens
+        assert (
+            out.tokens
+            == llama.generate("w1 w2", rule="target", max_new_tokens=8).tokens
+        )
     once_more = certify(Stub(llama), Rows(3000), tmp_path / "a", question())
     assert once_more.withdrawn and not once_more.holds
 
@@ -168,7 +182,12 @@ def test_a_later_failure_withdraws_an_earlier_certificate(llama: Pair, tmp_path:
 @pytest.mark.parametrize(
     ("asked", "every", "withdrawn"),
     [
-        ({"confidence": 0.949, "limit": 72}, 60, False),  # one of 64, on too few to be sure
+        # one of 64, on too few to be sure
+        (
+            {"confidence": 0.949, "limit": 72},
+            60,
+            False,
+        ),
         ({"confidence": 0.99}, 2, True),
         ({"max_drop": 0.05}, 2, True),
         ({"max_drop": 0.05, "limit": 400}, 30, False),  # more was asked for
@@ -199,9 +218,13 @@ def test_one_ledger_counts_for_all_folders(llama: Pair, tmp_path: Path) -> None:
         assert made.attempt == number
         drawn += used(folder)
     assert len(drawn) == len(set(drawn))
-    same = certify(Stub(llama), Rows(900), tmp_path / "again", question(rules=("topk:1",)))
+    same = certify(
+        Stub(llama), Rows(900), tmp_path / "again", question(rules=("topk:1",))
+    )
     assert same.attempt == 1 and used(tmp_path / "again") == used(tmp_path / "1")
-    other = certify(Stub(llama), Rows(900), tmp_path / "d", question(home=tmp_path / "home"))
+    other = certify(
+        Stub(llama), Rows(900), tmp_path / "d", question(home=tmp_path / "home")
+    )
     assert other.attempt == 1, "another user's"
 
 
@@ -215,27 +238,40 @@ def test_a_run_that_is_copied_brings_its_part_along(
     assert made.attempt == 2 and not set(used(tmp_path / "a")) & set(
         used(tmp_path / "copy", made.key)
     )
-    elsewhere = certify(Stub(llama), Rows(900), tmp_path / "new", question(max_drop=0.3))
+    elsewhere = certify(
+        Stub(llama), Rows(900), tmp_path / "new", question(max_drop=0.3)
+    )
     assert elsewhere.attempt == 3, "what it brought is there for all folders"
 
 
 def test_data_under_another_name_are_the_same_data(llama: Pair, tmp_path: Path) -> None:
-    rows = [{"prompt": prompt_of(i), "reference": "right", "split": "train"} for i in range(400)]
+    rows = [
+        {"prompt": prompt_of(i), "reference": "right", "split": "train"}
+        for i in range(400)
+    ]
     for name, part in (("a", rows[:200]), ("b", rows[100:300]), ("c", rows[300:])):
         lines = "".join(json.dumps(row) + "\n" for row in part)
         (tmp_path / f"{name}.jsonl").write_text(lines)
     made = []
     for name in "abc":
-        task = lenience.task(str(tmp_path / f"{name}.jsonl"), answer="regex:(\\w+)", same="text")
+        task = lenience.task(
+            str(tmp_path / f"{name}.jsonl"), answer="regex:(\\w+)", same="text"
+        )
         asked = question(max_drop=0.03, limit=200)
         made.append(certify(Stub(llama), task, tmp_path / "run", asked))
-    assert [one.attempt for one in made] == [1, 2, 1], "the last shares no prompt with the others"
+    assert [one.attempt for one in made] == [1, 2, 1], (
+        "the last shares no prompt with the others"
+    )
 
 
-def test_a_data_folder_that_cannot_be_written_is_named(llama: Pair, tmp_path: Path) -> None:
+def test_a_data_folder_that_cannot_be_written_is_named(
+    llama: Pair, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"cannot be written .*LENIENCE_HOME"):
-        certify(Stub(llama), Rows(900), tmp_path / "run", question(home=tmp_path / "file"))
+        certify(
+            Stub(llama), Rows(900), tmp_path / "run", question(home=tmp_path / "file")
+        )
 
 
 class Often(Rows):
@@ -257,10 +293,14 @@ def test_a_frequent_prompt_weighs_as_it_comes(llama: Pair, tmp_path: Path) -> No
     ]
 
 
-def test_of_a_prompt_as_many_rows_are_used_up_as_were_used(llama: Pair, tmp_path: Path) -> None:
+def test_of_a_prompt_as_many_rows_are_used_up_as_were_used(
+    llama: Pair, tmp_path: Path
+) -> None:
     task, folder = as_task(Often(100)), tmp_path / "run"
     ledger = Ledger(folder, llama.fingerprints)
-    frequent = [sample for sample in task.samples("train") if sample.prompt == prompt_of(0)]
+    frequent = [
+        sample for sample in task.samples("train") if sample.prompt == prompt_of(0)
+    ]
     assert len(frequent) == 30
     ledger.note(llama.target, frequent[:4], use="tuning", key="other", task=task)
     with ledger.held():
@@ -287,7 +327,9 @@ def test_of_a_group_one_is_drawn(llama: Pair, tmp_path: Path) -> None:
     assert "each group counts once" in made.drawn
     two = question(ids=("train-0", "train-1"), home=tmp_path / "h")
     assert certify(Stub(llama), Grouped(1500), tmp_path / "b", two).n == 1
-    second = certify(Stub(llama), Grouped(1500), tmp_path, question(limit=100, max_drop=0.2))
+    second = certify(
+        Stub(llama), Grouped(1500), tmp_path, question(limit=100, max_drop=0.2)
+    )
     others = {int(id.split("-")[1]) // 5 for id in used(tmp_path, second.key)}
     assert others and not others & set(groups), "nor one that was used in part"
     renamed = type("Renamed", (Grouped,), {"name": "renamed"})(1500)
@@ -313,7 +355,9 @@ def test_groups_are_drawn_as_often_as_single_rows(llama: Pair, tmp_path: Path) -
     for key in "abcdefgh":
         rows = ledger.rows(llama.target, task, Draw(key, 60, "calibration"))
         counts.append(sum(row.group is not None for row in rows))
-    assert 195 <= sum(counts) <= 285, "240 of 480 are expected; out of this in one of 30,000"
+    assert 195 <= sum(counts) <= 285, (
+        "240 of 480 are expected; out of this in one of 30,000"
+    )
 
 
 def test_a_file_may_name_groups(tmp_path: Path) -> None:
@@ -325,20 +369,32 @@ def test_a_file_may_name_groups(tmp_path: Path) -> None:
     assert (one.group, two.group) == ("7", None) and "group" not in one.metadata
 
 
-def test_a_certificate_says_how_its_prompts_were_chosen(llama: Pair, tmp_path: Path) -> None:
+def test_a_certificate_says_how_its_prompts_were_chosen(
+    llama: Pair, tmp_path: Path
+) -> None:
     made = certify(Stub(llama), Rows(900), tmp_path / "a", question())
     assert made.drawn == "at random from the rows of split 'train'"
     ids = tuple(f"train-{i}" for i in range(100, 200))
     named = certify(
-        Stub(llama), Rows(900), tmp_path / "b", question(ids=ids, home=tmp_path / "home")
+        Stub(llama),
+        Rows(900),
+        tmp_path / "b",
+        question(ids=ids, home=tmp_path / "home"),
     )
     assert "from 100 that were named (--ids), not at random" in named.drawn
     assert "not at random" in (tmp_path / "b" / "certificate.html").read_text()
 
 
-def test_mining_draws_at_random_and_goes_on_as_it_began(llama: Pair, tmp_path: Path) -> None:
+def test_mining_draws_at_random_and_goes_on_as_it_began(
+    llama: Pair, tmp_path: Path
+) -> None:
     def mined(name: str, **given: Any) -> list[str]:
-        mine(llama, Rows(60, "w1"), tmp_path / name, MineConfig(max_new_tokens=4, **given))
+        mine(
+            llama,
+            Rows(60, "w1"),
+            tmp_path / name,
+            MineConfig(max_new_tokens=4, **given),
+        )
         return [line["id"] for line in Journal(tmp_path / name / "journal.jsonl")]
 
     ten, twenty = mined("a", limit=10), mined("a", limit=20)
@@ -354,18 +410,26 @@ def test_mining_draws_at_random_and_goes_on_as_it_began(llama: Pair, tmp_path: P
     assert "were the first of the data" in made.drawn
 
 
-def test_labels_are_asked_only_where_answers_differ(llama: Pair, tmp_path: Path) -> None:
+def test_labels_are_asked_only_where_answers_differ(
+    llama: Pair, tmp_path: Path
+) -> None:
     """And a wrong answer of the target's loses nothing."""
     order: dict[str, int] = {}
-    pair = Stub(llama, lambda prompt: order.setdefault(prompt, len(order)) in (3, 7, 11))
+    pair = Stub(
+        llama, lambda prompt: order.setdefault(prompt, len(order)) in (3, 7, 11)
+    )
     with pytest.raises(InputError, match="without a reference; --ask-labels"):
         certify(pair, Rows(900, None), tmp_path / "run", question())
     path = tmp_path / "labels.jsonl"
     asked = question(labels=path)
-    with pytest.raises(InputError, match=r"labels\.jsonl: 3 prompts, on which the answers differ"):
+    with pytest.raises(
+        InputError, match=r"labels\.jsonl: 3 prompts, on which the answers differ"
+    ):
         certify(pair, Rows(900, None), tmp_path / "run", asked)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [row["answers"] for row in rows] == [["right", "wrong"]] * 3, "nor whose is which"
+    assert [row["answers"] for row in rows] == [["right", "wrong"]] * 3, (
+        "nor whose is which"
+    )
     for row, reference in zip(rows, ("right", "wrong", "neither")):
         row["reference"] = reference
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -382,16 +446,24 @@ def test_labels_are_asked_only_where_answers_differ(llama: Pair, tmp_path: Path)
 
 def test_a_label_that_cannot_be_right_is_refused(llama: Pair, tmp_path: Path) -> None:
     rows = [{"prompt": prompt_of(i), "split": "train"} for i in range(200)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = lenience.task(str(tmp_path / "rows.jsonl"), answer="regex:(\\w+)", same="choice")
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
+    task = lenience.task(
+        str(tmp_path / "rows.jsonl"), answer="regex:(\\w+)", same="choice"
+    )
     path = tmp_path / "labels.jsonl"
     pair = Stub(llama, lambda prompt: prompt.endswith("w1"))
     pair.texts = ("A", "B")
     with pytest.raises(InputError, match="have no reference"):
         certify(pair, task, tmp_path / "run", question(labels=path, max_drop=0.3))
-    lines = [json.loads(line) | {"reference": "?"} for line in path.read_text().splitlines()]
+    lines = [
+        json.loads(line) | {"reference": "?"} for line in path.read_text().splitlines()
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(InputError, match=r"the reference '\?' of \d+ is one to which no answer"):
+    with pytest.raises(
+        InputError, match=r"the reference '\?' of \d+ is one to which no answer"
+    ):
         certify(pair, task, tmp_path / "run", question(labels=path, max_drop=0.3))
 
 
@@ -412,19 +484,31 @@ def _killed(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_prompts_that_were_used_with_another_draft_are_used(llama: Pair, tmp_path: Path) -> None:
+def test_prompts_that_were_used_with_another_draft_are_used(
+    llama: Pair, tmp_path: Path
+) -> None:
     drafts = [{**llama.fingerprints, "draft": draft} for draft in ("one", "other")]
     ledgers = [Ledger(tmp_path / draft["draft"], draft) for draft in drafts]
     task, numbers, drawn = as_task(Rows(100)), [], []
     for ledger in ledgers:
-        rows = ledger.rows(llama.target, task, Draw("key of " + ledger.pair, 50, "calibration"))
-        ledger.note(llama.target, rows, use="calibration", key="key of " + ledger.pair, task=task)
+        rows = ledger.rows(
+            llama.target, task, Draw("key of " + ledger.pair, 50, "calibration")
+        )
+        ledger.note(
+            llama.target,
+            rows,
+            use="calibration",
+            key="key of " + ledger.pair,
+            task=task,
+        )
         numbers.append(ledger.attempt("key of " + ledger.pair, task, "train").number)
         drawn += rows
     assert len({row.id for row in drawn}) == 100 and numbers == [1, 1]
 
 
-def test_a_pilot_is_no_attempt_and_plans_the_next_one(llama: Pair, tmp_path: Path) -> None:
+def test_a_pilot_is_no_attempt_and_plans_the_next_one(
+    llama: Pair, tmp_path: Path
+) -> None:
     told = plan(Stub(llama), Rows(900), tmp_path, question(), pilot=20)
     made = certify(Stub(llama), Rows(900), tmp_path, question())
     assert made.attempt == 1 and made.certified and made.n == told.least

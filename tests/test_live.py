@@ -22,7 +22,9 @@ def pair() -> Pair:
     return load_pair()
 
 
-def race(pair: Pair, monkeypatch: pytest.MonkeyPatch, **console: object) -> tuple[str, list[dict]]:
+def race(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, **console: object
+) -> tuple[str, list[dict]]:
     """Run a race of one further problem. Returns what was printed, and the records."""
     out = io.StringIO()
     options = {"width": 120, "color_system": "standard", **console}
@@ -57,7 +59,9 @@ def test_without_a_terminal_the_finished_columns_are_printed_once(
     assert "«" in printed and "tokens/s" in printed and "right" in printed
 
 
-def test_a_terminal_shows_colours_and_no_marks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_colours_and_no_marks(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     printed, _ = race(pair, monkeypatch, force_terminal=True)
     assert COLOURED.search(printed) and "«" not in printed
     assert "slowed down" in printed and "draft-lenient" in printed
@@ -71,7 +75,9 @@ def test_without_colours_marks_take_their_place(
 
 
 @pytest.mark.parametrize(("width", "rows"), [(120, 1), (60, 3)])
-def test_columns_stand_side_by_side_where_there_is_room(pair: Pair, width: int, rows: int) -> None:
+def test_columns_stand_side_by_side_where_there_is_room(
+    pair: Pair, width: int, rows: int
+) -> None:
     (sample,) = take(WordMath(), "test", 1)
     lanes = [live._lane(pair, WordMath(), sample, setting) for setting in live.SETTINGS]
     for lane in lanes:

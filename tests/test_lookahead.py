@@ -27,7 +27,9 @@ VOCABULARY = ["a", "7", "b", "+", "9c"]
 
 
 KINDS = lookahead.kinds_of(
-    lambda pattern: torch.tensor([bool(re.search(pattern, word)) for word in VOCABULARY])
+    lambda pattern: torch.tensor(
+        [bool(re.search(pattern, word)) for word in VOCABULARY]
+    )
 )
 
 
@@ -65,7 +67,9 @@ def test_a_tokens_numbers_follow_their_definitions() -> None:
     )
     wanted = [by_hand(*row) for row in zip(target, draft, tokens)]
     np.testing.assert_allclose(found.numpy(), np.array(wanted, dtype=float), atol=1e-5)
-    alone = lookahead.token_values(torch.tensor(target), None, torch.tensor(tokens), KINDS)
+    alone = lookahead.token_values(
+        torch.tensor(target), None, torch.tensor(tokens), KINDS
+    )
     kept = [*range(6), *range(12, 16)]
     np.testing.assert_allclose(alone.numpy(), found.numpy()[:, kept], atol=1e-6)
     impossible = torch.tensor([[0.0, -torch.inf, 1.0, 2.0, 3.0]])
@@ -78,7 +82,12 @@ def later_by_hand(values: np.ndarray, length: int, at: int, n: int) -> list[floa
     after = [values[j] for j in range(at + 1, min(length, at + 1 + n))]
     empty = np.zeros_like(values[0])
     rows = [*after, *[empty] * (n - len(after))]
-    read = [*values[at], *[1.0] * len(after), *[0.0] * (n - len(after)), *np.concatenate(rows)]
+    read = [
+        *values[at],
+        *[1.0] * len(after),
+        *[0.0] * (n - len(after)),
+        *np.concatenate(rows),
+    ]
     read += [*np.min(rows, 0), *np.max(rows, 0)]
     run = 0
     while run < len(after) and after[run][lookahead.AGREES]:
@@ -89,8 +98,14 @@ def later_by_hand(values: np.ndarray, length: int, at: int, n: int) -> list[floa
     groups = (after, wordless, sure)
     own = [[row[lookahead.OWN] for row in among] for among in groups]
     read += [len(among) / n for among in groups]
-    read += [np.mean([row[lookahead.AGREES] for row in among] or [0.0]) for among in groups]
-    return [*read, *(np.mean(one or [0.0]) for one in own), *(min([*one, 0.0]) for one in own)]
+    read += [
+        np.mean([row[lookahead.AGREES] for row in among] or [0.0]) for among in groups
+    ]
+    return [
+        *read,
+        *(np.mean(one or [0.0]) for one in own),
+        *(min([*one, 0.0]) for one in own),
+    ]
 
 
 @pytest.mark.parametrize("n", [1, 3, 9])
@@ -116,11 +131,16 @@ def test_with_nothing_to_look_ahead_to_a_head_reads_the_token_alone() -> None:
     assert torch.equal(lookahead.of_windows(values, torch.tensor([4, 2]), 0), values)
 
 
-def transformers_values(pair: Pair, prefix: list[int], drafted: list[int]) -> torch.Tensor:
+def transformers_values(
+    pair: Pair, prefix: list[int], drafted: list[int]
+) -> torch.Tensor:
     """[1, W, S] by one plain pass of each model."""
     ids = torch.tensor([prefix + drafted])
     with torch.no_grad():
-        logits = [lm.model(ids).logits[:, len(prefix) - 1 : -1] for lm in (pair.target, pair.draft)]
+        logits = [
+            lm.model(ids).logits[:, len(prefix) - 1 : -1]
+            for lm in (pair.target, pair.draft)
+        ]
     kinds = lookahead.kinds_of(pair.target.token_mask)
     return lookahead.token_values(*logits, torch.tensor([drafted]), kinds)
 
@@ -130,7 +150,9 @@ def far_seeing(llama: Pair, tmp_path: Path) -> Head:
     """Random weights, on what it looks ahead to only."""
     inputs = Inputs(ahead=3)
     sizes = {role: lm.hidden_size for role, lm in llama.models.items()}
-    weight = torch.randn(inputs.width(sizes), generator=torch.Generator().manual_seed(2)) / 8
+    weight = (
+        torch.randn(inputs.width(sizes), generator=torch.Generator().manual_seed(2)) / 8
+    )
     weight[: -lookahead.width(True, 3)] = 0
     Head(weight, 0.0, inputs, 0.5, llama.fingerprints).save(tmp_path)
     return Head(weight, 0.0, inputs, 0.5, llama.fingerprints)
@@ -145,12 +167,16 @@ def test_decoding_gives_a_judge_what_plain_passes_give(
     scored = 0
     for out in llama.generate_batch(prompts, batch_size=batch_size, **options):
         done = 0
-        origins = "".join("d" if one.origin.startswith("draft") else " " for one in out.trace)
+        origins = "".join(
+            "d" if one.origin.startswith("draft") else " " for one in out.trace
+        )
         for kept in map(len, origins.removesuffix(" ").split(" ")):  # by each cycle
             prefix = out.prompt_tokens + out.tokens[:done]
             room = min(5, 30 - done - 1)
             drafted = (
-                llama.generate(prefix, rule="draft", max_new_tokens=room).tokens if room else []
+                llama.generate(prefix, rule="draft", max_new_tokens=room).tokens
+                if room
+                else []
             )
             if drafted:
                 values = transformers_values(llama, prefix, drafted)
@@ -158,20 +184,27 @@ def test_decoding_gives_a_judge_what_plain_passes_give(
                 wanted = read[0] @ far_seeing.weight[-read.shape[-1] :]
                 for i, entry in enumerate(out.trace[done : done + kept + 1]):
                     if entry.score is not None:
-                        assert entry.score == pytest.approx(float(wanted[i].sigmoid()), abs=1e-4)
+                        assert entry.score == pytest.approx(
+                            float(wanted[i].sigmoid()), abs=1e-4
+                        )
                         scored += 1
             done += kept + 1
     assert scored > 20
 
 
 @pytest.mark.parametrize("models", [("target", "draft"), ("target",)])
-def test_a_judge_is_fitted_to_what_decoding_gives(models: tuple[str, ...], built_in: Pair) -> None:
+def test_a_judge_is_fitted_to_what_decoding_gives(
+    models: tuple[str, ...], built_in: Pair
+) -> None:
     n, inputs = 4, Inputs(models, ahead=4)
     size = lookahead.numbers("draft" in models)
     columns = slice(None) if "draft" in models else [*range(6), *range(12, 16)]
-    samples = list(islice(mined_samples(Journal(EMBEDDED / "run" / "journal.jsonl")), 3))
+    samples = list(
+        islice(mined_samples(Journal(EMBEDDED / "run" / "journal.jsonl")), 3)
+    )
     labelled = [
-        [one for one in sample.mismatches[:6] if one.important is not None] for sample in samples
+        [one for one in sample.mismatches[:6] if one.important is not None]
+        for sample in samples
     ]
     labelled[1] = labelled[1][:2]
     for sample, mismatches, kept in zip(
@@ -202,7 +235,9 @@ def test_learning_sees_windows_that_end_anywhere() -> None:
     x = np.concatenate([np.ones((400, 2), np.float32), raw, np.full((400, 1), 2.0)], 1)
     read = as_in_windows(x, inputs, seed=0)
     known = read[:, 2 + size : 2 + size + n]
-    assert set(known.sum(1)) == {0, 1, 2}, "no further than the two tokens that there are"
+    assert set(known.sum(1)) == {0, 1, 2}, (
+        "no further than the two tokens that there are"
+    )
     np.testing.assert_allclose(read[:, : 2 + size], x[:, : 2 + size])
     values = torch.from_numpy(raw[:1]).view(1, 1 + n, size)
     length = torch.tensor([1 + int(known[0].sum())])
@@ -210,10 +245,14 @@ def test_learning_sees_windows_that_end_anywhere() -> None:
     np.testing.assert_allclose(read[0, 2:], wanted, atol=1e-6)
 
 
-def test_a_judge_that_looks_ahead_is_fitted_and_asked(built_in: Pair, tmp_path: Path) -> None:
+def test_a_judge_that_looks_ahead_is_fitted_and_asked(
+    built_in: Pair, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    lines = (EMBEDDED / "run" / "journal.jsonl").read_text().splitlines(keepends=True)[:30]
+    lines = (
+        (EMBEDDED / "run" / "journal.jsonl").read_text().splitlines(keepends=True)[:30]
+    )
     (run / "journal.jsonl").write_text("".join(lines))
     (run / "run.json").write_text((EMBEDDED / "run" / "run.json").read_text())
     plan = HeadPlan(Inputs(ahead=6), run / "judge", FitConfig())
@@ -225,11 +264,15 @@ def test_a_judge_that_looks_ahead_is_fitted_and_asked(built_in: Pair, tmp_path: 
     assert out.accepted_lenient > 0
 
 
-def test_what_a_judge_cannot_look_ahead_to_is_told(llama: Pair, repeating: str, tmp_path) -> None:
+def test_what_a_judge_cannot_look_ahead_to_is_told(
+    llama: Pair, repeating: str, tmp_path
+) -> None:
     with pytest.raises(InputError, match="ahead 65: must be from 0 to 64"):
         Inputs(ahead=65)
     inputs = Inputs(ahead=2)
     sizes = {role: lm.hidden_size for role, lm in llama.models.items()}
-    Head(torch.zeros(inputs.width(sizes)), 0.0, inputs, 0.5, llama.fingerprints).save(tmp_path)
+    Head(torch.zeros(inputs.width(sizes)), 0.0, inputs, 0.5, llama.fingerprints).save(
+        tmp_path
+    )
     with pytest.raises(InputError, match="repeat has none"):
         llama.generate("w1", rule=f"judge:{tmp_path}", drafter=repeating)

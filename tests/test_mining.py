@@ -62,19 +62,27 @@ class ScriptedTarget:
         return " ".join(str(token) for token in ids if token != EOS)
 
 
-def mismatch(position: int, target: int, draft: int, important: bool | None) -> Mismatch:
-    return Mismatch(position=position, target_token=target, draft_token=draft, important=important)
+def mismatch(
+    position: int, target: int, draft: int, important: bool | None
+) -> Mismatch:
+    return Mismatch(
+        position=position, target_token=target, draft_token=draft, important=important
+    )
 
 
 def mined(pair: Pair, task: object, folder: Path, **config) -> list[int]:
     """Mine; gives how many samples were done each time that progress was told."""
     done: list[int] = []
-    mine(pair, task, folder, MineConfig(**config), lambda phase, n, total: done.append(n))
+    mine(
+        pair, task, folder, MineConfig(**config), lambda phase, n, total: done.append(n)
+    )
     return done
 
 
 def scripted(
-    target: dict[tuple[int, ...], list[int]], guesses: dict[tuple[int, ...], int], limit: int = 20
+    target: dict[tuple[int, ...], list[int]],
+    guesses: dict[tuple[int, ...], int],
+    limit: int = 20,
 ) -> tuple[Found, list[tuple[int, ...]]]:
     """What is found where `target` says how each prefix (without the prompt) goes on, and `guesses`
     what the draft puts after a prefix, where it differs from what stands there; and the prefixes
@@ -87,7 +95,10 @@ def scripted(
         if isinstance(question, Continue):
             asked.append(tuple(ids))
             return target[tuple(ids)][: question.limit]
-        return [guesses.get(tuple(ids[:i]), ids[i]) for i in range(question.start - 1, len(ids))]
+        return [
+            guesses.get(tuple(ids[:i]), ids[i])
+            for i in range(question.start - 1, len(ids))
+        ]
 
     sample = Sample("scripted", "", None)
     search = Miner(LastAfterNine(), sample, ScriptedTarget(), limit).search([100])
@@ -133,7 +144,9 @@ def test_a_swap_that_changes_the_answer_is_not_kept_for_the_next_one() -> None:
     assert (2,) in asked and (1, 4) in asked
 
 
-def test_an_answer_that_cannot_be_parsed_is_another_one_and_the_targets_own_abstains() -> None:
+def test_an_answer_that_cannot_be_parsed_is_another_one_and_the_targets_own_abstains() -> (
+    None
+):
     found, _ = scripted(target={(): [1, 9, 7, 0], (2,): [3, 0]}, guesses={(): 2})
     assert found.mismatches == [mismatch(0, 1, 2, True)]
     assert found.final_response == [1, 9, 7, 0]
@@ -151,10 +164,11 @@ def test_eos_is_a_token_like_any_other() -> None:
         target={(): [1, 9, 7, 6, 0], (1, 9, 7, 6, 3): [9, 5, 0]},
         guesses={(1, 9): EOS, (1, 9, 7, 6): 3},
     )
+    # "1 9" has nothing after the 9
     assert found.mismatches == [
         mismatch(2, 7, 0, True),
         mismatch(4, 0, 3, True),
-    ]  # "1 9" has nothing after the 9
+    ]
     assert found.final_response == [1, 9, 7, 6, 0]
     assert (1, 9, 0) not in asked, "nothing is continued after an EOS"
 
@@ -187,7 +201,9 @@ def test_what_takes_no_important_token_has_the_targets_answer(
         return says("target" if same else "draft", prefix)
 
     def written(
-        choose: Callable[[tuple[int, ...]], int], prefix: tuple[int, ...] = (), most: int = limit
+        choose: Callable[[tuple[int, ...]], int],
+        prefix: tuple[int, ...] = (),
+        most: int = limit,
     ) -> list[int]:
         tokens = list(prefix)
         while len(tokens) < most and (not tokens or tokens[-1] != EOS):
@@ -222,7 +238,10 @@ def test_what_takes_no_important_token_has_the_targets_answer(
     def leniently(prefix: tuple[int, ...]) -> int:
         return says("target", prefix) if len(prefix) in important else draft(prefix)
 
-    assert written(leniently) == found.final_response and answer(found.final_response) == own
+    assert (
+        written(leniently) == found.final_response
+        and answer(found.final_response) == own
+    )
     if answer(written(draft)) != own:
         assert important
 
@@ -240,7 +259,9 @@ class ParityTask:
     def samples(self, split: str):
         for i in range(60):
             last = i % 3 + (2 if split == "train" else 30)
-            yield Sample(f"{split}-{i}", f"w{1 + i % 40} w{1 + (7 * i) % 40} w{last}", None)
+            yield Sample(
+                f"{split}-{i}", f"w{1 + i % 40} w{1 + (7 * i) % 40} w{last}", None
+            )
 
     def answer(self, text: str) -> str | None:
         numbers = [int(word[1:]) for word in text.split()[-6:]]
@@ -260,7 +281,9 @@ def lines(folder: Path) -> list[dict]:
     return records
 
 
-def brute_force(pair: Pair, task: ParityTask, prompt: list[int]) -> tuple[list[int], list[tuple]]:
+def brute_force(
+    pair: Pair, task: ParityTask, prompt: list[int]
+) -> tuple[list[int], list[tuple]]:
     """Algorithm 1 with plain generation from scratch for every step."""
 
     def greedy(model: torch.nn.Module, ids: list[int], most: int) -> list[int]:
@@ -275,7 +298,9 @@ def brute_force(pair: Pair, task: ParityTask, prompt: list[int]) -> tuple[list[i
     def stopped(response: list[int]) -> list[int]:
         """Up to the token with which the text first holds a stop string."""
         for n in range(1, len(response)):
-            if any(stop in pair.target.decode(response[:n]) for stop in task.stop_strings):
+            if any(
+                stop in pair.target.decode(response[:n]) for stop in task.stop_strings
+            ):
                 return response[:n]
         return response
 
@@ -292,16 +317,22 @@ def brute_force(pair: Pair, task: ParityTask, prompt: list[int]) -> tuple[list[i
         if guess != response[at]:
             swapped = [*response[:at], guess]
             if guess != 0 and len(swapped) < limit:
-                swapped += greedy(pair.target.model, prompt + swapped, limit - len(swapped))
+                swapped += greedy(
+                    pair.target.model, prompt + swapped, limit - len(swapped)
+                )
             swapped = stopped(swapped)
             same = task.same(answer_of(swapped), answer)
-            found.append((at, response[at], guess, None if answer is None else not same))
+            found.append(
+                (at, response[at], guess, None if answer is None else not same)
+            )
             response = swapped if same else response
         at += 1
     return response, found
 
 
-def by_gumbel(pair: Pair, task: ParityTask, prompt: list[int], temperature: float, seed: int):
+def by_gumbel(
+    pair: Pair, task: ParityTask, prompt: list[int], temperature: float, seed: int
+):
     """Algorithm 1 for sampled answers (AutoJudge, appendix A): both models take the token of the
     largest log-probability plus Gumbel noise, which is the place's own; each token by a pass from
     scratch."""
@@ -309,8 +340,12 @@ def by_gumbel(pair: Pair, task: ParityTask, prompt: list[int], temperature: floa
 
     def says(model: torch.nn.Module, response: list[int]) -> int:
         with torch.inference_mode():
-            logits = model(torch.tensor([prompt + response])).logits[0, -1].double().numpy()
-        lanes = np.arange(1, len(logits) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+            logits = (
+                model(torch.tensor([prompt + response])).logits[0, -1].double().numpy()
+            )
+        lanes = np.arange(1, len(logits) + 1, dtype=np.uint64) * np.uint64(
+            0x9E3779B97F4A7C15
+        )
         key = np.uint64(noise.key(len(response), "token") % 2**64)
         numbers = uniform(torch.from_numpy((lanes + key).view(np.int64))).numpy()
         return int((logits / temperature - np.log(-np.log(numbers))).argmax())
@@ -339,7 +374,11 @@ def by_gumbel(pair: Pair, task: ParityTask, prompt: list[int], temperature: floa
 
 @pytest.mark.parametrize(("in_flight", "seed"), [(1, 0), (3, 0), (3, 7)])
 def test_sampled_answers_are_mined_under_one_noise(
-    in_flight: int, seed: int, llama: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    in_flight: int,
+    seed: int,
+    llama: Pair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(scheduler, "IN_FLIGHT_ON_CPU", in_flight)
     task = ParityTask()
@@ -360,7 +399,11 @@ def test_sampled_answers_are_mined_under_one_noise(
 @pytest.mark.parametrize("name", sorted(CONFIGS.keys() - {"llama", "qwen2"}))
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_architectures_are_mined_by_the_book(
-    name: str, temperature: float, pairs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    temperature: float,
+    pairs,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(scheduler, "IN_FLIGHT_ON_CPU", 3)
     pair, task = pairs(name), ParityTask()
@@ -389,7 +432,9 @@ def test_judges_of_sampled_answers_are_bound_to_the_temperature(
     for temperature in (0.0, 1.0):
         with pytest.raises(InputError, match="learned from answers at temperature"):
             llama.generate([3, 4], rule=rule, temperature=temperature)
-    llama.generate([3, 4], rule=f"judge:{run / 'judge'},unchecked=true@0.5", max_new_tokens=8)
+    llama.generate(
+        [3, 4], rule=f"judge:{run / 'judge'},unchecked=true@0.5", max_new_tokens=8
+    )
     with pytest.raises(InputError, match="leave out --ahead"):
         fit_run(llama, run, HeadPlan(Inputs(ahead=4), run / "ahead"))
     greedy = tmp_path / "greedy"
@@ -410,7 +455,9 @@ def test_mining_equals_a_search_from_scratch(
 ) -> None:
     monkeypatch.setattr(scheduler, "IN_FLIGHT_ON_CPU", in_flight)
     task = ParityTask()
-    if stops:  # of two tokens each, that the target says, so that a swap may complete one
+    if (
+        stops
+    ):  # of two tokens each, that the target says, so that a swap may complete one
         prompts = [one.prompt for one in list(task.samples("train"))[:30]]
         outs = llama.generate_batch(prompts, max_new_tokens=24)
         said = (out.tokens[14:16] for out in outs if len(out.tokens) >= 16)
@@ -432,7 +479,9 @@ def test_only_what_changed_is_read(llama: Pair, tmp_path: Path) -> None:
         def samples(self, split: str):
             for sample in super().samples(split):
                 yield Sample(
-                    sample.id, " ".join(["w3"] * 150) + " " + sample.prompt, sample.reference
+                    sample.id,
+                    " ".join(["w3"] * 150) + " " + sample.prompt,
+                    sample.reference,
                 )
 
     mined(llama, Long(), tmp_path, limit=7, batch_size=3)
@@ -448,7 +497,9 @@ def test_only_what_changed_is_read(llama: Pair, tmp_path: Path) -> None:
         )
 
 
-def again(prompts: list[list[int]], limit: int, times: int) -> Dialogue[list[list[int]]]:
+def again(
+    prompts: list[list[int]], limit: int, times: int
+) -> Dialogue[list[list[int]]]:
     """How the target goes on from prompts, asked several times."""
     answers = []
     for _ in range(times):
@@ -462,8 +513,14 @@ def test_what_was_said_before_is_recalled(
     window: int, llama: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler, "LONGEST_ON_CPU", window)
-    prompts = [[3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8, 7, 6, 5, 4, 3, 2, 1, 3, 4]]
-    own = [llama.generate(ids, rule="target", max_new_tokens=60).tokens for ids in prompts]
+    prompts = [
+        [3, 4, 5],
+        [7],
+        [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8, 7, 6, 5, 4, 3, 2, 1, 3, 4],
+    ]
+    own = [
+        llama.generate(ids, rule="target", max_new_tokens=60).tokens for ids in prompts
+    ]
     dialogues = [again(prompts, 60, 3), again(prompts[::-1], 60, 1)]
     capacity = 60 + max(map(len, prompts))
     first, second = sorted(
@@ -487,7 +544,9 @@ def test_ids_that_the_draft_lacks_are_not_read_by_it(
     AutoTokenizer.from_pretrained(target).save_pretrained(tmp_path / "wider")
     pair = load_pair(str(tmp_path / "wider"), draft, dtype="float32", compile=False)
     prompts = [[3, 4, 5], [7, 8]]
-    own = [pair.generate(ids, rule="target", max_new_tokens=40).tokens for ids in prompts]
+    own = [
+        pair.generate(ids, rule="target", max_new_tokens=40).tokens for ids in prompts
+    ]
     assert any(token >= size for tokens in own for token in tokens)
     read = Session.read
 
@@ -505,10 +564,14 @@ def test_the_cost_of_a_search_does_not_depend_on_its_company(llama: Pair) -> Non
     prompts = [[[3, 4, i], [i]] for i in range(2, 10)]
     found = []
     for size in (1, 3, 8):
-        ended = llama.converse([again(some, 30, 2) for some in prompts], size=size, capacity=40)
+        ended = llama.converse(
+            [again(some, 30, 2) for some in prompts], size=size, capacity=40
+        )
         costs = [(one.number, one.cost) for one in ended]
         found.append(
-            sorted((n, c.target_passes, c.target_tokens, c.draft_tokens) for n, c in costs)
+            sorted(
+                (n, c.target_passes, c.target_tokens, c.draft_tokens) for n, c in costs
+            )
         )
     assert found[0] == found[1] == found[2]
 
@@ -520,7 +583,9 @@ def test_continuations_in_flight_share_passes_whatever_the_company(
         monkeypatch.setattr(scheduler, "IN_FLIGHT_ON_CPU", in_flight)
         mined(llama, ParityTask(), tmp_path / name, limit=9, batch_size=batch_size)
         costs = [record["cost"] for record in lines(tmp_path / name)]
-        return [(c["target_passes"], c["target_tokens"], c["unused_tokens"]) for c in costs]
+        return [
+            (c["target_passes"], c["target_tokens"], c["unused_tokens"]) for c in costs
+        ]
 
     alone, few, many = (cost(f"at {n}", 4, n) for n in (1, 3, 8))
     assert alone == few == many
@@ -571,12 +636,19 @@ mine(pair, ParityTask(), Path({out!r}), MineConfig(limit=40), show)
 """
 
 
-def test_a_killed_run_goes_on_to_the_same_journal(checkpoints, llama: Pair, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_to_the_same_journal(
+    checkpoints, llama: Pair, tmp_path: Path
+) -> None:
     target, draft = checkpoints("llama")
     script = SCRIPT.format(
-        tests=str(Path(__file__).parent), target=target, draft=draft, out=str(tmp_path / "killed")
+        tests=str(Path(__file__).parent),
+        target=target,
+        draft=draft,
+        out=str(tmp_path / "killed"),
     )
-    run = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
+    )
     assert run.stdout is not None
     for line in run.stdout:
         if int(line) >= 5:
@@ -604,7 +676,9 @@ def test_a_second_process_is_refused_and_told_which_is_the_first(
     script = SCRIPT.format(
         tests=str(Path(__file__).parent), target=target, draft=draft, out=str(out)
     )
-    run = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
+    )
     assert run.stdout is not None
     run.stdout.readline()
     os.kill(run.pid, signal.SIGSTOP)
@@ -653,14 +727,20 @@ def test_a_journal_broken_in_its_middle_is_an_error_and_loses_nothing(
     assert journal.read_text() == before
 
 
-def test_a_run_of_other_options_or_models_is_refused(pairs, llama: Pair, tmp_path: Path) -> None:
+def test_a_run_of_other_options_or_models_is_refused(
+    pairs, llama: Pair, tmp_path: Path
+) -> None:
     mined(llama, ParityTask(), tmp_path, limit=1)
     with pytest.raises(InputError, match="max_new_tokens 24, not 10"):
         mined(llama, ParityTask(), tmp_path, limit=1, max_new_tokens=10)
     with pytest.raises(InputError, match="models target"):
-        mined(Pair(llama.draft, llama.target, llama.name), ParityTask(), tmp_path, limit=1)
+        mined(
+            Pair(llama.draft, llama.target, llama.name), ParityTask(), tmp_path, limit=1
+        )
     with pytest.raises(InputError, match="another target"):
-        compute_features(Pair(llama.draft, llama.target, llama.name), tmp_path, Inputs())
+        compute_features(
+            Pair(llama.draft, llama.target, llama.name), tmp_path, Inputs()
+        )
 
 
 def test_a_model_is_known_by_its_fingerprint_wherever_it_lies(
@@ -668,7 +748,8 @@ def test_a_model_is_known_by_its_fingerprint_wherever_it_lies(
 ) -> None:
     mined(llama, ParityTask(), tmp_path / "run", limit=1)
     folders = [
-        shutil.copytree(folder, tmp_path / Path(folder).name) for folder in checkpoints("llama")
+        shutil.copytree(folder, tmp_path / Path(folder).name)
+        for folder in checkpoints("llama")
     ]
     moved = load_pair(*map(str, folders), dtype="float32")
     assert mined(moved, ParityTask(), tmp_path / "run", limit=2) == [1, 2]
@@ -681,7 +762,9 @@ def test_a_response_may_fill_the_context(llama: Pair, tmp_path: Path) -> None:
         def samples(self, split: str):
             for i in range(3):
                 yield Sample(
-                    f"{split}-{i}", " ".join(f"w{1 + (i + j) % 40}" for j in range(240)), None
+                    f"{split}-{i}",
+                    " ".join(f"w{1 + (i + j) % 40}" for j in range(240)),
+                    None,
                 )
 
     mined(llama, Long(), tmp_path, limit=3)
@@ -725,7 +808,9 @@ def test_features_equal_the_states_of_passes_from_scratch(
                         hidden.hidden_states[layer or -1][0, -1].numpy()
                         for layer in (layers if model == "target" else (None,))
                     ]
-            np.testing.assert_allclose(x[row], np.concatenate(wanted), atol=2e-4, rtol=1e-3)
+            np.testing.assert_allclose(
+                x[row], np.concatenate(wanted), atol=2e-4, rtol=1e-3
+            )
             assert (important[row], sample[row]) == (mismatch["important"], i)
             row += 1
     assert row == len(x) > 20
@@ -738,17 +823,20 @@ def test_whole_shards_of_features_are_kept(llama: Pair, tmp_path: Path) -> None:
     before = shard.stat().st_mtime_ns
     compute_features(llama, tmp_path, Inputs())
     assert shard.stat().st_mtime_ns == before
-    (shard.parent / "00001.safetensors").write_bytes(
-        shard.read_bytes()
-    )  # left from a longer journal
+    # left from a longer journal
+    (shard.parent / "00001.safetensors").write_bytes(shard.read_bytes())
     mined(llama, ParityTask(), tmp_path, limit=4)
     compute_features(llama, tmp_path, Inputs())
     labelled = sum(
-        m["important"] is not None for record in lines(tmp_path) for m in record["mismatches"]
+        m["important"] is not None
+        for record in lines(tmp_path)
+        for m in record["mismatches"]
     )
     assert len(load_features(tmp_path, Inputs())) == labelled
     journal = tmp_path / "journal.jsonl"
-    journal.write_text(journal.read_text().replace('"important":true', '"important":false'))
+    journal.write_text(
+        journal.read_text().replace('"important":true', '"important":false')
+    )
     compute_features(llama, tmp_path, Inputs())
     assert load_features(tmp_path, Inputs()).harmless.all()
 
@@ -766,7 +854,9 @@ def test_a_mined_sample_of_the_built_in_task(built_in: Pair) -> None:
         == task.answer(built_in.target.decode(record["final_ids"]))
     )
     swapped = [m for m in record["mismatches"] if m["important"] is False]
-    assert swapped and all(record["final_ids"][m["position"]] == m["draft_token"] for m in swapped)
+    assert swapped and all(
+        record["final_ids"][m["position"]] == m["draft_token"] for m in swapped
+    )
     kept = [m for m in record["mismatches"] if m["important"]]
     assert all(record["final_ids"][m["position"]] == m["target_token"] for m in kept)
     json.dumps(record)
@@ -784,19 +874,27 @@ def mined_sample(number: int, important: int, harmless: int) -> MinedSample:
         final_ids=[2],
         mismatches=[mismatch(i, 1, 2, label) for i, label in enumerate(labels)],
         answers=MinedAnswers(target="1", final="1", reference=None),
-        cost=MiningCost(target_passes=10, target_tokens=20, draft_tokens=30, seconds=0.5),
+        cost=MiningCost(
+            target_passes=10, target_tokens=20, draft_tokens=30, seconds=0.5
+        ),
     )
 
 
 def test_a_forecast_known_by_hand() -> None:
-    samples = [mined_sample(i, important, 4) for i, important in enumerate([1, 3, 1, 3])]
+    samples = [
+        mined_sample(i, important, 4) for i, important in enumerate([1, 3, 1, 3])
+    ]
     found = forecast(samples, 100)
     assert (found.pilot, found.important, found.mismatches) == (4, 2.0, 6.0)
     # s = 2 / sqrt(3), half of the interval 3.1824 * s / 2
     half = 3.182446 * (2 / 3**0.5) / 2
     assert found.important_interval == pytest.approx((2 - half, 2 + half), rel=1e-5)
     assert found.samples == 50 and found.seconds == 25.0
-    assert (found.target_passes, found.target_tokens, found.draft_tokens) == (500, 1000, 1500)
+    assert (found.target_passes, found.target_tokens, found.draft_tokens) == (
+        500,
+        1000,
+        1500,
+    )
     assert found.samples_interval[0] == -(-100 // (2 + half))
     unsure = forecast([mined_sample(0, 0, 1), mined_sample(1, 2, 1)], 10)
     assert unsure.samples == 10 and unsure.samples_interval[1] is None

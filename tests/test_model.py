@@ -21,18 +21,25 @@ from lenience.models.session import Session, common
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_rolling_back_equals_a_fresh_pass(name: str, pairs: Callable[[str], Pair]) -> None:
+def test_rolling_back_equals_a_fresh_pass(
+    name: str, pairs: Callable[[str], Pair]
+) -> None:
     lm = pairs(name).target
 
     @given(
         st.lists(
-            st.tuples(st.integers(0, 30), st.lists(st.integers(0, 47), min_size=1, max_size=9)),
+            st.tuples(
+                st.integers(0, 30), st.lists(st.integers(0, 47), min_size=1, max_size=9)
+            ),
             min_size=1,
             max_size=5,
         )
     )
     @settings(
-        max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+        max_examples=15,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
     )
     def check(edits: list[tuple[int, list[int]]]) -> None:
         session, tokens = Session(lm), [4] * 20
@@ -53,9 +60,8 @@ def test_a_session_reads_only_what_is_new(llama: Pair) -> None:
     session = Session(llama.target)
     assert session.read([[1, 2, 3, 4, 5]]).tokens_read == [5]
     assert session.read([[1, 2, 3, 9]]).tokens_read == [1]
-    assert session.read([[1, 2, 3, 9]], 2).tokens_read == [
-        2
-    ]  # already read: only the rows that are asked for
+    # already read: only the rows that are asked for
+    assert session.read([[1, 2, 3, 9]], 2).tokens_read == [2]
 
 
 @given(st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))
@@ -73,7 +79,9 @@ def test_hidden_states_are_what_the_head_reads(llama: Pair) -> None:
         torch.testing.assert_close(
             llama.target.model.get_output_embeddings()(reading.hidden), reading.logits
         )
-        whole = llama.target.model(torch.tensor([[1, 2, 3, 4]]), output_hidden_states=True)
+        whole = llama.target.model(
+            torch.tensor([[1, 2, 3, 4]]), output_hidden_states=True
+        )
     torch.testing.assert_close(reading.hidden, whole.hidden_states[-1][:, -3:])
 
 
@@ -87,7 +95,9 @@ def test_hidden_states_are_what_the_head_reads(llama: Pair) -> None:
         {"repetition_penalty": 1.2, "suppress_tokens": [8]},
     ],
 )
-def test_generation_settings_that_change_logits_are_honoured(setting: dict, checkpoints) -> None:
+def test_generation_settings_that_change_logits_are_honoured(
+    setting: dict, checkpoints
+) -> None:
     pair = load_pair(*checkpoints("llama"), dtype="float32")
     before = plain_greedy(pair, PROMPTS[2], 30)
     for key, value in setting.items():
@@ -95,7 +105,9 @@ def test_generation_settings_that_change_logits_are_honoured(setting: dict, chec
     wanted = plain_greedy(pair, PROMPTS[2], 30)
     assert wanted != before, "the setting changes nothing here, so nothing is tested"
     for window in (0, 1, 6):
-        assert pair.generate(PROMPTS[2], window=window, max_new_tokens=30).tokens == wanted
+        assert (
+            pair.generate(PROMPTS[2], window=window, max_new_tokens=30).tokens == wanted
+        )
 
 
 @pytest.mark.parametrize(
@@ -143,7 +155,8 @@ def test_messages_without_a_template_are_refused(llama: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt, says", [("", "empty"), ([], "empty"), ([99], "outside 0…47"), ([-1], "outside")]
+    "prompt, says",
+    [("", "empty"), ([], "empty"), ([99], "outside 0…47"), ([-1], "outside")],
 )
 def test_unusable_prompts_are_refused(prompt, says: str, llama: Pair) -> None:
     with pytest.raises(InputError, match=says):
@@ -155,7 +168,9 @@ def test_unknown_words_are_named(built_in: Pair) -> None:
         built_in.generate("Ann has 3 Zebra. Answer:")
 
 
-def test_vocabularies_that_differ_are_refused_with_the_difference(tmp_path, checkpoints) -> None:
+def test_vocabularies_that_differ_are_refused_with_the_difference(
+    tmp_path, checkpoints
+) -> None:
     target, _ = checkpoints("llama")
     config = LlamaConfig(**{**CONFIGS["llama"].to_dict(), "vocab_size": 50})
     save_model(tmp_path / "more", config, seed=1, words=50)
@@ -166,7 +181,9 @@ def test_vocabularies_that_differ_are_refused_with_the_difference(tmp_path, chec
 
 
 def test_architectures_that_cannot_roll_back_are_refused_by_name(tmp_path) -> None:
-    mamba = MambaConfig(vocab_size=48, hidden_size=16, num_hidden_layers=1, state_size=4)
+    mamba = MambaConfig(
+        vocab_size=48, hidden_size=16, num_hidden_layers=1, state_size=4
+    )
     save_model(tmp_path / "mamba", mamba, seed=1)
     with pytest.raises(InputError, match="MambaForCausalLM"):
         load_pair(str(tmp_path / "mamba"), str(tmp_path / "mamba"))
@@ -190,7 +207,9 @@ def test_models_that_cannot_be_loaded_are_named(tmp_path, checkpoints) -> None:
     broken = save_model(tmp_path / "broken", CONFIGS["llama"], seed=1)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(InputError, match=r"target .*broken.*safetensors file is corrupt"):
+    with pytest.raises(
+        InputError, match=r"target .*broken.*safetensors file is corrupt"
+    ):
         load_pair(str(broken), draft)
 
 
@@ -203,10 +222,14 @@ def test_from_pretrained_is_reached(checkpoints) -> None:
         target_kwargs={"attn_implementation": "eager", "device_map": {"": "cpu"}},
     )
     assert pair.target.model.config._attn_implementation == "eager"
-    assert pair.generate(PROMPTS[0], max_new_tokens=20).tokens == plain_greedy(pair, PROMPTS[0], 20)
+    assert pair.generate(PROMPTS[0], max_new_tokens=20).tokens == plain_greedy(
+        pair, PROMPTS[0], 20
+    )
 
 
-def test_a_fingerprint_is_of_the_weights_whatever_their_dtype(tmp_path, checkpoints) -> None:
+def test_a_fingerprint_is_of_the_weights_whatever_their_dtype(
+    tmp_path, checkpoints
+) -> None:
     target, draft = checkpoints("llama")
     single, half = (
         load_pair(target, draft, dtype="float32"),
@@ -229,6 +252,9 @@ def test_bfloat16_generates(checkpoints) -> None:
 def test_a_cache_is_handed_over_by_the_name_that_the_model_gives_it(name: str) -> None:
     """transformers 5.24 renamed past_key_values to cache."""
     space: dict = {"Module": torch.nn.Module}
-    exec(f"class Model(Module):\n    def forward(self, input_ids, {name}=None): ...\n", space)
+    exec(
+        f"class Model(Module):\n    def forward(self, input_ids, {name}=None): ...\n",
+        space,
+    )
     cache = DynamicCache()
     assert cache_argument(space["Model"](), cache) == {name: cache}

@@ -78,7 +78,12 @@ TAILS = ["", "\n", "\n\nQuestion: Tom has 3 pens.\n#### 7", " \n#### 1", "</s>"]
     tail=st.sampled_from(TAILS),
 )
 def test_the_value_found_is_the_number_or_none(
-    number: int, decimals: int | None, separated: str, sign: str | None, around: str, tail: str
+    number: int,
+    decimals: int | None,
+    separated: str,
+    sign: str | None,
+    around: str,
+    tail: str,
 ) -> None:
     text, worth = SEPARATED[separated](number), Fraction(number)
     if decimals is not None:
@@ -100,7 +105,9 @@ def test_the_value_found_is_the_number_or_none(
         ["{w} {t}/{b}", "{w}\\frac{{{t}}}{{{b}}}", "{t}/{b}", "\\frac{{{t}}}{{{b}}}"]
     ),
 )
-def test_fractions_are_right_or_none(whole: int, top: int, bottom: int, form: str) -> None:
+def test_fractions_are_right_or_none(
+    whole: int, top: int, bottom: int, form: str
+) -> None:
     worth = Fraction(top, bottom) + (whole if "{w}" in form else 0)
     found = AFTER.find("#### " + form.format(w=whole, t=top, b=bottom))
     assert found is None or value(found) == worth
@@ -120,16 +127,21 @@ def test_a_number_of_thousands_of_digits_is_no_answer(form: str) -> None:
     assert AFTER.find("#### " + form.format("7" * 5000)) is None
 
 
-@pytest.mark.parametrize("text", ["7 - 5", "18-20", "$7 -5", "between 5 and 7-9", "at 3:30"])
+@pytest.mark.parametrize(
+    "text", ["7 - 5", "18-20", "$7 -5", "between 5 and 7-9", "at 3:30"]
+)
 def test_a_dash_that_may_be_no_minus_is_no_last_number(text: str) -> None:
     assert LAST.find(text) is None
 
 
 def test_the_first_answer_counts_and_a_thought_does_not() -> None:
     run_on = (
-        "9 * 2 = 18.\n#### 18\n\nQuestion: Tom has 3 pens and buys 4.\nAnswer: 3 + 4 = 7\n#### 7"
+        "9 * 2 = 18.\n#### 18\n\n"
+        "Question: Tom has 3 pens and buys 4.\nAnswer: 3 + 4 = 7\n#### 7"
     )
     assert AFTER.find(run_on) == "18"
-    assert AFTER.find("<think>As in the example: #### 5</think>So it is\n#### 18") == "18"
+    assert (
+        AFTER.find("<think>As in the example: #### 5</think>So it is\n#### 18") == "18"
+    )
     assert AFTER.find("End with ####\nthen the number.\n#### 18") == "18"
     assert LAST.find("<think>5 or 6?</think>") is None

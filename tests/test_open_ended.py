@@ -80,7 +80,9 @@ class Server:
                     return
                 text = asked["messages"][-1]["content"]
                 a, b = (
-                    text.split(f"[Answer {one}]\n")[1].split(f"\n[End of answer {one}]")[0]
+                    text.split(f"[Answer {one}]\n")[1].split(
+                        f"\n[End of answer {one}]"
+                    )[0]
                     for one in "AB"
                 )
                 said = server.judge(a, b)
@@ -151,24 +153,38 @@ SAMPLE = Sample("1", "Say it.", None)
 
 def test_a_grader_is_asked_in_both_orders(serve: Any, tmp_path: Path) -> None:
     server = serve(by_length)
-    task = lenience.task("mtbench:turns=first", data=questions(tmp_path), grader=server.url)
+    task = lenience.task(
+        "mtbench:turns=first", data=questions(tmp_path), grader=server.url
+    )
     assert task.measure == "win rate" and task.beside_target
     triples = [("longer", "short", SAMPLE), ("a", "bcd", SAMPLE), ("ab", "cd", SAMPLE)]
     assert task.points(triples) == [1.0, 0.0, 0.5]
     assert server.asked == 6
     assert task.points([("same ", "same", SAMPLE)]) == [0.5] and server.asked == 6
-    assert [task.same("longer", "short", SAMPLE), task.same("a", "bcd", SAMPLE)] == [True, False]
-    assert task.loss("a", "bcd", SAMPLE) == 1.0 and task.loss("longer", "short", SAMPLE) == 0.0
+    assert [task.same("longer", "short", SAMPLE), task.same("a", "bcd", SAMPLE)] == [
+        True,
+        False,
+    ]
+    assert (
+        task.loss("a", "bcd", SAMPLE) == 1.0
+        and task.loss("longer", "short", SAMPLE) == 0.0
+    )
     assert task.grading == {"pairs": 3, "decided": 2, "inconsistent": 0, "unread": 0}
-    again = lenience.task("mtbench:turns=first", data=questions(tmp_path), grader=server.url)
+    again = lenience.task(
+        "mtbench:turns=first", data=questions(tmp_path), grader=server.url
+    )
     assert again.points(triples) == [1.0, 0.0, 0.5] and server.asked == 6  # kept
 
 
-def test_a_worse_answer_is_lost_by_every_loss(serve: Any, pair: Pair, tmp_path: Path) -> None:
+def test_a_worse_answer_is_lost_by_every_loss(
+    serve: Any, pair: Pair, tmp_path: Path
+) -> None:
     own: set[str] = set()  # the target's answers, which are always better
     own.add(RIGHT)
     server = serve(lambda a, b: "[[A]]" if a in own else "[[B]]")
-    task = lenience.task("mtbench:turns=first", data=questions(tmp_path, 150), grader=server.url)
+    task = lenience.task(
+        "mtbench:turns=first", data=questions(tmp_path, 150), grader=server.url
+    )
     prompts = [one.prompt for one in task.samples("train")]
     outs = pair.generate_batch(prompts, rule="target", max_new_tokens=8, batch_size=64)
     own |= {out.text.strip() for out in outs}
@@ -183,10 +199,14 @@ def test_a_worse_answer_is_lost_by_every_loss(serve: Any, pair: Pair, tmp_path: 
     assert found["task"][0][1] > 0 and found["disagreement"][0][1] > 0
 
 
-def test_what_both_orders_do_not_say_is_a_tie_and_counted(serve: Any, tmp_path: Path) -> None:
+def test_what_both_orders_do_not_say_is_a_tie_and_counted(
+    serve: Any, tmp_path: Path
+) -> None:
     replies = {"first": "[[A]]", "dumb": "no idea", "last": "[[A]] at first, but [[B]]"}
     server = serve(lambda a, b: replies[next(k for k in replies if k in a + b)])
-    task = lenience.task("mtbench:turns=first", data=questions(tmp_path), grader=server.url)
+    task = lenience.task(
+        "mtbench:turns=first", data=questions(tmp_path), grader=server.url
+    )
     pairs = [("first", "x"), ("dumb", "x"), ("last", "x")]
     assert task.points([(a, b, SAMPLE) for a, b in pairs]) == [0.5] * 3
     assert task.grading == {"pairs": 3, "decided": 0, "inconsistent": 2, "unread": 2}
@@ -199,7 +219,9 @@ def test_a_grader_that_does_not_grade_is_refused(serve: Any, tmp_path: Path) -> 
         ("[[A]]", "prefers an answer by its place in 10 of 10 pairs"),
     ):
         server = serve(lambda a, b, reply=reply: reply)
-        task = lenience.task("mtbench:turns=first", data=questions(tmp_path), grader=server.url)
+        task = lenience.task(
+            "mtbench:turns=first", data=questions(tmp_path), grader=server.url
+        )
         assert task.points([(f"{i}", "x", SAMPLE) for i in range(9)]) == [0.5] * 9
         with pytest.raises(InputError, match=message):
             task.points([("9", "x", SAMPLE)])
@@ -210,17 +232,26 @@ def test_a_grader_that_cannot_tell_nonsense_is_refused_before_anything_is_mined(
     reply: str | None, serve: Any, pair: Pair, tmp_path: Path
 ) -> None:
     server = serve(lambda a, b: reply)
-    task = lenience.task("mtbench:turns=first", data=questions(tmp_path), grader=server.url)
-    with pytest.raises(InputError, match=r"does not tell 'The capital of France is Paris\.' from"):
+    task = lenience.task(
+        "mtbench:turns=first", data=questions(tmp_path), grader=server.url
+    )
+    with pytest.raises(
+        InputError, match=r"does not tell 'The capital of France is Paris\.' from"
+    ):
         mine(pair, task, tmp_path / "run", MineConfig(max_new_tokens=8))
     assert server.asked == 2 and not (tmp_path / "run" / "journal.jsonl").exists()
 
 
-def test_replies_without_a_verdict_are_asked_for_again(serve: Any, tmp_path: Path) -> None:
+def test_replies_without_a_verdict_are_asked_for_again(
+    serve: Any, tmp_path: Path
+) -> None:
     server = serve(lambda a, b: None)
     data = questions(tmp_path)
     task = lenience.task("mtbench:turns=first", data=data, grader=server.url)
-    assert task.points([("longer", "short", SAMPLE)] * 2) == [0.5] * 2 and server.asked == 2
+    assert (
+        task.points([("longer", "short", SAMPLE)] * 2) == [0.5] * 2
+        and server.asked == 2
+    )
     server.judge = by_length
     task = lenience.task("mtbench:turns=first", data=data, grader=server.url)
     assert task.points([("longer", "short", SAMPLE)]) == [1.0] and server.asked == 4
@@ -230,10 +261,26 @@ def test_an_interrupt_ends_what_waits_for_a_grader(
     chars: tuple[Path, Path], serve: Any, tmp_path: Path
 ) -> None:
     over = threading.Event()
-    server = serve(lambda a, b: by_length(a, b) if RIGHT in (a, b) else str(over.wait(100)))
-    command = [sys.executable, "-m", "lenience", "mine", "--task", "mtbench:turns=first"]
+    server = serve(
+        lambda a, b: by_length(a, b) if RIGHT in (a, b) else str(over.wait(100))
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "lenience",
+        "mine",
+        "--task",
+        "mtbench:turns=first",
+    ]
     command += ["--data", str(questions(tmp_path, 60)), "--grader", server.url]
-    command += ["--target", str(chars[0]), "--draft", str(chars[1]), "--max-new-tokens", "8"]
+    command += [
+        "--target",
+        str(chars[0]),
+        "--draft",
+        str(chars[1]),
+        "--max-new-tokens",
+        "8",
+    ]
     command += ["--out", str(tmp_path / "run"), "--no-compile"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 120
@@ -252,7 +299,10 @@ def test_failures_for_the_moment_are_tried_again_and_others_end(serve: Any) -> N
     ask = [[{"role": "user", "content": "[Answer A]\na\n[End of answer A]\n"
              "[Answer B]\nb\n[End of answer B]"}]]  # fmt: skip
     server = serve(by_length, [500, 429, 503])
-    assert Endpoint(server.url, wait=0.01).ask(ask) == ["Because.\n[[C]]"] and server.asked == 4
+    assert (
+        Endpoint(server.url, wait=0.01).ask(ask) == ["Because.\n[[C]]"]
+        and server.asked == 4
+    )
     server = serve(by_length, [500] * 9)
     with pytest.raises(RuntimeError, match="chat/completions failed \\(500"):
         Endpoint(server.url, wait=0.01).ask(ask)
@@ -273,7 +323,9 @@ def chars(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A pair whose tokens are characters, most of what it says digits; the draft is the target with
     some noise."""
     letters = ["<eos>", "\n", *map(chr, range(32, 127))]
-    inner = Tokenizer(WordLevel({one: i for i, one in enumerate(letters)}, unk_token=" "))
+    inner = Tokenizer(
+        WordLevel({one: i for i, one in enumerate(letters)}, unk_token=" ")
+    )
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     inner.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
@@ -315,7 +367,11 @@ def test_second_turns_hold_the_targets_own_answers(pair: Pair, tmp_path: Path) -
     with pytest.raises(InputError, match="mtbench:turns=first"):
         list(task.samples("test"))
     config = CompareConfig(
-        rules=("exact", "topk:3"), windows=(4,), timed=1, repeats=1, options={"max_new_tokens": 12}
+        rules=("exact", "topk:3"),
+        windows=(4,),
+        timed=1,
+        repeats=1,
+        options={"max_new_tokens": 12},
     )
     task.max_new_tokens = 12
     frontier = compare(pair, task, config)
@@ -330,7 +386,9 @@ def test_second_turns_hold_the_targets_own_answers(pair: Pair, tmp_path: Path) -
     by_rule = {row.rule: row for row in frontier.rows}
     assert by_rule["exact"].accuracy == 1.0 and by_rule["exact"].paired_loss == 0.0
     lenient = by_rule["topk:3"]
-    assert lenient.accuracy < 1 and lenient.paired_loss == pytest.approx(1 - lenient.accuracy)
+    assert lenient.accuracy < 1 and lenient.paired_loss == pytest.approx(
+        1 - lenient.accuracy
+    )
 
 
 def human_rows(n: int, hopeless: int = 0) -> list[dict[str, Any]]:
@@ -354,21 +412,29 @@ def task_of(name: str, folder: Path, serve: Any) -> Any:
     if name == "gsm8k":
         return lenience.task("gsm8k", data=rows(folder / "gsm.jsonl", gsm_rows(150)))
     if name == "humaneval":
-        return lenience.task("humaneval", data=rows(folder / "human.jsonl", human_rows(200)))
+        return lenience.task(
+            "humaneval", data=rows(folder / "human.jsonl", human_rows(200))
+        )
     server = serve(by_digits)
-    return lenience.task("mtbench:turns=first", data=questions(folder, 150), grader=server.url)
+    return lenience.task(
+        "mtbench:turns=first", data=questions(folder, 150), grader=server.url
+    )
 
 
 @pytest.mark.parametrize(
     "name", ["gsm8k", pytest.param("humaneval", marks=needs("sandbox")), "graded"]
 )
-def test_from_mining_to_a_certificate(name: str, pair: Pair, serve: Any, tmp_path: Path) -> None:
+def test_from_mining_to_a_certificate(
+    name: str, pair: Pair, serve: Any, tmp_path: Path
+) -> None:
     task, run = task_of(name, tmp_path, serve), tmp_path / "run"
     length = 3 if name == "humaneval" else 8
     counts = mine(pair, task, run, MineConfig(limit=100, max_new_tokens=length))
     assert counts.samples == 100 and counts.important >= 10
     assert counts.mismatches - counts.important - counts.abstained >= 10
-    plan = HeadPlan(Inputs(("target", "draft"), ("draft", "previous")), run / "judge", FitConfig())
+    plan = HeadPlan(
+        Inputs(("target", "draft"), ("draft", "previous")), run / "judge", FitConfig()
+    )
     fit_run(pair, run, plan)
     judge = f"judge:{run / 'judge'}@0.9"
     config = CompareConfig(
@@ -385,7 +451,9 @@ def test_from_mining_to_a_certificate(name: str, pair: Pair, serve: Any, tmp_pat
         assert frontier.grading and frontier.grading["inconsistent"] == 0
     if name == "humaneval":
         assert sum((by_rule["exact"].verdicts or {}).values()) == 20
-    loss = {"gsm8k": "disagreement", "humaneval": "disagreement", "graded": "task"}[name]
+    loss = {"gsm8k": "disagreement", "humaneval": "disagreement", "graded": "task"}[
+        name
+    ]
     asked = CertifyConfig(
         rules=(judge,), max_drop=0.4, confidence=0.9, loss=loss, limit=20,
         options={"max_new_tokens": length, "window": 4}, thresholds=(0.9, 0.99),
@@ -393,19 +461,31 @@ def test_from_mining_to_a_certificate(name: str, pair: Pair, serve: Any, tmp_pat
     )  # fmt: skip
     certificate = certify(pair, task, run, asked)
     assert 0 < certificate.n <= 20 and certificate.tried
-    said = {"gsm8k": "final answer is not", "humaneval": "passes its tests", "graded": "prefers"}
+    said = {
+        "gsm8k": "final answer is not",
+        "humaneval": "passes its tests",
+        "graded": "prefers",
+    }
     assert said[name] in certificate.loss_is
     assert (certificate.grading is not None) == (name == "graded")
     if name == "humaneval":  # two programs that fail agree
         weak = replace(
-            asked, rules=("topk:2",), thresholds=(), allow_weak_target=False, max_drop=0.05
+            asked,
+            rules=("topk:2",),
+            thresholds=(),
+            allow_weak_target=False,
+            max_drop=0.05,
         )
         data = rows(tmp_path / "hopeless.jsonl", human_rows(200, hopeless=8))
         hopeless = lenience.task("humaneval", data=data)
-        with pytest.raises(InputError, match=r"the target answers (\d|none) of 20 prompts rightly"):
+        with pytest.raises(
+            InputError, match=r"the target answers (\d|none) of 20 prompts rightly"
+        ):
             certify(pair, hopeless, tmp_path / "other", weak)
     if name == "graded":
-        with pytest.raises(InputError, match="compared with the target's own; give --loss task"):
+        with pytest.raises(
+            InputError, match="compared with the target's own; give --loss task"
+        ):
             certify(pair, task, run, CertifyConfig(rules=(judge,)))
 
 
@@ -414,12 +494,21 @@ def test_a_graded_mine_that_is_killed_goes_on_to_the_same_journal(
 ) -> None:
     server = serve(by_digits)
     data = questions(tmp_path, 60)
-    command = [sys.executable, "-m", "lenience", "mine", "--task", "mtbench:turns=first"]
+    command = [
+        sys.executable,
+        "-m",
+        "lenience",
+        "mine",
+        "--task",
+        "mtbench:turns=first",
+    ]
     command += ["--data", str(data), "--grader", server.url, "--max-new-tokens", "8"]
     command += ["--target", str(chars[0]), "--draft", str(chars[1]), "--limit", "30"]
     command += ["--out", str(tmp_path / "killed"), "--batch-size", "4", "--no-compile"]
     journal = tmp_path / "killed" / "journal.jsonl"
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
     until = time.monotonic() + 120
     while time.monotonic() < until and process.poll() is None:
         if journal.exists() and journal.read_text().count("\n") >= 5:
@@ -448,16 +537,28 @@ def test_a_local_model_grades(chars: tuple[Path, Path], tmp_path: Path) -> None:
     grader = ModelGrader(str(chars[0]), device="cpu")
     task = lenience.task("mtbench:turns=first", data=questions(tmp_path), grader=grader)
     assert isinstance(task, Graded) and task.points([("a", "b", SAMPLE)]) == [0.5]
-    assert task.grading == {"pairs": 1, "decided": 0, "inconsistent": 0, "unread": 2}  # random
+    # random
+    assert task.grading == {
+        "pairs": 1,
+        "decided": 0,
+        "inconsistent": 0,
+        "unread": 2,
+    }
 
 
 def test_people_grade_blinded_pairs(pair: Pair, tmp_path: Path) -> None:
-    task = lenience.task("gsm8k:sets=whole", data=rows(tmp_path / "gsm.jsonl", gsm_rows(30)))
+    task = lenience.task(
+        "gsm8k:sets=whole", data=rows(tmp_path / "gsm.jsonl", gsm_rows(30))
+    )
     out = tmp_path / "compared"
     with pytest.raises(InputError, match="holds no comparison"):
         write_page(out)
     config = CompareConfig(
-        rules=("exact", "topk:4"), windows=(4,), timed=1, repeats=1, options={"max_new_tokens": 8}
+        rules=("exact", "topk:4"),
+        windows=(4,),
+        timed=1,
+        repeats=1,
+        options={"max_new_tokens": 8},
     )
     compare(pair, task, config, out)
     page = write_page(out)
@@ -470,7 +571,10 @@ def test_people_grade_blinded_pairs(pair: Pair, tmp_path: Path) -> None:
         for one in map(json.loads, (out / "compare.jsonl").read_text().splitlines())
         if one["rule"] == "target"
     }
-    ids = {prompt: id for id, prompt in json.loads((out / "prompts.json").read_text()).items()}
+    ids = {
+        prompt: id
+        for id, prompt in json.loads((out / "prompts.json").read_text()).items()
+    }
     is_left = [(ids[one["prompt"]], one["left"]) in own for one in shown]
     assert 0 < sum(is_left) < len(shown)
     # the first is a tie, then the other's answer is better, but for the last
@@ -487,7 +591,9 @@ def test_people_grade_blinded_pairs(pair: Pair, tmp_path: Path) -> None:
     assert grades.win_rate == pytest.approx((page.pairs - 1.5) / page.pairs)
     low, high = grades.win_rate_interval
     assert low < grades.win_rate < high <= 1
-    kept = [row["human"] for row in json.loads((out / "frontier.json").read_text())["rows"]]
+    kept = [
+        row["human"] for row in json.loads((out / "frontier.json").read_text())["rows"]
+    ]
     assert [one["wins"] for one in kept if one] == [grades.wins]
     assert "graded by people" in (out / "report.html").read_text()
     again = compare(pair, task, config, out)
@@ -512,7 +618,9 @@ def test_people_grade_blinded_pairs(pair: Pair, tmp_path: Path) -> None:
 
 
 def test_what_two_settings_say_alike_is_graded_once(pair: Pair, tmp_path: Path) -> None:
-    task = lenience.task("gsm8k:sets=whole", data=rows(tmp_path / "gsm.jsonl", gsm_rows(20)))
+    task = lenience.task(
+        "gsm8k:sets=whole", data=rows(tmp_path / "gsm.jsonl", gsm_rows(20))
+    )
     out = tmp_path / "compared"
     config = CompareConfig(
         settings=("topk:4; window=4", "topk:5; window=4"), windows=(4,), timed=1, repeats=1,
@@ -532,7 +640,9 @@ def test_what_two_settings_say_alike_is_graded_once(pair: Pair, tmp_path: Path) 
     assert len(grades) == 2 and sum(one.n for one in grades.values()) > page.pairs
 
 
-def test_another_option_of_a_runs_benchmark_keeps_its_files_and_grader(tmp_path: Path) -> None:
+def test_another_option_of_a_runs_benchmark_keeps_its_files_and_grader(
+    tmp_path: Path,
+) -> None:
     run, data = tmp_path / "run", questions(tmp_path)
     grader = "http://127.0.0.1:1/v1,model=one"
     remember(run, Models(), TaskChoice(task="mtbench", data=str(data), grader=grader))
@@ -542,7 +652,9 @@ def test_another_option_of_a_runs_benchmark_keeps_its_files_and_grader(tmp_path:
     code = rows(tmp_path / "human.jsonl", human_rows(10))
     unsafe = TaskChoice(task="humaneval", data=str(code), unsafe_local=True).load()
     assert isinstance(unsafe, HumanEval) and unsafe.sandbox.kind == "none"
-    with pytest.raises(InputError, match="is a server's address; begin it with http://"):
+    with pytest.raises(
+        InputError, match="is a server's address; begin it with http://"
+    ):
         TaskChoice(task="mtbench", data=str(data), grader="localhost:8000/v1").load()
     with pytest.raises(InputError, match="is no address; write http://HOST:PORT/v1"):
         lenience.task("mtbench", data=data, grader="/models/grader")
@@ -550,11 +662,15 @@ def test_another_option_of_a_runs_benchmark_keeps_its_files_and_grader(tmp_path:
         lenience.task("mtbenhc", data=data)
 
 
-def test_prompts_that_are_too_long_are_named_or_left_out(pair: Pair, tmp_path: Path) -> None:
+def test_prompts_that_are_too_long_are_named_or_left_out(
+    pair: Pair, tmp_path: Path
+) -> None:
     content = gsm_rows(12)
     content[3]["question"] = "x" * 5000
     task = lenience.task("gsm8k:sets=whole", data=rows(tmp_path / "gsm.jsonl", content))
-    asked = CertifyConfig(rules=("topk:2",), loss="disagreement", options={"max_new_tokens": 8})
+    asked = CertifyConfig(
+        rules=("topk:2",), loss="disagreement", options={"max_new_tokens": 8}
+    )
     long = r"sample gsm-3: the prompt has 50\d\d tokens, .* or leave such out \(--skip-long\)"
     with pytest.raises(InputError, match=long):
         certify(pair, task, tmp_path / "run", asked)
@@ -565,10 +681,16 @@ def test_prompts_that_are_too_long_are_named_or_left_out(pair: Pair, tmp_path: P
     assert counts.samples == 11 and shorter.left_out == {"gsm-3"}
 
 
-def test_prompts_that_a_judge_has_learned_from_are_counted(pair: Pair, tmp_path: Path) -> None:
-    task = lenience.task("gsm8k:sets=whole", data=rows(tmp_path / "gsm.jsonl", gsm_rows(80)))
+def test_prompts_that_a_judge_has_learned_from_are_counted(
+    pair: Pair, tmp_path: Path
+) -> None:
+    task = lenience.task(
+        "gsm8k:sets=whole", data=rows(tmp_path / "gsm.jsonl", gsm_rows(80))
+    )
     mine(pair, task, tmp_path / "run", MineConfig(limit=50, max_new_tokens=8))
-    plan = HeadPlan(Inputs(("target",), ("draft",)), tmp_path / "run" / "judge", FitConfig())
+    plan = HeadPlan(
+        Inputs(("target",), ("draft",)), tmp_path / "run" / "judge", FitConfig()
+    )
     fit_run(pair, tmp_path / "run", plan)
     config = CompareConfig(
         rules=(f"judge:{tmp_path / 'run' / 'judge'}@0.9",), windows=(4,), timed=1, repeats=1,
@@ -581,15 +703,33 @@ def test_five_judges_decode_what_they_have_not_seen(
     chars: tuple[Path, Path], pair: Pair, tmp_path: Path
 ) -> None:
     data, run = rows(tmp_path / "gsm.jsonl", gsm_rows(120)), tmp_path / "run"
-    command = ["mine", "--task", "gsm8k:sets=whole", "--data", str(data), "--out", str(run)]
-    command += ["--target", str(chars[0]), "--draft", str(chars[1]), "--max-new-tokens", "8"]
+    command = [
+        "mine",
+        "--task",
+        "gsm8k:sets=whole",
+        "--data",
+        str(data),
+        "--out",
+        str(run),
+    ]
+    command += [
+        "--target",
+        str(chars[0]),
+        "--draft",
+        str(chars[1]),
+        "--max-new-tokens",
+        "8",
+    ]
     main([*command, "--no-compile", "--batch-size", "64"])
     learned = []
     for fold in range(5):
         out = run / f"judge-{fold}"
         main(["fit", str(run), "--fold", str(fold), "--out", str(out)])
         task = lenience.task("gsm8k", data=data, fold=fold)
-        tested = {prompt_digest(pair.target.encode(one.prompt)) for one in task.samples("test")}
+        tested = {
+            prompt_digest(pair.target.encode(one.prompt))
+            for one in task.samples("test")
+        }
         known = set(load_head(out).prompts or ())
         assert len(known) + len(tested) == 120 and not known & tested
         learned.append(tested)
@@ -598,16 +738,25 @@ def test_five_judges_decode_what_they_have_not_seen(
         main(["fit", str(run), "--fold", "5"])
 
 
-def test_rows_without_references_are_compared_by_agreement(pair: Pair, tmp_path: Path) -> None:
+def test_rows_without_references_are_compared_by_agreement(
+    pair: Pair, tmp_path: Path
+) -> None:
     data = rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i}?"} for i in range(60)])
     task = lenience.task(str(data), answer="last-number")
     config = CompareConfig(
-        rules=("exact", "topk:4"), windows=(4,), timed=1, repeats=1, options={"max_new_tokens": 6}
+        rules=("exact", "topk:4"),
+        windows=(4,),
+        timed=1,
+        repeats=1,
+        options={"max_new_tokens": 6},
     )
     frontier = compare(pair, task, config)
     by_rule = {row.rule: row for row in frontier.rows}
     assert frontier.measure == "agreement" and by_rule["exact"].n == 12
-    assert by_rule["exact"].accuracy == 1.0 and by_rule["target"].seconds_per_correct is None
+    assert (
+        by_rule["exact"].accuracy == 1.0
+        and by_rule["target"].seconds_per_correct is None
+    )
     own, lenient = (
         [task.answer(pair.generate(one.prompt, rule=rule, window=4, max_new_tokens=6).text)
          for one in task.samples("test")]
@@ -618,7 +767,9 @@ def test_rows_without_references_are_compared_by_agreement(pair: Pair, tmp_path:
 
 
 @pytest.mark.parametrize("where", ["reasoning_content", "reasoning"])
-def test_a_grader_that_only_thinks_is_named(serve: Callable[..., Server], where: str) -> None:
+def test_a_grader_that_only_thinks_is_named(
+    serve: Callable[..., Server], where: str
+) -> None:
     asked = "[Answer A]\n1\n[End of answer A]\n[Answer B]\n2\n[End of answer B]"
     question = [{"role": "user", "content": asked}]
 

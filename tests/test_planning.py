@@ -31,7 +31,9 @@ from lenience.training.acceptance import DEPTH, RANKS, Drawn, measure_acceptance
 def all_trees(nodes: int) -> list[tuple[int, ...]]:
     """All ordered trees of so many tokens after the prefix, by their children level by level."""
     found = [()]
-    for i in range(nodes):  # one's children are counted where it is there, the prefix first
+    for i in range(
+        nodes
+    ):  # one's children are counted where it is there, the prefix first
         found = [
             (*counts, n)
             for counts in found
@@ -65,9 +67,13 @@ def worth(counts: tuple[int, ...], shares: list[list[float]]) -> float:
         )
     ),
 )
-def test_the_plan_is_the_best_of_all_trees(nodes: int, shares: list[list[float]]) -> None:
+def test_the_plan_is_the_best_of_all_trees(
+    nodes: int, shares: list[list[float]]
+) -> None:
     counts, kept = best_shape(shares, nodes)
-    best = max(worth(tree, shares) for n in range(1, nodes + 1) for tree in all_trees(n))
+    best = max(
+        worth(tree, shares) for n in range(1, nodes + 1) for tree in all_trees(n)
+    )
     assert kept == pytest.approx(best)
     assert worth(tuple(counts), shares) == pytest.approx(kept)
     assert sum(counts) <= nodes
@@ -97,8 +103,13 @@ def test_shapes_are_read_level_by_level() -> None:
 
 
 @quick(6)
-@given(prompts=prompt_lists(3), spec=st.sampled_from(["shape:2,1,0,2", "shape:3,2,1,1,1,0,1"]))
-def test_shapes_change_no_strict_answer(llama: Pair, prompts: list[list[int]], spec: str) -> None:
+@given(
+    prompts=prompt_lists(3),
+    spec=st.sampled_from(["shape:2,1,0,2", "shape:3,2,1,1,1,0,1"]),
+)
+def test_shapes_change_no_strict_answer(
+    llama: Pair, prompts: list[list[int]], spec: str
+) -> None:
     outs = llama.generate_batch(prompts, tree=spec, batch_size=2, max_new_tokens=24)
     alone = llama.generate_batch(prompts, rule="target", max_new_tokens=24)
     assert [out.tokens for out in outs] == [out.tokens for out in alone]
@@ -127,7 +138,9 @@ def test_acceptance_is_counted_by_rank_and_depth(llama: Pair, tmp_path: Path) ->
             text = prompt + tokens[:at]
             kept = 0
             for depth in range(DEPTH):
-                logits = llama.draft.model(torch.tensor([text + tokens[at : at + depth]])).logits
+                logits = llama.draft.model(
+                    torch.tensor([text + tokens[at : at + depth]])
+                ).logits
                 ranked = logits[0, -1].topk(RANKS).indices.tolist()
                 if at + depth >= len(tokens):
                     break
@@ -153,7 +166,9 @@ def test_acceptance_is_counted_by_rank_and_depth(llama: Pair, tmp_path: Path) ->
         measure_acceptance(llama, prompts, parse_drafter("ngram"))
     with pytest.raises(InputError, match="has no ranks"):
         measure_acceptance(llama, prompts, parse_drafter("suffix"))
-    (tmp_path / "tree.json").write_text(json.dumps({"drafter": "x", "shares": [[]], "places": []}))
+    (tmp_path / "tree.json").write_text(
+        json.dumps({"drafter": "x", "shares": [[]], "places": []})
+    )
     with pytest.raises(InputError, match="is broken"):
         parse_tree(spec)
 
@@ -161,7 +176,9 @@ def test_acceptance_is_counted_by_rank_and_depth(llama: Pair, tmp_path: Path) ->
 def test_a_plan_depends_on_what_was_measured(tmp_path: Path) -> None:
     Acceptance("deep", ((0.9, 0.05),) * 8, (10,) * 8).save(tmp_path / "deep.json")
     Acceptance("broad", ((0.3, 0.3),) * 8, (10,) * 8).save(tmp_path / "broad.json")
-    deep, broad = (parse_tree(f"planned:6,path={tmp_path}/{n}.json") for n in ("deep", "broad"))
+    deep, broad = (
+        parse_tree(f"planned:6,path={tmp_path}/{n}.json") for n in ("deep", "broad")
+    )
     assert str(deep) == "shape:1,1,1,1,1,1"
     assert broad.children[0] == 2
     # what answers depend on is the shape, whatever the file says later
@@ -191,19 +208,30 @@ def test_the_command_measures_a_run(
     main(["fit", str(run), "--tree", "--json"])
     said = json.loads(capsys.readouterr().out)
     assert set(said) == documented(["fit", "--tree"])[0]
-    assert said["drafter"] == "model" and f"planned:16,path={run}/tree.json" in said["trees"]
+    assert (
+        said["drafter"] == "model"
+        and f"planned:16,path={run}/tree.json" in said["trees"]
+    )
     kept = [*said["trees"].values()]
     assert kept == sorted(kept) and kept[0] >= 1
     main(["fit", str(run), "--tree", "--draw", "without-replacement", "--json"])
     drawn = [*json.loads(capsys.readouterr().out)["trees"]]
     assert drawn[0] == f"planned:4,path={run}/tree.json,draw=without-replacement"
-    assert llama.generate([5, 6], rule="speculative", tree=drawn[0], temperature=1.0).tokens
+    assert llama.generate(
+        [5, 6], rule="speculative", tree=drawn[0], temperature=1.0
+    ).tokens
     for flags, match in {
         ("--tree", "--heads", "2"): "--heads: is of a head, and --tree fits none",
         ("--with", "model"): "--with: is of what --tree measures",
         ("--draw", "with-replacement"): "--draw: is of what --tree measures",
         ("--tree", "--temperature", "1"): "give --draw too",
-        ("--tree", "--draw", "with-replacement", "--temperature", "0"): "must be above 0",
+        (
+            "--tree",
+            "--draw",
+            "with-replacement",
+            "--temperature",
+            "0",
+        ): "must be above 0",
         ("--drafter", "eagle", "--heads", "2"): "--heads: eagle has none",
         ("--tree", "--with", "ngram"): "--with ngram: proposes no trees",
     }.items():
@@ -215,7 +243,9 @@ def test_the_command_measures_a_run(
 
 @pytest.mark.parametrize("draw", ["with-replacement", "without-replacement"])
 @torch.no_grad()
-def test_acceptance_of_drawn_trees_is_counted(llama: Pair, draw: Draws, tmp_path: Path) -> None:
+def test_acceptance_of_drawn_trees_is_counted(
+    llama: Pair, draw: Draws, tmp_path: Path
+) -> None:
     """The first of a place's drawn tokens is kept with the chance of one drawn token."""
     prompts = [[i, 2 * i % 40 + 1] for i in range(1, 25)]
     found = measure_acceptance(llama, prompts, parse_drafter("model"), Drawn(draw, 0.8))

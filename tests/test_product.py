@@ -92,7 +92,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, llama: Pair) -> Path:
     for kind in ("medusa", "blockwise"):
         random_heads(kind, 3).save(made / kind)
     write(made / "eagle3", 3)
-    build_store(iter([[5, 6, 7, 9, 3, 8]]), llama.target.tokenizer_fingerprint, made / "store")
+    build_store(
+        iter([[5, 6, 7, 9, 3, 8]]), llama.target.tokenizer_fingerprint, made / "store"
+    )
     generator = torch.Generator().manual_seed(3)
     both = llama.target.hidden_size + llama.draft.hidden_size
     for role, inputs, width in (
@@ -128,7 +130,9 @@ def options_of(folder: Path, llama: Pair) -> Callable[[Case], dict[str, Any] | N
     return get
 
 
-def check(pair: Pair, options: dict[str, Any], prompts: list[list[int]], size: int) -> None:
+def check(
+    pair: Pair, options: dict[str, Any], prompts: list[list[int]], size: int
+) -> None:
     together = pair.generate_batch(prompts, batch_size=size, **options)
     assert_same(together, pair.generate_batch(prompts, batch_size=1, **options))
 
@@ -150,7 +154,10 @@ def pairwise(allows: Callable[[Case], bool]) -> list[Case]:
     seen: set[tuple[Any, ...]] = set()
     for at_least in (9, 7, 5, 4, 3, 2, 1):  # cases that bring most first
         for case in cases:
-            twos = {(i, a, j, b) for (i, a), (j, b) in itertools.combinations(enumerate(case), 2)}
+            twos = {
+                (i, a, j, b)
+                for (i, a), (j, b) in itertools.combinations(enumerate(case), 2)
+            }
             if len(twos - seen) >= at_least:
                 chosen.append(case)
                 seen |= twos
@@ -183,19 +190,31 @@ def test_rows_among_others_as_alone_in_a_pairwise_cover(
 
 
 @pytest.mark.parametrize("rule", ["exact", "topk:3"])
-@pytest.mark.parametrize("drafter", ["exit:1", "skip:1", "eagle:{folder}/eagle3", "model"])
+@pytest.mark.parametrize(
+    "drafter", ["exit:1", "skip:1", "eagle:{folder}/eagle3", "model"]
+)
 def test_a_prompt_that_comes_again_is_answered_as_at_first(
     llama: Pair, folder: Path, drafter: str, rule: str
 ) -> None:
     """In the row that still has its keys and values."""
     spec = drafter.format(folder=folder)
-    options = {"rule": rule, "drafter": spec, "window": 4, "max_new_tokens": 12, "seed": 3}
+    options = {
+        "rule": rule,
+        "drafter": spec,
+        "window": 4,
+        "max_new_tokens": 12,
+        "seed": 3,
+    }
     for prompt in PROMPTS:
         alone = llama.generate(prompt, **options)
-        assert_same(llama.generate_batch([prompt] * 3, batch_size=1, **options), [alone] * 3)
+        assert_same(
+            llama.generate_batch([prompt] * 3, batch_size=1, **options), [alone] * 3
+        )
 
 
-@given(st.tuples(*map(st.sampled_from, PARTS.values())), prompt_lists(5), st.integers(2, 4))
+@given(
+    st.tuples(*map(st.sampled_from, PARTS.values())), prompt_lists(5), st.integers(2, 4)
+)
 @quick(400)
 def test_rows_among_others_as_alone(llama: Pair, options_of, case, asked, size) -> None:
     options = options_of(case)

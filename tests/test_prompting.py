@@ -30,12 +30,17 @@ def test_a_prompt_comes_in_several_forms(tmp_path: Path) -> None:
 def test_many_prompts_are_answered_in_their_order(tmp_path: Path) -> None:
     from lenience.tasks import WordMath
 
-    texts = [str(sample.prompt) for sample, _ in zip(WordMath().samples("test"), range(5))]
+    texts = [
+        str(sample.prompt) for sample, _ in zip(WordMath().samples("test"), range(5))
+    ]
     alone = [run("generate", text, *SHORT).stdout.rstrip("\n") for text in texts]
     lines, rows = tmp_path / "prompts.txt", tmp_path / "rows.jsonl"
     lines.write_text("\n".join(texts) + "\n\n")
     rows.write_text(
-        "".join(json.dumps({"prompt": one, "id": f"p{i}"}) + "\n" for i, one in enumerate(texts))
+        "".join(
+            json.dumps({"prompt": one, "id": f"p{i}"}) + "\n"
+            for i, one in enumerate(texts)
+        )
     )
     done = run("generate", "--prompts", rows, "--json", "--batch-size", 2, *SHORT)
     answers = [json.loads(line) for line in done.stdout.splitlines()]
@@ -53,7 +58,10 @@ def test_many_prompts_are_answered_in_their_order(tmp_path: Path) -> None:
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
         (["a", "--prompts", "x.txt"], "--prompts: are all prompts"),
         (["--prompts", "x.txt", "--show"], "leave --show and --profile out"),
-        (["--prompts", "x.txt", "--batch-size", "0"], "--batch-size 0: must be 1 or more"),
+        (
+            ["--prompts", "x.txt", "--batch-size", "0"],
+            "--batch-size 0: must be 1 or more",
+        ),
         (["a", "--messages", "x.json"], "--messages: is a prompt itself"),
     ],
 )
@@ -65,16 +73,28 @@ def test_what_is_no_prompt_is_told(arguments: list[str], says: str) -> None:
 def test_chat_messages_are_a_prompt_and_a_chat_knows_what_was_said(
     chatting: str, checkpoints, tmp_path: Path
 ) -> None:
-    models = ("--target", chatting, "--draft", checkpoints("llama")[1], "--dtype", "float32")
+    models = (
+        "--target",
+        chatting,
+        "--draft",
+        checkpoints("llama")[1],
+        "--dtype",
+        "float32",
+    )
     file = tmp_path / "chat.json"
     file.write_text(json.dumps([{"role": "user", "content": "w5"}]))
     first = last_json(run("generate", "--messages", file, "--json", *models, *SHORT))
     assert first["prompt_tokens"] == [1, 5, 2]
-    said = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": first["text"]}]
+    said = [
+        {"role": "user", "content": "w5"},
+        {"role": "assistant", "content": first["text"]},
+    ]
     file.write_text(json.dumps([*said, {"role": "user", "content": "w6"}]))
     second = last_json(run("generate", "--messages", file, "--json", *models, *SHORT))
     alone = last_json(run("generate", "w6", "--json", *models, *SHORT))
-    assert second["text"] != alone["text"], "or the test would not see what is forgotten"
+    assert second["text"] != alone["text"], (
+        "or the test would not see what is forgotten"
+    )
     chat = run("chat", *models, *SHORT, stdin="w5\n/help\nw6\n/new\nw6\n")
     assert chat.stdout.splitlines() == [first["text"], second["text"], alone["text"]]
     file.write_text('{"a": 1}')
@@ -82,19 +102,23 @@ def test_chat_messages_are_a_prompt_and_a_chat_knows_what_was_said(
 
 
 def test_tokens_are_marked_where_there_are_no_colours() -> None:
-    done = run("generate", PROBLEM, "--show", "--rule", "topk:3", "--max-new-tokens", 40)
+    done = run(
+        "generate", PROBLEM, "--show", "--rule", "topk:3", "--max-new-tokens", 40
+    )
     answer, legend = done.stdout.strip().split("\n\n")
     assert "«draft-lenient»" in legend and "«" in answer and "[" in answer
     plain = run("generate", PROBLEM, "--rule", "topk:3", "--max-new-tokens", 40).stdout
-    assert answer.translate(str.maketrans("", "", "«»[]()‹›")) == plain.strip().translate(
-        str.maketrans("", "", "()[]")
-    )
+    assert answer.translate(
+        str.maketrans("", "", "«»[]()‹›")
+    ) == plain.strip().translate(str.maketrans("", "", "()[]"))
 
 
 def test_a_full_disk_is_told_by_the_file(tmp_path: Path) -> None:
     full = tmp_path / "journal.jsonl"
     full.symlink_to("/dev/full")
-    with pytest.raises(RunError, match=r"journal\.jsonl: cannot be written \(No space left"):
+    with pytest.raises(
+        RunError, match=r"journal\.jsonl: cannot be written \(No space left"
+    ):
         Journal(full).append({"id": "a"})
     folder = tmp_path / "file"
     folder.write_text("")

@@ -24,11 +24,15 @@ from lenience.rules.registry import RULES
 from lenience.tasks import TASKS
 
 RULE_SETTINGS = [setting for term in RULES.values() for setting in term.grid]
-DRAFTER_SETTINGS = [setting for drafter in DRAFTERS.values() for setting in drafter.grid]
+DRAFTER_SETTINGS = [
+    setting for drafter in DRAFTERS.values() for setting in drafter.grid
+]
 VOCABULARY = 7
 
 
-def cycle(seed: int, rows: int, width: int, temperature: float) -> tuple[Draft, Reading, Context]:
+def cycle(
+    seed: int, rows: int, width: int, temperature: float
+) -> tuple[Draft, Reading, Context]:
     """A random window for each of some rows, of at most `width` tokens."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCABULARY, (rows, width), generator=generator)
@@ -57,7 +61,9 @@ def test_every_rule_says_some_settings_or_asks_a_head() -> None:
 @pytest.mark.parametrize("setting", RULE_SETTINGS)
 @settings(max_examples=20)
 @given(seed=st.integers(0, 1000), width=st.integers(1, 5))
-def test_a_verdict_keeps_a_prefix_and_one_token_more(setting: str, seed: int, width: int) -> None:
+def test_a_verdict_keeps_a_prefix_and_one_token_more(
+    setting: str, seed: int, width: int
+) -> None:
     draft, reading, ctx = cycle(seed, 3, width, temperature_of(setting))
     verdicts = parse_rule(setting)(draft, reading, ctx)
     for row, verdict in enumerate(verdicts):
@@ -86,7 +92,11 @@ def test_tokens_proposed_for_certain_are_decided_or_refused_by_name(
 ) -> None:
     """Distributions of the draft's, where it has none, must not be made up."""
     rule = parse_rule(setting)
-    options = {"rule": setting, "drafter": repeating, "temperature": temperature_of(setting)}
+    options = {
+        "rule": setting,
+        "drafter": repeating,
+        "temperature": temperature_of(setting),
+    }
     if Parts.PROBS in rule.needs.window:
         says = f"{re.escape(str(rule))}.*drafter {repeating} has none"
         with pytest.raises(InputError, match=says):
@@ -96,7 +106,9 @@ def test_tokens_proposed_for_certain_are_decided_or_refused_by_name(
     assert len(out.tokens) == 24 or out.finish == "eos"
     draft, reading, ctx = cycle(1, 3, 4, options["temperature"])
     certain = Draft(draft.tokens, draft.lengths)
-    sure = torch.full(draft.logits.shape, -torch.inf).scatter(2, draft.tokens[..., None], 0.0)
+    sure = torch.full(draft.logits.shape, -torch.inf).scatter(
+        2, draft.tokens[..., None], 0.0
+    )
     with_probs = rule(Draft(draft.tokens, draft.lengths, sure), reading, ctx)
     assert rule(certain, reading, ctx) == with_probs, "a probability of 1 says the same"
 
@@ -105,14 +117,18 @@ def test_tokens_proposed_for_certain_are_decided_or_refused_by_name(
 def test_a_drafter_changes_no_strict_answer(setting: str, llama: Pair) -> None:
     assert str(parse_drafter(setting)) == setting
     prompts = ["w1 w2 w3", "w7 w7 w9 w2"]
-    strict = llama.generate_batch(prompts, rule="exact", drafter=setting, max_new_tokens=24)
+    strict = llama.generate_batch(
+        prompts, rule="exact", drafter=setting, max_new_tokens=24
+    )
     alone = llama.generate_batch(prompts, rule="target", max_new_tokens=24)
     assert [out.tokens for out in strict] == [out.tokens for out in alone]
     assert any(out.drafted for out in strict)
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_task_has_the_same_samples_each_time_and_knows_its_own_references(name: str) -> None:
+def test_a_task_has_the_same_samples_each_time_and_knows_its_own_references(
+    name: str,
+) -> None:
     task = TASKS[name]()
     samples = list(islice(task.samples("test"), 20))
     assert samples == list(islice(task.samples("test"), 20))

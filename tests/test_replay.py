@@ -29,9 +29,12 @@ prompts = prompt_lists(5)
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2", "gpt2"])
-def replayed(request: pytest.FixtureRequest, checkpoints) -> Iterator[tuple[Pair, Pair]]:
+def replayed(
+    request: pytest.FixtureRequest, checkpoints
+) -> Iterator[tuple[Pair, Pair]]:
     pair, plain = (
-        load_pair(*checkpoints(request.param), dtype="float32", compile=False) for _ in range(2)
+        load_pair(*checkpoints(request.param), dtype="float32", compile=False)
+        for _ in range(2)
     )
     for lm in (pair.target, pair.draft):
         lm.use(CudaGraphs())
@@ -40,13 +43,17 @@ def replayed(request: pytest.FixtureRequest, checkpoints) -> Iterator[tuple[Pair
 
 @given(
     prompts,
-    st.sampled_from([("exact", 0.0), ("topk:3", 0.0), ("speculative", 0.8), ("target", 0.0)]),
+    st.sampled_from(
+        [("exact", 0.0), ("topk:3", 0.0), ("speculative", 0.8), ("target", 0.0)]
+    ),
     st.sampled_from(["fixed", "confidence:0.03"]),
     st.integers(0, 12),
     st.integers(1, 4),
 )
 @quick(15)
-def test_answers_are_those_of_plain_passes(replayed, asked, how, stop, window, size) -> None:
+def test_answers_are_those_of_plain_passes(
+    replayed, asked, how, stop, window, size
+) -> None:
     pair, plain = replayed
     options = dict(
         zip(("rule", "temperature"), how),
@@ -56,12 +63,18 @@ def test_answers_are_those_of_plain_passes(replayed, asked, how, stop, window, s
         batch_size=size,
         seed=0,
     )
-    assert_same(pair.generate_batch(asked, **options), plain.generate_batch(asked, **options))
+    assert_same(
+        pair.generate_batch(asked, **options), plain.generate_batch(asked, **options)
+    )
 
 
-def test_a_judge_on_a_layer_is_asked_of_recorded_passes(replayed, tmp_path: Path) -> None:
+def test_a_judge_on_a_layer_is_asked_of_recorded_passes(
+    replayed, tmp_path: Path
+) -> None:
     pair, plain = replayed
-    weight = torch.randn(pair.target.hidden_size, generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(
+        pair.target.hidden_size, generator=torch.Generator().manual_seed(1)
+    )
     inputs = Inputs(("target",), ("draft",), (1,))
     Head(weight / 100, 1.0, inputs, 0.5, pair.fingerprints).save(tmp_path)
     assert isinstance(Session(pair.target, states=States((1,))).cache, CudaGraphCache)
@@ -70,7 +83,8 @@ def test_a_judge_on_a_layer_is_asked_of_recorded_passes(replayed, tmp_path: Path
     together = pair.generate_batch(asked, max_new_tokens=30, **options)
     assert_same(together, plain.generate_batch(asked, max_new_tokens=30, **options))
     states = [
-        Session(one.target, states=States((1,))).read(asked[:1], 3).hidden for one in (pair, plain)
+        Session(one.target, states=States((1,))).read(asked[:1], 3).hidden
+        for one in (pair, plain)
     ]
     torch.testing.assert_close(*states, atol=2e-4, rtol=1e-3)
 
@@ -101,7 +115,10 @@ def test_long_prompts_and_caches_that_grow(
             own = lm.model(torch.tensor([tokens])).logits[0]
         before = [n, n - 3][row]
         torch.testing.assert_close(
-            got.logits[row], own[before - 1 :][: got.logits.shape[1]], atol=2e-4, rtol=1e-3
+            got.logits[row],
+            own[before - 1 :][: got.logits.shape[1]],
+            atol=2e-4,
+            rtol=1e-3,
         )
         torch.testing.assert_close(
             again.logits[row], own[-again.logits.shape[1] :], atol=2e-4, rtol=1e-3
@@ -128,7 +145,9 @@ def test_windows_of_many_lengths_are_drafted_in_few(
     monkeypatch.setattr(llama.draft, "backend", CudaGraphs())
     for prompt, new in (([5, 6, 7], 60), ([8, 9], 47), ([10], 30)):
         llama.generate(prompt, window=20, max_new_tokens=new)
-        assert {shape.lookahead + 1 for shape in llama.draft.backend._spare[0]._recorded} <= {
+        assert {
+            shape.lookahead + 1 for shape in llama.draft.backend._spare[0]._recorded
+        } <= {
             1,
             8,
             16,
@@ -143,7 +162,10 @@ def test_what_stays_on_the_device_is_read_once(
     for lm in (llama.target, llama.draft):
         monkeypatch.setattr(lm, "backend", CudaGraphs())
     out = llama.generate([5, 6, 7], window=8, max_new_tokens=60)
-    assert (out.target_tokens, out.draft_tokens) == (plain.target_tokens, plain.draft_tokens)
+    assert (out.target_tokens, out.draft_tokens) == (
+        plain.target_tokens,
+        plain.draft_tokens,
+    )
 
 
 class Looks(TorchDispatchMode):
@@ -198,7 +220,9 @@ class Looks(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("rule", ["exact", "topk:3,floor=0.001", "judge", "judge&topk:5|exact"])
+@pytest.mark.parametrize(
+    "rule", ["exact", "topk:3,floor=0.001", "judge", "judge&topk:5|exact"]
+)
 def test_a_cycle_waits_for_the_device_once(
     llama: Pair, judge: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,13 +242,20 @@ def test_a_cycle_waits_for_the_device_once(
     for module in (session, loop, soundness):
         monkeypatch.setattr(module, "to_host_async", of_this_cycle)
     for module in (judging, soundness):
-        monkeypatch.setattr(module, "looks_cheaply", lambda tensor: False)  # as on a GPU
+        # as on a GPU
+        monkeypatch.setattr(module, "looks_cheaply", lambda tensor: False)
     for lm in (llama.target, llama.draft):
         monkeypatch.setattr(lm, "backend", CudaGraphs())
-    steps = llama.stream([5, 6, 7], rule=rule.replace("judge", judge), window=9, max_new_tokens=60)
-    llama.generate([5, 6, 7], rule=rule.replace("judge", judge), window=9)  # what is found out once
+    steps = llama.stream(
+        [5, 6, 7], rule=rule.replace("judge", judge), window=9, max_new_tokens=60
+    )
+    # what is found out once
+    llama.generate([5, 6, 7], rule=rule.replace("judge", judge), window=9)
     looks.by.clear()
     with looks:
         cycles = len(list(steps))
     assert cycles > 3 and looks.by.count("_verdicts") == cycles
-    assert set(looks.by) == {"_verdicts", "arrived"} and looks.by.count("arrived") <= 4 * cycles
+    assert (
+        set(looks.by) == {"_verdicts", "arrived"}
+        and looks.by.count("arrived") <= 4 * cycles
+    )

@@ -38,14 +38,19 @@ windows = st.integers(1, 5).flatmap(
     lambda n: st.tuples(
         st.lists(st.integers(0, VOCABULARY - 1), min_size=n, max_size=n),
         hnp.arrays(
-            np.float32, (n + 1, VOCABULARY), elements=st.floats(-9, 9, width=32), unique=True
+            np.float32,
+            (n + 1, VOCABULARY),
+            elements=st.floats(-9, 9, width=32),
+            unique=True,
         ),
     )
 )
 
 
 def window(
-    tokens: list[int], logits: torch.Tensor | None = None, hidden: torch.Tensor | None = None
+    tokens: list[int],
+    logits: torch.Tensor | None = None,
+    hidden: torch.Tensor | None = None,
 ) -> Draft:
     """A draft of one row."""
     return Draft(
@@ -68,7 +73,9 @@ def greedy() -> Context:
 
 
 def sampling(seed: int, temperature: float, position: int = 0, **options) -> Context:
-    return Context([Row(Noise.for_prompt(seed, [1]), [1], position)], temperature, **options)
+    return Context(
+        [Row(Noise.for_prompt(seed, [1]), [1], position)], temperature, **options
+    )
 
 
 def decide(rule: Rule | Term, draft: Draft, read: Reading, ctx: Context) -> Verdict:
@@ -95,14 +102,17 @@ def test_topk_is_not_read_one_position_late() -> None:
         [[9, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 9], [9, 0, 0, 0, 0, 0]], dtype=np.float32
     )
     verdict = decide(TopK(1), window([0, 0]), reading(logits), greedy())
+    # row 1 allows token 5 alone; row 2 would have allowed token 0
     assert (verdict.num_accepted, verdict.next_token) == (
         1,
         5,
-    )  # row 1 allows token 5 alone; row 2 would have allowed token 0
+    )
 
 
 @given(windows, st.data(), st.integers(0, 1000), st.floats(0.3, 2))
-def test_speculative_follows_its_definition(made, data, seed: int, temperature: float) -> None:
+def test_speculative_follows_its_definition(
+    made, data, seed: int, temperature: float
+) -> None:
     tokens, logits = made
     n = len(tokens)
     drafted = data.draw(
@@ -123,12 +133,13 @@ def test_speculative_follows_its_definition(made, data, seed: int, temperature: 
     if min(abs(margin) for margin in margins) < 1e-5:
         return  # float32 may fall on either side
     kept = next((i for i, margin in enumerate(margins) if margin <= 0), n)
-    verdict = decide(Speculative(), window(tokens, torch.tensor(drafted)), reading(logits), ctx)
+    verdict = decide(
+        Speculative(), window(tokens, torch.tensor(drafted)), reading(logits), ctx
+    )
     assert verdict.num_accepted == kept
     if kept < n:
-        assert (
-            p[kept, verdict.next_token] > q[kept, verdict.next_token] - 1e-6
-        )  # the rest is positive there
+        # the rest is positive there
+        assert p[kept, verdict.next_token] > q[kept, verdict.next_token] - 1e-6
 
 
 @given(windows)
@@ -141,18 +152,27 @@ def test_speculative_is_exact_when_greedy(made: tuple[list[int], np.ndarray]) ->
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_forbidden_token_is_never_accepted(temperature: float, tmp_path: Path) -> None:
+def test_a_forbidden_token_is_never_accepted(
+    temperature: float, tmp_path: Path
+) -> None:
     save_head(tmp_path)
     processors = LogitsProcessorList([SuppressTokensLogitsProcessor([4])])
     ctx = sampling(0, temperature, processors=processors)
     logits = ctx.process(torch.zeros(1, 3, VOCABULARY), torch.tensor([[4, 4]]))
     for rule in ("topk:6", f"judge:{tmp_path}@0", "exact", "speculative"):
         draft = window([4, 4], torch.zeros(2, VOCABULARY), torch.zeros(3, 2))
-        verdict = decide(lenience.rule(rule), draft, Reading(logits, torch.zeros(1, 3, 3)), ctx)
+        verdict = decide(
+            lenience.rule(rule), draft, Reading(logits, torch.zeros(1, 3, 3)), ctx
+        )
         assert verdict.num_accepted == 0 and verdict.next_token != 4
     ctx = sampling(0, 1.0, top_k=2)
     cut = torch.arange(12.0).reshape(2, 6)
-    assert decide(lenience.rule("topk:6"), window([0]), reading(cut.numpy()), ctx).num_accepted == 0
+    assert (
+        decide(
+            lenience.rule("topk:6"), window([0]), reading(cut.numpy()), ctx
+        ).num_accepted
+        == 0
+    )
 
 
 def test_a_lenient_correction_is_the_targets_choice_when_greedy_and_its_draw_when_sampling() -> (
@@ -162,7 +182,11 @@ def test_a_lenient_correction_is_the_targets_choice_when_greedy_and_its_draw_whe
     assert decide(TopK(1), window([2]), reading(logits), greedy()).next_token == 0
     seen = np.zeros(6)
     for seed in range(4000):
-        seen[decide(TopK(1), window([2]), reading(logits), sampling(seed, 1.0)).next_token] += 1
+        seen[
+            decide(
+                TopK(1), window([2]), reading(logits), sampling(seed, 1.0)
+            ).next_token
+        ] += 1
     np.testing.assert_allclose(seen[:3] / 4000, [0.5, 0.3, 0.2], atol=0.03)
 
 
@@ -170,12 +194,10 @@ def test_a_lenient_correction_is_the_targets_choice_when_greedy_and_its_draw_whe
 
 
 HARD = st.one_of(
-    st.integers(-9000, 9000).map(
-        lambda thousandths: thousandths / 1000
-    ),  # what differs differs as a probability too
-    st.sampled_from(
-        [-np.inf, -100.0, 0.0, 0.0, 5.0, 60.0]
-    ),  # forbidden, impossible, equal, certain
+    # what differs differs as a probability too
+    st.integers(-9000, 9000).map(lambda thousandths: thousandths / 1000),
+    # forbidden, impossible, equal, certain
+    st.sampled_from([-np.inf, -100.0, 0.0, 0.0, 5.0, 60.0]),
 )
 hard_windows = st.integers(1, 5).flatmap(
     lambda n: st.tuples(
@@ -191,7 +213,10 @@ hard_windows = st.integers(1, 5).flatmap(
 
 
 def softmax(x: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    e = np.exp((x.astype(np.float64) - x.astype(np.float64).max(-1, keepdims=True)) / temperature)
+    e = np.exp(
+        (x.astype(np.float64) - x.astype(np.float64).max(-1, keepdims=True))
+        / temperature
+    )
     return e / e.sum(-1, keepdims=True)
 
 
@@ -200,7 +225,9 @@ def plogp(p: np.ndarray) -> np.ndarray:
 
 
 def kl(p: np.ndarray, q: np.ndarray) -> float:
-    return float((plogp(p) - p * np.where(q > 0, np.log(np.where(q > 0, q, 1)), -1000)).sum())
+    return float(
+        (plogp(p) - p * np.where(q > 0, np.log(np.where(q > 0, q, 1)), -1000)).sum()
+    )
 
 
 def js(p: np.ndarray, q: np.ndarray) -> float:
@@ -228,16 +255,24 @@ def below(divergence, threshold: float):
 # by its spec, what a rule asks of p (target), q (draft) and the token: accept where it is above 0,
 # or at least 0 with a "≥"
 DEFINITIONS = {
-    "topk:1": lambda p, q, token: 0.5 - list(np.argsort(-p, kind="stable")).index(token),
-    "topk:3": lambda p, q, token: 2.5 - list(np.argsort(-p, kind="stable")).index(token),
+    "topk:1": lambda p, q, token: (
+        0.5 - list(np.argsort(-p, kind="stable")).index(token)
+    ),
+    "topk:3": lambda p, q, token: (
+        2.5 - list(np.argsort(-p, kind="stable")).index(token)
+    ),
     "topk:3,margin=0.2": lambda p, q, token: min(
         2.5 - list(np.argsort(-p, kind="stable")).index(token), p[token] - p.max() + 0.2
     ),
     "topk:6,ratio=0.3": lambda p, q, token: p[token] - 0.3 * p.max(),
     "topk:6,floor=0.05": lambda p, q, token: p[token] - 0.05,
     "lenient:0.4": lambda p, q, token: p[token] - 0.4 * p.max(),
-    "typical:0.3,0.5": lambda p, q, token: p[token] - min(0.3, 0.5 * np.exp(plogp(p).sum())),
-    "typical:0.09,0.3": lambda p, q, token: p[token] - min(0.09, 0.3 * np.exp(plogp(p).sum())),
+    "typical:0.3,0.5": lambda p, q, token: (
+        p[token] - min(0.3, 0.5 * np.exp(plogp(p).sum()))
+    ),
+    "typical:0.09,0.3": lambda p, q, token: (
+        p[token] - min(0.09, 0.3 * np.exp(plogp(p).sum()))
+    ),
     "rollback:1.5": lambda p, q, token: p[token] - np.exp(-1.5),
     "fuzzy:kl@0.8": below(kl, 0.8),
     "fuzzy:js@0.3": below(js, 0.3),
@@ -248,7 +283,9 @@ DEFINITIONS = {
     "exact|kl:1.5,guard=0.7": lambda p, q, token: (
         1.0 if token == p.argmax() else min(0.7 - p.max(), 1.5 - kl(p, q))
     ),
-    "kl:1.5,guard=1": lambda p, q, token: 1.0 if token == p.argmax() else 1.5 - kl(p, q),
+    "kl:1.5,guard=1": lambda p, q, token: (
+        1.0 if token == p.argmax() else 1.5 - kl(p, q)
+    ),
     "fuzzy:js@0.4&topk:4": lambda p, q, token: min(
         0.4 - js(p, q), 3.5 - list(np.argsort(-p, kind="stable")).index(token)
     ),
@@ -276,17 +313,24 @@ def test_a_rule_follows_its_definition(spec: str, made) -> None:
         return  # float32 may fall on either side
     kept = next((i for i, value in enumerate(asked) if value < 0), len(tokens))
     verdict = decide(
-        lenience.rule(spec), window(tokens, torch.tensor(drafted)), reading(logits), greedy()
+        lenience.rule(spec),
+        window(tokens, torch.tensor(drafted)),
+        reading(logits),
+        greedy(),
     )
     assert (verdict.num_accepted, verdict.next_token) == (kept, logits[kept].argmax())
-    assert verdict.exact == [token == row.argmax() for token, row in zip(tokens, logits)]
+    assert verdict.exact == [
+        token == row.argmax() for token, row in zip(tokens, logits)
+    ]
 
 
 @given(hard_windows)
 def test_divergences_stay_within_their_bounds(made) -> None:
     _, logits, drafted = made
     p, q = (torch.log_softmax(torch.tensor(x), -1) for x in (logits[:-1], drafted))
-    assert (divergence.js(p, q) <= math.log(2)).all() and (divergence.tv(p, q) <= 1).all()
+    assert (divergence.js(p, q) <= math.log(2)).all() and (
+        divergence.tv(p, q) <= 1
+    ).all()
     assert (divergence.kl(p, q) >= 0).all() and (divergence.js(p, q) >= 0).all()
     assert not divergence.kl(p, p).any() and not divergence.tv(p, p).any()
     for mine, theirs in ((divergence.kl, kl), (divergence.js, js), (divergence.tv, tv)):
@@ -318,7 +362,10 @@ def test_when_sampling_rules_read_the_distributions_at_the_requests_temperature(
         kept = next((i for i, value in enumerate(asked) if value < 0), len(tokens))
         ctx = sampling(seed, temperature)
         verdict = decide(
-            lenience.rule(spec), window(tokens, torch.tensor(drafted)), reading(logits), ctx
+            lenience.rule(spec),
+            window(tokens, torch.tensor(drafted)),
+            reading(logits),
+            ctx,
         )
         assert verdict.num_accepted == kept
         assert p[kept, verdict.next_token] > 0
@@ -352,18 +399,26 @@ def test_fly_looks_ahead(exact: list[bool], unsure: list[bool], ahead: int) -> N
     logits = np.zeros((len(exact) + 1, VOCABULARY), np.float32)
     logits[:, 0] = 1e-3  # the target's choice
     for i, even in enumerate(unsure[: len(exact)]):
-        logits[i, 0] = 1e-3 if even else 30  # three of six equal ones: 3 · ln 6 / 6 = 0.896 nats
+        # three of six equal ones: 3 · ln 6 / 6 = 0.896 nats
+        logits[i, 0] = 1e-3 if even else 30
     tokens = [0 if same else 1 for same in exact]
     kept = 0
     while kept < len(exact) and (
         exact[kept]
-        or (unsure[kept] and kept + ahead < len(exact) and all(exact[kept + 1 : kept + 1 + ahead]))
+        or (
+            unsure[kept]
+            and kept + ahead < len(exact)
+            and all(exact[kept + 1 : kept + 1 + ahead])
+        )
     ):
         kept += 1
     for entropy, wanted in ((0.89, kept), (0.9, [*exact, False].index(False))):
         rule = lenience.rule(f"fly:{entropy},{ahead}")
         verdict = decide(
-            rule, window(tokens, torch.zeros(len(exact), VOCABULARY)), reading(logits), greedy()
+            rule,
+            window(tokens, torch.zeros(len(exact), VOCABULARY)),
+            reading(logits),
+            greedy(),
         )
         assert (verdict.num_accepted, verdict.next_token) == (wanted, 0)
 
@@ -394,7 +449,10 @@ def test_more_lenient_settings_accept_no_fewer(made, thresholds: list[float]) ->
         for ctx in (greedy(), sampling(3, 0.8)):
             kept = [
                 decide(
-                    lenience.rule(spec), window(tokens, torch.tensor(drafted)), reading(logits), ctx
+                    lenience.rule(spec),
+                    window(tokens, torch.tensor(drafted)),
+                    reading(logits),
+                    ctx,
                 ).num_accepted
                 for spec in ladder
             ]
@@ -407,7 +465,9 @@ def test_more_lenient_settings_accept_no_fewer(made, thresholds: list[float]) ->
 # a language of three tokens: what comes next depends on all that came before
 def language(seed: int) -> dict[tuple[int, ...], np.ndarray]:
     rng = np.random.default_rng(seed)
-    prefixes = [()] + [(a,) for a in range(3)] + [(a, b) for a in range(3) for b in range(3)]
+    prefixes = (
+        [()] + [(a,) for a in range(3)] + [(a, b) for a in range(3) for b in range(3)]
+    )
     return {prefix: rng.dirichlet([2.0] * 3) for prefix in prefixes}
 
 
@@ -429,7 +489,9 @@ def decode_many(rule: Rule, rows: int, seed: int) -> tuple[np.ndarray, np.ndarra
         first = draw(rng, DRAFT[()])
         drafted.append((first, draw(rng, DRAFT[first,])))
     log = {prefix: np.log(probs).astype(np.float32) for prefix, probs in TARGET.items()}
-    draft_log = {prefix: np.log(probs).astype(np.float32) for prefix, probs in DRAFT.items()}
+    draft_log = {
+        prefix: np.log(probs).astype(np.float32) for prefix, probs in DRAFT.items()
+    }
     made = Draft(
         torch.tensor(drafted),
         torch.full((rows,), 2),
@@ -439,9 +501,10 @@ def decode_many(rule: Rule, rows: int, seed: int) -> tuple[np.ndarray, np.ndarra
         torch.tensor(np.array([[log[()], log[(a,)], log[(a, b)]] for a, b in drafted])),
         torch.zeros(rows, 3, 1),
     )
+    # no text opens a span
     ctx = Context(
         [Row(Noise.for_prompt(seed, [i]), [i]) for i in range(rows)], 1.0, decode=str
-    )  # no text opens a span
+    )
     done, kept = [], []
     for verdict in rule(made, read, ctx):
         tokens = [*verdict.drafted[: verdict.num_accepted], verdict.next_token]
@@ -454,7 +517,9 @@ def decode_many(rule: Rule, rows: int, seed: int) -> tuple[np.ndarray, np.ndarra
 
 def joint(language: dict[tuple[int, ...], np.ndarray]) -> np.ndarray:
     """[27]: the probability of each sequence."""
-    return np.array([np.prod([language[s[:i]][s[i]] for i in range(3)]) for s in SEQUENCES])
+    return np.array(
+        [np.prod([language[s[:i]][s[i]] for i in range(3)]) for s in SEQUENCES]
+    )
 
 
 def counted(done: np.ndarray) -> np.ndarray:
@@ -476,7 +541,9 @@ def counted(done: np.ndarray) -> np.ndarray:
         "speculative|random:0",
     ],
 )
-def test_lossless_rules_and_strict_ends_keep_the_targets_distribution(spec: str) -> None:
+def test_lossless_rules_and_strict_ends_keep_the_targets_distribution(
+    spec: str,
+) -> None:
     rows = 6000
     done, _ = decode_many(lenience.rule(spec), rows, seed=5)
     assert chisquare(counted(done), joint(TARGET) * rows).pvalue > 1e-3
@@ -493,8 +560,12 @@ def many_windows(
     """Sequences of two tokens [rows, length], decoded window after window with the draws of the
     library; and what the target gives each of the possible ones."""
     rng = np.random.default_rng(seed)
-    prefixes = [p for n in range(length + window + 1) for p in product(range(2), repeat=n)]
-    target, drafted = ({p: np.log(rng.dirichlet([1.0] * 2)) for p in prefixes} for _ in range(2))
+    prefixes = [
+        p for n in range(length + window + 1) for p in product(range(2), repeat=n)
+    ]
+    target, drafted = (
+        {p: np.log(rng.dirichlet([1.0] * 2)) for p in prefixes} for _ in range(2)
+    )
     all_rows = [Row(Noise.for_prompt(seed, [i])) for i in range(rows)]
     while left := [row for row in all_rows if row.position < length]:
         ctx = Context(left, 1.0, fresh_noise_per_window=rule.needs.whole_window)
@@ -502,7 +573,9 @@ def many_windows(
         for w in range(window):
             seen = [(*row.prefix, *more) for row, more in zip(left, tokens.tolist())]
             logits.append(
-                torch.tensor(np.array([drafted[p] for p in seen]), dtype=torch.float32)[:, None]
+                torch.tensor(np.array([drafted[p] for p in seen]), dtype=torch.float32)[
+                    :, None
+                ]
             )
             tokens = torch.cat([tokens, ctx.draw(logits[-1], w)], 1)
         seen = [
@@ -518,9 +591,13 @@ def many_windows(
             row.prefix += [*verdict.drafted[: verdict.num_accepted], verdict.next_token]
             row.position = len(row.prefix)
     sequences = list(product(range(2), repeat=length))
-    chances = np.array([np.exp(sum(target[s[:i]][s[i]] for i in range(length))) for s in sequences])
+    chances = np.array(
+        [np.exp(sum(target[s[:i]][s[i]] for i in range(length))) for s in sequences]
+    )
     done = np.array([row.prefix[:length] for row in all_rows])
-    return np.bincount(done @ 2 ** np.arange(length)[::-1], minlength=len(sequences)), chances
+    return np.bincount(
+        done @ 2 ** np.arange(length)[::-1], minlength=len(sequences)
+    ), chances
 
 
 @pytest.mark.parametrize(
@@ -566,13 +643,17 @@ def test_a_rule_that_looks_ahead_draws_anew_for_each_window(llama: Pair) -> None
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 @pytest.mark.parametrize(("spec", "drafted"), [("{}", 0), ("{}", 1), ("exact|{}", 1)])
-def test_random_accepts_its_share_of_what_it_is_asked(rate: float, spec: str, drafted: int) -> None:
+def test_random_accepts_its_share_of_what_it_is_asked(
+    rate: float, spec: str, drafted: int
+) -> None:
     """By itself of all tokens, matching (0) or not (1); beside `exact` of those that do not."""
     n = 4000
     logits = np.tile(np.log(np.array([0.9, 0.1], dtype=np.float32)), (2, 1))
     rule = lenience.rule(spec.format(f"random:{rate}"))
     kept = sum(
-        decide(rule, window([drafted]), reading(logits), sampling(seed, 0.0)).num_accepted
+        decide(
+            rule, window([drafted]), reading(logits), sampling(seed, 0.0)
+        ).num_accepted
         for seed in range(n)
     )
     assert binomtest(kept, n, rate).pvalue > 1e-3
@@ -587,15 +668,21 @@ def test_block_keeps_as_many_more_as_its_paper_says() -> None:
         for probs in ([[1 / 3, 2 / 3]] * 3, [[2 / 3, 1 / 3]] * 2)
     )
     made = Draft(
-        torch.tensor(rng.random((rows, 2)) < 1 / 3).long(), torch.full((rows,), 2), drafted
+        torch.tensor(rng.random((rows, 2)) < 1 / 3).long(),
+        torch.full((rows,), 2),
+        drafted,
     )
     ctx = Context([Row(Noise.for_prompt(6, [i]), [i]) for i in range(rows)], 1.0)
     for name, wanted in (("speculative", 10 / 9), ("block", 11 / 9)):
         kept = [
             verdict.num_accepted
-            for verdict in lenience.rule(name)(made, Reading(target, torch.zeros(rows, 3, 1)), ctx)
+            for verdict in lenience.rule(name)(
+                made, Reading(target, torch.zeros(rows, 3, 1)), ctx
+            )
         ]
-        assert np.mean(kept) == pytest.approx(wanted, abs=4 * np.std(kept) / math.sqrt(rows))
+        assert np.mean(kept) == pytest.approx(
+            wanted, abs=4 * np.std(kept) / math.sqrt(rows)
+        )
 
 
 def test_lenience_gives_no_token_more_than_its_factor_allows() -> None:
@@ -618,28 +705,36 @@ def test_a_sampled_ensemble_is_the_mixture(weight: float) -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.2, 0.35, 0.6])
-def test_fuzzys_sequences_stay_within_the_sum_of_its_divergences(threshold: float) -> None:
+def test_fuzzys_sequences_stay_within_the_sum_of_its_divergences(
+    threshold: float,
+) -> None:
     """The output's distribution is the draft's where the divergence is below the threshold and the
     target's elsewhere, so over two drafted tokens the total variation is at most 2 T, and KL(target
     ‖ output) at most 2 T (the chain rule)."""
     rows = 6000
     done, _ = decode_many(lenience.rule(f"fuzzy:tv@{threshold}"), rows, seed=10)
     near = {
-        prefix: tv(TARGET[prefix], DRAFT[prefix]) < threshold for prefix in [(), (0,), (1,), (2,)]
+        prefix: tv(TARGET[prefix], DRAFT[prefix]) < threshold
+        for prefix in [(), (0,), (1,), (2,)]
     }
-    mixed = {prefix: DRAFT[prefix] if near.get(prefix) else TARGET[prefix] for prefix in TARGET}
+    mixed = {
+        prefix: DRAFT[prefix] if near.get(prefix) else TARGET[prefix]
+        for prefix in TARGET
+    }
     if not near[()]:  # after a rejection the target goes on
         mixed = TARGET
     assert chisquare(counted(done), joint(mixed) * rows).pvalue > 1e-3
     assert np.abs(joint(mixed) - joint(TARGET)).sum() / 2 <= 2 * threshold
     noise = math.sqrt(27 / rows)
-    assert np.abs(counted(done) / rows - joint(TARGET)).sum() / 2 <= 2 * threshold + noise
+    assert (
+        np.abs(counted(done) / rows - joint(TARGET)).sum() / 2 <= 2 * threshold + noise
+    )
 
 
 @given(
-    hnp.arrays(np.float64, (2, 5), elements=st.one_of(st.just(0.0), st.floats(0.01, 1))).filter(
-        lambda x: x.sum(-1).all()
-    ),
+    hnp.arrays(
+        np.float64, (2, 5), elements=st.one_of(st.just(0.0), st.floats(0.01, 1))
+    ).filter(lambda x: x.sum(-1).all()),
     st.one_of(st.just(0.0), st.floats(0.001, 3)),
     st.integers(0, 100),
 )
@@ -650,7 +745,9 @@ def test_mentored_decoding_accepts_most_within_its_divergence(
     p, q = weights / weights.sum(-1, keepdims=True)
     found = divergence.mentor(torch.tensor(p), torch.tensor(q), most).numpy()
     assert (
-        found.sum() == pytest.approx(1, abs=1e-7) and (found >= 0).all() and not found[p == 0].any()
+        found.sum() == pytest.approx(1, abs=1e-7)
+        and (found >= 0).all()
+        and not found[p == 0].any()
     )
     assert kl(p, found) <= most + 1e-7
     rng = np.random.default_rng(seed)
@@ -660,7 +757,9 @@ def test_mentored_decoding_accepts_most_within_its_divergence(
             other = found * rng.uniform(0.8, 1.25, 5)
         other = other / other.sum() if other.sum() else p
         low, high = 0.0, 1.0
-        for _ in range(50):  # as far from the target towards it as the divergence allows
+        for _ in range(
+            50
+        ):  # as far from the target towards it as the divergence allows
             middle = (low + high) / 2
             low, high = (
                 (middle, high)
@@ -674,9 +773,13 @@ def test_mentored_decoding_accepts_most_within_its_divergence(
 def test_mentored_decodes_its_distribution_and_has_no_greedy_form(llama: Pair) -> None:
     rows = 6000
     done, kept = decode_many(lenience.rule("mentored:0.1"), rows, seed=11)
-    wanted = divergence.mentor(torch.tensor(TARGET[()]), torch.tensor(DRAFT[()]), 0.1).numpy()
+    wanted = divergence.mentor(
+        torch.tensor(TARGET[()]), torch.tensor(DRAFT[()]), 0.1
+    ).numpy()
     assert chisquare(np.bincount(done[:, 0], minlength=3), wanted * rows).pvalue > 1e-3
-    assert (kept > 0).mean() == pytest.approx(np.minimum(wanted, DRAFT[()]).sum(), abs=0.02)
+    assert (kept > 0).mean() == pytest.approx(
+        np.minimum(wanted, DRAFT[()]).sum(), abs=0.02
+    )
     with pytest.raises(InputError, match="no greedy form"):
         llama.generate([1], rule="mentored:0.1")
 
@@ -705,7 +808,10 @@ def test_the_judge_reads_the_state_after_the_drafted_token(tmp_path: Path) -> No
     draft[2, 1] = 0.1
     draft[3, 1] = -0.3  # third: 1.5 - 3
     verdict = decide(
-        Judge(str(tmp_path), 0.7), window([1, 2, 3], None, draft), reading(logits, target), greedy()
+        Judge(str(tmp_path), 0.7),
+        window([1, 2, 3], None, draft),
+        reading(logits, target),
+        greedy(),
     )
     wanted = [1 / (1 + np.exp(-x)) for x in (1.5, 1.0, -1.5)]
     assert verdict.num_accepted == 2 and verdict.next_token == 5
@@ -724,7 +830,9 @@ def test_the_judge_is_asked_only_where_the_strict_rule_rejects(tmp_path: Path) -
     loose = decide(Judge(str(tmp_path), 0.5), draft, reading(logits), greedy())
     assert (loose.num_accepted, loose.next_token) == (2, 5)
     # where it rejects nothing, there is nothing to ask: not even states
-    verdict = decide(Judge(str(tmp_path), 0.9), window([5, 5]), reading(logits), greedy())
+    verdict = decide(
+        Judge(str(tmp_path), 0.9), window([5, 5]), reading(logits), greedy()
+    )
     assert (verdict.num_accepted, verdict.next_token) == (2, 5)
     assert (verdict.scores, verdict.exact) == ([None, None], [True, True])
 
@@ -754,7 +862,9 @@ def test_a_judge_is_surer_where_it_is_told_to_be(
     kept = 0
     for i, token in enumerate(drafted):
         own = int(logits[i].argmax())
-        least = np.log(threshold / (1 - threshold)) + by * (token in digits or own in digits)
+        least = np.log(threshold / (1 - threshold)) + by * (
+            token in digits or own in digits
+        )
         if token != own and float(states[i + 1, 0]) < least:
             break
         kept += 1
@@ -768,10 +878,14 @@ def judge_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_tokens_that_a_judge_is_surer_of_are_told_by_their_text(built_in: Pair) -> None:
+def test_the_tokens_that_a_judge_is_surer_of_are_told_by_their_text(
+    built_in: Pair,
+) -> None:
     mask = built_in.target.token_mask(r"\d|[-+*/=]")
     texts = [built_in.target.tokenizer.decode([id]) for id in range(len(mask))]
-    wanted = {id for id, text in enumerate(texts) if any(c in "0123456789-+*/=" for c in text)}
+    wanted = {
+        id for id, text in enumerate(texts) if any(c in "0123456789-+*/=" for c in text)
+    }
     assert set(mask.nonzero()[:, 0].tolist()) == wanted and 20 < len(wanted) < len(mask)
 
 
@@ -797,7 +911,11 @@ def test_a_judge_alone_means_exact_or_judge(tmp_path: Path, llama: Pair) -> None
         == exact.tokens
     )
     everything = llama.generate([5, 9], rule=f"judge:{tmp_path}@0", max_new_tokens=40)
-    assert {entry.origin for entry in everything.trace} <= {"draft", "draft-lenient", "bonus"}
+    assert {entry.origin for entry in everything.trace} <= {
+        "draft",
+        "draft-lenient",
+        "bonus",
+    }
     sampled = llama.generate(
         [5, 9],
         rule=f"judge:{tmp_path}@{math.nextafter(1, 2)}",
@@ -812,9 +930,9 @@ def test_a_judge_alone_means_exact_or_judge(tmp_path: Path, llama: Pair) -> None
 def test_a_judge_refuses_other_models_unless_told(tmp_path: Path, llama: Pair) -> None:
     width = llama.target.hidden_size + llama.draft.hidden_size
     for part in ("target", "draft", "tokenizer"):
-        Head(torch.zeros(width), 0.0, DRAFTED, 0.5, llama.fingerprints | {part: "other"}).save(
-            tmp_path / part
-        )
+        Head(
+            torch.zeros(width), 0.0, DRAFTED, 0.5, llama.fingerprints | {part: "other"}
+        ).save(tmp_path / part)
         with pytest.raises(InputError, match=f"another {part}"):
             llama.generate([1], rule=f"judge:{tmp_path / part}@0.5")
         assert llama.generate(
@@ -876,7 +994,9 @@ def test_arguments_may_be_named() -> None:
     assert lenience.rule("topk:k=4") == as_rule(TopK(4))
     assert lenience.rule("judge:path=x@0.5") == as_rule(Judge("x", 0.5))
     surer = as_rule(Judge("x", 0.5, strict="a|b", by=2.0))
-    assert lenience.rule('judge:x@0.5,strict="a|b",by=2') == surer, "also after the threshold"
+    assert lenience.rule('judge:x@0.5,strict="a|b",by=2') == surer, (
+        "also after the threshold"
+    )
 
 
 @pytest.mark.parametrize(

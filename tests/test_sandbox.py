@@ -222,7 +222,10 @@ VERDICTS = {
         "too much output",
     ),
     "a large reply": ("def add(a, b):\n    return 'x' * (1 << 23)", "too much output"),
-    "an endless list": ("def add(a, b):\n    x = []\n    x.append(x)\n    return x", "crash"),
+    "an endless list": (
+        "def add(a, b):\n    x = []\n    x.append(x)\n    return x",
+        "crash",
+    ),
 }
 
 
@@ -237,7 +240,9 @@ def test_verdicts_of_functions(kind: Kind, name: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_expected_is_nowhere_in_the_programs_process(kind: Kind) -> None:
-    secret = 86753_20260_41937_55081  # longer than an address, which could hold it by chance
+    secret = (
+        86753_20260_41937_55081  # longer than an address, which could hold it by chance
+    )
     look = (
         f"import gc, os, sys\ndef look():\n    mark = '{str(secret)[::-1]}'\n    found = []\n"
         "    frame = sys._getframe()\n    while frame:\n"
@@ -256,10 +261,14 @@ def test_what_is_expected_is_nowhere_in_the_programs_process(kind: Kind) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_program_writes_and_how_it_ends_is_told(kind: Kind) -> None:
-    ended = Sandbox(kind).run("a, b = map(int, input().split())\nprint(a + b)", "2 40\n")
+    ended = Sandbox(kind).run(
+        "a, b = map(int, input().split())\nprint(a + b)", "2 40\n"
+    )
     assert (ended.status, ended.code, ended.out) == ("ended", 0, "42\n")
     ended = Sandbox(kind).run("print(1)\nraise ValueError('no')")
-    assert (ended.code, ended.out) == (1, "1\n") and ended.err.strip().endswith("ValueError: no")
+    assert (ended.code, ended.out) == (1, "1\n") and ended.err.strip().endswith(
+        "ValueError: no"
+    )
     assert Sandbox(kind).run("print(len(input()))", "x" * 5_000_000).out == "5000000\n"
     assert Sandbox(kind).run("print(open(0).read(3))", "x" * 5_000_000).out == "xxx\n"
 
@@ -270,10 +279,17 @@ def test_calls_go_on_in_one_process_until_one_fails(kind: Kind) -> None:
     given = [[1], [5], [0], [1]]
     found = list(Sandbox(kind).calls(program, "count", given, Limits()))
     assert found[:2] == [[1, 10], [2, 2]] and len(found) == 3
-    assert found[2] == Verdict("crash", "ZeroDivisionError: integer division or modulo by zero")
+    assert found[2] == Verdict(
+        "crash", "ZeroDivisionError: integer division or modulo by zero"
+    )
     busy = "def spin(n):\n    while n: n -= 1\n    return 'done'"
-    given = [[10_000_000]] * 10  # each in its time, all of them longer than one may take
-    assert list(Sandbox(kind).calls(busy, "spin", given, Limits(seconds=1.5))) == ["done"] * 10
+    given = [
+        [10_000_000]
+    ] * 10  # each in its time, all of them longer than one may take
+    assert (
+        list(Sandbox(kind).calls(busy, "spin", given, Limits(seconds=1.5)))
+        == ["done"] * 10
+    )
     slow = "import time\ndef wait(s):\n    time.sleep(s)\n    return s"
     found = list(Sandbox(kind).calls(slow, "wait", [[0], [30], [0]], Limits(seconds=1)))
     assert found == [0, Verdict("timeout")]
@@ -298,7 +314,9 @@ def test_without_a_sandbox_nothing_is_run_unless_that_is_accepted(
     monkeypatch.setattr(module, "probe", lambda kind: "forbidden here")
     sandbox.cache_clear()
     try:
-        with pytest.raises(InputError, match=r"bubblewrap: forbidden here; landlock: .*unsafe"):
+        with pytest.raises(
+            InputError, match=r"bubblewrap: forbidden here; landlock: .*unsafe"
+        ):
             sandbox()
         assert sandbox(unsafe_local=True).kind == "none"
     finally:

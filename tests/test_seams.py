@@ -21,7 +21,12 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from test_contributing import copy_of_the_source
 from test_mining import ParityTask
-from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertLMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertLMHeadModel,
+)
 from transformers.utils import logging
 
 import lenience
@@ -83,7 +88,9 @@ def test_an_option_is_one_line(tmp_path: Path) -> None:
     assert text.count("    seed: int = 0\n") == 1
     options.write_text(text.replace("    seed: int = 0\n", ONE_LINE))
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "200"}
-    run = subprocess.run([sys.executable, "-c", CHECKS], env=env, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", CHECKS], env=env, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr[-2000:]
     for command in ("generate", "certify", "compare"):
         command_line = [sys.executable, "-m", "lenience", command, "--help"]
@@ -103,9 +110,15 @@ def test_options_are_the_keywords_of_what_decodes() -> None:
     st.floats(0, 2, width=32),
     st.lists(st.text('ab;="\\\n ', min_size=1, max_size=6), max_size=3),
 )
-def test_a_setting_is_its_text(window: int, stop: str, temperature: float, ends: list[str]) -> None:
+def test_a_setting_is_its_text(
+    window: int, stop: str, temperature: float, ends: list[str]
+) -> None:
     decoding = Decoder.of(
-        rule="topk:3", window=window, stop=stop, temperature=temperature, stop_strings=tuple(ends)
+        rule="topk:3",
+        window=window,
+        stop=stop,
+        temperature=temperature,
+        stop_strings=tuple(ends),
     )
     assert Decoder.parse(str(decoding)) == decoding
     assert Decoder.of(decoding.to_json()) == decoding
@@ -114,7 +127,9 @@ def test_a_setting_is_its_text(window: int, stop: str, temperature: float, ends:
 # ---- whole decoders in one table
 
 
-def test_settings_with_stops_and_windows_of_their_own_stand_in_one_table(llama: Pair) -> None:
+def test_settings_with_stops_and_windows_of_their_own_stand_in_one_table(
+    llama: Pair,
+) -> None:
     settings = (
         "topk:2; window=3",
         "topk:2; window=6; stop=confidence:0.4",
@@ -129,10 +144,14 @@ def test_settings_with_stops_and_windows_of_their_own_stand_in_one_table(llama: 
     strict = {row.rule: row for row in rows}
     assert strict["exact"].paired_loss == 0
     samples = take(as_task(ParityTask()), "test", 3)
-    for row, setting in ((one, text) for one in rows for text in settings if one.why == "given"):
+    for row, setting in (
+        (one, text) for one in rows for text in settings if one.why == "given"
+    ):
         decoding = Decoder.parse(setting)
         if (row.rule, row.window) == (str(decoding.rule), decoding.window):
-            limited = decoding.with_options({"max_new_tokens": ParityTask.max_new_tokens})
+            limited = decoding.with_options(
+                {"max_new_tokens": ParityTask.max_new_tokens}
+            )
             outs = [llama.generate(sample.prompt, limited) for sample in samples]
             passes = sum(out.target_passes for out in outs)
             assert row.tokens_per_pass == sum(len(out.tokens) for out in outs) / passes
@@ -141,11 +160,16 @@ def test_settings_with_stops_and_windows_of_their_own_stand_in_one_table(llama: 
 # ---- a target alone, and what proposes for certain
 
 
-def test_a_target_alone_is_a_pair_that_needs_another_drafter(checkpoints, llama: Pair) -> None:
+def test_a_target_alone_is_a_pair_that_needs_another_drafter(
+    checkpoints, llama: Pair
+) -> None:
     target, _ = checkpoints("llama")
     alone = lenience.load_pair(target, dtype="float32", compile=False)
     wanted = llama.generate("w1 w2", rule="target", max_new_tokens=12)
-    assert alone.generate("w1 w2", rule="target", max_new_tokens=12).tokens == wanted.tokens
+    assert (
+        alone.generate("w1 w2", rule="target", max_new_tokens=12).tokens
+        == wanted.tokens
+    )
     with pytest.raises(InputError, match=r"drafter model.*draft"):
         alone.generate("w1 w2", rule="exact")
 
@@ -159,7 +183,10 @@ def test_a_target_alone_is_compared_without_a_draft(
     )
     frontier = compare(alone, ParityTask(), config)
     assert [row.rule for row in frontier.rows] == ["target", "exact"]
-    assert all(row.share_of_cap is None for row in frontier.rows) and not frontier.allocation
+    assert (
+        all(row.share_of_cap is None for row in frontier.rows)
+        and not frontier.allocation
+    )
     assert frontier.rows[1].paired_loss == 0
     write_report(tmp_path / "report.html", frontier)
     with pytest.raises(InputError, match="rule draft"):
@@ -167,13 +194,23 @@ def test_a_target_alone_is_compared_without_a_draft(
 
 
 def test_loaded_models_do_with_their_tokenizer(checkpoints, llama: Pair) -> None:
-    target, draft = (AutoModelForCausalLM.from_pretrained(path) for path in checkpoints("llama"))
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(path) for path in checkpoints("llama")
+    )
     tokenizer = AutoTokenizer.from_pretrained(checkpoints("llama")[0])
     pair = lenience.load_pair(target, draft, tokenizer=tokenizer, compile=False)
     options = {"rule": "topk:2", "max_new_tokens": 16}
-    assert pair.generate("w3 w4", **options).tokens == llama.generate("w3 w4", **options).tokens
-    mixed = lenience.load_pair(target, checkpoints("llama")[1], tokenizer=tokenizer, compile=False)
-    assert mixed.generate("w3 w4", **options).tokens == pair.generate("w3 w4", **options).tokens
+    assert (
+        pair.generate("w3 w4", **options).tokens
+        == llama.generate("w3 w4", **options).tokens
+    )
+    mixed = lenience.load_pair(
+        target, checkpoints("llama")[1], tokenizer=tokenizer, compile=False
+    )
+    assert (
+        mixed.generate("w3 w4", **options).tokens
+        == pair.generate("w3 w4", **options).tokens
+    )
     with pytest.raises(InputError, match="tokenizer"):
         lenience.load_pair(target, draft)
     with pytest.raises(InputError, match="dtype"):
@@ -186,7 +223,13 @@ def test_prompts_come_as_users_of_transformers_have_them(llama: Pair) -> None:
     told = llama.generate(ids, max_new_tokens=8)
     batch = tokenizer(["w3 w4"], return_tensors="pt")
     padded = {"input_ids": [[*ids, 0, 0]], "attention_mask": [[1] * len(ids) + [0, 0]]}
-    for prompt in (torch.tensor(ids), torch.tensor([ids]), np.array(ids), batch, padded):
+    for prompt in (
+        torch.tensor(ids),
+        torch.tensor([ids]),
+        np.array(ids),
+        batch,
+        padded,
+    ):
         assert llama.generate(prompt, max_new_tokens=8).tokens == told.tokens
         assert llama.generate_batch([prompt], max_new_tokens=8)[0].tokens == told.tokens
     for prompt in (["w3", "w4"], tokenizer(["w3", "w4"]), torch.tensor([ids, ids])):
@@ -215,10 +258,16 @@ def test_options_of_other_libraries_are_told_where_they_are(llama: Pair) -> None
 def test_what_a_user_prints_is_short(llama: Pair) -> None:
     out = llama.generate("w3 w4", max_new_tokens=40)
     assert repr(out).startswith("<Generation 'w") and len(repr(out)) < 150
-    assert f"{len(out.tokens)} tokens" in repr(out) and f"ended by {out.finish}" in repr(out)
-    assert repr(llama).startswith("<Pair ") and "target 0.0 M float32 on cpu" in repr(llama)
+    assert f"{len(out.tokens)} tokens" in repr(
+        out
+    ) and f"ended by {out.finish}" in repr(out)
+    assert repr(llama).startswith("<Pair ") and "target 0.0 M float32 on cpu" in repr(
+        llama
+    )
     assert isinstance(llama, lenience.Pair) and isinstance(out, lenience.Generation)
-    assert all(isinstance(step, lenience.Step) for step in llama.stream("w3", max_new_tokens=4))
+    assert all(
+        isinstance(step, lenience.Step) for step in llama.stream("w3", max_new_tokens=4)
+    )
     with pytest.raises(AttributeError, match="no attribute 'Paar'"):
         _ = lenience.Paar
 
@@ -274,9 +323,14 @@ def test_tokens_proposed_for_certain_leave_the_targets_distribution(
         for b, p in enumerate(next_probs([[*prompt, a]])[0].tolist())
     }
     options = {"rule": rule, "drafter": repeating, "temperature": 0.3, "window": 1}
-    outs = [llama.generate(prompt, **options, max_new_tokens=2, seed=seed) for seed in range(n)]
+    outs = [
+        llama.generate(prompt, **options, max_new_tokens=2, seed=seed)
+        for seed in range(n)
+    ]
     accepted = sum(out.accepted_exact + out.accepted_lenient for out in outs)
-    assert accepted == pytest.approx(n * chance, abs=5 * (n * chance * (1 - chance)) ** 0.5)
+    assert accepted == pytest.approx(
+        n * chance, abs=5 * (n * chance * (1 - chance)) ** 0.5
+    )
     assert 50 < accepted < n - 50, "both ways are taken"
     seen = Counter(tuple(out.tokens) for out in outs)
     likely_pairs = [pair for pair in expected if expected[pair] >= 5]
@@ -286,16 +340,23 @@ def test_tokens_proposed_for_certain_leave_the_targets_distribution(
     assert chisquare([*ours, n - sum(ours)], [*wanted, n - sum(wanted)]).pvalue > 1e-6
 
 
-def test_a_head_that_reads_a_draft_wants_a_pair_that_has_one(checkpoints, judge: str) -> None:
+def test_a_head_that_reads_a_draft_wants_a_pair_that_has_one(
+    checkpoints, judge: str
+) -> None:
     alone = lenience.load_pair(checkpoints("llama")[0], dtype="float32", compile=False)
-    with pytest.raises(InputError, match="reads states of the draft, and the pair has no draft"):
+    with pytest.raises(
+        InputError, match="reads states of the draft, and the pair has no draft"
+    ):
         alone.generate("w1 w2", rule=judge, window=0)
 
 
 @pytest.mark.parametrize("rule", ["target", "draft"])
 @pytest.mark.parametrize(
     ("options", "says"),
-    [({"stop": "head:/nowhere@0.5"}, "/nowhere"), ({"drafter": "nonsense"}, "drafter 'nonsense'")],
+    [
+        ({"stop": "head:/nowhere@0.5"}, "/nowhere"),
+        ({"drafter": "nonsense"}, "drafter 'nonsense'"),
+    ],
 )
 def test_options_are_checked_also_where_one_model_decodes_alone(
     rule: str, options: dict, says: str, llama: Pair
@@ -310,14 +371,24 @@ class Everything(Rule):
     def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:
         after = reading.greedy_tokens.tolist()
         return [
-            Verdict(tokens[:n], list(range(n)), after[b][n], exact=[True] * n, scores=[None] * n)
-            for b, (tokens, n) in enumerate(zip(draft.tokens.tolist(), draft.lengths.tolist()))
+            Verdict(
+                tokens[:n],
+                list(range(n)),
+                after[b][n],
+                exact=[True] * n,
+                scores=[None] * n,
+            )
+            for b, (tokens, n) in enumerate(
+                zip(draft.tokens.tolist(), draft.lengths.tolist())
+            )
         ]
 
 
 def test_a_users_own_rule_says_only_what_it_decides(llama: Pair) -> None:
     out = llama.generate("w1 w2", rule=Everything(), max_new_tokens=24)
-    assert out.drafted > 0 and all(entry.origin in ("draft", "bonus") for entry in out.trace)
+    assert out.drafted > 0 and all(
+        entry.origin in ("draft", "bonus") for entry in out.trace
+    )
     for wrong in ({"rule": 3}, {"drafter": 3}, {"stop": 3}):
         with pytest.raises(InputError, match="3: is neither a spec nor a"):
             llama.generate("w1 w2", **wrong)
@@ -361,7 +432,11 @@ def test_a_broken_setting_is_told_by_its_text(setting: str, says: str) -> None:
 
 def test_what_loads_a_pair_shows_its_options() -> None:
     for function in (lenience.load_pair, lenience.decoding.loading.load_pair):
-        assert inspect.signature(function).parameters.keys() >= {"dtype", "device", "compile"}
+        assert inspect.signature(function).parameters.keys() >= {
+            "dtype",
+            "device",
+            "compile",
+        }
         assert inspect.signature(function).parameters["device"].default == "auto"
 
 
@@ -371,13 +446,29 @@ def test_what_loading_would_ignore_is_refused(checkpoints) -> None:
     tokenizer = AutoTokenizer.from_pretrained(target)
     for models, options, says in (
         ((target, draft), {"tokenizer": tokenizer}, "tokenizer: .*comes with its own"),
-        ((), {"tokenizer": tokenizer}, "tokenizer: the built-in pair comes with its own"),
-        ((loaded,), {"tokenizer": tokenizer, "device": "cpu"}, "device: .*loaded already"),
-        ((target,), {"target_kwargs": {"dtype": torch.float32}}, "target_kwargs: give dtype by"),
+        (
+            (),
+            {"tokenizer": tokenizer},
+            "tokenizer: the built-in pair comes with its own",
+        ),
+        (
+            (loaded,),
+            {"tokenizer": tokenizer, "device": "cpu"},
+            "device: .*loaded already",
+        ),
+        (
+            (target,),
+            {"target_kwargs": {"dtype": torch.float32}},
+            "target_kwargs: give dtype by",
+        ),
         ((target,), {"dtype": torch.float32}, "dtype torch.float32: there is none"),
         ((3,), {}, "target 3: is neither a name or folder nor a loaded"),
         ((torch.nn.Linear(1, 1),), {}, "target Linear.*: is neither"),
-        ((loaded,), {"tokenizer": target}, "tokenizer: give that of the loaded target.*, not"),
+        (
+            (loaded,),
+            {"tokenizer": target},
+            "tokenizer: give that of the loaded target.*, not",
+        ),
     ):
         with pytest.raises(InputError, match=says):
             lenience.load_pair(*models, **{"compile": False, **options})
@@ -390,7 +481,9 @@ def test_heads_are_refused_where_the_lm_head_reads_other_states_than_the_decoder
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = BertConfig(vocab_size=48, intermediate_size=48, is_decoder=True, **sizes)
     bert = LM(BertLMHeadModel(config), llama.target.tokenizer, "bert")
-    with pytest.raises(InputError, match="'bert': BertLMHeadModel transforms its states"):
+    with pytest.raises(
+        InputError, match="'bert': BertLMHeadModel transforms its states"
+    ):
         bert.check_states()
     llama.target.check_states()
 
@@ -432,7 +525,10 @@ def test_tasks_of_both_shapes_work(llama: Pair, tmp_path: Path) -> None:
     old = as_task(Old())
     (sample,) = take(old, "test", None)
     assert old.answer("x", sample) == "x" and old.same("x", "x", sample) is True
-    assert old.score([("w2", sample), ("w3", sample)]) == [Score(True, 0.0), Score(False, 1.0)]
+    assert old.score([("w2", sample), ("w3", sample)]) == [
+        Score(True, 0.0),
+        Score(False, 1.0),
+    ]
     task = as_task(Metadata())
     samples = take(task, "test", None)
     answers = Answers(llama, task, tmp_path / "answers.jsonl")
@@ -461,15 +557,31 @@ def test_a_sample_may_be_taken_by_name() -> None:
             lambda *_: ["w1 w2"],
             "task 'metadata': samples gave 'w1 w2', which is no Samp",
         ),
-        ("answer", lambda *_: ["yes"], r"task 'metadata', sample 0: answer gave \['yes'\]; give t"),
+        (
+            "answer",
+            lambda *_: ["yes"],
+            r"task 'metadata', sample 0: answer gave \['yes'\]; give t",
+        ),
         (
             "answer",
             lambda *_: {}["x"],
             "task 'metadata', sample 0: answer failed with KeyError: 'x'",
         ),
-        ("same", lambda *_: 1 / 0, "sample 0: same failed with ZeroDivisionError: division"),
-        ("correct", lambda *_: 1 / 0, "sample 0: correct failed with ZeroDivisionError"),
-        ("score", lambda pairs: [True] * len(pairs), "sample 0: score gave True; give a Score"),
+        (
+            "same",
+            lambda *_: 1 / 0,
+            "sample 0: same failed with ZeroDivisionError: division",
+        ),
+        (
+            "correct",
+            lambda *_: 1 / 0,
+            "sample 0: correct failed with ZeroDivisionError",
+        ),
+        (
+            "score",
+            lambda pairs: [True] * len(pairs),
+            "sample 0: score gave True; give a Score",
+        ),
         ("score", lambda pairs: [], "score gave 0 scores for 1 resp"),
     ],
 )
@@ -479,15 +591,21 @@ def test_what_a_task_gives_wrongly_is_told_by_its_sample(
     task = as_task(type("Wrong", (Metadata,), {part: staticmethod(gives)})())
     with pytest.raises((InputError, RuntimeError), match=says):
         samples = take(task, "test", 1)
-        Answers(llama, task, tmp_path / "a.jsonl").get(Decoder.of(max_new_tokens=2), samples)
+        Answers(llama, task, tmp_path / "a.jsonl").get(
+            Decoder.of(max_new_tokens=2), samples
+        )
 
 
 def test_a_users_same_may_give_any_truth() -> None:
-    task = as_task(type("Numpy", (Metadata,), {"same": lambda self, a, b: np.bool_(a == b)})())
+    task = as_task(
+        type("Numpy", (Metadata,), {"same": lambda self, a, b: np.bool_(a == b)})()
+    )
     assert task.same("a", "a") is True and task.same("a", "b") is False
 
 
-def test_answers_of_other_settings_of_a_rule_are_other_answers(llama: Pair, tmp_path: Path) -> None:
+def test_answers_of_other_settings_of_a_rule_are_other_answers(
+    llama: Pair, tmp_path: Path
+) -> None:
     samples = take(as_task(Metadata()), "test", 1)
     answers = Answers(llama, as_task(Metadata()), tmp_path / "answers.jsonl")
     answers.get(Decoder(), samples)
@@ -551,7 +669,9 @@ def test_what_a_scorer_raises_ends_the_run_and_loses_no_other_answer(
     picky = as_task(task)
     samples = take(picky, "test", None)
     for _ in range(5):  # each time at least one answer more
-        with pytest.raises(RuntimeError, match=r"sample 2: .* failed with AssertionError: no"):
+        with pytest.raises(
+            RuntimeError, match=r"sample 2: .* failed with AssertionError: no"
+        ):
             answers = Answers(llama, picky, tmp_path / "a.jsonl", batch_size=1)
             answers.get(Decoder.of(max_new_tokens=2), samples)
     kept = {line["id"] for line in Journal(tmp_path / "a.jsonl")}
@@ -571,7 +691,8 @@ def test_a_task_without_a_score_of_its_own_is_asked_where_it_was_made(
     task = as_task(Here())
     answers = Answers(llama, task, tmp_path / "answers.jsonl")
     assert all(
-        one.correct for one in answers.get(Decoder.of(max_new_tokens=2), take(task, "test", None))
+        one.correct
+        for one in answers.get(Decoder.of(max_new_tokens=2), take(task, "test", None))
     )
 
 
@@ -597,12 +718,16 @@ def test_a_faulty_record_is_told_by_its_fields(value: object, says: str) -> None
         Point.read(value, "run.json", "mend it")
 
 
-def test_a_journal_with_an_unknown_field_names_the_sample(llama: Pair, tmp_path: Path) -> None:
+def test_a_journal_with_an_unknown_field_names_the_sample(
+    llama: Pair, tmp_path: Path
+) -> None:
     task = as_task(Metadata())
     path = tmp_path / "answers.jsonl"
     Answers(llama, task, path).get(Decoder.of(max_new_tokens=2), take(task, "test", 1))
     path.write_text(path.read_text().replace('"rule"', '"rules"'))
-    with pytest.raises(InputError, match=r"answers.jsonl, line 1: lacks rule, has rules"):
+    with pytest.raises(
+        InputError, match=r"answers.jsonl, line 1: lacks rule, has rules"
+    ):
         Answers(llama, task, path)
 
 

@@ -14,7 +14,10 @@ import pytest
 import lenience
 
 SOURCE = Path(lenience.__file__).parent
-BESIDE = [Path(__file__).parents[1] / name for name in ("studies", "benchmarks", "tools/embedded")]
+BESIDE = [
+    Path(__file__).parents[1] / name
+    for name in ("studies", "benchmarks", "tools/embedded")
+]
 """What is not imported, and keeps to the caps too."""
 ORDER = [
     ["core"],
@@ -54,11 +57,15 @@ def imported(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if alias.name.startswith("lenience")}
+            found |= {
+                alias.name for alias in node.names if alias.name.startswith("lenience")
+            }
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path.relative_to(SOURCE)}: a relative import"
             module = node.module or ""
-            if module == "lenience" or (module.startswith("lenience.") and module.count(".") == 1):
+            if module == "lenience" or (
+                module.startswith("lenience.") and module.count(".") == 1
+            ):
                 found |= {f"{module}.{alias.name}" for alias in node.names} | {module}
             elif module.startswith("lenience."):
                 found.add(module)
@@ -66,7 +73,9 @@ def imported(path: Path) -> set[str]:
 
 
 def packages(path: Path) -> set[str]:
-    return {name.split(".")[1] for name in imported(path) if name.count(".")} - {"InputError"}
+    return {name.split(".")[1] for name in imported(path) if name.count(".")} - {
+        "InputError"
+    }
 
 
 def test_packages_import_one_way() -> None:
@@ -76,7 +85,9 @@ def test_packages_import_one_way() -> None:
     assert top == {"__init__.py", "__main__.py"}, "a new module belongs into a package"
     for package, path in modules():
         for other in packages(path) - {package} if package else ():
-            assert rank[other] < rank[package], f"{path.relative_to(SOURCE)} imports {other}"
+            assert rank[other] < rank[package], (
+                f"{path.relative_to(SOURCE)} imports {other}"
+            )
 
 
 def test_modules_of_a_package_import_without_circles() -> None:
@@ -84,7 +95,9 @@ def test_modules_of_a_package_import_without_circles() -> None:
         ".".join(("lenience", *path.relative_to(SOURCE).with_suffix("").parts)): path
         for _, path in modules()
     }
-    edges = {name: (imported(path) & names.keys()) - {name} for name, path in names.items()}
+    edges = {
+        name: (imported(path) & names.keys()) - {name} for name, path in names.items()
+    }
     done: set[str] = set()
 
     def visit(name: str, above: tuple[str, ...]) -> None:
@@ -102,7 +115,9 @@ def test_modules_of_a_package_import_without_circles() -> None:
 def test_what_stays_apart(package: str, other: str) -> None:
     for name, path in modules():
         if name == package:
-            assert other not in packages(path), f"{path.relative_to(SOURCE)} imports {other}"
+            assert other not in packages(path), (
+                f"{path.relative_to(SOURCE)} imports {other}"
+            )
 
 
 def capped() -> Iterator[tuple[str, ast.AST]]:
@@ -110,7 +125,10 @@ def capped() -> Iterator[tuple[str, ast.AST]]:
     for folder in (SOURCE, *BESIDE):
         for path in sorted(folder.rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
-                yield f"{path.relative_to(folder.parent)}:{getattr(node, 'lineno', 0)}", node
+                yield (
+                    f"{path.relative_to(folder.parent)}:{getattr(node, 'lineno', 0)}",
+                    node,
+                )
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:

@@ -25,7 +25,9 @@ def said_without(pair: Pair, layers: tuple[int, ...], ids: list[int]) -> list[in
         return model(torch.tensor([ids]), use_cache=False).logits[0].argmax(-1).tolist()
 
 
-def test_the_best_further_layer_is_left_out_each_time(llama: Pair, tmp_path: Path) -> None:
+def test_the_best_further_layer_is_left_out_each_time(
+    llama: Pair, tmp_path: Path
+) -> None:
     mine(llama, ParityTask(), tmp_path, MineConfig(limit=6, max_new_tokens=20))
     samples = mined_samples(tmp_path)
 
@@ -43,7 +45,9 @@ def test_the_best_further_layer_is_left_out_each_time(llama: Pair, tmp_path: Pat
     assert [len(one.layers) for one in found] == list(range(1, depth))
     for one in found:
         others = [
-            agreement((*before, layer)) for layer in range(1, depth + 1) if layer not in before
+            agreement((*before, layer))
+            for layer in range(1, depth + 1)
+            if layer not in before
         ]
         assert one.agreement == pytest.approx(agreement(one.layers))
         assert one.agreement == pytest.approx(max(others))

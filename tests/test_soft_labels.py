@@ -30,7 +30,9 @@ from lenience.training.fit import HeadPlan, fit_run
 def test_important_swaps_are_continued_by_chance(llama: Pair, tmp_path: Path) -> None:
     task = ParityTask()
     mined(llama, task, tmp_path, limit=12, resamples=2)
-    drawn = {(one.id, one.position, one.number): one.same for one in resamples(tmp_path)}
+    drawn = {
+        (one.id, one.position, one.number): one.same for one in resamples(tmp_path)
+    }
     expected = {}
     for record in lines(tmp_path):
         for mismatch in record["mismatches"]:
@@ -80,7 +82,12 @@ def test_shares_known_by_hand(tmp_path: Path) -> None:
                 "final_ids": [1],
                 "mismatches": mismatches,
                 "answers": {"target": "1", "final": "1", "reference": None},
-                "cost": {"target_passes": 1, "target_tokens": 1, "draft_tokens": 1, "seconds": 1},
+                "cost": {
+                    "target_passes": 1,
+                    "target_tokens": 1,
+                    "draft_tokens": 1,
+                    "seconds": 1,
+                },
             }
         )
     with pytest.raises(InputError, match="nothing was resampled; lenience mine"):
@@ -156,7 +163,9 @@ def test_the_first_token_that_changes_the_answer_is_important(
         own = plain_greedy(llama, prompt, 24)
         answer = task.answer(llama.target.decode(own))
         assert record["response_ids"] == own
-        kept = [i for i, entry in enumerate(out.trace) if entry.origin == "draft-lenient"]
+        kept = [
+            i for i, entry in enumerate(out.trace) if entry.origin == "draft-lenient"
+        ]
         found, final = [], out.tokens
         same = task.same(task.answer(out.text), answer)
         lost = answer is not None and not same  # also where there is no answer any more
@@ -166,8 +175,14 @@ def test_the_first_token_that_changes_the_answer_is_important(
             if lost:
                 settled = out.tokens[: at + 1]
                 goes_on = settled[-1] != 0 and len(settled) < 24
-                more = plain_greedy(llama, prompt + settled, 24 - len(settled)) if goes_on else []
-                now = task.same(task.answer(llama.target.decode(settled + more)), answer)
+                more = (
+                    plain_greedy(llama, prompt + settled, 24 - len(settled))
+                    if goes_on
+                    else []
+                )
+                now = task.same(
+                    task.answer(llama.target.decode(settled + more)), answer
+                )
                 important = not now
             found.append((at, token, out.tokens[at], important))
             if lost and important:
@@ -184,7 +199,9 @@ def test_the_first_token_that_changes_the_answer_is_important(
     plan = HeadPlan(Inputs(ahead=2), tmp_path / "judge", FitConfig())
     if "judge" not in setting:
         part = "drafter medusa:heads" if "medusa" in setting else "tree dynamic:8"
-        with pytest.raises(InputError, match=f"mined with {part}, and a judge that looks ahead"):
+        with pytest.raises(
+            InputError, match=f"mined with {part}, and a judge that looks ahead"
+        ):
             fit_run(llama, tmp_path, plan)
 
 
@@ -208,7 +225,10 @@ def test_samples_that_the_head_has_learned_from_are_left_out(
     ("policy", "why"),
     [
         (Decoder.of(rule="target"), "name a rule that goes on as the target does"),
-        (Decoder.of(rule="ensemble:0.5"), "name a rule that goes on as the target does"),
+        (
+            Decoder.of(rule="ensemble:0.5"),
+            "name a rule that goes on as the target does",
+        ),
         (Decoder.of(rule="exact", temperature=1.0), "greedily"),
         (
             replace(Decoder(), bound_to=Binding("certified:run", {})),
@@ -223,7 +243,9 @@ def test_answers_that_cannot_be_held_to_account_are_refused(
         mined(llama, ParityTask(), tmp_path, limit=2, policy=policy)
 
 
-def test_a_head_learns_from_several_runs(llama: Pair, judge: str, tmp_path: Path) -> None:
+def test_a_head_learns_from_several_runs(
+    llama: Pair, judge: str, tmp_path: Path
+) -> None:
     task = ParityTask()
     mined(llama, task, tmp_path / "run", limit=25, resamples=1)
     policy = Decoder.of(rule=judge.replace("@0.5", "@0.2"), window=6)
@@ -237,16 +259,24 @@ def test_a_head_learns_from_several_runs(llama: Pair, judge: str, tmp_path: Path
     )
     counted = {}
     for name in ("run", "own"):
-        found = [one for record in lines(tmp_path / name) for one in record["mismatches"]]
+        found = [
+            one for record in lines(tmp_path / name) for one in record["mismatches"]
+        ]
         counted[name] = sum(one["important"] is not None for one in found)
     assert one.metrics["mismatches"] == counted["run"]
     assert both.metrics["mismatches"] == sum(counted.values())
-    prompts = {tuple(r["prompt_ids"]) for name in counted for r in lines(tmp_path / name)}
+    prompts = {
+        tuple(r["prompt_ids"]) for name in counted for r in lines(tmp_path / name)
+    }
     assert set(both.prompts) == {prompt_digest(list(ids)) for ids in prompts}
-    soft = fit_run(llama, tmp_path / "run", replace(plan, out=tmp_path / "soft", soft=True))
+    soft = fit_run(
+        llama, tmp_path / "run", replace(plan, out=tmp_path / "soft", soft=True)
+    )
     assert soft.metrics["soft"] and not torch.equal(soft.weight, one.weight)
     # a rule's own answers are labelled as they are
     plan = replace(plan, out=tmp_path / "all", also=(tmp_path / "own",), soft=True)
-    assert fit_run(llama, tmp_path / "run", plan).metrics["mismatches"] == sum(counted.values())
+    assert fit_run(llama, tmp_path / "run", plan).metrics["mismatches"] == sum(
+        counted.values()
+    )
     with pytest.raises(InputError, match="own: nothing was resampled"):
         fit_run(llama, tmp_path / "own", replace(plan, also=()))

@@ -60,9 +60,16 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory, llama: Pair) -> Head:
-    weight = torch.randn(llama.draft.hidden_size, generator=torch.Generator().manual_seed(2))
+    weight = torch.randn(
+        llama.draft.hidden_size, generator=torch.Generator().manual_seed(2)
+    )
     made = Head(
-        weight, 1.0, Inputs(("draft",), ("previous",)), 0.5, llama.fingerprints, role="stop"
+        weight,
+        1.0,
+        Inputs(("draft",), ("previous",)),
+        0.5,
+        llama.fingerprints,
+        role="stop",
     )
     folder = tmp_path_factory.mktemp("stop")
     made.save(folder)
@@ -103,7 +110,10 @@ def test_a_spec_comes_back(spec: str) -> None:
         ("fixed@0.3", "takes no @threshold"),
         ("head:x@7", "must be from 0 to 1"),
         ("confidence:0.4,least=0.9", "confidence's least is given twice"),
-        ("head:nowhere@0.5", "no stop.json in it; `lenience fit RUN --stop` makes RUN/stop"),
+        (
+            "head:nowhere@0.5",
+            "no stop.json in it; `lenience fit RUN --stop` makes RUN/stop",
+        ),
     ],
 )
 def test_wrong_conditions_are_refused(llama: Pair, spec: str, said: str) -> None:
@@ -111,7 +121,12 @@ def test_wrong_conditions_are_refused(llama: Pair, spec: str, said: str) -> None
         llama.generate([3, 4], stop=spec)
 
 
-@given(st.integers(0, 10_000), st.sampled_from([0.0, 0.7]), st.floats(0, 1), st.floats(0.05, 2))
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from([0.0, 0.7]),
+    st.floats(0, 1),
+    st.floats(0.05, 2),
+)
 @quick(30)
 def test_chances_are_what_their_definitions_say(
     head: Head, seed: int, temperature: float, least: float, gamma: float
@@ -136,9 +151,16 @@ def test_chances_are_what_their_definitions_say(
         stop = parse_stop(spec)
         chances = stop.acceptance_probs(logits, hidden, tokens, ctx)
         np.testing.assert_allclose(chances.numpy(), wanted, atol=1e-5)
-        ends = 1 - np.cumprod(wanted, 1) > least if spec.startswith("head") else wanted < least
+        ends = (
+            1 - np.cumprod(wanted, 1) > least
+            if spec.startswith("head")
+            else wanted < least
+        )
         clear = (
-            np.abs((1 - np.cumprod(wanted, 1) if spec.startswith("head") else wanted) - least)
+            np.abs(
+                (1 - np.cumprod(wanted, 1) if spec.startswith("head") else wanted)
+                - least
+            )
             > 1e-5
         )
         assert (stop.stop_mask(chances, rows).numpy() == ends)[clear].all()
@@ -146,11 +168,19 @@ def test_chances_are_what_their_definitions_say(
 
 def test_the_schedule_grows_by_two_and_falls_by_one() -> None:
     row, lengths = Row(Noise.for_prompt(0, [1])), []
-    for origin in ("bonus", "bonus", "correction", "correction", "bonus", *["correction"] * 9):
+    for origin in (
+        "bonus",
+        "bonus",
+        "correction",
+        "correction",
+        "bonus",
+        *["correction"] * 9,
+    ):
         lengths.append(Heuristic().max_tokens(row, 8))
         row.last = Step([Trace(1, origin)], lengths[-1], 0, 0, "")
     assert lengths == [5, 7, 8, 7, 6, 8, 7, 6, 5, 4, 3, 2, 1, 1]
-    row.last = Step([Trace(1, "bonus")], 0, 0, 0, "")  # nothing was drafted: there was no room
+    # nothing was drafted: there was no room
+    row.last = Step([Trace(1, "bonus")], 0, 0, 0, "")
     assert Heuristic().max_tokens(row, 8) == 1
 
 
@@ -163,7 +193,13 @@ def test_the_schedule_grows_by_two_and_falls_by_one() -> None:
 )
 @quick(20)
 def test_a_stop_neither_changes_strict_answers_nor_depends_on_company(
-    llama: Pair, head: Head, asked: list[list[int]], window: int, name: str, rule: str, size: int
+    llama: Pair,
+    head: Head,
+    asked: list[list[int]],
+    window: int,
+    name: str,
+    rule: str,
+    size: int,
 ) -> None:
     spec = {
         "confidence": "confidence:0.03",
@@ -176,18 +212,25 @@ def test_a_stop_neither_changes_strict_answers_nor_depends_on_company(
     assert_same(together, [llama.generate(prompt, **options) for prompt in asked])
     if rule != "topk:2":
         assert [out.tokens for out in together] == [
-            llama.generate(prompt, rule="target", max_new_tokens=30).tokens for prompt in asked
+            llama.generate(prompt, rule="target", max_new_tokens=30).tokens
+            for prompt in asked
         ]
 
 
 @pytest.mark.parametrize("rule", ["target", "draft", "exact"])
 def test_nothing_is_drafted_where_nothing_may_be(llama: Pair, rule: str) -> None:
-    out = llama.generate([3, 4, 5], rule=rule, window=0, stop="heuristic", max_new_tokens=20)
-    assert out.drafted == 0 and len(out.tokens) == max(out.target_passes, out.draft_passes)
+    out = llama.generate(
+        [3, 4, 5], rule=rule, window=0, stop="heuristic", max_new_tokens=20
+    )
+    assert out.drafted == 0 and len(out.tokens) == max(
+        out.target_passes, out.draft_passes
+    )
 
 
 @pytest.mark.parametrize("name", ["confidence", "entropy", "head"])
-def test_windows_end_where_the_definition_says(llama: Pair, head: Head, name: str) -> None:
+def test_windows_end_where_the_definition_says(
+    llama: Pair, head: Head, name: str
+) -> None:
     """Of each window, by the draft's own passes over the whole of it."""
     spec = {
         "confidence": "confidence:0.03",
@@ -195,7 +238,9 @@ def test_windows_end_where_the_definition_says(llama: Pair, head: Head, name: st
         "head": f"head:{head.folder}@0.6",
     }[name]
     stop, prefix, lengths = parse_stop(spec), [5, 9, 2], set()
-    for step in llama.stream(prefix, rule="topk:9", window=7, stop=spec, max_new_tokens=60):
+    for step in llama.stream(
+        prefix, rule="topk:9", window=7, stop=spec, max_new_tokens=60
+    ):
         ids, logits, states = list(prefix), [], []
         for _ in range(step.drafted):
             with torch.inference_mode():
@@ -207,25 +252,37 @@ def test_windows_end_where_the_definition_says(llama: Pair, head: Head, name: st
             tokens = torch.tensor([ids[len(prefix) :]])
             ends = stop.stop_mask(
                 stop.acceptance_probs(
-                    torch.stack(logits)[None], torch.stack(states)[None], tokens, Context()
+                    torch.stack(logits)[None],
+                    torch.stack(states)[None],
+                    tokens,
+                    Context(),
                 ),
                 [Row(Noise.for_prompt(0, []))],
             )[0].tolist()
             assert not any(ends[:-1])
             room = 60 - (len(prefix) - 3) - 1
-            assert ends[-1] or step.drafted == min(7, room) or ids[-1] in llama.target.eos_ids
+            assert (
+                ends[-1]
+                or step.drafted == min(7, room)
+                or ids[-1] in llama.target.eos_ids
+            )
             lengths.add(step.drafted)
         prefix += step.tokens
     assert len(lengths) > 1, "some windows were cut, others not"
 
 
-def test_a_stop_is_fitted_to_what_the_target_rejects(llama: Pair, tmp_path: Path) -> None:
+def test_a_stop_is_fitted_to_what_the_target_rejects(
+    llama: Pair, tmp_path: Path
+) -> None:
     mine(llama, ParityTask(), tmp_path, MineConfig(limit=30, max_new_tokens=20))
     inputs = Inputs(("draft",), ("previous",))
     compute_features(llama, tmp_path, inputs, "stop")
     examples = load_features(tmp_path, inputs, "stop")
     x, rejected, samples = examples.x, ~examples.harmless, examples.samples
-    records = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line)
+        for line in (tmp_path / "journal.jsonl").read_text().splitlines()
+    ]
     at = 0
     for i, record in enumerate(records):
         with torch.inference_mode():
@@ -265,20 +322,32 @@ def test_a_stop_of_drawn_answers_learns_what_decoding_rejects(
     compute_features(llama, tmp_path, Inputs(("draft",), (token,)), "stop")
     examples = load_features(tmp_path, Inputs(("draft",), (token,)), "stop")
     rejected, at, seen = (~examples.harmless).tolist(), 0, [0, 0]
-    for record in map(json.loads, (tmp_path / "journal.jsonl").read_text().splitlines()):
+    for record in map(
+        json.loads, (tmp_path / "journal.jsonl").read_text().splitlines()
+    ):
         out = llama.generate(
-            record["prompt_ids"], rule="exact", window=8, seed=5, max_new_tokens=20, **drawn
+            record["prompt_ids"],
+            rule="exact",
+            window=8,
+            seed=5,
+            max_new_tokens=20,
+            **drawn,
         )
         assert out.tokens == record["response_ids"]
         for i, entry in enumerate(out.trace):
             if entry.origin != "bonus":  # no token was drafted for these
-                assert rejected[at + i] == (entry.origin == "correction"), (record["id"], i)
+                assert rejected[at + i] == (entry.origin == "correction"), (
+                    record["id"],
+                    i,
+                )
                 seen[rejected[at + i]] += 1
         at += len(out.tokens)
     assert at == len(rejected) and min(seen) > 20
 
 
-def decided_by_topk(pair: Pair, ids: list[int], new: int, k: int, most: int) -> list[tuple]:
+def decided_by_topk(
+    pair: Pair, ids: list[int], new: int, k: int, most: int
+) -> list[tuple]:
     """Greedy decoding with topk:k in windows of `most`, through transformers' models alone: of each
     place where the draft proposed a token its states before and after it, and whether the token was
     rejected."""
@@ -289,7 +358,9 @@ def decided_by_topk(pair: Pair, ids: list[int], new: int, k: int, most: int) -> 
         return out.logits[0, -1], out.hidden_states[-1][0, -1]
 
     ids, start, window, decided = list(ids), len(ids), 0, list[tuple]()
-    while len(ids) - start < new and not (len(ids) > start and ids[-1] in pair.target.eos_ids):
+    while len(ids) - start < new and not (
+        len(ids) > start and ids[-1] in pair.target.eos_ids
+    ):
         target, _ = last(pair.target, ids)
         if window == most or len(ids) - start == new - 1:
             ids, window = [*ids, int(target.argmax())], 0  # what follows a whole window
@@ -311,48 +382,67 @@ def test_a_stop_learns_what_the_rule_rejects_that_will_decode(
     inputs = Inputs(("draft",), (token,))
     compute_features(llama, tmp_path, inputs, "stop", of=parse_rule("topk:2"))
     examples = load_features(tmp_path, inputs, "stop", of=parse_rule("topk:2"))
-    records = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line)
+        for line in (tmp_path / "journal.jsonl").read_text().splitlines()
+    ]
     longest = max(len(record["response_ids"]) for record in records)
     for i, record in enumerate(records):
         decided = decided_by_topk(llama, record["prompt_ids"], longest, 2, STOP_WINDOW)
         mine_ = examples.samples == i
-        assert (~examples.harmless[mine_]).tolist() == [rejected for *_, rejected in decided]
+        assert (~examples.harmless[mine_]).tolist() == [
+            rejected for *_, rejected in decided
+        ]
         wanted = torch.stack([states[which] for *states, _ in decided])
         np.testing.assert_allclose(examples.x[mine_], wanted, atol=1e-4)
     made = fit_run(
         llama,
         tmp_path,
-        HeadPlan(inputs, tmp_path / "stop", FitConfig(role="stop"), of=parse_rule("topk:2")),
+        HeadPlan(
+            inputs, tmp_path / "stop", FitConfig(role="stop"), of=parse_rule("topk:2")
+        ),
     )
     assert made.metrics["of"] == "topk:2"
     options = {"rule": "topk:2", "stop": f"head:{tmp_path / 'stop'}@0.5"}
     assert llama.generate([3, 4], **options).tokens
 
 
-def test_a_stop_may_read_the_state_after_what_is_drafted(llama: Pair, tmp_path: Path) -> None:
+def test_a_stop_may_read_the_state_after_what_is_drafted(
+    llama: Pair, tmp_path: Path
+) -> None:
     """As SpecDec++'s does; the token is the draft's, also where the answer has another."""
     mine(llama, ParityTask(), tmp_path, MineConfig(limit=8, max_new_tokens=20))
     inputs = Inputs(("draft",), ("draft",))
     compute_features(llama, tmp_path, inputs, "stop")
     examples, wanted = load_features(tmp_path, inputs, "stop"), []
-    for record in map(json.loads, (tmp_path / "journal.jsonl").read_text().splitlines()):
+    for record in map(
+        json.loads, (tmp_path / "journal.jsonl").read_text().splitlines()
+    ):
         for i in range(len(record["response_ids"])):
             ids = torch.tensor([record["prompt_ids"] + record["response_ids"][:i]])
             with torch.inference_mode():
                 token = llama.draft.model(ids).logits[:, -1:].argmax(-1)
-                out = llama.draft.model(torch.cat([ids, token], 1), output_hidden_states=True)
+                out = llama.draft.model(
+                    torch.cat([ids, token], 1), output_hidden_states=True
+                )
             wanted.append(out.hidden_states[-1][0, -1])
     np.testing.assert_allclose(examples.x, torch.stack(wanted), atol=1e-4)
     assert not examples.harmless.all()
-    with pytest.raises(InputError, match=re.escape("mentored:0.2 rejects drawn tokens")):
+    with pytest.raises(
+        InputError, match=re.escape("mentored:0.2 rejects drawn tokens")
+    ):
         compute_features(llama, tmp_path, inputs, "stop", of=parse_rule("mentored:0.2"))
 
 
-def test_an_answer_of_which_nothing_was_drafted_teaches_a_stop_nothing(llama: Pair) -> None:
+def test_an_answer_of_which_nothing_was_drafted_teaches_a_stop_nothing(
+    llama: Pair,
+) -> None:
     answers = {"target": None, "final": None, "reference": None}
     cost = {"target_passes": 1, "target_tokens": 3, "draft_tokens": 0, "seconds": 0.0}
     record = {"id": "a", "prompt_ids": [3, 4], "response_ids": [7], "final_ids": [7]}
-    one = MinedSample.read({**record, "mismatches": [], "answers": answers, "cost": cost}, "here")
+    one = MinedSample.read(
+        {**record, "mismatches": [], "answers": answers, "cost": cost}, "here"
+    )
     ((x, rejected),) = decided_states(
         llama, [one], Inputs(("draft",), ("previous",)), parse_rule("topk:2")
     )
@@ -367,9 +457,13 @@ def test_what_a_stop_learned_of_one_head_is_not_taken_for_another_at_its_path(
     rule, harmless = f"judge:{tmp_path / 'judge'}@0.5", list[np.ndarray]()
     for bias in (9.0, -9.0):
         reads = Inputs(("target",), ("previous",))
-        Head(torch.zeros(width), bias, reads, 0.5, llama.fingerprints).save(tmp_path / "judge")
+        Head(torch.zeros(width), bias, reads, 0.5, llama.fingerprints).save(
+            tmp_path / "judge"
+        )
         compute_features(llama, tmp_path, inputs, "stop", of=parse_rule(rule))
-        harmless.append(load_features(tmp_path, inputs, "stop", of=parse_rule(rule)).harmless)
+        harmless.append(
+            load_features(tmp_path, inputs, "stop", of=parse_rule(rule)).harmless
+        )
     assert harmless[0].all() and not harmless[1].all()
 
 
@@ -381,7 +475,8 @@ def test_an_automatic_window_is_picked_once_and_said(llama: Pair) -> None:
     settled = llama.settle(asked, batch_size=2, window="auto", max_new_tokens=20)
     assert settled == Decoder.of(window=picked, max_new_tokens=20)
     assert_same(
-        outs, [llama.generate(prompt, window=picked, max_new_tokens=20) for prompt in asked]
+        outs,
+        [llama.generate(prompt, window=picked, max_new_tokens=20) for prompt in asked],
     )
     assert llama.generate([1], rule="target", window="auto").window == 0
     assert llama.generate([1], window=5).window == 5
@@ -410,7 +505,9 @@ def test_the_window_with_most_tokens_a_second_is_picked(
     # tokens in 3 (1 + 2 / 4) s; ended at 32, 3 and 2 they make 3 + 36 in 3 + 37 / 4 s
     [(0.0, 32, 39 / (3 + 37 / 4)), (0.5, 2, 9 / 4.5)],
 )
-def test_a_stop_is_worth_what_it_spares(asking: float, window: int, speed: float) -> None:
+def test_a_stop_is_worth_what_it_spares(
+    asking: float, window: int, speed: float
+) -> None:
     seconds = {w: 1 + w / 4 for w in (0, 2, 32)}
     fixed = fastest_window([(32, 32), (32, 2), (32, 2)], seconds, Fixed())
     assert (fixed.window, fixed.tokens_per_second) == (2, 9 / 4.5)
@@ -451,7 +548,9 @@ def test_an_automatic_window_takes_the_stop_of_its_own_judge_alone(
     shutil.copytree(judge[len("judge:") : -len("@0.5")], tmp_path / "judge")
     rule = f"judge:{tmp_path / 'judge'}@0.5"
     mine(llama, ParityTask(), tmp_path, MineConfig(limit=20, max_new_tokens=20))
-    plan = HeadPlan(Inputs(("draft",), ("previous",)), tmp_path / "stop", FitConfig(role="stop"))
+    plan = HeadPlan(
+        Inputs(("draft",), ("previous",)), tmp_path / "stop", FitConfig(role="stop")
+    )
     curve = {w: 1.0 + w for w in CANDIDATES}
     monkeypatch.setattr("lenience.decoding.pair.cycle_seconds", lambda *_: curve)
     asked: dict = {"rule": rule, "window": "auto", "max_new_tokens": 40}
@@ -471,7 +570,9 @@ def test_an_automatic_window_takes_the_stop_of_its_own_judge_alone(
     out = Pair(llama.target, llama.draft, "anew").generate([3, 4, 5], **asked)
     assert (out.window, out.stop) == (32, str(fastest))
     assert [stop for stop, _ in tried] == found
-    again = llama.generate([3, 4, 5], rule=rule, window=32, stop=str(fastest), max_new_tokens=40)
+    again = llama.generate(
+        [3, 4, 5], rule=rule, window=32, stop=str(fastest), max_new_tokens=40
+    )
     assert out.tokens == again.tokens
     for stop, cycles in tried:
         pilot = llama.generate(
@@ -480,7 +581,9 @@ def test_an_automatic_window_takes_the_stop_of_its_own_judge_alone(
         assert sum(1 + kept for _, kept in cycles) >= len(pilot.tokens)
         assert sum(drafted for drafted, _ in cycles) == pilot.drafted
     # a condition that is named stays
-    named = Pair(llama.target, llama.draft, "anew").settle([[3]], **asked, stop="confidence:0.2")
+    named = Pair(llama.target, llama.draft, "anew").settle(
+        [[3]], **asked, stop="confidence:0.2"
+    )
     assert str(named.stop) == "confidence:0.2"
 
 
@@ -490,11 +593,13 @@ def test_a_profile_accounts_for_all_of_the_time(llama: Pair) -> None:
     assert profile.cycles == out.target_passes
     assert all(seconds > 0 for seconds in profile.seconds.values())
     told = sum(profile.seconds.values())
-    assert 0.5 * out.seconds < told < out.seconds + 0.01  # an answer begins after its cycle does
+    # an answer begins after its cycle does
+    assert 0.5 * out.seconds < told < out.seconds + 0.01
     before = dict(profile.seconds)
     llama.generate([3, 4, 5], profile=profile, rule="target", max_new_tokens=5)
     assert (
-        profile.seconds["draft"] == before["draft"] and profile.seconds["target"] > before["target"]
+        profile.seconds["draft"] == before["draft"]
+        and profile.seconds["target"] > before["target"]
     )
 
 
@@ -507,12 +612,16 @@ def test_a_stop_is_fitted_to_what_decoding_drafts(checkpoints, tmp_path: Path) -
     compute_features(pair, tmp_path, inputs, "stop")
     rejected = ~load_features(tmp_path, inputs, "stop").harmless
     penalty, wanted, unprocessed = RepetitionPenaltyLogitsProcessor(2.0), [], []
-    for record in map(json.loads, (tmp_path / "journal.jsonl").read_text().splitlines()):
+    for record in map(
+        json.loads, (tmp_path / "journal.jsonl").read_text().splitlines()
+    ):
         ids = list(record["prompt_ids"])
         for token in record["response_ids"]:
             with torch.inference_mode():
                 logits = pair.draft.model(torch.tensor([ids])).logits[:, -1]
-            wanted.append(int(penalty(torch.tensor([ids]), logits.clone()).argmax()) != token)
+            wanted.append(
+                int(penalty(torch.tensor([ids]), logits.clone()).argmax()) != token
+            )
             unprocessed.append(int(logits.argmax()) != token)
             ids.append(token)
     assert rejected.tolist() == wanted != unprocessed
@@ -520,7 +629,9 @@ def test_a_stop_is_fitted_to_what_decoding_drafts(checkpoints, tmp_path: Path) -
 
 def step(drafted: int, kept: int) -> Step:
     trace = [Trace(1, "draft")] * kept + [Trace(2, "correction")]
-    return Step(trace, drafted=drafted, accepted_exact=kept, accepted_lenient=0, text="")
+    return Step(
+        trace, drafted=drafted, accepted_exact=kept, accepted_lenient=0, text=""
+    )
 
 
 def test_a_threshold_is_adapted_to_what_is_accepted() -> None:
@@ -540,7 +651,9 @@ def test_a_threshold_is_adapted_to_what_is_accepted() -> None:
     assert stop.stop_mask(chances, [row]).tolist() == [[True, True]]
 
 
-def bild(pair: Pair, ids: list[int], fallback: float, rollback: float, new: int) -> list[int]:
+def bild(
+    pair: Pair, ids: list[int], fallback: float, rollback: float, new: int
+) -> list[int]:
     """BiLD, greedy, through transformers' models alone: the small model writes on while it is sure;
     where it is not the large one reads all, takes back the first token that surprises it, and
     writes one itself."""
@@ -568,8 +681,12 @@ def bild(pair: Pair, ids: list[int], fallback: float, rollback: float, new: int)
     return ids[start:]
 
 
-@pytest.mark.parametrize(("fallback", "rollback"), [(0.3, 3.0), (0.2, 1.0), (0.9, 2.0), (0.0, 4.0)])
-def test_fallback_and_rollback_are_bild(llama: Pair, fallback: float, rollback: float) -> None:
+@pytest.mark.parametrize(
+    ("fallback", "rollback"), [(0.3, 3.0), (0.2, 1.0), (0.9, 2.0), (0.0, 4.0)]
+)
+def test_fallback_and_rollback_are_bild(
+    llama: Pair, fallback: float, rollback: float
+) -> None:
     options = {"rule": f"rollback:{rollback}", "stop": f"fallback:{fallback}"}
     for prompt in ([5, 9], [7], [1, 2, 3, 4, 5, 6]):
         out = llama.generate(prompt, **options, window=8, max_new_tokens=30)
@@ -581,10 +698,18 @@ def test_fallback_and_rollback_are_bild(llama: Pair, fallback: float, rollback: 
 
 @pytest.fixture(scope="module", params=["draft", "previous"])
 def gate(request, tmp_path_factory: pytest.TempPathFactory, llama: Pair) -> str:
-    weight = torch.randn(llama.draft.hidden_size, generator=torch.Generator().manual_seed(4)) / 2
+    weight = (
+        torch.randn(llama.draft.hidden_size, generator=torch.Generator().manual_seed(4))
+        / 2
+    )
     folder = tmp_path_factory.mktemp("gate")
     Head(
-        weight, 0.5, Inputs(("draft",), (request.param,)), 0.5, llama.fingerprints, role="gate"
+        weight,
+        0.5,
+        Inputs(("draft",), (request.param,)),
+        0.5,
+        llama.fingerprints,
+        role="gate",
     ).save(folder)
     return str(folder)
 
@@ -603,11 +728,14 @@ def sprint(
         return int(out.logits[0, -1].argmax()), out.hidden_states[-1][0, -1]
 
     ids, origins, asked, window = list(prompt), [], 0, 0
-    while len(ids) - len(prompt) < n and not (origins and ids[-1] in pair.target.eos_ids):
+    while len(ids) - len(prompt) < n and not (
+        origins and ids[-1] in pair.target.eos_ids
+    ):
         token, before = look(pair.draft, ids)
         states = {"previous": before, "draft": look(pair.draft, [*ids, token])[1]}
         score = torch.sigmoid(
-            torch.cat([states[which] for which in head.inputs.tokens]) @ head.weight + head.bias
+            torch.cat([states[which] for which in head.inputs.tokens]) @ head.weight
+            + head.bias
         )
         window += 1
         if score >= threshold:
@@ -618,7 +746,9 @@ def sprint(
         for back in range(1, window):  # the target has read them now
             place = len(ids) - back
             origins[-back] = (
-                "draft" if look(pair.target, ids[:place])[0] == ids[place] else "draft-lenient"
+                "draft"
+                if look(pair.target, ids[:place])[0] == ids[place]
+                else "draft-lenient"
             )
         best, _ = look(pair.target, ids)
         ids.append(best)
@@ -632,9 +762,13 @@ def sprint(
 
 @pytest.mark.parametrize("bonus", [False, True])
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.7])
-def test_a_gate_is_sprinter(gate: str, llama: Pair, threshold: float, bonus: bool) -> None:
+def test_a_gate_is_sprinter(
+    gate: str, llama: Pair, threshold: float, bonus: bool
+) -> None:
     asked = [[5, 9], [7], [1, 2, 3, 4, 5, 6]]
-    stop = f"gate:{gate}@{threshold},bonus=true" if bonus else f"gate:{gate}@{threshold}"
+    stop = (
+        f"gate:{gate}@{threshold},bonus=true" if bonus else f"gate:{gate}@{threshold}"
+    )
     options = {"stop": stop, "window": 64, "max_new_tokens": 30}
     outs = llama.generate_batch(asked, batch_size=2, **options)
     for prompt, out in zip(asked, outs):
@@ -645,23 +779,36 @@ def test_a_gate_is_sprinter(gate: str, llama: Pair, threshold: float, bonus: boo
         assert llama.generate(prompt, **options).tokens == tokens, "alone as in company"
 
 
-def test_where_the_draft_is_full_a_gate_asks_the_target(tmp_path: Path, checkpoints) -> None:
+def test_where_the_draft_is_full_a_gate_asks_the_target(
+    tmp_path: Path, checkpoints
+) -> None:
     """Nothing is drafted there, and nothing would be kept on a gate's word for ever."""
     short = save_model(tmp_path / "short", CONFIGS["gpt2"].from_dict(SHORT), seed=1)
     pair = load_pair(checkpoints("gpt2")[0], str(short), dtype="float32", compile=False)
     inputs = Inputs(("draft",), ("previous",))
     weight = torch.zeros(pair.draft.hidden_size)
-    Head(weight, 9.0, inputs, 0.5, pair.fingerprints, role="gate").save(tmp_path / "gate")
+    Head(weight, 9.0, inputs, 0.5, pair.fingerprints, role="gate").save(
+        tmp_path / "gate"
+    )
     out = pair.generate(
         [3, 4, 5], stop=f"gate:{tmp_path / 'gate'}@0.5", window=4, max_new_tokens=40
     )
-    whole = pair.generate(out.prompt_tokens + out.tokens[:20], rule="target", max_new_tokens=20)
+    whole = pair.generate(
+        out.prompt_tokens + out.tokens[:20], rule="target", max_new_tokens=20
+    )
     assert out.tokens[20:] == whole.tokens[: len(out.tokens) - 20]
     assert all(entry.origin == "bonus" for entry in out.trace[20:])
 
 
-def test_what_no_gate_objects_to_is_never_read_by_the_target(gate: str, llama: Pair) -> None:
-    options = {"stop": f"gate:{gate}@0.0", "max_new_tokens": 40, "temperature": 0.8, "top_k": 20}
+def test_what_no_gate_objects_to_is_never_read_by_the_target(
+    gate: str, llama: Pair
+) -> None:
+    options = {
+        "stop": f"gate:{gate}@0.0",
+        "max_new_tokens": 40,
+        "temperature": 0.8,
+        "top_k": 20,
+    }
     options["seed"] = 0
     for window in (8, 64):
         out = llama.generate([5, 9], window=window, **options)
@@ -669,33 +816,53 @@ def test_what_no_gate_objects_to_is_never_read_by_the_target(gate: str, llama: P
         assert {entry.origin for entry in out.trace} == {"draft-trusted"}
         assert (
             out.tokens
-            == llama.generate([5, 9], rule="draft", **{**options, "stop": "fixed"}).tokens
+            == llama.generate(
+                [5, 9], rule="draft", **{**options, "stop": "fixed"}
+            ).tokens
         )
         assert out.accepted_exact == 0 and out.accepted_lenient == len(out.tokens)
 
 
 @pytest.mark.parametrize("rule", ["exact", "speculative"])
-def test_a_gate_that_always_objects_is_a_window_of_one(gate: str, llama: Pair, rule: str) -> None:
+def test_a_gate_that_always_objects_is_a_window_of_one(
+    gate: str, llama: Pair, rule: str
+) -> None:
     options = {"rule": rule, "temperature": 0.9, "max_new_tokens": 30, "seed": 2}
-    out = llama.generate([5, 9], stop=f"gate:{gate}@1.0,bonus=true", window=8, **options)
+    out = llama.generate(
+        [5, 9], stop=f"gate:{gate}@1.0,bonus=true", window=8, **options
+    )
     one = llama.generate([5, 9], window=1, **options)
     assert (out.tokens, out.target_passes) == (one.tokens, one.target_passes)
 
 
 def test_tokens_that_models_read_are_counted(gate: str, llama: Pair) -> None:
     prompt = [5, 9, 3]
-    options = {"stop": f"gate:{gate}@0.5,bonus=true", "window": 64, "max_new_tokens": 30}
+    options = {
+        "stop": f"gate:{gate}@0.5,bonus=true",
+        "window": 64,
+        "max_new_tokens": 30,
+    }
     out = llama.generate(prompt, **options)
     read = sum(step.target_tokens for step in llama.stream(prompt, **options))
-    last = max(i for i, entry in enumerate(out.trace) if entry.origin in ("correction", "bonus"))
+    last = max(
+        i
+        for i, entry in enumerate(out.trace)
+        if entry.origin in ("correction", "bonus")
+    )
     rejected = sum(entry.origin == "correction" for entry in out.trace)
     assert out.target_tokens == read == len(prompt) + last + rejected, (
         "all before the last answer of the target, and what it rejected"
     )
     plain = llama.generate(prompt, rule="target", max_new_tokens=30)
-    assert (plain.target_tokens, plain.draft_tokens) == (len(prompt) + len(plain.tokens) - 1, 0)
+    assert (plain.target_tokens, plain.draft_tokens) == (
+        len(prompt) + len(plain.tokens) - 1,
+        0,
+    )
     alone = llama.generate(prompt, rule="draft", max_new_tokens=30)
-    assert (alone.target_tokens, alone.draft_tokens) == (0, len(prompt) + len(alone.tokens) - 1)
+    assert (alone.target_tokens, alone.draft_tokens) == (
+        0,
+        len(prompt) + len(alone.tokens) - 1,
+    )
 
 
 def test_half_of_an_interleaved_prefix_is_the_drafts(
@@ -725,7 +892,10 @@ def test_without_a_rule_a_doubted_token_is_verified_as_sprinter_does(gate: str) 
         one = Decoder.of(rule=rule, stop=f"gate:{gate}@0.5")
         assert Decoder.of(one.changed()) == one and Decoder.parse(str(one)) == one
     assert str(parse_stop("gate:run/gate@0.5")) == "gate:run/gate,bonus=false@0.5"
-    assert str(parse_stop("gate:run/gate@0.5,bonus=true")) == "gate:run/gate,bonus=true@0.5"
+    assert (
+        str(parse_stop("gate:run/gate@0.5,bonus=true"))
+        == "gate:run/gate,bonus=true@0.5"
+    )
     assert parse_stop(str(parse_stop("gate:run/gate"))) == parse_stop("gate:run/gate")
 
 
@@ -738,7 +908,9 @@ def test_a_gate_learns_from_four_kinds_of_prefix(llama: Pair, tmp_path: Path) ->
     x, important, samples = examples.x, ~examples.harmless, examples.samples
     assert np.bincount(samples).tolist() == [4 * GATE_PREFIXES] * 12
     stricter = ~load_features(tmp_path, inputs, "gate", tau=1.0).harmless
-    assert (stricter >= important).all() and 0 < important.sum() < stricter.sum() < len(x)
+    assert (stricter >= important).all() and 0 < important.sum() < stricter.sum() < len(
+        x
+    )
     # the prompt is one prefix, after which several tokens are drawn; their states tell them apart
     record = json.loads((tmp_path / "journal.jsonl").read_text().splitlines()[0])
     after = load_features(tmp_path, Inputs(("draft",), ("draft",)), "gate").x
@@ -749,7 +921,9 @@ def test_a_gate_learns_from_four_kinds_of_prefix(llama: Pair, tmp_path: Path) ->
             for lm in (llama.draft, llama.target)
         )
         each = torch.tensor([[*ids, token] for token in range(VOCABULARY)])
-        states = llama.draft.model(each, output_hidden_states=True).hidden_states[-1][:, -1]
+        states = llama.draft.model(each, output_hidden_states=True).hidden_states[-1][
+            :, -1
+        ]
     p, q = (softmax(out.logits[0, -1].double().numpy()) for out in (target, draft))
     for i in range(GATE_PREFIXES):
         np.testing.assert_allclose(x[i], draft.hidden_states[-1][0, -1], atol=1e-4)
@@ -758,11 +932,15 @@ def test_a_gate_learns_from_four_kinds_of_prefix(llama: Pair, tmp_path: Path) ->
         drawn.add(token)
     assert len(drawn) > 1
     config = FitConfig(kind="adam", role="gate")
-    made = fit_run(llama, tmp_path, HeadPlan(inputs, tmp_path / "gate", config, tau=1.2))
+    made = fit_run(
+        llama, tmp_path, HeadPlan(inputs, tmp_path / "gate", config, tau=1.2)
+    )
     assert made.role == "gate" and made.threshold == 0.5 and made.metrics["tau"] == 1.2
     again = load_head(tmp_path / "gate", "gate")
     assert torch.equal(again.weight, made.weight)
-    assert llama.generate([3, 4], stop=f"gate:{tmp_path / 'gate'}", max_new_tokens=10).tokens
+    assert llama.generate(
+        [3, 4], stop=f"gate:{tmp_path / 'gate'}", max_new_tokens=10
+    ).tokens
 
 
 def test_a_gate_reads_one_state_of_the_draft(llama: Pair, tmp_path: Path) -> None:
@@ -771,8 +949,8 @@ def test_a_gate_reads_one_state_of_the_draft(llama: Pair, tmp_path: Path) -> Non
         ("target", Inputs(("target",), ("draft",))),
     ):
         width = llama.draft.hidden_size * len(inputs.tokens)
-        Head(torch.zeros(width), 0.0, inputs, 0.5, llama.fingerprints, role="gate").save(
-            tmp_path / name
-        )
+        Head(
+            torch.zeros(width), 0.0, inputs, 0.5, llama.fingerprints, role="gate"
+        ).save(tmp_path / name)
         with pytest.raises(InputError, match="reads one state of the draft"):
             llama.generate([1], stop=f"gate:{tmp_path / name}@0.5")

@@ -21,10 +21,14 @@ from lenience.heads.head import Inputs
 from lenience.heads.streaming import Problem, Standardised, StreamedRows, fit_together
 
 
-def states(folder: Path, m: int, width: int, files: int) -> tuple[StreamedRows, np.ndarray]:
+def states(
+    folder: Path, m: int, width: int, files: int
+) -> tuple[StreamedRows, np.ndarray]:
     """Random states in files, of like scale in no column, and what they are."""
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(m, width)) * rng.uniform(0.1, 9, width) + rng.normal(size=width)
+    x = rng.normal(size=(m, width)) * rng.uniform(0.1, 9, width) + rng.normal(
+        size=width
+    )
     x = torch.tensor(x, dtype=torch.float16)
     paths = []
     for i, part in enumerate(x.chunk(files)):
@@ -36,9 +40,13 @@ def states(folder: Path, m: int, width: int, files: int) -> tuple[StreamedRows, 
 def test_penalties_and_folds_are_fitted_as_each_alone(tmp_path: Path) -> None:
     rows, x = states(tmp_path, m=900, width=12, files=7)
     rng = np.random.default_rng(1)
-    labels = (expit((x - x.mean(0)) / x.std(0) @ rng.normal(size=12)) > rng.random(900)) * 1.0
+    labels = (
+        expit((x - x.mean(0)) / x.std(0) @ rng.normal(size=12)) > rng.random(900)
+    ) * 1.0
     problems = [Problem(c, rng.random(900) < 0.8) for c in (1e-4, 1e-2, 1.0, 100.0)]
-    found = fit_together(Standardised.of(rows), (labels, np.ones_like(labels)), problems)
+    found = fit_together(
+        Standardised.of(rows), (labels, np.ones_like(labels)), problems
+    )
     standardised = (x - x.mean(0)) / (x.std(0) + 1e-6)
     for k, problem in enumerate(problems):
         model = LogisticRegression(C=problem.c, max_iter=5000, tol=1e-9)
@@ -51,7 +59,9 @@ def test_soft_labels_are_each_label_as_sure_as_it_is(tmp_path: Path) -> None:
     rows, x = states(tmp_path, m=400, width=5, files=3)
     shares = np.random.default_rng(2).random(400)
     (found,) = fit_together(
-        Standardised.of(rows), (shares, np.ones(400)), [Problem(1.0, np.ones(400, bool))]
+        Standardised.of(rows),
+        (shares, np.ones(400)),
+        [Problem(1.0, np.ones(400, bool))],
     ).T
     twice = np.concatenate([(x - x.mean(0)) / x.std(0)] * 2)
     model = LogisticRegression(C=1.0, max_iter=5000, tol=1e-9)

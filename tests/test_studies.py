@@ -30,13 +30,17 @@ class SampleTask:
 
     def samples(self, split: str):
         for i in range(12):
-            yield Sample(f"{split}-{i}", f"w{1 + i} w{1 + (7 * i) % 40} w3", None, {"modulus": 3})
+            yield Sample(
+                f"{split}-{i}", f"w{1 + i} w{1 + (7 * i) % 40} w3", None, {"modulus": 3}
+            )
 
     def answer(self, text: str, sample: Sample | None = None) -> str | None:
         numbers = [int(word[1:]) for word in text.split()]
         return str(sum(numbers) % sample.metadata["modulus"]) if sample else None
 
-    def same(self, a: str | None, b: str | None, sample: Sample | None = None) -> bool | None:
+    def same(
+        self, a: str | None, b: str | None, sample: Sample | None = None
+    ) -> bool | None:
         assert sample is not None
         return None if a is None or b is None else a == b
 
@@ -44,7 +48,9 @@ class SampleTask:
         return self.answer(text, sample) == "0"
 
 
-def by_transformers(pair: Pair, task: SampleTask, record: dict) -> list[tuple[int, int, bool]]:
+def by_transformers(
+    pair: Pair, task: SampleTask, record: dict
+) -> list[tuple[int, int, bool]]:
     """Each mismatch of the target's own answer and whether it is important, by plain generation."""
 
     def greedy(role: str, ids: list[int], most: int) -> list[int]:
@@ -83,36 +89,69 @@ def test_searches_ask_the_task_with_the_sample_and_end_at_stop_strings(
     labels = set()
     for record in records:
         found = autojudge.naive(using, record)["mismatches"]
-        told = [(one["position"], one["draft_token"], one["important"]) for one in found]
+        told = [
+            (one["position"], one["draft_token"], one["important"]) for one in found
+        ]
         assert told == by_transformers(llama, task, record)
         labels |= {important for *_, important in told}
         back = autojudge.reversed_(using, record)
         assert not using.other(record, back["final_ids"])
     assert labels == {True, False}
-    assert any("w39 " in llama.target.decode(record["response_ids"]) for record in records)
+    assert any(
+        "w39 " in llama.target.decode(record["response_ids"]) for record in records
+    )
 
 
-def test_a_search_names_a_sample_that_the_task_no_longer_has(llama: Pair, tmp_path: Path) -> None:
+def test_a_search_names_a_sample_that_the_task_no_longer_has(
+    llama: Pair, tmp_path: Path
+) -> None:
     task = SampleTask()
     mine(llama, task, tmp_path, MineConfig(limit=2, max_new_tokens=20))
     with pytest.raises(InputError, match="sample other is not among the task's"):
         autojudge.Search.of(Mined(tmp_path, task, None, None), llama, [{"id": "other"}])
 
 
-def test_the_exact_mcnemar_test_is_the_binomial_sum_over_the_differing_problems() -> None:
-    right = {"a": "1" * 9 + "0" + "11" + "00", "b": "0" * 9 + "1" + "11" + "00", "same": "1" * 14}
+def test_the_exact_mcnemar_test_is_the_binomial_sum_over_the_differing_problems() -> (
+    None
+):
+    right = {
+        "a": "1" * 9 + "0" + "11" + "00",
+        "b": "0" * 9 + "1" + "11" + "00",
+        "same": "1" * 14,
+    }
     test = paired.mcnemar("a", "b", right)
     assert (test.n, test.only_first, test.only_second) == (14, 9, 1)
-    assert test.p == pytest.approx(2 * (1 + 10) / 2**10)  # at most one of ten, on either side
+    # at most one of ten, on either side
+    assert test.p == pytest.approx(2 * (1 + 10) / 2**10)
     assert paired.mcnemar("a", "a", right).p == 1.0
 
 
 def test_right_answers_of_a_journal_are_ordered_by_problem(tmp_path: Path) -> None:
     lines = [
-        {"id": "test-2", "rule": "exact", "setting": "exact; window=4", "correct": True},
-        {"id": "test-1", "rule": "exact", "setting": "exact; window=4", "correct": False},
-        {"id": "test-1", "rule": "topk:3", "setting": "topk:3; window=4", "correct": True},
-        {"id": "test-2", "rule": "topk:3", "setting": "topk:3; window=4", "correct": True},
+        {
+            "id": "test-2",
+            "rule": "exact",
+            "setting": "exact; window=4",
+            "correct": True,
+        },
+        {
+            "id": "test-1",
+            "rule": "exact",
+            "setting": "exact; window=4",
+            "correct": False,
+        },
+        {
+            "id": "test-1",
+            "rule": "topk:3",
+            "setting": "topk:3; window=4",
+            "correct": True,
+        },
+        {
+            "id": "test-2",
+            "rule": "topk:3",
+            "setting": "topk:3; window=4",
+            "correct": True,
+        },
     ]
     path = tmp_path / "compare.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

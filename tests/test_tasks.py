@@ -31,15 +31,21 @@ def test_every_written_solution_is_right(author: str) -> None:
         steps = [operation for group in problem.groups for operation in group]
         results = {operation.result for operation in steps}
         for value, side, mark in re.findall(r"that is (\d+) (below|above) (\d+)", text):
-            assert int(mark) + (int(value) if side == "above" else -int(value)) in results, text
+            assert (
+                int(mark) + (int(value) if side == "above" else -int(value)) in results
+            ), text
         for value in re.findall(r"(?:twice|double) that would be (\d+)", text):
             assert int(value) / 2 in results, text
         for kind in re.findall(r"that is an (odd|even) number", text):
             assert kind in {"odd" if result % 2 else "even" for result in results}, text
-        results_said = re.findall(r"(?:= |to \w+ )(\d+)", re.sub(r"as a check, [^.]*\.", "", text))
+        results_said = re.findall(
+            r"(?:= |to \w+ )(\d+)", re.sub(r"as a check, [^.]*\.", "", text)
+        )
         assert TASK.answer(text) == results_said[-1], text
         assert all(operation.result >= 0 and operation.y > 0 for operation in steps)
-        assert all(operation.x % operation.y == 0 for operation in steps if operation.op == "/")
+        assert all(
+            operation.x % operation.y == 0 for operation in steps if operation.op == "/"
+        )
 
 
 def asked_of(text: str, amounts: dict[str, int]) -> int:
@@ -68,9 +74,13 @@ def read_compare(text: str) -> int | None:
         if times
         else have[a] + int(k) * (1 if side == "more" else -1)
     )
-    for giver, given, taker in re.findall(r"Then (\w+) gives (\d+) \w+ to (\w+)\.", text):
+    for giver, given, taker in re.findall(
+        r"Then (\w+) gives (\d+) \w+ to (\w+)\.", text
+    ):
         have[giver], have[taker] = have[giver] - int(given), have[taker] + int(given)
-    for taker, given, giver in re.findall(r"Then (\w+) gets (\d+) \w+ from (\w+)\.", text):
+    for taker, given, giver in re.findall(
+        r"Then (\w+) gets (\d+) \w+ from (\w+)\.", text
+    ):
         have[giver], have[taker] = have[giver] - int(given), have[taker] + int(given)
     assert f"How many more {unit} " in text or text.endswith("do they have together?")
     return asked_of(text, have)
@@ -152,7 +162,10 @@ def test_samples_are_the_same_every_time_and_splits_differ() -> None:
 def test_the_two_authors_word_things_differently() -> None:
     problems = [wordmath.problem("check", i) for i in range(50)]
     written = [
-        [wordmath.solution(problem, author, random.Random(1)) for author in ("target", "draft")]
+        [
+            wordmath.solution(problem, author, random.Random(1))
+            for author in ("target", "draft")
+        ]
         for problem in problems
     ]
     assert all(a != b for a, b in written)
@@ -183,15 +196,21 @@ def test_two_missing_answers_are_not_the_same() -> None:
 
 
 def write(path: Path, rows: list) -> Path:
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    path.write_text(
+        "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
+    )
     return path
 
 
 def test_a_jsonl_task(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{i}", "reference": f"because … #### {i}"} for i in range(10)]
-    task = lenience.task(str(write(tmp_path / "t.jsonl", rows)), answer="after:####", same="number")
+    task = lenience.task(
+        str(write(tmp_path / "t.jsonl", rows)), answer="after:####", same="number"
+    )
     test = take(task, "test", None)
-    assert [sample.prompt for sample in test] == ["p4", "p9"] and test[0].reference == "4"
+    assert [sample.prompt for sample in test] == ["p4", "p9"] and test[
+        0
+    ].reference == "4"
     assert len(take(task, "train", None)) == 8
     assert task.correct("I think\n#### 4.0", test[0]) and not task.correct("4", test[0])
     assert (
@@ -209,11 +228,15 @@ def test_a_jsonl_task_with_splits_messages_and_choices(tmp_path: Path) -> None:
         {"prompt": "x", "split": "train"},
     ]
     task = lenience.task(
-        str(write(tmp_path / "t.jsonl", rows)), answer="regex:answer: (.*)", same="choice"
+        str(write(tmp_path / "t.jsonl", rows)),
+        answer="regex:answer: (.*)",
+        same="choice",
     )
     (sample,) = take(task, "test", None)
     assert (sample.id, sample.prompt) == ("q1", messages)
-    assert task.correct("answer: (b)", sample) and task.correct("answer: A\nanswer: B", sample)
+    assert task.correct("answer: (b)", sample) and task.correct(
+        "answer: A\nanswer: B", sample
+    )
     assert task.same("B", "no letter here stands") is None
     exported = write(
         tmp_path / "e.jsonl", [{"prompt": None, "messages": messages, "split": "test"}]
@@ -226,7 +249,10 @@ def test_a_jsonl_task_with_splits_messages_and_choices(tmp_path: Path) -> None:
 
 def test_rows_as_they_are_published(tmp_path: Path) -> None:
     """Compressed, in several files that are the splits, under other names; JSON lists as well."""
-    rows = [{"question": f"q{i}", "answer": f"because\n#### {i}", "hard": True} for i in range(7)]
+    rows = [
+        {"question": f"q{i}", "answer": f"because\n#### {i}", "hard": True}
+        for i in range(7)
+    ]
     with gzip.open(tmp_path / "train.jsonl.gz", "wt") as file:
         file.write("\n".join(map(json.dumps, rows[:5])))
     (tmp_path / "test.json").write_text(json.dumps(rows[5:], indent=1))
@@ -235,7 +261,10 @@ def test_rows_as_they_are_published(tmp_path: Path) -> None:
     task = lenience.task(files, prompt_field="question", **named)
     train, test = take(task, "train", None), take(task, "test", None)
     assert [one.prompt for one in train] == [f"q{i}" for i in range(5)]
-    assert [(one.id, one.reference) for one in test] == [("test-1", "5"), ("test-2", "6")]
+    assert [(one.id, one.reference) for one in test] == [
+        ("test-1", "5"),
+        ("test-2", "6"),
+    ]
     assert isinstance(task, JsonlTask) and task.unread == ["hard"]
     assert dict(test[0].metadata) == {"hard": True}
     filled = lenience.task(files, prompt_template="{hard}? {question}\n{{A}}:", **named)
@@ -254,13 +283,21 @@ def test_files_that_are_splits(tmp_path: Path) -> None:
     assert [one.id for one in take(both, "test", 2)] == ["gsm-test-0", "gsm-test-1"]
     assert len(take(both, "train", None)) == len(take(both, "test", None)) == 5
     mixed = f"{named['gsm_train']},{named['testimonials']}"
-    with pytest.raises(InputError, match=r"testimonials.jsonl, line 1: says no split, as others"):
+    with pytest.raises(
+        InputError, match=r"testimonials.jsonl, line 1: says no split, as others"
+    ):
         lenience.task(mixed, answer="choice")
-    neither = lenience.task(f"{named['testimonials']},{named['trainee']}", answer="choice")
+    neither = lenience.task(
+        f"{named['testimonials']},{named['trainee']}", answer="choice"
+    )
     assert len(take(neither, "train", None)) == 8, "every fifth row is test"
     (tmp_path / "b").mkdir()
     again = write(tmp_path / "b/gsm_train.jsonl", rows)
-    assert len(take(lenience.task(f"{named['gsm_train']},{again}", answer="choice"), "train", 99))
+    assert len(
+        take(
+            lenience.task(f"{named['gsm_train']},{again}", answer="choice"), "train", 99
+        )
+    )
 
 
 def test_rows_that_have_other_names_are_told_how_to_be_read(tmp_path: Path) -> None:
@@ -268,13 +305,19 @@ def test_rows_that_have_other_names_are_told_how_to_be_read(tmp_path: Path) -> N
     for options, says in (
         ({}, "it has question, answer: --prompt-field question"),
         ({"prompt_field": "text"}, 'needs a "text"'),
-        ({"prompt_field": "question"}, r"reads its answer \(--reference-field answer\?\)"),
+        (
+            {"prompt_field": "question"},
+            r"reads its answer \(--reference-field answer\?\)",
+        ),
         ({"prompt_template": "{x}"}, "lacks 'x'.*it has question, answer"),
         ({"prompt_template": "{"}, "braces twice"),
         ({"prompt_template": "{}"}, "braces twice"),
         ({"prompt_template": "{question[a]}"}, "braces twice"),
         ({"prompt_template": "x", "prompt_field": "x"}, "both say the prompt"),
-        ({"prompt_field": "question", "reference_field": "answer"}, "try --answer number-after"),
+        (
+            {"prompt_field": "question", "reference_field": "answer"},
+            "try --answer number-after",
+        ),
     ):
         with pytest.raises(InputError, match=says):
             lenience.task(path, **options)
@@ -310,12 +353,26 @@ def test_rows_that_have_other_names_are_told_how_to_be_read(tmp_path: Path) -> N
         ({"messages": [1, 2]}, {}, "line 2: needs"),
         ({"prompt": None}, {}, "line 2: needs"),
         ({"prompt": "x"}, {"answer": "regex:("}, "not a regular expression"),
-        ({"prompt": "x"}, {"answer": "choice", "same": "vibes"}, "number, text, choice"),
-        ({"prompt": "x"}, {"answer": "number-after"}, "number-after:MARKER, last-number, boxed"),
-        ({"prompt": "x"}, {"answer": "choice:A"}, "number-after:MARKER, last-number, boxed"),
+        (
+            {"prompt": "x"},
+            {"answer": "choice", "same": "vibes"},
+            "number, text, choice",
+        ),
+        (
+            {"prompt": "x"},
+            {"answer": "number-after"},
+            "number-after:MARKER, last-number, boxed",
+        ),
+        (
+            {"prompt": "x"},
+            {"answer": "choice:A"},
+            "number-after:MARKER, last-number, boxed",
+        ),
     ],
 )
-def test_wrong_jsonl_tasks_are_told(row, options: dict, says: str, tmp_path: Path) -> None:
+def test_wrong_jsonl_tasks_are_told(
+    row, options: dict, says: str, tmp_path: Path
+) -> None:
     path = write(tmp_path / "t.jsonl", [{"prompt": "fine"}, row])
     with pytest.raises(InputError, match=says):
         lenience.task(str(path), **options)
@@ -346,13 +403,18 @@ def test_wrong_jsonl_tasks_are_told(row, options: dict, says: str, tmp_path: Pat
         ("####\n\nno\n5", None),
     ],
 )
-def test_the_number_after_a_marker(text: str, found: float | None, tmp_path: Path) -> None:
+def test_the_number_after_a_marker(
+    text: str, found: float | None, tmp_path: Path
+) -> None:
     path = write(tmp_path / "t.jsonl", [{"prompt": "x"}])
     task = lenience.task(str(path), answer="number-after:####")
     answer = task.answer(text)
     assert (answer is None) == (found is None)
     if found is not None:
-        assert task.same(answer, str(found)) is True and task.same(answer, str(found + 1)) is False
+        assert (
+            task.same(answer, str(found)) is True
+            and task.same(answer, str(found + 1)) is False
+        )
 
 
 @pytest.mark.parametrize(
@@ -372,7 +434,9 @@ def test_the_number_after_a_marker(text: str, found: float | None, tmp_path: Pat
         ("", None),
     ],
 )
-def test_the_letter_that_is_chosen(text: str, letter: str | None, tmp_path: Path) -> None:
+def test_the_letter_that_is_chosen(
+    text: str, letter: str | None, tmp_path: Path
+) -> None:
     path = write(tmp_path / "t.jsonl", [{"prompt": "x"}])
     assert lenience.task(str(path), answer="choice").answer(text) == letter
 
@@ -380,7 +444,9 @@ def test_the_letter_that_is_chosen(text: str, letter: str | None, tmp_path: Path
 def test_what_is_boxed_and_the_last_number(tmp_path: Path) -> None:
     path = str(write(tmp_path / "t.jsonl", [{"prompt": "x"}]))
     boxed = lenience.task(path, answer="boxed")
-    assert boxed.answer(r"\boxed{1} so \boxed{\frac{1}{2}} and \boxed{3") == r"\frac{1}{2}"
+    assert (
+        boxed.answer(r"\boxed{1} so \boxed{\frac{1}{2}} and \boxed{3") == r"\frac{1}{2}"
+    )
     assert boxed.answer(r"\boxed{}") is None and boxed.answer("18") is None
     assert boxed.same("X  y", "x y") is True
     last = lenience.task(path, answer="last-number")
@@ -404,7 +470,9 @@ def test_how_answers_are_found_must_be_said(
 ) -> None:
     rows = [{"prompt": "x", "reference": reference} for reference in references]
     path = write(tmp_path / "t.jsonl", rows)
-    with pytest.raises(InputError, match=r"say how answers are found \(--answer\)") as error:
+    with pytest.raises(
+        InputError, match=r"say how answers are found \(--answer\)"
+    ) as error:
         lenience.task(str(path))
     assert says in str(error.value)
 
@@ -459,7 +527,9 @@ def test_a_checker_that_raises_ends_the_run_or_counts_as_wrong() -> None:
             return int(a) == int(b)
 
         def score(self, pairs: list[tuple[str, Sample]]) -> list[Score]:
-            return [Score(float(text) == float(one.reference), 0.0) for text, one in pairs]
+            return [
+                Score(float(text) == float(one.reference), 0.0) for text, one in pairs
+            ]
 
         def loss(self, text: str, target_text: str, sample: Sample) -> float:
             return float(int(text) != int(target_text))
@@ -471,14 +541,18 @@ def test_a_checker_that_raises_ends_the_run_or_counts_as_wrong() -> None:
         lambda: task.score([("one", a)]),
         lambda: task.loss("one", "1", a),
     ):
-        with pytest.raises(RuntimeError, match=r"'raises', sample a: .* failed with ValueErr"):
+        with pytest.raises(
+            RuntimeError, match=r"'raises', sample a: .* failed with ValueErr"
+        ):
             call()
 
     class Wrong(Raises):
         failures_are_wrong = True
 
     task = as_task(Wrong())
-    with pytest.warns(UserWarning, match="sample a: answer failed with ValueError.*as others will"):
+    with pytest.warns(
+        UserWarning, match="sample a: answer failed with ValueError.*as others will"
+    ):
         assert task.answer("one", a) is None
     assert task.answer("1", a) == "1" and task.same("1", "one", a) is False
     assert task.same(None, "1", a) is None, "a missing answer is never another one"
@@ -516,7 +590,9 @@ def test_a_tasks_own_options_are_not_mistaken_for_samples() -> None:
     task = as_task(WithOptions())
     (sample,) = take(task, "test", None)
     assert sample.id == "7"
-    assert task.answer(" x ", sample) == "x" and task.same("1", "1.0001", sample) is True
+    assert (
+        task.answer(" x ", sample) == "x" and task.same("1", "1.0001", sample) is True
+    )
     assert task.has_loss and task.loss("", "", sample) == 0.5
 
 

@@ -74,7 +74,9 @@ def test_paths_depths_and_lineages_are_those_of_walking_up(
     said = [tokens[i] for i in path]
     assert said == sequence[: len(said)] and (not path or up(path[-1]) == path)
     ends = [[tokens[i] for i in up(leaf)] for leaf in range(len(parents))]
-    assert len(said) == max(n for n in range(len(sequence) + 1) if sequence[:n] in [[], *ends])
+    assert len(said) == max(
+        n for n in range(len(sequence) + 1) if sequence[:n] in [[], *ends]
+    )
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -92,10 +94,18 @@ def test_strict_answers_are_the_targets_own_alone_and_in_batches(
         outs = pair.generate_batch(prompts, tree=tree, batch_size=batch_size, **options)
         assert [out.tokens for out in outs] == [out.tokens for out in alone]
     assert sum(out.target_passes for out in outs) < sum(len(out.tokens) for out in outs)
-    sampled = pair.generate_batch(prompts, rule="target", temperature=0.9, seed=4, **options)
+    sampled = pair.generate_batch(
+        prompts, rule="target", temperature=0.9, seed=4, **options
+    )
     for rule in ("exact", "speculative"):
         outs = pair.generate_batch(
-            prompts, rule=rule, tree=tree, temperature=0.9, seed=4, batch_size=3, **options
+            prompts,
+            rule=rule,
+            tree=tree,
+            temperature=0.9,
+            seed=4,
+            batch_size=3,
+            **options,
         )
         assert [out.tokens for out in outs] == [out.tokens for out in sampled]
 
@@ -127,11 +137,15 @@ def test_trees_through_exported_and_recorded_passes(
     alone = pair.generate_batch(prompts, rule="target", max_new_tokens=40)
     for size in (1, 2):
         for tree in ("dynamic:9", "cartesian:3,2,1"):
-            outs = pair.generate_batch(prompts, tree=tree, batch_size=size, max_new_tokens=40)
+            outs = pair.generate_batch(
+                prompts, tree=tree, batch_size=size, max_new_tokens=40
+            )
             assert [out.tokens for out in outs] == [out.tokens for out in alone]
 
 
-def test_the_end_of_a_context_cuts_a_tree(checkpoints: Callable[[str], tuple[str, str]]) -> None:
+def test_the_end_of_a_context_cuts_a_tree(
+    checkpoints: Callable[[str], tuple[str, str]],
+) -> None:
     pair = load_pair(*checkpoints("gpt2"), dtype="float32", compile=False)
     prompt = [1 + i % 40 for i in range(240)]
     out = pair.generate(prompt, tree="dynamic:12", max_new_tokens=100)
@@ -147,7 +161,9 @@ def trees_of(seed: int, rows: int, n: int) -> tuple[Draft, Reading, Context]:
     tokens = torch.zeros(rows, n, dtype=torch.long)
     for b in range(rows):
         for i in range(n):
-            taken = {int(tokens[b, j]) for j in range(i) if parents[b][j] == parents[b][i]}
+            taken = {
+                int(tokens[b, j]) for j in range(i) if parents[b][j] == parents[b][i]
+            }
             tokens[b, i] = int(rng.choice([t for t in range(n + 2) if t not in taken]))
     generator = torch.Generator().manual_seed(seed)
     shape = (rows, n + 1, VOCABULARY)
@@ -157,7 +173,9 @@ def trees_of(seed: int, rows: int, n: int) -> tuple[Draft, Reading, Context]:
     hidden = torch.randn(rows, n + 1, 8, generator=generator)
     lengths = torch.tensor([int(rng.integers(0, n + 1)) for _ in range(rows)])
     draft = Draft(tokens, lengths, drafted, parents=parents)
-    ctx = Context([Row(Noise(seed, bytes([b])), [1, 2], position=b) for b in range(rows)])
+    ctx = Context(
+        [Row(Noise(seed, bytes([b])), [1, 2], position=b) for b in range(rows)]
+    )
     return draft, Reading(logits, hidden), ctx
 
 
@@ -176,7 +194,9 @@ def judges(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("rule", (*LENIENT, "judge:{judges}/draft", "judge:{judges}/previous"))
+@pytest.mark.parametrize(
+    "rule", (*LENIENT, "judge:{judges}/draft", "judge:{judges}/previous")
+)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @settings(max_examples=25)
 @given(seed=st.integers(0, 10_000))
@@ -201,11 +221,15 @@ def test_the_deepest_path_that_the_rule_accepts_is_kept(
                 torch.tensor([len(path)]),
                 draft.logits[b : b + 1, path] if draft.logits is not None else None,
             )
-            own = Reading(reading.logits[b : b + 1, places], reading.hidden[b : b + 1, places])
+            own = Reading(
+                reading.logits[b : b + 1, places], reading.hidden[b : b + 1, places]
+            )
             alone = Context([ctx.rows[b]], temperature, on_trees=True)
             (said,) = parsed(chain, own, alone)
             assert [verdict.exact[i] for i in path] == said.exact
-            found.append((said.num_accepted, sum(said.exact[: said.num_accepted]), path, said))
+            found.append(
+                (said.num_accepted, sum(said.exact[: said.num_accepted]), path, said)
+            )
         deepest = max(kept for kept, *_ in found)
         assert verdict.num_accepted == deepest
         best = next(one for one in found if one[:2] == max(one[:2] for one in found))
@@ -227,7 +251,9 @@ def test_a_lenient_tree_counts_what_the_strict_rule_would_keep(llama: Pair) -> N
     assert out.tokens_per_pass == len(out.tokens) / out.target_passes
 
 
-def likeliest(log_probs: Callable[[tuple[int, ...]], torch.Tensor], nodes: int, depth: int) -> set:
+def likeliest(
+    log_probs: Callable[[tuple[int, ...]], torch.Tensor], nodes: int, depth: int
+) -> set:
     """Of all paths up to a depth those of the highest probability, by trying all."""
     return {path for _, path in best_paths(log_probs, nodes, depth)}
 
@@ -289,9 +315,13 @@ def test_a_dynamic_tree_has_the_likeliest_paths(
     assert found == likeliest(log_probs, nodes, next(small, depth))
 
 
-def _padded(expand: Callable[[Level | None], torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _padded(
+    expand: Callable[[Level | None], torch.Tensor],
+) -> Callable[..., torch.Tensor]:
     """As wide as a vocabulary of 256, of which four tokens are possible."""
-    return lambda level: torch.nn.functional.pad(expand(level), (0, 252), value=-torch.inf)
+    return lambda level: torch.nn.functional.pad(
+        expand(level), (0, 252), value=-torch.inf
+    )
 
 
 def test_a_tree_can_rank_paths_at_a_temperature() -> None:
@@ -308,8 +338,12 @@ def test_a_tree_can_rank_paths_at_a_temperature() -> None:
 
         (grown,) = tree.grow(expand, ctx, Ends([2], frozenset()))
         ((path, *more),) = [paths(grown.parents)]
-        assert (len(more) == 1) == other, "a second branch, or a second token on the first"
-        assert grown.tokens == ([0, 1] if other else [0, 0]) and len(path) == (1 if other else 2)
+        assert (len(more) == 1) == other, (
+            "a second branch, or a second token on the first"
+        )
+        assert grown.tokens == ([0, 1] if other else [0, 0]) and len(path) == (
+            1 if other else 2
+        )
 
 
 def test_a_tree_is_cut_at_a_depth() -> None:
@@ -339,7 +373,10 @@ def test_a_tree_is_cut_at_a_depth() -> None:
             {"tree": "dynamic:8", "rule": "block", "temperature": 0.5},
             "block: needs drawn tokens",
         ),
-        ({"tree": "dynamic:8", "rule": "lenient:0.5", "temperature": 0.5}, "lenient:0.5: needs"),
+        (
+            {"tree": "dynamic:8", "rule": "lenient:0.5", "temperature": 0.5},
+            "lenient:0.5: needs",
+        ),
     ],
 )
 def test_what_trees_cannot_do_is_refused_by_name(
@@ -377,25 +414,32 @@ def test_a_long_prompt_before_a_tree_is_read_without_a_mask_over_all_of_it(
     monkeypatch.setattr("lenience.models.session.LARGEST_BEFORE_TREES", 100 * 100)
     prompts = [[1 + (7 * i) % 40 for i in range(150)], [5, 6, 7], list(range(1, 30))]
     for size in (1, 3):
-        outs = llama.generate_batch(prompts, tree="dynamic:8", batch_size=size, max_new_tokens=20)
+        outs = llama.generate_batch(
+            prompts, tree="dynamic:8", batch_size=size, max_new_tokens=20
+        )
         for prompt, out in zip(prompts, outs):
             alone = llama.generate(prompt, rule="target", max_new_tokens=20)
             assert out.tokens == alone.tokens
             # each token of the prompt is read once; together rows are read as wide as the widest
             if size == 1:
-                assert out.target_tokens <= len(prompt) + out.drafted + out.target_passes
+                assert (
+                    out.target_tokens <= len(prompt) + out.drafted + out.target_passes
+                )
     assert read and max(read) <= 1 + 29 + 8
 
 
 def test_trees_too_large_for_memory_are_refused(
     llama: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(InputError, match="a tree of up to 1200 tokens, and at most 1024"):
+    with pytest.raises(
+        InputError, match="a tree of up to 1200 tokens, and at most 1024"
+    ):
         llama.generate([1, 2, 3], drafter="suffix|model", tree="dynamic:600")
     monkeypatch.setattr("lenience.models.memory.free_bytes", lambda device: 1 << 20)
     assert llama.generate([1, 2, 3], tree="dynamic:8", max_new_tokens=8).tokens
     with pytest.raises(
-        InputError, match=r"of KV cache and masks of trees .*, the tree.s size or the window"
+        InputError,
+        match=r"of KV cache and masks of trees .*, the tree.s size or the window",
     ):
         llama.generate([1, 2, 3], tree="dynamic:1000", max_new_tokens=200)
 
@@ -410,14 +454,20 @@ ALIBI = {
 
 
 @pytest.mark.parametrize("name", ALIBI)
-def test_positions_from_the_cache_are_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_positions_from_the_cache_are_refused_by_name(
+    name: str, tmp_path: Path
+) -> None:
     """ALiBi's are counted along the cache, so that a tree's tokens would stand too far behind."""
-    models = [str(save_model(tmp_path / role, ALIBI[name], 1)) for role in ("target", "draft")]
+    models = [
+        str(save_model(tmp_path / role, ALIBI[name], 1)) for role in ("target", "draft")
+    ]
     pair = load_pair(*models, dtype="float32", compile=False)
     with pytest.raises(InputError, match=r"target .*cannot read a tree") as told:
         pair.generate([1, 2, 3], tree="dynamic:8")
     eager = pair.target.model.config._attn_implementation == "eager"
-    assert ("attn_implementation eager" in str(told.value)) is not eager, "that is no mend then"
+    assert ("attn_implementation eager" in str(told.value)) is not eager, (
+        "that is no mend then"
+    )
 
 
 def test_attentions_without_masks_are_refused_by_name(
@@ -434,7 +484,11 @@ def test_a_tree_of_the_same_tokens_and_other_parents_is_read_anew(llama: Pair) -
     session = Session(llama.target)
     session.read([prefix + tokens], 5, parents=[[-1, 0, 1, 2]])
     again = session.read([prefix + tokens], 2, parents=[[-1, -1, 1, 2]]).hidden
-    fresh = Session(llama.target).read([prefix + tokens], 2, parents=[[-1, -1, 1, 2]]).hidden
+    fresh = (
+        Session(llama.target)
+        .read([prefix + tokens], 2, parents=[[-1, -1, 1, 2]])
+        .hidden
+    )
     torch.testing.assert_close(again, fresh)
 
 
@@ -447,7 +501,9 @@ def test_a_tree_that_is_read_in_parts_is_read_rightly(
     prompts = [[5, 6, 7], list(range(1, 20))]
     alone = pair.generate_batch(prompts, rule="target", max_new_tokens=40)
     monkeypatch.setattr(onnx_graph, "LARGEST_SCORES", 4 * 2 * 5 * 160)
-    outs = pair.generate_batch(prompts, tree="dynamic:16", batch_size=2, max_new_tokens=40)
+    outs = pair.generate_batch(
+        prompts, tree="dynamic:16", batch_size=2, max_new_tokens=40
+    )
     assert [out.tokens for out in outs] == [out.tokens for out in alone]
 
 
@@ -456,15 +512,23 @@ def test_rows_at_the_end_of_a_context_and_others_share_trees(
     drafter: str, checkpoints: Callable[[str], tuple[str, str]]
 ) -> None:
     pair = load_pair(*checkpoints("gpt2"), dtype="float32", compile=False)
-    prompts = [[1 + i % 40 for i in range(240)], [5, 6, 7], [1 + i % 7 for i in range(250)]]
+    prompts = [
+        [1 + i % 40 for i in range(240)],
+        [5, 6, 7],
+        [1 + i % 7 for i in range(250)],
+    ]
     options = {"max_new_tokens": 60, "batch_size": 3}
     alone = pair.generate_batch(prompts, rule="target", **options)
     for compiled in (False, True):
         if compiled:
             assert pair.compile()
-        outs = pair.generate_batch(prompts, drafter=drafter, tree="dynamic:12", **options)
+        outs = pair.generate_batch(
+            prompts, drafter=drafter, tree="dynamic:12", **options
+        )
         assert [out.tokens for out in outs] == [out.tokens for out in alone]
-    pair.generate(prompts[2], drafter=drafter, tree="dynamic:12", window="auto", max_new_tokens=4)
+    pair.generate(
+        prompts[2], drafter=drafter, tree="dynamic:12", window="auto", max_new_tokens=4
+    )
 
 
 def test_trees_of_a_model_with_processors(
@@ -511,6 +575,6 @@ def test_what_is_picked_is_what_is_estimated_to_be_fastest(
         "_cycle_seconds",
         lambda ids, size, setup: {8: seconds.get(str(setup.tree), 2.0)},
     )
-    assert llama.settle([[3, 4, 5]], tree="auto", window="auto", seed=9).tree == parse_tree(
-        "dynamic:8"
-    )
+    assert llama.settle(
+        [[3, 4, 5]], tree="auto", window="auto", seed=9
+    ).tree == parse_tree("dynamic:8")

@@ -52,14 +52,19 @@ class Clock:
         return SimpleNamespace(tokens=[1] * 60, seconds=60 / speed)
 
 
-def test_a_race_finds_the_fastest_of_each_group_and_tells_its_speed_in_the_final() -> None:
+def test_a_race_finds_the_fastest_of_each_group_and_tells_its_speed_in_the_final() -> (
+    None
+):
     groups = [
         [Decoder.of(rule=rule, window=window) for window in (2, 4, 8, 16)]
         for rule in ("exact", "topk:2")
     ]
-    speeds = {str(one): 100.0 + 10 * i for group in groups for i, one in enumerate(group)}
+    speeds = {
+        str(one): 100.0 + 10 * i for group in groups for i, one in enumerate(group)
+    }
     prompts = [f"p{i}" for i in range(12)]
-    lucky = str(groups[1][3])  # five times as fast while others drop out, never in the final
+    # five times as fast while others drop out, never in the final
+    lucky = str(groups[1][3])
     heats = sum(n for n, _ in HEATS)
     luck = {(prompt, lucky): 5.0 for prompt in prompts[:heats]}
     clock = Clock(speeds, luck)
@@ -74,17 +79,27 @@ def test_a_race_finds_the_fastest_of_each_group_and_tells_its_speed_in_the_final
 
 def test_what_is_clearly_slower_than_a_stricter_setting_is_left_out() -> None:
     speeds = [8, 9, 12, 11, 10, 15, 14]
-    chain = [Raced(setting=str(i), tokens_per_second=speed) for i, speed in enumerate(speeds)]
+    chain = [
+        Raced(setting=str(i), tokens_per_second=speed) for i, speed in enumerate(speeds)
+    ]
     lossless = Raced(setting="exact", tokens_per_second=10)
     assert [one.setting for one in _fast(lossless, chain)] == ["1", "2", "3", "5", "6"]
     assert _fast(lossless, chain[:2]) == [], "nothing is as fast as what loses nothing"
     nearly = Raced(setting="7", tokens_per_second=9.8)
-    assert _fast(lossless, [*chain[:2], nearly]) == [chain[1], nearly], "unlucky in the race"
+    assert _fast(lossless, [*chain[:2], nearly]) == [chain[1], nearly], (
+        "unlucky in the race"
+    )
 
 
 def test_the_last_of_a_chain_with_the_most_tokens_per_pass_is_the_best() -> None:
     def row(rule: str, tokens: float, passed: bool) -> TriedSetting:
-        numbers = {"window": 8, "n": 9, "losses": 0.0, "upper_bound": 0.1, "accuracy": 1.0}
+        numbers = {
+            "window": 8,
+            "n": 9,
+            "losses": 0.0,
+            "upper_bound": 0.1,
+            "accuracy": 1.0,
+        }
         found = {"hopeless": False, "tokens_per_pass": tokens, "target_accuracy": 1.0}
         return TriedSetting(rule=rule, passed=passed, **numbers, **found)
 
@@ -97,7 +112,9 @@ def test_the_last_of_a_chain_with_the_most_tokens_per_pass_is_the_best() -> None
 def test_what_may_be_the_fastest_is_timed_anew_and_leniency_has_to_pay() -> None:
     """What is clearly slower by the race is not, but for what is lossless; within three hundredths
     of the fastest, what is lossless is as fast."""
-    strict, *lenient = (Decoder.parse(rule) for rule in ("exact", "kl:0.1", "kl:0.4", "topk:2"))
+    strict, *lenient = (
+        Decoder.parse(rule) for rule in ("exact", "kl:0.1", "kl:0.4", "topk:2")
+    )
     raced = dict(zip(map(str, (strict, *lenient)), (10.0, 17.5, 20.0, 16.9)))
 
     def chosen(passed: list[Decoder], *speeds: float) -> Decoder:
@@ -107,7 +124,9 @@ def test_what_may_be_the_fastest_is_timed_anew_and_leniency_has_to_pay() -> None
         def take(settings, phase, progress):
             assert settings == choice.perhaps_fastest(passed)
             return {
-                one: Timed(setting=str(one), tokens=[60] * 2, seconds=[80 / speed, 40 / speed])
+                one: Timed(
+                    setting=str(one), tokens=[60] * 2, seconds=[80 / speed, 40 / speed]
+                )
                 for one, speed in zip(settings, known, strict=True)
             }
 
@@ -115,15 +134,21 @@ def test_what_may_be_the_fastest_is_timed_anew_and_leniency_has_to_pay() -> None
         choice = _Choice(raced, str(strict), turns, silent)
         return choice.fastest(passed)
 
-    assert chosen([strict, *lenient], 10, 12, 11) == lenient[0], "the last takes no turns"
+    assert chosen([strict, *lenient], 10, 12, 11) == lenient[0], (
+        "the last takes no turns"
+    )
     assert chosen([lenient[0]]) == lenient[0], "alone it takes none"
     passed = [strict, *lenient[:2]]
     assert chosen(passed, 97.1, 100, 99) == strict
     assert chosen(passed, 96.9, 100, 99) == lenient[0], "but no more than once"
-    assert chosen(passed, 50, 99, 100) == lenient[1], "only what is lossless is taken for as fast"
+    assert chosen(passed, 50, 99, 100) == lenient[1], (
+        "only what is lossless is taken for as fast"
+    )
 
 
-def test_how_many_times_as_fast_is_told_with_an_interval_over_the_same_prompts() -> None:
+def test_how_many_times_as_fast_is_told_with_an_interval_over_the_same_prompts() -> (
+    None
+):
     """Where each prompt has the same ratio nothing is unsure, however much prompts differ; where
     few prompts decide, the interval has both sides of one."""
     seconds = [0.5, 4.0, 1.0, 2.5, 0.25, 3.0]
@@ -173,7 +198,12 @@ def test_the_interval_has_the_true_ratio_as_often_as_it_says(n: int) -> None:
             4.0,
             "Nothing is gained over the fastest strict decoding. judge",
         ),
-        ("judge:run/judge@0.9", 4, None, "Whether anything is gained over the fastest strict"),
+        (
+            "judge:run/judge@0.9",
+            4,
+            None,
+            "Whether anything is gained over the fastest strict",
+        ),
         (
             "exact",
             4,
@@ -216,7 +246,9 @@ def test_what_is_gained_is_told_as_far_as_it_is_sure(
     assert said.startswith(begins)
     if rule and window:
         assert "times the target alone" in said
-        assert said.endswith("over 4 prompts), at a loss of at most 1.00% with 95% confidence")
+        assert said.endswith(
+            "over 4 prompts), at a loss of at most 1.00% with 95% confidence"
+        )
 
 
 def test_what_passed_is_told_the_fastest_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,9 +256,16 @@ def test_what_passed_is_told_the_fastest_first(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("lenience.cli.tables.say", said.append)
     print_passed([])
     assert not said
-    settings = {"exact; window=0": 3.0, "judge:run/judge@0.9; window=16": 0.5, "exact": 1.0}
+    settings = {
+        "exact; window=0": 3.0,
+        "judge:run/judge@0.9; window=16": 0.5,
+        "exact": 1.0,
+    }
     print_passed(
-        [Timed(setting=one, tokens=[60] * 4, seconds=[each] * 4) for one, each in settings.items()]
+        [
+            Timed(setting=one, tokens=[60] * 4, seconds=[each] * 4)
+            for one, each in settings.items()
+        ]
     )
     assert said[0].endswith(
         "timed anew on 4 prompts, in tokens/s: judge@0.9 (window 16) 120, exact (window 8) 60, "
@@ -255,17 +294,25 @@ def run(llama: Pair, tmp_path: Path) -> Path:
 
 def config(run: Path, max_drop: float = 0.9) -> TuneConfig:
     question = CertifyConfig(
-        (f"judge:{run / 'judge'}",), max_drop=max_drop, thresholds=(0.8, 0.4), limit=60, horizon=60
+        (f"judge:{run / 'judge'}",),
+        max_drop=max_drop,
+        thresholds=(0.8, 0.4),
+        limit=60,
+        horizon=60,
     )
     stops = ("fixed", f"head:{run / 'stop'}@0.5")
     return TuneConfig(question, windows=(2, 4), stops=stops, prompts=16)
 
 
-def test_what_is_tuned_is_certified_and_decoded_with(llama: Pair, task: Echo, run: Path) -> None:
+def test_what_is_tuned_is_certified_and_decoded_with(
+    llama: Pair, task: Echo, run: Path
+) -> None:
     made = tune(llama, task, run, config(run))
     certificate = made.certificate
     assert certificate == read_certificate(run)
-    tried = [Decoder.parse(one.setting) for one in (made.races.alone, made.races.strict)]
+    tried = [
+        Decoder.parse(one.setting) for one in (made.races.alone, made.races.strict)
+    ]
     assert [(str(one.rule), one.window == 0) for one in tried] == [
         ("exact", True),
         ("exact", False),
@@ -318,7 +365,9 @@ def test_what_passed_is_chosen_from_by_further_prompts(
         for one in dict.fromkeys(settings):
             speed = 50.0 if one.window == 0 else speeds[str(one.rule) != "exact"]
             each = [12] * len(prompts)
-            timed[one] = Timed(setting=str(one), tokens=each, seconds=[n / speed for n in each])
+            timed[one] = Timed(
+                setting=str(one), tokens=each, seconds=[n / speed for n in each]
+            )
         return timed
 
     monkeypatch.setattr("lenience.certification.tune.take_turns", known)
@@ -341,7 +390,9 @@ def test_what_passed_is_chosen_from_by_further_prompts(
     assert again.certificate == made.certificate and again.speeds == speeds
     assert not turns, "what was timed once stays"
     stricter = tune(llama, task, run, config(run, max_drop=0.3))
-    assert stricter.speeds and stricter.speeds.passed == [], "strict decoding alone passed"
+    assert stricter.speeds and stricter.speeds.passed == [], (
+        "strict decoding alone passed"
+    )
 
 
 def test_where_leniency_loses_too_much_strict_decoding_is_certified(
@@ -359,13 +410,19 @@ def test_a_certificate_that_is_withdrawn_is_not_timed(
     llama: Pair, task: Echo, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = tune(llama, task, run, config(run))
-    withdrawn = made.certificate.model_copy(update={"withdrawn": "it lost too much since"})
-    monkeypatch.setattr("lenience.certification.tune.certify", lambda *_, **__: withdrawn)
+    withdrawn = made.certificate.model_copy(
+        update={"withdrawn": "it lost too much since"}
+    )
+    monkeypatch.setattr(
+        "lenience.certification.tune.certify", lambda *_, **__: withdrawn
+    )
     again = tune(llama, task, run, config(run))
     assert again.speeds is None and "nothing is certified" in gained(again)
 
 
-def test_races_of_another_machine_are_run_again(llama: Pair, task: Echo, run: Path) -> None:
+def test_races_of_another_machine_are_run_again(
+    llama: Pair, task: Echo, run: Path
+) -> None:
     tune(llama, task, run, config(run))
     (path,) = run.glob("tuning/*/races.json")
     told = json.loads(path.read_text())
@@ -373,18 +430,30 @@ def test_races_of_another_machine_are_run_again(llama: Pair, task: Echo, run: Pa
     assert tune(llama, task, run, config(run)).races.machine == told["machine"]
 
 
-def test_judges_race_with_the_drafter_that_they_were_mined_with(llama: Pair, run: Path) -> None:
-    drafters, judge = ["model", "ngram", "ngram>model", "medusa"], f"judge:{run / 'judge'}@0.9"
+def test_judges_race_with_the_drafter_that_they_were_mined_with(
+    llama: Pair, run: Path
+) -> None:
+    drafters, judge = (
+        ["model", "ngram", "ngram>model", "medusa"],
+        f"judge:{run / 'judge'}@0.9",
+    )
     assert drafters_for(parse_rule(judge), drafters) == ["model", "ngram>model"]
     assert drafters_for(parse_rule("topk:2"), drafters) == drafters
-    weight, inputs = torch.zeros(llama.target.hidden_size), Inputs(("target",), ("draft",))
+    weight, inputs = (
+        torch.zeros(llama.target.hidden_size),
+        Inputs(("target",), ("draft",)),
+    )
     Head(weight, 0.0, inputs, 0.5, llama.fingerprints).save(run / "anywhere")
-    with pytest.warns(UserWarning, match="drafter suffix: a judge that was mined with the draft"):
+    with pytest.warns(
+        UserWarning, match="drafter suffix: a judge that was mined with the draft"
+    ):
         llama.decoder({"rule": f"judge:{run / 'anywhere'}@0.9", "drafter": "suffix"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         llama.decoder({"rule": judge})
-        llama.decoder({"rule": f"judge:{run / 'anywhere'}@0.9", "drafter": "suffix>model"})
+        llama.decoder(
+            {"rule": f"judge:{run / 'anywhere'}@0.9", "drafter": "suffix>model"}
+        )
         llama.decoder({"rule": "topk:2", "drafter": "suffix"})
 
 
@@ -420,11 +489,17 @@ def test_chains_of_whole_decoders_are_certified_as_they_are_given(
 
     stop = f"head:{run / 'stop'}@0.5"
     chain = ("exact; window=2", f"topk:2; window=3; stop={stop}")
-    asked = CertifyConfig(settings=(chain,), max_drop=0.9, limit=40, options={"window": 5})
+    asked = CertifyConfig(
+        settings=(chain,), max_drop=0.9, limit=40, options={"window": 5}
+    )
     certificate = certify(llama, task, run, asked)
     certified = certificate.certified
     assert certified is not None
-    assert (certified.rule, certified.window, certified.options) == ("topk:2", 3, {"stop": stop})
+    assert (certified.rule, certified.window, certified.options) == (
+        "topk:2",
+        3,
+        {"stop": stop},
+    )
     assert (certificate.binds["window"], certificate.binds["stop"]) == (3, stop)
     assert certified.heads == {str(run / "stop"): "stop"}
     run.rename(run.with_name("moved"))

@@ -123,10 +123,14 @@ def samples() -> list[Sample]:
 
 def params(dial: object = None, **options: Any) -> SamplingParams:
     extra = None if dial is None else {"lenience": dial}
-    return SamplingParams(**{"temperature": 0, "max_tokens": 160, "extra_args": extra, **options})
+    return SamplingParams(
+        **{"temperature": 0, "max_tokens": 160, "extra_args": extra, **options}
+    )
 
 
-def answers(engine: Any, samples: list[Sample], *asked: SamplingParams) -> list[list[Any]]:
+def answers(
+    engine: Any, samples: list[Sample], *asked: SamplingParams
+) -> list[list[Any]]:
     """Each prompt's outputs for each of the parameters, all in one batch."""
     prompts = [sample.prompt for sample in samples for _ in asked]
     outs = engine.generate(prompts, [*asked] * len(samples), use_tqdm=False)
@@ -158,7 +162,11 @@ def test_requests_of_different_dials_share_a_batch(
 ) -> None:
     """The strict ones are transformers' own answers; the lenient ones what our loop comes to that
     begins, as vLLM does, with a token of the target's own."""
-    rules = [f"{judge}@0.5", f"{judge}@0.8", *(rule for rule in allowed if "fuzzy" not in rule)]
+    rules = [
+        f"{judge}@0.5",
+        f"{judge}@0.8",
+        *(rule for rule in allowed if "fuzzy" not in rule),
+    ]
     asked = [params("exact"), params(), params(0.8), *map(params, rules[2:])]
     differing = dict.fromkeys(rules, 0)
     for sample, (strict, *lenient) in zip(samples, answers(engine, samples, *asked)):
@@ -166,7 +174,9 @@ def test_requests_of_different_dials_share_a_batch(
         prompt = pair.target.encode(sample.prompt)
         for rule, out in zip(rules, lenient):
             first = list(out.outputs[0].token_ids)[:1]
-            own = pair.generate(prompt + first, rule=rule, window=WINDOW, max_new_tokens=159)
+            own = pair.generate(
+                prompt + first, rule=rule, window=WINDOW, max_new_tokens=159
+            )
             assert tokens(out) == first + [token for token in own.tokens if token]
             differing[rule] += tokens(out) != tokens(strict)
             counted = counts(out)
@@ -178,20 +188,28 @@ def test_requests_of_different_dials_share_a_batch(
     assert all(n for rule, n in differing.items() if "floor" not in rule), differing
 
 
-def test_more_lenient_dials_are_refused(engine: Any, judge: str, samples: list[Sample]) -> None:
+def test_more_lenient_dials_are_refused(
+    engine: Any, judge: str, samples: list[Sample]
+) -> None:
     for dial in ("topk:5", f"{judge}@0.4", 0.3):
-        with pytest.raises(VLLMValidationError, match="may be more lenient than the server's rule"):
+        with pytest.raises(
+            VLLMValidationError, match="may be more lenient than the server's rule"
+        ):
             answers(engine, samples[:1], params(dial))
     with pytest.raises(VLLMValidationError, match="keeps for sampled requests alone"):
         answers(engine, samples[:1], params("fuzzy:js@0.3"))
     assert tokens(answers(engine, samples[:1], params())[0][0])
 
 
-def test_log_probabilities_stay_the_targets(engine: Any, pair: Pair, samples: list[Sample]) -> None:
+def test_log_probabilities_stay_the_targets(
+    engine: Any, pair: Pair, samples: list[Sample]
+) -> None:
     (out,) = answers(engine, samples[:1], params("topk:2", logprobs=1))[0]
     prompt, new = list(out.prompt_token_ids), list(out.outputs[0].token_ids)
     with torch.inference_mode():
-        logits = pair.target.model(torch.tensor([prompt + new])).logits[0, len(prompt) - 1 : -1]
+        logits = pair.target.model(torch.tensor([prompt + new])).logits[
+            0, len(prompt) - 1 : -1
+        ]
     expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(new)[:, None])[:, 0]
     given = [place[token].logprob for place, token in zip(out.outputs[0].logprobs, new)]
     torch.testing.assert_close(torch.tensor(given), expected, atol=2e-3, rtol=2e-3)
@@ -205,7 +223,9 @@ def test_strict_dials_keep_the_sampled_distribution(
     """Goodness of fit of the first three tokens, of which all but one come from a drafted window:
     of a judge that accepts nothing, and of vLLM's own kernels."""
     n, prompt = 1500, samples[0].prompt
-    drawn = [params(dial, temperature=1.0, seed=seed, max_tokens=3) for seed in range(n)]
+    drawn = [
+        params(dial, temperature=1.0, seed=seed, max_tokens=3) for seed in range(n)
+    ]
     outs = engine.generate([prompt] * n, drawn, use_tqdm=False)
     seen: dict[tuple[int, ...], int] = {}
     for out in outs:
@@ -238,7 +258,9 @@ def test_a_greedy_request_is_the_same_among_sampled_ones(
     engine: Any, samples: list[Sample], dial: str
 ) -> None:
     alone = answers(engine, samples[:4], params(dial))
-    among = answers(engine, samples[:4], params(dial), params(dial, temperature=0.9, top_p=0.9))
+    among = answers(
+        engine, samples[:4], params(dial), params(dial, temperature=0.9, top_p=0.9)
+    )
     assert [tokens(outs[0]) for outs in alone] == [tokens(outs[0]) for outs in among]
 
 
@@ -248,7 +270,10 @@ def test_a_token_that_is_rejected_and_drawn_again_ends_its_window(
 ) -> None:
     """As in our own loop, where a floor rejects the target's own choice."""
     rule = "topk:2,floor=0.7"
-    outs = [row[0] for row in answers(engine, samples, params(rule, temperature=temperature))]
+    outs = [
+        row[0]
+        for row in answers(engine, samples, params(rule, temperature=temperature))
+    ]
     own = [
         pair.generate(
             list(out.prompt_token_ids) + list(out.outputs[0].token_ids)[:1],
@@ -263,8 +288,12 @@ def test_a_token_that_is_rejected_and_drawn_again_ends_its_window(
         for out, ours in zip(outs, own):
             assert tokens(out)[1:] == [token for token in ours.tokens if token]
             assert counts(out)["passes"] == ours.target_passes
-    given = sum(len(tokens(out)) - 1 for out in outs) / sum(counts(out)["passes"] for out in outs)
-    ours_given = sum(len(out.tokens) for out in own) / sum(out.target_passes for out in own)
+    given = sum(len(tokens(out)) - 1 for out in outs) / sum(
+        counts(out)["passes"] for out in outs
+    )
+    ours_given = sum(len(out.tokens) for out in own) / sum(
+        out.target_passes for out in own
+    )
     assert given == pytest.approx(ours_given, rel=0.12)
     for out in outs:
         counted = counts(out)
@@ -274,7 +303,10 @@ def test_a_token_that_is_rejected_and_drawn_again_ends_its_window(
 
 def test_numbers_of_requests_are_laid_out_over_their_tokens() -> None:
     ends = torch.tensor([2, 2, 5], dtype=torch.int32)
-    for given, replaced in (([0.5, 3.0, 0.0], [0.5, 0.5, 1, 1, 1]), ([2.0, 3, 4], [2, 2, 4, 4, 4])):
+    for given, replaced in (
+        ([0.5, 3.0, 0.0], [0.5, 0.5, 1, 1, 1]),
+        ([2.0, 3, 4], [2, 2, 4, 4, 4]),
+    ):
         assert v1.expanded(torch.tensor(given), ends, 5, 0, 1).tolist() == replaced
 
 
@@ -303,10 +335,13 @@ def test_what_vllm_offers_besides_goes_with_a_lenient_rule(
         assert len(twice.outputs) == 2
         kept = counts(stopped)
         assert (
-            kept["passes"] and kept["kept_strictly"] + kept["kept_leniently"] <= 4 * kept["passes"]
+            kept["passes"]
+            and kept["kept_strictly"] + kept["kept_leniently"] <= 4 * kept["passes"]
         )
     with pytest.raises(VLLMValidationError, match="maximum context length"):
-        engine.generate([{"prompt_token_ids": [5] * 600}], params("topk:2"), use_tqdm=False)
+        engine.generate(
+            [{"prompt_token_ids": [5] * 600}], params("topk:2"), use_tqdm=False
+        )
 
 
 def test_preempted_requests_go_on_as_they_would_have(
@@ -325,7 +360,9 @@ def test_preempted_requests_go_on_as_they_would_have(
     asked = params(max_tokens=160)
     alone = [answers(engine, [sample], asked)[0][0] for sample in samples]
     together = [outs[0] for outs in answers(crowded, samples, asked)]
-    preempted = next(m for m in crowded.get_metrics() if m.name == "vllm:num_preemptions")
+    preempted = next(
+        m for m in crowded.get_metrics() if m.name == "vllm:num_preemptions"
+    )
     assert preempted.value > 0
     for one, out in zip(alone, together):
         assert tokens(one) == tokens(out)
@@ -333,7 +370,9 @@ def test_preempted_requests_go_on_as_they_would_have(
     crowded.llm_engine.engine_core.shutdown()
 
 
-def test_an_aborted_request_leaves_others_as_they_are(engine: Any, samples: list[Sample]) -> None:
+def test_an_aborted_request_leaves_others_as_they_are(
+    engine: Any, samples: list[Sample]
+) -> None:
     (whole,) = answers(engine, samples[:1], params())[0]
     inner = engine.llm_engine
     for i in range(3):
@@ -368,16 +407,24 @@ def test_a_pair_in_vllm_answers_as_our_own_loop(
         for prompt, out in zip(prompts, outs):
             first = [] if alone else out.tokens[:1]
             begun = pair.target.encode(prompt) + first
-            own = pair.generate(begun, rule=rule, **options | {"max_new_tokens": 160 - len(first)})
+            own = pair.generate(
+                begun, rule=rule, **options | {"max_new_tokens": 160 - len(first)}
+            )
             assert out.tokens == first + own.tokens and out.finish == own.finish
             assert out.text == pair.target.decode(first + own.tokens)
             assert out.target_passes == own.target_passes + len(first)
             assert out.draft_passes == pytest.approx(own.draft_passes, abs=WINDOW)
             if rule.startswith("judge"):
                 kept = out.trace[1:]
-                assert [entry.origin for entry in kept] == [entry.origin for entry in own.trace]
-                scores = [[entry.score or 0 for entry in trace] for trace in (kept, own.trace)]
-                assert scores[0] == pytest.approx(scores[1], abs=1e-5) and any(scores[0])
+                assert [entry.origin for entry in kept] == [
+                    entry.origin for entry in own.trace
+                ]
+                scores = [
+                    [entry.score or 0 for entry in trace] for trace in (kept, own.trace)
+                ]
+                assert scores[0] == pytest.approx(scores[1], abs=1e-5) and any(
+                    scores[0]
+                )
                 assert out.accepted_lenient == own.accepted_lenient > 0
 
 
@@ -409,7 +456,15 @@ def test_a_command_that_has_mined_ends_well(tmp_path: Path) -> None:
     now and then aborted the process."""
     flags = ["--limit", "1", "--dtype", "float32", "--engine", "vllm"]
     done = subprocess.run(
-        [sys.executable, "-m", "lenience", "mine", *flags, "--out", str(tmp_path / "run")],
+        [
+            sys.executable,
+            "-m",
+            "lenience",
+            "mine",
+            *flags,
+            "--out",
+            str(tmp_path / "run"),
+        ],
         capture_output=True,
         text=True,
         env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
@@ -427,7 +482,9 @@ def test_on_a_gpu_a_vllm_ends_before_another_begins(
         made = VllmPair(pair, {})
         for kind in (alone, *DIALOGUES):
             stop = partial(ended.append, kind)
-            made._running[kind] = SimpleNamespace(engine_core=SimpleNamespace(shutdown=stop))
+            made._running[kind] = SimpleNamespace(
+                engine_core=SimpleNamespace(shutdown=stop)
+            )
         platform = SimpleNamespace(is_cpu=lambda is_cpu=is_cpu: is_cpu)
         monkeypatch.setattr("vllm.platforms.current_platform", platform)
         made._make_room(DIALOGUES[0])
@@ -435,7 +492,9 @@ def test_on_a_gpu_a_vllm_ends_before_another_begins(
     assert sum(kind.share for kind in DIALOGUES) == 1
 
 
-def test_a_comparison_runs_in_vllm(in_vllm: VllmPair, judge: str, tmp_path: Path) -> None:
+def test_a_comparison_runs_in_vllm(
+    in_vllm: VllmPair, judge: str, tmp_path: Path
+) -> None:
     config = CompareConfig(
         rules=("exact", f"{judge}@0.5"),
         windows=(WINDOW,),
@@ -469,7 +528,9 @@ def test_windows_that_the_draft_has_no_room_for_are_not_judged(
         assert len(out.tokens) > 20
 
 
-def test_what_vllm_does_not_do_for_us_is_refused_by_name(in_vllm: VllmPair, judge: str) -> None:
+def test_what_vllm_does_not_do_for_us_is_refused_by_name(
+    in_vllm: VllmPair, judge: str
+) -> None:
     for options, message in (
         ({"stop": "confidence:0.4"}, "vLLM drafts whole windows"),
         ({"tree": "dynamic:8"}, "vLLM drafts chains"),
@@ -492,7 +553,9 @@ def test_a_certificate_made_with_vllm_is_served_and_binds_it(
     question = CertifyConfig((f"{judge}@1",), max_drop=0.1, limit=200, options=options)
     made = certify(in_vllm, load_task("wordmath"), run, question)
     assert made.certified and made.binds["engine"] == f"vllm {vllm_version()}"
-    with pytest.raises(InputError, match=r"certified with engine 'vllm .*', not 'lenience'"):
+    with pytest.raises(
+        InputError, match=r"certified with engine 'vllm .*', not 'lenience'"
+    ):
         pair.generate("1", rule=f"certified:{run}")
     greedy = {**DRAFT, "draft_sample_method": "greedy"}
     served = asks(f"certified:{run}")
@@ -501,22 +564,35 @@ def test_a_certificate_made_with_vllm_is_served_and_binds_it(
     assert server and str(server.rule) == f"{judge}@1.0"
     assert "at most 10.00% lost with 95% confidence" in check(server, config)
     for changes, message in (
-        ({"speculative_config": {**greedy, "num_speculative_tokens": 3}}, "window 4, not 3"),
+        (
+            {"speculative_config": {**greedy, "num_speculative_tokens": 3}},
+            "window 4, not 3",
+        ),
         ({"speculative_config": DRAFT}, "a draft_sample_method 'greedy'"),
-        ({"speculative_config": greedy, "dtype": "bfloat16"}, "dtype 'float32', not 'bfloat16'"),
-        ({"speculative_config": greedy, "hf_overrides": {"rope_theta": 5.0}}, "hf_overrides"),
+        (
+            {"speculative_config": greedy, "dtype": "bfloat16"},
+            "dtype 'float32', not 'bfloat16'",
+        ),
+        (
+            {"speculative_config": greedy, "hf_overrides": {"rope_theta": 5.0}},
+            "hf_overrides",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             configured(**{**served, **changes})
     serving = vllm.LLM(**ENGINE, speculative_config=greedy, **served)
     sample = next(load_task("wordmath").samples("test"))
     (out,) = serving.generate([sample.prompt], params(max_tokens=200), use_tqdm=False)
-    assert tokens(out) == greedily(pair, sample.prompt, 200) and counts(out)["passes"] > 5
+    assert (
+        tokens(out) == greedily(pair, sample.prompt, 200) and counts(out)["passes"] > 5
+    )
     for sooner in ({"max_tokens": 5}, {"max_tokens": 200, "stop": ["="]}):
         (begun,) = serving.generate([sample.prompt], params(**sooner), use_tqdm=False)
         assert 0 < len(tokens(begun)) < len(tokens(out))
         assert tokens(out)[: len(tokens(begun))] == tokens(begun)
-    with pytest.raises(VLLMValidationError, match=r"max_tokens 201.*were certified with"):
+    with pytest.raises(
+        VLLMValidationError, match=r"max_tokens 201.*were certified with"
+    ):
         serving.generate([sample.prompt], params(max_tokens=201), use_tqdm=False)
     serving.llm_engine.engine_core.shutdown()
     processor = SimpleNamespace(vllm_config=config)
@@ -527,8 +603,14 @@ def test_a_certificate_made_with_vllm_is_served_and_binds_it(
     for given, message in (
         (params(max_tokens=201), "max_tokens 201.*were certified with"),
         (params(max_tokens=200, temperature=0.5), "temperature.*were certified with"),
-        (params(max_tokens=200, repetition_penalty=1.2), "repetition_penalty.*were certified"),
-        (params(max_tokens=200, stop_token_ids=[13]), "stop_token_ids.*were certified with"),
+        (
+            params(max_tokens=200, repetition_penalty=1.2),
+            "repetition_penalty.*were certified",
+        ),
+        (
+            params(max_tokens=200, stop_token_ids=[13]),
+            "stop_token_ids.*were certified with",
+        ),
         (params(0.5, max_tokens=200), "certified at one setting"),
     ):
         with pytest.raises(VLLMValidationError, match=message):
@@ -560,7 +642,9 @@ def test_every_place_is_as_this_version_has_it(monkeypatch: pytest.MonkeyPatch) 
     def changed(self: Any, output: Any) -> None: ...
 
     monkeypatch.setattr(hooks.Scheduler, "update_from_output", changed)
-    with pytest.raises(ValueError, match=r"Scheduler\.update_from_output takes self, output, not"):
+    with pytest.raises(
+        ValueError, match=r"Scheduler\.update_from_output takes self, output, not"
+    ):
         configured(**asks("topk:3"))
 
 
@@ -611,15 +695,23 @@ def documented(folder: Path, port: int) -> tuple[str, str]:
     """What docs/vllm.md has a user of the built-in pair type after installing: what makes a judge,
     and what starts a server."""
     page = (ROOT / "docs/vllm.md").read_text()
-    block = next(code for code in re.findall(r"```sh\n(.*?)```", page, re.S) if "MODELS=" in code)
+    block = next(
+        code for code in re.findall(r"```sh\n(.*?)```", page, re.S) if "MODELS=" in code
+    )
     block = block.replace(".venv-vllm/bin/", f"{Path(sys.executable).parent}/")
     block = block.replace("MODELS=src/lenience/embedded", f"MODELS={EMBEDDED}")
-    lines = [line for line in block.splitlines() if " -m venv " not in line and "pip " not in line]
+    lines = [
+        line
+        for line in block.splitlines()
+        if " -m venv " not in line and "pip " not in line
+    ]
     begin = next(i for i, line in enumerate(lines) if line.startswith("MODELS="))
     server = "\n".join(["set -e", f"cd {folder}", *lines[begin:]]).replace(
         "VLLM_CPU", "exec env VLLM_CPU"
     )
-    return "\n".join(["set -e", f"cd {folder}", *lines[:begin]]), f"{server} --port {port}"
+    return "\n".join(
+        ["set -e", f"cd {folder}", *lines[:begin]]
+    ), f"{server} --port {port}"
 
 
 def test_the_documented_server_takes_dials_and_counts_for_prometheus(
@@ -638,13 +730,19 @@ def test_the_documented_server_takes_dials_and_counts_for_prometheus(
         wait_for(f"{url}/health", server)
         for sample in samples:
             asked = {**body, "prompt": sample.prompt}
-            lenient = post(f"{url}/v1/completions", asked)["kv_transfer_params"]["lenience"]
+            lenient = post(f"{url}/v1/completions", asked)["kv_transfer_params"][
+                "lenience"
+            ]
             total = {name: value + lenient[name] for name, value in total.items()}
-            strict = post(f"{url}/v1/completions", {**asked, "vllm_xargs": {"lenience": "exact"}})
+            strict = post(
+                f"{url}/v1/completions", {**asked, "vllm_xargs": {"lenience": "exact"}}
+            )
             assert strict["kv_transfer_params"] is None
         assert total["kept_leniently"] > 0
         with pytest.raises(urllib.error.HTTPError) as refused:
-            post(f"{url}/v1/completions", {**asked, "vllm_xargs": {"lenience": "topk:9"}})
+            post(
+                f"{url}/v1/completions", {**asked, "vllm_xargs": {"lenience": "topk:9"}}
+            )
         assert refused.value.code == 400
         assert "may be more lenient" in refused.value.read().decode()
         metrics = urllib.request.urlopen(f"{url}/metrics", timeout=30).read().decode()
@@ -667,11 +765,15 @@ def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
     raise TimeoutError(url)
 
 
-def test_a_killed_worker_ends_requests_with_an_error(engine: Any, samples: list[Sample]) -> None:
+def test_a_killed_worker_ends_requests_with_an_error(
+    engine: Any, samples: list[Sample]
+) -> None:
     """The last test: the engine is gone after it."""
     import psutil
 
-    workers = [p for p in psutil.Process().children(recursive=True) if "Worker" in p.name()]
+    workers = [
+        p for p in psutil.Process().children(recursive=True) if "Worker" in p.name()
+    ]
     if not workers:
         workers = psutil.Process().children(recursive=True)[-1:]
     began = time.monotonic()

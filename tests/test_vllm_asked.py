@@ -92,7 +92,9 @@ def test_a_request_may_be_stricter(rule: str, dial: object, taken: str) -> None:
 def test_a_request_may_not_be_more_lenient(rule: str, dial: object) -> None:
     server = asked.read(options(rule=rule, allow=["topk:2"]))
     assert server is not None
-    with pytest.raises(InputError, match=r"may be more lenient than the server's rule.*topk:2"):
+    with pytest.raises(
+        InputError, match=r"may be more lenient than the server's rule.*topk:2"
+    ):
         server.rule_for(dial)
 
 
@@ -107,14 +109,20 @@ def test_a_threshold_needs_a_rule_that_has_one() -> None:
         server.rule_for("topk:4&" * 500)
 
 
-def test_lenient_rules_can_be_forbidden(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
+def test_lenient_rules_can_be_forbidden(
+    monkeypatch: pytest.MonkeyPatch, llama: Pair
+) -> None:
     monkeypatch.setenv("LENIENCE_FORBID", "1")
     with pytest.raises(InputError, match="LENIENCE_FORBID=1 forbids"):
         asked.read(options(rule="typical:0.3,0.6", allow=["exact"]))
     with pytest.raises(InputError, match="LENIENCE_FORBID=1 forbids"):
         asked.read(options(rule="exact", allow=["typical:0.31,0.6"]))
     assert asked.read(options(rule="speculative")) is not None
-    for lenient in ({"rule": "topk:2"}, {"rule": "draft"}, {"rule": "exact|random:0.1"}):
+    for lenient in (
+        {"rule": "topk:2"},
+        {"rule": "draft"},
+        {"rule": "exact|random:0.1"},
+    ):
         with pytest.raises(InputError, match="LENIENCE_FORBID=1 forbids"):
             llama.generate([3, 4], **lenient)
     strict = llama.generate([3, 4], rule="exact", max_new_tokens=4).tokens
@@ -137,7 +145,9 @@ def config(**changes: Any) -> Any:
     speculative = SimpleNamespace(
         method="draft_model",
         target_model_config=model,
-        draft_model_config=SimpleNamespace(model=str(EMBEDDED / "draft"), revision=None),
+        draft_model_config=SimpleNamespace(
+            model=str(EMBEDDED / "draft"), revision=None
+        ),
         rejection_sample_method="standard",
         draft_sample_method="greedy",
     )
@@ -146,11 +156,15 @@ def config(**changes: Any) -> Any:
     parts = dict(
         model_config=model,
         speculative_config=speculative,
-        scheduler_config=SimpleNamespace(async_scheduling=changes.pop("async_scheduling", False)),
+        scheduler_config=SimpleNamespace(
+            async_scheduling=changes.pop("async_scheduling", False)
+        ),
         lora_config=None,
         parallel_config=SimpleNamespace(
             distributed_executor_backend=None,
-            prefill_context_parallel_size=changes.pop("prefill_context_parallel_size", 1),
+            prefill_context_parallel_size=changes.pop(
+                "prefill_context_parallel_size", 1
+            ),
         ),
         load_config=SimpleNamespace(download_dir=None),
     )
@@ -183,7 +197,11 @@ def test_a_start_up_line_names_rule_head_and_versions(
     ("rule", "changes", "message"),
     [
         ("topk:3", {"speculative_config": None}, "drafts nothing"),
-        ("topk:3", {"rejection_sample_method": "synthetic"}, "'synthetic' is a rule of its own"),
+        (
+            "topk:3",
+            {"rejection_sample_method": "synthetic"},
+            "'synthetic' is a rule of its own",
+        ),
         ("topk:3", {"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ("topk:3", {"async_scheduling": True}, "--no-async-scheduling"),
         ("fuzzy:js@0.3", {}, '"draft_sample_method": "probabilistic"'),
@@ -199,8 +217,12 @@ def test_what_a_rule_cannot_be_held_to_in_is_refused(
         checks.check(server, config(**changes))
 
 
-def test_heads_that_do_not_fit_are_refused(known: None, tmp_path: Path, built_in: Pair) -> None:
-    def refused(inputs: Inputs, fingerprints: dict[str, str], message: str, **changes: Any) -> None:
+def test_heads_that_do_not_fit_are_refused(
+    known: None, tmp_path: Path, built_in: Pair
+) -> None:
+    def refused(
+        inputs: Inputs, fingerprints: dict[str, str], message: str, **changes: Any
+    ) -> None:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         server = asked.read(options(rule=judge_of(folder, inputs, fingerprints)))
         assert server is not None
@@ -234,7 +256,9 @@ def test_a_variable_does_not_reach_rays_workers(
         checks.check(server, config(parallel_config=ray))
 
 
-def test_a_requests_rule_has_the_head_that_was_checked(tmp_path: Path, built_in: Pair) -> None:
+def test_a_requests_rule_has_the_head_that_was_checked(
+    tmp_path: Path, built_in: Pair
+) -> None:
     rule = judge_of(tmp_path, Inputs(("target",)), built_in.fingerprints)
     server = asked.read(options(rule=rule))
     assert server is not None
@@ -244,7 +268,9 @@ def test_a_requests_rule_has_the_head_that_was_checked(tmp_path: Path, built_in:
         assert server.rule_for(dial).heads[0].head is head
 
 
-def test_an_unknown_vllm_or_a_changed_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_vllm_or_a_changed_place_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(checks, "version", lambda name: "0.40.1")
     with pytest.raises(InputError, match=r"vLLM 0\.40\.1: is not known"):
         checks.vllm_version()
@@ -292,9 +318,21 @@ def test_counts_reach_a_requests_outputs_beside_what_others_say() -> None:
         for id, given in (("a", None), ("b", {"remote": 1}), ("c", None))
     ]
     attach({0: SimpleNamespace(outputs=outputs)}, None, None, output)
-    counted = {"passes": 3, "kept_strictly": 5, "kept_leniently": 2, "unjudged": 0, "non_finite": 0}
+    counted = {
+        "passes": 3,
+        "kept_strictly": 5,
+        "kept_leniently": 2,
+        "unjudged": 0,
+        "non_finite": 0,
+    }
     given = [one.kv_transfer_params for one in outputs]
-    told = {"passes": 1, "kept_strictly": 0, "kept_leniently": 0, "unjudged": 0, "non_finite": 0}
+    told = {
+        "passes": 1,
+        "kept_strictly": 0,
+        "kept_leniently": 0,
+        "unjudged": 0,
+        "non_finite": 0,
+    }
     told["step"] = {"kept": 0}
     assert given == [{"lenience": counted}, {"remote": 1, "lenience": told}, None]
 
@@ -330,10 +368,13 @@ def test_no_drafted_token_is_kept_by_logits_that_are_not_finite(
 ) -> None:
     server = asked.read(options(rule="topk:2"))
     deciding = Deciding(OneRequest(), server, SimpleNamespace(model="org/model"))
-    logits = torch.tensor([[0.0, 3, 2, 1]] * 4)  # the second most probable token was drafted
+    # the second most probable token was drafted
+    logits = torch.tensor([[0.0, 3, 2, 1]] * 4)
     if at is not None:
         logits[at, 3] = value
-    windows = Windows(["a"], torch.tensor([2, 2, 2, 2]), [4], logits, torch.zeros(5, 1), probs=None)
+    windows = Windows(
+        ["a"], torch.tensor([2, 2, 2, 2]), [4], logits, torch.zeros(5, 1), probs=None
+    )
     for _ in range(2):
         orders = deciding.orders(windows, greedy=True)
         kept = 4 if at is None else at
@@ -345,7 +386,8 @@ def test_no_drafted_token_is_kept_by_logits_that_are_not_finite(
         assert deciding.counts["a"].non_finite == 2
         (said,) = told
         assert (
-            f"request a: the logits of org/model are NaN or infinite at position {3 + at}" in said
+            f"request a: the logits of org/model are NaN or infinite at position {3 + at}"
+            in said
         )
 
 
@@ -379,9 +421,15 @@ def test_a_rule_is_handed_each_requests_own_states_and_the_drafts_logits() -> No
     spy = Spy()
     deciding.__dict__["_rule_for"] = lambda dial: spy
     probs = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).expand(5, -1)
-    hidden = torch.arange(8.0)[:, None]  # of three requests, one more each than drafted tokens
+    # of three requests, one more each than drafted tokens
+    hidden = torch.arange(8.0)[:, None]
     windows = Windows(
-        ["a", "b", "c"], torch.tensor([3, 3, 2, 2, 2]), [2, 0, 3], torch.zeros(5, 4), hidden, probs
+        ["a", "b", "c"],
+        torch.tensor([3, 3, 2, 2, 2]),
+        [2, 0, 3],
+        torch.zeros(5, 4),
+        hidden,
+        probs,
     )
     deciding.orders(windows, greedy=False)
     ((draft, reading),) = seen

@@ -18,7 +18,9 @@ import pytest
 import torch
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    reason = "needs vLLM in an environment of its own, and TRITON_INTERPRET=1: docs/vllm.md"
+    reason = (
+        "needs vLLM in an environment of its own, and TRITON_INTERPRET=1: docs/vllm.md"
+    )
     pytest.skip(reason, allow_module_level=True)
 
 # ruff: noqa: E402
@@ -54,12 +56,16 @@ class States:
         self.req_id_to_index: dict[str, int] = {}
         self.prompt_len = SimpleNamespace(np=np.zeros(SLOTS, dtype=np.int32))
         self.prefill_len = SimpleNamespace(gpu=torch.zeros(SLOTS, dtype=torch.int32))
-        self.all_token_ids = SimpleNamespace(gpu=torch.zeros(SLOTS, 64, dtype=torch.int32))
+        self.all_token_ids = SimpleNamespace(
+            gpu=torch.zeros(SLOTS, 64, dtype=torch.int32)
+        )
         self.total = [0] * SLOTS
 
     def add(self, slot: int, id: str, prompt: Sequence[int]) -> None:
         self.index_to_req_id[slot], self.req_id_to_index[id] = id, slot
-        self.prompt_len.np[slot] = self.prefill_len.gpu[slot] = self.total[slot] = len(prompt)
+        self.prompt_len.np[slot] = self.prefill_len.gpu[slot] = self.total[slot] = len(
+            prompt
+        )
         self.all_token_ids.gpu[slot, : len(prompt)] = torch.tensor(prompt)
 
     def give(self, slot: int, tokens: Sequence[int]) -> None:
@@ -76,7 +82,9 @@ class SamplingStates:
     def max_num_logprobs(self, _slots: Any) -> int:
         return -1
 
-    def apply_temperature(self, logits: torch.Tensor, slots: torch.Tensor, _np: Any) -> None:
+    def apply_temperature(
+        self, logits: torch.Tensor, slots: torch.Tensor, _np: Any
+    ) -> None:
         temperature = self.temperature.gpu[slots]
         logits /= torch.where(temperature > 0, temperature, 1)[:, None]
 
@@ -95,7 +103,12 @@ class Sampler:
         self.sampling_states.temperature.gpu[req_idx] = params.temperature
 
     def apply_sampling_params(
-        self, logits: torch.Tensor, rows: torch.Tensor, _slots: Any, slots_np: Any, *_: Any
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        _slots: Any,
+        slots_np: Any,
+        *_: Any,
     ) -> torch.Tensor:
         logits = logits.clone()
         self.sampling_states.apply_temperature(logits, rows, slots_np)
@@ -128,9 +141,13 @@ class Runner:
         for id in scheduler_output.finished_req_ids:
             del self.req_states.index_to_req_id[self.req_states.req_id_to_index.pop(id)]
 
-    def sample(self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:
+    def sample(
+        self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any
+    ) -> Any:
         logits = hidden_states[input_batch.logits_indices] @ self.weight
-        return self.rejection_sampler(logits, input_batch, self.draft_logits, grammar_output)
+        return self.rejection_sampler(
+            logits, input_batch, self.draft_logits, grammar_output
+        )
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         self.sampled = self.sample(*self.step, grammar_output)
@@ -160,7 +177,9 @@ def batch_of(states: States, windows: dict[int, list[int]]) -> Any:
         cu_num_logits_np=np.array(ends),
         idx_mapping=torch.tensor(whose),
         idx_mapping_np=whose,
-        seq_lens=torch.tensor([states.total[slot] + len(windows[slot]) for slot in windows]),
+        seq_lens=torch.tensor(
+            [states.total[slot] + len(windows[slot]) for slot in windows]
+        ),
         seq_lens_cpu_upper_bound=torch.zeros(len(windows), dtype=torch.int32),
     )
 
@@ -193,10 +212,14 @@ def run(judge: str) -> Iterator[Callable[..., Any]]:
     v2._runners.clear()
 
 
-def step(runner: Runner, windows: dict[int, list[int]], seed: int, invalid: Any = None) -> Any:
+def step(
+    runner: Runner, windows: dict[int, list[int]], seed: int, invalid: Any = None
+) -> Any:
     """A step over windows, with random states: what it keeps of each slot, and the states."""
     batch = batch_of(runner.req_states, windows)
-    states = torch.randn(len(batch.input_ids), H, generator=torch.Generator().manual_seed(seed))
+    states = torch.randn(
+        len(batch.input_ids), H, generator=torch.Generator().manual_seed(seed)
+    )
     runner.step = states, batch
     output = runner.sample_tokens(invalid)
     kept = runner.sampled.sampled_token_ids.tolist()
@@ -207,7 +230,9 @@ def step(runner: Runner, windows: dict[int, list[int]], seed: int, invalid: Any 
     return given, own, getattr(output.model_runner_output, "lenience", {})
 
 
-def by_itself(runner: Runner, rule: str, slot: int, drafted: list[int], states: Any) -> Any:
+def by_itself(
+    runner: Runner, rule: str, slot: int, drafted: list[int], states: Any
+) -> Any:
     """What a rule says of one window, asked alone."""
     total, prompt = runner.req_states.total[slot], 3
     tokens = runner.req_states.all_token_ids.gpu[slot, :total].tolist()
@@ -217,18 +242,31 @@ def by_itself(runner: Runner, rule: str, slot: int, drafted: list[int], states: 
     probs = logits = None
     if runner.draft_logits is not None:
         temperature = float(params.temperature.gpu[slot]) or 1.0
-        probs = torch.softmax(runner.draft_logits[slot, : len(drafted)] / temperature, -1)[None]
+        probs = torch.softmax(
+            runner.draft_logits[slot, : len(drafted)] / temperature, -1
+        )[None]
         logits = probs.log() * temperature
-    draft = Draft(torch.tensor([drafted]), torch.tensor([len(drafted)]), logits=logits, probs=probs)
+    draft = Draft(
+        torch.tensor([drafted]),
+        torch.tensor([len(drafted)]),
+        logits=logits,
+        probs=probs,
+    )
     reading = Reading((states @ runner.weight)[None], states[None])
-    ctx = Context(rows=[row], temperature=float(params.temperature.gpu[slot]), window=WINDOW)
+    ctx = Context(
+        rows=[row], temperature=float(params.temperature.gpu[slot]), window=WINDOW
+    )
     parsed = parse_spec(rule)
     (verdict,) = parsed(draft, reading, ctx)
     return verdict
 
 
 def said_of(
-    runner: Runner, rules: dict[int, str], given: Any, states: Any, windows: dict[int, list[int]]
+    runner: Runner,
+    rules: dict[int, str],
+    given: Any,
+    states: Any,
+    windows: dict[int, list[int]],
 ) -> Iterator[tuple[int, Verdict]]:
     """What each slot's rule says of its window, as far as which vLLM has kept it."""
     for slot, drafted in windows.items():
@@ -240,12 +278,19 @@ def said_of(
 
 def windows_of(runner: Runner, slots: Sequence[int], seed: int) -> dict[int, list[int]]:
     rng = np.random.default_rng(seed)
-    return {slot: rng.integers(0, V, rng.integers(1, WINDOW + 1)).tolist() for slot in slots}
+    return {
+        slot: rng.integers(0, V, rng.integers(1, WINDOW + 1)).tolist() for slot in slots
+    }
 
 
 def params(slot: int, rule: str | None, **options: Any) -> SamplingParams:
     extra = None if rule is None else {"lenience": rule}
-    given = {"temperature": 0, "max_tokens": 40, "seed": slot + 100, "extra_args": extra}
+    given = {
+        "temperature": 0,
+        "max_tokens": 40,
+        "seed": slot + 100,
+        "extra_args": extra,
+    }
     return SamplingParams(**{**given, **options})
 
 
@@ -260,7 +305,9 @@ def test_greedy_windows_end_as_each_rule_says(
     run: Callable[..., Runner], judge: str, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where vLLM decides on a step in parts; strict requests are vLLM's own."""
-    monkeypatch.setattr(sampling, "get_max_chunk_logits", lambda _v: 1000 if parts == 1 else 7)
+    monkeypatch.setattr(
+        sampling, "get_max_chunk_logits", lambda _v: 1000 if parts == 1 else 7
+    )
     rules = {0: judge, 2: "topk:5", 3: "exact", 5: "typical:0.3,0.6", 4: judge}
     runner = run({slot: params(slot, rule) for slot, rule in rules.items()})
     lenient = 0
@@ -279,14 +326,22 @@ def test_greedy_windows_end_as_each_rule_says(
         if seed == 8:  # the slots have room for no more
             break
     assert lenient > 10
-    assert counts["request-2"]["passes"] == 9 and counts["request-2"]["kept_leniently"] > 0
+    assert (
+        counts["request-2"]["passes"] == 9 and counts["request-2"]["kept_leniently"] > 0
+    )
 
 
-def test_sampled_windows_end_as_each_rule_says(run: Callable[..., Runner], judge: str) -> None:
+def test_sampled_windows_end_as_each_rule_says(
+    run: Callable[..., Runner], judge: str
+) -> None:
     """The next token is the rule's own draw, also where it is the one that was rejected."""
     rules = {1: judge, 2: "fuzzy:js@0.4", 4: "topk:9,floor=0.2"}
-    runner = run({slot: params(slot, rule, temperature=0.8) for slot, rule in rules.items()})
-    runner.draft_logits = torch.randn(SLOTS, WINDOW, V, generator=torch.Generator().manual_seed(3))
+    runner = run(
+        {slot: params(slot, rule, temperature=0.8) for slot, rule in rules.items()}
+    )
+    runner.draft_logits = torch.randn(
+        SLOTS, WINDOW, V, generator=torch.Generator().manual_seed(3)
+    )
     redrawn = seen = 0
     for seed in range(40):
         windows = windows_of(runner, list(rules), seed)
@@ -300,7 +355,9 @@ def test_sampled_windows_end_as_each_rule_says(run: Callable[..., Runner], judge
     assert seen > 10 and redrawn > 0
 
 
-def test_what_was_not_drafted_is_not_judged(run: Callable[..., Runner], judge: str) -> None:
+def test_what_was_not_drafted_is_not_judged(
+    run: Callable[..., Runner], judge: str
+) -> None:
     """Slots without a request, requests that have got nothing yet, and what a grammar excludes; a
     window is judged up to there."""
     runner = run({slot: params(slot, "topk:31") for slot in (0, 1, 2)})
@@ -311,11 +368,15 @@ def test_what_was_not_drafted_is_not_judged(run: Callable[..., Runner], judge: s
     invalid = torch.zeros(20, dtype=torch.bool)
     invalid[2] = True  # the second token of the first window
     given, states, counts = step(runner, windows, 1, invalid)
-    best = {slot: (states[slot] @ runner.weight).argmax(-1).tolist() for slot in windows}
+    best = {
+        slot: (states[slot] @ runner.weight).argmax(-1).tolist() for slot in windows
+    }
     assert given[0] == [7, best[0][1]] and given[1] == [7, 8, 9, best[1][3]]
     assert given[3] == [best[3][0]] and given[4] == [best[4][0]]
     assert "fresh" not in counts and "trial" not in counts
-    kept = {id: one["kept_strictly"] + one["kept_leniently"] for id, one in counts.items()}
+    kept = {
+        id: one["kept_strictly"] + one["kept_leniently"] for id, one in counts.items()
+    }
     assert kept == {"request-0": 1, "request-1": 3, "request-2": 3}
 
 
@@ -325,8 +386,12 @@ def test_a_budget_lasts_over_preemption_and_ends_with_the_request(
     runner = run({2: params(2, "topk:31,budget=4")})
     given, _, _ = step(runner, {2: [7, 8, 9]}, 1)
     runner.req_states.give(2, given[2])
-    del runner.req_states.index_to_req_id[runner.req_states.req_id_to_index.pop("request-2")]
-    so_far = runner.req_states.all_token_ids.gpu[2, : runner.req_states.total[2]].tolist()
+    del runner.req_states.index_to_req_id[
+        runner.req_states.req_id_to_index.pop("request-2")
+    ]
+    so_far = runner.req_states.all_token_ids.gpu[
+        2, : runner.req_states.total[2]
+    ].tolist()
     runner.req_states.add(5, "request-2", so_far)  # read again into another slot
     runner.req_states.prompt_len.np[5] = 3
     runner.sampler.add_request(5, params(2, "topk:31,budget=4"))
@@ -338,7 +403,10 @@ def test_a_budget_lasts_over_preemption_and_ends_with_the_request(
     runner.sampler.add_request(1, params(2, "topk:31,budget=4"))
     runner.req_states.give(1, [1])
     _, _, counts = step(runner, {1: [7, 8, 9]}, 2)
-    assert counts["request-2"]["passes"] == 1 and counts["request-2"]["kept_leniently"] <= 3
+    assert (
+        counts["request-2"]["passes"] == 1
+        and counts["request-2"]["kept_leniently"] <= 3
+    )
 
 
 def test_runners_that_deal_rows_out_in_other_ways_are_refused(judge: str) -> None:
@@ -346,7 +414,10 @@ def test_runners_that_deal_rows_out_in_other_ways_are_refused(judge: str) -> Non
     assert server is not None
     for changes, message in (
         ({"batch_sharder": object()}, "samples parts of a batch on each GPU"),
-        ({"load_model": lambda: None, "rejection_sampler": object()}, "samples in its own way"),
+        (
+            {"load_model": lambda: None, "rejection_sampler": object()},
+            "samples in its own way",
+        ),
     ):
         runner = Runner()
         vars(runner).update(changes)

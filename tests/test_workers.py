@@ -74,7 +74,9 @@ def lines(folder: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def whole(pair: Pair, task: Task, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def whole(
+    pair: Pair, task: Task, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict]:
     """What one process writes."""
     folder = tmp_path_factory.mktemp("whole")
     mine(pair, task, folder, MineConfig(limit=40, batch_size=2))
@@ -146,9 +148,18 @@ def test_a_driver_or_workers_killed_anywhere_leave_the_same_journal(
     seed: int, plan: WorkerPlan, whole: list[dict], tmp_path: Path
 ) -> None:
     rng = random.Random(seed)
-    whom, at = ("driver", "worker")[seed % 2], sorted(rng.sample(range(1, 39), 2 - seed % 2))
+    whom, at = (
+        ("driver", "worker")[seed % 2],
+        sorted(rng.sample(range(1, 39), 2 - seed % 2)),
+    )
     for place in (*at, None):
-        command = [sys.executable, "-c", DRIVER, json.dumps(plan.to_json()), str(tmp_path)]
+        command = [
+            sys.executable,
+            "-c",
+            DRIVER,
+            json.dumps(plan.to_json()),
+            str(tmp_path),
+        ]
         run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert run.stdout is not None
         workers: list[int] = []
@@ -157,10 +168,14 @@ def test_a_driver_or_workers_killed_anywhere_leave_the_same_journal(
             workers = pids or workers
             if place is not None and done >= place and pids:
                 time.sleep(rng.random() / 20)
-                os.kill(run.pid if whom == "driver" else rng.choice(pids), signal.SIGKILL)
+                os.kill(
+                    run.pid if whom == "driver" else rng.choice(pids), signal.SIGKILL
+                )
                 place = None
         status = run.wait()
-        assert status == (-signal.SIGKILL if whom == "driver" and place is None and status else 0)
+        assert status == (
+            -signal.SIGKILL if whom == "driver" and place is None and status else 0
+        )
         until = time.monotonic() + 20
         while not all(map(gone, workers)) and time.monotonic() < until:
             time.sleep(0.1)
@@ -178,12 +193,15 @@ def test_what_workers_cannot_do_is_told(
         ProcessCrew(plan, 0)
     other = checkpoints("qwen3")[0]
     elsewhere = replace(plan, pair={**plan.pair, "target": other, "draft": other})
-    with pytest.raises(RunError, match="worker 1: has another target, draft than the driver"):
+    with pytest.raises(
+        RunError, match="worker 1: has another target, draft than the driver"
+    ):
         mine(pair, task, tmp_path / "other", config, crew=ProcessCrew(elsewhere, 1))
     nowhere = replace(plan, pair={**plan.pair, "target": str(tmp_path / "none")})
     with pytest.raises(InputError, match="none"):
         mine(pair, task, tmp_path / "nowhere", config, crew=ProcessCrew(nowhere, 2))
-    broken = replace(plan, threads=-1)  # which torch refuses with an error that nobody expects
+    # which torch refuses with an error that nobody expects
+    broken = replace(plan, threads=-1)
     with pytest.raises(RunError, match="every worker was lost 3 times"):
         mine(pair, task, tmp_path / "broken", config, crew=ProcessCrew(broken, 1))
 
@@ -235,5 +253,7 @@ def test_no_cluster_is_told(plan: WorkerPlan) -> None:
     from lenience.mining.ray_crew import RayCrew
 
     for address in ("127.0.0.1:1", "ray://127.0.0.1:1", "nowhere"):
-        with pytest.raises(InputError, match=f"--ray {address}: no Ray cluster answers"):
+        with pytest.raises(
+            InputError, match=f"--ray {address}: no Ray cluster answers"
+        ):
             RayCrew(plan, address)

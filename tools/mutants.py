@@ -37,7 +37,14 @@ COPIED: tuple[str, ...] = (
     "README.md",
     "CONTRIBUTING.md",
 )
-COPIED += ("pyproject.toml", "constraints.txt", "CHANGELOG.md", "Makefile", "LICENSE", ".gitignore")
+COPIED += (
+    "pyproject.toml",
+    "constraints.txt",
+    "CHANGELOG.md",
+    "Makefile",
+    "LICENSE",
+    ".gitignore",
+)
 CONTROL = "unchanged"
 LEVELS = {"default": "not slow", "all": ""}
 SECONDS = 1800
@@ -75,7 +82,9 @@ def mutations() -> list[Mutation]:
     return [Mutation(**{**row, "first": tuple(row.get("first", ()))}) for row in rows]
 
 
-def try_mutation(mutation: Mutation | None, level: str, named: bool) -> dict[str, object]:
+def try_mutation(
+    mutation: Mutation | None, level: str, named: bool
+) -> dict[str, object]:
     """Run a level of the tests, or only the `named` modules of it, on a copy of the tree, changed
     unless `mutation` is None. Returns the first failing test, if any."""
     began = time.monotonic()
@@ -84,7 +93,9 @@ def try_mutation(mutation: Mutation | None, level: str, named: bool) -> dict[str
         for name in COPIED:
             source = ROOT / name
             if source.is_dir():
-                shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(
+                    source, tree / name, ignore=shutil.ignore_patterns("__pycache__")
+                )
             elif source.exists():
                 shutil.copy(source, tree / name)
         first: list[str] = []
@@ -104,7 +115,11 @@ def _first_failure(tree: Path, level: str, paths: list[str]) -> str | None:
     """Return the id of the first test that fails in a tree; None if all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider"]
     command += ["-m", LEVELS[level], *paths]
-    env = {**os.environ, "PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(tree / "src"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     try:
         done = subprocess.run(
             command, cwd=tree, env=env, capture_output=True, text=True, timeout=SECONDS
@@ -113,7 +128,11 @@ def _first_failure(tree: Path, level: str, paths: list[str]) -> str | None:
         return "time limit"
     if done.returncode == 0:
         return None
-    failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    failures = [
+        line
+        for line in done.stdout.splitlines()
+        if line.startswith(("FAILED", "ERROR"))
+    ]
     return failures[0].split(" - ")[0] if failures else f"exit status {done.returncode}"
 
 
@@ -121,7 +140,11 @@ def kept(path: Path | None, level: str) -> list[dict[str, object]]:
     """Return the results of an earlier call at a level."""
     if path is None or not path.exists():
         return []
-    results = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    results = [
+        json.loads(line)
+        for line in path.read_text(encoding="utf-8").split("\n")
+        if line
+    ]
     return [result for result in results if result["level"] == level]
 
 
@@ -134,7 +157,9 @@ def run(wanted: list[Mutation], args: argparse.Namespace) -> list[dict[str, obje
     if CONTROL not in done and not args.named:
         left.insert(0, None)
     with ThreadPoolExecutor(args.at_once) as pool:
-        for result in pool.map(lambda one: try_mutation(one, args.level, args.named), left):
+        for result in pool.map(
+            lambda one: try_mutation(one, args.level, args.named), left
+        ):
             results.append(result)
             passed = "all tests pass" if result["name"] == CONTROL else "SURVIVED"
             by = result["caught_by"] or passed
@@ -149,14 +174,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--level", choices=list(LEVELS), default="default")
     parser.add_argument("--only", nargs="*", help="names of mutations")
-    parser.add_argument("--named", action="store_true", help="only the modules a mutation names")
-    parser.add_argument("--out", type=Path, help="JSON lines of results; a second call resumes")
-    parser.add_argument("--at-once", type=int, default=2, help="mutations tried in parallel")
+    parser.add_argument(
+        "--named", action="store_true", help="only the modules a mutation names"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="JSON lines of results; a second call resumes"
+    )
+    parser.add_argument(
+        "--at-once", type=int, default=2, help="mutations tried in parallel"
+    )
     args = parser.parse_args()
     known = mutations()
     if unknown := set(args.only or ()) - {mutation.name for mutation in known}:
-        parser.error(f"--only {sorted(unknown)[0]}: no such mutation in {MUTATIONS.name}")
-    wanted = [mutation for mutation in known if not args.only or mutation.name in args.only]
+        parser.error(
+            f"--only {sorted(unknown)[0]}: no such mutation in {MUTATIONS.name}"
+        )
+    wanted = [
+        mutation for mutation in known if not args.only or mutation.name in args.only
+    ]
     results = run(wanted, args)
     control = next((result for result in results if result["name"] == CONTROL), None)
     if control and control["caught_by"]:

@@ -49,7 +49,10 @@ def main() -> None:
     slow = {case for case, taken in seconds.items() if taken > args.seconds}
     slow = {case for case in slow if not case.startswith(KEPT)}
     slow |= named(SLOW) - set(seconds)
-    lines = ["# Cases of the slow level; written by tools/slow_tests.py.", *sorted(slow)]
+    lines = [
+        "# Cases of the slow level; written by tools/slow_tests.py.",
+        *sorted(slow),
+    ]
     SLOW.write_text("\n".join(lines) + "\n", encoding="utf-8")
     left = sum(taken for case, taken in seconds.items() if case not in slow)
     print(f"{len(slow)} slow cases; the others took {left:.0f} s")

@@ -52,7 +52,9 @@ def answers(
     pair: Pair, task: Task, prompts: Sequence[Prompt], rule: str
 ) -> Iterator[tuple[int, list[int]]]:
     """The tokens of each answer, as it is finished."""
-    outs = pair.as_completed(prompts, batch_size=32, rule=rule, max_new_tokens=task.max_new_tokens)
+    outs = pair.as_completed(
+        prompts, batch_size=32, rule=rule, max_new_tokens=task.max_new_tokens
+    )
     for i, out in track(outs, rule, total=len(prompts), console=Console(stderr=True)):
         yield i, out.tokens
 
@@ -67,7 +69,11 @@ def accuracies(pair: Pair, task: Task, samples: Sequence[Sample]) -> dict[str, f
     begun = [prompt + half for prompt, half in zip(prompts, halves)]
     rest = dict(answers(pair, task, begun, "target"))
     finished = {i: halves[i] + tokens for i, tokens in rest.items()}
-    named = {"target": by_target, "draft": by_draft, "target_from_drafts_halves": finished}
+    named = {
+        "target": by_target,
+        "draft": by_draft,
+        "target_from_drafts_halves": finished,
+    }
     figures = {}
     for name, found in named.items():
         texts = [pair.target.decode(found[i]) for i in range(len(samples))]
@@ -86,7 +92,9 @@ def cycles(pair: Pair, prompts: Sequence[Prompt]) -> dict[str, float]:
             pair.generate(prompt, window=window, profile=profile)
             seconds.append(sum(profile.seconds.values()) / profile.cycles)
         taken[window] = float(np.median(seconds))
-    return {f"cycle_at_{window}": taken[window] / taken[0] for window in taken if window}
+    return {
+        f"cycle_at_{window}": taken[window] / taken[0] for window in taken if window
+    }
 
 
 def costs(pair: Pair, prompt: list[int]) -> dict[str, float]:
@@ -125,7 +133,9 @@ def main() -> None:
     )
     run_help = "a mined run; its judge's AUC is told too"
     parser.add_argument("--run", type=Path, default=EMBEDDED / "run", help=run_help)
-    parser.add_argument("--limit", type=int, default=500, help="how many held-out problems")
+    parser.add_argument(
+        "--limit", type=int, default=500, help="how many held-out problems"
+    )
     given = parser.parse_args()
     pair = load_pair(compile=False)
     task = WordMath()
@@ -141,7 +151,9 @@ def main() -> None:
     sizes = [path.stat().st_size for path in EMBEDDED.rglob("*") if path.is_file()]
     figures["megabytes"] = sum(sizes) / 1e6
     if (given.run / "judge").exists():
-        figures["judge_auc"] = read_json(given.run / "judge" / "judge.json")["metrics"]["auc"]
+        figures["judge_auc"] = read_json(given.run / "judge" / "judge.json")["metrics"][
+            "auc"
+        ]
     print(json.dumps(figures))
 
 

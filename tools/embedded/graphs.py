@@ -25,7 +25,10 @@ FOLDER = EMBEDDED / "graphs"
 def export(lm: LM, states: States, trees: bool = False) -> None:
     path = shipped_path(lm, states, trees)
     export_graph(lm, path, states, trees)
-    print(f"{path.name}  {lm.role} {states} {'trees' if trees else 'chains'}", path.stat().st_size)
+    print(
+        f"{path.name}  {lm.role} {states} {'trees' if trees else 'chains'}",
+        path.stat().st_size,
+    )
 
 
 def main() -> None:

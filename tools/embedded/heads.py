@@ -27,10 +27,16 @@ BATCH = 200
 def answered(pair: Pair, kept: Path, n: int) -> list[Answer]:
     """The target's own answers to n problems of a split of their own, so that no prompt of the task
     is used; those that are kept in a file are not decoded again."""
-    answers = [cast(Answer, json.loads(line)) for line in kept.open()] if kept.exists() else []
+    answers = (
+        [cast(Answer, json.loads(line)) for line in kept.open()]
+        if kept.exists()
+        else []
+    )
     while len(answers) < n:
         batch = range(len(answers), min(n, len(answers) + BATCH))
-        outs = pair.generate_batch([prompt(problem("heads", i)) for i in batch], window=4)
+        outs = pair.generate_batch(
+            [prompt(problem("heads", i)) for i in batch], window=4
+        )
         with kept.open("a") as file:
             for out in outs:
                 answers.append((out.prompt_tokens, out.tokens))
@@ -42,8 +48,12 @@ def answered(pair: Pair, kept: Path, n: int) -> list[Answer]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path("heads-work"))
-    parser.add_argument("--kind", default="medusa", choices=("medusa", "blockwise", "eagle"))
-    parser.add_argument("--answers", type=int, default=5000, help="how many to learn from")
+    parser.add_argument(
+        "--kind", default="medusa", choices=("medusa", "blockwise", "eagle")
+    )
+    parser.add_argument(
+        "--answers", type=int, default=5000, help="how many to learn from"
+    )
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--epochs", type=int, help="by default as fit --drafter has it")
     given = parser.parse_args()

@@ -80,20 +80,30 @@ from lenience.tasks.wordmath_problems import Problem, Story
 EMBEDDED = Path(__file__).parents[2] / "src/lenience/embedded"
 SHAPES = {
     "narrow": dict(
-        hidden_size=128, intermediate_size=384, num_hidden_layers=8, num_attention_heads=2
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=8,
+        num_attention_heads=2,
     ),
     "target": dict(
-        hidden_size=320, intermediate_size=960, num_hidden_layers=8, num_attention_heads=5
+        hidden_size=320,
+        intermediate_size=960,
+        num_hidden_layers=8,
+        num_attention_heads=5,
     ),
     "draft": dict(
-        hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=2
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=2,
     ),
 }
 CONTEXT = 1024
 EOS = "</s>"
 WRITTEN = 0.25
 """How large new weights are, as a share of random ones, that write into the residual."""
-IGNORED = -100  # label of positions that the loss leaves out: the prompt and the padding
+# label of positions that the loss leaves out: the prompt and the padding
+IGNORED = -100
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -102,7 +112,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     pieces = r"▁?\d|▁?[A-Za-z]+|▁?[^\sA-Za-z\d▁]"
     split = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always", split=True),
+            pre_tokenizers.Metaspace(
+                replacement="▁", prepend_scheme="always", split=True
+            ),
             pre_tokenizers.Split(Regex(pieces), behavior="isolated"),
         ]
     )
@@ -112,10 +124,14 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         for author in ("target", "draft"):
             text = f"{wordmath.prompt(made)} {wordmath.solution(made, author, random.Random(i))}"
             words |= {piece for piece, _ in split.pre_tokenize_str(text)}
-    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate([EOS, *sorted(words)])}))
+    tokenizer = Tokenizer(
+        WordLevel({word: i for i, word in enumerate([EOS, *sorted(words)])})
+    )
     tokenizer.pre_tokenizer = split
     tokenizer.decoder = decoders.Metaspace(replacement="▁", prepend_scheme="always")
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS
+    )
 
 
 Text = tuple[list[int], list[int]]
@@ -174,7 +190,9 @@ def recall(rng: random.Random) -> tuple[str, str]:
     people = rng.sample(wordmath_problems.NAMES, rng.randint(2, 5))
     unit = rng.choice(wordmath_problems.GOODS)
     have = {name: rng.randint(2, 120) for name in people}
-    told, asked = (rng.choice(("{} {}.", "{} has {}.", f"{{}} has {{}} {unit}.")) for _ in range(2))
+    told, asked = (
+        rng.choice(("{} {}.", "{} has {}.", f"{{}} has {{}} {unit}.")) for _ in range(2)
+    )
     facts = [told.format(name, number) for name, number in have.items()]
     said = [asked.format(name, have[name]) for name in rng.choices(people, k=5)]
     return " ".join([*facts, "Answer:"]), " ".join(said)
@@ -195,9 +213,16 @@ def change(rng: random.Random) -> tuple[str, str]:
         told.append(f"Then {rng.choice((gives, gets))}")
         signed |= {giver: ("-", number), taker: ("+", number)}
     verb = rng.choice(wordmath_problems.HAS)
-    forms = ("{0} {2} {3}.", "{0} {1} {2} {3}.", f"{{0}} {verb} {{1}} {{2}} {{3}} {unit}.")
+    forms = (
+        "{0} {2} {3}.",
+        "{0} {1} {2} {3}.",
+        f"{{0}} {verb} {{1}} {{2}} {{3}} {unit}.",
+    )
     form = rng.choice(forms)
-    said = [form.format(name, have[name], *signed[name]) for name in rng.choices(people, k=5)]
+    said = [
+        form.format(name, have[name], *signed[name])
+        for name in rng.choices(people, k=5)
+    ]
     return " ".join([*told, "Answer:"]), " ".join(said)
 
 
@@ -208,11 +233,16 @@ def sums(rng: random.Random) -> tuple[str, str]:
     numbers = rng.sample(range(2, 13), 3)  # few, so that wares share some
     bought = {ware: tuple(rng.choices(numbers, k=2)) for ware in wares}
     told = [f"{n} {ware} at {price} coins each." for ware, (n, price) in bought.items()]
-    forms = ("{0} coins for {1}, since {2} = {0}.", "for {1} {0} coins, since {2} = {0}.")
+    forms = (
+        "{0} coins for {1}, since {2} = {0}.",
+        "for {1} {0} coins, since {2} = {0}.",
+    )
     said = []
     for ware in rng.choices(wares, k=3):
         n, price = rng.sample(bought[ware], 2)
-        said.append(rng.choice(forms).format(n * price, f"the {ware}", f"{n} * {price}"))
+        said.append(
+            rng.choice(forms).format(n * price, f"the {ware}", f"{n} * {price}")
+        )
     form = rng.choice(forms)
     for name in rng.sample(wordmath_problems.NAMES, 4):
         cost = rng.randint(8, 260)
@@ -241,7 +271,10 @@ def gift(rng: random.Random) -> Problem:
 
 
 def pool_of(
-    training: Training, tokenizer: PreTrainedTokenizerFast, number: int, rng: random.Random
+    training: Training,
+    tokenizer: PreTrainedTokenizerFast,
+    number: int,
+    rng: random.Random,
 ) -> list[Text]:
     """2,048 problems with their solutions, the shortest first."""
     author = training.author
@@ -260,7 +293,9 @@ def pool_of(
             continue
         if lesson < lessons:
             looking_up = lesson < lessons - training.sums
-            question, answer = rng.choice((recall, change, change) if looking_up else (sums,))(rng)
+            question, answer = rng.choice(
+                (recall, change, change) if looking_up else (sums,)
+            )(rng)
             questions.append(question)
             wholes.append(f"{question} {answer}")
             continue
@@ -332,13 +367,19 @@ def save_state(
     tensors = {f"model/{name}": value for name, value in model.named_parameters()}
     for i, optimizer in enumerate(optimizers):
         for j, state in optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer/{i}/{j}/{key}": value for key, value in state.items()}
+            tensors |= {
+                f"optimizer/{i}/{j}/{key}": value for key, value in state.items()
+            }
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path.with_suffix(".new"), metadata={"progress": json.dumps(progress)})
+    save_file(
+        tensors, path.with_suffix(".new"), metadata={"progress": json.dumps(progress)}
+    )
     path.with_suffix(".new").replace(path)
 
 
-def load_state(path: Path, model: torch.nn.Module, optimizers: list) -> tuple[int, int, int]:
+def load_state(
+    path: Path, model: torch.nn.Module, optimizers: list
+) -> tuple[int, int, int]:
     parameters = dict(model.named_parameters())
     states: list[dict] = [{} for _ in optimizers]
     with safe_open(path, "pt") as file, torch.no_grad():
@@ -347,14 +388,18 @@ def load_state(path: Path, model: torch.nn.Module, optimizers: list) -> tuple[in
             if kind == "model":
                 parameters[rest[0]].copy_(file.get_tensor(key))
             else:
-                states[int(rest[0])].setdefault(int(rest[1]), {})[rest[2]] = file.get_tensor(key)
+                states[int(rest[0])].setdefault(int(rest[1]), {})[rest[2]] = (
+                    file.get_tensor(key)
+                )
         progress = json.loads(file.metadata()["progress"])
     for optimizer, state in zip(optimizers, states):
         optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
     return tuple(progress)
 
 
-def new_model(training: Training, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+def new_model(
+    training: Training, tokenizer: PreTrainedTokenizerFast
+) -> LlamaForCausalLM:
     """Random weights, the same ones each time."""
     torch.manual_seed({"narrow": 1, "draft": 2, "target": 3}[training.role])
     config = LlamaConfig(
@@ -370,7 +415,9 @@ def new_model(training: Training, tokenizer: PreTrainedTokenizerFast) -> LlamaFo
     # on a CPU the backward pass of bfloat16 attention is slower fused than plain
     model = LlamaForCausalLM._from_config(config, attn_implementation="eager")
     if training.widen:
-        begin_with(model, LlamaForCausalLM.from_pretrained(training.widen, dtype="float32"))
+        begin_with(
+            model, LlamaForCausalLM.from_pretrained(training.widen, dtype="float32")
+        )
     return model.to(training.device)
 
 
@@ -382,7 +429,9 @@ def begin_with(model: LlamaForCausalLM, narrow: LlamaForCausalLM) -> None:
     old = dict(narrow.named_parameters())
     share = (narrow.config.hidden_size / model.config.hidden_size) ** 0.5
     for name, value in model.named_parameters():
-        if value.ndim == 1:  # a norm: the mean square is taken over more places, the new ones 0
+        if (
+            value.ndim == 1
+        ):  # a norm: the mean square is taken over more places, the new ones 0
             value.fill_(float(old[name].mean()) * share)
             value[: len(old[name])] = old[name] * share
             continue
@@ -397,8 +446,12 @@ def begin_with(model: LlamaForCausalLM, narrow: LlamaForCausalLM) -> None:
 
 def optimizers_of(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices, AdamW for the rest."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    matrices = [
+        p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name
+    ]
+    others = [
+        p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name
+    ]
     muon = {"weight_decay": 0.05, "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
     return [
         torch.optim.Muon(matrices, lr=rate, **muon),
@@ -406,7 +459,9 @@ def optimizers_of(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Opti
     ]
 
 
-def token_weights(tokenizer: PreTrainedTokenizerFast, of_numeric: float) -> torch.Tensor:
+def token_weights(
+    tokenizer: PreTrainedTokenizerFast, of_numeric: float
+) -> torch.Tensor:
     """[V]: of each token in the loss."""
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     numeric = [bool(re.fullmatch(r"▁?[\d+*/=-]", token)) for token in tokens]
@@ -422,7 +477,9 @@ class Trainer:
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         self.model = new_model(training, self.tokenizer)
         self.optimizers = optimizers_of(self.model, training.rate)
-        self.weights = token_weights(self.tokenizer, training.numeric).to(training.device)
+        self.weights = token_weights(self.tokenizer, training.numeric).to(
+            training.device
+        )
         self.state = training.work / f"{training.role}.safetensors"
         self.forward = torch.compile(self.model, dynamic=True)
         self.seen = 0
@@ -457,7 +514,12 @@ class Trainer:
                     flush=True,
                 )
             if self.step % 50 == 0 or last:
-                save_state(self.state, self.model, self.optimizers, (self.seen, pool, self.step))
+                save_state(
+                    self.state,
+                    self.model,
+                    self.optimizers,
+                    (self.seen, pool, self.step),
+                )
         self.model.to(torch.bfloat16).save_pretrained(training.out / training.role)
 
     def update(self, ids: torch.Tensor, labels: torch.Tensor) -> float:
@@ -468,7 +530,11 @@ class Trainer:
                 done = self.seen / training.tokens
                 group["lr"] = training.rate * schedule(done, training.decay)
         with torch.autocast(training.device, dtype=torch.bfloat16):
-            logits = self.forward(input_ids=ids, use_cache=False).logits[:, :-1]  # [B, T-1, V]
+            logits = self.forward(
+                input_ids=ids, use_cache=False
+            ).logits[  # [B, T-1, V]
+                :, :-1
+            ]
         loss = weighted_loss(logits.float(), labels[:, 1:].to(ids.device), self.weights)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -481,11 +547,15 @@ class Trainer:
 def average(of: list[tuple[float, Path]], out: Path) -> None:
     """Save the average of models' weights, each weighing so much (Izmailov 2018)."""
     total = sum(weight for weight, _ in of)
-    models = [(weight / total, LlamaForCausalLM.from_pretrained(path)) for weight, path in of]
+    models = [
+        (weight / total, LlamaForCausalLM.from_pretrained(path)) for weight, path in of
+    ]
     mean = LlamaForCausalLM(models[0][1].config)
     with torch.no_grad():
         for name, parameter in mean.named_parameters():
-            parts = [weight * model.get_parameter(name).float() for weight, model in models]
+            parts = [
+                weight * model.get_parameter(name).float() for weight, model in models
+            ]
             parameter.copy_(torch.stack(parts).sum(0))
     mean.to(torch.bfloat16).save_pretrained(out / "target")
 
@@ -495,7 +565,9 @@ def options() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("tokenizer", "average", *SHAPES))
-    parser.add_argument("--tokens", type=float, default=12e6, help="how many tokens to train on")
+    parser.add_argument(
+        "--tokens", type=float, default=12e6, help="how many tokens to train on"
+    )
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
     decay_help = "over which last share of the tokens the rate goes down"
     parser.add_argument("--decay", type=float, default=0.4, help=decay_help)
@@ -510,9 +582,13 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--gifts", type=int, default=0, help=gifts_help)
     repeats_help = "the share of texts that are lessons in copying"
     parser.add_argument("--repeats", type=float, default=0, help=repeats_help)
-    recalls_help = "the share of texts that are lessons in looking up who has and gets how many"
+    recalls_help = (
+        "the share of texts that are lessons in looking up who has and gets how many"
+    )
     parser.add_argument("--recalls", type=float, default=0, help=recalls_help)
-    sums_help = "the share of texts that are lessons in what purchases cost and what is left"
+    sums_help = (
+        "the share of texts that are lessons in what purchases cost and what is left"
+    )
     parser.add_argument("--sums", type=float, default=0, help=sums_help)
     numeric_help = "weight of digits and operators in the loss"
     parser.add_argument("--numeric", type=float, default=3, help=numeric_help)
@@ -520,8 +596,12 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--of", nargs=2, action="append", default=[], help=of_help)
     work_help = "where the state of the training is kept"
     parser.add_argument("--work", type=Path, default=Path("training"), help=work_help)
-    parser.add_argument("--out", type=Path, default=EMBEDDED, help="where the finished models go")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--out", type=Path, default=EMBEDDED, help="where the finished models go"
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     return parser
 
 

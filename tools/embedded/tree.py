@@ -15,7 +15,8 @@ from lenience.training.acceptance import PROMPTS, measure_acceptance
 
 def main() -> None:
     pair = load_pair(compile=True)
-    prompts = [prompt(problem("heads", i)) for i in range(PROMPTS)]  # of no split of the task
+    # of no split of the task
+    prompts = [prompt(problem("heads", i)) for i in range(PROMPTS)]
     found = measure_acceptance(pair, prompts, DraftModel())
     found.save(BUILT_IN)
     print([round(row[0], 3) for row in found.shares], found.places)

@@ -173,7 +173,10 @@ class Audit:
         self.journal = Journal(run / "audit.jsonl")
         self._tail = Tail(self.journal.path)
         assert self.certificate.certified is not None
-        self._about = {"certified": self.certificate.certified.rule, "data": binds["data"]}
+        self._about = {
+            "certified": self.certificate.certified.rule,
+            "data": binds["data"],
+        }
         with self._alone():
             pass
 
@@ -291,8 +294,14 @@ class Audit:
         if line.loss is None:
             return
         self.losses.append(line.loss)
-        self.unreferenced += line.reference is None and self.certificate.loss == "paired"
-        if line.row is not None and line.content is not None and line.before is not None:
+        self.unreferenced += (
+            line.reference is None and self.certificate.loss == "paired"
+        )
+        if (
+            line.row is not None
+            and line.content is not None
+            and line.before is not None
+        ):
             self.rows[line.row, line.content] = line.before
         self.drifted = self.alarm.add(line.loss) or self.drifted
 

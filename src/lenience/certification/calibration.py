@@ -65,7 +65,9 @@ class Calibration:
     def __post_init__(self) -> None:
         self._answers = Answers(self.pair, self.task, self.folder / "answers.jsonl")
         self.labels = Labels(self.task, self.config.labels)
-        self._stricter = {now: before for chain in self.chains() for before, now in pairwise(chain)}
+        self._stricter = {
+            now: before for chain in self.chains() for before, now in pairwise(chain)
+        }
         """The setting whose answers may be those of each."""
 
     @property
@@ -110,7 +112,11 @@ class Calibration:
         return self._get(decoding, samples, "the target alone", self.progress)
 
     def _get(
-        self, decoding: Decoder, samples: Sequence[Sample], phase: str, progress: Progress
+        self,
+        decoding: Decoder,
+        samples: Sequence[Sample],
+        phase: str,
+        progress: Progress,
     ) -> list[Answer]:
         """Rows that are the same but for their ids are decoded once."""
         firsts = dict[str, Sample]()
@@ -120,7 +126,9 @@ class Calibration:
         by_content = dict(zip(firsts, answers))
         return [by_content[_content(sample)] for sample in samples]
 
-    def beside(self, decoding: Decoder, lenient: Sequence[Answer]) -> list[Answer | None]:
+    def beside(
+        self, decoding: Decoder, lenient: Sequence[Answer]
+    ) -> list[Answer | None]:
         """The target's own answers to the first prompts, which a setting has answered; None where
         nothing can be lost whatever it is. The target is asked only where it must be: a greedy
         answer in which no token was kept by lenience is its own, where the rule goes on as the
@@ -135,7 +143,9 @@ class Calibration:
             if not own and not (paired and answer.correct):
                 asked.append(sample)
         by_id = dict(zip((sample.id for sample in asked), self.alone(asked)))
-        return [answer or by_id.get(row.id) for answer, row in zip(known, self.prompts.rows)]
+        return [
+            answer or by_id.get(row.id) for answer, row in zip(known, self.prompts.rows)
+        ]
 
     def losses(self, decoding: Decoder, n: int, phase: str = "") -> NDArray:
         """[n] in [0, 1], of the target alone against a setting; 0 where a label is asked for."""
@@ -147,13 +157,20 @@ class Calibration:
             self._compare_together(own, lenient)
         rows = zip(self.prompts.rows, own, lenient)
         return np.array(
-            [self._loss(sample, own, answer) if own else 0.0 for sample, own, answer in rows]
+            [
+                self._loss(sample, own, answer) if own else 0.0
+                for sample, own, answer in rows
+            ]
         )
 
-    def _compare_together(self, own: Sequence[Answer | None], lenient: Sequence[Answer]) -> None:
+    def _compare_together(
+        self, own: Sequence[Answer | None], lenient: Sequence[Answer]
+    ) -> None:
         """Have a grader compare all answers, many at once; what it says is kept."""
         rows = zip(lenient, own, self.prompts.rows)
-        triples = [(answer.text, alone.text, sample) for answer, alone, sample in rows if alone]
+        triples = [
+            (answer.text, alone.text, sample) for answer, alone, sample in rows if alone
+        ]
         for start in range(0, len(triples), AT_ONCE):
             self.task.points(triples[start : start + AT_ONCE])
             self.progress("grading", min(start + AT_ONCE, len(triples)), len(triples))
@@ -163,16 +180,24 @@ class Calibration:
         loss = self.config.loss
         if self.config.needs_references:
             right, kept = self._verdicts(sample, alone, lenient)
-            return float(right and not kept) if loss == "paired" else (1 + right - kept) / 2
+            return (
+                float(right and not kept)
+                if loss == "paired"
+                else (1 + right - kept) / 2
+            )
         if loss == "disagreement":
             return float(not self._agree(sample, alone, lenient))
         value = self.task.loss(lenient.text, alone.text, sample)
         if not (isinstance(value, int | float) and 0 <= value <= 1):
             what = f"its loss of {sample.id} is {value!r}"
-            raise InputError(f"task {self.task.name!r}: {what}; it must be a number in [0, 1]")
+            raise InputError(
+                f"task {self.task.name!r}: {what}; it must be a number in [0, 1]"
+            )
         return float(value)
 
-    def _verdicts(self, sample: Sample, alone: Answer, lenient: Answer) -> tuple[bool, bool]:
+    def _verdicts(
+        self, sample: Sample, alone: Answer, lenient: Answer
+    ) -> tuple[bool, bool]:
         """Whether the target's answer is right, and the lenient one; without a reference, where
         they agree, both are the same."""
         if sample.reference is not None:
@@ -196,7 +221,9 @@ class Calibration:
         """Raise InputError where the target is right on none of the first prompts, or on too
         few."""
         samples = self.prompts.first(ENOUGH)
-        if self.config.needs_references and any(sample.reference is None for sample in samples):
+        if self.config.needs_references and any(
+            sample.reference is None for sample in samples
+        ):
             return
         task = self.task
         right = self._right(samples)
@@ -284,13 +311,17 @@ def _weak(task: Task, right: float, n: int) -> str:
     """How seldom the target is right."""
     if task.by_degree:
         return f"the target's {task.measure} is {right / n:.3f} on {n} prompts"
-    return f"the target answers {f'{right:g}' if right else 'none'} of {n} prompts rightly"
+    return (
+        f"the target answers {f'{right:g}' if right else 'none'} of {n} prompts rightly"
+    )
 
 
 def tokens_per_pass(answers: Iterable[Answer]) -> float:
     """New tokens per pass of the target over all answers."""
     counted = [(answer.tokens, answer.target_passes) for answer in answers]
-    return sum(tokens for tokens, _ in counted) / max(1, sum(passes for _, passes in counted))
+    return sum(tokens for tokens, _ in counted) / max(
+        1, sum(passes for _, passes in counted)
+    )
 
 
 def data_hash(samples: Iterable[Sample]) -> str:
@@ -300,12 +331,20 @@ def data_hash(samples: Iterable[Sample]) -> str:
 
 def _content(sample: Sample) -> str:
     """What an answer and its score depend on."""
-    return digest([sample.prompt, sample.reference, repr(dict(getattr(sample, "metadata", {})))])
+    return digest(
+        [sample.prompt, sample.reference, repr(dict(getattr(sample, "metadata", {})))]
+    )
 
 
 @contextmanager
 def calibration(
-    pair: Pair, task: Task, folder: Path, config: CertifyConfig, *, use: str, progress: Progress
+    pair: Pair,
+    task: Task,
+    folder: Path,
+    config: CertifyConfig,
+    *,
+    use: str,
+    progress: Progress,
 ) -> Iterator[Calibration]:
     """Check what is asked, count it, and draw the prompts: the same ones whenever the same is
     asked. Raises InputError where another process is at the same question."""
@@ -345,14 +384,20 @@ def check_question(pair: Pair, task: Task, folder: Path, config: CertifyConfig) 
             pair.check(decoding)
     _check_run(task, folder)
     if config.loss in ("paired", "net") and (task.beside_target or task.by_degree):
-        how = "are compared with the target's own" if task.beside_target else "are right by degree"
+        how = (
+            "are compared with the target's own"
+            if task.beside_target
+            else "are right by degree"
+        )
         other = "task" if task.has_loss else "disagreement"
         raise InputError(f"task {task.name!r}: its answers {how}; give --loss {other}")
     if config.loss == "task" and not task.has_loss:
         mend = "see docs/your-own-task.md"
         if task.beside_target:
             mend = "give --loss disagreement, or a --grader"
-        raise InputError(f"task {task.name!r}: has no loss(text, target_text, sample); {mend}")
+        raise InputError(
+            f"task {task.name!r}: has no loss(text, target_text, sample); {mend}"
+        )
 
 
 def warn_of_too_few(config: CertifyConfig, share: float) -> None:
@@ -404,9 +449,15 @@ def _asked(pair: Pair, task: Task, config: CertifyConfig, use: str) -> dict[str,
         question["drafter"] = str(config.decoding.without_paths().drafter)
     binds = [pair.binding(decoding) for chain in chains for decoding in chain]
     asked = describe(pair, task, use=use, question=question, binds=binds)
-    asked["models"] = {role: {**model, "name": ""} for role, model in asked["models"].items()}
+    asked["models"] = {
+        role: {**model, "name": ""} for role, model in asked["models"].items()
+    }
     # how prompts are made is among what is bound
-    return {key: value for key, value in asked.items() if key not in ("versions", "pair", "chat")}
+    return {
+        key: value
+        for key, value in asked.items()
+        if key not in ("versions", "pair", "chat")
+    }
 
 
 def _without_digest(name: str) -> str:

@@ -100,7 +100,12 @@ def certify(
     InputError, see `CertifyConfig`, `draw_rows` and `Labels`.
     """
     with calibration(
-        pair, task_for(pair, task, progress), folder, config, use="calibration", progress=progress
+        pair,
+        task_for(pair, task, progress),
+        folder,
+        config,
+        use="calibration",
+        progress=progress,
     ) as on:
         path = on.folder / FILE
         made = Certificate.read(read_json(path), str(path)) if path.exists() else None
@@ -122,13 +127,19 @@ def save(folder: Path, certificate: Certificate) -> Path:
     written beside it."""
     new = certificate.to_json()
     path = folder / FILE
-    known = {other: read_json(other) for other in sorted(folder.glob("certificate-*.json"))}
+    known = {
+        other: read_json(other) for other in sorted(folder.glob("certificate-*.json"))
+    }
     numbers = range(1, len(known) + 2)
-    free = next(p for n in numbers if not (p := folder / f"certificate-{n}.json").exists())
+    free = next(
+        p for n in numbers if not (p := folder / f"certificate-{n}.json").exists()
+    )
     before = read_json(path) if path.exists() else {}
     if before.get("certified") and before != new:
         if certificate.certified is None:
-            path = next((other for other, content in known.items() if content == new), free)
+            path = next(
+                (other for other, content in known.items() if content == new), free
+            )
         elif before not in known.values():
             os.replace(path, free)
             if path.with_suffix(".html").exists():
@@ -226,11 +237,18 @@ def _drawn(on: Calibration, folder: Path) -> str:
     config = on.config
     said = "at random"
     if config.ids:
-        said = f"at random from {len(config.ids)} that were named (--ids), not at random"
+        said = (
+            f"at random from {len(config.ids)} that were named (--ids), not at random"
+        )
     where = f"{said} from the rows of split {config.split!r}"
     if any(group_of(sample) is not None for sample in on.prompts.first(ENOUGH)):
         where += ", one of each group, so that each group counts once"
-    runs = {fitted_in(head) for chain in on.chains() for decoder in chain for head in decoder.heads}
+    runs = {
+        fitted_in(head)
+        for chain in on.chains()
+        for decoder in chain
+        for head in decoder.heads
+    }
     if any(mined_first(run) for run in (folder, *filter(None, runs))):
         where += "; those that were mined before were the first of the data, not drawn"
     return where
@@ -272,7 +290,11 @@ def _reason(config: CertifyConfig, row: TriedSetting) -> str:
     strictest = f"the strictest setting, {setting_name(row)}"
     if row.hopeless and _too_high(config, row):
         return f"the loss is too high: already {strictest}, lost {rate:.2%} of {row.n} prompts"
-    more = ", more than is allowed, but on too few to be sure" if rate >= config.max_drop else ""
+    more = (
+        ", more than is allowed, but on too few to be sure"
+        if rate >= config.max_drop
+        else ""
+    )
     if row.hopeless and not row.losses:
         more = ", and on all that are allowed none could pass"
     return f"too few prompts: {strictest}, lost {row.losses:g} of {row.n}{more}"

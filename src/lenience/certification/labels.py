@@ -62,7 +62,9 @@ class Labels:
             return
         with replacing(self.path) as new:
             rows = {**self.rows, **left}.values()
-            new.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            new.write_text(
+                "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            )
         raise InputError(
             f"{self.path}: {len(left)} prompts, on which the answers differ, have no reference; "
             "fill them in, and ask again"

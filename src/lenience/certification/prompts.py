@@ -45,7 +45,9 @@ class Prompts:
                     self._draw()  # another question has taken some since
                 fresh = self.rows[self._noted : n]
                 use = self.draw.use
-                self.ledger.note(self.lm, fresh, use=use, key=self.draw.key, task=self.task)
+                self.ledger.note(
+                    self.lm, fresh, use=use, key=self.draw.key, task=self.task
+                )
             self._noted = min(n, len(self.rows))
         return self.rows[:n]
 
@@ -77,7 +79,9 @@ def draw_of(pair: Pair, config: CertifyConfig, key: str, use: str) -> Draw:
     )
 
 
-def check_references(task: Task, config: CertifyConfig, samples: Sequence[Sample]) -> None:
+def check_references(
+    task: Task, config: CertifyConfig, samples: Sequence[Sample]
+) -> None:
     """Raise InputError where references are needed and lack, or cannot be right: nothing could be
     lost on such prompts."""
     if not config.needs_references:

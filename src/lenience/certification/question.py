@@ -85,9 +85,14 @@ class CertifyConfig:
     """Where the ledger is kept, by default the user's. No part of the question."""
 
     def __post_init__(self) -> None:
-        for name, value in (("max_drop", self.max_drop), ("confidence", self.confidence)):
+        for name, value in (
+            ("max_drop", self.max_drop),
+            ("confidence", self.confidence),
+        ):
             if not 0 < value < 1:
-                raise InputError(f"{name} {value}: must be between 0 and 1, as a fraction")
+                raise InputError(
+                    f"{name} {value}: must be between 0 and 1, as a fraction"
+                )
         for name in ("limit", "horizon"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -96,12 +101,16 @@ class CertifyConfig:
             raise InputError(f"loss {self.loss!r}: name one of {', '.join(LOSSES)}")
         if self.procedure not in ("auto", *TESTS):
             known = ", ".join(TESTS)
-            raise InputError(f"procedure {self.procedure!r}: name auto or one of {known}")
+            raise InputError(
+                f"procedure {self.procedure!r}: name auto or one of {known}"
+            )
         if self.procedure == "binomial" and self.loss not in BINARY:
             mend = f"with --loss {self.loss} take betting"
             raise InputError(f"procedure binomial: is for losses of 0 or 1; {mend}")
         object.__setattr__(self, "rules", tuple(dict.fromkeys(self.rules)))
-        if not (self.rules or self.settings) or any(rule in BASELINES for rule in self.rules):
+        if not (self.rules or self.settings) or any(
+            rule in BASELINES for rule in self.rules
+        ):
             raise InputError(
                 "rule: name one or more that draft; target and draft alone need no certificate"
             )
@@ -118,11 +127,15 @@ class CertifyConfig:
         they do not name is as in `shared`, or in the question's own options."""
         shared = shared or self.decoding
         chains = [
-            [shared.with_options({"rule": step}) for step in ladder(rule, self.thresholds)]
+            [
+                shared.with_options({"rule": step})
+                for step in ladder(rule, self.thresholds)
+            ]
             for rule in self.rules
         ]
         return chains + [
-            [shared.with_options(given_options(text)) for text in chain] for chain in self.settings
+            [shared.with_options(given_options(text)) for text in chain]
+            for chain in self.settings
         ]
 
     def to_json(self) -> dict[str, Any]:
@@ -144,7 +157,11 @@ class CertifyConfig:
             **({} if self.horizon is None else {"horizon": self.horizon}),
             "ids": list(self.ids),
             "split": self.split,
-            **{name: value for name, value in changed.items() if name not in ("rule", "seed")},
+            **{
+                name: value
+                for name, value in changed.items()
+                if name not in ("rule", "seed")
+            },
             **named,
         }
 
@@ -205,7 +222,9 @@ class CertifyConfig:
             return min(len(self.ids), self.limit or len(self.ids), self.spent_over)
         return min(self.limit or math.ceil(COMMON * self.spent_over), self.spent_over)
 
-    def sample_size(self, losses: NDArray, share: float, least: float = 0.0) -> int | None:
+    def sample_size(
+        self, losses: NDArray, share: float, least: float = 0.0
+    ) -> int | None:
         """How many prompts it would take to certify, four times in five, a setting that loses like
         these, and at least `least` on average where they are 0 or 1."""
         test = self.test(share)

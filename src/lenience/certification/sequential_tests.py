@@ -73,7 +73,8 @@ class Binomial(Test):
         """[c]: from how many prompts on c losses pass. Losses only grow, so that nothing passes at
         a number of prompts that is not in it."""
         found = list[int]()
-        size = math.ceil(self.horizon * self.limit) + 1  # as many losses or more never pass
+        # as many losses or more never pass
+        size = math.ceil(self.horizon * self.limit) + 1
         # of 0, 1, … losses, none having passed
         chances = np.eye(1, size)[0]
         passed = 0.0
@@ -133,7 +134,9 @@ class Binomial(Test):
         if count >= n:
             return 1.0
         return float(
-            brentq(lambda mean: self.chance(mean, n, count) - self.alpha, 1e-12, 1 - 1e-12)
+            brentq(
+                lambda mean: self.chance(mean, n, count) - self.alpha, 1e-12, 1 - 1e-12
+            )
         )
 
     def futile(self, losses: NDArray, most: int) -> bool:
@@ -179,7 +182,12 @@ class HoeffdingBentkus(Test):
     def passed_at(self, losses: NDArray) -> int | None:
         looks = ((n, level) for n, level in self.looks if n <= len(losses))
         return next(
-            (n for n, level in looks if hoeffding_bentkus(losses[:n], self.limit) <= level), None
+            (
+                n
+                for n, level in looks
+                if hoeffding_bentkus(losses[:n], self.limit) <= level
+            ),
+            None,
         )
 
     def bound(self, losses: NDArray) -> float:
@@ -188,7 +196,9 @@ class HoeffdingBentkus(Test):
             return 1.0
         n, level = done[-1]
         seen = losses[:n]
-        return _first(lambda mean: hoeffding_bentkus(seen, mean) <= level, float(seen.mean()))
+        return _first(
+            lambda mean: hoeffding_bentkus(seen, mean) <= level, float(seen.mean())
+        )
 
 
 @dataclass(frozen=True)
@@ -210,7 +220,9 @@ class Betting(Test):
         return int(rich.argmax()) + 1 if rich.any() else None
 
     def bound(self, losses: NDArray) -> float:
-        return _first(lambda mean: bool(self.wealth(losses, mean).max() >= 1 / self.alpha), 0.0)
+        return _first(
+            lambda mean: bool(self.wealth(losses, mean).max() >= 1 / self.alpha), 0.0
+        )
 
 
 @dataclass(frozen=True)
@@ -224,7 +236,9 @@ class PairedBetting(Betting):
         return paired_wealth(losses, mean, self.limit)
 
 
-TESTS: dict[str, type[Test]] = {test.name: test for test in (Binomial, HoeffdingBentkus, Betting)}
+TESTS: dict[str, type[Test]] = {
+    test.name: test for test in (Binomial, HoeffdingBentkus, Betting)
+}
 
 
 def hoeffding_bentkus(losses: NDArray, mean: float) -> float:
@@ -254,7 +268,8 @@ def wealth(losses: NDArray, mean: float, stakes: NDArray = STAKES) -> NDArray:
     gains = (mean - np.asarray(losses, float)) / (1 - mean)  # −1 at a loss of 1
     with np.errstate(divide="ignore"):
         return sum(
-            np.exp(np.minimum(np.log1p(stake * gains).cumsum(-1), 600)) for stake in stakes
+            np.exp(np.minimum(np.log1p(stake * gains).cumsum(-1), 600))
+            for stake in stakes
         ) / len(stakes)
 
 
@@ -273,7 +288,9 @@ def paired_wealth(losses: NDArray, mean: float, limit: float) -> NDArray:
     differ = np.abs(net)
     before = differ.cumsum(-1) - differ
     share = (before + PRIOR * 2 * allowed) / (np.arange(net.shape[-1]) + PRIOR)
-    stakes = (np.minimum(part * allowed / share, 0.8 / (1 - above)) for part in PAIRED_STAKES)
+    stakes = (
+        np.minimum(part * allowed / share, 0.8 / (1 - above)) for part in PAIRED_STAKES
+    )
     grown = [np.log1p(stake * (above - net)).cumsum(-1) for stake in stakes]
     return np.exp(np.minimum(grown, 600)).mean(0)
 
@@ -313,7 +330,9 @@ class Alarm:
         """Whether it goes off with this loss."""
         if self.logs is None or self.anew:
             fresh = np.zeros((1, len(self.stakes)))
-            self.logs = fresh if self.logs is None else np.concatenate([self.logs, fresh])
+            self.logs = (
+                fresh if self.logs is None else np.concatenate([self.logs, fresh])
+            )
         self.logs += np.log1p(self.stakes * (loss - self.limit) / self.limit)
         crowded = self.since < 1 / self.limit
         self.anew = False
@@ -335,7 +354,8 @@ class Alarm:
         if self.logs is None:
             return 1.0
         k = np.arange(1, len(self.logs) + 1)
-        return float((self._of_each / (k * (k + 1))).sum() + 1 / (len(k) + 1))  # the rest is kept
+        # the rest is kept
+        return float((self._of_each / (k * (k + 1))).sum() + 1 / (len(k) + 1))
 
 
 def sequence(losses: NDArray, alpha: float) -> tuple[float, float]:
@@ -345,7 +365,9 @@ def sequence(losses: NDArray, alpha: float) -> tuple[float, float]:
     if not len(losses):
         return 0.0, 1.0
     above = _first(lambda mean: bool(wealth(losses, mean).max() >= 2 / alpha), 0.0)
-    below = _first(lambda mean: bool(wealth(1 - losses, mean, SMALL).max() >= 2 / alpha), 0.0)
+    below = _first(
+        lambda mean: bool(wealth(1 - losses, mean, SMALL).max() >= 2 / alpha), 0.0
+    )
     return 1 - below, above
 
 
@@ -396,6 +418,8 @@ def fixed_sequence_test(
             if passed_at or futile:
                 break
         passed = passed_at is not None
-        yield SettingResult(setting, len(seen), float(seen.sum()), passed=passed, futile=futile)
+        yield SettingResult(
+            setting, len(seen), float(seen.sum()), passed=passed, futile=futile
+        )
         if not passed:
             break

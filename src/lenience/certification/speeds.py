@@ -59,7 +59,9 @@ class Timed(Record):
         ratios = self._resampled(draws) / other._resampled(draws)
         tail = norm.cdf(-math.sqrt(n / (n - 1)) * t.ppf(0.975, n - 1))
         low, high = np.quantile(ratios, [tail, 1 - tail])
-        return Times(self.tokens_per_second / other.tokens_per_second, float(low), float(high))
+        return Times(
+            self.tokens_per_second / other.tokens_per_second, float(low), float(high)
+        )
 
     def _resampled(self, draws: NDArray) -> NDArray:
         """Tokens per second on each row's prompts."""
@@ -104,7 +106,10 @@ def take_turns(
 ) -> dict[Decoder, Timed]:
     """Time decoders that take turns on each prompt, so that a machine's moods fall on all."""
     settings = list(dict.fromkeys(settings))
-    timed = {setting: Timed(setting=str(setting), tokens=[], seconds=[]) for setting in settings}
+    timed = {
+        setting: Timed(setting=str(setting), tokens=[], seconds=[])
+        for setting in settings
+    }
     total = len(prompts) * len(settings)
     for turn, (prompt, setting) in enumerate(product(prompts, settings)):
         progress(phase, turn, total)

@@ -81,7 +81,9 @@ class TuneConfig:
             if name in self.question.options:
                 raise InputError(f"options: {name} is what is tuned; leave it out")
         if self.question.decoding.temperature:
-            raise InputError("temperature: what is tuned is greedy decoding; leave it out")
+            raise InputError(
+                "temperature: what is tuned is greedy decoding; leave it out"
+            )
         if self.prompts < LEAST_PROMPTS:
             raise InputError(f"prompts {self.prompts}: must be {LEAST_PROMPTS} or more")
         for window in self.windows:
@@ -122,7 +124,11 @@ class Tuned:
 
 
 def tune(
-    pair: Pair, task: Task, folder: Path, config: TuneConfig, progress: Progress = silent
+    pair: Pair,
+    task: Task,
+    folder: Path,
+    config: TuneConfig,
+    progress: Progress = silent,
 ) -> Tuned:
     """Race settings on fresh prompts, which are used up by it, and certify what is fastest.
 
@@ -144,29 +150,43 @@ def tune(
     chains[0].insert(0, lossless)
     settings = tuple(tuple(step.setting for step in chain) for chain in chains if chain)
     choice = _Choice(
-        raced={step.setting: step.tokens_per_second for chain in chains for step in chain},
+        raced={
+            step.setting: step.tokens_per_second for chain in chains for step in chain
+        },
         lossless=lossless.setting,
-        turns=_Turns(pair, contest.place / "choosing", races.machine, contest.prompts_to_choose),
+        turns=_Turns(
+            pair, contest.place / "choosing", races.machine, contest.prompts_to_choose
+        ),
         progress=progress,
     )
-    asked = replace(question, rules=(), thresholds=(), settings=settings, speeds=choice.raced)
+    asked = replace(
+        question, rules=(), thresholds=(), settings=settings, speeds=choice.raced
+    )
     certificate = certify(pair, task, folder, asked, progress, choose=choice.fastest)
     if not certificate.holds:
         return Tuned(races, certificate, None)
     shared = for_task(question.decoding, question.options, task)
     passed = [row.decoder(shared) for row in certificate.tried if row.passed]
     certified = certificate.decoder(folder)
-    turns = _Turns(pair, contest.place / "telling", races.machine, contest.prompts_to_tell)
+    turns = _Turns(
+        pair, contest.place / "telling", races.machine, contest.prompts_to_tell
+    )
     known = choice.turns.known(choice.perhaps_fastest(passed)) or []
     return Tuned(races, certificate, _told(races, certified, known, turns, progress))
 
 
 def _told(
-    races: Races, certified: Decoder, passed: list[Timed], turns: _Turns, progress: Progress
+    races: Races,
+    certified: Decoder,
+    passed: list[Timed],
+    turns: _Turns,
+    progress: Progress,
 ) -> Speeds:
     """How fast what is certified is beside what is lossless; `passed` is what it was chosen
     from."""
-    strict, alone = (Decoder.parse(raced.setting) for raced in (races.strict, races.alone))
+    strict, alone = (
+        Decoder.parse(raced.setting) for raced in (races.strict, races.alone)
+    )
     timed = turns.take((certified, strict, alone), "timing", progress)
     return Speeds(
         machine=races.machine,
@@ -241,7 +261,9 @@ def _contest(pair: Pair, task: Task, folder: Path, config: TuneConfig) -> _Conte
     for raced in (strict, *(raced for chain in chains for raced in chain)):
         groups.append(group_of(pair, config, raced, drafters_for(raced.rule, drafters)))
     samples, place = _prompts(pair, task, folder, config, groups)
-    return _Contest(groups, chains, refused, [sample.prompt for sample in samples], place)
+    return _Contest(
+        groups, chains, refused, [sample.prompt for sample in samples], place
+    )
 
 
 def _races(pair: Pair, contest: _Contest, progress: Progress) -> Races:
@@ -294,7 +316,9 @@ class _Turns:
         return turns.timed if turns and turns.machine == self.machine else None
 
     def _path(self, settings: Sequence[Decoder]) -> Path:
-        return self.path.with_name(f"{self.path.name}-{digest([*map(str, settings)])}.json")
+        return self.path.with_name(
+            f"{self.path.name}-{digest([*map(str, settings)])}.json"
+        )
 
 
 @dataclass(frozen=True)
@@ -315,8 +339,12 @@ class _Choice:
         timed = self.turns.take(left, "timing what passed", self.progress)
         fastest = max(left, key=lambda setting: timed[setting].tokens_per_second)
         enough = ALIKE * timed[fastest].tokens_per_second
-        as_fast = [setting for setting in left if timed[setting].tokens_per_second >= enough]
-        return next((setting for setting in as_fast if str(setting) == self.lossless), fastest)
+        as_fast = [
+            setting for setting in left if timed[setting].tokens_per_second >= enough
+        ]
+        return next(
+            (setting for setting in as_fast if str(setting) == self.lossless), fastest
+        )
 
     def perhaps_fastest(self, passed: Iterable[Decoder]) -> list[Decoder]:
         """All that is not clearly slower by the race than the fastest, and the lossless one."""
@@ -329,7 +357,9 @@ class _Choice:
         ]
 
 
-def fitted_drafters(pair: Pair, folder: Path, strict: Decoder) -> tuple[list[str], list[str]]:
+def fitted_drafters(
+    pair: Pair, folder: Path, strict: Decoder
+) -> tuple[list[str], list[str]]:
     """The drafters that were fitted in a run folder; and why those of them are refused that cannot
     draft for this target."""
     fitted = list[str]()
@@ -352,7 +382,9 @@ def drafters_for(rule: Rule, drafters: Sequence[str]) -> list[str]:
     proposes, and what it makes of other proposals is fast and wrong."""
     if not rule.heads:
         return list(drafters)
-    return [name for name in drafters if Decoder.of(drafter=name).drafter.proposes_as_draft]
+    return [
+        name for name in drafters if Decoder.of(drafter=name).drafter.proposes_as_draft
+    ]
 
 
 def group_of(
@@ -380,12 +412,18 @@ def group_of(
 def _windows_for(drafter: DrafterSpec, windows: Sequence[int]) -> list[int]:
     """Those of some windows at which a drafter proposes something else."""
     longest = drafter.longest or max(windows)
-    enough = min((window for window in windows if window >= longest), default=max(windows))
+    enough = min(
+        (window for window in windows if window >= longest), default=max(windows)
+    )
     return [window for window in windows if window <= enough]
 
 
 def _prompts(
-    pair: Pair, task: Task, folder: Path, config: TuneConfig, groups: Sequence[Sequence[Decoder]]
+    pair: Pair,
+    task: Task,
+    folder: Path,
+    config: TuneConfig,
+    groups: Sequence[Sequence[Decoder]],
 ) -> tuple[list[Sample], Path]:
     """The prompts to race on, noted as used, and where the races are kept."""
     question = config.question
@@ -393,7 +431,14 @@ def _prompts(
     heads = {head.path: head for setting in settings for head in setting.heads}
     asked = [str(setting.without_paths()) for setting in settings]
     prints = [head.head.fingerprint for head in heads.values()]
-    parts = [asked, prints, pair.fingerprints, config.prompts, question.split, task.known_as]
+    parts = [
+        asked,
+        prints,
+        pair.fingerprints,
+        config.prompts,
+        question.split,
+        task.known_as,
+    ]
     key = digest([FORMAT, *parts])
     fitted = (*heads.values(), *aligned(pair.draft))
     draw = Draw(key, config.prompts, "tuning", split=question.split, heads=fitted)
@@ -427,15 +472,22 @@ def race(
     first = 0
     warm_up(pair, (setting for group in left for setting in group), prompts[0])
     for heat, (n, share) in enumerate(HEATS, 1):
-        speeds = _speeds(pair, left, prompts[first : first + n], f"racing, heat {heat}", progress)
+        speeds = _speeds(
+            pair, left, prompts[first : first + n], f"racing, heat {heat}", progress
+        )
         left = [_best(group, speeds, math.ceil(share * len(group))) for group in left]
         first += n
     speeds = _speeds(pair, left, prompts[first:], "racing, final", progress)
     won = [_best(group, speeds, 1)[0] for group in left]
-    return [Raced(setting=str(setting), tokens_per_second=speeds[setting]) for setting in won]
+    return [
+        Raced(setting=str(setting), tokens_per_second=speeds[setting])
+        for setting in won
+    ]
 
 
-def _best(group: Sequence[Decoder], speeds: dict[Decoder, float], n: int) -> list[Decoder]:
+def _best(
+    group: Sequence[Decoder], speeds: dict[Decoder, float], n: int
+) -> list[Decoder]:
     return sorted(group, key=lambda setting: -speeds[setting])[:n]
 
 

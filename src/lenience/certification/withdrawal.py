@@ -47,14 +47,18 @@ def mark(ledger: Ledger, folder: Path) -> None:
 def as_it_stands(ledger: Ledger, certificate: Certificate) -> Certificate:
     """A certificate, marked where it is withdrawn."""
     withdrawn = {
-        outcome.key: outcome.withdrawn for outcome in ledger.outcomes() if outcome.withdrawn
+        outcome.key: outcome.withdrawn
+        for outcome in ledger.outcomes()
+        if outcome.withdrawn
     }
     if certificate.certified is None or certificate.key not in withdrawn:
         return certificate
     return certificate.model_copy(update={"withdrawn": withdrawn[certificate.key]})
 
 
-def _outcome(on: Calibration, folder: Path, certificate: Certificate, row: TriedSetting) -> Outcome:
+def _outcome(
+    on: Calibration, folder: Path, certificate: Certificate, row: TriedSetting
+) -> Outcome:
     decoding = on.decoding_of(row)
     binds = {**on.pair.binding(decoding), **decoding.bound(), "reads": on.task.reads}
     binds |= {"loss": certificate.loss, "task": on.task.label, "stop": None}

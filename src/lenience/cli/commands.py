@@ -66,11 +66,12 @@ def main(argv: list[str] | None = None) -> None:
     wrong."""
     warnings.formatwarning = lambda message, *_, **__: f"lenience: {message}\n"
     given = sys.argv[1:] if argv is None else argv
-    given = [
-        STDIN if argument == "-" else argument for argument in given
-    ]  # which would be taken for a flag
+    # which would be taken for a flag
+    given = [STDIN if argument == "-" else argument for argument in given]
     try:
-        command, bound, _ = app.parse_args(given, exit_on_error=False, print_error=False)
+        command, bound, _ = app.parse_args(
+            given, exit_on_error=False, print_error=False
+        )
         command(*bound.args, **bound.kwargs)
     except (InputError, cyclopts.CycloptsError) as error:
         _fail(first_line(error), 2)

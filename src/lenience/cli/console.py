@@ -80,4 +80,8 @@ def duration(seconds: float) -> str:
     """A time as people say it."""
     if seconds < 90:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+    return (
+        f"{seconds / 60:.0f} minutes"
+        if seconds < 5400
+        else f"{seconds / 3600:.1f} hours"
+    )

@@ -78,7 +78,9 @@ def generate(
         print_json(whole)
 
 
-def _models_for(options: Mapping[str, Any], run: Path | None, models: Models | None) -> Models:
+def _models_for(
+    options: Mapping[str, Any], run: Path | None, models: Models | None
+) -> Models:
     """The models that are named, or else those of a run or of the run that a rule is certified
     in."""
     from lenience.runs.certificate import is_certified, run_of
@@ -92,7 +94,12 @@ def _models_for(options: Mapping[str, Any], run: Path | None, models: Models | N
 
 
 def _answer_many(
-    pair: Pair, asked: list[Asked], options: Mapping[str, Any], batch_size: int, *, json: bool
+    pair: Pair,
+    asked: list[Asked],
+    options: Mapping[str, Any],
+    batch_size: int,
+    *,
+    json: bool,
 ) -> None:
     """Print the answers to many prompts, each when all before it are there."""
     from lenience.cli.steps import answers

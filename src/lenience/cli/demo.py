@@ -73,7 +73,9 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
     OUT/report.html. Returns the figures."""
     began = time.perf_counter()
     check_folder(out)
-    say("about two minutes on two cores; lenience demo --quick shows the live race alone")
+    say(
+        "about two minutes on two cores; lenience demo --quick shows the live race alone"
+    )
     pair, raced = show_race()
     folder = out / "run"
     counts = _mine(pair, folder, fresh)
@@ -107,7 +109,9 @@ def tell(out: Path, fresh: int, limit: int) -> dict[str, Any]:
 
 def _mine(pair: Pair, folder: Path, fresh: int) -> MinedCounts:
     shipped = _copy_shipped(folder)
-    screen.rule(f"1. mining: {shipped} samples come with the pair, {fresh} are mined now")
+    screen.rule(
+        f"1. mining: {shipped} samples come with the pair, {fresh} are mined now"
+    )
     counts = mine_run(pair, WordMath(), folder, MineConfig(limit=shipped + fresh))
     share = _important_share(counts)
     say(f"{counts.mismatches} mismatches, {share:.1%} of them change the answer")
@@ -132,7 +136,9 @@ def _fit(pair: Pair, folder: Path) -> Head:
 
 def _tune(pair: Pair, out: Path) -> Tuned:
     folder = out / "run"
-    screen.rule(f"3. what is fastest here at a loss of at most {MAX_DROP:.0%}, certified")
+    screen.rule(
+        f"3. what is fastest here at a loss of at most {MAX_DROP:.0%}, certified"
+    )
     question = CertifyConfig(
         rules=(str(Judge()),),
         max_drop=MAX_DROP,
@@ -150,10 +156,15 @@ def _compare(pair: Pair, out: Path, tuned: Tuned, limit: int) -> Frontier:
     most lenient one, and that one and strict decoding at the widest window with the draft
     model."""
     screen.rule(f"4. comparing on {limit} held-out problems")
-    raced = [tuned.races.strict, *(entry for chain in tuned.races.lenient for entry in chain)]
+    raced = [
+        tuned.races.strict,
+        *(entry for chain in tuned.races.lenient for entry in chain),
+    ]
     fastest = [Decoder.parse(entry.setting) for entry in raced]
     fitted = Judge(str(out / "run" / "judge"), THRESHOLDS[-1])
-    widest = [fastest[i].with_options({"window": WIDEST, "drafter": "model"}) for i in (0, -1)]
+    widest = [
+        fastest[i].with_options({"window": WIDEST, "drafter": "model"}) for i in (0, -1)
+    ]
     compared = [*fastest, fastest[-1].with_options({"rule": fitted}), *widest]
     compared.append(fastest[0].with_options({"rule": "topk:2"}))
     settings = [
@@ -161,7 +172,11 @@ def _compare(pair: Pair, out: Path, tuned: Tuned, limit: int) -> Frontier:
         for figures in compared
     ]
     config = CompareConfig(
-        settings=tuple(dict.fromkeys(settings)), limit=limit, timed=5, repeats=1, home=out
+        settings=tuple(dict.fromkeys(settings)),
+        limit=limit,
+        timed=5,
+        repeats=1,
+        home=out,
     )
     asked = out / "compare.json"
     if asked.exists() and not _asks_for(read_json(asked), config):
@@ -171,7 +186,9 @@ def _compare(pair: Pair, out: Path, tuned: Tuned, limit: int) -> Frontier:
 
 def _asks_for(asked: dict[str, Any], config: CompareConfig) -> bool:
     settings = [
-        setting for setting in asked.get("settings", []) if setting["rule"] not in BASELINES
+        setting
+        for setting in asked.get("settings", [])
+        if setting["rule"] not in BASELINES
     ]
     kept = [tuple(str(setting[name]) for name in TOLD_APART) for setting in settings]
     asked_now = [decoding.to_json() for decoding in config.decodings()]

@@ -131,7 +131,15 @@ class FitFlags:
         from lenience.training.drafters import DrafterPlan
 
         assert self.drafter is not None and self.drafter != "skip"
-        ours = ("heads", "distill", "only_rejected", "tune_target", "epochs", "out", "seed")
+        ours = (
+            "heads",
+            "distill",
+            "only_rejected",
+            "tune_target",
+            "epochs",
+            "out",
+            "seed",
+        )
         self._refuse_others("drafter", *ours, what="another head than --drafter's")
         if self.heads is not None and self.drafter in ("eagle", "model"):
             raise InputError(f"--heads: {self.drafter} has none; leave it out")
@@ -139,7 +147,10 @@ class FitFlags:
             raise InputError(f"--heads {self.heads}: must be from 1 to {MOST_HEADS}")
         if self.epochs is not None and self.epochs < 1:
             raise InputError(f"--epochs {self.epochs}: must be 1 or more")
-        for flag, given in (("distill", self.distill), ("only-rejected", self.only_rejected)):
+        for flag, given in (
+            ("distill", self.distill),
+            ("only-rejected", self.only_rejected),
+        ):
             if given and self.drafter != "model":
                 raise InputError(f"--{flag}: is of --drafter model; leave it out")
         if self.tune_target and self.drafter != "blockwise":
@@ -157,7 +168,9 @@ class FitFlags:
 
     def check_skip(self) -> None:
         """Raise InputError for what does not go together with `drafter` skip."""
-        self._refuse_others("drafter", what="what is fitted, and --drafter skip only looks")
+        self._refuse_others(
+            "drafter", what="what is fitted, and --drafter skip only looks"
+        )
 
     def drawn(self) -> Drawn | None:
         """How the tokens of a measured tree are drawn; None where they are chosen. Raises
@@ -168,11 +181,15 @@ class FitFlags:
         self._refuse_others(*ours, what="a head, and --tree fits none")
         if self.draw is None:
             if self.temperature is not None:
-                raise InputError("--temperature: is of trees that are drawn; give --draw too")
+                raise InputError(
+                    "--temperature: is of trees that are drawn; give --draw too"
+                )
             return None
         temperature = 1.0 if self.temperature is None else self.temperature
         if not 0 < temperature < math.inf:
-            raise InputError(f"--temperature {temperature:g}: must be above 0 where --draw draws")
+            raise InputError(
+                f"--temperature {temperature:g}: must be above 0 where --draw draws"
+            )
         return Drawn(self.draw, temperature)
 
     def _refuse_others(self, *names: str, what: str) -> None:
@@ -198,7 +215,9 @@ class FitFlags:
         if self.from_ == "run" and run.is_file():
             mend = "name a run folder or, for annotated answers, give --from annotated"
             raise InputError(f"{run}: is a file; {mend}")
-        if file := next((parent for parent in (folder, *folder.parents) if parent.is_file()), None):
+        if file := next(
+            (parent for parent in (folder, *folder.parents) if parent.is_file()), None
+        ):
             raise InputError(f"--out {folder}: {file} is a file; name another folder")
         recall = self.recall
         if recall is None and not self.annotated:
@@ -235,7 +254,9 @@ class FitFlags:
         if self.weight is not None and not 0 < self.weight < math.inf:
             raise InputError(f"--weight {self.weight:g}: must be above 0")
         if self.stop and self.gate:
-            raise InputError("--gate: is another head than --stop's; fit them one after the other")
+            raise InputError(
+                "--gate: is another head than --stop's; fit them one after the other"
+            )
         if self.curve and self.annotated:
             raise InputError("--curve: is of mined samples; leave it out")
         if self.soft and (self.annotated or self.role != "judge"):
@@ -267,14 +288,20 @@ class FitFlags:
         if self.ahead is not None and (self.annotated or role != "judge"):
             raise InputError("--ahead: is for judges of mined mismatches; leave it out")
         if self.annotated:
-            if role != "judge" or models not in (None, "target") or tokens not in (None, "draft"):
+            if (
+                role != "judge"
+                or models not in (None, "target")
+                or tokens not in (None, "draft")
+            ):
                 raise InputError(
                     "--from annotated: fits a judge to the target's states after each token; "
                     "leave the others out"
                 )
             return Inputs(("target",), ("draft",), self._layers("-1"))
         if role != "judge" and models:
-            raise InputError(f"--{role}: is fitted to the draft's own states; leave --models out")
+            raise InputError(
+                f"--{role}: is fitted to the draft's own states; leave --models out"
+            )
         if role != "judge" and tokens not in (None, "draft", "previous"):
             raise InputError(
                 f"--tokens {tokens}: a {role} reads the state after draft or after previous"
@@ -293,4 +320,6 @@ class FitFlags:
         try:
             return tuple(None if layer == "norm" else int(layer) for layer in named)
         except ValueError:
-            raise InputError(f"--layer {self.layer}: name numbers, or norm, with commas") from None
+            raise InputError(
+                f"--layer {self.layer}: name numbers, or norm, with commas"
+            ) from None

@@ -68,7 +68,9 @@ def init(
     """
     settings = run / SETTINGS
     if settings.exists():
-        raise InputError(f"{settings}: is there already; edit it, or name another folder")
+        raise InputError(
+            f"{settings}: is there already; edit it, or name another folder"
+        )
     choice = choice_of(run, choice or TaskChoice())
     choice.load()
     remember(run, models_of(run, models), choice)
@@ -195,7 +197,9 @@ def _fit_drafter(run: Path, flags: FitFlags, json: bool) -> None:
     fitted = fit_drafter(models.load(tokens=MANY), run, plan)
     print_drafter(plan.kind, fitted.metrics, plan.out)
     if json:
-        used_as = {"drafter": plan.kind if plan.kind == "model" else f"{plan.kind}:{plan.out}"}
+        used_as = {
+            "drafter": plan.kind if plan.kind == "model" else f"{plan.kind}:{plan.out}"
+        }
         if plan.kind == "model":
             used_as["draft"] = str(plan.out)
         if plan.tune_target:

@@ -81,14 +81,21 @@ class Lane:
             return
         self.passes += step.target_passes
         self.tokens += len(step.trace)
-        self.pieces += [(self.stream.push(entry.token), entry.origin) for entry in step.trace]
+        self.pieces += [
+            (self.stream.push(entry.token), entry.origin) for entry in step.trace
+        ]
         self.done = step.finish is not None
         if self.done:
-            self.pieces.append((self.stream.flush(), step.trace[-1].origin if step.trace else ""))
+            self.pieces.append(
+                (self.stream.flush(), step.trace[-1].origin if step.trace else "")
+            )
 
 
 def race(
-    pair: Pair, task: Task, settings: Sequence[Setting] = SETTINGS, scored: int | None = None
+    pair: Pair,
+    task: Task,
+    settings: Sequence[Setting] = SETTINGS,
+    scored: int | None = None,
 ) -> list[dict[str, Any]]:
     """Decode one problem in columns, then `scored` more at full speed, by default SCORED. Returns a
     record for each setting: tokens per second, tokens per pass, and the number of right answers.
@@ -163,11 +170,15 @@ def _columns(lanes: Sequence[Lane], plain: bool) -> RenderableType:
 def _column(lane: Lane, plain: bool) -> Panel:
     text = Text()
     for piece, origin in lane.pieces:
-        before, after = MARKS.get(origin, ("", "")) if plain and piece.strip() else ("", "")
+        before, after = (
+            MARKS.get(origin, ("", "")) if plain and piece.strip() else ("", "")
+        )
         text.append(f"{before}{piece}{after}", "" if plain else STYLES.get(origin, ""))
     speed = f"{lane.tokens_per_second:,.0f} tokens/s, {lane.passes} passes"
     verdict = {True: ", right", False: ", wrong", None: ""}[lane.right]
-    return Panel(text, title=lane.setting.title, subtitle=speed + verdict, title_align="left")
+    return Panel(
+        text, title=lane.setting.title, subtitle=speed + verdict, title_align="left"
+    )
 
 
 def _legend(plain: bool) -> Text:
@@ -208,7 +219,9 @@ def _record(setting: Setting, lanes: Sequence[Lane]) -> dict[str, Any]:
 
 
 def _summary(results: Sequence[dict[str, Any]], problems: int) -> Table:
-    table = Table("decoder", title=f"{problems} more problems at full speed, one by one")
+    table = Table(
+        "decoder", title=f"{problems} more problems at full speed, one by one"
+    )
     for column in ("tokens/s", "speed-up", "tokens/pass", "right"):
         table.add_column(column, justify="right")
     alone = results[0]["tokens_per_second"]

@@ -105,9 +105,13 @@ def grade(
     check_limit(limit)
     if take is None:
         page = write_page(folder, rule, limit)
-        say(f"{page.pairs} pairs, {page.alike} more are the same text: open {page.path}")
+        say(
+            f"{page.pairs} pairs, {page.alike} more are the same text: open {page.path}"
+        )
         if json:
-            print_json({"page": str(page.path), "pairs": page.pairs, "alike": page.alike})
+            print_json(
+                {"page": str(page.path), "pairs": page.pairs, "alike": page.alike}
+            )
         return
     found = take_grades(folder, take)
     print_grades(found)
@@ -142,7 +146,8 @@ def certify(
     task = choice.load()
     drafts = needs_draft(decoder_of(given(decoding)))
     if config.split not in ("train", "test"):
-        take(task, config.split, 1)  # raises where there is none, before the models are loaded
+        # raises where there is none, before the models are loaded
+        take(task, config.split, 1)
     answers = flags.pilot if flags.plan else config.num_prompts()
     tokens = 2 * answers * expected_tokens(config.options, task)
     pair = models_of(run, models).load(tokens, drafts)
@@ -218,9 +223,13 @@ def audit(
     flags = flags or AuditFlags()
     # what is wrong is told before the models are loaded
     task = choice_of(run, choice or TaskChoice()).load()
-    rows = read_prompts(prompts, task.fields if isinstance(task, JsonlTask) else USUAL_FIELDS)
+    rows = read_prompts(
+        prompts, task.fields if isinstance(task, JsonlTask) else USUAL_FIELDS
+    )
     read_certificate(run)
-    config = AuditConfig(share=flags.share, confidence=flags.confidence, seed=flags.seed)
+    config = AuditConfig(
+        share=flags.share, confidence=flags.confidence, seed=flags.seed
+    )
     config.check()
     pair = models_of(run, models).load(len(rows) * expected_tokens({}, task))
     state = audit_run(pair, task, run, rows, config, batch_size=flags.batch_size)

@@ -53,7 +53,9 @@ class Models:
     through it where it has one."""
     system: str | None = None
     """What the system says before the prompt, through the chat template."""
-    template_option: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = ()
+    template_option: Annotated[
+        tuple[str, ...], Parameter(negative="", show_default=False)
+    ] = ()
     """What else the chat template reads, NAME=VALUE, such as enable_thinking=false; may be given
     again."""
     compile: bool | None = None
@@ -61,7 +63,9 @@ class Models:
     and they are small."""
     engine: Literal["lenience", "vllm"] = "lenience"
     """What runs the models: our own loop, or vLLM with the rules inside it (docs/vllm.md)."""
-    engine_arg: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = ()
+    engine_arg: Annotated[
+        tuple[str, ...], Parameter(negative="", show_default=False)
+    ] = ()
     """An argument of vLLM's own, NAME=VALUE, such as tensor_parallel_size=2; may be given
     again."""
 
@@ -70,7 +74,9 @@ class Models:
         exporting the models pays. Raises InputError
         where a draft is needed and none is named, or vLLM is not installed."""
         if self.target is not None and self.draft is None and needs_draft:
-            raise InputError("--draft: name the draft too, or a --drafter that needs none")
+            raise InputError(
+                "--draft: name the draft too, or a --drafter that needs none"
+            )
         with loading():
             from lenience.decoding.loading import load_pair
 
@@ -87,8 +93,12 @@ class Models:
 
     def loading(self) -> dict[str, Any]:
         """The options of `load_pair` but for compile, in plain values."""
-        options = {name: getattr(self, name) for name in ("dtype", "device", "chat", "system")}
-        given = dict(_argument("--template-option", text) for text in self.template_option)
+        options = {
+            name: getattr(self, name) for name in ("dtype", "device", "chat", "system")
+        }
+        given = dict(
+            _argument("--template-option", text) for text in self.template_option
+        )
         return options | {"template_options": given}
 
     def refuse_vllm(self, command: str) -> None:
@@ -103,9 +113,13 @@ class Models:
         try:
             from lenience.integrations.vllm.engine import VllmPair
         except ImportError as error:
-            raise InputError(f"--engine vllm: {error}; docs/vllm.md says how it comes") from None
+            raise InputError(
+                f"--engine vllm: {error}; docs/vllm.md says how it comes"
+            ) from None
 
-        return VllmPair(pair, dict(_argument("--engine-arg", text) for text in self.engine_arg))
+        return VllmPair(
+            pair, dict(_argument("--engine-arg", text) for text in self.engine_arg)
+        )
 
 
 def _argument(flag: str, text: str) -> tuple[str, Any]:
@@ -134,7 +148,9 @@ class TaskChoice:
     """Run programs that a model wrote as this user, where no sandbox works."""
     skip_long: Annotated[bool, Parameter(negative="", show_default=False)] = False
     """Leave out prompts that are longer than the models can read."""
-    stop_string: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = ()
+    stop_string: Annotated[
+        tuple[str, ...], Parameter(negative="", show_default=False)
+    ] = ()
     """End answers before this text, in which \\n is a new line; may be given again."""
     answer: str | None = None
     """How an answer to JSON rows is found: number-after:MARKER, last-number, boxed, choice,
@@ -151,8 +167,12 @@ class TaskChoice:
     def loading(self) -> dict[str, Any]:
         """The arguments of `load_task`, in plain values."""
         others = ("task", "skip_long", "stop_string")
-        options = {name: value for name, value in vars(self).items() if name not in others}
-        options["stop_strings"] = [text.replace("\\n", "\n") for text in self.stop_string]
+        options = {
+            name: value for name, value in vars(self).items() if name not in others
+        }
+        options["stop_strings"] = [
+            text.replace("\\n", "\n") for text in self.stop_string
+        ]
         if self.prompt_template is not None:
             options["prompt_template"] = self.prompt_template.replace("\\n", "\n")
         options["unsafe_local"] = self.unsafe_local or None
@@ -193,7 +213,9 @@ def crew_of(flags: MineFlags, models: Models, choice: TaskChoice) -> Crew | None
         return None
     models.refuse_vllm("mining by workers")
     if choice.grader is not None and not is_address(choice.grader):
-        raise InputError(f"--grader {choice.grader}: workers ask a server; give its address")
+        raise InputError(
+            f"--grader {choice.grader}: workers ask a server; give its address"
+        )
     named = {"target": models.target, "draft": models.draft}
     names = {role: name and _located(name) for role, name in named.items()}
     asked = choice.loading()
@@ -211,7 +233,9 @@ def local_grader(model: str) -> Grader:
     """A model on this machine that compares answers. Raises InputError for what looks like a
     server."""
     if re.match(r"[\w.-]+:\d+", model) and not Path(model).exists():
-        raise InputError(f"--grader {model}: is a server's address; begin it with http://")
+        raise InputError(
+            f"--grader {model}: is a server's address; begin it with http://"
+        )
     with loading():
         from lenience.decoding.asking import ModelGrader
 
@@ -235,19 +259,27 @@ def mined_with(run: Path) -> Models:
     from lenience.runs.record import read_run
 
     if not (run / "run.json").is_file():
-        raise InputError(f"{run}: holds no mining run; lenience mine --out {run} makes one")
+        raise InputError(
+            f"{run}: holds no mining run; lenience mine --out {run} makes one"
+        )
     record = read_run(run)
     if lacking := {"target", "draft"} - record.models.keys():
-        raise InputError(f"{run / 'run.json'}: its models lack {lacking.pop()}; mine anew")
+        raise InputError(
+            f"{run / 'run.json'}: its models lack {lacking.pop()}; mine anew"
+        )
     dtypes = {model.dtype for model in record.models.values()}
     models = Models(dtype=dtypes.pop() if len(dtypes) == 1 else "auto")
     if record.chat:
         models.chat = record.chat.get("use")
         models.system = record.chat.get("system")
         options = record.chat.get("options", {}).items()
-        models.template_option = tuple(f"{name}={json.dumps(value)}" for name, value in options)
+        models.template_option = tuple(
+            f"{name}={json.dumps(value)}" for name, value in options
+        )
     if record.pair != "built-in":
-        models.target, models.draft = (record.models[role].name for role in ("target", "draft"))
+        models.target, models.draft = (
+            record.models[role].name for role in ("target", "draft")
+        )
     return models
 
 
@@ -264,11 +296,17 @@ def choice_of(run: Path, choice: TaskChoice) -> TaskChoice:
         if (run / "run.json").exists():
             mined = str(read_json(run / "run.json").get("task"))
         if mined not in TASKS:
-            raise InputError(f"--task: {run} was mined on {mined!r}; name that task's file")
+            raise InputError(
+                f"--task: {run} was mined on {mined!r}; name that task's file"
+            )
         kept = TaskChoice(mined)
     if choice.prompt_field is not None or choice.prompt_template is not None:
         kept = replace(kept, prompt_field=None, prompt_template=None)
-    others = {name: value for name, value in vars(choice).items() if value not in (None, False, ())}
+    others = {
+        name: value
+        for name, value in vars(choice).items()
+        if value not in (None, False, ())
+    }
     return replace(kept, **others)
 
 
@@ -316,7 +354,9 @@ def left_out(pair: Pair, run: Path, fold: int | None) -> frozenset[str]:
             f"on {task.label}"
         )
     samples = task_for(pair, task.of_fold(fold)).samples("test")
-    return frozenset(prompt_digest(pair.target.encode(sample.prompt)) for sample in samples)
+    return frozenset(
+        prompt_digest(pair.target.encode(sample.prompt)) for sample in samples
+    )
 
 
 def models_of(run: Path, models: Models | None) -> Models:
@@ -334,8 +374,13 @@ def remember(run: Path, models: Models, choice: TaskChoice) -> None:
     """Write what a run's commands need not be told again into RUN/lenience.toml; local files by
     where they are."""
     lines = ["# What the commands on this run take where no flag says otherwise."]
-    for name, given in (("models", _others_than_usual(models, KEPT)), ("task", vars(choice))):
-        said = {key: value for key, value in given.items() if value not in (None, False, ())}
+    for name, given in (
+        ("models", _others_than_usual(models, KEPT)),
+        ("task", vars(choice)),
+    ):
+        said = {
+            key: value for key, value in given.items() if value not in (None, False, ())
+        }
         said.pop("unsafe_local", None)  # is asked for each time
         if given.get("chat") is False:
             said["chat"] = False
@@ -355,9 +400,13 @@ def remember(run: Path, models: Models, choice: TaskChoice) -> None:
 def _others_than_usual(models: Models, names: Iterable[str]) -> dict[str, Any]:
     """What of some fields is not their default."""
     given = {
-        field.name: getattr(models, field.name) for field in fields(Models) if field.name in names
+        field.name: getattr(models, field.name)
+        for field in fields(Models)
+        if field.name in names
     }
-    return {name: value for name, value in given.items() if value != getattr(Models(), name)}
+    return {
+        name: value for name, value in given.items() if value != getattr(Models(), name)
+    }
 
 
 def _as_toml(value: str | bool | tuple[str, ...]) -> str:
@@ -374,7 +423,11 @@ def _located(value: str) -> str:
     if (file := value.rpartition(":")[0]).endswith(".py") and Path(file).is_file():
         return f"{Path(file).resolve()}:{value.rpartition(':')[2]}"
     files = value.split(",")
-    return ",".join(str(Path(name).resolve()) for name in files) if _exist(files) else value
+    return (
+        ",".join(str(Path(name).resolve()) for name in files)
+        if _exist(files)
+        else value
+    )
 
 
 def _exist(files: list[str]) -> bool:
@@ -393,13 +446,17 @@ def _kept(run: Path, section: str, kind: type[Section]) -> Section:
     try:
         content: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({error}); mend it, or delete it") from None
+        raise InputError(
+            f"{path}: cannot be read ({error}); mend it, or delete it"
+        ) from None
     known = {"models": set(KEPT), "task": {field.name for field in fields(TaskChoice)}}
     for name, values in content.items():
         is_section = name in known and isinstance(values, dict)
         others = values.keys() - known[name] if is_section else {name}
         if others:
-            raise InputError(f"{path}: has {min(others)}, which is unknown here; take it out")
+            raise InputError(
+                f"{path}: has {min(others)}, which is unknown here; take it out"
+            )
         for key, value in values.items():
             values[key] = _kept_value(path, key, value)
     return kind(**content.get(section, {}))
@@ -411,7 +468,9 @@ def _kept_value(path: Path, key: str, value: Any) -> Any:
         if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
             return tuple(value)
         raise InputError(f"{path}: {key} must be a list of texts, in quotes")
-    kind, what = (bool, "true or false") if key in SWITCHES else (str, "a text, in quotes")
+    kind, what = (
+        (bool, "true or false") if key in SWITCHES else (str, "a text, in quotes")
+    )
     if not isinstance(value, kind):
         raise InputError(f"{path}: {key} must be {what}")
     return value

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Group, Parameter
 
 from lenience.core.errors import InputError, reason
-from lenience.decoding.options import Options, default_options, option_types, told_options
+from lenience.decoding.options import (
+    Options,
+    default_options,
+    option_types,
+    told_options,
+)
 
 if TYPE_CHECKING:
     from lenience.certification.question import CertifyConfig
@@ -44,7 +49,9 @@ def decoding_flags(name: str, *leave_out: str, **other_helps: str) -> Any:
         if option in leave_out:
             continue
         several = kind == tuple[str, ...]
-        flag = "--" + (option.removesuffix("s") if several else option).replace("_", "-")
+        flag = "--" + (option.removesuffix("s") if several else option).replace(
+            "_", "-"
+        )
         optional: Any = kind | None
         told = {"help": helps[option], "show_default": _usual(option)}
         annotated = Annotated[optional, Parameter(name=flag, negative="", **told)]
@@ -80,7 +87,11 @@ else:
         seed="Of the sampling, and of which prompts are drawn.",
     )
     CompareDecoding = decoding_flags(
-        "CompareDecoding", "rule", "window", "stop_strings", seed="Of the sampling, 0 by default."
+        "CompareDecoding",
+        "rule",
+        "window",
+        "stop_strings",
+        seed="Of the sampling, 0 by default.",
     )
 
 
@@ -171,19 +182,27 @@ class MineFlags:
         from lenience.mining.on_policy import check_policy
         from lenience.mining.search import MineConfig
 
-        options = {name: value for name, value in vars(self).items() if name not in BESIDE}
+        options = {
+            name: value for name, value in vars(self).items() if name not in BESIDE
+        }
         if self.plan is not None:
             if self.plan < 1:
-                raise InputError(f"--plan {self.plan}: must be 1 or more important mismatches")
+                raise InputError(
+                    f"--plan {self.plan}: must be 1 or more important mismatches"
+                )
             options["limit"] = self.limit or PILOT
         if self.resamples < 0:
             raise InputError(f"--resamples {self.resamples}: must be 0 or more")
         if self.policy is not None and self.resamples:
-            raise InputError("--resamples: is of swaps that were mined without --policy")
+            raise InputError(
+                "--resamples: is of swaps that were mined without --policy"
+            )
         if self.workers is not None and self.workers < 1:
             raise InputError(f"--workers {self.workers}: must be 1 or more")
         if self.policy is not None and (self.workers, self.ray) != (None, None):
-            raise InputError("--policy: is mined in this process; leave out --workers and --ray")
+            raise InputError(
+                "--policy: is mined in this process; leave out --workers and --ray"
+            )
         from lenience.decoding.decoder import Decoder
 
         policy = None if self.policy is None else Decoder.parse(self.policy)
@@ -295,13 +314,18 @@ class TuneFlags(QuestionFlags):
         stops = self.stop
         if not stops and (run / "stop" / "stop.json").is_file():
             stops = tuple(
-                str(Likely(str(run / "stop"), threshold)) for threshold in STOP_THRESHOLDS
+                str(Likely(str(run / "stop"), threshold))
+                for threshold in STOP_THRESHOLDS
             )
         for stop in stops:
             Decoder.of(stop=stop)
         for drafter in self.drafter:
             Decoder.of(drafter=drafter)
-        options = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}
+        options = (
+            {}
+            if self.max_new_tokens is None
+            else {"max_new_tokens": self.max_new_tokens}
+        )
         return TuneConfig(
             self.question(run, options),
             windows=self.window or WINDOWS,
@@ -380,7 +404,9 @@ def judge_of(run: Path) -> str:
     if not run.exists():
         raise InputError(f"{run}: there is no such folder; lenience mine makes one")
     if not (run / "judge" / "judge.json").is_file():
-        raise InputError(f"{run}: has no judge; fit one (lenience fit {run}) or name a --rule")
+        raise InputError(
+            f"{run}: has no judge; fit one (lenience fit {run}) or name a --rule"
+        )
     from lenience.rules.judge import Judge
 
     return str(Judge(str(run / "judge")))

@@ -54,7 +54,9 @@ def _messages(path: Path) -> Messages:
     try:
         found: Any = json.loads(text)
     except ValueError as error:
-        raise InputError(f"--messages {path}: not JSON ({error}); write {shape}") from None
+        raise InputError(
+            f"--messages {path}: not JSON ({error}); write {shape}"
+        ) from None
     found = found.get("messages") if isinstance(found, dict) else found
     if not is_chat(found):
         raise InputError(f"--messages {path}: holds no chat; write {shape}")
@@ -71,9 +73,15 @@ def prompts_in(path: Path) -> list[Asked]:
     found: list[Asked] = []
     if path.name.endswith(SUFFIXES):
         for number, (where, row) in enumerate(read_rows(path), 1):
-            if not isinstance(row.get("prompt"), str) and not is_chat(row.get("messages")):
-                shape = 'a "prompt" (text) or "messages" (a list of {"role", "content"})'
-                raise InputError(f"{where}: needs {shape}; it has {', '.join(row) or 'nothing'}")
+            if not isinstance(row.get("prompt"), str) and not is_chat(
+                row.get("messages")
+            ):
+                shape = (
+                    'a "prompt" (text) or "messages" (a list of {"role", "content"})'
+                )
+                raise InputError(
+                    f"{where}: needs {shape}; it has {', '.join(row) or 'nothing'}"
+                )
             found.append((str(row.get("id", number)), USUAL_FIELDS.prompt_of(row)))
     else:
         lines = enumerate(_text(path, "--prompts").split("\n"), 1)
@@ -88,7 +96,11 @@ def chat(pair: Pair, options: Mapping[str, Any]) -> None:
     those before it; without one each line is a prompt by itself."""
     from lenience.decoding.generation import Generation
 
-    how = "" if pair.target.chats else "; the target has no chat template: each line stands alone"
+    how = (
+        ""
+        if pair.target.chats
+        else "; the target has no chat template: each line stands alone"
+    )
     say(f"{HELP}{how}")
     said: Messages = []
     while (line := _line()) is not None:

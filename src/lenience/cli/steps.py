@@ -122,7 +122,9 @@ def curve_run(pair: Pair, run: Path, plan: HeadPlan) -> list[dict[str, Any]]:
         return learning_curve(pair, run, plan, show)
 
 
-def build_datastore(corpus: Sequence[Path], out: Path, field: str, target: str | None) -> Store:
+def build_datastore(
+    corpus: Sequence[Path], out: Path, field: str, target: str | None
+) -> Store:
     from lenience.core.files import EMBEDDED
     from lenience.core.identity import tokenizer_fingerprint
     from lenience.drafting.corpus import documents
@@ -167,7 +169,9 @@ def fit_annotated(pair: Pair, rows: list[Annotated], plan: HeadPlan) -> Head:
         return fit_annotated(pair, rows, plan, show)
 
 
-def certify_run(pair: Pair, task: Task, run: Path, config: CertifyConfig) -> Certificate:
+def certify_run(
+    pair: Pair, task: Task, run: Path, config: CertifyConfig
+) -> Certificate:
     """Certify, and print what came of it."""
     from lenience.certification.certify import certify
 
@@ -190,7 +194,9 @@ def tune_run(pair: Pair, task: Task, run: Path, config: TuneConfig) -> Tuned:
     return tuned
 
 
-def plan_run(pair: Pair, task: Task, run: Path, config: CertifyConfig, pilot: int) -> Plan:
+def plan_run(
+    pair: Pair, task: Task, run: Path, config: CertifyConfig, pilot: int
+) -> Plan:
     """Plan certificates with a pilot of so many prompts, and print what they would take."""
     from lenience.certification.certify import plan
 
@@ -219,7 +225,9 @@ def audit_run(
     return state
 
 
-def compare_run(pair: Pair, task: Task, config: CompareConfig, out: Path | None) -> Frontier:
+def compare_run(
+    pair: Pair, task: Task, config: CompareConfig, out: Path | None
+) -> Frontier:
     """Compare, saying beforehand how long it will take, and print the table."""
     from lenience.evaluation.compare import Comparison
 
@@ -230,7 +238,9 @@ def compare_run(pair: Pair, task: Task, config: CompareConfig, out: Path | None)
             estimate = comparison.estimate(folder)
         say(f"{estimate.answers} answers to decode, about {duration(estimate.seconds)}")
         if tuned := len(comparison.tuning_samples):
-            say(f"windows are chosen on other prompts: the last {tuned} of the training split")
+            say(
+                f"windows are chosen on other prompts: the last {tuned} of the training split"
+            )
         with progress_bars() as show:
             frontier = comparison.carry_out(folder, show)
     print_table(frontier)
@@ -238,7 +248,10 @@ def compare_run(pair: Pair, task: Task, config: CompareConfig, out: Path | None)
 
 
 def answers(
-    pair: Pair, asked: Sequence[tuple[str, Prompt]], options: Mapping[str, Any], batch_size: int
+    pair: Pair,
+    asked: Sequence[tuple[str, Prompt]],
+    options: Mapping[str, Any],
+    batch_size: int,
 ) -> Iterator[Generation]:
     """The answers to many prompts, in their order."""
     with progress_bars() as show:

@@ -70,20 +70,35 @@ def print_certificate(run: Path, certificate: Certificate) -> None:
     for column in ("window", "prompts", "losses", "bound, alone", "tokens/pass", ""):
         table.add_column(column, justify="right")
     for row in certificate.tried:
-        verdict = "passes" if row.passed else "given up" if row.hopeless else "does not pass"
-        cells = [str(row.window), str(row.n), f"{row.losses:g}", f"{row.upper_bound:.2%}"]
-        table.add_row(escape(setting_name(row)), *cells, f"{row.tokens_per_pass:.2f}", verdict)
+        verdict = (
+            "passes" if row.passed else "given up" if row.hopeless else "does not pass"
+        )
+        cells = [
+            str(row.window),
+            str(row.n),
+            f"{row.losses:g}",
+            f"{row.upper_bound:.2%}",
+        ]
+        table.add_row(
+            escape(setting_name(row)), *cells, f"{row.tokens_per_pass:.2f}", verdict
+        )
     wide(100).print(table)
     if certificate.grading:
         say(graded(certificate.grading))
-    level = certificate.level if certificate.level is not None else 1 - certificate.confidence
+    level = (
+        certificate.level
+        if certificate.level is not None
+        else 1 - certificate.confidence
+    )
     say(f"attempt {certificate.attempt} on such prompts, tested at level {level:.3g}")
     if certificate.withdrawn:
         say(f"the certificate is withdrawn: {certificate.withdrawn}")
         return
     if certified := certificate.certified:
         use = f"use it as --rule certified:{run}"
-        options = "".join(f", {name} {value}" for name, value in certified.options.items())
+        options = "".join(
+            f", {name} {value}" for name, value in certified.options.items()
+        )
         say(f"certified: {certified.rule}, window {certified.window}{options}; {use}")
         return
     _say_why_not(run, certificate)
@@ -139,9 +154,20 @@ def print_races(races: Races) -> None:
     from lenience.decoding.decoder import Decoder
 
     table = Table("setting, at its fastest", title=f"races on {escape(races.machine)}")
-    for column in ("drafter", "window", "stop", "tokens/s", "times strict", "times the target"):
+    for column in (
+        "drafter",
+        "window",
+        "stop",
+        "tokens/s",
+        "times strict",
+        "times the target",
+    ):
         table.add_column(column, justify="right")
-    for raced in (races.alone, races.strict, *(row for chain in races.lenient for row in chain)):
+    for raced in (
+        races.alone,
+        races.strict,
+        *(row for chain in races.lenient for row in chain),
+    ):
         decoding = Decoder.parse(raced.setting)
         speed = raced.tokens_per_second
         name = _rule_name(decoding)
@@ -150,7 +176,9 @@ def print_races(races: Races) -> None:
         stop = str(decoding.without_paths().stop)
         cells = [drafter, window, stop, f"{speed:.0f}"]
         times = (speed / base.tokens_per_second for base in (races.strict, races.alone))
-        table.add_row(escape(name), *map(escape, cells), *(f"{time_:.2f}" for time_ in times))
+        table.add_row(
+            escape(name), *map(escape, cells), *(f"{time_:.2f}" for time_ in times)
+        )
     wide(110).print(table)
     for why in races.refused:
         say(f"did not race: {why}")
@@ -206,7 +234,11 @@ def gained(tuned: Tuned) -> str:
         return f"Nothing is gained over {lossless}. {told}"
     if times.low <= 1:
         return f"Whether anything is gained over {lossless} these prompts do not tell. {told}"
-    return told if len(over) > 1 else f"Strict decoding is the fastest that is certified. {told}"
+    return (
+        told
+        if len(over) > 1
+        else f"Strict decoding is the fastest that is certified. {told}"
+    )
 
 
 def print_plan(plan: Plan) -> None:
@@ -238,7 +270,11 @@ def print_mined(counts: MinedCounts, task: Task) -> None:
     ]
     say(", ".join(parts))
     if counts.unanswered:
-        say(unanswered(counts.unanswered, counts.samples, counts.cut_off, found_by(task)))
+        say(
+            unanswered(
+                counts.unanswered, counts.samples, counts.cut_off, found_by(task)
+            )
+        )
     if task.grading:
         say(graded(task.grading))
 
@@ -246,7 +282,9 @@ def print_mined(counts: MinedCounts, task: Task) -> None:
 def unanswered(samples: int, of: int, cut_off: int, found: str) -> str:
     """That in so many samples the target's own response holds no answer, and what to change;
     `found` says how answers are."""
-    text = f"in {samples} of {of} samples no answer is found in the target's own response"
+    text = (
+        f"in {samples} of {of} samples no answer is found in the target's own response"
+    )
     if not cut_off:
         return f"{text}: look at {found}"
     ends = f"{text}; {cut_off} of these responses end at the length limit"
@@ -262,7 +300,14 @@ def print_table(frontier: Frontier) -> None:
     title = f"{frontier.task}, {n} prompts, {frontier.machine}"
     table = Table("rule", title=escape(title))
     measure = frontier.measure
-    columns = ("window", measure, "paired loss", "tokens/pass", "tokens/s", "s/right answer")
+    columns = (
+        "window",
+        measure,
+        "paired loss",
+        "tokens/pass",
+        "tokens/s",
+        "s/right answer",
+    )
     for column in columns:
         table.add_column(column, justify="right")
     for row in named(frontier.rows):
@@ -271,7 +316,9 @@ def print_table(frontier: Frontier) -> None:
         speeds = [
             "–" if row.tokens_per_pass is None else f"{row.tokens_per_pass:.2f}",
             f"{row.tokens_per_second:.0f}",
-            "–" if row.seconds_per_correct is None else f"{row.seconds_per_correct:.3f}",
+            "–"
+            if row.seconds_per_correct is None
+            else f"{row.seconds_per_correct:.3f}",
         ]
         name = f"{escape(row.name)} [dim]{why(row)}[/]"
         table.add_row(name, str(row.window or "–"), accuracy, loss, *speeds)
@@ -327,7 +374,9 @@ def print_answer(pair: Pair, out: Generation, coloured: bool) -> None:
     if not coloured:
         print(out.text)
         return
-    console = Console(force_terminal=True if sys.stdout.isatty() else None, soft_wrap=True)
+    console = Console(
+        force_terminal=True if sys.stdout.isatty() else None, soft_wrap=True
+    )
     plain = console.no_color or not console.is_terminal
     for text, entry in zip(pieces(pair.target, out.tokens), out.trace):
         before, after = MARKS[entry.origin] if plain else ("", "")
@@ -336,7 +385,11 @@ def print_answer(pair: Pair, out: Generation, coloured: bool) -> None:
     for origin, style in STYLES.items():
         before, after = MARKS[origin] if plain else (" ", " ")
         console.print(
-            f"{before}{origin}{after}", style=style, end="", markup=False, highlight=False
+            f"{before}{origin}{after}",
+            style=style,
+            end="",
+            markup=False,
+            highlight=False,
         )
         console.print("  ", end="")
     console.print()
@@ -352,13 +405,21 @@ def print_counts(out: Generation, picked: bool = False) -> None:
     counts = [
         f"{len(out.tokens)} tokens",
         f"{out.tokens_per_second:.0f} tokens/s",
-        *(passes if out.target_passes else [f"{out.draft_passes} passes of the draft alone"]),
+        *(
+            passes
+            if out.target_passes
+            else [f"{out.draft_passes} passes of the draft alone"]
+        ),
         f"ended by {out.finish}",
         *([] if out.seed is None else [f"seed {out.seed}"]),
     ]
     stop = "" if out.stop == "fixed" else f", with stop {out.stop}"
     tree = "" if out.tree == "chain" else f", with tree {out.tree}"
-    more = f"; window {out.window} was picked as the fastest here{stop}{tree}" if picked else ""
+    more = (
+        f"; window {out.window} was picked as the fastest here{stop}{tree}"
+        if picked
+        else ""
+    )
     screen.print(f"[dim]{', '.join(counts)}{more}[/]", soft_wrap=True)
 
 
@@ -412,7 +473,12 @@ def _print_judge(head: Head, folder: Path) -> None:
     from lenience.heads.scores import TELLING
     from lenience.rules.judge import Judge
 
-    columns = ("recall of important", "its interval", "threshold", "unimportant accepted")
+    columns = (
+        "recall of important",
+        "its interval",
+        "threshold",
+        "unimportant accepted",
+    )
     table = Table(*columns, box=None)
     for alike in _alike(head.metrics["thresholds"]):
         first = alike[0]
@@ -442,11 +508,15 @@ def print_curve(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         low, high = row["auc_interval"]
         auc = f"{row['auc_out_of_fold']:.3f} ({low:.3f}–{high:.3f})"
-        table.add_row(str(row["samples"]), str(row["important"]), auc, f"{row['accepted']:.3f}")
+        table.add_row(
+            str(row["samples"]), str(row["important"]), auc, f"{row['accepted']:.3f}"
+        )
     screen.print(table)
     if len(rows) > 1:
         half, whole = rows[-2:]
-        auc, accepted = (whole[key] - half[key] for key in ("auc_out_of_fold", "accepted"))
+        auc, accepted = (
+            whole[key] - half[key] for key in ("auc_out_of_fold", "accepted")
+        )
         say(
             f"the last doubling brought {auc:+.3f} of AUC and {accepted:+.3f} of what is accepted; "
             f"{2 * whole['samples']} samples would rarely bring more than that again"
@@ -460,13 +530,19 @@ def print_skipped(found: Sequence[Skipped]) -> str:
         table.add_column(column, justify="right")
     for raced in found:
         left_out = ", ".join(map(str, raced.layers))
-        cells = (f"{raced.agreement:.1%}", str(raced.window or "–"), f"{raced.times:.2f}")
+        cells = (
+            f"{raced.agreement:.1%}",
+            str(raced.window or "–"),
+            f"{raced.times:.2f}",
+        )
         table.add_row(left_out, *cells)
     wide(100).print(table)
     best = max(found, key=lambda raced: raced.times)
     drafter = f"skip:{','.join(map(str, best.layers))}"
     if best.times > 1:
-        say(f"use it as --drafter {drafter} --window {best.window}; compare it before you trust it")
+        say(
+            f"use it as --drafter {drafter} --window {best.window}; compare it before you trust it"
+        )
     else:
         say("no layers can be left out so that drafting pays: take another drafter")
     return drafter
@@ -484,7 +560,9 @@ def print_drafter(kind: str, metrics: Mapping[str, Any], folder: Path) -> None:
     held_out = metrics["held_out"]
     target = ""
     if "agreement" in metrics:
-        say(f"the target that learned too still says {metrics['agreement']:.1%} of its tokens")
+        say(
+            f"the target that learned too still says {metrics['agreement']:.1%} of its tokens"
+        )
         target = f"--target {folder / 'target'} "
     say(
         f"{kept:.2f} tokens per pass on {held_out} samples held out, strictly; use it as "
@@ -536,7 +614,9 @@ def _print_stop(head: Head, folder: Path) -> None:
     rejected = head.metrics["important"]
     tokens = head.metrics["mismatches"]
     use = f"use it as --stop {Likely(str(folder), head.threshold)}"
-    say(f"{tokens} tokens, {rejected / tokens:.1%} of them rejected; {_auc(head)}; {use}")
+    say(
+        f"{tokens} tokens, {rejected / tokens:.1%} of them rejected; {_auc(head)}; {use}"
+    )
 
 
 def _print_gate(head: Head, folder: Path) -> None:
@@ -545,7 +625,9 @@ def _print_gate(head: Head, folder: Path) -> None:
 
     tau = head.metrics["tau"]
     tokens = head.metrics["mismatches"]
-    table = Table("threshold", "acceptable tokens let through", "others let through", box=None)
+    table = Table(
+        "threshold", "acceptable tokens let through", "others let through", box=None
+    )
     for row in head.metrics["thresholds"]:
         cells = f"{row['accepted']:.3f}", f"{1 - row['recall']:.3f}"
         table.add_row(probability(row["threshold"]), *cells)

@@ -97,12 +97,15 @@ class Context:
         m = logits.shape[1]
         done = []
         for row, tokens, scores in zip(self.rows, ahead.tolist(), logits.float()):
-            history = torch.tensor([[*row.prefix, *tokens]], device=logits.device)  # [1, T]
+            history = torch.tensor(  # [1, T]
+                [[*row.prefix, *tokens]], device=logits.device
+            )
             for i in range(m):
                 seen = history[:, : history.shape[1] - m + 1 + i]
                 done.append(
                     self.processors(
-                        cast(torch.LongTensor, seen), cast(torch.FloatTensor, scores[i : i + 1])
+                        cast(torch.LongTensor, seen),
+                        cast(torch.FloatTensor, scores[i : i + 1]),
                     )
                 )
         return torch.cat(done).view(logits.shape)
@@ -115,7 +118,9 @@ class Context:
         """
         logits = logits.float()
         if self.greedy:
-            return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+            return torch.nn.functional.one_hot(
+                logits.argmax(-1), logits.shape[-1]
+            ).float()
         return torch.softmax(self._warp(logits), -1)
 
     def _warp(self, logits: Tensor) -> Tensor:
@@ -139,7 +144,9 @@ class Context:
         """[B, W] bool: whether a regular expression is found in the text of each of the `tokens`
         [B, W]."""
         if self.token_mask is None:
-            raise RuntimeError("tokens are told apart by text, and the context has no tokenizer")
+            raise RuntimeError(
+                "tokens are told apart by text, and the context has no tokenizer"
+            )
         return self.token_mask(pattern).to(tokens.device)[tokens]
 
     def log_probs(self, logits: Tensor) -> Tensor:
@@ -160,21 +167,28 @@ class Context:
         ]
         return to_device(inside, tokens.device).bool().view(tokens.shape)
 
-    def _open_spans(self, row: Row, drafted: list[int], begin: str, end: str) -> list[bool]:
+    def _open_spans(
+        self, row: Row, drafted: list[int], begin: str, end: str
+    ) -> list[bool]:
         """For each drafted token, whether a span is open where it stands. After the prompt, which
         is looked at whole, the text is followed token by token: a mark that one completes stands
         among the last few."""
         if self.decode is None:
-            raise RuntimeError("spans are marked by text, and the context has no tokenizer")
+            raise RuntimeError(
+                "spans are marked by text, and the context has no tokenizer"
+            )
         known, is_open = row.memory.get(_Span(begin, end), (0, False))
-        reach = len(max(begin, end, key=len).encode()) + 1  # a token may be less than a character
+        # a token may be less than a character
+        reach = len(max(begin, end, key=len).encode()) + 1
         ids = [*row.prefix, *drafted]
         open_at = []
         for n in range(known or len(row.prefix) - row.position, len(ids)):
             if n != known:
                 text = self.decode(ids[max(0, n - reach) if known else 0 : n])
                 opened, closed = (_end_of_last(mark, text) for mark in (begin, end))
-                if opened or closed:  # by where they end, as one mark may contain the other
+                if (
+                    opened or closed
+                ):  # by where they end, as one mark may contain the other
                     is_open = opened > closed
                 known = known or n
             if n == len(row.prefix):
@@ -192,7 +206,9 @@ class Context:
         for row in self.rows:
             began = row.position - row.ahead
             what = f"{purpose}@{began}" if self.fresh_noise_per_window else purpose
-            keys.append([row.noise.key(row.position + ahead + i, what) for i in range(n)])
+            keys.append(
+                [row.noise.key(row.position + ahead + i, what) for i in range(n)]
+            )
         return to_device(keys, device or torch.device("cpu")).long().view(len(keys), n)
 
     def draw(self, logits: Tensor, ahead: int = 0) -> Tensor:

@@ -27,7 +27,9 @@ def built_in(path: str | Path) -> bool:
 def data_folder() -> Path:
     """What is kept for a user, whichever run it is about: $LENIENCE_HOME, else lenience in the
     user's data folder."""
-    user_data = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+    user_data = Path(
+        os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    )
     return Path(os.environ.get("LENIENCE_HOME") or user_data / "lenience")
 
 
@@ -67,7 +69,9 @@ def written(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror or error})") from error
+        raise RunError(
+            f"{path}: cannot be written ({error.strerror or error})"
+        ) from error
 
 
 @contextmanager
@@ -126,7 +130,11 @@ def read_lines(path: Path, holds: str) -> list[tuple[int, str]]:
             f"{path}: cannot be read ({reason(error)}); name a JSONL file of {holds}"
         ) from None
     # not splitlines, which also splits at U+2028 and others that JSON allows within a string
-    return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    return [
+        (number, line)
+        for number, line in enumerate(text.split("\n"), 1)
+        if line.strip()
+    ]
 
 
 def digest(value: Any, size: int = 8, sort_keys: bool = False) -> str:

@@ -63,7 +63,9 @@ def upload(folder: Path, name: str, private: bool) -> str:
         api.upload_folder(repo_id=name, folder_path=folder)
     except Exception as error:
         mend = "log in with `hf auth login`, or mend the network"
-        raise RunError(f"{name}: cannot be pushed ({first_line(error)}); {mend}") from error
+        raise RunError(
+            f"{name}: cannot be pushed ({first_line(error)}); {mend}"
+        ) from error
     return str(made)
 
 

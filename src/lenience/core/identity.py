@@ -34,7 +34,9 @@ def weights_fingerprint(weights: Mapping[str, Tensor]) -> str:
             .to(torch.bfloat16)
             .view(torch.int16)
         )
-        digest.update(f"{name}{tuple(value.shape)}".encode() + some.cpu().numpy().tobytes())
+        digest.update(
+            f"{name}{tuple(value.shape)}".encode() + some.cpu().numpy().tobytes()
+        )
     return digest.hexdigest()
 
 
@@ -46,21 +48,27 @@ def checkpoint_fingerprint(folder: Path) -> str:
     """
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise InputError(f"{folder}: there is no safetensors file in it, which tells the model")
+        raise InputError(
+            f"{folder}: there is no safetensors file in it, which tells the model"
+        )
     try:
         with ExitStack() as stack:
             files = [stack.enter_context(safe_open(path, "pt")) for path in paths]
             named = {name: file for file in files for name in file.keys()}  # noqa: SIM118
             return weights_fingerprint(_Lazy(named, _tied(folder, named)))
     except (OSError, SafetensorError) as error:
-        raise InputError(f"{folder}: its weights cannot be read ({first_line(error)})") from None
+        raise InputError(
+            f"{folder}: its weights cannot be read ({first_line(error)})"
+        ) from None
 
 
 def _tied(folder: Path, named: Mapping[str, Any]) -> dict[str, str]:
     """The parameters that files leave out, as they are others' twins, by name."""
     config = read_json(folder / "config.json")
     tied = config.get("tie_word_embeddings", True) and "lm_head.weight" not in named
-    embeddings = [name for name in named if name.endswith(("embed_tokens.weight", "wte.weight"))]
+    embeddings = [
+        name for name in named if name.endswith(("embed_tokens.weight", "wte.weight"))
+    ]
     return {"lm_head.weight": embeddings[0]} if tied and embeddings else {}
 
 

@@ -16,7 +16,9 @@ class KeptTexts:
         self.path = path
         self._lock = Lock()
         self._known: dict[str, str] = {}
-        for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else ():
+        for line in (
+            path.read_text(encoding="utf-8").split("\n") if path.exists() else ()
+        ):
             try:
                 record = json.loads(line)
                 self._known[record["key"]] = record["text"]
@@ -34,5 +36,8 @@ class KeptTexts:
         with self._lock:
             self._known[key] = text
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(f"{self.path}.lock"), self.path.open("a", encoding="utf-8") as file:
+            with (
+                FileLock(f"{self.path}.lock"),
+                self.path.open("a", encoding="utf-8") as file,
+            ):
                 file.write(f"\n{json.dumps({'key': key, 'text': text})}")

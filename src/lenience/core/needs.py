@@ -65,7 +65,9 @@ class Needs:
         )
 
 
-def check_offered(who: str, needed: Parts, offered: Parts, giver: str, mend: str) -> None:
+def check_offered(
+    who: str, needed: Parts, offered: Parts, giver: str, mend: str
+) -> None:
     """Raise InputError where a rule or a stop condition needs more than is offered."""
     for part in needed & ~offered:
         raise InputError(f"{who}: needs {part}, and {giver} has none; take {mend}")

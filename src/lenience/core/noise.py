@@ -22,12 +22,17 @@ class Noise:
     @classmethod
     def for_prompt(cls, seed: int, prompt: Sequence[int]) -> Noise:
         return cls(
-            seed, hashlib.blake2b(struct.pack(f"<{len(prompt)}q", *prompt), digest_size=16).digest()
+            seed,
+            hashlib.blake2b(
+                struct.pack(f"<{len(prompt)}q", *prompt), digest_size=16
+            ).digest(),
         )
 
     def key(self, position: int, purpose: str) -> int:
         """A signed 64-bit number."""
-        message = struct.pack("<qq", self.seed, position) + self.request + purpose.encode()
+        message = (
+            struct.pack("<qq", self.seed, position) + self.request + purpose.encode()
+        )
         return int.from_bytes(
             hashlib.blake2b(message, digest_size=8).digest(), "little", signed=True
         )
@@ -37,7 +42,11 @@ def uniform(keys: Tensor) -> Tensor:
     """int64 keys → numbers in (0, 1), by the finaliser of SplitMix64 (Steele 2014), the same on
     every device."""
     bits = keys + _GOLDEN
-    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
+    for shift, factor in (
+        (30, -0x40A7B892E31B1A47),
+        (27, -0x6B2FB644ECCEEE15),
+        (31, 1),
+    ):
         bits = (bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return (((bits >> 12) & ((1 << 52) - 1)).double() + 0.5) / 2**52
 

@@ -48,7 +48,9 @@ class Drafter(Protocol):
         """Begin the row at `to` as the row at `source`; what is not copied is read again."""
         return
 
-    def observe(self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]) -> None:
+    def observe(
+        self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]
+    ) -> None:
         """Take note of what the target read of the rows' windows, and what is kept of them."""
         return
 

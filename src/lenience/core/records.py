@@ -21,7 +21,9 @@ class Record(BaseModel):
         try:
             return cls.model_validate(value)
         except ValidationError as error:
-            raise InputError(f"{where}: {', '.join(_problems(error))}; {mend}") from None
+            raise InputError(
+                f"{where}: {', '.join(_problems(error))}; {mend}"
+            ) from None
 
     def to_json(self) -> dict[str, Any]:
         return self.model_dump(mode="json")

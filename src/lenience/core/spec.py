@@ -32,7 +32,9 @@ not the default."""
 def show(name: str, value: Any) -> str:
     """The spec of a dataclass, which `parse_term` takes back."""
     placed = [item for item in _fields(value) if _in_its_place(item, value)]
-    args = [_shown(getattr(value, item.name)) for item in placed if item.name != "threshold"]
+    args = [
+        _shown(getattr(value, item.name)) for item in placed if item.name != "threshold"
+    ]
     args += further_arguments(value)
     threshold = getattr(value, "threshold", None)
     after = "" if threshold is None else f"@{threshold!r}"
@@ -58,7 +60,8 @@ def named_arguments(value: Any) -> list[str]:
     words = [
         str(getattr(value, item.name))
         for item in _fields(value)
-        if item.default is dataclasses.MISSING and isinstance(getattr(value, item.name), str)
+        if item.default is dataclasses.MISSING
+        and isinstance(getattr(value, item.name), str)
     ]
     return words + [argument.split("=", 1)[0] for argument in further_arguments(value)]
 
@@ -67,7 +70,9 @@ def _in_its_place(item: dataclasses.Field[Any], value: Any) -> bool:
     """Whether a field is shown without its key."""
     if item.default is dataclasses.MISSING:
         return True
-    return bool(item.metadata.get("placed")) and getattr(value, item.name) != item.default
+    return (
+        bool(item.metadata.get("placed")) and getattr(value, item.name) != item.default
+    )
 
 
 def _shown(content: Any) -> str:
@@ -110,7 +115,9 @@ def split(text: str, mark: str, limit: int = 0, *, escapes: bool = False) -> lis
 def quote_value(text: str) -> str:
     """A value as it stands in a setting, `name=value; name=value`: in quotes, as in JSON, where it
     could be taken for something else."""
-    return json.dumps(text, ensure_ascii=False) if re.search(r'[;"\\\s]', text) else text
+    return (
+        json.dumps(text, ensure_ascii=False) if re.search(r'[;"\\\s]', text) else text
+    )
 
 
 def unquote_value(text: str) -> str:
@@ -142,7 +149,11 @@ def parse_term(text: str, what: str, kinds: Mapping[str, type[T]]) -> T:
         values["threshold"] = convert(f"{name}'s threshold", number, float)
     for item in _fields(kind):
         if item.default is dataclasses.MISSING and item.name not in values:
-            written = f"{body}@T" if item.name == "threshold" else f"{name}:{item.name.upper()}"
+            written = (
+                f"{body}@T"
+                if item.name == "threshold"
+                else f"{name}:{item.name.upper()}"
+            )
             raise InputError(f"{name} needs {item.name}: write {written}")
     return kind(**values)
 
@@ -154,7 +165,9 @@ def _types(kind: Hashable) -> Mapping[str, object]:
     return {item.name: hints[item.name] for item in _fields(kind)}
 
 
-def parse(value: Any, label: str, what: str, kinds: Mapping[str, type[T]], base: type[T]) -> T:
+def parse(
+    value: Any, label: str, what: str, kinds: Mapping[str, type[T]], base: type[T]
+) -> T:
     """One of `kinds` from its spec; a `base` is returned as it is. Raises InputError that begins
     with `label` and the spec; `what` says of what kind they all are."""
     if isinstance(value, base):
@@ -181,14 +194,19 @@ def _arguments(
             last = positional[-1] if positional else ""
             if i >= len(positional) - 1 and types.get(last) == NUMBERS:
                 number = convert(f"{name}'s {last}", arg, int)
-                values[last] = (*cast(tuple[int, ...], values.get(last, ())), cast(int, number))
+                values[last] = (
+                    *cast(tuple[int, ...], values.get(last, ())),
+                    cast(int, number),
+                )
                 continue
             if i >= len(positional):
                 raise InputError(f"{name} takes at most {len(positional)} arguments")
             key = positional[i]
             value = [arg]
         if key not in keys:
-            raise InputError(f"{name} has no argument {key!r}; it has {', '.join(keys) or 'none'}")
+            raise InputError(
+                f"{name} has no argument {key!r}; it has {', '.join(keys) or 'none'}"
+            )
         if key in values:
             raise InputError(f"{name}'s {key} is given twice")
         values[key] = convert(f"{name}'s {key}", value[0].strip('"'), types[key])
@@ -198,7 +216,11 @@ def _arguments(
 def named_settings(name: str, grid: Iterable[str]) -> list[str]:
     """The specs of a grid that a rule's name stands for, such as topk or fuzzy:js, those without
     further arguments where there are any."""
-    named = [spec for spec in grid if spec[: len(name)] == name and spec[len(name) :][:1] in ":@="]
+    named = [
+        spec
+        for spec in grid
+        if spec[: len(name)] == name and spec[len(name) :][:1] in ":@="
+    ]
     named = [spec for spec in named if spec != name]
     return [spec for spec in named if "," not in spec[len(name) :]] or named
 
@@ -226,7 +248,10 @@ _KINDS: dict[object, tuple[Callable[[str], object], str]] = {
     int | None: (int, "a whole number"),
     float: (_number, "a number"),
     float | None: (_number, "a number"),
-    int | Literal["auto"]: (lambda text: text if text == "auto" else int(text), "a number or auto"),
+    int | Literal["auto"]: (
+        lambda text: text if text == "auto" else int(text),
+        "a number or auto",
+    ),
     tuple[str, ...]: (lambda text: (text,), "a text"),
     bool: ({"true": True, "false": False}.__getitem__, "true or false"),
 }

@@ -44,7 +44,9 @@ def _path(parents: Parents, node: int) -> list[int]:
     return path[::-1]
 
 
-def followed(parents: Parents, tokens: Sequence[int], sequence: Sequence[int]) -> list[int]:
+def followed(
+    parents: Parents, tokens: Sequence[int], sequence: Sequence[int]
+) -> list[int]:
     """The longest path of a tree of `tokens` that a sequence takes."""
     children = {(parent, tokens[i]): i for i, parent in reversed([*enumerate(parents)])}
     path = list[int]()

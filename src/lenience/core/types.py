@@ -63,18 +63,24 @@ class Draft:
     @cached_property
     def proposed(self) -> Tensor:
         """[B, W] bool: which places hold a proposed token."""
-        return torch.arange(self.width, device=self.tokens.device) < self.lengths[:, None]
+        return (
+            torch.arange(self.width, device=self.tokens.device) < self.lengths[:, None]
+        )
 
     @cached_property
     def kept_unasked(self) -> Tensor | None:
         """[B, W] bool: which places hold a trusted token; None where nothing is trusted."""
         if self.trusted is None:
             return None
-        return torch.arange(self.width, device=self.tokens.device) < self.trusted[:, None]
+        return (
+            torch.arange(self.width, device=self.tokens.device) < self.trusted[:, None]
+        )
 
     def rows(self, which: Sequence[int]) -> Draft:
         """The windows of some of the rows."""
-        parts: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
+        parts: dict[str, Any] = {
+            item.name: getattr(self, item.name) for item in fields(self)
+        }
         for name, value in parts.items():
             if isinstance(value, Tensor):
                 parts[name] = value[list(which)]
@@ -135,7 +141,9 @@ class Verdict:
         last = self.path[-1] if self.path else -1
         if self.parents is None:
             return last + 1 if last + 1 < len(self.drafted) else None
-        return next((i for i, parent in enumerate(self.parents) if parent == last), None)
+        return next(
+            (i for i, parent in enumerate(self.parents) if parent == last), None
+        )
 
     def kept_exactly(self, most: int) -> int:
         """How many tokens the strict rule alone keeps, counted to at most `most`."""

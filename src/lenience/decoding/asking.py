@@ -71,12 +71,19 @@ class ModelGrader:
     def __init__(self, model: str, device: str = "auto"):
         self._pair = load_pair(model, device=device)
         if not self._pair.target.chats:
-            raise InputError(f"--grader {model}: has no chat template; name a chat model")
-        self.name = self.source = f"{Path(model).name} {self._pair.target.fingerprint[:12]}"
+            raise InputError(
+                f"--grader {model}: has no chat template; name a chat model"
+            )
+        self.name = self.source = (
+            f"{Path(model).name} {self._pair.target.fingerprint[:12]}"
+        )
 
     def ask(self, prompts: Sequence[Messages]) -> list[str]:
         """The replies to prompts, in their order. Raises InputError for one that is too long."""
         outs = self._pair.generate_batch(
-            list(prompts), rule="target", max_new_tokens=GRADER_TOKENS, batch_size=AT_ONCE
+            list(prompts),
+            rule="target",
+            max_new_tokens=GRADER_TOKENS,
+            batch_size=AT_ONCE,
         )
         return [out.text for out in outs]

@@ -49,14 +49,18 @@ class Drafting:
     tree: Tree = field(default_factory=Chain)
 
 
-def fastest_window(cycles: Sequence[Cycle], seconds: Mapping[int, float], stop: Stop) -> Drafting:
+def fastest_window(
+    cycles: Sequence[Cycle], seconds: Mapping[int, float], stop: Stop
+) -> Drafting:
     """Return the window with the most tokens per second, by `cycles` with a wide window and by the
     `seconds` of a cycle at each window.
 
     The tokens of a wide cycle are cut into narrow windows one after the other. The start of a wide
     cycle alone would mislead: a window within a long stretch of kept tokens is kept more often.
     """
-    tokens = sum(kept + (stop.keeps_bonus or kept < drafted) for drafted, kept in cycles)
+    tokens = sum(
+        kept + (stop.keeps_bonus or kept < drafted) for drafted, kept in cycles
+    )
 
     def narrow(drafted: int, kept: int, window: int) -> int:
         """Return how many narrow cycles a wide one takes."""
@@ -76,11 +80,15 @@ def fastest_window(cycles: Sequence[Cycle], seconds: Mapping[int, float], stop: 
     )
 
 
-def stopped(cycles: Sequence[Cycle], seconds: Mapping[int, float], stop: Stop) -> Drafting:
+def stopped(
+    cycles: Sequence[Cycle], seconds: Mapping[int, float], stop: Stop
+) -> Drafting:
     """The widest window with a stop condition that ended these `cycles`; `seconds` are of cycles
     that it was asked in, and did not end."""
     windows = sorted(seconds)
-    took = np.interp([drafted for drafted, _ in cycles], windows, [seconds[w] for w in windows])
+    took = np.interp(
+        [drafted for drafted, _ in cycles], windows, [seconds[w] for w in windows]
+    )
     tokens = sum(1 + kept for _, kept in cycles)
     return Drafting(max(windows), stop, tokens / float(took.sum()))
 

@@ -17,12 +17,16 @@ from lenience.rules.lossless import is_lossless, refuse_forbidden, refuse_lossy
 def draft_of(models: Mapping[str, LM], what: str) -> LM:
     """Return the draft model. Raises InputError, naming what needs it, where there is none."""
     if "draft" not in models:
-        raise InputError(f"{what}: needs a draft model; load the pair with one (--draft)")
+        raise InputError(
+            f"{what}: needs a draft model; load the pair with one (--draft)"
+        )
     return models["draft"]
 
 
 def check_decoder(
-    decoder: Decoder, models: Mapping[str, LM], fingerprints: Callable[[], Mapping[str, str]]
+    decoder: Decoder,
+    models: Mapping[str, LM],
+    fingerprints: Callable[[], Mapping[str, str]],
 ) -> None:
     """Raise InputError where a decoder's parts do not go together, or a rule, a stop condition or a
     drafter is not for these models or this temperature."""
@@ -34,7 +38,9 @@ def check_decoder(
 
 
 def _check_together(
-    decoder: Decoder, models: Mapping[str, LM], fingerprints: Callable[[], Mapping[str, str]]
+    decoder: Decoder,
+    models: Mapping[str, LM],
+    fingerprints: Callable[[], Mapping[str, str]],
 ) -> None:
     """Raise InputError where the parts do not go together."""
     rule = decoder.rule
@@ -91,7 +97,9 @@ def _check_tree(decoder: Decoder, models: Mapping[str, LM]) -> None:
     drafter = decoder.drafter
     tree = decoder.tree
     if tree.choices() and decoder.window != "auto":
-        raise InputError(f"tree {tree}: is picked with window auto; give that, or name a tree")
+        raise InputError(
+            f"tree {tree}: is picked with window auto; give that, or name a tree"
+        )
     for shape in tree.choices() or [tree]:
         if not shape.is_chain:
             drafter.check_tree(shape)
@@ -110,7 +118,9 @@ def _check_tree(decoder: Decoder, models: Mapping[str, LM]) -> None:
 
 
 def _check_fit(
-    decoder: Decoder, models: Mapping[str, LM], fingerprints: Callable[[], Mapping[str, str]]
+    decoder: Decoder,
+    models: Mapping[str, LM],
+    fingerprints: Callable[[], Mapping[str, str]],
 ) -> None:
     """Raise InputError where a rule or stop is not for these models or this temperature."""
     stop = decoder.stop

@@ -95,11 +95,16 @@ class Decoder(PlainOptions):
     """What it was certified for, where it is a certificate's."""
 
     @classmethod
-    def of(cls, options: Mapping[str, Any] | Options | None = None, /, **named: Any) -> Decoder:
+    def of(
+        cls, options: Mapping[str, Any] | Options | None = None, /, **named: Any
+    ) -> Decoder:
         """Make a decoder of options, those that are None or left out being the defaults. A rule, a
         drafter, a tree and a stop condition may be given as texts or as objects. Raises InputError
         that names what is wrong."""
-        given = {**(vars(options) if isinstance(options, Options) else options or {}), **named}
+        given = {
+            **(vars(options) if isinstance(options, Options) else options or {}),
+            **named,
+        }
         if given.keys() <= set(names()):  # else the name that is no option is told
             given = {name: value for name, value in given.items() if value is not None}
         rule = given.get("rule")
@@ -107,7 +112,9 @@ class Decoder(PlainOptions):
             name, colon, _ = rule.partition(":")
             if colon and name in RESOLVERS:
                 return cast(Decoder, import_module(RESOLVERS[name]).resolve(given))
-        if "rule" not in given and str(given.get("stop", "")).startswith(f"{Gate.name}:"):
+        if "rule" not in given and str(given.get("stop", "")).startswith(
+            f"{Gate.name}:"
+        ):
             given["rule"] = "speculative"  # SPRINTER verifies a doubted token by that
         return cls().with_options(given)
 
@@ -122,10 +129,19 @@ class Decoder(PlainOptions):
         longer. Raises InputError for a name that is no option, or a wrong value."""
         if not options:
             return self
-        texts = {name: str(value) if name in SPECS else value for name, value in options.items()}
+        texts = {
+            name: str(value) if name in SPECS else value
+            for name, value in options.items()
+        }
         checked = Options().with_options(texts)
-        changed = {name: getattr(checked, name) for name in options if name not in SPECS}
-        specs = {name: read(options[name]) for name, read in _READERS.items() if name in options}
+        changed = {
+            name: getattr(checked, name) for name in options if name not in SPECS
+        }
+        specs = {
+            name: read(options[name])
+            for name, read in _READERS.items()
+            if name in options
+        }
         if "tree" in options:  # a planned one has as many levels as the window
             window = changed.get("window", self.window)
             depth = window if isinstance(window, int) and window > 0 else None
@@ -148,8 +164,15 @@ class Decoder(PlainOptions):
     def changed(self) -> dict[str, Any]:
         """Return the options that are not the defaults, as in `to_json`, and the rule where there
         is a gate, with which another one is the default."""
-        defaults = {**default_options(), **({"rule": None} if isinstance(self.stop, Gate) else {})}
-        return {name: value for name, value in self.to_json().items() if value != defaults[name]}
+        defaults = {
+            **default_options(),
+            **({"rule": None} if isinstance(self.stop, Gate) else {}),
+        }
+        return {
+            name: value
+            for name, value in self.to_json().items()
+            if value != defaults[name]
+        }
 
     def differing(self, other: Decoder) -> dict[str, Any]:
         """Return the options besides rule and window that are not as in another, as in
@@ -199,7 +222,9 @@ class Decoder(PlainOptions):
     @property
     def branches(self) -> bool:
         """Whether a window may be a tree."""
-        return self.proposer is not None and (self.drafter.branches or not self.tree.is_chain)
+        return self.proposer is not None and (
+            self.drafter.branches or not self.tree.is_chain
+        )
 
     @property
     def layers(self) -> Layers:
@@ -239,7 +264,9 @@ class Decoder(PlainOptions):
 
     def columns(self, window: int) -> int:
         """Return how many tokens are read at most after a prefix, by any model."""
-        return self.tree.columns(window) * (self.proposer.joined if self.proposer else 1)
+        return self.tree.columns(window) * (
+            self.proposer.joined if self.proposer else 1
+        )
 
 
 def read_rule(rule: object) -> Rule:
@@ -247,7 +274,9 @@ def read_rule(rule: object) -> Rule:
     InputError that names what is wrong."""
     if isinstance(rule, Baseline):
         return rule
-    return Baseline(cast(Any, rule)) if rule in BASELINES else parse_rule(cast(Any, rule))
+    return (
+        Baseline(cast(Any, rule)) if rule in BASELINES else parse_rule(cast(Any, rule))
+    )
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
@@ -264,11 +293,15 @@ def check_binding(binding: Binding, now: Mapping[str, Any]) -> None:
     for name, value in {"engine": OWN, **now}.items():
         if bound[name] != value:
             what = f"{name} {_difference(bound[name], value)}"
-            raise InputError(f"{binding.source}: was certified with {what}; certify again")
+            raise InputError(
+                f"{binding.source}: was certified with {what}; certify again"
+            )
 
 
 def _difference(before: Any, now: Any) -> str:
     if isinstance(before, dict) and isinstance(now, dict):
-        part = next((key for key in {**before, **now} if before.get(key) != now.get(key)), None)
+        part = next(
+            (key for key in {**before, **now} if before.get(key) != now.get(key)), None
+        )
         return f"{part} {_difference(before.get(part), now.get(part))}"
     return f"{before!r}, not {now!r}"

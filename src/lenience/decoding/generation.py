@@ -48,7 +48,9 @@ class Generation:
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= SHOWN else f"{self.text[: SHOWN - 1]}…"
         counts = f"{len(self.tokens)} tokens, {self.tokens_per_pass:.2f} per pass"
-        return f"<Generation {text!r}: {counts}, ended by {self.finish or 'nothing yet'}>"
+        return (
+            f"<Generation {text!r}: {counts}, ended by {self.finish or 'nothing yet'}>"
+        )
 
     @property
     def logprobs(self) -> list[float | None]:

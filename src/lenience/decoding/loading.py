@@ -34,7 +34,9 @@ def load_pair(
     loading = Loading.of(options)
     if target is None and draft is not None:
         raise InputError("draft: name the target too, or neither for the built-in pair")
-    named = all(model is None or isinstance(model, str | Path) for model in (target, draft))
+    named = all(
+        model is None or isinstance(model, str | Path) for model in (target, draft)
+    )
     if loading.tokenizer is not None and named:
         what = "the built-in pair" if target is None else target
         raise InputError(f"tokenizer: {what} comes with its own; leave it out")
@@ -47,9 +49,15 @@ def load_pair(
             for lm in (target_lm, draft_lm):
                 if lm is not None:
                     check_windows(lm)
-            name = target_lm.name if draft_lm is None else f"{target_lm.name} + {draft_lm.name}"
+            name = (
+                target_lm.name
+                if draft_lm is None
+                else f"{target_lm.name} + {draft_lm.name}"
+            )
             pair = Pair(target_lm, draft_lm, name)
-    pair.target.chat = Chat(loading.chat, loading.system, loading.template_options or {})
+    pair.target.chat = Chat(
+        loading.chat, loading.system, loading.template_options or {}
+    )
     pair.target.chat.check(pair.target.tokenizer, f"target {pair.target.name!r}")
     if loading.compile is not False:
         pair.compile(export=bool(loading.compile))
@@ -62,7 +70,9 @@ def _built_in(loading: Loading) -> Pair:
     for role in ("target", "draft"):
         folder = str(EMBEDDED / role)
         name = f"built-in {role}"
-        lms[role] = LM.load(folder, role, _from_pretrained(loading, role, "float32"), name)
+        lms[role] = LM.load(
+            folder, role, _from_pretrained(loading, role, "float32"), name
+        )
     return Pair(lms["target"], lms["draft"], "built-in")
 
 
@@ -77,7 +87,9 @@ def _load(source: str | PreTrainedModel, role: str, loading: Loading) -> LM:
         if getattr(loading, name):
             raise InputError(f"{name}: the {role} is loaded already; leave it out")
     if loading.device != "auto":
-        raise InputError(f"device: the {role} is loaded already; move the model to it (model.to)")
+        raise InputError(
+            f"device: the {role} is loaded already; move the model to it (model.to)"
+        )
     if not isinstance(loading.tokenizer, PreTrainedTokenizerBase):
         given = "" if loading.tokenizer is None else f", not {loading.tokenizer!r:.60}"
         raise InputError(

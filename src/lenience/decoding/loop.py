@@ -85,7 +85,9 @@ def decode(
         if not _admit(active, next_request, size):
             return
         ctx = _with_rows(ctx, active)
-        draft = propose(session, drafter, ctx, [request.response.room for request in active])
+        draft = propose(
+            session, drafter, ctx, [request.response.room for request in active]
+        )
         read = read_windows(session, ctx, draft)
         verdicts = judge(session, drafter, rule, draft, read)
         for b, (request, verdict) in enumerate(zip(active, verdicts)):
@@ -124,9 +126,13 @@ def _beside_models(
 
 
 @_beside_models
-def propose(session: Session, drafter: Drafter, ctx: Context, room: Sequence[int]) -> Draft:
+def propose(
+    session: Session, drafter: Drafter, ctx: Context, room: Sequence[int]
+) -> Draft:
     """Return a window for each row, which ends where its logits stop being finite."""
-    room = [min(n, session.room_before_switch(row.prefix)) for n, row in zip(room, ctx.rows)]
+    room = [
+        min(n, session.room_before_switch(row.prefix)) for n, row in zip(room, ctx.rows)
+    ]
     session.profile.add("rest")
     draft = cut_non_finite(drafter.propose(ctx, room))
     # passes of a model are counted by their session
@@ -265,7 +271,9 @@ def _with_rows(ctx: Context, active: list[Request]) -> Context:
 
 
 def _admit(
-    active: list[Request], next_request: Callable[[Request | None], Request | None], size: int
+    active: list[Request],
+    next_request: Callable[[Request | None], Request | None],
+    size: int,
 ) -> list[Request]:
     """Add requests up to `size`."""
     while len(active) < size and (request := next_request(None)):

@@ -56,18 +56,24 @@ class PlainOptions:
         if isinstance(self.stop_strings, str):
             object.__setattr__(self, "stop_strings", (self.stop_strings,))
         if not isinstance(self.stop_strings, Iterable):
-            raise InputError(f"stop_strings {self.stop_strings!r}: give a text, or several")
+            raise InputError(
+                f"stop_strings {self.stop_strings!r}: give a text, or several"
+            )
         object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
         for text in self.stop_strings:
             if not isinstance(text, str):
                 raise InputError(f"stop_strings: {text!r} is not text")
         if "" in self.stop_strings:
-            raise InputError("stop_strings: an empty one would stop at once; leave it out")
+            raise InputError(
+                "stop_strings: an empty one would stop at once; leave it out"
+            )
         self._check_kinds()
         if not -(2**63) <= self.seed < 2**63:
             raise InputError(f"seed {self.seed}: must fit into 64 bits")
         if self.window != "auto" and self.window < 0:
-            raise InputError(f'window {self.window}: must be 0 (no drafting) or more, or "auto"')
+            raise InputError(
+                f'window {self.window}: must be 0 (no drafting) or more, or "auto"'
+            )
         if self.max_new_tokens < 1:
             raise InputError(f"max_new_tokens {self.max_new_tokens}: must be 1 or more")
         for name in ("temperature", "draft_temperature"):
@@ -85,7 +91,9 @@ class PlainOptions:
         """Raise InputError where a number is expected and something else was given."""
         for name, kind in option_types().items():
             if kind in NUMBERS and not _fits(getattr(self, name), kind):
-                raise InputError(f"{name} {getattr(self, name)!r}: must be {NUMBERS[kind]}")
+                raise InputError(
+                    f"{name} {getattr(self, name)!r}: must be {NUMBERS[kind]}"
+                )
 
 
 @dataclass(frozen=True)
@@ -114,13 +122,17 @@ class Options(PlainOptions):
         if unknown := sorted(options.keys() - names()):
             known = f"there are {', '.join(names())}"
             mend = ELSEWHERE.get(unknown[0], known)
-            raise InputError(f"{unknown[0]}: there is no such option of decoding; {mend}")
+            raise InputError(
+                f"{unknown[0]}: there is no such option of decoding; {mend}"
+            )
         return replace(self, **options)
 
     def to_json(self) -> dict[str, Any]:
         """Return the options by name."""
         values = {name: getattr(self, name) for name in names()}
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+        return {
+            name: list(v) if isinstance(v, tuple) else v for name, v in values.items()
+        }
 
     def text(self, changed: Mapping[str, Any]) -> str:
         """Return the text of a setting that names the rule and what is `changed`."""
@@ -128,7 +140,9 @@ class Options(PlainOptions):
         for name, value in changed.items():
             if name != "rule":
                 values = value if isinstance(value, list) else [value]
-                parts += [f"{name}={spec.quote_value(str(content))}" for content in values]
+                parts += [
+                    f"{name}={spec.quote_value(str(content))}" for content in values
+                ]
         return "; ".join(parts)
 
 
@@ -223,7 +237,9 @@ def _fits(value: object, kind: Any) -> bool:
     """Whether a value is of one of the types of NUMBERS; True and False are no numbers."""
     others = get_args(kind)
     if value is None or isinstance(value, (bool, str)):
-        return (value is None and NoneType in others) or (value == "auto" and len(others) > 1)
+        return (value is None and NoneType in others) or (
+            value == "auto" and len(others) > 1
+        )
     number = numbers.Real if kind is float or float in others else numbers.Integral
     return isinstance(value, number)
 
@@ -246,7 +262,9 @@ def given_options(text: str) -> dict[str, Any]:
     for part in rest:
         name, *value = spec.split(part, "=", limit=1, escapes=True)
         if not part:
-            raise InputError(f"setting {text!r}: after each ; write an option as name=value")
+            raise InputError(
+                f"setting {text!r}: after each ; write an option as name=value"
+            )
         if name not in types:
             raise InputError(
                 f"setting {text!r}: there is no {name!r}; there are {', '.join(types)}"
@@ -266,7 +284,9 @@ def given_options(text: str) -> dict[str, Any]:
 
 def takes_options(function: F) -> F:
     """Show the options of decoding among a function's keywords, for help() and editors."""
-    return _with_keywords(function, Options, {**option_types(), "seed": int | None}, {"seed": None})
+    return _with_keywords(
+        function, Options, {**option_types(), "seed": int | None}, {"seed": None}
+    )
 
 
 def takes_loading(function: F) -> F:
@@ -280,7 +300,9 @@ def told_options(kind: type) -> Mapping[str, str]:
     found = []
     for base in reversed(kind.__mro__[:-1]):
         found += parse_from_object(base).params
-    return {param.arg_name: " ".join((param.description or "").split()) for param in found}
+    return {
+        param.arg_name: " ".join((param.description or "").split()) for param in found
+    }
 
 
 def _with_keywords(
@@ -290,11 +312,17 @@ def _with_keywords(
     `others`, and what they are in its docstring."""
     signature = inspect.signature(function)
     defaults = kind()
-    shown = [item for item in signature.parameters.values() if item.kind is not item.VAR_KEYWORD]
+    shown = [
+        item
+        for item in signature.parameters.values()
+        if item.kind is not item.VAR_KEYWORD
+    ]
     keyword = inspect.Parameter.KEYWORD_ONLY
     for name, annotation in types.items():
         default = others.get(name, getattr(defaults, name))
-        shown.append(inspect.Parameter(name, keyword, default=default, annotation=annotation))
+        shown.append(
+            inspect.Parameter(name, keyword, default=default, annotation=annotation)
+        )
     with_options: Any = function
     with_options.__signature__ = signature.replace(parameters=shown)
     told = told_options(kind)
@@ -303,5 +331,7 @@ def _with_keywords(
         for name in types
         if name in told
     )
-    with_options.__doc__ = "\n\n".join([inspect.getdoc(function) or "", "Options:", *lines])
+    with_options.__doc__ = "\n\n".join(
+        [inspect.getdoc(function) or "", "Options:", *lines]
+    )
     return function

@@ -155,7 +155,9 @@ class Pair:
         probable the target found each of its tokens. Raises InputError for an unusable prompt or
         wrong options."""
         telling = Telling(profile, logprobs)
-        ((_, out),) = self._completed([prompt], self._seeded(decoder, options), 1, telling)
+        ((_, out),) = self._completed(
+            [prompt], self._seeded(decoder, options), 1, telling
+        )
         return out
 
     @takes_options
@@ -178,7 +180,9 @@ class Pair:
         memory has no room for.
         """
         telling = Telling(profile, logprobs)
-        answers = dict(self._answered(prompts, self._seeded(decoder, options), batch_size, telling))
+        answers = dict(
+            self._answered(prompts, self._seeded(decoder, options), batch_size, telling)
+        )
         return [answers[i] for i in range(len(answers))]
 
     @takes_options
@@ -195,7 +199,9 @@ class Pair:
         """As `generate_batch`, but gives each answer, with its prompt's number, as soon as it is
         finished."""
         telling = Telling(profile, logprobs)
-        return self._answered(prompts, self._seeded(decoder, options), batch_size, telling)
+        return self._answered(
+            prompts, self._seeded(decoder, options), batch_size, telling
+        )
 
     def _answered(
         self,
@@ -206,7 +212,9 @@ class Pair:
     ) -> Iterator[tuple[int, Generation]]:
         size = BATCH_SIZE if batch_size is None else batch_size
         if not isinstance(size, int) or size < 1:
-            raise InputError(f"batch_size {batch_size!r}: must be a whole number, 1 or more")
+            raise InputError(
+                f"batch_size {batch_size!r}: must be a whole number, 1 or more"
+            )
         rows = several(prompts, self.tokenizer.pad_token_id)
         return self._completed(rows, decoder, size, telling)
 
@@ -222,14 +230,21 @@ class Pair:
         return replace(asked, seed=secrets.randbits(SEED_BITS), seeds_by_prompt=True)
 
     def _completed(
-        self, prompts: Sequence[Prompt], decoder: Decoder, batch_size: int, telling: Telling
+        self,
+        prompts: Sequence[Prompt],
+        decoder: Decoder,
+        batch_size: int,
+        telling: Telling,
     ) -> Iterator[tuple[int, Generation]]:
         """Answer prompts; everything that can be wrong is told before the first."""
         outs, steps = self._decode(prompts, decoder, batch_size, telling)
         return self._finished(outs, steps, decoder)
 
     def _finished(
-        self, outs: list[Generation], steps: Iterator[tuple[Request, Step]], decoder: Decoder
+        self,
+        outs: list[Generation],
+        steps: Iterator[tuple[Request, Step]],
+        decoder: Decoder,
     ) -> Iterator[tuple[int, Generation]]:
         for request, step in steps:
             out = outs[request.number]
@@ -280,7 +295,11 @@ class Pair:
 
     def reader(self, decoder: Decoder) -> LM:
         """Return the model whose answers a decoder gives: the target, or the draft alone."""
-        return self.require_draft("rule draft") if decoder.alone == "draft" else self.target
+        return (
+            self.require_draft("rule draft")
+            if decoder.alone == "draft"
+            else self.target
+        )
 
     def _decode(
         self,
@@ -300,7 +319,11 @@ class Pair:
         profile = telling.profile
         if profile:
             profile.wait_by(_waiting({lm.device for lm in self.models.values()}))
-        longest = max(map(len, ids), default=0) + decoder.max_new_tokens + decoder.columns(window)
+        longest = (
+            max(map(len, ids), default=0)
+            + decoder.max_new_tokens
+            + decoder.columns(window)
+        )
         session, drafter = self.engine(decoder, size, longest, profile=profile)
 
         def request(number: int, prompt: list[int]) -> Request:
@@ -316,9 +339,13 @@ class Pair:
             return Request(row, response, number)
 
         requests = (request(i, prompt) for i, prompt in enumerate(ids))
-        outs = [decoder.answer(prompt, window, number) for number, prompt in enumerate(ids)]
+        outs = [
+            decoder.answer(prompt, window, number) for number, prompt in enumerate(ids)
+        ]
         following = partial(next, requests, None)
-        steps = decode(session, drafter, decoder.rule, ctx, lambda _: following(), size=size)
+        steps = decode(
+            session, drafter, decoder.rule, ctx, lambda _: following(), size=size
+        )
         return outs, steps
 
     def context(self, decoder: Decoder) -> Context:
@@ -337,7 +364,8 @@ class Pair:
             processors=processors_of(reader, sampling=decoder.temperature > 0) or None,
             decode=partial(reader.decode, special=True),
             token_mask=reader.token_mask,
-            fresh_noise_per_window=decoder.rule.needs.whole_window or decoder.verifies_draws,
+            fresh_noise_per_window=decoder.rule.needs.whole_window
+            or decoder.verifies_draws,
         )
 
     def engine(
@@ -367,16 +395,24 @@ class Pair:
             keeps_last=decoder.keeps_last,
             profile=profile,
         )
-        features = (None,) if decoder.keeps_last else spec.features(reader) if spec else ()
+        features = (
+            (None,) if decoder.keeps_last else spec.features(reader) if spec else ()
+        )
         states = States(decoder.layers, features)
         others = [*(spec.models(needs) if spec else []), *beside]
         cached = [(reader, states), *((lm, LAST) for lm in others)]
         # a tree's tokens may be more than those that a context has left
         beyond = decoder.columns(window) if decoder.branches else 0
-        lengths = [min(capacity, (lm.context_length or capacity) + beyond) for lm, _ in cached]
+        lengths = [
+            min(capacity, (lm.context_length or capacity) + beyond) for lm, _ in cached
+        ]
         with torch_threads(self.torch_threads):
             check_memory([(*held, n) for held, n in zip(cached, lengths)], rows, beyond)
-            cache = tree_cache(reader, rows, lengths[0], states) if decoder.branches else None
+            cache = (
+                tree_cache(reader, rows, lengths[0], states)
+                if decoder.branches
+                else None
+            )
             session = Session(reader, rows, lengths[0], cache, profile, states=states)
             session.torch_threads = self.torch_threads
             if spec is None:
@@ -394,7 +430,9 @@ class Pair:
         """Hold dialogues, `size` of them together, and give each as it ends; no question has more
         than `capacity` tokens with its answer. The target goes on as `sampling` has it, or
         greedily. Raises InputError where memory has no room for the caches."""
-        return converse(self, dialogues, Conversing(size, capacity, sampling or Decoder()))
+        return converse(
+            self, dialogues, Conversing(size, capacity, sampling or Decoder())
+        )
 
     def binding(self, decoder: Decoder) -> dict[str, Any]:
         """Return what lenient answers depend on besides the options: the models with their dtypes,
@@ -462,21 +500,31 @@ class Pair:
         if key not in self._picked:
             self._picked[key] = self._pick(ids, size, decoder)
         picked = self._picked[key]
-        return replace(decoder, window=picked.window, stop=picked.stop, tree=picked.tree)
+        return replace(
+            decoder, window=picked.window, stop=picked.stop, tree=picked.tree
+        )
 
     def _pick(self, ids: list[list[int]], size: int, decoder: Decoder) -> Drafting:
         trees = decoder.tree.choices() or [decoder.tree]
         picked = [
-            replace(self._pick_ending(ids, size, replace(decoder, tree=tree)), tree=tree)
+            replace(
+                self._pick_ending(ids, size, replace(decoder, tree=tree)), tree=tree
+            )
             for tree in trees
         ]
         return max(picked, key=lambda drafting: drafting.tokens_per_second)
 
-    def _pick_ending(self, ids: list[list[int]], size: int, decoder: Decoder) -> Drafting:
+    def _pick_ending(
+        self, ids: list[list[int]], size: int, decoder: Decoder
+    ) -> Drafting:
         seconds = self._cycle_seconds(ids, size, decoder)
         tried = [fastest_window(self._pilot(ids, size, decoder), seconds, decoder.stop)]
         asks = Parts.STATES in decoder.drafter.offers and not decoder.branches
-        stops = learned_stops(decoder.rule) if asks and isinstance(decoder.stop, Fixed) else []
+        stops = (
+            learned_stops(decoder.rule)
+            if asks and isinstance(decoder.stop, Fixed)
+            else []
+        )
         if stops and self._can_ask(stops[0], decoder):
             # with a stop that never ends a window
             asked = replace(decoder, stop=replace(stops[0], threshold=1.0))
@@ -507,7 +555,9 @@ class Pair:
         _, steps = self._decode(ids[:PILOT_PROMPTS], widest, size, Telling())
         return [(step.drafted, step.kept) for _, step in steps]
 
-    def _cycle_seconds(self, ids: list[list[int]], size: int, decoder: Decoder) -> dict[int, float]:
+    def _cycle_seconds(
+        self, ids: list[list[int]], size: int, decoder: Decoder
+    ) -> dict[int, float]:
         """Return the seconds of a cycle at each window."""
         widest = replace(decoder, window=max(CANDIDATES))
         if not decoder.stop.per_token:
@@ -544,7 +594,9 @@ def _refuse_different_vocabularies(target: LM, draft: LM) -> None:
     differences = {
         "tokens of the target that the draft lacks": ours.keys() - theirs.keys(),
         "tokens of the draft that the target lacks": theirs.keys() - ours.keys(),
-        "tokens with another id": {token for token in both if ours[token] != theirs[token]},
+        "tokens with another id": {
+            token for token in both if ours[token] != theirs[token]
+        },
     }
     parts = [
         f"{len(tokens)} {what}, such as {min(tokens)!r}"

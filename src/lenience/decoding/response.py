@@ -58,7 +58,8 @@ class Response:
                 text += self._text.flush() if self._text else ""
                 break
         drafted = sum(entry.origin.startswith("draft") for entry in trace)
-        counted = drafted if self.finish else len(verdict.drafted)  # nothing past the end
+        # nothing past the end
+        counted = drafted if self.finish else len(verdict.drafted)
         exact = verdict.kept_exactly(counted)
         return Step(
             trace=trace,
@@ -81,7 +82,9 @@ class Response:
         return self._cut if self.room == 0 else None
 
 
-def until_stop(lm: LM, tokens: Sequence[int], stop_strings: Sequence[str]) -> tuple[list[int], str]:
+def until_stop(
+    lm: LM, tokens: Sequence[int], stop_strings: Sequence[str]
+) -> tuple[list[int], str]:
     """A response's tokens up to the one that completes a stop string, and the text before it; all
     of them where there is none."""
     if not stop_strings:
@@ -107,7 +110,9 @@ def _entries(verdict: Verdict) -> list[Trace]:
     """Where each token that a verdict keeps came from."""
     lenient: Origin = "draft-lenient" if verdict.read else "draft-trusted"
     entries = []
-    logprobs: Sequence[float | None] = verdict.logprobs or [None] * (len(verdict.path) + 1)
+    logprobs: Sequence[float | None] = verdict.logprobs or [None] * (
+        len(verdict.path) + 1
+    )
     for i, logprob in zip(verdict.path, logprobs):
         origin: Origin = "draft" if verdict.exact[i] else lenient
         entries.append(Trace(verdict.drafted[i], origin, verdict.scores[i], logprob))
@@ -149,7 +154,9 @@ class TextStream:
             return ""
         new = whole[len(self._done) :]
         self._done = whole
-        if len(self._ids) - self._start > 32:  # keep the tail that is decoded again short
+        if (
+            len(self._ids) - self._start > 32
+        ):  # keep the tail that is decoded again short
             self._start = len(self._ids) - 4
             self._done = self.lm.decode(self._ids[self._start :])
         return self._release(new)
@@ -164,7 +171,9 @@ class TextStream:
 
     def _release(self, new: str) -> str:
         text = self._held + new
-        found = [at for at in (text.find(stop) for stop in self.stop_strings) if at >= 0]
+        found = [
+            at for at in (text.find(stop) for stop in self.stop_strings) if at >= 0
+        ]
         if found:
             self.stopped = True
             self._held = ""
@@ -184,7 +193,9 @@ def _special_among(stop_strings: Sequence[str], lm: LM) -> set[int]:
     for stop in stop_strings:
         if stop.strip() in special:
             found.add(special[stop.strip()])
-        elif held := next((token for token in special if token and token in stop), None):
+        elif held := next(
+            (token for token in special if token and token in stop), None
+        ):
             raise InputError(
                 f"stop_strings {stop!r}: holds the special token {held!r} and more, which no text "
                 f"of an answer shows; give {held!r} alone"
@@ -195,7 +206,12 @@ def _special_among(stop_strings: Sequence[str], lm: LM) -> set[int]:
 def _overlap(text: str, stop: str) -> int:
     """The length of the longest end of `text` that `stop` begins with."""
     return next(
-        (n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0
+        (
+            n
+            for n in range(min(len(text), len(stop) - 1), 0, -1)
+            if text.endswith(stop[:n])
+        ),
+        0,
     )
 
 

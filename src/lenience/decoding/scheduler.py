@@ -167,7 +167,9 @@ class _Scheduler(Generic[T]):
     """The dialogues that are held: `size` of them have continuations that are decoded, and as many
     more may compare meanwhile."""
 
-    def __init__(self, pair: Decodes, dialogues: Iterable[Dialogue[T]], how: Conversing):
+    def __init__(
+        self, pair: Decodes, dialogues: Iterable[Dialogue[T]], how: Conversing
+    ):
         each_has = [pair.require_draft("mining")]
         on_cpu = pair.target.device.type == "cpu"
         window = how.window or (LONGEST_ON_CPU if on_cpu else LONGEST)
@@ -229,7 +231,9 @@ class _Scheduler(Generic[T]):
             if number in self._in_slots:
                 self._ask(number, answer)
         self._compared = [
-            comparison for comparison in self._compared if comparison[0] not in self._in_slots
+            comparison
+            for comparison in self._compared
+            if comparison[0] not in self._in_slots
         ]
         self._settle()
         while len(self._in_slots) < self._how.size and (following := self._following()):
@@ -242,11 +246,15 @@ class _Scheduler(Generic[T]):
         is none, or where too many compare."""
         if self._compared:
             return self._compared.pop(0)
-        if len(self._held) >= 2 * self._how.size or not (new := next(self._waiting, None)):
+        if len(self._held) >= 2 * self._how.size or not (
+            new := next(self._waiting, None)
+        ):
             return None
         number, dialogue = new
         talk = Talk(number, dialogue, self._how.size)
-        self._held[number] = _Conversation(self._pair, talk, self._ctx, self._how, self._slots)
+        self._held[number] = _Conversation(
+            self._pair, talk, self._ctx, self._how, self._slots
+        )
         return number, None
 
     def _ask(self, number: int, answer: Any) -> None:
@@ -270,14 +278,18 @@ class _Conversation(Generic[T]):
     """A dialogue while it is held. What it takes is counted as if it were held alone, so that it
     does not depend on the company."""
 
-    def __init__(self, pair: Decodes, talk: Talk[T], ctx: Context, how: Conversing, slots: _Slots):
+    def __init__(
+        self, pair: Decodes, talk: Talk[T], ctx: Context, how: Conversing, slots: _Slots
+    ):
         self.talk = talk
         self.target = pair.target
         self._how = how
         self._slots = slots
         self._in_flight = how.in_flight or 1
         draft = pair.require_draft("mining")
-        self._draft = Session(draft, capacity=min(how.capacity, draft.context_length or 1 << 30))
+        self._draft = Session(
+            draft, capacity=min(how.capacity, draft.context_length or 1 << 30)
+        )
         self._threads = pair.torch_threads
         self._ctx = ctx
         self._continuations = list[Continuation]()
@@ -347,7 +359,9 @@ class _Conversation(Generic[T]):
             self.talk.cost.unused_tokens += continuation.tokens_read
         self._continuations = []
 
-    def _continuation(self, question: Continue, like: Continuation | None = None) -> Continuation:
+    def _continuation(
+        self, question: Continue, like: Continuation | None = None
+    ) -> Continuation:
         """A continuation that begins like another one, in its row or a copy, or in that of the one
         that it has most in common with."""
         ids = list(question.ids)
@@ -362,7 +376,9 @@ class _Conversation(Generic[T]):
         if source:
             unread -= min(common(source.text[:-1], ids), len(ids) - 1)
         row = Row(noise, ids, position=len(ids) - of_prompt, memory={Recall: recall})
-        response = Response(self.target, question.limit, len(ids), question.stop_strings)
+        response = Response(
+            self.target, question.limit, len(ids), question.stop_strings
+        )
         continuation = Continuation(
             dialogue=self.talk.number,
             question=question,
@@ -378,11 +394,15 @@ class _Conversation(Generic[T]):
     def _predict(self, question: Predict) -> list[int]:
         """The draft reads the tokens in one parallel pass."""
         before: Sequence[int] = question.ids[:-1]
-        noise = Noise.for_prompt(self._how.sampling.seed, question.ids[: question.prompt_length])
+        noise = Noise.for_prompt(
+            self._how.sampling.seed, question.ids[: question.prompt_length]
+        )
         at = Row(noise, position=question.start - question.prompt_length)
         ctx = replace(self._ctx, rows=[at])
         with torch_threads(self._threads), torch.inference_mode():
-            reading = self._draft.read([list(before)], len(question.ids) - question.start)
+            reading = self._draft.read(
+                [list(before)], len(question.ids) - question.start
+            )
             # [1, len(ids) - start, V]
             logits = ctx.process(reading.logits, torch.tensor([before]))
             check_predictions(logits[0], question.start, self._draft.lm)
@@ -404,7 +424,9 @@ class _Slots:
     def of(self, dialogue: int) -> list[Continuation]:
         """A dialogue's continuations that have rows, also those that are just over."""
         return [
-            continuation for continuation in self.continuations if continuation.dialogue == dialogue
+            continuation
+            for continuation in self.continuations
+            if continuation.dialogue == dialogue
         ]
 
     def admit(self, continuation: Continuation, source: Continuation | None) -> None:
@@ -414,12 +436,16 @@ class _Slots:
     def cycle(self, ctx: Context) -> dict[int, tuple[int, int]]:
         """Decode a cycle of each; gives how many tokens the target and the draft have read for each
         dialogue."""
-        ctx = replace(ctx, rows=[continuation.row for continuation in self.continuations])
+        ctx = replace(
+            ctx, rows=[continuation.row for continuation in self.continuations]
+        )
         room = [continuation.response.room for continuation in self.continuations]
         draft, _, verdicts = cycle(self.session, self.drafter, self.rule, ctx, room)
         drafted = draft.tokens_read or [0] * len(self.continuations)
         read: dict[int, tuple[int, int]] = {}
-        for continuation, verdict, by_draft in zip(self.continuations, verdicts, drafted):
+        for continuation, verdict, by_draft in zip(
+            self.continuations, verdicts, drafted
+        ):
             by_target = continuation.keep(continuation.response.clip(verdict))
             before = read.get(continuation.dialogue, (0, 0))
             read[continuation.dialogue] = (before[0] + by_target, before[1] + by_draft)
@@ -433,7 +459,11 @@ class _Slots:
             for continuation, source in self._beginning
             if not continuation.dropped
         ]
-        free = {i for i, continuation in enumerate(self.continuations) if continuation.is_over}
+        free = {
+            i
+            for i, continuation in enumerate(self.continuations)
+            if continuation.is_over
+        }
         at = {id(continuation): i for i, continuation in enumerate(self.continuations)}
         copied = list[tuple[Continuation, int | None]]()
         for continuation, source in begin:

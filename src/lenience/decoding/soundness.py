@@ -65,7 +65,9 @@ def cut_non_finite(draft: Draft) -> Draft:
         draft,
         lengths=lengths,
         logits=torch.where(sound, draft.logits, 0.0),
-        trusted=None if draft.trusted is None else torch.minimum(draft.trusted, lengths),
+        trusted=None
+        if draft.trusted is None
+        else torch.minimum(draft.trusted, lengths),
         probs=None
         if draft.probs is None
         else torch.where(sound, draft.probs, 1 / draft.probs.shape[-1]),

@@ -31,7 +31,9 @@ class AfterTarget(Drafter):
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         ready = self.session.begin([row.prefix for row in ctx.rows])
         begun = [can and row.position > row.ahead for can, row in zip(ready, ctx.rows)]
-        return self.drafter.propose(ctx, [left if can else 1 for left, can in zip(room, begun)])
+        return self.drafter.propose(
+            ctx, [left if can else 1 for left, can in zip(room, begun)]
+        )
 
     def move(self, source: int, to: int) -> None:
         self.drafter.move(source, to)

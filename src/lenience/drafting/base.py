@@ -102,7 +102,9 @@ class DrafterSpec:
     def check_tree(self, tree: Tree) -> None:
         """Raise InputError where it cannot propose trees of this shape."""
         if not self.grows_trees:
-            raise InputError(f"drafter {self}: proposes chains; take another, or --tree chain")
+            raise InputError(
+                f"drafter {self}: proposes chains; take another, or --tree chain"
+            )
 
     def features(self, target: LM) -> tuple[int | None, ...]:
         """Which of the target's states it drafts with, see `lenience.models.lm.States`."""

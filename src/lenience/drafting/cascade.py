@@ -79,7 +79,9 @@ class Vertical(DrafterSpec):
             self.first.check(lm, dict)
         capacity = min(setup.capacity, lm.context_length or setup.capacity)
         session = Session(lm, setup.rows, capacity, profile=setup.profile)
-        inner = replace(setup, target=lm, draft=None, stop=Fixed(), tree=Chain(), session=session)
+        inner = replace(
+            setup, target=lm, draft=None, stop=Fixed(), tree=Chain(), session=session
+        )
         return _VerticalDrafter(self.first.build(inner), session, setup)
 
     def __str__(self) -> str:
@@ -99,19 +101,28 @@ class _VerticalDrafter(Drafter):
         passes = 0
         read = [0] * len(windows)
         while any(left := [window.limit - len(window.tokens) for window in windows]):
-            draft = self.drafter.propose(inner, left)  # of which one is this drafter's own
+            # of which one is this drafter's own
+            draft = self.drafter.propose(inner, left)
             prefixes = [window.row.prefix for window in windows]
-            reading = self.session.read(prefixes, draft.width + 1, device_tokens=draft.tokens)
+            reading = self.session.read(
+                prefixes, draft.width + 1, device_tokens=draft.tokens
+            )
             passes += 1 + draft.passes
             read = [a + b for a, b in zip(read, reading.tokens_read)]
-            logits = inner.process(wide_as_target(reading.logits, self.target), draft.tokens)
+            logits = inner.process(
+                wide_as_target(reading.logits, self.target), draft.tokens
+            )
             own = inner.draw(logits).tolist()  # [B, W + 1]
-            proposed = [row[:n] for row, n in zip(draft.tokens.tolist(), draft.lengths.tolist())]
+            proposed = [
+                row[:n] for row, n in zip(draft.tokens.tolist(), draft.lengths.tolist())
+            ]
             for window, tokens, said, given in zip(windows, proposed, own, logits):
                 window.keep(tokens, said, given, self.target.eos_ids)
         tokens = [window.tokens for window in windows]
         given = [window.logits for window in windows]
-        return replace(_chains(tokens, given, self.target), passes=passes, tokens_read=read)
+        return replace(
+            _chains(tokens, given, self.target), passes=passes, tokens_read=read
+        )
 
     def move(self, source: int, to: int) -> None:
         self.session.move(source, to)
@@ -134,7 +145,9 @@ class _Growing:
     ) -> None:
         """Keep of what was proposed what is said too, and the token said after that; `logits` are
         [W + 1, V]."""
-        n = next((i for i, token in enumerate(proposed) if token != said[i]), len(proposed))
+        n = next(
+            (i for i, token in enumerate(proposed) if token != said[i]), len(proposed)
+        )
         kept = said[: min(n + 1, self.limit - len(self.tokens))]
         ends = (i for i, token in enumerate(kept, 1) if token in eos)
         if (end := next(ends, None)) is not None:
@@ -164,10 +177,14 @@ class Horizontal(DrafterSpec):
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise InputError(f"{self}: the first gives {self.count} tokens; name 1 or more")
+            raise InputError(
+                f"{self}: the first gives {self.count} tokens; name 1 or more"
+            )
         for part in (self.first, self.then):
             if part.branches:
-                raise InputError(f"{self}: {part} proposes trees; join drafters of chains")
+                raise InputError(
+                    f"{self}: {part} proposes trees; join drafters of chains"
+                )
         if _reads_target(self.then):
             raise InputError(
                 f"{self}: {self.then} goes on from what the target has read alone; name it first"
@@ -190,7 +207,9 @@ class Horizontal(DrafterSpec):
         return self.first.fitted + self.then.fitted
 
     def relocated(self, path: Callable[[str], str]) -> Self:
-        return replace(self, first=self.first.relocated(path), then=self.then.relocated(path))
+        return replace(
+            self, first=self.first.relocated(path), then=self.then.relocated(path)
+        )
 
     def check(self, target: LM, fingerprints: Callable[[], Mapping[str, str]]) -> None:
         self.first.check(target, fingerprints)
@@ -222,7 +241,9 @@ class _HorizontalDrafter(Drafter):
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         narrow = replace(ctx, window=min(ctx.window, self.spec.count))
         begun = self.first.propose(narrow, room)
-        tokens = [row[:n] for row, n in zip(begun.tokens.tolist(), begun.lengths.tolist())]
+        tokens = [
+            row[:n] for row, n in zip(begun.tokens.tolist(), begun.lengths.tolist())
+        ]
         rows = []
         left = []
         for row, drafted, most in zip(ctx.rows, tokens, room):
@@ -262,7 +283,9 @@ class _HorizontalDrafter(Drafter):
         self.first.move(source, to)
         self.then.move(source, to)
 
-    def observe(self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]) -> None:
+    def observe(
+        self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]
+    ) -> None:
         self.first.observe(ctx, reading, verdicts)
         self.then.observe(ctx, reading, verdicts)
 
@@ -276,7 +299,9 @@ def _chains(
     tokens: Sequence[list[int]], logits: Sequence[list[Tensor]] | None, target: LM
 ) -> Draft:
     """Windows of tokens, and for each [V] what it was picked from."""
-    grown = [Grown(row, [*range(-1, len(row) - 1)], [*range(len(row))]) for row in tokens]
+    grown = [
+        Grown(row, [*range(-1, len(row) - 1)], [*range(len(row))]) for row in tokens
+    ]
     width = max(map(len, tokens), default=0)
     given = None
     if logits is not None and width:

@@ -43,7 +43,9 @@ def documents(
             read = _rows(text, file, field) if rows else _text(text)
             whole: list[int] = []
             for texts in _blocks(read, file):
-                found = tokenize(tokenizer, name, texts, add_special_tokens=False)["input_ids"]
+                found = tokenize(tokenizer, name, texts, add_special_tokens=False)[
+                    "input_ids"
+                ]
                 if rows:
                     yield from found
                 else:

@@ -57,13 +57,18 @@ class Store:
         `longest` tokens; none where that is of less than `shortest`."""
         wanted = list(text[: -longest - 1 : -1])
         at = bisect_left(self.suffixes, wanted, key=self._beginning(len(wanted)))
-        beside = [self._common(i, wanted) for i in (at - 1, at) if 0 <= i < len(self.suffixes)]
+        beside = [
+            self._common(i, wanted) for i in (at - 1, at) if 0 <= i < len(self.suffixes)
+        ]
         n = max(beside, default=0)
         if n < max(shortest, 1):
             return range(0)
         beginning = self._beginning(n)
         first = bisect_left(self.suffixes, wanted[:n], 0, at, key=beginning)
-        return range(first, bisect_right(self.suffixes, wanted[:n], max(at - 1, 0), key=beginning))
+        return range(
+            first,
+            bisect_right(self.suffixes, wanted[:n], max(at - 1, 0), key=beginning),
+        )
 
     def _beginning(self, n: int) -> Callable[[Any], list[int]]:
         """What gives the first n tokens of a suffix."""
@@ -74,10 +79,13 @@ class Store:
         start = self.suffixes[i]
         held = self.tokens[start : start + len(wanted)].tolist()
         return next(
-            (n for n, pair in enumerate(zip(held, wanted)) if pair[0] != pair[1]), len(held)
+            (n for n, pair in enumerate(zip(held, wanted)) if pair[0] != pair[1]),
+            len(held),
         )
 
-    def followers(self, places: NDArray[np.int64]) -> list[tuple[int, float, NDArray[np.int64]]]:
+    def followers(
+        self, places: NDArray[np.int64]
+    ) -> list[tuple[int, float, NDArray[np.int64]]]:
         """What followed the places of a text's last token: each token, its share of what did, and
         its places."""
         after = places[places > 0] - 1
@@ -89,11 +97,14 @@ class Store:
             of.pop(END, None)
             total = sum(map(len, of.values()))
             return [
-                (token, len(at) / total, np.array(at, np.int64)) for token, at in sorted(of.items())
+                (token, len(at) / total, np.array(at, np.int64))
+                for token, at in sorted(of.items())
             ]
         after = after[found != END]
         found = found[found != END]
-        values, which, counts = np.unique(found, return_inverse=True, return_counts=True)
+        values, which, counts = np.unique(
+            found, return_inverse=True, return_counts=True
+        )
         return [
             (int(token), n / len(found), after[which == i])
             for i, (token, n) in enumerate(zip(values, counts))
@@ -154,9 +165,18 @@ def _load(path: Path, changed: int) -> Store:
         if not {"tokenizer", "fingerprint"} <= about.keys():
             raise ValueError(f"{ABOUT} names no tokenizer or no fingerprint")
         return Store(str(path), arrays[0], arrays[1], about)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError) as error:
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        EOFError,
+    ) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise InputError(f"datastore {path}: is broken ({why}); build it again") from None
+        raise InputError(
+            f"datastore {path}: is broken ({why}); build it again"
+        ) from None
 
 
 def _size(about: Mapping[str, Any]) -> int:
@@ -213,13 +233,17 @@ class Datastore(DrafterSpec):
     def build(self, setup: DrafterSetup) -> Drafter:
         return _DatastoreDrafter(self, setup)
 
-    def look_up(self, text: Sequence[int], depth: int, tree: Tree, eos: frozenset[int]) -> Grown:
+    def look_up(
+        self, text: Sequence[int], depth: int, tree: Tree, eos: frozenset[int]
+    ) -> Grown:
         """What mostly followed a text's end, at most `depth` tokens one after the other."""
         store = self.head
         found = store.matches(text, self.longest, self.shortest)
         step = -(-len(found) // self.most) or 1
         places = store.suffixes[found.start : found.stop : step].astype(np.int64)
-        return likeliest(store.followers, places, depth, tree, least=self.least, eos=eos)[0]
+        return likeliest(
+            store.followers, places, depth, tree, least=self.least, eos=eos
+        )[0]
 
 
 class _DatastoreDrafter(Drafter):

@@ -42,7 +42,9 @@ class Eagle(DrafterSpec):
     grows_trees = True
 
     def __post_init__(self) -> None:
-        if self.layers is not None and not re.fullmatch(r"[1-9]\d*(-[1-9]\d*)*", self.layers):
+        if self.layers is not None and not re.fullmatch(
+            r"[1-9]\d*(-[1-9]\d*)*", self.layers
+        ):
             raise InputError(
                 f"eagle's layers {self.layers!r}: must be numbers, 1 the first layer, as 2-16-29"
             )
@@ -86,7 +88,11 @@ def eagle_lm(weights: EagleWeights, target: LM) -> LM:
         config = copy.deepcopy(weights.config)
         config.max_position_embeddings = target.context_length or 1 << 20
         # so that what is exported is told apart
-        config.lenience = [weights.fingerprint, weights.norm_before_residual, weights.norm_output]
+        config.lenience = [
+            weights.fingerprint,
+            weights.norm_before_residual,
+            weights.norm_output,
+        ]
         model = EagleModel(replace(weights, config=config), target)
         model.to(target.device, target.model.dtype)  # type: ignore[arg-type]
         model.restore_frequencies()
@@ -138,7 +144,9 @@ class FeatureSession(TargetSession):
             self._prepared(row, sequence, num_states, tree)
             for row, (sequence, tree) in enumerate(zip(sequences, trees))
         ]
-        reading = super().read(shifted, num_states, lookahead=lookahead, parents=parents)
+        reading = super().read(
+            shifted, num_states, lookahead=lookahead, parents=parents
+        )
         for row, (new, states) in enumerate(zip(shifted, reading.hidden)):
             first = len(new) - num_states
             self._rows[row].made |= {first + i: state for i, state in enumerate(states)}
@@ -151,7 +159,9 @@ class FeatureSession(TargetSession):
         padded = [pad(new, (0, 0, forward.length - len(new), 0)) for new in given]
         return replace(forward, inputs=torch.stack(padded))
 
-    def _prepared(self, row: int, sequence: list[int], num_states: int, tree: Parents) -> list[int]:
+    def _prepared(
+        self, row: int, sequence: list[int], num_states: int, tree: Parents
+    ) -> list[int]:
         """A sequence without its first token, with what its new tokens are read with laid ready."""
         state = self._rows[row]
         start = len(sequence) - len(tree)
@@ -167,13 +177,17 @@ class FeatureSession(TargetSession):
         new = sequence[1:]
         num_known = min(len(features), start - 1)
         with_features = min(state.read_with_features, common(self.tokens()[row], new))
-        if with_features < num_known:  # what was read with the model's own states is read again
+        if (
+            with_features < num_known
+        ):  # what was read with the model's own states is read again
             self.cut(row, with_features)
             state.made = {}
         state.read_with_features = max(with_features, num_known)
         first = min(common(self.tokens()[row], new), len(new) - num_states)
         own = self._own(state, range(max(first, num_known), len(new)), start, tree)
-        combined = self.lm.model.model.combine(features[first:num_known].to(self.lm.device))
+        combined = self.lm.model.model.combine(
+            features[first:num_known].to(self.lm.device)
+        )
         self._inputs[row] = torch.cat([combined, *own])
         return new
 

@@ -17,7 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+)
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaRMSNorm,
@@ -27,7 +30,13 @@ from transformers.models.llama.modeling_llama import (
 from lenience.core.errors import InputError, first_line
 from lenience.core.files import digest_bytes, replacing, write_json
 from lenience.core.hub import local
-from lenience.drafting.published import BROKEN, has_shape, shown_shape, table, tensors_in
+from lenience.drafting.published import (
+    BROKEN,
+    has_shape,
+    shown_shape,
+    table,
+    tensors_in,
+)
 from lenience.models.lm import LM, cache_argument
 
 ABOUT = "eagle.json"
@@ -103,7 +112,8 @@ class EagleWeights:
         parts = [] if self.fingerprints else [repr(self.configured).encode()]
         parts += [name.encode() for name in sorted(self.tensors)]
         parts += [
-            self.tensors[name].float().cpu().numpy().tobytes() for name in sorted(self.tensors)
+            self.tensors[name].float().cpu().numpy().tobytes()
+            for name in sorted(self.tensors)
         ]
         return digest_bytes(b"".join(parts))
 
@@ -113,22 +123,33 @@ class EagleWeights:
         for name, wanted in self._shapes().items():
             tensor = self.tensors[name]
             if not has_shape(tensor, wanted):
-                raise ValueError(f"{name} is {shown_shape(tensor)}, not {shown_shape(wanted)}")
+                raise ValueError(
+                    f"{name} is {shown_shape(tensor)}, not {shown_shape(wanted)}"
+                )
         for name, tensor in self.tensors.items():
             if name not in ("d2t", "t2d") and not tensor.is_floating_point():
                 raise ValueError(f"{name} has whole numbers")
         self._check_norms()
         offsets = self.tensors.get("d2t")
         if offsets is not None:
-            if len(offsets) != len(self.tensors["lm_head.weight"]) or offsets.is_floating_point():
-                raise ValueError("d2t has no whole number for each row of lm_head.weight")
+            if (
+                len(offsets) != len(self.tensors["lm_head.weight"])
+                or offsets.is_floating_point()
+            ):
+                raise ValueError(
+                    "d2t has no whole number for each row of lm_head.weight"
+                )
             if int((torch.arange(len(offsets)) + offsets.long()).min()) < 0:
                 raise ValueError("d2t names a token below 0")
 
     def _check_norms(self) -> None:
         """Raise ValueError where the norms of the target's layers are not one for each, of equal
         parts."""
-        norms = {name: part for name, part in self.tensors.items() if name.startswith("fc_norm.")}
+        norms = {
+            name: part
+            for name, part in self.tensors.items()
+            if name.startswith("fc_norm.")
+        }
         reads = self.tensors["fc.weight"].shape[1]
         for i in range(len(norms)):
             norm = norms.get(f"fc_norm.{i}.weight")
@@ -146,9 +167,14 @@ class EagleWeights:
             layer = LlamaDecoderLayer(self.config, 0)
         shapes: dict[str, tuple[int | None, ...]] = {"fc.weight": (size, None)}
         for i in range(self.config.num_hidden_layers):
-            own = {f"layers.{i}.{name}": part.shape for name, part in layer.named_parameters()}
+            own = {
+                f"layers.{i}.{name}": part.shape
+                for name, part in layer.named_parameters()
+            }
             shapes |= {name: tuple(shape) for name, shape in own.items()}
-        if self.is_first:  # which reads the target's head, and mostly has no norm in front
+        if (
+            self.is_first
+        ):  # which reads the target's head, and mostly has no norm in front
             if "layers.0.input_layernorm.weight" not in self.tensors:
                 del shapes["layers.0.input_layernorm.weight"]
             shapes |= {"norm.weight": (size,)} if self.norm_output else {}
@@ -165,8 +191,12 @@ class EagleWeights:
         }
         for name in self.tensors:
             if name.endswith(".bias"):
-                held[name] = (self.tensors[name.removesuffix("bias") + "weight"].shape[0],)
-        return shapes | {name: shape for name, shape in held.items() if name in self.tensors}
+                held[name] = (
+                    self.tensors[name.removesuffix("bias") + "weight"].shape[0],
+                )
+        return shapes | {
+            name: shape for name, shape in held.items() if name in self.tensors
+        }
 
     def layers_of(self, target: LM) -> tuple[int | None, ...]:
         """After which layers of a target the features are: those that it says, else those of
@@ -190,7 +220,11 @@ class EagleWeights:
         config = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
-            **{name: getattr(self.config, name) for name in CONFIGURED if "rope" not in name},
+            **{
+                name: getattr(self.config, name)
+                for name in CONFIGURED
+                if "rope" not in name
+            },
             "rope_theta": cast(Any, self.config).rope_parameters["rope_theta"],
             "num_hidden_layers": 1,
             "max_position_embeddings": self.config.max_position_embeddings,
@@ -215,7 +249,9 @@ class EagleWeights:
             if layer is not None:
                 target.block(layer)
         if self.feature_size != given:
-            named = "-".join("last" if layer is None else str(layer) for layer in layers)
+            named = "-".join(
+                "last" if layer is None else str(layer) for layer in layers
+            )
             raise InputError(
                 f"{where}: reads {self.feature_size} numbers of the target's states, and those of "
                 f"layers {named} are {given}; name a checkpoint of this target, or its layers="
@@ -257,7 +293,10 @@ class EagleDecoder(nn.Module):
         self.embed_tokens = embedding
         self.fc = _linear(tensors, "fc")
         self.layers = nn.ModuleList(
-            [_layer(tensors, self.config, i) for i in range(self.config.num_hidden_layers)]
+            [
+                _layer(tensors, self.config, i)
+                for i in range(self.config.num_hidden_layers)
+            ]
         )
         self.rotary_emb = LlamaRotaryEmbedding(config=self.config)
         self.fc_norm = nn.ModuleList()
@@ -282,7 +321,9 @@ class EagleDecoder(nn.Module):
             return features
         if len(self.fc_norm):
             parts = features.chunk(len(self.fc_norm), -1)
-            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], -1)
+            features = torch.cat(
+                [norm(part) for norm, part in zip(self.fc_norm, parts)], -1
+            )
         return cast(Tensor, self.fc(features))
 
     def forward(
@@ -297,11 +338,19 @@ class EagleDecoder(nn.Module):
         tokens = self.embed_tokens(input_ids).to(self.fc.weight.dtype)
         inputs = torch.zeros_like(tokens) if inputs is None else inputs
         if position_ids is None:
-            past = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = past + torch.arange(input_ids.shape[1], device=tokens.device)[None]
+            past = (
+                past_key_values.get_seq_length() if past_key_values is not None else 0
+            )
+            position_ids = (
+                past + torch.arange(input_ids.shape[1], device=tokens.device)[None]
+            )
         # by position, as transformers 5.24 calls the cache otherwise
         mask = create_causal_mask(
-            self.config, tokens, attention_mask, past_key_values, position_ids=position_ids
+            self.config,
+            tokens,
+            attention_mask,
+            past_key_values,
+            position_ids=position_ids,
         )
         options = {
             "attention_mask": mask,
@@ -317,7 +366,9 @@ class EagleDecoder(nn.Module):
             rest = self.layers[1:]
         for layer in rest:
             state = layer(state, **options)
-        return BaseModelOutputWithPast(self.output_norm(state) if self.output_norm else state)
+        return BaseModelOutputWithPast(
+            self.output_norm(state) if self.output_norm else state
+        )
 
     def _fused(self, tokens: Tensor, inputs: Tensor, options: dict[str, Any]) -> Tensor:
         """EAGLE-3's first layer, whose attention reads tokens and inputs side by side."""
@@ -415,14 +466,18 @@ class EagleModel(PreTrainedModel):
 def _linear(tensors: Mapping[str, Tensor], name: str) -> nn.Linear:
     weight = tensors[f"{name}.weight"]
     bias = tensors.get(f"{name}.bias")
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    made = nn.Linear(
+        weight.shape[1], weight.shape[0], bias=bias is not None, device="meta"
+    )
     made.weight = nn.Parameter(weight)
     if bias is not None:
         made.bias = nn.Parameter(bias)
     return made
 
 
-def _layer(tensors: Mapping[str, Tensor], config: LlamaConfig, i: int) -> LlamaDecoderLayer:
+def _layer(
+    tensors: Mapping[str, Tensor], config: LlamaConfig, i: int
+) -> LlamaDecoderLayer:
     """A layer of Llama's kind from what a checkpoint has of it."""
     with torch.device("meta"):
         layer = LlamaDecoderLayer(config, i)
@@ -462,7 +517,9 @@ def _load(named: str, file: Path, changed: tuple[int, ...]) -> EagleWeights:
     path = file.parent
     try:
         about = json.loads((path / "config.json").read_text())
-        ours = json.loads((path / ABOUT).read_text()) if (path / ABOUT).is_file() else {}
+        ours = (
+            json.loads((path / ABOUT).read_text()) if (path / ABOUT).is_file() else {}
+        )
         tensors = _tensors(file)
         weights = EagleWeights(
             named,
@@ -491,10 +548,15 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     tensors = {name: part for name, part in saved.items() if "rotary_emb" not in name}
     if strange := [name for name in tensors if not KNOWN.fullmatch(name)]:
         raise ValueError(f"it has {strange[0]}, which no layer of Llama's kind has")
-    return {re.sub(r"^midlayer\.", "layers.0.", name): part for name, part in tensors.items()}
+    return {
+        re.sub(r"^midlayer\.", "layers.0.", name): part
+        for name, part in tensors.items()
+    }
 
 
-def _layer_config(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
+def _layer_config(
+    about: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> LlamaConfig:
     kind = about.get("speculators_model_type")
     if kind not in (None, "eagle", "eagle3"):
         raise ValueError(f"it is of {kind}, and EAGLE's are read here")

@@ -25,7 +25,13 @@ from lenience.core.protocols import Drafter, Fitted
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.drafting.base import DrafterSetup, DrafterSpec, check_fitted_to
 from lenience.drafting.model import wide_as_target
-from lenience.drafting.published import BROKEN, has_shape, shown_shape, table, tensors_in
+from lenience.drafting.published import (
+    BROKEN,
+    has_shape,
+    shown_shape,
+    table,
+    tensors_in,
+)
 from lenience.drafting.trees.growing import Ends, Grown, Level, as_draft
 from lenience.models.lm import LM
 
@@ -74,7 +80,8 @@ class DraftHeads:
     def fingerprint(self) -> str:
         """Identifies what they predict."""
         content = [
-            tensor.float().cpu().numpy().tobytes() for _, tensor in sorted(self.tensors().items())
+            tensor.float().cpu().numpy().tobytes()
+            for _, tensor in sorted(self.tensors().items())
         ]
         return digest_bytes(b"".join(content) + self.kind.encode())
 
@@ -86,7 +93,9 @@ class DraftHeads:
             for j, block in enumerate(blocks)
             for name, tensor in block.items()
         }
-        return named | {f"{i}.matrix": matrix for i, matrix in enumerate(self.matrices or ())}
+        return named | {
+            f"{i}.matrix": matrix for i, matrix in enumerate(self.matrices or ())
+        }
 
     def to(self, device: torch.device, dtype: torch.dtype) -> DraftHeads:
         """The same on a device, in a precision; kept."""
@@ -98,7 +107,9 @@ class DraftHeads:
                 ]
                 for of_head in self.blocks
             ]
-            matrices = self.matrices and [matrix.to(device, dtype) for matrix in self.matrices]
+            matrices = self.matrices and [
+                matrix.to(device, dtype) for matrix in self.matrices
+            ]
             self._on[device, dtype] = replace(self, blocks=blocks, matrices=matrices)
         return self._on[device, dtype]
 
@@ -148,7 +159,10 @@ class DraftHeads:
                 )
 
     def _check_block(self, where: str, block: Mapping[str, Tensor], size: int) -> None:
-        shapes: dict[str, tuple[int | None, ...]] = {"weight": (size, size), "bias": (size,)}
+        shapes: dict[str, tuple[int | None, ...]] = {
+            "weight": (size, size),
+            "bias": (size,),
+        }
         if self.kind == "blockwise":
             inner = len(block["into_bias"]) if "into_bias" in block else None
             shapes = {
@@ -183,7 +197,10 @@ class DraftHeads:
     def save(self, folder: Path) -> None:
         """Write medusa.safetensors and medusa.json, named by the kind, each whole or not at all."""
         with replacing(folder / f"{self.kind}.safetensors") as new:
-            save_file({name: part.detach().clone() for name, part in self.tensors().items()}, new)
+            save_file(
+                {name: part.detach().clone() for name, part in self.tensors().items()},
+                new,
+            )
         about = {
             "kind": self.kind,
             "heads": len(self.blocks),
@@ -201,12 +218,16 @@ def load_heads(folder: str | Path, kind: str) -> DraftHeads:
     broken."""
     path = local(folder)
     if (path / f"{kind}.json").is_file():
-        return _load(str(folder), path, kind, (path / f"{kind}.json").stat().st_mtime_ns)
+        return _load(
+            str(folder), path, kind, (path / f"{kind}.json").stat().st_mtime_ns
+        )
     if kind == "medusa" and (path / HUB_FILE).is_file():
         return _load_published(str(folder), path, (path / HUB_FILE).stat().st_mtime_ns)
     published = f" and no {HUB_FILE}" if kind == "medusa" else ""
     mend = MEND.format(kind=kind)
-    raise InputError(f"{kind} {folder}: there is no {kind}.json in it{published}; {mend}")
+    raise InputError(
+        f"{kind} {folder}: there is no {kind}.json in it{published}; {mend}"
+    )
 
 
 @lru_cache(maxsize=4)
@@ -224,7 +245,9 @@ def _load(named: str, path: Path, kind: str, changed: int) -> DraftHeads:
             prompts=about["prompts"] and tuple(about["prompts"]),
         )
         if heads.fingerprint != about["fingerprint"]:
-            raise ValueError(f"{kind}.json and {kind}.safetensors are not of the same fit")
+            raise ValueError(
+                f"{kind}.json and {kind}.safetensors are not of the same fit"
+            )
         return heads
     except BROKEN as error:
         why = f"{type(error).__name__}: {first_line(error)}"
@@ -265,7 +288,9 @@ def _load_published(named: str, path: Path, changed: int) -> DraftHeads:
         for name, tensor in saved.items():
             found = PUBLISHED.fullmatch(str(name))
             if found is None or not isinstance(tensor, Tensor):
-                raise ValueError(f"it has {str(name)!r:.60}, which Medusa-1's heads have not")
+                raise ValueError(
+                    f"it has {str(name)!r:.60}, which Medusa-1's heads have not"
+                )
             head, block, part = found.groups()
             numbers.add(head)
             tensors[f"{head}.{block}.{part}" if part else f"{head}.matrix"] = tensor
@@ -347,7 +372,9 @@ class HeadsDrafter(Drafter):
             for b, row in enumerate(ctx.rows):
                 kept = self.session.features(b, row.prefix, max(len(row.prefix) - 2, 0))
                 row.memory[self] = kept[0].clone() if len(kept) else None
-        read = [row.memory.get(self) for row in ctx.rows]  # [H] each, the state before the window
+        read = [  # [H] each, the state before the window
+            row.memory.get(self) for row in ctx.rows
+        ]
         most = len(self.heads.blocks)
         limits = []
         for row, state, left in zip(ctx.rows, read, room):
@@ -359,7 +386,11 @@ class HeadsDrafter(Drafter):
             return as_draft(nothing, self.target.device, trees=not self.tree.is_chain)
         blank = torch.zeros(self.heads.hidden_size, device=self.matrix.device)
         states = torch.stack([blank if state is None else state for state in read])
-        logits = self.heads.logits(states.to(self.matrix), self.matrix)[:, :width]  # [B, n, V]
+        logits = self.heads.logits(
+            states.to(self.matrix), self.matrix
+        )[  # [B, n, V]
+            :, :width
+        ]
         logits = wide_as_target(logits, self.target)
         if self.tree.is_chain:
             return self._chain(logits, limits, ctx)
@@ -382,7 +413,9 @@ class HeadsDrafter(Drafter):
         asked: list[Tensor] = []
 
         def after(level: Level | None) -> Tensor:
-            head, n = (0, 1) if level is None else (level.depth + 1, len(level.tokens[0]))
+            head, n = (
+                (0, 1) if level is None else (level.depth + 1, len(level.tokens[0]))
+            )
             asked.append(logits[:, head : head + 1].expand(-1, n, -1))
             return asked[-1]
 
@@ -390,7 +423,9 @@ class HeadsDrafter(Drafter):
         draws = self.tree.drawn(ctx)
         return as_draft(grown, self.target.device, torch.cat(asked, 1), draws=draws)
 
-    def observe(self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]) -> None:
+    def observe(
+        self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]
+    ) -> None:
         if self.session is not None:
             return
         for b, (row, verdict) in enumerate(zip(ctx.rows, verdicts)):

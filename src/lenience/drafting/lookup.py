@@ -67,7 +67,9 @@ class Suffix(DrafterSpec):
     def __post_init__(self) -> None:
         for what, number in (("depth", self.depth), ("factor", self.factor)):
             if not 0 < number < inf:
-                raise InputError(f"suffix's {what} {number}: must be above 0, and a number")
+                raise InputError(
+                    f"suffix's {what} {number}: must be above 0, and a number"
+                )
         if not 0 <= self.least <= 1:
             raise InputError(f"suffix's least {self.least}: must be from 0 to 1")
 
@@ -131,7 +133,9 @@ class _Lookup(Drafter, Generic[T]):
         for b, (row, left) in enumerate(zip(ctx.rows, room)):
             limit = max(0, min(self.stop.max_tokens(row, ctx.window), left - 1))
             index = self._up_to_date(b, row.prefix[: len(row.prefix) - row.ahead])
-            found = self.look_up(index, row.prefix, row.ahead, limit) if limit else Grown()
+            found = (
+                self.look_up(index, row.prefix, row.ahead, limit) if limit else Grown()
+            )
             grown.append(found)
         return as_draft(grown, self.target.device, trees=self.proposes_trees)
 
@@ -184,7 +188,9 @@ class _NgramDrafter(_Lookup[_Ngrams]):
     def new_index(self) -> _Ngrams:
         return _Ngrams(self.spec.max, self.spec.oldest)
 
-    def look_up(self, index: _Ngrams, tokens: list[int], ahead: int, limit: int) -> Grown:
+    def look_up(
+        self, index: _Ngrams, tokens: list[int], ahead: int, limit: int
+    ) -> Grown:
         for n in range(min(self.spec.max, len(tokens)), 0, -1):
             if (end := index.ends.get(tuple(tokens[-n:]))) is not None:
                 found = self._to_eos(tokens[end : end + limit])
@@ -236,7 +242,9 @@ class _SuffixDrafter(_Lookup[Suffixes]):
     def new_index(self) -> Suffixes:
         return Suffixes()
 
-    def look_up(self, index: Suffixes, tokens: list[int], ahead: int, limit: int) -> Grown:
+    def look_up(
+        self, index: Suffixes, tokens: list[int], ahead: int, limit: int
+    ) -> Grown:
         best = self._best(index, index.matches(tokens[len(tokens) - ahead :]), limit)
         if self.finished:
             with self.finished.lock:

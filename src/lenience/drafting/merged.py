@@ -51,7 +51,9 @@ class Merged(DrafterSpec):
 
     def check_tree(self, tree: Tree) -> None:
         if tree.draws:
-            raise InputError(f"tree {tree}: its draws are one drafter's, and {self} joins several")
+            raise InputError(
+                f"tree {tree}: its draws are one drafter's, and {self} joins several"
+            )
         for part in self.parts:
             part.check_tree(tree)
 
@@ -72,7 +74,9 @@ class Merged(DrafterSpec):
             )
 
     def features(self, target: LM) -> tuple[int | None, ...]:
-        return next((layers for part in self.parts if (layers := part.features(target))), ())
+        return next(
+            (layers for part in self.parts if (layers := part.features(target))), ()
+        )
 
     def models(self, setup: DrafterSetup) -> list[LM]:
         setup = replace(setup, alone=False)
@@ -112,7 +116,9 @@ class _MergedDrafter(Drafter):
         for part in self.parts:
             part.move(source, to)
 
-    def observe(self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]) -> None:
+    def observe(
+        self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]
+    ) -> None:
         for part in self.parts:
             part.observe(ctx, reading, verdicts)
 

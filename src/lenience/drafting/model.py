@@ -90,7 +90,9 @@ class _Window:
         more = hidden.shape[1] - 1
         read_before = self.tokens_read or [0] * len(self.prefixes)
         self.tokens_read = [n + new + more for n, new in zip(read_before, tokens_read)]
-        self.tokens = torch.cat([self.tokens, tokens], 1) if self.tokens.shape[1] else tokens
+        self.tokens = (
+            torch.cat([self.tokens, tokens], 1) if self.tokens.shape[1] else tokens
+        )
 
 
 class ModelDrafter(Drafter):
@@ -103,7 +105,11 @@ class ModelDrafter(Drafter):
     """
 
     def __init__(
-        self, session: Session, target: LM, keep_states: bool = False, stop: Stop | None = None
+        self,
+        session: Session,
+        target: LM,
+        keep_states: bool = False,
+        stop: Stop | None = None,
     ):
         self.session = session
         self.keep_states = keep_states
@@ -193,7 +199,9 @@ class ModelDrafter(Drafter):
             sequences = window.prefixes
             if window.logits:
                 drafted = window.tokens.tolist()
-                sequences = [prefix + row for prefix, row in zip(window.prefixes, drafted)]
+                sequences = [
+                    prefix + row for prefix, row in zip(window.prefixes, drafted)
+                ]
             self._read(window, sequences, min(left, chunk), ctx)
             self._shorten(window, probs, ctx)
 
@@ -221,7 +229,9 @@ class ModelDrafter(Drafter):
             looked_at = window.tokens.where(~ends, _END)
         for b, row in enumerate(looked_at.tolist()):
             for i, token in enumerate(row[: window.limits[b]], 1):
-                if token == _END or token in self.eos_ids:  # nothing after an EOS could be kept
+                if (
+                    token == _END or token in self.eos_ids
+                ):  # nothing after an EOS could be kept
                     doubted = token == _END and not self.stop.proposes_doubted
                     window.limits[b] = i - doubted
                     break
@@ -230,16 +240,22 @@ class ModelDrafter(Drafter):
         """Ask the stop condition about what was drafted last."""
         hidden = window.hidden[-1]
         if self.stop.needs_state_after and len(window.hidden) == 1:
-            hidden = hidden[:, 1:]  # the first state belongs to the token before the first
+            # the first state belongs to the token before the first
+            hidden = hidden[:, 1:]
         if not hidden.shape[1]:
             return
         drafted = window.tokens[:, -window.hidden[-1].shape[1] :]
-        probs.append(self.stop.acceptance_probs(window.logits[-1], hidden, drafted, ctx))
-        window.stop_mask = self.stop.stop_mask(torch.cat(probs, 1), ctx.rows).to(self.device)
+        probs.append(
+            self.stop.acceptance_probs(window.logits[-1], hidden, drafted, ctx)
+        )
+        window.stop_mask = self.stop.stop_mask(torch.cat(probs, 1), ctx.rows).to(
+            self.device
+        )
 
     def _limits(self, ctx: Context, room: Sequence[int]) -> list[int]:
         """[B]: how many tokens may be drafted for each row."""
-        follows = not self.stop.skips_verification  # a token of the target's, in any case
+        # a token of the target's, in any case
+        follows = not self.stop.skips_verification
         wanted = [self.stop.max_tokens(row, ctx.window) for row in ctx.rows]
         left = [n + 1 - follows for n in room]
         limits = most_drafted(self.session, self.target, ctx, left)
@@ -276,7 +292,9 @@ class TreeDrafter(Drafter):
         if not max(limits):
             return as_draft([Grown() for _ in ctx.rows], self.target.device)
         # a row for which nothing is drafted may be longer than the draft's context
-        prefixes = [row.prefix if n else row.prefix[:1] for row, n in zip(ctx.rows, limits)]
+        prefixes = [
+            row.prefix if n else row.prefix[:1] for row, n in zip(ctx.rows, limits)
+        ]
         reader = _Reader(self, ctx, prefixes)
         ends = Ends(limits, self.target.eos_ids, self.stop)
         grown = self.tree.grow(reader.read, ctx, ends)
@@ -311,8 +329,12 @@ class _Reader:
                 self.tokens[b] += tokens
                 self.parents[b] += parents
         sequences = [prefix + more for prefix, more in zip(self.prefixes, self.tokens)]
-        reading = self.session.read(sequences, n, parents=[list(row) for row in self.parents])
-        self.tokens_read = [a + b for a, b in zip(self.tokens_read, reading.tokens_read)]
+        reading = self.session.read(
+            sequences, n, parents=[list(row) for row in self.parents]
+        )
+        self.tokens_read = [
+            a + b for a, b in zip(self.tokens_read, reading.tokens_read)
+        ]
         logits = self._processed(wide_as_target(reading.logits, self.target), n)
         self.logits.append(logits)
         return logits
@@ -338,13 +360,17 @@ class _Reader:
         return ctx.process(flat, torch.tensor(ahead)).view(logits.shape)
 
 
-def most_drafted(session: Session, target: LM, ctx: Context, room: Sequence[int]) -> list[int]:
+def most_drafted(
+    session: Session, target: LM, ctx: Context, room: Sequence[int]
+) -> list[int]:
     """[B]: how many tokens a draft may propose one after the other, where each row may have `room`
     new ones more, the last of them the target's."""
     limits = []
     for row, left in zip(ctx.rows, room):
         limit = max(0, min(ctx.window, left - 1, session.room(row.prefix) - 1))
-        if session.lm.vocab_size < target.vocab_size:  # there are ids of the target's alone
+        if (
+            session.lm.vocab_size < target.vocab_size
+        ):  # there are ids of the target's alone
             limit = 0 if max(row.prefix) >= session.lm.vocab_size else limit
         limits.append(limit)
     return limits

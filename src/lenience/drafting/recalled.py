@@ -65,7 +65,8 @@ class Recalled(DrafterSpec):
         assert setup.draft is not None
         capacity = min(setup.capacity, setup.draft.context_length or setup.capacity)
         return _RecalledDrafter(
-            Session(setup.draft, setup.rows, capacity, profile=setup.profile), setup.target
+            Session(setup.draft, setup.rows, capacity, profile=setup.profile),
+            setup.target,
         )
 
 
@@ -76,19 +77,29 @@ class _RecalledDrafter(Drafter):
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         limits = most_drafted(self.session, self.target, ctx, room)
-        windows = [_Window(b, *bounds) for b, bounds in enumerate(zip(ctx.rows, limits))]
+        windows = [
+            _Window(b, *bounds) for b, bounds in enumerate(zip(ctx.rows, limits))
+        ]
         passes = 0
-        while passes < ROUNDS and (unfinished := [window for window in windows if window.left]):
+        while passes < ROUNDS and (
+            unfinished := [window for window in windows if window.left]
+        ):
             passes += 1
             self._extend(unfinished, ctx)
         for window in windows:
             window.recall.ahead = window.guesses
         grown = [
-            Grown(window.tokens, [*range(-1, len(window.tokens) - 1)], [0] * len(window.tokens))
+            Grown(
+                window.tokens,
+                [*range(-1, len(window.tokens) - 1)],
+                [0] * len(window.tokens),
+            )
             for window in windows
         ]
         draft = as_draft(grown, self.target.device, trees=False)
-        return replace(draft, passes=passes, tokens_read=[window.tokens_read for window in windows])
+        return replace(
+            draft, passes=passes, tokens_read=[window.tokens_read for window in windows]
+        )
 
     def _extend(self, windows: Sequence[_Window], ctx: Context) -> None:
         """Let the draft read what is recalled for each window, and take what it leaves of it."""
@@ -96,9 +107,8 @@ class _RecalledDrafter(Drafter):
             window.recollect(self.session.lm.vocab_size)
         states = 1 + max(len(window.recalled) for window in windows)
         together = [window for window in windows if len(window.sequence) >= states]
-        apart = [
-            window for window in windows if len(window.sequence) < states
-        ]  # all of them is too short
+        # all of them is too short
+        apart = [window for window in windows if len(window.sequence) < states]
         for some in ([together] if together else []) + [[window] for window in apart]:
             self._read(some, ctx)
 
@@ -107,7 +117,9 @@ class _RecalledDrafter(Drafter):
         sequences = [window.sequence for window in windows]
         rows = [window.row for window in windows]
         reading = self.session.read(sequences, states, rows=rows)
-        logits = wide_as_target(reading.logits, self.target)[..., : self.target.vocab_size]
+        logits = wide_as_target(reading.logits, self.target)[
+            ..., : self.target.vocab_size
+        ]
         tokens, probs = _said(logits, windows, ctx)
         for window, said, sure in zip(windows, tokens.tolist(), probs.tolist()):
             n = len(window.recalled) + 1
@@ -156,14 +168,18 @@ class _Window:
         if self._place is not None:
             most = min(self.left, READ_AT_ONCE)
             self.recalled, self.wanted = self.recall.of.following(self._place, most)
-            of_target = (i for i, token in enumerate(self.recalled) if token >= known_ids)
+            of_target = (
+                i for i, token in enumerate(self.recalled) if token >= known_ids
+            )
             self.recalled = self.recalled[: next(of_target, None)]
         self.sequence = [*self.recall.text, *self.tokens, *self.recalled]
         known = common(self.recall.last_read, self.sequence)
         self.tokens_read += max(len(self.recalled) + 1, len(self.sequence) - known)
         self.recall.last_read = self.sequence
 
-    def take(self, said: Sequence[int], probs: Sequence[float], eos: frozenset[int]) -> None:
+    def take(
+        self, said: Sequence[int], probs: Sequence[float], eos: frozenset[int]
+    ) -> None:
         """Go on with what was recalled as far as the draft lets it stand, and with a token of its
         own."""
         for i, (token, wanted) in enumerate(zip(self.recalled, self.wanted)):
@@ -203,7 +219,9 @@ class _Window:
         end = [*self.recall.text[-longest:], *self.tokens][-longest:]
         return self.recall.of.find(end, least)
 
-    def _propose(self, token: int, guess: int, chance: float, eos: frozenset[int]) -> bool:
+    def _propose(
+        self, token: int, guess: int, chance: float, eos: frozenset[int]
+    ) -> bool:
         """Add a token that is kept with a chance, and say whether the window goes on."""
         self._share *= chance
         if self.tokens and self._share < LEAST_SHARE:
@@ -216,7 +234,9 @@ class _Window:
         return not self._over
 
 
-def _said(logits: Tensor, windows: Sequence[_Window], ctx: Context) -> tuple[Tensor, Tensor]:
+def _said(
+    logits: Tensor, windows: Sequence[_Window], ctx: Context
+) -> tuple[Tensor, Tensor]:
     """What the draft says [m, n] where it has these logits [m, n, V], greedily or drawn on the
     keys of the rows' places, and how probable that is."""
     if ctx.greedy:

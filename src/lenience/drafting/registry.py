@@ -19,15 +19,34 @@ from lenience.drafting.stops import (
     Likely,
     Stop,
 )
-from lenience.drafting.trees.shapes import Auto, Cartesian, Chain, Dynamic, Planned, Shape, Tree
+from lenience.drafting.trees.shapes import (
+    Auto,
+    Cartesian,
+    Chain,
+    Dynamic,
+    Planned,
+    Shape,
+    Tree,
+)
 
 DRAFTERS: dict[str, type[DrafterSpec]] = {
     drafter.name: drafter
-    for drafter in (DraftModel, Ngram, Suffix, Medusa, Blockwise, Eagle, Exit, Skip, Datastore)
+    for drafter in (
+        DraftModel,
+        Ngram,
+        Suffix,
+        Medusa,
+        Blockwise,
+        Eagle,
+        Exit,
+        Skip,
+        Datastore,
+    )
 }
 """A drafter is added here, and is then known to specs, certificates and the property tests."""
 STOPS: dict[str, type[Stop]] = {
-    stop.name: stop for stop in (Fixed, Heuristic, Confidence, Fallback, Entropy, Likely, Gate)
+    stop.name: stop
+    for stop in (Fixed, Heuristic, Confidence, Fallback, Entropy, Likely, Gate)
 }
 """A stop condition is added here, and is then known to specs, certificates and the tests."""
 TREES: dict[str, type[Tree]] = {

@@ -149,7 +149,9 @@ class SharedSession(TargetSession):
         placed = []
         for row, sequence in enumerate(sequences):
             prefix, front = self._begun[row]
-            drafted = len(parents[row]) if parents else max(len(sequence) - len(prefix), 0)
+            drafted = (
+                len(parents[row]) if parents else max(len(sequence) - len(prefix), 0)
+            )
             # never before what the target has read, which would be written over
             placed.append(front + sequence[len(sequence) - drafted :])
         return super().read(placed, num_states, lookahead=lookahead, parents=parents)
@@ -164,7 +166,9 @@ class SharedSession(TargetSession):
 def without_layers(target: LM, left_out: Sequence[int]) -> LM:
     """A draft model that is a target without some of its layers, on the same weights; made once.
     Raises InputError where the model cannot be taken apart so."""
-    return target.once(("without", tuple(sorted(left_out))), lambda: take_apart(target, left_out))
+    return target.once(
+        ("without", tuple(sorted(left_out))), lambda: take_apart(target, left_out)
+    )
 
 
 def take_apart(target: LM, left_out: Sequence[int]) -> LM:
@@ -176,7 +180,9 @@ def take_apart(target: LM, left_out: Sequence[int]) -> LM:
     blocks = target.blocks(own)
     if not len(blocks):
         kind = type(whole).__name__
-        raise InputError(f"target {target.name!r}: the layers of {kind} cannot be told apart")
+        raise InputError(
+            f"target {target.name!r}: the layers of {kind} cannot be told apart"
+        )
     chosen = [blocks[i] for i in kept]
     for new, block in enumerate(chosen):
         for part in block.modules():
@@ -188,4 +194,6 @@ def take_apart(target: LM, left_out: Sequence[int]) -> LM:
     if kinds := getattr(config, "layer_types", None):
         config.layer_types = [kinds[i] for i in kept]
     config.num_hidden_layers = len(kept)
-    return LM(own, target.tokenizer, f"{target.name} without {len(left_out)} layers", "draft")
+    return LM(
+        own, target.tokenizer, f"{target.name} without {len(left_out)} layers", "draft"
+    )

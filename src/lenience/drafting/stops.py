@@ -96,7 +96,9 @@ class Stop:
     def ends(self, logits: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
         """[B, n] bool: at which of the drafted `tokens` [B, n] one that reads no states ends
         drafting, each told by what it was picked from, `logits` [B, n, V]."""
-        return self.stop_mask(self.acceptance_probs(logits, None, tokens, ctx), ctx.rows)
+        return self.stop_mask(
+            self.acceptance_probs(logits, None, tokens, ctx), ctx.rows
+        )
 
     def check(
         self, fingerprints: Callable[[], Mapping[str, str]], sizes: Mapping[str, int]
@@ -144,7 +146,9 @@ class Asking(Stop):
 
     def __post_init__(self) -> None:
         if not 0 <= self.least <= 1:
-            raise InputError(f"{self.name}'s least chance {self.least}: must be from 0 to 1")
+            raise InputError(
+                f"{self.name}'s least chance {self.least}: must be from 0 to 1"
+            )
 
     def stop_mask(self, probs: Tensor, rows: Sequence[Row]) -> Tensor:
         return probs < self.least
@@ -161,7 +165,9 @@ class Confidence(Asking):
     def acceptance_probs(
         self, logits: Tensor, hidden: Tensor | None, tokens: Tensor, ctx: Context
     ) -> Tensor:
-        return torch.softmax(_at_temperature(logits, ctx), -1).gather(2, tokens[..., None])[..., 0]
+        return torch.softmax(_at_temperature(logits, ctx), -1).gather(
+            2, tokens[..., None]
+        )[..., 0]
 
 
 @dataclass(frozen=True)
@@ -222,7 +228,9 @@ class Entropy(Asking):
     def stop_mask(self, probs: Tensor, rows: Sequence[Row]) -> Tensor:
         begun = _Adapted(0.0, self.least)
         least = [row.memory.get(self, begun).least for row in rows]
-        return probs < torch.tensor(least, device=probs.device, dtype=probs.dtype)[:, None]
+        return (
+            probs < torch.tensor(least, device=probs.device, dtype=probs.dtype)[:, None]
+        )
 
     def acceptance_probs(
         self, logits: Tensor, hidden: Tensor | None, tokens: Tensor, ctx: Context

@@ -43,14 +43,18 @@ class Suffixes:
         length = self._length[at] + 1
         if self._length[old] == length:
             return old
-        copy = self._state(dict(self._next[old]), length, self._link[old], self._count[old])
+        copy = self._state(
+            dict(self._next[old]), length, self._link[old], self._count[old]
+        )
         while at >= 0 and self._next[at].get(token) == old:
             self._next[at][token] = copy
             at = self._link[at]
         self._link[old] = copy
         return copy
 
-    def _state(self, following: dict[int, int], length: int, link: int, count: int) -> int:
+    def _state(
+        self, following: dict[int, int], length: int, link: int, count: int
+    ) -> int:
         self._next.append(following)
         self._length.append(length)
         self._link.append(link)
@@ -60,14 +64,20 @@ class Suffixes:
     def matches(self, ahead: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
         """The states of those ends of the text, followed by the tokens `ahead`, that stood in it
         before, and how long these are, the longest first; the empty one is none."""
-        at, length = (self._last, self._length[self._last]) if ahead else self._shorter(self._last)
+        at, length = (
+            (self._last, self._length[self._last])
+            if ahead
+            else self._shorter(self._last)
+        )
         return self._ends(at, length, ahead)
 
     def matches_of(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
         """The same of the ends of other tokens that stand in the text."""
         return self._ends(0, 0, tokens)
 
-    def _ends(self, at: int, length: int, ahead: Sequence[int]) -> Iterator[tuple[int, int]]:
+    def _ends(
+        self, at: int, length: int, ahead: Sequence[int]
+    ) -> Iterator[tuple[int, int]]:
         for token in ahead:
             while at > 0 and token not in self._next[at]:
                 at, length = self._shorter(at)
@@ -88,4 +98,6 @@ class Suffixes:
         it."""
         after = {token: at for token, at in self._next[state].items() if token != END}
         total = sum(self._count[child] for child in after.values())
-        return [(token, self._count[child] / total, child) for token, child in after.items()]
+        return [
+            (token, self._count[child] / total, child) for token, child in after.items()
+        ]

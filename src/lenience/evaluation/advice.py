@@ -25,7 +25,9 @@ def recommended(frontier: Frontier) -> str:
             f"Recommended here: the target alone, {_speed(best)}; nothing that lost at most "
             f"{MOST_LOST:.0%} was faster."
         )
-    faster = [f"{best.tokens_per_second / alone.tokens_per_second:.2f} times the target alone"]
+    faster = [
+        f"{best.tokens_per_second / alone.tokens_per_second:.2f} times the target alone"
+    ]
     if best is fastest_strict:
         return (
             f"Recommended here: strict decoding, {_setting(best)}, {_speed(best)}, {faster[0]}; it "

@@ -23,9 +23,13 @@ def push(folder: Path, name: str, licence: str | None, private: bool) -> str:
     """Put a fitted head on the Hub as "org/name", with a card that says what it was fitted to, how
     well it tells, and what its run certified; gives where it is. Raises InputError where the folder
     holds none, and RunError where the Hub refuses."""
-    role = next((known for known in ROLES if (folder / f"{known}.json").is_file()), None)
+    role = next(
+        (known for known in ROLES if (folder / f"{known}.json").is_file()), None
+    )
     if role is None:
-        raise InputError(f"{folder}: holds no head; name one that lenience fit saved, RUN/judge")
+        raise InputError(
+            f"{folder}: holds no head; name one that lenience fit saved, RUN/judge"
+        )
     head = load_head(folder, role)
     run = folder.parent
     certificate = _certificate(run, head)
@@ -48,13 +52,19 @@ def card(
     certificate: Certificate | None,
 ) -> str:
     """A head's card, in Markdown."""
-    models = {} if record is None else {role: model.name for role, model in record.models.items()}
+    models = (
+        {}
+        if record is None
+        else {role: model.name for role, model in record.models.items()}
+    )
     return template("card.md").render(
         name=name,
         role=head.role,
         licence=licence,
         bases=[
-            model for model in models.values() if model.count("/") == 1 and not Path(model).exists()
+            model
+            for model in models.values()
+            if model.count("/") == 1 and not Path(model).exists()
         ],
         pair=_loaded(models),
         facts=list(_facts(head, record)),
@@ -83,7 +93,10 @@ def _facts(head: Head, record: RunRecord | None) -> Iterator[tuple[str, Any]]:
     if "samples" in metrics:
         data = f"{metrics['mismatches']} mismatches of {metrics['samples']} samples"
         important = metrics.get("important")
-        yield "fitted to", data + (f", {important} of them important" if important else "")
+        yield (
+            "fitted to",
+            data + (f", {important} of them important" if important else ""),
+        )
     reads = f"states of {' and '.join(head.inputs.models)} after {' and '.join(head.inputs.tokens)}"
     yield "reads", reads
     yield "kind", head.kind

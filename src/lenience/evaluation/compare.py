@@ -118,12 +118,16 @@ class CompareConfig:
                 )
         return entries
 
-    def decoders(self, shared: Decoder, baselines: Sequence[str] = ()) -> list[Compared]:
+    def decoders(
+        self, shared: Decoder, baselines: Sequence[str] = ()
+    ) -> list[Compared]:
         """All decoders, each once, the baselines first; what they do not name is as in
         `shared`."""
         entries = [{"rule": rule} for rule in baselines]
         entries += [entry for entry in self.named if entry not in entries]
-        return [Compared(shared.with_options(entry), "window" in entry) for entry in entries]
+        return [
+            Compared(shared.with_options(entry), "window" in entry) for entry in entries
+        ]
 
     def heads(self) -> dict[str, Fitted]:
         """The fitted heads that are asked, by their paths. Raises InputError for a wrong entry."""
@@ -153,7 +157,9 @@ class Compared:
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Compared:
         """From what `to_json` gives."""
-        options = {name: option for name, option in value.items() if name != "names_window"}
+        options = {
+            name: option for name, option in value.items() if name != "names_window"
+        }
         return cls(Decoder.of(options), value["names_window"])
 
 
@@ -190,19 +196,25 @@ def compare(
 class Comparison:
     """A comparison of one pair on one task. Raises InputError where it cannot be made."""
 
-    def __init__(self, pair: Pair, task: Task, config: CompareConfig, progress: Progress = silent):
+    def __init__(
+        self, pair: Pair, task: Task, config: CompareConfig, progress: Progress = silent
+    ):
         task = task_for(pair, task, progress)
         self.pair = pair
         self.task = task
         self.config = config
         chooses = len(config.windows) > 1
         self.samples = take(task, "test", config.limit)
-        self.tuning_samples = take(task, "train", None)[-config.tuning :] if chooses else []
+        self.tuning_samples = (
+            take(task, "train", None)[-config.tuning :] if chooses else []
+        )
         check_prompts(pair, task, [*self.samples, *self.tuning_samples])
         self.shared = for_task(config.shared, config.options, task)
         baselines = BASELINES if pair.draft else ("target",)
         self.decoders = config.decoders(self.shared, baselines)
-        self.heads = {path: head.head.fingerprint for path, head in config.heads().items()}
+        self.heads = {
+            path: head.head.fingerprint for path, head in config.heads().items()
+        }
         for decoder in self.decoders:
             pair.check(decoder.decoding)
         lacking = [sample.id for sample in self.samples if sample.reference is None]
@@ -231,7 +243,9 @@ class Comparison:
         """What compare.json says."""
         config = self.config
         shared = self.shared.to_json()
-        shared = {name: shared[name] for name in shared if name not in ("rule", "window")}
+        shared = {
+            name: shared[name] for name in shared if name not in ("rule", "window")
+        }
         return describe(
             self.pair,
             self.task,
@@ -253,22 +267,38 @@ class Comparison:
         before = read_json(path) if path.exists() else {}
         if "settings" not in before:
             return
-        open_run(out, self._asked() | {name: before[name] for name in GROWING}, path.name)
+        open_run(
+            out, self._asked() | {name: before[name] for name in GROWING}, path.name
+        )
         had = [Compared.of(entry) for entry in before["settings"]]
         joined = _by_path(compared.decoding for compared in had)
         heads = {path: head.head.fingerprint for path, head in joined.items()}
-        if changed := [head for head in heads if heads[head] != before["heads"].get(head)]:
-            raise InputError(f"{out}: {changed[0]} has been fitted anew since; name another folder")
-        self.decoders = [*had, *(decoder for decoder in self.decoders if decoder not in had)]
+        if changed := [
+            head for head in heads if heads[head] != before["heads"].get(head)
+        ]:
+            raise InputError(
+                f"{out}: {changed[0]} has been fitted anew since; name another folder"
+            )
+        self.decoders = [
+            *had,
+            *(decoder for decoder in self.decoders if decoder not in had),
+        ]
         self.heads = heads | self.heads
         if windows.exists() and "decoders" not in (chosen := read_json(windows)):
-            write_json(windows, chosen | {"decoders": [compared.to_json() for compared in had]})
+            write_json(
+                windows, chosen | {"decoders": [compared.to_json() for compared in had]}
+            )
         write_json(path, before | {name: self._asked()[name] for name in GROWING})
 
     def carry_out(self, folder: Path, progress: Progress) -> Frontier:
         """Choose windows, decode and time; the frontier is written into the folder."""
-        write_json(folder / "prompts.json", {sample.id: sample.prompt for sample in self.samples})
-        answers = Answers(self.pair, self.task, folder / "compare.jsonl", self.config.batch_size)
+        write_json(
+            folder / "prompts.json",
+            {sample.id: sample.prompt for sample in self.samples},
+        )
+        answers = Answers(
+            self.pair, self.task, folder / "compare.jsonl", self.config.batch_size
+        )
         self._note_uses()
         settings = self._settings(folder / "windows.json", progress)
         rows = self._answers(settings, answers, progress)
@@ -284,7 +314,9 @@ class Comparison:
             for i, sample in enumerate(self.samples[:EXAMPLES])
         ]
         shared = self.shared.to_json()
-        shared = {name: shared[name] for name in shared if name not in ("rule", "window")}
+        shared = {
+            name: shared[name] for name in shared if name not in ("rule", "window")
+        }
         frontier = Frontier.read(
             {
                 **describe(self.pair, self.task, split="test"),
@@ -314,7 +346,10 @@ class Comparison:
         if folder is not None:
             new = self._not_chosen_yet(folder / "windows.json")
             kept = sum(1 for _ in Journal(folder / "compare.jsonl"))
-            times = {line["id"]: len(line["seconds"]) for line in Journal(folder / "timings.jsonl")}
+            times = {
+                line["id"]: len(line["seconds"])
+                for line in Journal(folder / "timings.jsonl")
+            }
             known = 0 if new else self.config.repeats * sum(times.values())
         racing = sum(compared in new for compared in chosen)
         tuned = racing * len(self.config.windows) * (1 + len(self.tuning_samples))
@@ -331,7 +366,11 @@ class Comparison:
         if not path.exists():
             return self.decoders
         before = read_json(path).get("decoders")
-        done = self.decoders if before is None else [Compared.of(entry) for entry in before]
+        done = (
+            self.decoders
+            if before is None
+            else [Compared.of(entry) for entry in before]
+        )
         return [decoder for decoder in self.decoders if decoder not in done]
 
     def _seconds_an_answer(self) -> tuple[float, float]:
@@ -376,7 +415,9 @@ class Comparison:
         done: list[Compared] = []
         if path.exists():
             before = read_json(path)
-            done = [Compared.of(decoder) for decoder in before.get("decoders", ())] or self.decoders
+            done = [
+                Compared.of(decoder) for decoder in before.get("decoders", ())
+            ] or self.decoders
             for entry in before["settings"]:
                 decoding = Decoder.of(entry["decoding"])
                 settings[decoding] = Setting(decoding, entry["why"])
@@ -403,7 +444,9 @@ class Comparison:
         write_json(path, {"settings": chosen, "decoders": decoders})
         return list(settings.values())
 
-    def _add_chosen(self, settings: dict[Decoder, Setting], fastest: Mapping[Decoder, int]) -> None:
+    def _add_chosen(
+        self, settings: dict[Decoder, Setting], fastest: Mapping[Decoder, int]
+    ) -> None:
         """Add the settings of decoders whose window was chosen."""
         widest = max(self.config.windows)
         for decoding, window in fastest.items():
@@ -412,19 +455,31 @@ class Comparison:
         for decoding in fastest:
             at = replace(decoding, window=widest)
             settings.setdefault(at, Setting(at, "widest"))
-        choosing = [decoder.decoding for decoder in self.decoders if self._chooses_window(decoder)]
-        strict = next((decoder for decoder in choosing if str(decoder.rule) == "exact"), None)
+        choosing = [
+            decoder.decoding
+            for decoder in self.decoders
+            if self._chooses_window(decoder)
+        ]
+        strict = next(
+            (decoder for decoder in choosing if str(decoder.rule) == "exact"), None
+        )
         for decoding, window in fastest.items():
             if strict is not None and decoding.rule.heads:
                 at = replace(strict, window=window)
                 settings.setdefault(at, Setting(at, f"window of {decoding.rule}"))
 
-    def _fastest(self, decoders: Sequence[Decoder], progress: Progress) -> dict[Decoder, int]:
+    def _fastest(
+        self, decoders: Sequence[Decoder], progress: Progress
+    ) -> dict[Decoder, int]:
         """The window that gives each decoder the most tokens per second on other samples, all
         taking turns; the first sample is a warm-up too."""
         windows = self.config.windows
         samples = self.tuning_samples
-        tried = [replace(decoder, window=window) for decoder in decoders for window in windows]
+        tried = [
+            replace(decoder, window=window)
+            for decoder in decoders
+            for window in windows
+        ]
         tokens = dict.fromkeys(tried, 0)
         seconds = dict.fromkeys(tried, 0.0)
         for decoding in tried:
@@ -442,7 +497,9 @@ class Comparison:
             return tokens[decoding] / seconds[decoding]
 
         return {
-            decoder: max(windows, key=lambda window: speed(replace(decoder, window=window)))
+            decoder: max(
+                windows, key=lambda window: speed(replace(decoder, window=window))
+            )
             for decoder in decoders
         }
 
@@ -459,12 +516,17 @@ class Comparison:
             def show(phase: str, done: int, _: int, before: int = number * n) -> None:
                 progress(phase, before + done, total)
 
-            rows.append(answers.get(setting.decoding, self.samples, show, traced=traced))
+            rows.append(
+                answers.get(setting.decoding, self.samples, show, traced=traced)
+            )
         progress("decoding", total, total)
         return rows
 
     def _quality(
-        self, settings: Sequence[Setting], rows: Sequence[Sequence[Answer]], progress: Progress
+        self,
+        settings: Sequence[Setting],
+        rows: Sequence[Sequence[Answer]],
+        progress: Progress,
     ) -> list[Quality]:
         """How good the answers are; a grader is asked now."""
         target = [setting.decoding.alone for setting in settings].index("target")
@@ -508,7 +570,9 @@ class Comparison:
         progress("timing", len(samples), len(samples))
         return [[known[sample.id][text] for text in texts] for sample in samples]
 
-    def _timed(self, sample: Sample, settings: Sequence[Setting], repeats: int) -> dict[str, float]:
+    def _timed(
+        self, sample: Sample, settings: Sequence[Setting], repeats: int
+    ) -> dict[str, float]:
         """Each setting's seconds on a sample, the median of repeats in which all take turns."""
         turns = [
             [self._generate(sample, setting.decoding).seconds for setting in settings]
@@ -525,7 +589,10 @@ def _by_path(decodings: Iterable[Decoder]) -> dict[str, Fitted]:
     """The fitted heads of decodings, by their paths; one that comes with the built-in pair by its
     name, wherever that is installed."""
     heads = [head for decoding in decodings for head in decoding.heads]
-    return {f"built-in {Path(h.path).name}" if built_in(h.path) else h.path: h for h in heads}
+    return {
+        f"built-in {Path(h.path).name}" if built_in(h.path) else h.path: h
+        for h in heads
+    }
 
 
 def _by_setting(seconds: Any, settings: Sequence[str]) -> Mapping[str, float]:
@@ -535,5 +602,11 @@ def _by_setting(seconds: Any, settings: Sequence[str]) -> Mapping[str, float]:
 
 def discard(out: Path) -> None:
     """Forget a comparison, so that its folder takes another one."""
-    for name in ("compare.json", "compare.jsonl", "timings.jsonl", "windows.json", *GRADING_FILES):
+    for name in (
+        "compare.json",
+        "compare.jsonl",
+        "timings.jsonl",
+        "windows.json",
+        *GRADING_FILES,
+    ):
         (out / name).unlink(missing_ok=True)

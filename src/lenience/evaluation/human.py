@@ -64,10 +64,14 @@ def write_page(folder: Path, rules: Sequence[str] = (), limit: int = 50) -> Page
     prompts = _prompts(folder)
     own = next((given for given in answers.values() if _rule(given) == "target"), None)
     if own is None:
-        raise InputError(f"{folder}: its comparison is not finished; run it again first")
+        raise InputError(
+            f"{folder}: its comparison is not finished; run it again first"
+        )
     pairs, alike = _pairs(prompts, own, answers, _chosen(folder, answers, rules), limit)
     if not pairs:
-        raise InputError(f"{folder}: no answer differs from the target's own; nothing to grade")
+        raise InputError(
+            f"{folder}: no answer differs from the target's own; nothing to grade"
+        )
     if (folder / KEY).exists():
         raise InputError(
             f"{folder / PAGE}: is there, and a new page would not take what was graded on it; "
@@ -75,7 +79,10 @@ def write_page(folder: Path, rules: Sequence[str] = (), limit: int = 50) -> Page
         )
     name = digest([pair.to_json() for pair in pairs])
     write_json(folder / KEY, Key(page=name, pairs=pairs).to_json())
-    shown = [_blinded(pair, prompts[pair.id], own, answers[pair.settings[0]]) for pair in pairs]
+    shown = [
+        _blinded(pair, prompts[pair.id], own, answers[pair.settings[0]])
+        for pair in pairs
+    ]
     page = template(PAGE).render(page=name, pairs=shown, title=str(folder))
     write_text(folder / PAGE, page)
     return Page(folder / PAGE, len(pairs), alike)
@@ -129,17 +136,26 @@ def take_grades(folder: Path, filled: Path) -> dict[str, HumanGrades]:
     """Take the file that the page gave: the grades of each setting, kept in the comparison's
     frontier and its report. Raises InputError for the file of another page."""
     if not (folder / KEY).exists():
-        raise InputError(f"{folder}: has no page of pairs; lenience grade {folder} writes one")
+        raise InputError(
+            f"{folder}: has no page of pairs; lenience grade {folder} writes one"
+        )
     key = Key.read(read_json(folder / KEY), str(folder / KEY))
     points: dict[str, list[float]] = {}
     for number, said in _said(folder, key, filled).items():
         pair = key.pairs[number]
         left = GRADES[said]
         for setting in pair.settings:
-            points.setdefault(setting, []).append(1 - left if pair.target_left else left)
+            points.setdefault(setting, []).append(
+                1 - left if pair.target_left else left
+            )
     found = {setting: _grades(given) for setting, given in points.items()}
-    write_json(folder / GRADED, {setting: grades.to_json() for setting, grades in found.items()})
-    frontier = Frontier.read(read_json(folder / "frontier.json"), str(folder / "frontier.json"))
+    write_json(
+        folder / GRADED,
+        {setting: grades.to_json() for setting, grades in found.items()},
+    )
+    frontier = Frontier.read(
+        read_json(folder / "frontier.json"), str(folder / "frontier.json")
+    )
     frontier = with_grades(folder, frontier)
     write_json(folder / "frontier.json", frontier.to_json())
     write_report(folder / "report.html", frontier)
@@ -163,7 +179,9 @@ def _said(folder: Path, key: Key, filled: Path) -> dict[int, str]:
         raise InputError(f"{filled}: is of another page than {folder / PAGE}")
     wrong = [said for number, said in grades.items() if said not in GRADES]
     if wrong or not all(0 <= number < len(key.pairs) for number in grades):
-        raise InputError(f"{filled}: a grade is left, tie or right of a pair on the page")
+        raise InputError(
+            f"{filled}: a grade is left, tie or right of a pair on the page"
+        )
     if not grades:
         raise InputError(f"{filled}: no pair is graded yet")
     return grades
@@ -174,9 +192,13 @@ def with_grades(folder: Path, frontier: Frontier) -> Frontier:
     if not (folder / GRADED).exists():
         return frontier
     known = read_json(folder / GRADED)
-    settings = [record["decoding"] for record in read_json(folder / "windows.json")["settings"]]
+    settings = [
+        record["decoding"] for record in read_json(folder / "windows.json")["settings"]
+    ]
     rows = [
-        row.model_copy(update={"human": HumanGrades.read(known[name], str(folder / GRADED))})
+        row.model_copy(
+            update={"human": HumanGrades.read(known[name], str(folder / GRADED))}
+        )
         if (name := str(Decoder.of(setting))) in known
         else row
         for setting, row in zip(settings, frontier.rows, strict=True)
@@ -202,7 +224,9 @@ def _wilson(share: float, n: int) -> tuple[float, float]:
     """The 95 % interval of a share (Wilson 1927), which has a width where all say the same too."""
     z = 1.96
     middle = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    half = (
+        z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    )
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
@@ -223,7 +247,9 @@ def _answers(folder: Path) -> dict[str, dict[str, Answer]]:
 def _prompts(folder: Path) -> dict[str, str]:
     path = folder / "prompts.json"
     if not path.exists():
-        raise InputError(f"{folder}: an older comparison, which kept no prompts; make it again")
+        raise InputError(
+            f"{folder}: an older comparison, which kept no prompts; make it again"
+        )
     return {id: as_text(prompt) for id, prompt in read_json(path).items()}
 
 
@@ -231,12 +257,20 @@ def _rule(answers: dict[str, Answer]) -> str:
     return next(iter(answers.values())).rule
 
 
-def _chosen(folder: Path, answers: dict[str, dict[str, Answer]], rules: Sequence[str]) -> list[str]:
+def _chosen(
+    folder: Path, answers: dict[str, dict[str, Answer]], rules: Sequence[str]
+) -> list[str]:
     """The settings whose answers are graded."""
     by_rule = {setting: _rule(given) for setting, given in answers.items()}
     if unknown := [rule for rule in rules if rule not in by_rule.values()]:
         there = ", ".join(dict.fromkeys(by_rule.values()))
-        raise InputError(f"--rule {unknown[0]}: is not in {folder}, which compares {there}")
+        raise InputError(
+            f"--rule {unknown[0]}: is not in {folder}, which compares {there}"
+        )
     if rules:
         return [setting for setting, rule in by_rule.items() if rule in rules]
-    return [setting for setting, rule in by_rule.items() if rule not in (*BASELINES, "exact")]
+    return [
+        setting
+        for setting, rule in by_rule.items()
+        if rule not in (*BASELINES, "exact")
+    ]

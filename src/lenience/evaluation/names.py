@@ -41,7 +41,9 @@ def named(rows: Sequence[FrontierRow]) -> list[NamedRow]:
         _options(row.options, note)
     labels = {str(path): _shortest_end(path, paths) for path in paths}
     return [
-        NamedRow(**row.model_dump(), name=_name(row, labels), family=family(row.rule, labels))
+        NamedRow(
+            **row.model_dump(), name=_name(row, labels), family=family(row.rule, labels)
+        )
         for row in rows
     ]
 
@@ -86,7 +88,9 @@ def short(rule: str, labels: Mapping[str, str] = NO_LABELS) -> str:
     parts = read.parts if isinstance(read, AnyOf) else ()
     if not parts:
         return rule
-    return "|".join("&".join(_short_term(term, labels) for term in part.terms) for part in parts)
+    return "|".join(
+        "&".join(_short_term(term, labels) for term in part.terms) for part in parts
+    )
 
 
 def _short_term(term: Term, labels: Mapping[str, str]) -> str:

@@ -60,7 +60,9 @@ class Shown:
 
 def write_certificate(path: Path, certificate: Certificate) -> None:
     """Write a certificate's page."""
-    page = template("certificate.html").render(made=certificate, rungs=_rungs(certificate))
+    page = template("certificate.html").render(
+        made=certificate, rungs=_rungs(certificate)
+    )
     write_text(path, page)
 
 
@@ -84,7 +86,9 @@ def example(frontier: Frontier, certified: Certified | None = None) -> Shown | N
     shown = []
     for sample in frontier.examples:
         for row, result in zip(named(frontier.rows), sample.results):
-            lenient = sum(origin == "draft-lenient" for _, origin, _ in result.trace or ())
+            lenient = sum(
+                origin == "draft-lenient" for _, origin, _ in result.trace or ()
+            )
             judged = any(term.heads for term in terms(row.rule))
             ours = certified is not None and alike(row, certified)
             rank = (ours, judged, result.correct, lenient)
@@ -108,7 +112,9 @@ def details(frontier: Frontier) -> dict[str, Any]:
     prompts = [
         {
             "prompt": as_text(sample.prompt),
-            "results": [_result(result, sample, frontier.measure) for result in sample.results],
+            "results": [
+                _result(result, sample, frontier.measure) for result in sample.results
+            ],
         }
         for sample in frontier.examples
     ]

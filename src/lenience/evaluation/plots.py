@@ -62,10 +62,16 @@ class _Label:
 
 def no_figures() -> str:
     """Why pages have no figures, and the mend; empty where they have."""
-    return "" if find_spec("matplotlib") else "without figures: pip install 'lenience[plots]'"
+    return (
+        ""
+        if find_spec("matplotlib")
+        else "without figures: pip install 'lenience[plots]'"
+    )
 
 
-def plot(frontier: Frontier, certified: Certified | None = None, narrow: bool = False) -> Any:
+def plot(
+    frontier: Frontier, certified: Certified | None = None, narrow: bool = False
+) -> Any:
     """The frontier as a matplotlib figure: accuracy against tokens per pass and, at the rules'
     fastest windows, against tokens per second and seconds per right answer, with bands of 95 % and
     the line of random allocation. Accuracies are drawn on a logit scale, which parts those near 1;
@@ -108,7 +114,11 @@ def _parts(figure: Any, count: int, narrow: bool) -> list[Any]:
 
 
 def _add_legend(figure: Any, axes: Sequence[Any], columns: int) -> None:
-    names = {text: line for axis in axes for line, text in zip(*axis.get_legend_handles_labels())}
+    names = {
+        text: line
+        for axis in axes
+        for line, text in zip(*axis.get_legend_handles_labels())
+    }
     figure.legend(
         list(names.values()),
         list(names),
@@ -122,7 +132,9 @@ def _add_legend(figure: Any, axes: Sequence[Any], columns: int) -> None:
 def _axes_of(frontier: Frontier) -> list[tuple[str, str]]:
     """The figures that a comparison has; without right answers there are no seconds for one."""
     rows = frontier.rows
-    return [axis for axis in AXES if any(getattr(row, axis[0]) is not None for row in rows)]
+    return [
+        axis for axis in AXES if any(getattr(row, axis[0]) is not None for row in rows)
+    ]
 
 
 def _colors(families: Any) -> dict[str, str]:
@@ -158,7 +170,8 @@ def _draw_labels(axis: Any, labels: Sequence[_Label]) -> None:
         inside = [
             place
             for place in places
-            if left <= place[0] <= right - width and bottom <= place[1] <= top - LABEL_HEIGHT
+            if left <= place[0] <= right - width
+            and bottom <= place[1] <= top - LABEL_HEIGHT
         ]
         place = min(inside or places, key=lambda place: _covered(place, taken, marks))
         taken.append(place)
@@ -169,14 +182,23 @@ def _draw_labels(axis: Any, labels: Sequence[_Label]) -> None:
             color=label.color,
             xytext=(place[0] - x, place[1] - y),
             textcoords="offset points",
-            arrowprops={"arrowstyle": "-", "color": label.color, "alpha": 0.4, "linewidth": 0.5},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": label.color,
+                "alpha": 0.4,
+                "linewidth": 0.5,
+            },
         )
         shown.set_in_layout(False)  # a long one would squeeze the axes
 
 
 def _shifts(width: float) -> list[tuple[float, float]]:
     """Where a label may stand from its mark, in points, the nearest first."""
-    steps = [sign * step for step in range(LABEL_STEPS) for sign in ((1, -1) if step else (1,))]
+    steps = [
+        sign * step
+        for step in range(LABEL_STEPS)
+        for sign in ((1, -1) if step else (1,))
+    ]
     return [(x, 4 + LABEL_HEIGHT * step) for step in steps for x in (4, -4 - width)]
 
 
@@ -188,13 +210,16 @@ def _covered(place: _Place, taken: Sequence[_Place], marks: Sequence[Any]) -> in
         for x, y, its_width in taken
     )
     near = sum(
-        left - NEAR < x < left + width + NEAR and bottom - NEAR < y < bottom + LABEL_HEIGHT
+        left - NEAR < x < left + width + NEAR
+        and bottom - NEAR < y < bottom + LABEL_HEIGHT
         for x, y in marks
     )
     return labels + near
 
 
-def _draw_ring(axis: Any, key: str, rows: Numbered, certified: Certified | None) -> None:
+def _draw_ring(
+    axis: Any, key: str, rows: Numbered, certified: Certified | None
+) -> None:
     for _, row in rows:
         x = getattr(row, key)
         if certified and alike(row, certified) and x is not None:
@@ -211,7 +236,9 @@ def _draw_ring(axis: Any, key: str, rows: Numbered, certified: Certified | None)
             )
 
 
-def _draw_allocation(axis: Any, key: str, points: Sequence[AllocationPoint], n: int) -> None:
+def _draw_allocation(
+    axis: Any, key: str, points: Sequence[AllocationPoint], n: int
+) -> None:
     """What random allocation of prompts to the target and the draft gives, where it can be
     drawn."""
     values = [(getattr(point, key), point.accuracy) for point in points]
@@ -229,7 +256,9 @@ def _inside(share: float, n: int) -> float:
     return min(max(share, 0.5 / n), 1 - 0.5 / n)
 
 
-def _draw_marks(axis: Any, number: int, rows: Numbered, colors: dict[str, str]) -> list[_Label]:
+def _draw_marks(
+    axis: Any, number: int, rows: Numbered, colors: dict[str, str]
+) -> list[_Label]:
     """Draw one axis, a line for each family; gives the labels of its marks."""
     key = AXES[number][0]
     groups: dict[tuple[str, bool], Numbered] = {}
@@ -237,7 +266,9 @@ def _draw_marks(axis: Any, number: int, rows: Numbered, colors: dict[str, str]) 
         if getattr(row, key) is not None:
             groups.setdefault((row.family, bool(why(row))), []).append((i, row))
     labels = []
-    for (family, other_window), group in sorted(groups.items(), key=lambda item: item[0][1]):
+    for (family, other_window), group in sorted(
+        groups.items(), key=lambda item: item[0][1]
+    ):
         group.sort(key=lambda item: getattr(item[1], key))
         _draw_line(axis, [row for _, row in group], key, colors[family], other_window)
         for nth, (i, row) in enumerate(group):
@@ -277,7 +308,9 @@ def _draw_line(
     n = rows[0].n
     x = [getattr(row, key) for row in rows]
     y = [_inside(row.accuracy, n) for row in rows]
-    low, high = ([_inside(row.accuracy_interval[side], 2 * n) for row in rows] for side in (0, 1))
+    low, high = (
+        [_inside(row.accuracy_interval[side], 2 * n) for row in rows] for side in (0, 1)
+    )
     if len(rows) > 1:
         axis.fill_between(x, low, high, color=color, alpha=0.06, linewidth=0)
     axis.vlines(x, low, high, color=color, alpha=0.25, linewidth=1)

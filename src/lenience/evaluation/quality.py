@@ -34,7 +34,9 @@ class Quality:
     """Whether every answer is right or wrong."""
 
 
-def qualities(task: Task | None, answers: Sequence[Sequence[Answer]], target: int) -> list[Quality]:
+def qualities(
+    task: Task | None, answers: Sequence[Sequence[Answer]], target: int
+) -> list[Quality]:
     """Of each setting's answers, by themselves; `target` is the number of the target's own. Without
     a task they are right or wrong."""
     own = values(task, answers[target])
@@ -56,11 +58,15 @@ def values(task: Task | None, answers: Sequence[Answer]) -> NDArray:
 
 
 def beside_target(
-    task: Task, samples: Sequence[Sample], answers: Sequence[Answer], own: Sequence[Answer]
+    task: Task,
+    samples: Sequence[Sample],
+    answers: Sequence[Answer],
+    own: Sequence[Answer],
 ) -> Quality:
     """Of answers to `samples` beside the target's own."""
     triples = [
-        (answer.text, alone.text, sample) for answer, alone, sample in zip(answers, own, samples)
+        (answer.text, alone.text, sample)
+        for answer, alone, sample in zip(answers, own, samples)
     ]
     points = list[float]()
     for start in range(0, len(triples), AT_ONCE):
@@ -68,10 +74,14 @@ def beside_target(
     of_each = np.array(points)
     par = task.at_par
     lost = np.maximum(0, par - of_each) / par
-    gained = np.maximum(0, of_each - par) / (1 - par) if par < 1 else np.zeros(len(of_each))
+    gained = (
+        np.maximum(0, of_each - par) / (1 - par) if par < 1 else np.zeros(len(of_each))
+    )
     return Quality(of_each, lost, gained, _verdicts(answers), counts=False)
 
 
 def _verdicts(answers: Sequence[Answer]) -> dict[str, int]:
-    counted = Counter(answer.verdict.split(":")[0] for answer in answers if answer.verdict)
+    counted = Counter(
+        answer.verdict.split(":")[0] for answer in answers if answer.verdict
+    )
     return dict(counted.most_common())

@@ -165,8 +165,13 @@ def table(
     seconds = np.array(timings, dtype=float)  # [timed_n, settings]
     rules = [setting.decoding.alone for setting in settings]
     of_settings = quality or qualities(None, answers, rules.index("target"))
-    figures = [_figures(given, seconds[:, i], of_settings[i]) for i, given in enumerate(answers)]
-    cap = figures[rules.index("draft")]["tokens_per_second"] if "draft" in rules else None
+    figures = [
+        _figures(given, seconds[:, i], of_settings[i])
+        for i, given in enumerate(answers)
+    ]
+    cap = (
+        figures[rules.index("draft")]["tokens_per_second"] if "draft" in rules else None
+    )
     rows = []
     for setting, of_setting in zip(settings, figures):
         rows.append(
@@ -186,7 +191,9 @@ def _column(answers: Sequence[Answer], key: str) -> NDArray:
     return np.array([getattr(answer, key) for answer in answers], dtype=float)
 
 
-def _figures(answers: Sequence[Answer], seconds: NDArray, quality: Quality) -> dict[str, Any]:
+def _figures(
+    answers: Sequence[Answer], seconds: NDArray, quality: Quality
+) -> dict[str, Any]:
     """The figures of one setting, by the names of a row's fields."""
     n = len(answers)
     timed = len(seconds)
@@ -194,7 +201,8 @@ def _figures(answers: Sequence[Answer], seconds: NDArray, quality: Quality) -> d
     passes = _column(answers, "target_passes")
     draws = np.random.default_rng(0).integers(0, n, (BOOTSTRAPS, n))
     timed_draws = np.random.default_rng(0).integers(0, timed, (BOOTSTRAPS, timed))
-    right_when_timed = quality.values[:timed] * quality.counts  # else none is just right
+    # else none is just right
+    right_when_timed = quality.values[:timed] * quality.counts
     figures: dict[str, Any] = {"n": n, "timed_n": timed, "verdicts": quality.verdicts}
     figures |= _mean("accuracy", quality.values, draws)
     figures |= _mean("paired_loss", quality.lost, draws)
@@ -202,7 +210,8 @@ def _figures(answers: Sequence[Answer], seconds: NDArray, quality: Quality) -> d
     figures |= _ratio("tokens_per_pass", tokens, passes, draws)
     exact = _column(answers, "accepted_exact")
     kept = exact + _column(answers, "accepted_lenient")
-    drafted = np.where(passes > 0, kept, tokens)  # what the target never read is the draft's own
+    # what the target never read is the draft's own
+    drafted = np.where(passes > 0, kept, tokens)
     figures |= _ratio("accepted_per_pass", drafted, passes, draws)
     figures |= _ratio("draft_share", drafted, tokens, draws)
     figures |= _flops_per_token(answers, draws)
@@ -218,7 +227,11 @@ def _flops_per_token(answers: Sequence[Answer], draws: NDArray) -> dict[str, Any
     tokens = _column(answers, "tokens")
     for count in ("flops", "flops_as_sprinter"):
         known = all(getattr(answer, count) is not None for answer in answers)
-        spent, of = (_column(answers, count), tokens) if known else (tokens, np.zeros(len(tokens)))
+        spent, of = (
+            (_column(answers, count), tokens)
+            if known
+            else (tokens, np.zeros(len(tokens)))
+        )
         figures |= _ratio(count.replace("flops", "flops_per_token"), spent, of, draws)
     return figures
 
@@ -246,7 +259,8 @@ def allocation(
     for share in SHARES:
         mix = np.array([1 - share, share])
         timed_right, timed_tokens, timed_seconds = (
-            float((part[: len(seconds)] @ mix).sum()) for part in (right, tokens, seconds)
+            float((part[: len(seconds)] @ mix).sum())
+            for part in (right, tokens, seconds)
         )
         read = float((passes @ mix).sum())
         points.append(
@@ -256,7 +270,9 @@ def allocation(
                 paired_loss=share * lost,
                 tokens_per_pass=float((tokens @ mix).sum()) / read if read else None,
                 tokens_per_second=timed_tokens / timed_seconds,
-                seconds_per_correct=timed_seconds / timed_right if timed_right else None,
+                seconds_per_correct=timed_seconds / timed_right
+                if timed_right
+                else None,
             )
         )
     return points
@@ -276,7 +292,10 @@ def _mean(name: str, values: NDArray, draws: NDArray) -> dict[str, Any]:
         hits = int(values.sum())
         n = len(values)
         interval = binomtest(hits, n).proportion_ci(0.95)
-        return {name: hits / n, f"{name}_interval": (float(interval.low), float(interval.high))}
+        return {
+            name: hits / n,
+            f"{name}_interval": (float(interval.low), float(interval.high)),
+        }
     low, high = np.quantile(values[draws].mean(1), [0.025, 0.975])
     return {name: float(values.mean()), f"{name}_interval": (float(low), float(high))}
 
@@ -288,18 +307,26 @@ def _ratio(name: str, above: NDArray, below: NDArray, draws: NDArray) -> dict[st
     sums = below[draws].sum(1)
     spread = above[draws].sum(1)[sums > 0] / sums[sums > 0]
     low, high = np.quantile(spread, [0.025, 0.975])
-    return {name: float(above.sum() / below.sum()), f"{name}_interval": (float(low), float(high))}
+    return {
+        name: float(above.sum() / below.sum()),
+        f"{name}_interval": (float(low), float(high)),
+    }
 
 
 def machine(pair: Pair) -> str:
     """What the figures were measured on."""
-    own = pair.engine_name == OWN  # others read the checkpoints, on a device of their own
+    # others read the checkpoints, on a device of their own
+    own = pair.engine_name == OWN
     if pair.target.device.type == "cuda" or (not own and torch.cuda.is_available()):
         name = torch.cuda.get_device_name(None if not own else pair.target.device)
         engine = "recorded passes" if pair.compiled else ""
     else:
         name = f"{processor()}, {os.cpu_count()} cores, {platform.system()}"
-        engine = "ONNX Runtime" if pair.compiled else f"torch, {torch.get_num_threads()} threads"
+        engine = (
+            "ONNX Runtime"
+            if pair.compiled
+            else f"torch, {torch.get_num_threads()} threads"
+        )
     engine = engine if own else pair.engine_name
     return f"{name}, {engine}" if engine else name
 

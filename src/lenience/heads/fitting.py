@@ -96,7 +96,9 @@ class Examples:
 
     def rows(self, which: NDArray) -> Examples:
         shares = None if self.shares is None else self.shares[which]
-        return Examples(self.x[which], self.harmless[which], self.samples[which], shares)
+        return Examples(
+            self.x[which], self.harmless[which], self.samples[which], shares
+        )
 
     @property
     def labels(self) -> NDArray:
@@ -140,7 +142,10 @@ class Fitted:
 
 
 def fit_head(
-    examples: Examples, inputs: Inputs, fingerprints: Mapping[str, str], config: FitConfig
+    examples: Examples,
+    inputs: Inputs,
+    fingerprints: Mapping[str, str],
+    config: FitConfig,
 ) -> Head:
     """Fit a head to examples of states that `inputs` names, of models of these fingerprints.
 
@@ -259,7 +264,10 @@ def _fit_in_files(examples: Examples, config: FitConfig) -> FitOutcome:
 
 
 def _grid_in_files(
-    x: Standardised, examples: Examples, config: FitConfig, split: tuple[NDArray, NDArray]
+    x: Standardised,
+    examples: Examples,
+    config: FitConfig,
+    split: tuple[NDArray, NDArray],
 ) -> tuple[NDArray, dict[Setting, Tried]]:
     """Heads [F + 1, K] of each penalty, fitted to the first rows of `split`, and what they came to
     on the second ones."""
@@ -285,7 +293,11 @@ def _folds(examples: Examples) -> Iterator[tuple[NDArray, NDArray]]:
 
 
 def _tensors(layer: tuple[NDArray, NDArray] | None) -> tuple[Tensor, Tensor] | None:
-    return None if layer is None else (torch.from_numpy(layer[0]), torch.from_numpy(layer[1]))
+    return (
+        None
+        if layer is None
+        else (torch.from_numpy(layer[0]), torch.from_numpy(layer[1]))
+    )
 
 
 def _check_enough(examples: Examples, config: FitConfig) -> None:
@@ -315,7 +327,10 @@ def _metrics(examples: Examples, scores: NDArray, valid: Examples) -> dict[str, 
         "mismatches": len(examples),
         "important": int(important.sum()),
         "samples": len(set(examples.samples.tolist())),
-        "validation": {"mismatches": len(valid), "important": int((~valid.harmless).sum())},
+        "validation": {
+            "mismatches": len(valid),
+            "important": int((~valid.harmless).sum()),
+        },
         "thresholds": thresholds(scores, important),
     }
 
@@ -329,7 +344,9 @@ def _split(examples: Examples, config: FitConfig) -> tuple[NDArray, NDArray]:
     for train, valid in splitter.split(harmless, harmless, examples.samples):
         if len(set(harmless[valid])) == len(set(harmless[train])) == 2:
             return train, valid
-    raise InputError(f"important mismatches sit in too few samples to set any aside; {config.mend}")
+    raise InputError(
+        f"important mismatches sit in too few samples to set any aside; {config.mend}"
+    )
 
 
 def _tried(train: Examples, valid: Examples, config: FitConfig) -> dict[Setting, Tried]:
@@ -357,14 +374,18 @@ def _loss(logits: NDArray, examples: Examples, config: FitConfig) -> float:
     return float(np.average(np.logaddexp(0, logits) - labels * logits, weights=counts))
 
 
-def _scores_out_of_fold(examples: Examples, setting: Setting, config: FitConfig) -> NDArray:
+def _scores_out_of_fold(
+    examples: Examples, setting: Setting, config: FitConfig
+) -> NDArray:
     """[m]: each example's score by a head that was fitted to other samples."""
     from scipy.special import expit
 
     scores = np.zeros(len(examples))
     for inside, outside in _folds(examples):
         scores[outside] = expit(
-            _fit(examples.rows(inside), setting, config).logits(examples.in_memory[outside])
+            _fit(examples.rows(inside), setting, config).logits(
+                examples.in_memory[outside]
+            )
         )
     return scores
 
@@ -376,13 +397,17 @@ def _fit(examples: Examples, setting: Setting, config: FitConfig) -> Fitted:
         return fit_stopped(examples, config, setting)
     if config.kind == "mlp":
         labels, counts = map(torch.from_numpy, examples.weighted(config.weight))
-        return fit_mlp(torch.from_numpy(examples.in_memory), labels, counts, config.seed)
+        return fit_mlp(
+            torch.from_numpy(examples.in_memory), labels, counts, config.seed
+        )
     model = LogisticRegression(max_iter=1000, C=setting.c)
     _fit_logistic(model, examples, config.weight)
     return Fitted(model.coef_[0], float(model.intercept_[0]))
 
 
-def _fit_logistic(model: LogisticRegression, examples: Examples, weight: float | None) -> None:
+def _fit_logistic(
+    model: LogisticRegression, examples: Examples, weight: float | None
+) -> None:
     if examples.shares is None:
         model.fit(examples.x, examples.harmless, examples.weighted(weight)[1])
         return
@@ -401,11 +426,19 @@ def fit_mlp(x: Tensor, harmless: Tensor, counts: Tensor, seed: int) -> Fitted:
         torch.manual_seed(seed)
         inner = torch.nn.Linear(x.shape[1], UNITS)
         outer = torch.nn.Linear(UNITS, 1)
-        model = torch.nn.Sequential(inner, torch.nn.GELU(), torch.nn.Dropout(0.3), outer)
+        model = torch.nn.Sequential(
+            inner, torch.nn.GELU(), torch.nn.Dropout(0.3), outer
+        )
         steps = max(LEAST_STEPS, EPOCHS * len(x) // BATCH)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.05, fused=True)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps)
-        order = torch.cat([torch.randperm(len(x)) for _ in range(-(-steps * BATCH // len(x)))])
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=4e-3, weight_decay=0.05, fused=True
+        )
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 4e-3, total_steps=steps
+        )
+        order = torch.cat(
+            [torch.randperm(len(x)) for _ in range(-(-steps * BATCH // len(x)))]
+        )
         for rows in order[: steps * BATCH].split(BATCH):
             loss = loss_of(model(_thinned(x[rows]))[:, 0], harmless[rows], counts[rows])
             optimizer.zero_grad()
@@ -442,8 +475,12 @@ def fit_stopped(examples: Examples, config: FitConfig, setting: Setting) -> Fitt
                 model(inputs[rows])[:, 0], labels[rows], counts[rows]
             )
 
-        optimizer_class = torch.optim.AdamW if config.kind == "adamw" else torch.optim.Adam
-        optimizer = optimizer_class(model.parameters(), lr=setting.rate, weight_decay=setting.decay)
+        optimizer_class = (
+            torch.optim.AdamW if config.kind == "adamw" else torch.optim.Adam
+        )
+        optimizer = optimizer_class(
+            model.parameters(), lr=setting.rate, weight_decay=setting.decay
+        )
         _train_until_worse(model, optimizer, loss_on, train, valid)
     return Fitted(model.weight.detach()[0].numpy(), float(model.bias.detach()))
 

@@ -61,20 +61,32 @@ class Inputs:
         if self.ahead is not None and not 0 <= self.ahead <= FURTHEST:
             raise InputError(f"ahead {self.ahead}: must be from 0 to {FURTHEST} tokens")
         shown = shown_layers(self.layers)
-        if not self.layers or len(set(self.layers)) < len(self.layers) or 0 in self.layers:
-            raise InputError(f"layers {shown or 'none'}: name some, each once, 1 being the first")
+        if (
+            not self.layers
+            or len(set(self.layers)) < len(self.layers)
+            or 0 in self.layers
+        ):
+            raise InputError(
+                f"layers {shown or 'none'}: name some, each once, 1 being the first"
+            )
         if self.layers != (None,) and "target" not in self.models:
-            raise InputError(f"layers {shown}: are the target's, whose states are not read")
+            raise InputError(
+                f"layers {shown}: are the target's, whose states are not read"
+            )
 
     def __str__(self) -> str:
-        layer = "" if self.layers == (None,) else f"-layer{shown_layers(self.layers, '+')}"
+        layer = (
+            "" if self.layers == (None,) else f"-layer{shown_layers(self.layers, '+')}"
+        )
         ahead = "" if self.ahead is None else f"-ahead{self.ahead}"
         return f"{'+'.join(self.models)}-{'+'.join(self.tokens)}{layer}{ahead}"
 
     def width(self, sizes: Mapping[str, int]) -> int:
         """How many numbers are read, by the models' hidden sizes."""
         times = {"target": len(self.layers), "draft": 1}
-        states = sum(sizes[model] * times[model] for model in self.models) * len(self.tokens)
+        states = sum(sizes[model] * times[model] for model in self.models) * len(
+            self.tokens
+        )
         if self.ahead is None:
             return states
         return states + lookahead.width("draft" in self.models, self.ahead)
@@ -126,16 +138,23 @@ class Head:
         """[B, W] logits of the scores of windows of W drafted tokens."""
         parts = []
         for token in self.inputs.tokens:
-            rows = slice(1, draft.width + 1) if token == "draft" else slice(0, draft.width)
+            rows = (
+                slice(1, draft.width + 1) if token == "draft" else slice(0, draft.width)
+            )
             for model in self.inputs.models:
                 state = reading.hidden if model == "target" else draft.hidden
                 if state is None:
-                    raise RuntimeError("the drafter did not keep the draft's hidden states")
+                    raise RuntimeError(
+                        "the drafter did not keep the draft's hidden states"
+                    )
                 parts.append(state[:, rows].float())
         if self.inputs.ahead is not None:
             logits = draft.logits if "draft" in self.inputs.models else None
             values = lookahead.token_values(
-                reading.logits[:, :-1], logits, draft.tokens, self._kinds(ctx, draft.tokens.device)
+                reading.logits[:, :-1],
+                logits,
+                draft.tokens,
+                self._kinds(ctx, draft.tokens.device),
             )
             parts.append(lookahead.of_windows(values, draft.lengths, self.inputs.ahead))
         return self.logits(torch.cat(parts, -1))
@@ -154,7 +173,8 @@ class Head:
         x = x.float()
         if x.device not in self._weights:
             self._weights[x.device] = [
-                (weight.to(x.device), bias.to(x.device)) for weight, bias in self._layers()
+                (weight.to(x.device), bias.to(x.device))
+                for weight, bias in self._layers()
             ]
         *layers, last = self._weights[x.device]
         for layer in layers:
@@ -171,7 +191,9 @@ class Head:
     @property
     def fingerprint(self) -> str:
         """Identifies what it decides: weights, bias, threshold and inputs."""
-        weights = b"".join(part.numpy().tobytes() for part in (self.weight, *(self.layer or ())))
+        weights = b"".join(
+            part.numpy().tobytes() for part in (self.weight, *(self.layer or ()))
+        )
         numbers = weights + np.array([self.bias, self.threshold]).tobytes()
         return digest_bytes(numbers + str(self.inputs).encode())
 
@@ -205,9 +227,15 @@ class Head:
     def save(self, folder: Path) -> None:
         """Write judge.safetensors and judge.json, each whole or not at all; one that is of another
         save is refused. A stop's are named after it."""
-        tensors = {"weight": self.weight, "bias": torch.tensor([self.bias], dtype=torch.float64)}
+        tensors = {
+            "weight": self.weight,
+            "bias": torch.tensor([self.bias], dtype=torch.float64),
+        }
         if self.layer:
-            tensors |= {"layer.weight": self.layer[0].contiguous(), "layer.bias": self.layer[1]}
+            tensors |= {
+                "layer.weight": self.layer[0].contiguous(),
+                "layer.bias": self.layer[1],
+            }
         with replacing(folder / f"{self.role}.safetensors") as new:
             save_file(tensors, new)
         about = {
@@ -247,7 +275,8 @@ def _load(path: Path, role: Role, changed: int) -> Head:
         asked = about["inputs"]
         models = tuple(asked["models"])
         tokens = tuple(asked["tokens"])
-        layers = asked.get("layers", [asked.get("layer")])  # one of an earlier version's
+        # one of an earlier version's
+        layers = asked.get("layers", [asked.get("layer")])
         inputs = Inputs(models, tokens, tuple(layers), asked.get("ahead"))
         has_layer = about["kind"] == "mlp"
         head = Head(
@@ -261,10 +290,14 @@ def _load(path: Path, role: Role, changed: int) -> Head:
             folder=str(path),
             role=role,
             temperature=about.get("temperature", 0.0),
-            layer=(tensors["layer.weight"], tensors["layer.bias"]) if has_layer else None,
+            layer=(tensors["layer.weight"], tensors["layer.bias"])
+            if has_layer
+            else None,
         )
         if about["fingerprint"] != head.fingerprint:
-            raise ValueError(f"{role}.json and {role}.safetensors are not of the same fit")
+            raise ValueError(
+                f"{role}.json and {role}.safetensors are not of the same fit"
+            )
         return head
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise InputError(
@@ -291,7 +324,11 @@ class Learned:
 
     def __post_init__(self) -> None:
         if self.threshold is not None and not 0 <= self.threshold <= self.highest:
-            percent = f"; percent? write {self.threshold / 100:g}" if self.threshold >= 2 else ""
+            percent = (
+                f"; percent? write {self.threshold / 100:g}"
+                if self.threshold >= 2
+                else ""
+            )
             raise InputError(
                 f"{self.name}'s threshold {self.threshold}: a score is a probability, and must be "
                 f"from 0 to 1{percent}"
@@ -308,7 +345,9 @@ class Learned:
 
     def relocated(self, path: Callable[[str], str]) -> Self:
         """The same with its head's path changed; the one of the built-in pair has none."""
-        return self if self.path == self.built_in else replace(self, path=path(self.path))
+        return (
+            self if self.path == self.built_in else replace(self, path=path(self.path))
+        )
 
     def check(
         self, fingerprints: Callable[[], Mapping[str, str]], sizes: Mapping[str, int]

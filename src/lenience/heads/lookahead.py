@@ -28,7 +28,9 @@ def kinds_of(token_mask: Callable[[str], Tensor]) -> Tensor:
     return torch.stack([token_mask(r"\d"), token_mask(r"[^\W\d_]")], -1).float()
 
 
-def token_values(target: Tensor, draft: Tensor | None, tokens: Tensor, kinds: Tensor) -> Tensor:
+def token_values(
+    target: Tensor, draft: Tensor | None, tokens: Tensor, kinds: Tensor
+) -> Tensor:
     """[…, S] numbers of drafted `tokens` […] by the logits […, V] of the target and perhaps of the
     draft, where they were drafted, and by the `kinds` [V, 2] of tokens.
 
@@ -68,13 +70,19 @@ def with_later(here: Tensor, later: Tensor, known: Tensor) -> Tensor:
     own = later[..., OWN]
     agrees = later[..., AGREES]
     wordless = seen * (later[..., HAS_LETTER] == 0)
-    among = torch.stack([seen, wordless, seen * (later[..., BEST] >= SURE)], -2)  # […, 3, n]
+    among = torch.stack(  # […, 3, n]
+        [seen, wordless, seen * (later[..., BEST] >= SURE)], -2
+    )
     counts = among.sum(-1)
-    means = among @ torch.stack([agrees, own], -1) / counts.clamp(min=1)[..., None]  # […, 3, 2]
+    means = (  # […, 3, 2]
+        among @ torch.stack([agrees, own], -1) / counts.clamp(min=1)[..., None]
+    )
     lowest = (among * own[..., None, :]).amin(-1)
     run = ((1 - agrees).cumsum(-1) == 0).sum(-1, keepdim=True) / n
     ends = [later.amin(-2), later.amax(-2), run, counts / n]
-    return torch.cat([here, seen, later.flatten(-2), *ends, *means.unbind(-1), lowest], -1)
+    return torch.cat(
+        [here, seen, later.flatten(-2), *ends, *means.unbind(-1), lowest], -1
+    )
 
 
 def of_windows(values: Tensor, lengths: Tensor, n: int) -> Tensor:
@@ -88,7 +96,9 @@ def of_windows(values: Tensor, lengths: Tensor, n: int) -> Tensor:
 @cache
 def _places_after(width: int, n: int, device: torch.device) -> Tensor:
     """[width, n]: which places follow each."""
-    return 1 + torch.arange(width, device=device)[:, None] + torch.arange(n, device=device)
+    return (
+        1 + torch.arange(width, device=device)[:, None] + torch.arange(n, device=device)
+    )
 
 
 @cache

@@ -37,7 +37,9 @@ def thresholds(scores: NDArray, important: NDArray) -> list[dict[str, Any]]:
         caught = int((scores[important] < threshold).sum())
         interval = binomtest(caught, n).proportion_ci()
         row = {"recall": recall, "threshold": threshold, "accepted": accepted}
-        rows.append({**row, "recall_interval": (float(interval.low), float(interval.high))})
+        rows.append(
+            {**row, "recall_interval": (float(interval.low), float(interval.high))}
+        )
     return rows
 
 

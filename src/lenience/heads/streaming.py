@@ -42,7 +42,9 @@ class StreamedRows:
             with safe_open(path, "pt") as file:
                 shapes.append(file.get_slice("x").get_shape())
         sizes = tuple(int(shape[0]) for shape in shapes)
-        return cls(tuple(paths), sizes, int(shapes[0][1]), np.ones(sum(sizes), dtype=bool))
+        return cls(
+            tuple(paths), sizes, int(shapes[0][1]), np.ones(sum(sizes), dtype=bool)
+        )
 
     def __len__(self) -> int:
         return int(self.kept.sum())
@@ -73,12 +75,16 @@ class StreamedRows:
                     kept = self.kept[start + first : start + end]
                     if kept.any():
                         block = states[first:end]
-                        yield (block if kept.all() else block[torch.from_numpy(kept)]).float()
+                        yield (
+                            block if kept.all() else block[torch.from_numpy(kept)]
+                        ).float()
             start += size
 
     def mean_and_scale(self) -> tuple[NDArray, NDArray]:
         """[F] each: the mean, and the standard deviation with a little added."""
-        total, squares = (torch.zeros(self.width, dtype=torch.float64) for _ in range(2))
+        total, squares = (
+            torch.zeros(self.width, dtype=torch.float64) for _ in range(2)
+        )
         for block in self.blocks():
             total += block.double().sum(0)
         mean = total / len(self)
@@ -114,7 +120,9 @@ class Standardised:
         return cls(rows, *rows.mean_and_scale())
 
     def blocks(self) -> Iterator[Tensor]:
-        mean, scale = (torch.from_numpy(part).float() for part in (self.mean, self.scale))
+        mean, scale = (
+            torch.from_numpy(part).float() for part in (self.mean, self.scale)
+        )
         for block in self.rows.blocks():
             yield (block - mean) / scale
 
@@ -223,7 +231,9 @@ def _is_too_long(length: Tensor, change: Tensor, slope: Tensor) -> Tensor:
     return (change > 1e-4 * length * slope) & (length > SHORTEST)
 
 
-def _lbfgs(gradient: Tensor, changes: Sequence[Tensor], turns: Sequence[Tensor]) -> Tensor:
+def _lbfgs(
+    gradient: Tensor, changes: Sequence[Tensor], turns: Sequence[Tensor]
+) -> Tensor:
     """[D, K]: gradients times the inverse Hessians that the last steps tell (Nocedal 1980); a step
     that did not bend a function tells nothing of it."""
     direction = gradient.clone()

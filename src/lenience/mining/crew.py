@@ -150,7 +150,9 @@ class _Process:
         status = self._process.wait()
         self._errors.seek(0)
         said = self._errors.read().decode(errors="replace").strip().splitlines()
-        return WorkerLost(f"ended with status {status}" + (f": {said[-1]}" if said else ""))
+        return WorkerLost(
+            f"ended with status {status}" + (f": {said[-1]}" if said else "")
+        )
 
 
 def _device(number: int) -> dict[str, str]:
@@ -160,7 +162,11 @@ def _device(number: int) -> dict[str, str]:
     if not torch.cuda.is_available() or torch.cuda.device_count() < 2:
         return {}
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+    devices = (
+        named.split(",")
+        if named
+        else [str(i) for i in range(torch.cuda.device_count())]
+    )
     return {"CUDA_VISIBLE_DEVICES": devices[number % len(devices)]}
 
 
@@ -212,7 +218,9 @@ class _Board:
             self.changed.notify_all()
 
 
-def mined_by(crew: Crew, work: Part, identity: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def mined_by(
+    crew: Crew, work: Part, identity: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
     """The records of samples that a crew's workers search, as each is finished; `identity` is the
     driver's own. Raises RunError where all workers are lost again and again, or one is not of the
     driver's models, and what a worker raises."""
@@ -294,7 +302,9 @@ class _Threads:
     def _check(self, number: int, worker: HiredWorker) -> None:
         """Raise RunError where a worker is not of the driver's models and task."""
         theirs = worker.identity
-        if differs := [key for key, own in self.identity.items() if theirs.get(key) != own]:
+        if differs := [
+            key for key, own in self.identity.items() if theirs.get(key) != own
+        ]:
             raise RunError(
                 f"worker {number + 1}: has another {', '.join(differs)} than the driver; give all "
                 "machines the same files"
@@ -311,7 +321,10 @@ class _Threads:
 
     def _lament(self, number: int, error: WorkerLost, in_a_row: int) -> None:
         """Say that a worker is lost. Raises RunError where all have been lost too often."""
-        print(f"warning: worker {number + 1} {error}; others do its samples", file=sys.stderr)
+        print(
+            f"warning: worker {number + 1} {error}; others do its samples",
+            file=sys.stderr,
+        )
         if in_a_row < LOST_IN_A_ROW:
             return
         with self.board.changed:

@@ -39,7 +39,10 @@ def forecast(mined: Sequence[MinedSample], labels: int) -> Forecast:
     """What `labels` important mismatches will take. Raises InputError where the samples are too few
     or hold none."""
     counts = np.array(
-        [sum(bool(mismatch.important) for mismatch in sample.mismatches) for sample in mined]
+        [
+            sum(bool(mismatch.important) for mismatch in sample.mismatches)
+            for sample in mined
+        ]
     )
     if len(mined) < 2 or not counts.any():
         raise InputError(
@@ -63,7 +66,10 @@ def forecast(mined: Sequence[MinedSample], labels: int) -> Forecast:
         important=mean,
         important_interval=(low, high),
         samples=samples,
-        samples_interval=(math.ceil(labels / high), math.ceil(labels / low) if low else None),
+        samples_interval=(
+            math.ceil(labels / high),
+            math.ceil(labels / low) if low else None,
+        ),
         target_passes=round(whole("target_passes")),
         target_tokens=round(whole("target_tokens")),
         draft_tokens=round(whole("draft_tokens")),

@@ -30,7 +30,9 @@ def check_policy(policy: Decoder) -> None:
         refuse_certified([policy.bound_to.source])
     if policy.alone or not policy.rule.goes_on_as_target or policy.temperature > 0:
         what = "goes on as the target does, greedily, where it rejects a token"
-        raise InputError(f"--policy {policy}: name a rule that {what}, such as judge:RUN/judge@T")
+        raise InputError(
+            f"--policy {policy}: name a rule that {what}, such as judge:RUN/judge@T"
+        )
 
 
 @dataclass
@@ -68,7 +70,8 @@ def search_on_policy(
         answered = _answer(pair, task, part, policy, strict)
         lost = [answer for answer in answered if answer.lost]
         asked = [
-            answer.lenient.prompt_tokens + answer.lenient.tokens[: mismatch.position + 1]
+            answer.lenient.prompt_tokens
+            + answer.lenient.tokens[: mismatch.position + 1]
             for answer in lost
             for mismatch in answer.kept
         ]
@@ -85,7 +88,9 @@ def _answer(
     """Both answers to each of the samples; the target is asked where something was kept by
     lenience, and else has said the same."""
     size = max(1, len(samples))
-    outs = pair.generate_batch([sample.prompt for sample in samples], policy, batch_size=size)
+    outs = pair.generate_batch(
+        [sample.prompt for sample in samples], policy, batch_size=size
+    )
     kept = [_kept(pair, out) for out in outs]
     asked = [out.prompt_tokens for out, some in zip(outs, kept) if some]
     alone = iter(pair.generate_batch(asked, strict, batch_size=size))
@@ -111,7 +116,9 @@ def _kept(pair: Pair, out: Generation) -> list[Mismatch]:
     logits = ctx.process(reading.logits, torch.tensor([response[:-1]]))
     greedy = logits[0, :, : pair.target.vocab_size].argmax(-1).tolist()
     return [
-        Mismatch(position=i, target_token=greedy[i], draft_token=response[i], important=None)
+        Mismatch(
+            position=i, target_token=greedy[i], draft_token=response[i], important=None
+        )
         for i in at
         if greedy[i] != response[i]
     ]

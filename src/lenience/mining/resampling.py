@@ -68,7 +68,9 @@ def resample(
             response = _swapped(*swap) + out.tokens
             _, text = until_stop(pair.target, response, task.stop_strings)
             same = _same(task, text, mined, by_id[mined.id])
-            line = Resample(id=mined.id, position=mismatch.position, number=number, same=same)
+            line = Resample(
+                id=mined.id, position=mismatch.position, number=number, same=same
+            )
             journal.append(line.to_json())
             ready += 1
             progress("resampling", ready, total)
@@ -125,7 +127,9 @@ def shares_harmless(folder: Path) -> list[float]:
     for mined in mined_samples(Journal(folder / "journal.jsonl")):
         for mismatch in mined.mismatches:
             if mismatch.important is not None:
-                drawn = verdicts[mined.id, mismatch.position] if mismatch.important else []
+                drawn = (
+                    verdicts[mined.id, mismatch.position] if mismatch.important else []
+                )
                 all_of_them = [not mismatch.important, *drawn]
                 shares.append(sum(all_of_them) / len(all_of_them))
     return shares

@@ -70,7 +70,9 @@ class MineConfig:
     def __post_init__(self) -> None:
         if self.temperature and (self.policy or self.resamples):
             what = "policy" if self.policy else "resamples"
-            raise InputError(f"{what}: is of greedy answers; leave it or the temperature out")
+            raise InputError(
+                f"{what}: is of greedy answers; leave it or the temperature out"
+            )
         if not self.temperature and (self.top_k, self.top_p) != (None, None):
             raise InputError("top_k, top_p: are of draws; give a temperature too")
         if self.batch_size < 1:
@@ -81,14 +83,18 @@ class MineConfig:
     def decoding(self, task: Task) -> Decoder:
         """How the target's own responses are decoded."""
         names = ("max_new_tokens", "temperature", "top_k", "top_p")
-        options = {name: getattr(self, name) for name in names} | {"seed": self.draw_seed}
+        options = {name: getattr(self, name) for name in names} | {
+            "seed": self.draw_seed
+        }
         return for_task(Decoder.of(options), options, task)
 
     def asked(self, decoding: Decoder) -> dict[str, Any]:
         """What the run says of it."""
         stops = list(decoding.stop_strings) or None
         limits = {"max_new_tokens": decoding.max_new_tokens, "stop_strings": stops}
-        sampling = ("temperature", "top_k", "top_p", "draw_seed") if self.temperature else ()
+        sampling = (
+            ("temperature", "top_k", "top_p", "draw_seed") if self.temperature else ()
+        )
         drawn = {name: getattr(self, name) for name in sampling}
         return limits | drawn | {"seed": self.seed}
 
@@ -148,14 +154,18 @@ class Miner:
         mismatches = list[Mismatch]()
         start = 0
         while start < len(response):
-            predicted = yield Predict(prompt + response, len(prompt) + start, len(prompt))
+            predicted = yield Predict(
+                prompt + response, len(prompt) + start, len(prompt)
+            )
             guesses = dict(enumerate(predicted, start))
             differing = [i for i, token in guesses.items() if token != response[i]]
             start = len(response)
             # the response up to a mismatch is settled, and so are the draft's guesses as long as no
             # swap is adopted
             for i in differing:
-                swapped, same = yield from self._swap(prompt, response[:i], guesses[i], answer)
+                swapped, same = yield from self._swap(
+                    prompt, response[:i], guesses[i], answer
+                )
                 mismatches.append(
                     Mismatch(
                         position=i,
@@ -186,7 +196,9 @@ class Miner:
         found = self.answer(response)
         if not self.task.compares_slowly or found == answer:
             return response, self.task.same(found, answer, self.sample)
-        same: bool | None = yield Compare(partial(self.task.same, found, answer, self.sample))
+        same: bool | None = yield Compare(
+            partial(self.task.same, found, answer, self.sample)
+        )
         return response, same
 
     def _continue(self, prompt: list[int], response: list[int]) -> Continue:
@@ -204,7 +216,11 @@ class Miner:
 
 
 def search(
-    pair: Pair, task: Task, samples: Sequence[Sample], decoding: Decoder, batch_size: int
+    pair: Pair,
+    task: Task,
+    samples: Sequence[Sample],
+    decoding: Decoder,
+    batch_size: int,
 ) -> Iterator[MinedSample]:
     """What is found on `samples`, as each is finished, where the target answers as `decoding` has
     it; `batch_size` searches are held together."""
@@ -218,7 +234,9 @@ def search(
     dialogues = (miner.search(prompt) for miner, prompt in zip(miners, prompts))
     size = min(batch_size, len(samples))
     capacity = max(map(len, prompts), default=0) + max_new_tokens
-    for ended in pair.converse(dialogues, size=size, capacity=capacity, sampling=decoding):
+    for ended in pair.converse(
+        dialogues, size=size, capacity=capacity, sampling=decoding
+    ):
         yield _record(miners[ended.number], ended)
 
 
@@ -256,7 +274,9 @@ def mine(
     models or options, its journal is broken, or memory has no room for the caches.
     """
     if crew is not None and config.policy is not None:
-        raise InputError("workers: search the target's own answers; leave out the policy")
+        raise InputError(
+            "workers: search the target's own answers; leave out the policy"
+        )
     task = task_for(pair, task, progress)
     pair.require_draft("mining")
     drawn = "first" if config.first or mined_first(folder) else "random"
@@ -337,7 +357,9 @@ def _choose(pair: Pair, task: Task, config: MineConfig, drawn: str) -> list[Samp
     )
     chosen = list(islice(fresh, config.limit))
     if not chosen:
-        raise InputError(f"--policy {config.policy}: its head has learned from every sample")
+        raise InputError(
+            f"--policy {config.policy}: its head has learned from every sample"
+        )
     return chosen
 
 
@@ -347,7 +369,9 @@ def _policy(
     """Whose answers are mined, and what the run says of it."""
     if policy is None:
         return None, None
-    policy = replace(policy, max_new_tokens=like.max_new_tokens, stop_strings=like.stop_strings)
+    policy = replace(
+        policy, max_new_tokens=like.max_new_tokens, stop_strings=like.stop_strings
+    )
     pair.check(policy)
     heads = [head.head.fingerprint for head in policy.heads]
     return policy, {"setting": str(policy.without_paths()), "heads": heads}
@@ -364,5 +388,7 @@ def _counts(journal: Journal, max_new_tokens: int) -> MinedCounts:
         important=labels.count(True),
         abstained=labels.count(None),
         unanswered=len(unanswered),
-        cut_off=sum(len(sample.response_ids) >= max_new_tokens for sample in unanswered),
+        cut_off=sum(
+            len(sample.response_ids) >= max_new_tokens for sample in unanswered
+        ),
     )

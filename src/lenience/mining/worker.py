@@ -38,10 +38,14 @@ class Worker:
         """The journal's records of a part's samples, as each is finished. Raises InputError for an
         id that the task does not have."""
         if self._samples is None:
-            self._samples = {sample.id: sample for sample in take(self.task, "train", None)}
+            self._samples = {
+                sample.id: sample for sample in take(self.task, "train", None)
+            }
         asked = Part(**part)
         if missing := [id for id in asked.ids if id not in self._samples]:
-            raise InputError(f"task {self.task.name!r}: a worker's has no sample {missing[0]}")
+            raise InputError(
+                f"task {self.task.name!r}: a worker's has no sample {missing[0]}"
+            )
         samples = [self._samples[id] for id in asked.ids]
         decoding = Decoder.of(asked.decoding)
         for mined in search(self.pair, self.task, samples, decoding, asked.batch_size):

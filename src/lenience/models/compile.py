@@ -110,7 +110,11 @@ def _backend(lm: LM, path: Path | None, export: bool) -> Backend | None:
     passes; None if what it reads differs from the model's own pass."""
     if path is None:
         recorded = CudaGraphs()
-        return recorded if reads_together_as_alone(lm, recorded.cache(lm, 3, 256)) else None
+        return (
+            recorded
+            if reads_together_as_alone(lm, recorded.cache(lm, 3, 256))
+            else None
+        )
     return _load_right(
         lm,
         _Export(path, LAST, export),
@@ -125,9 +129,17 @@ def _others(export: bool, states: States = LAST) -> Others:
         def reads(graph: Graph) -> bool:
             return reads_together_as_alone(lm, graph.cache(lm, 3, 256), wanted)
 
-        layers = [layer for layer in (*wanted.layers, *wanted.features) if layer is not None]
-        what = f"the states after layer {', '.join(map(str, layers))}" if layers else "features"
-        return _another(lm, what, _Export(graph_path(lm, wanted), wanted, export), reads)
+        layers = [
+            layer for layer in (*wanted.layers, *wanted.features) if layer is not None
+        ]
+        what = (
+            f"the states after layer {', '.join(map(str, layers))}"
+            if layers
+            else "features"
+        )
+        return _another(
+            lm, what, _Export(graph_path(lm, wanted), wanted, export), reads
+        )
 
     def for_trees(lm: LM, chains: Graph) -> Graph | None:
         def reads(graph: Graph) -> bool:
@@ -158,7 +170,10 @@ class _Export:
 
     def write(self, lm: LM) -> None:
         """Export the graph; takes some seconds."""
-        from lenience.models.onnx_export import export_graph  # of an extra, and slow to import
+        # of an extra, and slow to import
+        from lenience.models.onnx_export import (
+            export_graph,
+        )
 
         export_graph(lm, self.path, self.states, self.trees)
 
@@ -177,12 +192,15 @@ def _another(
     except Exception as error:  # whatever an exporter raises
         why = f"{type(error).__name__}: {first_line(error)}"
     warnings.warn(
-        f"{lm.role} {lm.name!r}: {what} are read through its own pass: {why}", stacklevel=3
+        f"{lm.role} {lm.name!r}: {what} are read through its own pass: {why}",
+        stacklevel=3,
     )
     return None
 
 
-def _load_right(lm: LM, export: _Export, reads_rightly: Callable[[Graph], bool]) -> Graph | None:
+def _load_right(
+    lm: LM, export: _Export, reads_rightly: Callable[[Graph], bool]
+) -> Graph | None:
     """Load the first graph that reads as the model does: the cached one, the one that is shipped
     with the package, or, if it may be made, a new one. None if none of them does."""
     others = None if export.trees else _others(export.makes, export.states)
@@ -225,7 +243,9 @@ def graph_path(lm: LM, states: States = LAST, trees: bool = False) -> Path:
     """Return where a model's graph is cached: its name is a hash of what the graph depends on, and
     of the versions that export it. A graph holds no weights, so models of one shape share it."""
     versions = [torch.__version__, transformers.__version__]
-    return cache_folder() / f"{_digest([*versions, *_structure(lm, states, trees)])}.onnx"
+    return (
+        cache_folder() / f"{_digest([*versions, *_structure(lm, states, trees)])}.onnx"
+    )
 
 
 def shipped_path(lm: LM, states: States = LAST, trees: bool = False) -> Path:
@@ -242,6 +262,8 @@ def _structure(lm: LM, states: States, trees: bool) -> list[object]:
     configuration, the role, the states that it gives, and whether it is for trees."""
     config = lm.model.config.to_dict()
     config = {key: config[key] for key in sorted(config) if key not in NOT_OF_THE_GRAPH}
-    shapes = sorted((name, tuple(weight.shape)) for name, weight in lm.model.state_dict().items())
+    shapes = sorted(
+        (name, tuple(weight.shape)) for name, weight in lm.model.state_dict().items()
+    )
     gives = [lm.role, tuple(states.layers), tuple(states.features), trees]
     return [FORMAT, type(lm.model).__name__, shapes, config, *gives]

@@ -19,7 +19,14 @@ from torch import Tensor
 from lenience.core.errors import first_line
 from lenience.core.profile import Profile
 from lenience.core.transfer import to_device
-from lenience.models.kv_cache import LATER, Forward, PlainCache, Sight, TreeSight, positions
+from lenience.models.kv_cache import (
+    LATER,
+    Forward,
+    PlainCache,
+    Sight,
+    TreeSight,
+    positions,
+)
 from lenience.models.lm import LAST, LM, States
 
 _RECORDING = threading.Lock()
@@ -112,16 +119,22 @@ class CudaGraphCache(PlainCache):
     def read(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
         if forward.length > forward.num_states + 1:  # prompts, each of its own length
             shorter = forward.kv_length - forward.lookahead
-            first = super().read(replace(forward, lookahead=0, kv_length=shorter), profile)
+            first = super().read(
+                replace(forward, lookahead=0, kv_length=shorter), profile
+            )
             return self._read_on(forward, first, profile)
         kv_length = _round_up(forward.kv_length)
         self.slots.make_room(kv_length)
-        if self.slots.capacity != self._recorded_capacity:  # what was recorded reads other memory
+        if (
+            self.slots.capacity != self._recorded_capacity
+        ):  # what was recorded reads other memory
             self._recorded = {}
             self._recorded_capacity = self.slots.capacity
             self._pool = None
         is_tree = forward.parents is not None
-        shape = _Shape(forward.length, forward.num_states, forward.lookahead, kv_length, is_tree)
+        shape = _Shape(
+            forward.length, forward.num_states, forward.lookahead, kv_length, is_tree
+        )
         recording = self._recorded.pop(shape, None) or _Recording(self, shape)
         self._recorded[shape] = recording  # the last used one is the last
         if len(self._recorded) > KEPT:
@@ -191,7 +204,9 @@ class _Recording:
             try:
                 with _RECORDING, torch.cuda.device(device):
                     self.graph = self._record()
-            except RuntimeError as error:  # out of memory among them; the pass can still be made
+            except (
+                RuntimeError
+            ) as error:  # out of memory among them; the pass can still be made
                 lm = cache.lm
                 why = f"a pass is not recorded: {first_line(error)}"
                 warnings.warn(f"{lm.role} {lm.name!r}: {why}", stacklevel=2)
@@ -217,7 +232,9 @@ class _Recording:
         ids = self.ids
         padding = self.left_padding
         cached = self.cached_lengths
-        parts = [self._forward(ids, *positions(ids, padding, cached), self.shape.num_states)]
+        parts = [
+            self._forward(ids, *positions(ids, padding, cached), self.shape.num_states)
+        ]
         # rows of padding stay so
         cached = cached + length - padding
         padding = (padding == length).long()
@@ -234,7 +251,9 @@ class _Recording:
         cache = self.cache
         slots = self.cache.slots
         columns = position_ids.masked_fill(is_padding, slots.capacity)
-        slots.use_several(range(slots.num_rows), self.rows, columns, self.shape.kv_length)
+        slots.use_several(
+            range(slots.num_rows), self.rows, columns, self.shape.kv_length
+        )
         ids = ids.clamp(max=cache.lm.vocab_size - 1)
         keys = torch.arange(self.shape.kv_length, device=ids.device)
         return cache.forward(ids, num_states, self.sight or Sight(position_ids, keys))
@@ -260,14 +279,21 @@ class _Recording:
         """Put what is asked where the recording reads it; rows that take no part are padding."""
         length = self.shape.length
         numbers = [[*[0] * length, length, 0] for _ in range(len(self.rows))]
-        asked = zip(forward.rows, forward.input_ids, forward.left_padding, forward.cached_lengths)
+        asked = zip(
+            forward.rows,
+            forward.input_ids,
+            forward.left_padding,
+            forward.cached_lengths,
+        )
         for row, ids, padding, cached in asked:
             numbers[row] = [*ids, padding, cached]
         written = to_device(numbers, self.ids.device)
         self.ids.copy_(written[:, :length])
         if forward.device_tokens is not None:
             last = length - forward.device_tokens.shape[1]
-            self.ids[slice(None) if rows is None else rows, last:] = forward.device_tokens
+            self.ids[slice(None) if rows is None else rows, last:] = (
+                forward.device_tokens
+            )
         self.left_padding.copy_(written[:, length])
         self.cached_lengths.copy_(written[:, length + 1])
         if self.sight is not None:

@@ -38,8 +38,13 @@ def _measured(lm: LM) -> ReadingCost | None:
     if not isinstance(heads, int) or getattr(lm.model, "is_quantized", False):
         return None
     head_size = getattr(config, "head_dim", None) or lm.hidden_size // heads
-    tables = [part.weight for part in lm.model.modules() if isinstance(part, torch.nn.Embedding)]
-    looked_up = {id(table) for table in tables} - {id(lm.output_matrix)}  # multiplies nothing
+    tables = [
+        part.weight
+        for part in lm.model.modules()
+        if isinstance(part, torch.nn.Embedding)
+    ]
+    # multiplies nothing
+    looked_up = {id(table) for table in tables} - {id(lm.output_matrix)}
     parts = [part for part in lm.model.parameters() if part.ndim > 1]
     matrices = sum(part.numel() for part in parts if id(part) not in looked_up)
     per_key = 4 * lm.num_layers * heads * head_size

@@ -20,16 +20,29 @@ if TYPE_CHECKING:
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
-        ("forced_bos_token_id", "forced_eos_token_id", "watermarking_config", "constraints"),
+        (
+            "forced_bos_token_id",
+            "forced_eos_token_id",
+            "watermarking_config",
+            "constraints",
+        ),
         (None,),
     ),
-    **dict.fromkeys(("begin_suppress_tokens", "force_words_ids", "dola_layers"), (None, [])),
+    **dict.fromkeys(
+        ("begin_suppress_tokens", "force_words_ids", "dola_layers"), (None, [])
+    ),
     **dict.fromkeys(
         ("encoder_repetition_penalty", "exponential_decay_length_penalty"), (None, 1.0)
     ),
     **dict.fromkeys(("guidance_scale", "num_beams"), (None, 1)),
     **dict.fromkeys(
-        ("encoder_no_repeat_ngram_size", "min_length", "min_new_tokens", "penalty_alpha"), (None, 0)
+        (
+            "encoder_no_repeat_ngram_size",
+            "min_length",
+            "min_new_tokens",
+            "penalty_alpha",
+        ),
+        (None, 0),
     ),
     **dict.fromkeys(("remove_invalid_values", "token_healing"), (None, False)),
 }
@@ -67,7 +80,11 @@ def processors_of(lm: LM, sampling: bool) -> LogitsProcessorList:
     if config.no_repeat_ngram_size:
         chain.append(NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
     if config.bad_words_ids:
-        chain.append(NoBadWordsLogitsProcessor(config.bad_words_ids, sorted(lm.eos_ids) or None))
+        chain.append(
+            NoBadWordsLogitsProcessor(config.bad_words_ids, sorted(lm.eos_ids) or None)
+        )
     if config.suppress_tokens:
-        chain.append(SuppressTokensLogitsProcessor(config.suppress_tokens, device=device))
+        chain.append(
+            SuppressTokensLogitsProcessor(config.suppress_tokens, device=device)
+        )
     return chain

@@ -163,9 +163,14 @@ class TreeSight:
             start = whole - len(parents)
             keys[b, start:whole] = start + np.array(depths(parents), np.int64)
             at[b, padding:] = keys[b, cached:whole]
-            new = slice(max(cached - start, 0), None)  # of the tree's tokens, those read now
-            related[b, length - len(parents[new]) :, start:whole] = lineage(parents)[new]
-        return cls(at if longest is None else np.minimum(at, longest - 1), keys, related)
+            # of the tree's tokens, those read now
+            new = slice(max(cached - start, 0), None)
+            related[b, length - len(parents[new]) :, start:whole] = lineage(parents)[
+                new
+            ]
+        return cls(
+            at if longest is None else np.minimum(at, longest - 1), keys, related
+        )
 
     def on(self, device: torch.device) -> Sight:
         parts = (torch.from_numpy(part) for part in (self.at, self.keys, self.related))
@@ -197,8 +202,12 @@ class PlainCache:
         make_layer = cast(type[CacheLayerMixin], partial(_Layer, self.slots))
         self._cache = PassCache(layer_class_to_replicate=make_layer)
 
-    def of_layers(self, lm: LM, layers: Sequence[int], trees: bool) -> PlainCache | None:
-        other = PlainCache(lm, self.slots.num_rows, self.slots.capacity, LAST, self.reads_ragged)
+    def of_layers(
+        self, lm: LM, layers: Sequence[int], trees: bool
+    ) -> PlainCache | None:
+        other = PlainCache(
+            lm, self.slots.num_rows, self.slots.capacity, LAST, self.reads_ragged
+        )
         other.slots = self.slots
         other._features = _Kept(self.slots)
         own = self._cache.layers
@@ -221,7 +230,9 @@ class PlainCache:
     @torch.inference_mode()
     def token_bytes(self) -> dict[torch.device, int]:
         if not self._cache.layers:  # they are made by the first read
-            self.read(Forward([0], [[0]], [0], [0], kv_length=1, num_states=1), Profile())
+            self.read(
+                Forward([0], [[0]], [0], [0], kv_length=1, num_states=1), Profile()
+            )
         taken: dict[torch.device, int] = {}
         for states in self.kept():
             taken[states.device] = taken.get(states.device, 0) + states[0, :, 0].nbytes
@@ -267,7 +278,11 @@ class PlainCache:
         return outputs
 
     def forward(
-        self, ids: Tensor, num_states: int, sight: Sight | None, inputs: Tensor | None = None
+        self,
+        ids: Tensor,
+        num_states: int,
+        sight: Sight | None,
+        inputs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The model's pass over `ids` [m, T], the slots being set; `sight` where it is not one row,
         or a tree."""
@@ -285,9 +300,8 @@ class PlainCache:
         hidden, features = self._cache.take_hidden(self.states)
         if features is not None:
             self._features.write(features[:, None])
-        return logits, hidden[:, -num_states:].to(
-            logits.device
-        )  # a model may lie on several devices
+        # a model may lie on several devices
+        return logits, hidden[:, -num_states:].to(logits.device)
 
     def _masks(self, sight: Sight) -> Any:
         """What each query sees, as the model's attention wants it told."""
@@ -296,7 +310,9 @@ class PlainCache:
         if model.config.get_text_config()._attn_implementation == "eager":
             least = torch.finfo(model.dtype).min
             masks = {
-                kind: torch.zeros_like(mask, dtype=model.dtype).masked_fill(~mask, least)
+                kind: torch.zeros_like(mask, dtype=model.dtype).masked_fill(
+                    ~mask, least
+                )
                 for kind, mask in masks.items()
             }
         return masks if len(masks) > 1 else masks["full_attention"]
@@ -416,7 +432,9 @@ class _Slots:
         self.columns = None
 
 
-def positions(ids: Tensor, left_padding: Tensor, cached_lengths: Tensor) -> tuple[Tensor, Tensor]:
+def positions(
+    ids: Tensor, left_padding: Tensor, cached_lengths: Tensor
+) -> tuple[Tensor, Tensor]:
     """The position of each of `ids` [m, T], 0 for padding, and which are padding, both [m, T];
     `left_padding` [m] stand in front and `cached_lengths` [m] tokens came before."""
     steps = torch.arange(ids.shape[1], device=ids.device) - left_padding[:, None]

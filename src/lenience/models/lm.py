@@ -30,7 +30,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging
 
 from lenience.core.errors import InputError, RunError, TooLong, first_line
-from lenience.core.identity import tokenizer_fingerprint, tokens_with, weights_fingerprint
+from lenience.core.identity import (
+    tokenizer_fingerprint,
+    tokens_with,
+    weights_fingerprint,
+)
 from lenience.models.prompts import Chat, Prompt, is_ids, plain, refuse_unusable
 
 T = TypeVar("T")
@@ -78,7 +82,11 @@ class PassCache(Cache):
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
     """[m, T, H] each → one, on the last one's device."""
     last = parts[-1]
-    return last if len(parts) == 1 else torch.cat([part.to(last.device) for part in parts], -1)
+    return (
+        last
+        if len(parts) == 1
+        else torch.cat([part.to(last.device) for part in parts], -1)
+    )
 
 
 def _hand_over(layer: int | None) -> Callable[..., None]:
@@ -86,7 +94,10 @@ def _hand_over(layer: int | None) -> Callable[..., None]:
     one."""
 
     def hook(
-        _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+        _module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
     ) -> None:
         for argument in (*args, *kwargs.values()):
             if isinstance(argument, PassCache):
@@ -180,12 +191,16 @@ class LM:
         cache = PassCache(layer_class_to_replicate=DynamicLayer)
         try:
             ids = torch.tensor([[0]], device=self.device)
-            self.model(input_ids=ids, use_cache=True, **cache_argument(self.model, cache))
+            self.model(
+                input_ids=ids, use_cache=True, **cache_argument(self.model, cache)
+            )
         finally:
             handle.remove()
         given, _ = cache.take_hidden()
         check_finite(self, given)
-        return given.shape == read[0].shape and torch.equal(given, read[0].to(given.device))
+        return given.shape == read[0].shape and torch.equal(
+            given, read[0].to(given.device)
+        )
 
     def use(self, backend: Backend | None) -> None:
         """Read the model through another way than its own forward from now on; None for its own."""
@@ -197,7 +212,9 @@ class LM:
         backend = self.backend
         if backend is not None and states != LAST:
             whole = backend
-            backend = self.once(("states", states, id(whole)), lambda: whole.giving(self, states))
+            backend = self.once(
+                ("states", states, id(whole)), lambda: whole.giving(self, states)
+            )
         if backend is not None and trees:
             chains = backend
             backend = self.once(("trees", id(chains)), lambda: chains.for_trees(self))
@@ -220,7 +237,9 @@ class LM:
         kwargs = dict(options)
         dtype = kwargs.pop("dtype")
         device = kwargs.pop("device")
-        known = isinstance(dtype, str) and isinstance(getattr(torch, dtype, None), torch.dtype)
+        known = isinstance(dtype, str) and isinstance(
+            getattr(torch, dtype, None), torch.dtype
+        )
         if dtype != "auto" and not known:
             raise InputError(
                 f"dtype {dtype!r}: there is none; name float32, bfloat16, float16 or auto"
@@ -242,7 +261,9 @@ class LM:
                 kwargs.setdefault("attn_implementation", "eager")
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **kwargs)
         except SafetensorError as error:
-            why = f"its safetensors file is corrupt ({first_line(error)}); fetch it again"
+            why = (
+                f"its safetensors file is corrupt ({first_line(error)}); fetch it again"
+            )
             raise InputError(f"{role} {source!r}: {why}") from error
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
             mend = (
@@ -265,9 +286,14 @@ class LM:
         be told."""
         parts = (model or self.model).modules()
         lists = [part for part in parts if isinstance(part, torch.nn.ModuleList)]
-        return next((part for part in lists if len(part) == self.num_layers), torch.nn.ModuleList())
+        return next(
+            (part for part in lists if len(part) == self.num_layers),
+            torch.nn.ModuleList(),
+        )
 
-    def block(self, layer: int, model: torch.nn.Module | None = None) -> torch.nn.Module:
+    def block(
+        self, layer: int, model: torch.nn.Module | None = None
+    ) -> torch.nn.Module:
         """One of the model's layers, 1 the first and -1 the last, or that of another `model` of the
         same kind. Raises InputError where there is none."""
         blocks = self.blocks(model)
@@ -343,7 +369,9 @@ class LM:
         turn = self.chat.end_of_turn(self.tokenizer)
         added = sorted({token for token in (own, turn) if token is not None} - ids)
         if added and ids:
-            names = ", ".join(repr(self.tokenizer.convert_ids_to_tokens(token)) for token in added)
+            names = ", ".join(
+                repr(self.tokenizer.convert_ids_to_tokens(token)) for token in added
+            )
             warnings.warn(
                 f"{self.role} {self.name!r}: answers also end at {names}, which ends a turn but is "
                 "missing from the eos_token_id of generation_config",
@@ -372,13 +400,18 @@ class LM:
         its tokens one by one."""
         config: Any = self.model.config.get_text_config()
         rope = getattr(config, "rope_parameters", None) or {}
-        for settings in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        for settings in (
+            rope,
+            *(value for value in rope.values() if isinstance(value, dict)),
+        ):
             if (
                 settings.get("rope_type") == "longrope"
                 and settings["short_factor"] != settings["long_factor"]
             ):
                 inside = settings.get("original_max_position_embeddings")
-                return inside or getattr(config, "original_max_position_embeddings", None)
+                return inside or getattr(
+                    config, "original_max_position_embeddings", None
+                )
         return None
 
     @cached_property
@@ -395,10 +428,12 @@ class LM:
         be read one by one."""
         config: Any = self.model.config.get_text_config()
         rope = str(
-            getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+            getattr(config, "rope_parameters", None)
+            or getattr(config, "rope_scaling", None)
         )
         return (
-            config.model_type == "gpt_neo"  # its local layers place their window by the longest row
+            config.model_type
+            == "gpt_neo"  # its local layers place their window by the longest row
             or "longrope" in rope  # rescales positions by the longest row
             or "dynamic" in rope
             or bool(
@@ -439,11 +474,17 @@ class LM:
             ids = cast(list[int], list(prompt))
         elif self.chats:
             what = f"{self.role} {self.name!r}"
-            ids = self.chat.ids(cast(str | list[dict[str, str]], prompt), self.tokenizer, what)
+            ids = self.chat.ids(
+                cast(str | list[dict[str, str]], prompt), self.tokenizer, what
+            )
         elif isinstance(prompt, str):
             ids = cast(list[int], self.tokenize(prompt)["input_ids"])
         else:
-            why = "goes through no chat template (--no-chat)" if self.chat.use is False else ""
+            why = (
+                "goes through no chat template (--no-chat)"
+                if self.chat.use is False
+                else ""
+            )
             why = why or "has no chat template"
             raise InputError(
                 f"{self.role} {self.name!r} {why}; messages need one, and text goes without"
@@ -470,13 +511,17 @@ class LM:
         that is no special token of the tokenizer."""
         if not special and len(ids) and ids[-1] in self.eos_ids:
             ids = ids[:-1]
-        return cast(str, self.tokenizer.decode(list(ids), skip_special_tokens=not special))
+        return cast(
+            str, self.tokenizer.decode(list(ids), skip_special_tokens=not special)
+        )
 
     def token_mask(self, pattern: str) -> Tensor:
         """[V] bool: in which tokens' texts a regular expression is found; found out once."""
         return self.once(
             ("tokens", pattern),
-            lambda: tokens_with(self.tokenizer, pattern, self.vocab_size).to(self.device),
+            lambda: tokens_with(self.tokenizer, pattern, self.vocab_size).to(
+                self.device
+            ),
         )
 
 
@@ -517,7 +562,9 @@ def without_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
     """Both as `transformers` keeps them."""
     with without_bars():
         model.save_pretrained(folder)
@@ -530,7 +577,9 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
         return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(source))
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         why = f"its tokenizer cannot be loaded ({first_line(error)})"
-        raise InputError(f"target {source!r}: {why}; give a Hub name or a folder") from error
+        raise InputError(
+            f"target {source!r}: {why}; give a Hub name or a folder"
+        ) from error
 
 
 def cache_argument(model: torch.nn.Module, cache: Cache) -> dict[str, Cache]:
@@ -559,7 +608,9 @@ def _refuse_unless_rollable(model: PreTrainedModel, what: str) -> None:
     takes_cache = _cache_name(cast(Hashable, type(model))) is not None
     try:
         layers = [] if not takes_cache else DynamicCache(config=config).layers
-        rollable = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+        rollable = all(
+            type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers
+        )
     except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError):
         rollable = False  # a configuration that it cannot lay out
     stateful = getattr(model, "_is_stateful", False)
@@ -573,4 +624,6 @@ def _refuse_unless_rollable(model: PreTrainedModel, what: str) -> None:
 def check_finite(lm: LM, states: Tensor) -> None:
     """Raise RunError if a model's hidden states [..., H] are NaN or infinite."""
     if not bool(states.isfinite().all()):
-        raise RunError(f"{lm.role} {lm.name!r}: its hidden states are NaN or infinite; {CAUSES}")
+        raise RunError(
+            f"{lm.role} {lm.name!r}: its hidden states are NaN or infinite; {CAUSES}"
+        )

@@ -26,7 +26,9 @@ def token_bytes(lm: LM, states: States = LAST) -> dict[torch.device, int]:
     return lm.once(("token bytes", way, states.features), find)
 
 
-def check_memory(caches: Iterable[tuple[LM, States, int]], rows: int, nodes: int = 0) -> None:
+def check_memory(
+    caches: Iterable[tuple[LM, States, int]], rows: int, nodes: int = 0
+) -> None:
     """Raise InputError where the caches of `rows` rows, and the masks of trees of so many `nodes`,
     would not fit into the free memory; `caches` says of each model which states are wanted, and how
     many tokens a row must hold."""
@@ -56,12 +58,16 @@ def check_memory(caches: Iterable[tuple[LM, States, int]], rows: int, nodes: int
 def free_bytes(device: torch.device) -> int | None:
     """How much memory a device has left; None where it cannot be told."""
     if device.type == "cuda":
-        kept_by_torch = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        kept_by_torch = torch.cuda.memory_reserved(
+            device
+        ) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept_by_torch
     try:
         with open("/proc/meminfo") as file:
             free = next(
-                int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")
+                int(line.split()[1]) * 1024
+                for line in file
+                if line.startswith("MemAvailable")
             )
             return min(free, _allowed())
     except (OSError, StopIteration):

@@ -33,7 +33,9 @@ from lenience.models.lm import LAST, LM, States, cache_argument
 _TRACING = threading.RLock()
 
 
-def export_graph(lm: LM, path: Path, states: States = LAST, trees: bool = False) -> None:
+def export_graph(
+    lm: LM, path: Path, states: States = LAST, trees: bool = False
+) -> None:
     """Export a model's forward pass into a file; takes some seconds. What is traced is another
     model on the same weights, so that this one can decode meanwhile.
 
@@ -121,7 +123,9 @@ def _looping_graph(lm: LM, states: States) -> ir.Model:
     }
     then = [f"{name}_then" for name in names]
     outputs = [*then, *_numbered("later", past), "step_logits", "step_hidden"]
-    _add_loop(model.graph, _trace(_Step(lm, states), arguments, outputs).graph, len(past))
+    _add_loop(
+        model.graph, _trace(_Step(lm, states), arguments, outputs).graph, len(past)
+    )
     return model
 
 
@@ -161,8 +165,14 @@ class _Twin(torch.nn.Module):
         head = cast(torch.nn.Module, self.model.get_output_embeddings())
         head.register_forward_pre_hook(lambda _, args: self._catch("head", args[0]))
         for layer in {*states.layers, *states.features}:
-            block = self.model.get_decoder() if layer is None else lm.block(layer, self.model)
-            block.register_forward_hook(lambda _, args, out, layer=layer: self._catch(layer, out))
+            block = (
+                self.model.get_decoder()
+                if layer is None
+                else lm.block(layer, self.model)
+            )
+            block.register_forward_hook(
+                lambda _, args, out, layer=layer: self._catch(layer, out)
+            )
         self.eval()
 
     def _catch(self, what: str | int | None, states: Any) -> None:
@@ -189,7 +199,11 @@ class _Twin(torch.nn.Module):
             logits_to_keep=kept,
             **({} if inputs is None else {"inputs": inputs}),
         )
-        new = [cast(Tensor, states) for layer in layers for states in (layer.keys, layer.values)]
+        new = [
+            cast(Tensor, states)
+            for layer in layers
+            for states in (layer.keys, layer.values)
+        ]
         parts = [self._hidden(layer, kept, inputs) for layer in self.states.layers]
         hidden = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         if not self.states.features:
@@ -197,7 +211,9 @@ class _Twin(torch.nn.Module):
         features = torch.cat([self.caught[layer] for layer in self.states.features], -1)
         return out.logits, hidden, features, new
 
-    def _hidden(self, layer: int | None, kept: Tensor | int, inputs: Tensor | None) -> Tensor:
+    def _hidden(
+        self, layer: int | None, kept: Tensor | int, inputs: Tensor | None
+    ) -> Tensor:
         if layer is None and inputs is None:
             return self.caught["head"]
         # a layer, or a decoder whose norm belongs to its head, gives those of all tokens
@@ -229,7 +245,9 @@ class _First(_Twin):
             return read
         logits, hidden, new = read
         after = cached + ids.shape[1] - pads
-        near = [torch.nn.functional.pad(states, (0, 0, 0, steps.shape[0])) for states in new]
+        near = [
+            torch.nn.functional.pad(states, (0, 0, 0, steps.shape[0])) for states in new
+        ]
         token = logits[:, -1].argmax(-1)
         places = torch.cat([keys, after[:, None] + steps], 1)
         state = [] if inputs is None else [hidden[:, -1]]
@@ -314,7 +332,9 @@ def _on_same_weights(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     if make := getattr(model, "with_attention", None):
         return cast(PreTrainedModel, make(attention))
     config = copy.deepcopy(model.config)
-    other = type(model)._from_config(config, attn_implementation=attention, dtype=torch.float32)
+    other = type(model)._from_config(
+        config, attn_implementation=attention, dtype=torch.float32
+    )
     other.load_state_dict(model.state_dict(), assign=True)
     other.tie_weights()
     return cast(PreTrainedModel, other)
@@ -351,7 +371,9 @@ class _Attention:
         if grouped:
             query = query.reshape(m, key.shape[1], -1, size)  # [m, H, G · T, D]
         # [m, H, G · T, C + T]
-        scores = torch.cat([query @ old_key.transpose(2, 3), query @ key.transpose(2, 3)], -1)
+        scores = torch.cat(
+            [query @ old_key.transpose(2, 3), query @ key.transpose(2, 3)], -1
+        )
         if grouped:
             scores = scores.view(m, heads, t, -1)
         if softcap is not None:
@@ -389,7 +411,11 @@ def _trace(module: _Twin, arguments: Traced, outputs: list[str]) -> ir.Model:
     names: list[str] = []
     for name, (value, _) in arguments.items():
         if isinstance(value, list):
-            names += name.split(",") if name not in ("past", "near") else _numbered(name, value)
+            names += (
+                name.split(",")
+                if name not in ("past", "near")
+                else _numbered(name, value)
+            )
         elif value is not None:
             names.append(name)
     program = torch.onnx.export(
@@ -413,9 +439,15 @@ def _trace(module: _Twin, arguments: Traced, outputs: list[str]) -> ir.Model:
 def _divide(graph: ir.Graph, node: ir.Node) -> None:
     """x · (1 / √v) → x / √v, which ONNX Runtime knows as a part of a normalisation and makes one
     operator of."""
-    for x, root in (node.inputs[:2], node.inputs[1::-1]) if node.op_type == "Mul" else ():
+    for x, root in (
+        (node.inputs[:2], node.inputs[1::-1]) if node.op_type == "Mul" else ()
+    ):
         inverse = root.producer() if root else None
-        if inverse and inverse.op_type == "Reciprocal" and _made_by(inverse.inputs[0]) == "Sqrt":
+        if (
+            inverse
+            and inverse.op_type == "Reciprocal"
+            and _made_by(inverse.inputs[0]) == "Sqrt"
+        ):
             quotient = ir.Node("", "Div", [x, inverse.inputs[0]], num_outputs=1)
             ir.convenience.replace_nodes_and_values(
                 graph,
@@ -452,7 +484,9 @@ def _add_loop(graph: ir.Graph, step: ir.Graph, states: int) -> None:
     new = [f"new_{i}" for i in range(states)]
     last = ["last", "last_state"][: len(said)]
     names = [*last, *new, "step_logits", "step_hidden"]
-    after = [ir.Value(name=name, type=end.type) for name, end in zip(names, body.outputs[1:])]
+    after = [
+        ir.Value(name=name, type=end.type) for name, end in zip(names, body.outputs[1:])
+    ]
     inputs = [how_often.outputs[0], yes, *begin]
     loop = ir.Node("", "Loop", inputs, [ir.AttrGraph("body", body)], outputs=after)
     graph.extend([how_often, loop])
@@ -464,11 +498,18 @@ def _share(graph: ir.Graph, step: ir.Graph, carried: list[ir.Value]) -> None:
     """Let a step read what the graph around it has: its inputs, outputs and weights by their names,
     and constants of the same content."""
     outside = {value.name: value for value in (*graph.inputs, *graph.outputs)}
-    outside |= {name: value for name, value in graph.initializers.items() if _is_weight(value)}
-    constants = {
-        _content(value): value for value in graph.initializers.values() if not _is_weight(value)
+    outside |= {
+        name: value for name, value in graph.initializers.items() if _is_weight(value)
     }
-    for value in (*step.inputs[2:], *step.initializers.values()):  # the first are i and token
+    constants = {
+        _content(value): value
+        for value in graph.initializers.values()
+        if not _is_weight(value)
+    }
+    for value in (
+        *step.inputs[2:],
+        *step.initializers.values(),
+    ):  # the first are i and token
         if value in carried:
             continue
         if value.is_graph_input() or _is_weight(value):
@@ -494,12 +535,20 @@ def _loop_body(step: ir.Graph, carried: list[ir.Value]) -> ir.Graph:
     step.inputs.clear()
     step.outputs.clear()
     step.remove(nodes)
-    for value in (number, *carried, *(output for node in nodes for output in node.outputs)):
+    for value in (
+        number,
+        *carried,
+        *(output for node in nodes for output in node.outputs),
+    ):
         value.name = f"step_{value.name}"
-    go_on = ir.Value(name="step_go_on", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
+    go_on = ir.Value(
+        name="step_go_on", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([])
+    )
     goes_on = ir.Value(name="step_same", type=go_on.type, shape=go_on.shape)
     same = ir.Node("", "Identity", [go_on], outputs=[goes_on])
-    return ir.Graph([number, go_on, *carried], [goes_on, *ends], nodes=[same, *nodes], name="step")
+    return ir.Graph(
+        [number, go_on, *carried], [goes_on, *ends], nodes=[same, *nodes], name="step"
+    )
 
 
 def _name_weights(graph: ir.Graph, model: PreTrainedModel) -> None:
@@ -507,7 +556,8 @@ def _name_weights(graph: ir.Graph, model: PreTrainedModel) -> None:
     nothing is computed from a weight's value before the graph is loaded."""
     weights = dict(model.named_parameters(remove_duplicate=False))
     for value in list(graph.initializers.values()):
-        name = str(value.name).removeprefix("model.")  # the twin holds the model as `model`
+        # the twin holds the model as `model`
+        name = str(value.name).removeprefix("model.")
         if name not in weights:
             continue
         graph.initializers.pop(str(value.name))
@@ -560,7 +610,9 @@ def _content(value: ir.Value) -> Any:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """The exporter speaks of its own workings."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    loggers = [
+        logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")
+    ]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:

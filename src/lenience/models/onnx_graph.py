@@ -81,16 +81,23 @@ class Graph:
 
     shares_layers = True
 
-    def __init__(self, path: Path, weights: Mapping[str, NDArray[Any]], others: Others | None):
+    def __init__(
+        self, path: Path, weights: Mapping[str, NDArray[Any]], others: Others | None
+    ):
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.use_per_session_threads = False
-        values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
+        values = [
+            onnxruntime.OrtValue.ortvalue_from_numpy(array)
+            for array in weights.values()
+        ]
         options.add_external_initializers(list(weights), values)
         self._weights = values  # the session reads them where they lie
         providers = ["CPUExecutionProvider"]
-        self.session = onnxruntime.InferenceSession(str(path), options, providers=providers)
+        self.session = onnxruntime.InferenceSession(
+            str(path), options, providers=providers
+        )
         inputs = self.session.get_inputs()
         past = [item for item in inputs if item.name.startswith("past_")]
         self.layers = len(past) // 2
@@ -99,7 +106,9 @@ class Graph:
         shapes = {item.name: item.shape for item in self.session.get_outputs()}
         self.vocab_size = shapes["logits"][-1]
         self.hidden_size = shapes["hidden"][-1]
-        self.feature_size: int | None = shapes["features"][-1] if "features" in shapes else None
+        self.feature_size: int | None = (
+            shapes["features"][-1] if "features" in shapes else None
+        )
         names = {item.name for item in inputs}
         self.can_loop = "steps" in names
         self.reads_trees = "related" in names
@@ -209,7 +218,9 @@ class GraphCache:
 
     reads_ragged = needs_host_tokens = True
 
-    def __init__(self, lm: LM, graph: Graph, store: _Store, layers: Sequence[int] | None = None):
+    def __init__(
+        self, lm: LM, graph: Graph, store: _Store, layers: Sequence[int] | None = None
+    ):
         """`layers`: the graph's layers among the memory's, the first being 0; None for all."""
         self.lm = lm
         self.graph = graph
@@ -220,9 +231,15 @@ class GraphCache:
         self._places = torch.tensor(places)
         """[2 · layers]: the graph's keys and values among the memory's."""
 
-    def of_layers(self, lm: LM, layers: Sequence[int], trees: bool) -> GraphCache | None:
+    def of_layers(
+        self, lm: LM, layers: Sequence[int], trees: bool
+    ) -> GraphCache | None:
         graph = lm.backend_for(LAST, trees)
-        return GraphCache(lm, graph, self._store, layers) if isinstance(graph, Graph) else None
+        return (
+            GraphCache(lm, graph, self._store, layers)
+            if isinstance(graph, Graph)
+            else None
+        )
 
     @property
     def can_loop(self) -> bool:
@@ -320,13 +337,18 @@ class GraphCache:
             kv_length=forward.kv_length - rest,
             num_states=max(forward.num_states - rest, 1),
             inputs=None if forward.inputs is None else forward.inputs[:, :half],
-            parents=forward.parents and [tree[: len(tree) - rest] for tree in forward.parents],
+            parents=forward.parents
+            and [tree[: len(tree) - rest] for tree in forward.parents],
         )
         second = replace(
             forward,
             input_ids=[ids[half:] for ids in forward.input_ids],
-            left_padding=[pad - gone for pad, gone in zip(forward.left_padding, padding)],
-            cached_lengths=[n + half - pad for n, pad in zip(forward.cached_lengths, padding)],
+            left_padding=[
+                pad - gone for pad, gone in zip(forward.left_padding, padding)
+            ],
+            cached_lengths=[
+                n + half - pad for n, pad in zip(forward.cached_lengths, padding)
+            ],
             inputs=None if forward.inputs is None else forward.inputs[:, half:],
             num_states=min(forward.num_states, rest),
         )
@@ -335,7 +357,9 @@ class GraphCache:
         logits, hidden = (torch.cat(pair, 1)[:, -n:] for pair in zip(*parts))
         return logits, hidden
 
-    def _prefix_first(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
+    def _prefix_first(
+        self, forward: Forward, profile: Profile
+    ) -> tuple[Tensor, Tensor]:
         """Read long prefixes by the graph of chains, but for a token, and then their trees."""
         assert forward.parents is not None
         rest = len(forward.parents[0]) + 1
@@ -399,7 +423,12 @@ class _Shape:
     def of(cls, forward: Forward, first: int = 0, end: int = 0) -> _Shape:
         is_tree = forward.parents is not None
         return cls(
-            first, end, forward.length, forward.num_states, forward.lookahead, is_tree=is_tree
+            first,
+            end,
+            forward.length,
+            forward.num_states,
+            forward.lookahead,
+            is_tree=is_tree,
         )
 
 
@@ -434,7 +463,9 @@ class _Call:
         """Where a call leaves what it gives."""
         graph = self.graph
         new_length = length + self.lookahead
-        self.new = torch.empty(2 * graph.layers, m, graph.heads, new_length, graph.head_size)
+        self.new = torch.empty(
+            2 * graph.layers, m, graph.heads, new_length, graph.head_size
+        )
         for i, layer in enumerate(self.new):
             self._bind_output(f"new_{i}", layer)
         self.logits = self._outputs("logits", graph.vocab_size)
@@ -482,7 +513,9 @@ class _Call:
         address = value.data_ptr()
         self.binding.bind_output(name, "cpu", 0, np.float32, size, buffer_ptr=address)
 
-    def __call__(self, forward: Forward, places: list[int], lm: LM) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, forward: Forward, places: list[int], lm: LM
+    ) -> tuple[Tensor, Tensor]:
         """Logits and hidden states of the rows at `places`, the others are padding; ids above the
         model's last are read as that one."""
         longest = lm.context_length
@@ -517,7 +550,10 @@ class _Call:
             padding = forward.left_padding[i]
             whole = cached + forward.length - padding
             self.at[place] = sight.at[i]
-            for start, old, end in ((0, 0, cached), (capacity + padding, cached, whole)):
+            for start, old, end in (
+                (0, 0, cached),
+                (capacity + padding, cached, whole),
+            ):
                 to = slice(start, start + end - old)
                 self.keys[place, to] = sight.keys[i, old:end]
                 self.related[place, :, to] = sight.related[i, :, old:end]

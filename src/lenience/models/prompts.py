@@ -33,7 +33,9 @@ class Chat:
         spec: dict[str, Any] = {} if self.use is None else {"use": self.use}
         if self.system is not None:
             spec["system"] = self.system
-        return (spec | ({"options": dict(self.options)} if self.options else {})) or None
+        return (
+            spec | ({"options": dict(self.options)} if self.options else {})
+        ) or None
 
     def template_of(self, tokenizer: PreTrainedTokenizerBase) -> str | None:
         """The chat template that prompts go through; None where they go through none."""
@@ -46,14 +48,19 @@ class Chat:
         if self.template_of(tokenizer) is None:
             return None
         said = "lenience"
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+        turns = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": said},
+        ]
         apply: Any = tokenizer.apply_chat_template
         try:
             text = str(apply(turns, tokenize=False, **self.options))
         except Exception:  # whatever a template raises; it may allow no assistant
             return None
         rest = text.rpartition(said)[2].lstrip() if said in text else ""
-        special = [token for token in special_tokens(tokenizer) if rest.startswith(token)]
+        special = [
+            token for token in special_tokens(tokenizer) if rest.startswith(token)
+        ]
         return special_tokens(tokenizer)[max(special, key=len)] if special else None
 
     def check(self, tokenizer: PreTrainedTokenizerBase, model: str) -> None:
@@ -64,23 +71,34 @@ class Chat:
             "system": self.system is not None,
             "template option": self.options,
         }
-        if template is None and (what := next((name for name in asked if asked[name]), None)):
+        if template is None and (
+            what := next((name for name in asked if asked[name]), None)
+        ):
             why = "was told to use no" if self.use is False else "has no"
             raise InputError(f"{what}: {model} {why} chat template; leave it out")
         for name in self.options:
             if not re.search(rf"\b{re.escape(name)}\b", template or ""):
-                raise InputError(f"template option {name}: the chat template of {model} has none")
+                raise InputError(
+                    f"template option {name}: the chat template of {model} has none"
+                )
         try:
             json.dumps(self.spec)
         except TypeError as error:
-            raise InputError(f"template options: {error}; give what JSON can hold") from None
+            raise InputError(
+                f"template options: {error}; give what JSON can hold"
+            ) from None
 
     def ids(
-        self, prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, model: str
+        self,
+        prompt: str | list[dict[str, str]],
+        tokenizer: PreTrainedTokenizerBase,
+        model: str,
     ) -> list[int]:
         """Token ids of text or messages through the template. Raises InputError where it refuses
         them."""
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        )
         if self.system is not None and messages and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         apply: Any = tokenizer.apply_chat_template
@@ -95,7 +113,9 @@ class Chat:
                 )
             )
         except Exception as error:
-            raise InputError(f"{model}: its chat template fails ({first_line(error)})") from error
+            raise InputError(
+                f"{model}: its chat template fails ({first_line(error)})"
+            ) from error
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
@@ -120,11 +140,16 @@ def several(prompts: Any, pad: int | None = None) -> list[Prompt]:
         rows = prompts["input_ids"]
         masks = prompts.get("attention_mask")
         if len(rows) and isinstance(rows[0], int):
-            raise InputError("prompts: are the ids of one; give a list, or ask generate for one")
+            raise InputError(
+                "prompts: are the ids of one; give a list, or ask generate for one"
+            )
         given = [rows] if masks is None else [rows, masks]
         if masks is None:
             _refuse_padding(rows, pad)
-        return [plain(dict(zip(("input_ids", "attention_mask"), row))) for row in zip(*given)]
+        return [
+            plain(dict(zip(("input_ids", "attention_mask"), row)))
+            for row in zip(*given)
+        ]
     _refuse_padding(prompts, pad)
     try:
         return list(prompts)
@@ -146,7 +171,9 @@ def plain(prompt: Any) -> Any:
     as what a tokenizer gives, whose padding is left out; anything else as it is."""
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
         ids, mask = (_row(prompt.get(name)) for name in ("input_ids", "attention_mask"))
-        return ids if mask is None else [token for token, seen in zip(ids, mask) if seen]
+        return (
+            ids if mask is None else [token for token, seen in zip(ids, mask) if seen]
+        )
     return _row(prompt)
 
 
@@ -162,7 +189,9 @@ def refuse_unusable(prompt: Any) -> None:
     """Raise InputError for what is no prompt."""
     if isinstance(prompt, str) or is_ids(prompt) or is_messages(prompt):
         return
-    many = isinstance(prompt, list) and len(prompt) and isinstance(prompt[0], str | list)
+    many = (
+        isinstance(prompt, list) and len(prompt) and isinstance(prompt[0], str | list)
+    )
     mend = "; generate_batch takes several" if many else ""
     raise InputError(
         f"a prompt is text, chat messages or a list of token ids, not {prompt!r:.60}{mend}"
@@ -172,7 +201,9 @@ def refuse_unusable(prompt: Any) -> None:
 def _row(ids: Any) -> Any:
     if hasattr(ids, "tolist"):
         ids = ids.tolist()
-    is_batch_of_one = isinstance(ids, list) and len(ids) == 1 and isinstance(ids[0], list)
+    is_batch_of_one = (
+        isinstance(ids, list) and len(ids) == 1 and isinstance(ids[0], list)
+    )
     return ids[0] if is_batch_of_one else ids
 
 

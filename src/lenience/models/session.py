@@ -73,7 +73,10 @@ class Batch:
             on_device = on_device[to_device(group, on_device.device)]
         return Forward(
             rows=[self.rows[b] for b in group],
-            input_ids=[[0] * pad + new[n:] for pad, new, n in zip(left_padding, sequences, cached)],
+            input_ids=[
+                [0] * pad + new[n:]
+                for pad, new, n in zip(left_padding, sequences, cached)
+            ],
             left_padding=left_padding,
             cached_lengths=cached,
             kv_length=max(map(len, sequences)) + self.lookahead,
@@ -118,14 +121,20 @@ class Session:
     def tokens(self) -> list[list[int]]:
         """What is in each row; waits for tokens that the device has found."""
         for pending in self._pending:
-            for row, start, tokens in zip(pending.rows, pending.starts, pending.fetch()):
+            for row, start, tokens in zip(
+                pending.rows, pending.starts, pending.fetch()
+            ):
                 row[start : start + len(tokens)] = tokens
         self._pending = []
         return self._tokens
 
     def room(self, tokens: Sequence[int]) -> int:
         """How many more tokens the model's context can hold after these."""
-        return 1 << 30 if self.lm.context_length is None else self.lm.context_length - len(tokens)
+        return (
+            1 << 30
+            if self.lm.context_length is None
+            else self.lm.context_length - len(tokens)
+        )
 
     def room_before_switch(self, tokens: Sequence[int]) -> int:
         """Return how many tokens one cycle may add after these: a window that ends at the model's
@@ -226,20 +235,29 @@ class Session:
         """[B]: how many tokens were read now, of prefixes that trees are to follow: all but the
         last of those that are new, where their mask would be large, since a pass that reads a tree
         has one over all that it reads."""
-        new = [len(prefix) - 1 - self.held(row, prefix) for prefix, row in zip(prefixes, rows)]
+        new = [
+            len(prefix) - 1 - self.held(row, prefix)
+            for prefix, row in zip(prefixes, rows)
+        ]
         masks = [n * len(prefix) for n, prefix in zip(new, prefixes)]
         long = [b for b, mask in enumerate(masks) if mask > LARGEST_BEFORE_TREES]
         counts = [0] * len(prefixes)
         if long:
-            reading = self.read([prefixes[b][:-1] for b in long], rows=[rows[b] for b in long])
+            reading = self.read(
+                [prefixes[b][:-1] for b in long], rows=[rows[b] for b in long]
+            )
             for b, n in zip(long, reading.tokens_read):
                 counts[b] = n
         return counts
 
-    def _read_in_groups(self, batch: Batch, groups: list[list[int]]) -> tuple[Tensor, Tensor]:
+    def _read_in_groups(
+        self, batch: Batch, groups: list[list[int]]
+    ) -> tuple[Tensor, Tensor]:
         """Logits and hidden states of a batch that is read in one pass or several."""
         passes = [self._forward(batch, group) for group in groups]
-        return _in_order([self.cache.read(pass_, self.profile) for pass_ in passes], groups)
+        return _in_order(
+            [self.cache.read(pass_, self.profile) for pass_ in passes], groups
+        )
 
     def _forward(self, batch: Batch, group: list[int]) -> Forward:
         """One pass over some of a batch's sequences."""
@@ -313,7 +331,9 @@ class Session:
             over.append(max(0, past))
         return [new[: len(new) - past] for new, past in zip(sequences, over)], over
 
-    def _fetch_later(self, cached: list[list[int]], batch: Batch, reading: Reading) -> None:
+    def _fetch_later(
+        self, cached: list[list[int]], batch: Batch, reading: Reading
+    ) -> None:
         """Start to copy the tokens [B, a] that the device has of the rows: those at their ends, for
         which LATER stands there, and those that were found after them."""
         ends = [len(row) for row in cached]
@@ -336,7 +356,9 @@ class Session:
         if not room or self.cache.needs_host_tokens:
             tokens = device_tokens.tolist()
             return [sequence + more for sequence, more in zip(sequences, tokens)], None
-        return [sequence + [LATER] * n for sequence in sequences], device_tokens if n else None
+        return [
+            sequence + [LATER] * n for sequence in sequences
+        ], device_tokens if n else None
 
     def _groups(
         self, sequences: Sequence[list[int]], counts: list[int], num_states: int
@@ -379,11 +401,15 @@ def _cut_to_common(
     return reused
 
 
-def _in_order(parts: list[tuple[Tensor, Tensor]], groups: list[list[int]]) -> tuple[Tensor, Tensor]:
+def _in_order(
+    parts: list[tuple[Tensor, Tensor]], groups: list[list[int]]
+) -> tuple[Tensor, Tensor]:
     """Logits and hidden states of rows that were read in groups, in the rows' order."""
     if len(parts) == 1:
         return parts[0]
-    order = to_device([b for group in groups for b in group], parts[0][0].device).argsort()
+    order = to_device(
+        [b for group in groups for b in group], parts[0][0].device
+    ).argsort()
     logits, hidden = (torch.cat(states)[order] for states in zip(*parts))
     return logits, hidden
 
@@ -409,8 +435,12 @@ def _try_masks(lm: LM) -> bool:
     why = ""
     if takes:
         try:
-            takes = reads_together_as_alone(lm, PlainCache(lm, 3, 256, reads_ragged=True))
-        except Exception as error:  # whatever a model raises that wants its mask otherwise
+            takes = reads_together_as_alone(
+                lm, PlainCache(lm, 3, 256, reads_ragged=True)
+            )
+        except (
+            Exception
+        ) as error:  # whatever a model raises that wants its mask otherwise
             takes = False
             why = f" ({type(error).__name__}: {first_line(error)})"
     if not takes:
@@ -430,13 +460,17 @@ def reads_together_as_alone(lm: LM, cache: RowCache, states: States = LAST) -> b
     for num_states, lookahead in ((2, 0), (1, 0 if lm.reads_inputs else 3)):
         last = torch.tensor([row[-1:] for row in rows], device=lm.device)
         prefixes = [row[:-1] for row in rows]
-        reading = together.read(prefixes, num_states, device_tokens=last, lookahead=lookahead)
+        reading = together.read(
+            prefixes, num_states, device_tokens=last, lookahead=lookahead
+        )
         n = reading.hidden.shape[1]
         found = reading.logits[:, : n - num_states].argmax(-1).tolist()
         rows = [row + more for row, more in zip(rows, found)]
         sessions = [Session(lm, cache=PlainCache(lm, 1, 256, states)) for _ in rows]
         alone = [own.read([row], n) for own, row in zip(sessions, rows)]
-        if not _are_alike(lm, reading.hidden, torch.cat([read.hidden for read in alone])):
+        if not _are_alike(
+            lm, reading.hidden, torch.cat([read.hidden for read in alone])
+        ):
             return False
         if states.features and not _have_features_of(together, sessions, rows):
             return False
@@ -448,7 +482,10 @@ def _have_features_of(
 ) -> bool:
     """Whether the rows of a session have the features that each has in a session of its own."""
     given = [together.features(b, row, 0) for b, row in enumerate(rows)]
-    alone = [own.features(0, row, 0)[: len(ids)] for own, row, ids in zip(sessions, rows, given)]
+    alone = [
+        own.features(0, row, 0)[: len(ids)]
+        for own, row, ids in zip(sessions, rows, given)
+    ]
     return _are_alike(together.lm, torch.cat(given), torch.cat(alone))
 
 
@@ -503,7 +540,11 @@ def _logits_at_positions_from_0(lm: LM, tokens: list[int]) -> Tensor | None:
 def tree_cache(lm: LM, rows: int, capacity: int, states: States = LAST) -> RowCache:
     """A cache for a session that reads trees, which not every backend does."""
     backend = lm.backend_for(states, trees=True)
-    return backend.cache(lm, rows, capacity) if backend else PlainCache(lm, rows, capacity, states)
+    return (
+        backend.cache(lm, rows, capacity)
+        if backend
+        else PlainCache(lm, rows, capacity, states)
+    )
 
 
 def check_trees(lm: LM, mend: str) -> None:
@@ -512,7 +553,9 @@ def check_trees(lm: LM, mend: str) -> None:
     if (why := lm.once("reads trees", lambda: _why_no_trees(lm))) is None:
         return
     attention = lm.model.config.get_text_config()._attn_implementation
-    other = "" if attention == "eager" else ", or load it with attn_implementation eager"
+    other = (
+        "" if attention == "eager" else ", or load it with attn_implementation eager"
+    )
     raise InputError(
         f"{lm.role} {lm.name!r}: cannot read a tree of tokens, as its attention ({attention}) "
         f"takes no mask or no positions from outside ({why}); take {mend}{other}"
@@ -526,7 +569,9 @@ def _why_no_trees(lm: LM) -> str | None:
         return f"its rotary factors change after {lm.rope_switch} tokens (longrope)"
     try:
         reads = reads_trees_as_paths(lm, PlainCache(lm, 2, 64, reads_ragged=False))
-    except Exception as error:  # whatever one raises that wants its mask or positions otherwise
+    except (
+        Exception
+    ) as error:  # whatever one raises that wants its mask or positions otherwise
         return f"{type(error).__name__}: {first_line(error)}"
     return None if reads else "a tree's states are not those of its paths"
 
@@ -537,10 +582,14 @@ def reads_trees_as_paths(lm: LM, cache: RowCache, given: States = LAST) -> bool:
     that was kept."""
     parents = [-1, -1, 0, 1, 1, 4]
     room = (lm.context_length or 64) - 4
-    *prefixes, tokens = _random_tokens(lm, [*(max(1, min(n, room)) for n in (9, 21)), len(parents)])
+    *prefixes, tokens = _random_tokens(
+        lm, [*(max(1, min(n, room)) for n in (9, 21)), len(parents)]
+    )
     together = Session(lm, 2, cache=cache)
     whole = [prefix + tokens for prefix in prefixes]
-    states = together.read(whole, len(tokens), parents=[parents, parents]).hidden  # [2, n, H]
+    states = together.read(
+        whole, len(tokens), parents=[parents, parents]
+    ).hidden  # [2, n, H]
     branches = paths(parents)
     branches.append([*branches[-1], 0])  # and what is read after one
     after = together.read(
@@ -558,7 +607,10 @@ def reads_trees_as_paths(lm: LM, cache: RowCache, given: States = LAST) -> bool:
 
 def _random_tokens(lm: LM, lengths: Sequence[int]) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(lm.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+    return [
+        torch.randint(lm.vocab_size, (n,), generator=generator).tolist()
+        for n in lengths
+    ]
 
 
 def _are_alike(lm: LM, found: Tensor, wanted: Tensor) -> bool:

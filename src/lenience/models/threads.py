@@ -49,4 +49,6 @@ def cores() -> int:
     except AttributeError:  # not on every system
         found = os.cpu_count() or 1
     named = os.environ.get("OMP_NUM_THREADS", "")
-    return min([found, *_limit, *([int(named)] if named.isdecimal() and int(named) else [])])
+    return min(
+        [found, *_limit, *([int(named)] if named.isdecimal() and int(named) else [])]
+    )

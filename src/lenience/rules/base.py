@@ -42,7 +42,9 @@ class Term:
         """[B, W] bool: for each drafted position, whether its token is accepted there."""
         raise NotImplementedError
 
-    def greedy_next_tokens(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+    def greedy_next_tokens(
+        self, draft: Draft, reading: Reading, ctx: Context
+    ) -> Tensor:
         """[B, W + 1]: when greedy, the token that follows after 0 … W accepted ones. Here: the
         target's most probable."""
         return reading.greedy_tokens
@@ -52,7 +54,9 @@ class Term:
         """Whether those are the target's own."""
         return type(self).greedy_next_tokens is Term.greedy_next_tokens
 
-    def next_token(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+    def next_token(
+        self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context
+    ) -> Tensor:
         """[B]: when sampling, the token after `kept` [B] accepted ones: a correction, or the bonus
         where all are kept. Here: from the target's own distribution, by a draw that is independent
         of the one that picked the rejected token."""
@@ -87,7 +91,9 @@ class Term:
     def with_thresholds(self, thresholds: Sequence[float]) -> list[Self]:
         """Its settings at several thresholds, the strictest first."""
         again: Any = replace
-        return [again(self, threshold=threshold) for threshold in sorted(set(thresholds))]
+        return [
+            again(self, threshold=threshold) for threshold in sorted(set(thresholds))
+        ]
 
     def relocated(self, path: Callable[[str], str]) -> Self:
         """The same term with its head at another path."""
@@ -123,18 +129,24 @@ class Lenient(Term):
             "budget": (0, math.inf),
         }.items():
             self._check_bounds(what, getattr(self, what), least, most)
-        if bool(self.begin) != bool(self.end) or (self.begin and self.begin == self.end):
+        if bool(self.begin) != bool(self.end) or (
+            self.begin and self.begin == self.end
+        ):
             raise InputError(
                 f"{self.name}: begin and end mark a span together; give both, and not the same text"
             )
 
-    def _check_bounds(self, what: str, value: float | None, least: float, most: float) -> None:
+    def _check_bounds(
+        self, what: str, value: float | None, least: float, most: float
+    ) -> None:
         if value is None:
             return
         if isinstance(value, int) and abs(value) >= 2**31:
             raise InputError(f"{self.name}'s {what} {value}: must fit into 32 bits")
         if not least <= value <= most:
-            limits = f"at least {least:g}" + (f" and at most {most:g}" if most < math.inf else "")
+            limits = f"at least {least:g}" + (
+                f" and at most {most:g}" if most < math.inf else ""
+            )
             raise InputError(f"{self.name}'s {what} {value:g}: must be {limits}")
 
     def ask(
@@ -175,7 +187,9 @@ def draft_distributions(draft: Draft, ctx: Context, vocabulary: int) -> Tensor:
     return ctx.probs(draft.logits) if draft.probs is None else draft.probs
 
 
-def draft_distribution(draft: Draft, ctx: Context, position: Tensor, vocabulary: int) -> Tensor:
+def draft_distribution(
+    draft: Draft, ctx: Context, position: Tensor, vocabulary: int
+) -> Tensor:
     """[B, V]: the same at one position [B] of each row, the last one's beyond it."""
     position = position.clamp(max=draft.width - 1)
     if draft.logits is None:

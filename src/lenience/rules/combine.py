@@ -34,7 +34,9 @@ class AllOf:
     def __post_init__(self) -> None:
         for term in self.terms:
             if term.is_strict and len(self.terms) > 1:
-                raise InputError(f"{term} is a strict rule, which is joined by |, not by &")
+                raise InputError(
+                    f"{term} is a strict rule, which is joined by |, not by &"
+                )
 
     @cached_property
     def lenient(self) -> list[Lenient]:
@@ -80,7 +82,9 @@ class AnyOf:
 
     def with_terms(self, change: Callable[[Term], Term]) -> AnyOf:
         """The same rule with each of its terms changed."""
-        return AnyOf(tuple(AllOf(tuple(map(change, part.terms))) for part in self.parts))
+        return AnyOf(
+            tuple(AllOf(tuple(map(change, part.terms))) for part in self.parts)
+        )
 
     def check(
         self, fingerprints: Callable[[], Mapping[str, str]], sizes: Mapping[str, int]
@@ -125,15 +129,24 @@ class AnyOf:
         return [term for part in self.parts for term in part.lenient]
 
     def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:
-        assert draft.parents is None, "a rule reads chains; judge_trees hands it a tree's paths"
+        assert draft.parents is None, (
+            "a rule reads chains; judge_trees hands it a tree's paths"
+        )
         strict = self._strict(ctx)
         exact = strict.accepts(draft, reading, ctx)  # [B, W]
         if not self._lenient or not draft.width:
-            accepted = exact if draft.kept_unasked is None else exact | draft.kept_unasked
+            accepted = (
+                exact if draft.kept_unasked is None else exact | draft.kept_unasked
+            )
             after = _next_tokens(strict, accepted, draft, reading, ctx)
             return _verdicts(draft, exact, accepted, after, None)
-        opinions = {term: self._opinion(term, draft, reading, ctx, exact) for term in self._lenient}
-        joined = bool(self._named_strict) or any(term.implies_strict for term in self._lenient)
+        opinions = {
+            term: self._opinion(term, draft, reading, ctx, exact)
+            for term in self._lenient
+        }
+        joined = bool(self._named_strict) or any(
+            term.implies_strict for term in self._lenient
+        )
         least = exact if joined else torch.zeros_like(exact)
         if draft.kept_unasked is not None:
             least = least | draft.kept_unasked
@@ -147,7 +160,12 @@ class AnyOf:
             strict_after = _next_tokens(strict, accepted, draft, reading, ctx)
             after = torch.where(deferred, strict_after, after)
         scores = next(
-            (opinion.logits for opinion in opinions.values() if opinion.logits is not None), None
+            (
+                opinion.logits
+                for opinion in opinions.values()
+                if opinion.logits is not None
+            ),
+            None,
         )
         return _verdicts(draft, exact, accepted, after, scores)
 
@@ -168,7 +186,11 @@ class AnyOf:
         return _Opinion(accepted, logits, defers)
 
     def _within_budgets(
-        self, opinions: Mapping[Lenient, _Opinion], exact: Tensor, least: Tensor, ctx: Context
+        self,
+        opinions: Mapping[Lenient, _Opinion],
+        exact: Tensor,
+        least: Tensor,
+        ctx: Context,
     ) -> tuple[Tensor, Tensor | None]:
         """[B, W]: what is accepted while the terms' budgets last, `least` in any case; and how many
         lenient acceptances each row's request has before each position, None without a budget."""
@@ -184,7 +206,11 @@ class AnyOf:
         return accepted, before + _count_before(accepted & ~exact)
 
     def _combined(
-        self, opinions: Mapping[Lenient, _Opinion], exact: Tensor, least: Tensor, spent: int
+        self,
+        opinions: Mapping[Lenient, _Opinion],
+        exact: Tensor,
+        least: Tensor,
+        spent: int,
     ) -> Tensor:
         """[B, W]: what is accepted where budgets up to `spent` are used up."""
         accepted = least
@@ -221,7 +247,9 @@ def _next_tokens(
     return token[:, None].expand(-1, draft.width + 1)
 
 
-def _deferred(opinions: Mapping[Lenient, _Opinion], used: Tensor | None) -> Tensor | None:
+def _deferred(
+    opinions: Mapping[Lenient, _Opinion], used: Tensor | None
+) -> Tensor | None:
     """[B, W] bool: where the strict rule decides in a term's place, by its span and its budget;
     None for nowhere."""
     masks = []
@@ -233,7 +261,9 @@ def _deferred(opinions: Mapping[Lenient, _Opinion], used: Tensor | None) -> Tens
     return torch.stack(masks).any(0) if masks else None
 
 
-def _at_next_token(mask: Tensor, accepted: Tensor, draft: Draft, ctx: Context) -> Tensor:
+def _at_next_token(
+    mask: Tensor, accepted: Tensor, draft: Draft, ctx: Context
+) -> Tensor:
     """[B, W] → [B, W + 1], or [B, 1] when sampling: the mask where the next token stands; the bonus
     is the same either way."""
     mask = torch.cat([mask, mask[:, -1:]], 1)

@@ -37,7 +37,9 @@ def kl(p: Tensor, q: Tensor) -> Tensor:
 def js(p: Tensor, q: Tensor) -> Tensor:
     """[…] Jensen–Shannon divergence in nats, of log-probabilities […, V]."""
     middle = torch.logaddexp(p, q) - math.log(2)
-    return ((weighted(p, p - middle) + weighted(q, q - middle)).sum(-1) / 2).clamp(0, math.log(2))
+    return ((weighted(p, p - middle) + weighted(q, q - middle)).sum(-1) / 2).clamp(
+        0, math.log(2)
+    )
 
 
 def tv(p: Tensor, q: Tensor) -> Tensor:
@@ -45,7 +47,11 @@ def tv(p: Tensor, q: Tensor) -> Tensor:
     return (p.exp() - q.exp()).abs().sum(-1).clamp(max=2) / 2
 
 
-DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"kl": kl, "js": js, "tv": tv}
+DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "kl": kl,
+    "js": js,
+    "tv": tv,
+}
 
 
 def mentor(target: Tensor, drafted: Tensor, most: float) -> Tensor:
@@ -82,7 +88,9 @@ class _Clipping:
         q_sorted = q.gather(-1, order)
         both = (p_sorted > 0) & (q_sorted > 0)
         gain = torch.where(both, -p_sorted * self.ratio.log(), 0.0)  # p log(p / q)
-        self.below_p, self.below_q, self.below_gain = map(_below, (p_sorted, q_sorted, gain))
+        self.below_p, self.below_q, self.below_gain = map(
+            _below, (p_sorted, q_sorted, gain)
+        )
         self.above_p = _above(p_sorted)
         self.above_q = _above(q_sorted)
         taken = self.above_q[..., 1:] - self.ratio * self.above_p[..., 1:]
@@ -98,11 +106,15 @@ class _Clipping:
         moved = low * self.below_p.gather(-1, i) - self.below_q.gather(-1, i)
         j = torch.searchsorted(-self.taken, -moved)
         rest = self.above_p.gather(-1, j)
-        high = torch.where(rest > 0, (self.above_q.gather(-1, j) - moved) / rest, torch.inf)
+        high = torch.where(
+            rest > 0, (self.above_q.gather(-1, j) - moved) / rest, torch.inf
+        )
         raised = -low.log() * self.below_p.gather(-1, i)
         left = self.below_gain.gather(-1, j) - self.below_gain.gather(-1, i)
         lowered = torch.where(rest > 0, rest * high.log(), 0.0)
-        return torch.where(moved < self.forbidden - 1e-12, torch.inf, raised + left - lowered), high
+        return torch.where(
+            moved < self.forbidden - 1e-12, torch.inf, raised + left - lowered
+        ), high
 
 
 def _below(values: Tensor) -> Tensor:

@@ -52,7 +52,9 @@ class Judge(Learned, Lenient):
                 "both"
             )
         if not 0 <= self.by < math.inf:
-            raise InputError(f"{self.name}'s by {self.by:g}: must be 0 or more, of a logit")
+            raise InputError(
+                f"{self.name}'s by {self.by:g}: must be 0 or more, of a logit"
+            )
         if '"' in self.strict:
             raise InputError(f"{self.name}'s strict: write \\x22 for a double quote")
         try:
@@ -79,7 +81,9 @@ class Judge(Learned, Lenient):
     def thresholds(self) -> list[float]:
         """Those listed when the head was fitted, else the head's own."""
         listed = [row["threshold"] for row in self.head.metrics.get("thresholds", [])]
-        usable = sorted({threshold for threshold in listed if threshold <= 1}, reverse=True)
+        usable = sorted(
+            {threshold for threshold in listed if threshold <= 1}, reverse=True
+        )
         return usable or [self.head.threshold]
 
     def with_thresholds(self, thresholds: Sequence[float]) -> list[Self]:

@@ -45,7 +45,9 @@ class Lenience(Lenient):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.factor == 0:
-            raise InputError("lenient's factor 0: must be above 0; fuzzy:tv@2 accepts everything")
+            raise InputError(
+                "lenient's factor 0: must be above 0; fuzzy:tv@2 accepts everything"
+            )
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         before = reading.logits[:, :-1]
@@ -54,8 +56,12 @@ class Lenience(Lenient):
             return gather_tokens(before, draft.tokens).double() >= least
         return accept_ratio(ctx.probs(before), draft, ctx, self.factor)
 
-    def next_token(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        return correct(ctx.probs(select_position(reading.logits, kept)), 1.0, kept, draft, ctx)
+    def next_token(
+        self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context
+    ) -> Tensor:
+        return correct(
+            ctx.probs(select_position(reading.logits, kept)), 1.0, kept, draft, ctx
+        )
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,9 @@ class TopK(Lenient):
             probs = ctx.log_probs(logits).exp()
             token = gather_tokens(probs, draft.tokens)
             top = probs.amax(-1)
-            accepted = accepted & (token >= top - self.margin) & (token >= self.ratio * top)
+            accepted = (
+                accepted & (token >= top - self.margin) & (token >= self.ratio * top)
+            )
         return accepted
 
 
@@ -119,7 +127,10 @@ class Rollback(Lenient):
     grid = ("rollback:1", "rollback:2", "rollback:4")
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        return -gather_tokens(ctx.log_probs(reading.logits[:, :-1]), draft.tokens) <= self.nats
+        return (
+            -gather_tokens(ctx.log_probs(reading.logits[:, :-1]), draft.tokens)
+            <= self.nats
+        )
 
 
 @dataclass(frozen=True)
@@ -147,7 +158,9 @@ class Fuzzy(Lenient):
         super().__post_init__()
         if self.divergence not in DIVERGENCES:
             known = ", ".join(DIVERGENCES)
-            raise InputError(f"fuzzy's divergence {self.divergence!r}: must be one of {known}")
+            raise InputError(
+                f"fuzzy's divergence {self.divergence!r}: must be one of {known}"
+            )
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         drafted = _compared(self, draft, ctx)
@@ -203,13 +216,17 @@ class Ensemble(Lenient):
         drafted = draft_distributions(draft, ctx, target.shape[-1])
         return accept_ratio(self._mixed(target, drafted), draft, ctx)
 
-    def greedy_next_tokens(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+    def greedy_next_tokens(
+        self, draft: Draft, reading: Reading, ctx: Context
+    ) -> Tensor:
         if not draft.width:
             return reading.greedy_tokens
         before = reading.logits[:, :-1]
         own = reading.greedy_tokens
         logs = ctx.log_probs(before)
-        mixed = self._mixed(logs.exp(), self._at_temperature(draft, ctx, logs.shape[-1]))
+        mixed = self._mixed(
+            logs.exp(), self._at_temperature(draft, ctx, logs.shape[-1])
+        )
         # never below the floor, but the target's own choice always may be
         floor = math.log(self.floor) if self.floor else -torch.inf
         least = logs.amax(-1, keepdim=True).clamp(max=floor)
@@ -217,9 +234,13 @@ class Ensemble(Lenient):
         inside = mixed.argmax(-1).where(draft.proposed, own[:, :-1])
         return torch.cat([inside, own[:, -1:]], 1)
 
-    def next_token(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+    def next_token(
+        self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context
+    ) -> Tensor:
         # the positive part of mixture − draft is that of target − draft, scaled
-        return correct(ctx.probs(select_position(reading.logits, kept)), 1.0, kept, draft, ctx)
+        return correct(
+            ctx.probs(select_position(reading.logits, kept)), 1.0, kept, draft, ctx
+        )
 
     def _mixed(self, target: Tensor, drafted: Tensor) -> Tensor:
         return self.weight * target + (1 - self.weight) * drafted
@@ -251,10 +272,13 @@ class Fly(Lenient):
     ) -> tuple[Tensor, None]:
         logs = ctx.log_probs(reading.logits[:, :-1])
         unsure = entropy(logs.topk(min(3, logs.shape[-1])).values) >= self.entropy
-        n = max(0, draft.width - self.window)  # how many places have a whole window after them
+        # how many places have a whole window after them
+        n = max(0, draft.width - self.window)
         # [B, W + 1]: how many the strict rule accepts before each place
         agreed = torch.nn.functional.pad((exact & draft.proposed).cumsum(1), (1, 0))
-        follows = agreed[:, 1 + self.window :] - agreed[:, 1 : 1 + n] == self.window  # [B, n]
+        follows = (  # [B, n]
+            agreed[:, 1 + self.window :] - agreed[:, 1 : 1 + n] == self.window
+        )
         return unsure & torch.nn.functional.pad(follows, (0, draft.width - n)), None
 
 
@@ -276,7 +300,9 @@ class Mentored(Lenient):
         drafted = draft_distributions(draft, ctx, target.shape[-1])
         return accept_ratio(mentor(target, drafted, self.most), draft, ctx)
 
-    def next_token(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+    def next_token(
+        self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context
+    ) -> Tensor:
         target = ctx.probs(select_position(reading.logits, kept))  # [B, V]
         if not draft.width:
             return correct(target, 1.0, kept, draft, ctx)

@@ -29,7 +29,9 @@ def expand(rules: Sequence[str], temperature: float) -> list[str]:
     expanded: list[str] = []
     for rule in rules:
         if rule == "all":
-            expanded += [setting for setting in grid() if _applies(setting, temperature)]
+            expanded += [
+                setting for setting in grid() if _applies(setting, temperature)
+            ]
         elif rule in BASELINES:
             expanded.append(rule)
         else:
@@ -50,10 +52,14 @@ def _at_recalls(rule: str) -> list[str]:
     if len(terms) > 1 or not terms[0].open_threshold:
         return [rule]
     (judge,) = terms
-    rows = [row for head in judge.heads for row in head.head.metrics.get("thresholds", [])]
+    rows = [
+        row for head in judge.heads for row in head.head.metrics.get("thresholds", [])
+    ]
     listed = {row["recall"]: row["threshold"] for row in rows}
     chosen = [listed[recall] for recall in JUDGED if recall in listed]
-    return [str(judge.with_thresholds([threshold])[0]) for threshold in chosen] or [rule]
+    return [str(judge.with_thresholds([threshold])[0]) for threshold in chosen] or [
+        rule
+    ]
 
 
 def ladder(rule: str, thresholds: Sequence[float] = ()) -> list[str]:
@@ -73,10 +79,15 @@ def ladder(rule: str, thresholds: Sequence[float] = ()) -> list[str]:
             raise InputError(f"rule {rule}: has no threshold; leave the thresholds out")
         return [str(whole)]
     if len(choices) > 1:
-        raise InputError(f"rule {rule}: has several thresholds to choose; give all but one")
+        raise InputError(
+            f"rule {rule}: has several thresholds to choose; give all but one"
+        )
     chosen = choices[0]
 
     def at(setting: Term) -> str:
         return str(whole.with_terms(lambda term: setting if term is chosen else term))
 
-    return [at(setting) for setting in chosen.with_thresholds(thresholds or chosen.thresholds())]
+    return [
+        at(setting)
+        for setting in chosen.with_thresholds(thresholds or chosen.thresholds())
+    ]

@@ -37,7 +37,9 @@ class Exact(Term):
             return reading.greedy_tokens[:, :-1] == draft.tokens
         return ctx.draw(reading.logits[:, :-1]) == draft.tokens
 
-    def next_token(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+    def next_token(
+        self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context
+    ) -> Tensor:
         keys = ctx.noise_keys(draft.width + 1, "token", device=kept.device)
         target = ctx.probs(select_position(reading.logits, kept))
         return gumbel_argmax(target, select_position(keys, kept))
@@ -60,8 +62,12 @@ class Speculative(Term):
             return reading.greedy_tokens[:, :-1] == draft.tokens
         return accept_ratio(ctx.probs(reading.logits[:, :-1]), draft, ctx)
 
-    def next_token(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        return correct(ctx.probs(select_position(reading.logits, kept)), 1.0, kept, draft, ctx)
+    def next_token(
+        self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context
+    ) -> Tensor:
+        return correct(
+            ctx.probs(select_position(reading.logits, kept)), 1.0, kept, draft, ctx
+        )
 
 
 @dataclass(frozen=True)
@@ -87,16 +93,22 @@ class Block(Term):
         # [B, W]: what is left of the target after 0 … W - 1 tokens
         rest = (share[:, :-1, None] * target[:, :-1] - drafted).clamp(min=0).sum(-1)
         left = rest + 1 - share[:, :-1]
-        stays = torch.where(left > 0, rest / left, 1.0)  # 0 / 0: the next token is certain
+        # 0 / 0: the next token is certain
+        stays = torch.where(left > 0, rest / left, 1.0)
         places = torch.arange(1, draft.width + 1, device=draft.tokens.device)
         ends = places == draft.lengths[:, None]
         later = torch.cat([stays[:, 1:], share[:, -1:]], 1)
         chance = torch.where(ends, share[:, 1:], later)  # [B, W]: to keep so many
-        passed = uniform(ctx.noise_keys(draft.width, "accept", device=chance.device)) < chance
+        passed = (
+            uniform(ctx.noise_keys(draft.width, "accept", device=chance.device))
+            < chance
+        )
         # the longest prefix that passes is kept, whatever came before
         return (passed & draft.proposed).flip(1).cummax(1).values.flip(1)
 
-    def next_token(self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
+    def next_token(
+        self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context
+    ) -> Tensor:
         target = ctx.probs(reading.logits).double()
         if not draft.width:
             return correct(select_position(target, kept), 1.0, kept, draft, ctx)
@@ -118,7 +130,9 @@ class Block(Term):
         return torch.stack(shares, 1)
 
 
-def accept_ratio(aim: Tensor, draft: Draft, ctx: Context, factor: float = 1.0) -> Tensor:
+def accept_ratio(
+    aim: Tensor, draft: Draft, ctx: Context, factor: float = 1.0
+) -> Tensor:
     """[B, W] bool: accept each drafted token with probability min(1, aim / (factor · draft)), of
     the distribution `aim` [B, W, V]."""
     chance = uniform(ctx.noise_keys(draft.width, "accept", device=aim.device))  # [B, W]
@@ -128,14 +142,18 @@ def accept_ratio(aim: Tensor, draft: Draft, ctx: Context, factor: float = 1.0) -
     return chance * drafted < gather_tokens(aim, draft.tokens).double()
 
 
-def correct(aim: Tensor, share: float | Tensor, kept: Tensor, draft: Draft, ctx: Context) -> Tensor:
+def correct(
+    aim: Tensor, share: float | Tensor, kept: Tensor, draft: Draft, ctx: Context
+) -> Tensor:
     """[B]: the token after `kept` [B] ones, drawn from the normalised positive part of
     share · aim − draft, where `aim` [B, V] is the distribution there; from `aim` itself where the
     window was kept whole."""
     keys = next_token_keys(kept, draft, ctx)
     if not draft.width:
         return gumbel_argmax(aim, keys)
-    rest = (share * aim - draft_distribution(draft, ctx, kept, aim.shape[-1])).clamp(min=0)
+    rest = (share * aim - draft_distribution(draft, ctx, kept, aim.shape[-1])).clamp(
+        min=0
+    )
     # a window kept whole has a bonus from the target itself; so have equal distributions, rejected
     # by rounding alone
     whole = (kept == draft.lengths) | ~rest.any(-1)

@@ -112,7 +112,9 @@ class Answers:
         rule = str(decoding.rule)
         by_id = {}
         for id in (sample.id for sample in samples):
-            answer = self._known.get((setting, id)) or self._known_by_rule.get((rule, id))
+            answer = self._known.get((setting, id)) or self._known_by_rule.get(
+                (rule, id)
+            )
             if answer:
                 by_id[id] = answer
         return by_id
@@ -160,13 +162,18 @@ class Answers:
         prompts = [sample.prompt for sample in samples]
         return self.pair.as_completed(prompts, decoding, batch_size=self.batch_size)
 
-    def _write(self, decoding: Decoder, decoded: _Decoded, score: Score, traced: bool) -> None:
+    def _write(
+        self, decoding: Decoder, decoded: _Decoded, score: Score, traced: bool
+    ) -> None:
         """Put what was scored into the journal."""
         out = decoded.out
         trace: list[tuple[str, str, float | None]] | None = None
         if traced:
             texts = pieces(self.pair.target, out.tokens)
-            trace = [(text, entry.origin, entry.score) for text, entry in zip(texts, out.trace)]
+            trace = [
+                (text, entry.origin, entry.score)
+                for text, entry in zip(texts, out.trace)
+            ]
         answer = Answer(
             id=decoded.sample.id,
             rule=str(decoding.rule),
@@ -225,7 +232,9 @@ def reading_flops(pair: Pair, out: Generation) -> tuple[float, float] | None:
 
 def _flops(pair: Pair, decoding: Decoder, out: Generation) -> dict[str, float]:
     """The same; nothing where something else than the models reads, or proposes."""
-    if pair.engine_name != OWN or not (decoding.alone or str(decoding.drafter) == "model"):
+    if pair.engine_name != OWN or not (
+        decoding.alone or str(decoding.drafter) == "model"
+    ):
         return {}
     counted = reading_flops(pair, out)
     return {} if counted is None else dict(zip(("flops", "flops_as_sprinter"), counted))
@@ -278,7 +287,9 @@ class _Scoring:
         scored, error = self._running.result() if self._running else ([], None)
         part = self._waiting[:MOST_SCORED]
         self._waiting = self._waiting[MOST_SCORED:]
-        self._running = self._worker.submit(partial(self._score, part)) if part else None
+        self._running = (
+            self._worker.submit(partial(self._score, part)) if part else None
+        )
         for decoded, score in scored:
             self.keep(decoded, score)
         if error:
@@ -286,11 +297,16 @@ class _Scoring:
 
     def _score(self, batch: list[_Decoded]) -> Scored:
         try:
-            scores = self.task.score([(decoded.out.text, decoded.sample) for decoded in batch])
+            scores = self.task.score(
+                [(decoded.out.text, decoded.sample) for decoded in batch]
+            )
             return list(zip(batch, scores, strict=True)), None
         except Exception as error:
             if len(batch) == 1:
                 return [], error
-        parts = [self._score([decoded]) for decoded in batch]  # what can be scored is kept
+        # what can be scored is kept
+        parts = [self._score([decoded]) for decoded in batch]
         errors = [error for _, error in parts if error]
-        return [pair for scored, _ in parts for pair in scored], errors[0] if errors else None
+        return [pair for scored, _ in parts for pair in scored], errors[
+            0
+        ] if errors else None

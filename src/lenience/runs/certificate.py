@@ -26,9 +26,23 @@ BOUND_BESIDE = (
     "models", "tokenizer", "template", "generation_config", "heads", "task", "reads", "data",
 )  # fmt: skip
 """What a certificate binds besides the options of decoding."""
-BOUND_MODELS = ("models", "tokenizer", "template", "generation_config", "heads", "engine")
+BOUND_MODELS = (
+    "models",
+    "tokenizer",
+    "template",
+    "generation_config",
+    "heads",
+    "engine",
+)
 """What of it a pair is compared with before it decodes."""
-FROM_CERTIFICATE = ("window", "stop", "drafter", "tree", "max_new_tokens", "stop_strings")
+FROM_CERTIFICATE = (
+    "window",
+    "stop",
+    "drafter",
+    "tree",
+    "max_new_tokens",
+    "stop_strings",
+)
 """The options that are the certificate's where a caller leaves them out; others are the
 defaults."""
 
@@ -73,7 +87,9 @@ class TriedSetting(Record):
 
     def decoder(self, shared: Decoder) -> Decoder:
         """Return the whole decoder, what the setting does not name as in `shared`."""
-        return shared.with_options({"rule": self.rule, "window": self.window, **self.options})
+        return shared.with_options(
+            {"rule": self.rule, "window": self.window, **self.options}
+        )
 
 
 class Certified(TriedSetting):
@@ -183,7 +199,9 @@ def read_certificate(folder: Path) -> Certificate:
     # an option that it does not name was not there when it was made
     binds = {**Decoder().bound(), **certificate.binds}
     certificate = certificate.model_copy(update={"binds": binds})
-    if lacking := [f"binds {key}" for key in BOUND_BESIDE if key not in certificate.binds]:
+    if lacking := [
+        f"binds {key}" for key in BOUND_BESIDE if key not in certificate.binds
+    ]:
         raise InputError(f"{what}: lacks {', '.join(lacking)}; certify again")
     return certificate
 
@@ -209,13 +227,19 @@ def resolve(given: Mapping[str, Any]) -> Decoder:
     certified = certificate.decoder(folder)
     asked = Decoder.of(options)
     _check_options(rule, options, certified, asked)
-    further = tuple(text for text in asked.stop_strings if text not in certified.stop_strings)
-    shorter = asked.max_new_tokens < certified.max_new_tokens and "max_new_tokens" in options
+    further = tuple(
+        text for text in asked.stop_strings if text not in certified.stop_strings
+    )
+    shorter = (
+        asked.max_new_tokens < certified.max_new_tokens and "max_new_tokens" in options
+    )
     ends = Ends(asked.max_new_tokens if shorter else None, further)
     return replace(certified, seed=asked.seed, ends=ends)
 
 
-def _check_options(rule: str, given: Mapping[str, Any], certified: Decoder, asked: Decoder) -> None:
+def _check_options(
+    rule: str, given: Mapping[str, Any], certified: Decoder, asked: Decoder
+) -> None:
     """Raise InputError for an option that is not as it was certified; answers may end sooner."""
     bound = certified.without_paths().to_json()
     own = asked.without_paths().to_json()

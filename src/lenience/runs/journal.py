@@ -44,7 +44,8 @@ class Journal:
                         raise ValueError("not a record")
                 except ValueError as error:
                     mend = (
-                        "restore the file from a copy, or delete that line to do its sample again"
+                        "restore the file from a copy, or delete that line to do its "
+                        "sample again"
                     )
                     raise InputError(
                         f"{self.path}, line {number}: broken ({error}); {mend}"

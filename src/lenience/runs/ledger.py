@@ -70,11 +70,16 @@ class Ledger:
     in either is counted."""
 
     def __init__(
-        self, folder: Path | None, fingerprints: Mapping[str, str], home: Path | None = None
+        self,
+        folder: Path | None,
+        fingerprints: Mapping[str, str],
+        home: Path | None = None,
     ):
         """`folder` is a run's, None for none; `home` takes the place of the user's data folder."""
         self.pair = digest(dict(fingerprints), sort_keys=True)
-        target = {part: value for part, value in fingerprints.items() if part != "draft"}
+        target = {
+            part: value for part, value in fingerprints.items() if part != "draft"
+        }
         # a prompt that was used with another draft is used
         self.place = (home or data_folder()) / "ledger" / digest(target, sort_keys=True)
         self.folder = folder or self.place
@@ -89,7 +94,9 @@ class Ledger:
             (self.place / "lock").touch()
         except OSError as error:
             mend = "name a folder that can be written (LENIENCE_HOME)"
-            raise InputError(f"{self.place}: cannot be written ({error}); {mend}") from None
+            raise InputError(
+                f"{self.place}: cannot be written ({error}); {mend}"
+            ) from None
         with FileLock(self.place / "lock", is_singleton=True), locked(self.folder):
             self._merge()
             yield
@@ -117,17 +124,22 @@ class Ledger:
             uses = self._uses[self.place].rows.values()
             return sum((use.key, use.use) != (draw.key, draw.use) for use in uses)
 
-    def note(self, lm: LM, samples: Sequence[Sample], *, use: str, key: str, task: Task) -> None:
+    def note(
+        self, lm: LM, samples: Sequence[Sample], *, use: str, key: str, task: Task
+    ) -> None:
         """Record that rows are about to be used, before they are."""
         prompts = [(sample.id, sample.prompt) for sample in samples]
         with self.held():
             noted = [
-                use_of(lm, *prompt, use=use, key=key, task=task.known_as) for prompt in prompts
+                use_of(lm, *prompt, use=use, key=key, task=task.known_as)
+                for prompt in prompts
             ]
             for uses in self._uses.values():
                 uses.add(entry for entry in noted if entry.row not in uses.rows)
 
-    def attempt(self, key: str, task: Task, split: str, *, counts: bool = True) -> Attempt:
+    def attempt(
+        self, key: str, task: Task, split: str, *, counts: bool = True
+    ) -> Attempt:
         """Which attempt a question is, among those on a task of the same name, and on others of
         whose prompts there are some in the split. It is one from now on, if it `counts`."""
         with self.held():
@@ -154,7 +166,9 @@ class Ledger:
         on_these = {use.key for use in uses_in(self.place) if use.source in sources}
         ours = (outcome for outcome in known if outcome.pair == self.pair)
         return [
-            outcome for outcome in ours if outcome.task == task.label or outcome.key in on_these
+            outcome
+            for outcome in ours
+            if outcome.task == task.label or outcome.key in on_these
         ]
 
     def outcomes(self) -> list[Outcome]:

@@ -160,14 +160,18 @@ def describe(pair: Pair, task: Task, **options: Any) -> dict[str, Any]:
     }
 
 
-def encoded(lm: LM, task: Task, sample: Sample, prompt: list[int] | None = None) -> list[int]:
+def encoded(
+    lm: LM, task: Task, sample: Sample, prompt: list[int] | None = None
+) -> list[int]:
     """The token ids of a sample's prompt, or of a `prompt` in its place. Raises InputError that
     names the sample."""
     try:
         return lm.encode(prompt or sample.prompt)
     except InputError as error:
         mend = ", or leave such out (--skip-long)" if isinstance(error, TooLong) else ""
-        raise InputError(f"task {task.name!r}, sample {sample.id}: {error}{mend}") from None
+        raise InputError(
+            f"task {task.name!r}, sample {sample.id}: {error}{mend}"
+        ) from None
 
 
 def check_prompts(pair: Pair, task: Task, samples: Sequence[Sample]) -> None:

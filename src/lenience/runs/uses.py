@@ -106,7 +106,9 @@ def locked(folder: Path) -> FileLock:
 def use_of(lm: LM, id: str, prompt: Prompt, *, use: str, key: str, task: str) -> Use:
     """What a prompt is used for."""
     content = prompt_digest(lm.encode(prompt))
-    return Use(id=id, task=task, prompt=content, source=digest(prompt), use=use, key=key)
+    return Use(
+        id=id, task=task, prompt=content, source=digest(prompt), use=use, key=key
+    )
 
 
 def note_uses(
@@ -162,7 +164,9 @@ def uses_of(ledger: Path, folder: Path, draw: Draw) -> list[Use]:
         for use in uses_in(run):
             uses.setdefault(use.row, use.model_copy(update={"key": None}))
     known = {use.prompt for use in uses.values()}
-    fitted_on = {content for head in draw.heads for content in head.head.prompts or ()} - known
+    fitted_on = {
+        content for head in draw.heads for content in head.head.prompts or ()
+    } - known
     return [
         *uses.values(),
         *(Use(id="", prompt=content, use="fitting", key=None) for content in fitted_on),
@@ -184,12 +188,16 @@ def draw_rows(lm: LM, task: Task, draw: Draw, uses: Iterable[Use]) -> list[Sampl
     where = f"task {task.name!r}"
     if unknown := set(draw.ids) - {sample.id for sample in samples}:
         first = sorted(unknown)[0]
-        raise InputError(f"prompt {first!r}: {where} has no such one in its split {draw.split!r}")
+        raise InputError(
+            f"prompt {first!r}: {where} has no such one in its split {draw.split!r}"
+        )
     rows = _Rows(task, samples, uses)
     drawn = rows.own(draw)
     rows.spend_groups(lm)
     spent = Counter[str]()
-    named = [sample for sample in samples if sample.id in draw.ids] if draw.ids else samples
+    named = (
+        [sample for sample in samples if sample.id in draw.ids] if draw.ids else samples
+    )
     for sample in _units(named, draw.key):
         if len(drawn) >= draw.n:
             break
@@ -245,14 +253,22 @@ class _Rows:
     def spend_groups(self, lm: LM) -> None:
         """Of prompts that were used under other names, the groups are used too."""
         if self._elsewhere:
-            grouped = [sample for sample in self._samples.values() if group_of(sample) is not None]
+            grouped = [
+                sample
+                for sample in self._samples.values()
+                if group_of(sample) is not None
+            ]
             for sample in grouped:
                 if self._elsewhere[prompt_digest(encoded(lm, self._task, sample))]:
                     self._groups.add(group_of(sample))
 
     def own(self, draw: Draw) -> list[Sample]:
         """Those that were noted for the same."""
-        noted = (use for use in self.by_id.values() if (use.key, use.use) == (draw.key, draw.use))
+        noted = (
+            use
+            for use in self.by_id.values()
+            if (use.key, use.use) == (draw.key, draw.use)
+        )
         return [self._samples[use.id] for use in noted]
 
     def take(self, sample: Sample, content: str) -> str | None:

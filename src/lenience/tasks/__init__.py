@@ -88,14 +88,18 @@ def load_task(
 
 
 def _load(
-    spec: str, data: str | Path | None, grader: str | Grader | None, options: Mapping[str, Any]
+    spec: str,
+    data: str | Path | None,
+    grader: str | Grader | None,
+    options: Mapping[str, Any],
 ) -> Task:
     options = {name: value for name, value in options.items() if value is not None}
     files = spec.split(",")
     from_json = all(file.endswith(SUFFIXES) for file in files)
     if grader is not None:
         if from_json:
-            options.setdefault("answer", "last-number")  # which a grader does not ask for
+            # which a grader does not ask for
+            options.setdefault("answer", "last-number")
         task = load_task(spec, data=data, **options)
         return Graded(task, Endpoint(grader) if isinstance(grader, str) else grader)
     if spec.partition(":")[0] in BENCHMARKS:
@@ -113,7 +117,9 @@ def _load(
     if from_json:
         return _from_json([Path(file) for file in files], options)
     if options:
-        raise InputError(f"task {spec!r}: {next(iter(options))} is for tasks from JSON files")
+        raise InputError(
+            f"task {spec!r}: {next(iter(options))} is for tasks from JSON files"
+        )
     return TASKS[spec]() if spec in TASKS else task_in_file(Path(file), name)
 
 
@@ -124,7 +130,9 @@ def _from_json(paths: list[Path], options: Mapping[str, Any]) -> Task:
             f"task {paths[0]}: has no option {min(unknown)!r}; it has {', '.join(JSON_OPTIONS)}"
         )
     if {"prompt_field", "prompt_template"} <= options.keys():
-        raise InputError("prompt_field and prompt_template: both say the prompt; give one")
+        raise InputError(
+            "prompt_field and prompt_template: both say the prompt; give one"
+        )
     fields = {"prompt_field": "prompt", "reference_field": "reference"}
     fields["prompt_template"] = "template"
     said = {fields[name]: value for name, value in options.items() if name in fields}
@@ -140,7 +148,9 @@ def _benchmark(spec: str, data: str | Path | None, options: Mapping[str, Any]) -
     except InputError as error:
         raise InputError(f"task {spec!r}: {error}") from None
     if data is None:
-        raise InputError(f"task {spec!r}: name its files (--data FILE|FOLDER); see docs/tasks.md")
+        raise InputError(
+            f"task {spec!r}: name its files (--data FILE|FOLDER); see docs/tasks.md"
+        )
     return task.open(str(data))
 
 

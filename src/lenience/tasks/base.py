@@ -85,7 +85,9 @@ class Task:
         """The final answer found in a response, or None where there is none."""
         raise NotImplementedError
 
-    def same(self, a: str | None, b: str | None, sample: Sample | None = None) -> bool | None:
+    def same(
+        self, a: str | None, b: str | None, sample: Sample | None = None
+    ) -> bool | None:
         """Whether two answers agree; None where either is missing, which is never "the same"."""
         return None if a is None or b is None else a == b
 
@@ -176,5 +178,7 @@ def ungradable(task: Task, samples: Iterable[Sample]) -> list[Sample]:
 def number_after(text: str, marker: str, closed_by: str = "") -> str | None:
     """The last number that follows `marker`, without thousands separators; `closed_by` must follow
     it, so that a number cut off by a length limit does not count."""
-    found = re.findall(re.escape(marker) + r"\s*(-?[\d,]*\.?\d+)" + re.escape(closed_by), text)
+    found = re.findall(
+        re.escape(marker) + r"\s*(-?[\d,]*\.?\d+)" + re.escape(closed_by), text
+    )
     return found[-1].replace(",", "") if found else None

@@ -31,7 +31,9 @@ class MtBench(Published):
     measure = "agreement"
     beside_target = True
     scores_by_reference = False
-    disagreement_is = "the share of prompts on which this decoder's text is not the target's"
+    disagreement_is = (
+        "the share of prompts on which this decoder's text is not the target's"
+    )
     turns: Literal["both", "first"] = "both"
     category: str = ""
 
@@ -63,7 +65,9 @@ class MtBench(Published):
 
     def samples(self, split: str) -> Iterator[Sample]:
         questions = list(super().samples(split))
-        several = [question for question in questions if len(question.metadata["turns"]) > 1]
+        several = [
+            question for question in questions if len(question.metadata["turns"]) > 1
+        ]
         answers = dict[str, str]()
         if several and self.turns == "both":
             if self._own_answers is None:
@@ -74,12 +78,16 @@ class MtBench(Published):
             first: list[Messages] = [
                 chat(("user", question.metadata["turns"][0])) for question in several
             ]
-            answers = dict(zip((question.id for question in several), self._own_answers(first)))
+            answers = dict(
+                zip((question.id for question in several), self._own_answers(first))
+            )
         for question in questions:
             yield self._turn(question, 1, question.prompt)
             if question.id in answers:
                 one, two = question.metadata["turns"][:2]
-                said = chat(("user", one), ("assistant", answers[question.id]), ("user", two))
+                said = chat(
+                    ("user", one), ("assistant", answers[question.id]), ("user", two)
+                )
                 yield self._turn(question, 2, said)
 
     def answer(self, text: str, sample: Sample | None = None) -> str | None:
@@ -90,4 +98,6 @@ class MtBench(Published):
         told = {"category": question.metadata["category"], "turn": number}
         if len(references) >= number:
             told["reference"] = references[number - 1]
-        return replace(question, id=f"{question.id}-{number}", prompt=prompt, metadata=told)
+        return replace(
+            question, id=f"{question.id}-{number}", prompt=prompt, metadata=told
+        )

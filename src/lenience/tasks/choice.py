@@ -53,7 +53,9 @@ class ChoiceTask(Published):
 
     version = 1
     max_new_tokens = 512
-    head: ClassVar[str] = "The following are multiple choice questions (with answers){about}.\n\n"
+    head: ClassVar[str] = (
+        "The following are multiple choice questions (with answers){about}.\n\n"
+    )
     shots: int = 0
     subset: int = 0
     seed: int = 0
@@ -63,7 +65,9 @@ class ChoiceTask(Published):
         super().__post_init__()
         self._shown: dict[str, list[Question]] = {}
         if not 0 <= self.shots <= 64:
-            raise InputError(f"{self.title}'s shots must be from 0 to 64, not {self.shots}")
+            raise InputError(
+                f"{self.title}'s shots must be from 0 to 64, not {self.shots}"
+            )
         if self.subset < 0:
             raise InputError(f"{self.title}'s subset must be 0, which is all, or more")
 
@@ -95,7 +99,10 @@ class ChoiceTask(Published):
             solved = [f"{shot.shown()}\nAnswer: {shot.letter}\n\n" for shot in shown]
             asked = f"{question.shown()}\nAnswer:"
             prompt = self.head.format(about=about) + "".join(solved) + asked
-        stratum = {"choices": len(letters), "stratum": question.subject or question.letter}
+        stratum = {
+            "choices": len(letters),
+            "stratum": question.subject or question.letter,
+        }
         return Sample(str(row.get("id", "")), prompt, question.letter, stratum)
 
     def _question(self, row: Row, where: str) -> Question:
@@ -148,7 +155,9 @@ class CommonsenseQa(ChoiceTask):
 def _origin(row: Row) -> str | None:
     """Of which of these benchmarks a row is, by its fields."""
     asked = row.get("question")
-    if "question_concept" in row or (isinstance(asked, Mapping) and "question_concept" in asked):
+    if "question_concept" in row or (
+        isinstance(asked, Mapping) and "question_concept" in asked
+    ):
         return "csqa"
     if isinstance(asked, Mapping) or isinstance(row.get("choices"), Mapping):
         return "arc"
@@ -181,7 +190,9 @@ def question_of(row: Row, where: str = "") -> Question:
 def _labelled(text: str, listed: list[dict[str, Any]], key: str | None) -> Question:
     labels = [str(entry["label"]) for entry in listed]
     if key and key not in labels:
-        raise InputError(f"its answer {key!r} is none of its choices, {', '.join(labels)}")
+        raise InputError(
+            f"its answer {key!r} is none of its choices, {', '.join(labels)}"
+        )
     if len(labels) > len(LETTERS):
         raise InputError(f"has {len(labels)} choices, more than {len(LETTERS)}")
     place = labels.index(key) if key else None

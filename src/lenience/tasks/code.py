@@ -44,7 +44,11 @@ MODULES = (
 PREAMBLE = "".join(
     [
         *(f"from {name} import *\n" for name in MODULES.split()),
-        *(f"import {name}\n" for name in MODULES.split() if name not in ("builtins", "typing")),
+        *(
+            f"import {name}\n"
+            for name in MODULES.split()
+            if name not in ("builtins", "typing")
+        ),
         "sys.setrecursionlimit(50000)\nsys.set_int_max_str_digits(50000)\n",
     ]
 )
@@ -84,7 +88,9 @@ class CodeTask(Published):
         _ = self.sandbox  # works here, or is refused before anything is decoded
         return self
 
-    def same(self, a: str | None, b: str | None, sample: Sample | None = None) -> bool | None:
+    def same(
+        self, a: str | None, b: str | None, sample: Sample | None = None
+    ) -> bool | None:
         if a is None or b is None:
             return None
         if a == b:
@@ -97,7 +103,8 @@ class CodeTask(Published):
         with ThreadPoolExecutor(workers()) as pool:
             verdicts = list(pool.map(lambda pair: self._of_response(*pair), pairs))
         return [
-            Score(verdict.passed, float(not verdict.passed), str(verdict)) for verdict in verdicts
+            Score(verdict.passed, float(not verdict.passed), str(verdict))
+            for verdict in verdicts
         ]
 
     def _of_response(self, text: str, sample: Sample) -> Verdict:
@@ -167,7 +174,9 @@ class HumanEval(CodeTask):
     def verdict(self, program: str, sample: Sample) -> Verdict:
         tests = f"{_before(sample)}\n{sample.metadata['test']}\n"
         try:
-            return self.sandbox.check(program, sample.metadata["entry_point"], tests, self.LIMITS)
+            return self.sandbox.check(
+                program, sample.metadata["entry_point"], tests, self.LIMITS
+            )
         except InputError as error:
             raise InputError(f"task humaneval, sample {sample.id}: {error}") from None
 
@@ -209,19 +218,29 @@ class LiveCodeBench(CodeTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.release and not re.fullmatch(r"v[1-6]", self.release):
-            raise InputError(f"livecodebench's release must be v1 to v6, not {self.release!r}")
+            raise InputError(
+                f"livecodebench's release must be v1 to v6, not {self.release!r}"
+            )
         for name in ("since", "until"):
-            if (date := getattr(self, name)) and not re.fullmatch(r"\d{4}-\d\d-\d\d", date):
-                raise InputError(f"livecodebench's {name} must be as 2024-08-31, not {date!r}")
+            if (date := getattr(self, name)) and not re.fullmatch(
+                r"\d{4}-\d\d-\d\d", date
+            ):
+                raise InputError(
+                    f"livecodebench's {name} must be as 2024-08-31, not {date!r}"
+                )
 
     def _prepare(self, files: dict[str, list[Path]]) -> None:
         if not self.release:
             return
         newest = int(self.release[1:])
-        wanted = {f"test{number if number > 1 else ''}" for number in range(1, newest + 1)}
+        wanted = {
+            f"test{number if number > 1 else ''}" for number in range(1, newest + 1)
+        }
         found = {path.name.split(".")[0]: path for path in files.get("test", ())}
         if lacking := sorted(wanted - found.keys()):
-            raise InputError(f"task livecodebench: release {self.release} lacks {lacking[0]}.jsonl")
+            raise InputError(
+                f"task livecodebench: release {self.release} lacks {lacking[0]}.jsonl"
+            )
         files["test"] = [found[name] for name in sorted(wanted)]
 
     def read(self, row: Row, where: str, role: str) -> Sample | None:
@@ -236,7 +255,9 @@ class LiveCodeBench(CodeTask):
             "function": json.loads(row.get("metadata") or "{}").get("func_name"),
             "starter": row.get("starter_code") or "",
         }
-        return Sample(str(row["question_id"]), _asked(row, kept["starter"]), ITS_TESTS, kept)
+        return Sample(
+            str(row["question_id"]), _asked(row, kept["starter"]), ITS_TESTS, kept
+        )
 
     def answer(self, text: str, sample: Sample | None = None) -> str | None:
         function = None if sample is None else sample.metadata["function"]
@@ -257,13 +278,17 @@ class LiveCodeBench(CodeTask):
                 return Verdict("timeout", "of all tests together")
         return Verdict("passed")
 
-    def _by_input(self, program: str, tests: Sequence[dict[str, str]]) -> Iterator[Verdict]:
+    def _by_input(
+        self, program: str, tests: Sequence[dict[str, str]]
+    ) -> Iterator[Verdict]:
         for number, test in enumerate(tests, 1):
             ended = self.sandbox.run(PREAMBLE + program, test["input"], self.LIMITS)
             if ended.status != "ended":
                 yield Verdict(ended.status, f"test {number}")
             elif ended.code:
-                yield Verdict("crash", (ended.err.strip().splitlines() or [""])[-1][-300:])
+                yield Verdict(
+                    "crash", (ended.err.strip().splitlines() or [""])[-1][-300:]
+                )
             elif not same_output(ended.out, test["output"]):
                 yield Verdict("wrong answer", f"test {number}")
             else:
@@ -273,12 +298,18 @@ class LiveCodeBench(CodeTask):
         self, program: str, function: str | None, tests: Sequence[dict[str, str]]
     ) -> Iterator[Verdict]:
         if not function:
-            raise InputError("task livecodebench: a problem's metadata name no func_name")
+            raise InputError(
+                "task livecodebench: a problem's metadata name no func_name"
+            )
         try:
-            given = [[json.loads(line) for line in _lines(test["input"])] for test in tests]
+            given = [
+                [json.loads(line) for line in _lines(test["input"])] for test in tests
+            ]
             wanted = [json.loads(test["output"]) for test in tests]
         except ValueError as error:
-            raise InputError(f"task livecodebench: a test is no JSON ({error})") from None
+            raise InputError(
+                f"task livecodebench: a test is no JSON ({error})"
+            ) from None
         values = self.sandbox.calls(PREAMBLE + program, function, given, self.LIMITS)
         for number, (value, expected) in enumerate(zip(values, wanted), 1):
             if isinstance(value, Verdict):
@@ -286,15 +317,22 @@ class LiveCodeBench(CodeTask):
                 return
             value = list(value) if isinstance(value, tuple) else value
             right = value == expected
-            yield Verdict("passed") if right else Verdict("wrong answer", f"test {number}")
+            yield (
+                Verdict("passed")
+                if right
+                else Verdict("wrong answer", f"test {number}")
+            )
 
 
 def _asked(row: Row, starter: str) -> str:
     wanted = (
-        "Write a Python program that reads the input from stdin and writes the answer to stdout."
+        "Write a Python program that reads the input from stdin and writes the answer "
+        "to stdout."
     )
     if starter:
-        wanted = f"Write the solution in Python, on this code:\n```python\n{starter}\n```"
+        wanted = (
+            f"Write the solution in Python, on this code:\n```python\n{starter}\n```"
+        )
     return (
         f"### Question\n{row['question_content']}\n\n### Format\n{wanted} Put the code into one "
         "block, ```python … ```.\n\n### Answer\n"
@@ -333,10 +371,14 @@ def blocks(text: str) -> list[Block]:
     """Return the code blocks of a response, those of a thought left out."""
     text = without_thought(text.replace("\r\n", "\n"))
     fenced = re.finditer(
-        r"^[ \t]*```[ \t]*([^\n`]*)\n(.*?)(^[ \t]*```|\Z)", text, re.DOTALL | re.MULTILINE
+        r"^[ \t]*```[ \t]*([^\n`]*)\n(.*?)(^[ \t]*```|\Z)",
+        text,
+        re.DOTALL | re.MULTILINE,
     )
     found = [
-        Block((block[1].split() or [""])[0].strip("{}.").lower(), block[2], bool(block[3]))
+        Block(
+            (block[1].split() or [""])[0].strip("{}.").lower(), block[2], bool(block[3])
+        )
         for block in fenced
     ]
     return [block for block in found if block.code.strip()]
@@ -348,7 +390,9 @@ def last_block(text: str, defines: str = "") -> str | None:
     python = [block for block in blocks(text) if block.may_be_python]
     named = re.compile(rf"^\s*(?:async\s+)?def {re.escape(defines)}\b", re.MULTILINE)
     for wanted in (
-        lambda block: block.whole and block.parses and (not defines or named.search(block.code)),
+        lambda block: (
+            block.whole and block.parses and (not defines or named.search(block.code))
+        ),
         lambda block: not defines or named.search(block.code),
         lambda block: True,
     ):
@@ -373,16 +417,32 @@ def cases_in(text: str) -> list[dict[str, str]]:
             packed = zlib.decompressobj().decompress(base64.b64decode(text), MOST_TESTS)
             text = _PlainUnpickler(io.BytesIO(packed)).load()
         tests = json.loads(text)
-        return [{name: test[name] for name in ("input", "output", "testtype")} for test in tests]
-    except (ValueError, KeyError, TypeError, EOFError, zlib.error, binascii.Error) as error:
-        raise InputError(f"task livecodebench: test cases cannot be read ({error!r})") from None
+        return [
+            {name: test[name] for name in ("input", "output", "testtype")}
+            for test in tests
+        ]
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        EOFError,
+        zlib.error,
+        binascii.Error,
+    ) as error:
+        raise InputError(
+            f"task livecodebench: test cases cannot be read ({error!r})"
+        ) from None
     except (pickle.UnpicklingError, IndexError, AttributeError, MemoryError) as error:
-        raise InputError(f"task livecodebench: test cases cannot be read ({error!r})") from None
+        raise InputError(
+            f"task livecodebench: test cases cannot be read ({error!r})"
+        ) from None
 
 
 def same_output(out: str, wanted: str) -> bool:
     """Line by line, spaces around them aside; lines of numbers by their values."""
-    lines, right = ([line.strip() for line in text.strip().split("\n")] for text in (out, wanted))
+    lines, right = (
+        [line.strip() for line in text.strip().split("\n")] for text in (out, wanted)
+    )
     if len(lines) != len(right):
         return False
     return all(a == b or _numbers(a) == _numbers(b) != [] for a, b in zip(lines, right))

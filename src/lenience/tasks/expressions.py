@@ -30,7 +30,9 @@ def same_expression(a: str, b: str) -> bool | None:
 def comparer() -> _Comparer:
     """The process that compares. Raises InputError without math-verify."""
     if find_spec("math_verify") is None:
-        raise InputError("comparing as math needs math-verify: pip install 'lenience[math]'")
+        raise InputError(
+            "comparing as math needs math-verify: pip install 'lenience[math]'"
+        )
     return _Comparer()
 
 
@@ -86,11 +88,20 @@ class _Comparer:
 def _check() -> None:
     """Raise InputError where a process cannot compare a number with itself."""
     ended = subprocess.run(
-        COMMAND, input='["1", "1.0"]', capture_output=True, text=True, timeout=60, check=False
+        COMMAND,
+        input='["1", "1.0"]',
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     if ended.stdout.strip() != "true":
-        lines = ended.stderr.strip().splitlines() or [f"it ended with {ended.returncode}"]
-        raise InputError(f"math-verify does not work here ({lines[-1][:200]}); install it anew")
+        lines = ended.stderr.strip().splitlines() or [
+            f"it ended with {ended.returncode}"
+        ]
+        raise InputError(
+            f"math-verify does not work here ({lines[-1][:200]}); install it anew"
+        )
 
 
 def _answer(a: str, b: str) -> bool | None:

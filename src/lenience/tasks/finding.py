@@ -34,9 +34,14 @@ class Answers:
 def answers(answer: str, same: str | None) -> Answers:
     """From the specs that users give. Raises InputError that names what there is."""
     name, colon, what = answer.partition(":")
-    if name not in FINDERS or (colon and name not in TAKES) or (not what and name in TAKES):
+    if (
+        name not in FINDERS
+        or (colon and name not in TAKES)
+        or (not what and name in TAKES)
+    ):
         forms = ", ".join(
-            f"{finder}:{TAKES[finder]}" if finder in TAKES else finder for finder in FINDERS
+            f"{finder}:{TAKES[finder]}" if finder in TAKES else finder
+            for finder in FINDERS
         )
         raise InputError(f"answer {answer!r}: write {forms}")
     make, compared = FINDERS[name]
@@ -57,7 +62,10 @@ def proposed(references: list[str]) -> str:
     for form, fits in (
         ("number-after:####", lambda text: "####" in text),
         ("boxed", lambda text: "\\boxed" in text),
-        ("choice", lambda text: bool(re.fullmatch(rf"\(?[{LETTERS}]\)?", text.strip()))),
+        (
+            "choice",
+            lambda text: bool(re.fullmatch(rf"\(?[{LETTERS}]\)?", text.strip())),
+        ),
         ("last-number", lambda text: value(text) is not None),
     ):
         if references and all(map(fits, references)):
@@ -74,7 +82,9 @@ def _pattern(pattern: str) -> Find:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise InputError(f"answer 'regex:{pattern}': not a regular expression ({error})") from None
+        raise InputError(
+            f"answer 'regex:{pattern}': not a regular expression ({error})"
+        ) from None
 
     def find(text: str) -> str | None:
         *_, last = [None, *compiled.finditer(text)]
@@ -113,7 +123,9 @@ def _result(line: str, found: list[Number]) -> Number | None:
         between = line[answer.end : number.start]
         if re.fullmatch(r"\s*=\s*", between):
             is_open = False
-        elif OPERATOR.fullmatch(between) or (not between.strip() and number.text[0] in "-−+"):
+        elif OPERATOR.fullmatch(between) or (
+            not between.strip() and number.text[0] in "-−+"
+        ):
             is_open = True
         else:
             break
@@ -131,7 +143,9 @@ def _last_number(_what: str) -> Find:
 
 def boxed(text: str) -> str | None:
     r"""What the last whole \boxed{…} holds."""
-    for begin in reversed([found.end() for found in re.finditer(r"\\f?boxed\s*\{", text)]):
+    for begin in reversed(
+        [found.end() for found in re.finditer(r"\\f?boxed\s*\{", text)]
+    ):
         depth = 1
         for end in range(begin, len(text)):
             depth += (text[end] == "{") - (text[end] == "}")
@@ -150,7 +164,9 @@ def _choice(_what: str) -> Find:
 
 _ALONE = rf"(?<![\w'’])([{LETTERS}])(?![\w'’])(?!\s+[a-z])"
 """A letter by itself that does not begin a phrase, as in "A cat" or "I think"."""
-_SAID = re.compile(rf"(?i:answer|choice|option)\W{{0,3}}(?:(?i:is|would be)\W{{0,3}})?{_ALONE}")
+_SAID = re.compile(
+    rf"(?i:answer|choice|option)\W{{0,3}}(?:(?i:is|would be)\W{{0,3}})?{_ALONE}"
+)
 
 
 def choice(text: str) -> str | None:

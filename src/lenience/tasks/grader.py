@@ -59,7 +59,9 @@ THOUGHTS = ("reasoning_content", "reasoning")
 def _text_of(content: Any) -> str:
     """Return the text of a message, which may be a list of parts."""
     if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+        return "".join(
+            str(part.get("text", "")) for part in content if isinstance(part, dict)
+        )
     return str(content or "")
 
 
@@ -74,7 +76,9 @@ class Endpoint:
         if rest and (name != "model" or not model):
             raise InputError(f"--grader {spec}: write URL or URL,model=NAME")
         if not is_address(url):
-            raise InputError(f"--grader {spec}: is no address; write http://HOST:PORT/v1")
+            raise InputError(
+                f"--grader {spec}: is no address; write http://HOST:PORT/v1"
+            )
         self.url = url.rstrip("/")
         self._wait = wait
         """`wait`: seconds before the second attempt, doubled before each further one."""
@@ -97,7 +101,9 @@ class Endpoint:
                 mend = "give the address that ends in /v1, or model=NAME"
             raise InputError(f"--grader {self.url}: {why}; {mend}") from None
         except (LookupError, TypeError):
-            raise InputError(f"--grader {self.url}: lists no model; give model=NAME") from None
+            raise InputError(
+                f"--grader {self.url}: lists no model; give model=NAME"
+            ) from None
 
     def _ask(self, messages: Messages) -> str:
         body = {"model": self.model, "messages": messages, "temperature": 0}
@@ -107,7 +113,9 @@ class Endpoint:
             message = choice["message"]
             text = _text_of(message["content"])
         except (LookupError, TypeError) as error:
-            raise RunError(f"grader {self.source}: no reply in its answer ({error!r})") from None
+            raise RunError(
+                f"grader {self.source}: no reply in its answer ({error!r})"
+            ) from None
         if text.strip():
             return text
         thought = next((name for name in THOUGHTS if message.get(name)), None)
@@ -126,7 +134,9 @@ class Endpoint:
 
     def _request(self, path: str, body: dict[str, Any] | None) -> Any:
         headers = {"Content-Type": "application/json"}
-        if key := next((os.environ[name] for name in KEYS if os.environ.get(name)), None):
+        if key := next(
+            (os.environ[name] for name in KEYS if os.environ.get(name)), None
+        ):
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
         for attempt in range(ATTEMPTS):
@@ -139,11 +149,15 @@ class Endpoint:
                 if error.code != 429 and error.code < 500:
                     break
             except InvalidURL as error:
-                raise InputError(f"--grader {self.url}: is no address ({error})") from None
+                raise InputError(
+                    f"--grader {self.url}: is no address ({error})"
+                ) from None
             except (OSError, ValueError, HTTPException) as error:
                 why = first_line(error)
             if attempt < ATTEMPTS - 1:
-                warnings.warn(f"grader {self.url}: {why}; it is asked again", stacklevel=2)
+                warnings.warn(
+                    f"grader {self.url}: {why}; it is asked again", stacklevel=2
+                )
                 time.sleep(self._wait * 2**attempt)
         raise RunError(f"grader {self.url}: {path} failed ({why})")
 
@@ -220,7 +234,9 @@ class Graded(Task):
         self.name = f"{task.name} graded by {grader.name}"
         self.counts = GradingCounts()
         self._counted = set[str]()
-        self._kept = KeptTexts(cache_folder() / "graders" / f"{digest(grader.source, 6)}.jsonl")
+        self._kept = KeptTexts(
+            cache_folder() / "graders" / f"{digest(grader.source, 6)}.jsonl"
+        )
         self._unread = dict[str, str]()
         """Replies without a verdict, by their questions."""
         self._lock = Lock()
@@ -245,7 +261,9 @@ class Graded(Task):
         """Raise InputError for a grader that cannot tell a right answer from nonsense."""
         orders = _question(PROBE, RIGHT, WRONG), _question(PROBE, WRONG, RIGHT)
         keys = [digest(order, 16) for order in orders]
-        self._ask({key: order for key, order in zip(keys, orders) if key not in self._kept})
+        self._ask(
+            {key: order for key, order in zip(keys, orders) if key not in self._kept}
+        )
         verdicts = [self._verdict(key) for key in keys]
         if verdicts != ["A", "B"]:
             said = " and ".join(
@@ -265,7 +283,9 @@ class Graded(Task):
     def answer(self, text: str, sample: Sample | None = None) -> str | None:
         return text.strip() or None
 
-    def same(self, a: str | None, b: str | None, sample: Sample | None = None) -> bool | None:
+    def same(
+        self, a: str | None, b: str | None, sample: Sample | None = None
+    ) -> bool | None:
         if a is None or b is None or sample is None:
             return None
         return self.points([(a, b, sample)])[0] >= 0.5
@@ -316,8 +336,14 @@ class Graded(Task):
             fault = self.counts.fault
         if fault:
             reply = next(iter(self._unread.values()), "")
-            such = f", such as {' '.join(reply.split())[:80]!r}" if "verdict" in fault else ""
-            raise InputError(f"grader {self.grader.name}: {fault}{such}; name another model")
+            such = (
+                f", such as {' '.join(reply.split())[:80]!r}"
+                if "verdict" in fault
+                else ""
+            )
+            raise InputError(
+                f"grader {self.grader.name}: {fault}{such}; name another model"
+            )
         if verdicts == ["A", "B"]:
             return 1.0
         return 0.0 if verdicts == ["B", "A"] else 0.5
@@ -327,7 +353,8 @@ def _question(sample: Sample, a: str, b: str) -> Messages:
     prompt = sample.prompt
     if not isinstance(prompt, str):
         prompt = "\n\n".join(
-            f"{message['role'].capitalize()}: {message['content']}" for message in prompt
+            f"{message['role'].capitalize()}: {message['content']}"
+            for message in prompt
         )
     reference = sample.reference or sample.metadata.get("reference")
     told = f"[Reference answer]\n{reference}\n\n" if reference else ""
@@ -335,7 +362,10 @@ def _question(sample: Sample, a: str, b: str) -> Messages:
         f"[Conversation]\n{prompt}\n\n{told}[Answer A]\n{a.strip()}\n[End of answer A]\n\n"
         f"[Answer B]\n{b.strip()}\n[End of answer B]"
     )
-    return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": asked}]
+    return [
+        {"role": "system", "content": INSTRUCTION},
+        {"role": "user", "content": asked},
+    ]
 
 
 def _verdict(reply: str) -> str | None:

@@ -50,11 +50,15 @@ class JsonlTask(Task):
             raise InputError(f"task file {', '.join(map(str, paths))}: has no rows")
         if answer is None:
             references = [self.fields.reference_of(row) for row in self._rows[:20]]
-            told = proposed([reference for reference in references if reference is not None])
+            told = proposed(
+                [reference for reference in references if reference is not None]
+            )
             if self.unread and not any(references):
                 told = f"; {told_unread(self.unread)}"
             files = ", ".join(map(str, paths))
-            raise InputError(f"task file {files}: say how answers are found (--answer){told}")
+            raise InputError(
+                f"task file {files}: say how answers are found (--answer){told}"
+            )
         self._how = answers(answer, same)
         spec = f" {self.fields.spec}" if self.fields.spec else ""
         self._reads = f"{self._how.spec} version={self.version}{spec}"
@@ -91,7 +95,9 @@ class JsonlTask(Task):
     def _find(self, text: str) -> str | None:
         return self._how.find(text)
 
-    def same(self, a: str | None, b: str | None, sample: Sample | None = None) -> bool | None:
+    def same(
+        self, a: str | None, b: str | None, sample: Sample | None = None
+    ) -> bool | None:
         return None if a is None or b is None else self._how.same(a, b)
 
 
@@ -99,12 +105,17 @@ def _rows(paths: Sequence[Path], fields: Fields) -> Iterator[Row]:
     """The rows of files, each with an id, and with a split where its file is one."""
     several = len(paths) > 1
     ids = set[str]()
-    splits = [re.search(r"(?<![a-z])(train|test)(?![a-z])", path.name.lower()) for path in paths]
+    splits = [
+        re.search(r"(?<![a-z])(train|test)(?![a-z])", path.name.lower())
+        for path in paths
+    ]
     stems = [path.name.split(".")[0] for path in paths]
     for n, (path, split) in enumerate(zip(paths, splits)):
         prefix = ""
         if several:
-            prefix = f"{stems[n]}-" if stems.count(stems[n]) == 1 else f"{stems[n]}{n + 1}-"
+            prefix = (
+                f"{stems[n]}-" if stems.count(stems[n]) == 1 else f"{stems[n]}{n + 1}-"
+            )
         for number, (where, row) in enumerate(read_rows(path), 1):
             try:
                 fields.prompt_of(row)

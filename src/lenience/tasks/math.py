@@ -64,7 +64,9 @@ class Gsm8k(Published):
         role = "train" if "train" in files else next(iter(files))
         rows = [row for path in files[role] for _, row in self._rows(path)]
         if len(rows) <= self.shots:
-            raise InputError(f"task gsm8k: {len(rows)} rows are too few for {self.shots} shots")
+            raise InputError(
+                f"task gsm8k: {len(rows)} rows are too few for {self.shots} shots"
+            )
         self._shown = [_solved(row) for row in rows[: self.shots]]
 
     def read(self, row: Row, where: str, role: str) -> Sample | None:
@@ -77,7 +79,9 @@ class Gsm8k(Published):
 
     def _prompt(self, question: str) -> str | Messages:
         asked = f"Question: {question}\nAnswer:"
-        shown = [(f"Question: {before}\nAnswer:", answer) for before, answer in self._shown]
+        shown = [
+            (f"Question: {before}\nAnswer:", answer) for before, answer in self._shown
+        ]
         if self.turns:
             turns = [turn for a, b in shown for turn in (("user", a), ("assistant", b))]
             return chat(*turns, ("user", asked))
@@ -97,7 +101,9 @@ class Gsm8k(Published):
         number = match if isinstance(match, str) else next(filter(None, match), "")
         return _plain(number.strip()) or None
 
-    def same(self, a: str | None, b: str | None, sample: Sample | None = None) -> bool | None:
+    def same(
+        self, a: str | None, b: str | None, sample: Sample | None = None
+    ) -> bool | None:
         if self.extract != "value":
             return super().same(a, b, sample)
         return None if a is None or b is None else _LAST.same(a, b)
@@ -135,7 +141,9 @@ class Math(Published):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.level <= 5:
-            raise InputError(f"math's level must be 1 to 5, or 0 for all, not {self.level}")
+            raise InputError(
+                f"math's level must be 1 to 5, or 0 for all, not {self.level}"
+            )
 
     def open(self, data: str) -> Self:
         comparer()  # is there, or is told before anything is decoded
@@ -154,5 +162,7 @@ class Math(Published):
     def answer(self, text: str, sample: Sample | None = None) -> str | None:
         return boxed(text)
 
-    def same(self, a: str | None, b: str | None, sample: Sample | None = None) -> bool | None:
+    def same(
+        self, a: str | None, b: str | None, sample: Sample | None = None
+    ) -> bool | None:
         return None if a is None or b is None else same_expression(a, b)

@@ -117,10 +117,19 @@ def value(text: str) -> Fraction | None:
 
 def plain_text(text: str) -> str:
     """Return a text of the same meaning with ASCII digits and without LaTeX's separators."""
-    text = text.replace("{,}", ",").replace("\\,", "\u2009").replace("\\!", "").replace("\\ ", " ")
-    text = text.replace("＋", "+").replace("－", "-").replace("．", ".").replace("，", ",")
+    text = (
+        text.replace("{,}", ",")
+        .replace("\\,", "\u2009")
+        .replace("\\!", "")
+        .replace("\\ ", " ")
+    )
+    text = (
+        text.replace("＋", "+").replace("－", "-").replace("．", ".").replace("，", ",")
+    )
     return "".join(
-        str(unicodedata.decimal(char)) if unicodedata.decimal(char, None) is not None else char
+        str(unicodedata.decimal(char))
+        if unicodedata.decimal(char, None) is not None
+        else char
         for char in text
     )
 
@@ -139,13 +148,22 @@ def _read(text: str, found: re.Match[str]) -> Number:
     amount = _amount(found)
     if unit := _UNIT.match(text, end):
         end = unit.end()
-    elif (word := _WORD.match(text, end)) and word["word"].lower().rstrip("s") in FACTORS:
+    elif (word := _WORD.match(text, end)) and word["word"].lower().rstrip(
+        "s"
+    ) in FACTORS:
         end = word.end()
-        amount = None if amount is None else amount * FACTORS[word["word"].lower().rstrip("s")]
+        amount = (
+            None
+            if amount is None
+            else amount * FACTORS[word["word"].lower().rstrip("s")]
+        )
     negative = _sign(text, found)
     if amount is not None and negative is not None and _stands_alone(text, found, end):
         return Number(
-            found.start(), end, text[found.start() : end], -amount if negative else amount
+            found.start(),
+            end,
+            text[found.start() : end],
+            -amount if negative else amount,
         )
     return Number(found.start(), end, text[found.start() : end], None)
 
@@ -165,7 +183,11 @@ def _sign(text: str, found: re.Match[str]) -> bool | None:
         return None  # 7-5, 7 - 5, 7 -5
     if found["sign"] and (glued or spaced) and re.search(r"[\w.!?]$", before):
         return None  # about-5, about - 5
-    if found["sign"] and spaced and (before.endswith("\n") or (not before and "\n" in text)):
+    if (
+        found["sign"]
+        and spaced
+        and (before.endswith("\n") or (not before and "\n" in text))
+    ):
         return None  # a bullet
     return sign[0] in DASHES
 
@@ -179,7 +201,9 @@ def _stands_alone(text: str, found: re.Match[str], end: int) -> bool:
     if re.search(r"[0-9][-–:/.,]$", before) and len(before) == found.start():
         return False
     rest = text[end:]
-    if re.match(rf"[eE]?[0-9]|{_S}*[/⁄:]{_S}*[0-9]|{_S}*\^|[-–—]{_S}*[0-9$]|{_S}+[0-9½]", rest):
+    if re.match(
+        rf"[eE]?[0-9]|{_S}*[/⁄:]{_S}*[0-9]|{_S}*\^|[-–—]{_S}*[0-9$]|{_S}+[0-9½]", rest
+    ):
         return False
     if re.match(rf"{_S}*[a-z]+{_S}+and{_S}+[0-9$]", rest, re.I):
         return False
@@ -245,7 +269,9 @@ def _power(braced: str | None, superscript: str | None) -> Fraction | None:
     return None if exponent is None else Fraction(10) ** exponent
 
 
-def _raised(base: Fraction, braced: str | None, superscript: str | None) -> Fraction | None:
+def _raised(
+    base: Fraction, braced: str | None, superscript: str | None
+) -> Fraction | None:
     exponent = _exponent(braced, superscript)
     if exponent is None or (not base and exponent < 0) or base.numerator > 10**6:
         return None
@@ -260,11 +286,15 @@ def _digits(text: str) -> Fraction | None:
         return Fraction(int(plain))
     if grouped:
         return (
-            Fraction(plain.replace(",", ".")) if re.fullmatch(r"[0-9]+[.,][0-9]+", plain) else None
+            Fraction(plain.replace(",", "."))
+            if re.fullmatch(r"[0-9]+[.,][0-9]+", plain)
+            else None
         )
     if re.fullmatch(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?", plain):
         return Fraction(plain.replace(",", ""))
-    if re.fullmatch(r"[0-9]{1,3}(?:\.[0-9]{3})+,[0-9]+|[0-9]{1,3}(?:\.[0-9]{3}){2,}", plain):
+    if re.fullmatch(
+        r"[0-9]{1,3}(?:\.[0-9]{3})+,[0-9]+|[0-9]{1,3}(?:\.[0-9]{3}){2,}", plain
+    ):
         return Fraction(plain.replace(".", "").replace(",", "."))
     if re.fullmatch(r"[0-9]{1,2}(?:,[0-9]{2})*,[0-9]{3}(?:\.[0-9]+)?", plain):
         return Fraction(plain.replace(",", ""))  # 12,34,567

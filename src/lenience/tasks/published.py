@@ -53,7 +53,9 @@ class Published(Task):
                     f"{self.title}'s {name} must be {' or '.join(get_args(kind))}, not {value!r}"
                 )
         if not 0 <= self.fold < FOLDS:
-            raise InputError(f"{self.title}'s fold must be from 0 to {FOLDS - 1}, not {self.fold}")
+            raise InputError(
+                f"{self.title}'s fold must be from 0 to {FOLDS - 1}, not {self.fold}"
+            )
         self._given: dict[str, list[Sample]] = {}
 
     def open(self, data: str) -> Self:
@@ -69,12 +71,19 @@ class Published(Task):
         paths = [path.resolve().parent for some in files.values() for path in some]
         top = Path(os.path.commonpath(paths))
         for role, paths in files.items():
-            samples = [sample for path in paths for sample in self._samples_of(path, role, top)]
+            samples = [
+                sample for path in paths for sample in self._samples_of(path, role, top)
+            ]
             self._given[role] = _distinct(samples, self.title)
         if not any(self._given.values()):
             why = f" that its options take ({self.choices})" if self.choices else ""
-            raise InputError(f"task {self.title}, {data}: there is no problem in it{why}")
-        if not self.is_one_set and (self.fold, self.sets) != (type(self).fold, type(self).sets):
+            raise InputError(
+                f"task {self.title}, {data}: there is no problem in it{why}"
+            )
+        if not self.is_one_set and (self.fold, self.sets) != (
+            type(self).fold,
+            type(self).sets,
+        ):
             raise InputError(
                 f"task {self.title}, {data}: has a test set of its own; fold and sets are for what "
                 "is published as one set"
@@ -100,7 +109,9 @@ class Published(Task):
         train = self._role(self.train_roles)
         test = self._role(self.test_roles)
         if split not in ("train", "test"):
-            raise InputError(f"task {self.title} has no split {split!r}; it has train and test")
+            raise InputError(
+                f"task {self.title} has no split {split!r}; it has train and test"
+            )
         role = train if split == "train" else test
         samples = self._given[role]
         if self.is_one_set and self.sets == "split":
@@ -157,7 +168,8 @@ class Published(Task):
         there = [role for role in (*roles, WHOLE) if self._given.get(role)]
         there = there or [name for name in self._given if self._given[name]]
         return next(
-            (name for name in there if self._given[name][0].reference is not None), there[0]
+            (name for name in there if self._given[name][0].reference is not None),
+            there[0],
         )
 
 
@@ -171,7 +183,9 @@ def fold_of(id: str) -> int:
     return zlib.crc32(id.encode()) % FOLDS
 
 
-def stratified(samples: Sequence[Sample], n: int, seed: int, stratum: str) -> list[Sample]:
+def stratified(
+    samples: Sequence[Sample], n: int, seed: int, stratum: str
+) -> list[Sample]:
     """`n` samples, as many of each stratum (a key of their metadata) as its share of all, drawn by
     a seed; in their order."""
     if n >= len(samples):
@@ -194,7 +208,9 @@ def _distinct(samples: list[Sample], title: str) -> list[Sample]:
     seen = set[str]()
     for sample in samples:
         if sample.id in seen:
-            raise InputError(f"task {title}: the id {sample.id!r} comes twice in its files")
+            raise InputError(
+                f"task {title}: the id {sample.id!r} comes twice in its files"
+            )
         seen.add(sample.id)
     return samples
 
@@ -225,7 +241,9 @@ def published_files(data: str, suffixes: tuple[str, ...]) -> dict[str, list[Path
         if not path.name.lower().endswith(suffixes):
             raise InputError(f"--data {path}: is none of {', '.join(suffixes)}")
     if not found:
-        raise InputError(f"--data {data}: holds no file that ends in {', '.join(suffixes)}")
+        raise InputError(
+            f"--data {data}: holds no file that ends in {', '.join(suffixes)}"
+        )
     files: dict[str, list[Path]] = {}
     for role, path in found:
         files.setdefault(role, []).append(path)
@@ -235,24 +253,37 @@ def published_files(data: str, suffixes: tuple[str, ...]) -> dict[str, list[Path
 def _in_folder(folder: Path, suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:
     """The files in a folder, with their roles. Raises InputError where it holds several
     benchmarks."""
-    paths = [file for file in sorted(folder.rglob("*")) if file.name.lower().endswith(suffixes)]
-    paths = [path for path in paths if path.is_file() and path.name != "dataset_infos.json"]
+    paths = [
+        file
+        for file in sorted(folder.rglob("*"))
+        if file.name.lower().endswith(suffixes)
+    ]
+    paths = [
+        path for path in paths if path.is_file() and path.name != "dataset_infos.json"
+    ]
     paths = _each_once(paths, suffixes)
-    inside = {path.relative_to(folder).parts[0] for path in paths if path.parent != folder}
-    apart = {inner for inner in inside if inner.lower() != "data" and not _role_in(inner)}
+    inside = {
+        path.relative_to(folder).parts[0] for path in paths if path.parent != folder
+    }
+    apart = {
+        inner for inner in inside if inner.lower() != "data" and not _role_in(inner)
+    }
     parts = ((path, path.relative_to(folder).parts[0]) for path in paths)
     whole = {part for file, part in parts if part in apart and _role_in(file.name)}
     several = sorted(apart if apart == inside else whole)
     if len(several) > 1:
         names = ", ".join(several[:6])
-        raise InputError(f"--data {folder}: holds several ({names}); name one of these folders")
+        raise InputError(
+            f"--data {folder}: holds several ({names}); name one of these folders"
+        )
     return [(_role_of(path, folder), path) for path in paths]
 
 
 def _each_once(paths: Sequence[Path], suffixes: tuple[str, ...]) -> list[Path]:
     """Of files that are the same in several formats, those of the first suffix."""
     ends = {
-        path: next(end for end in suffixes if path.name.lower().endswith(end)) for path in paths
+        path: next(end for end in suffixes if path.name.lower().endswith(end))
+        for path in paths
     }
     first: dict[Path, Path] = {}
     for path in sorted(paths, key=lambda path: suffixes.index(ends[path])):
@@ -267,7 +298,9 @@ def _role_of(path: Path, top: Path) -> str:
 
 
 def _role_in(name: str) -> str | None:
-    found = re.search(r"(?<![a-z])(train|test|validation|valid|val|dev)(?![a-z])", name.lower())
+    found = re.search(
+        r"(?<![a-z])(train|test|validation|valid|val|dev)(?![a-z])", name.lower()
+    )
     return ROLES[found[1]] if found else None
 
 
@@ -277,14 +310,25 @@ def _from_hub(data: str, suffixes: tuple[str, ...]) -> Path:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise InputError(f"--data {data}: there is no such file or folder")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
 
     patterns = [f"{part}/*{end}" if part else f"*{end}" for end in suffixes]
     try:
         folder = snapshot_download(name, repo_type="dataset", allow_patterns=patterns)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OSError,
+    ) as error:
         why = str(error).strip().splitlines()[0]
-        raise InputError(f"--data {data}: is no file here, nor a dataset ({why:.120})") from None
+        raise InputError(
+            f"--data {data}: is no file here, nor a dataset ({why:.120})"
+        ) from None
     return Path(folder) / part
 
 
@@ -314,11 +358,18 @@ def _csv_rows(path: Path) -> Iterator[Row]:
     if lines and len(lines[0]) == 6 and lines[0][5].strip() in "ABCD":
         subject = re.sub(r"_(test|val|dev|train)$", "", path.stem).replace("_", " ")
         for question, *choices, answer in lines:
-            yield {"question": question, "choices": choices, "answer": answer, "subject": subject}
+            yield {
+                "question": question,
+                "choices": choices,
+                "answer": answer,
+                "subject": subject,
+            }
         return
     for line in lines[1:]:
         if len(line) != len(lines[0]):
-            raise InputError(f"{path}: a row has {len(line)} fields, the first {len(lines[0])}")
+            raise InputError(
+                f"{path}: a row has {len(line)} fields, the first {len(lines[0])}"
+            )
         yield dict(zip(lines[0], line))
 
 

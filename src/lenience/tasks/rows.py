@@ -36,9 +36,13 @@ class Fields:
     def spec(self) -> str:
         """As runs and certificates name it; nothing where all is as usual."""
         fields = {"prompt": self.prompt, "reference": self.reference}
-        parts = [f"{name}_field={field}" for name, field in fields.items() if field != name]
+        parts = [
+            f"{name}_field={field}" for name, field in fields.items() if field != name
+        ]
         if self.template is not None:
-            parts.append(f"prompt_template={json.dumps(self.template, ensure_ascii=False)}")
+            parts.append(
+                f"prompt_template={json.dumps(self.template, ensure_ascii=False)}"
+            )
         return " ".join(parts)
 
     def prompt_of(self, row: Mapping[str, Any]) -> str | Messages:
@@ -51,7 +55,9 @@ class Fields:
             return messages
         if not isinstance(prompt, str):
             if isinstance(prompt or row.get("turns"), list):
-                raise InputError("has turns; --task mtbench --data FILE asks one after the other")
+                raise InputError(
+                    "has turns; --task mtbench --data FILE asks one after the other"
+                )
             if prompt is not None:
                 raise InputError(f'its "{self.prompt}" is no text: {prompt!r:.40}')
             raise InputError(
@@ -88,7 +94,9 @@ class Fields:
             raise InputError(what) from None
         except (ValueError, IndexError, AttributeError, TypeError) as error:
             mend = "write fields as {question}, and braces twice"
-            raise InputError(f"prompt template {self.template!r:.60}: {error}; {mend}") from None
+            raise InputError(
+                f"prompt template {self.template!r:.60}: {error}; {mend}"
+            ) from None
 
 
 USUAL_FIELDS = Fields()
@@ -108,7 +116,8 @@ def is_chat(messages: object) -> bool:
     if not isinstance(messages, list) or not messages:
         return False
     return all(
-        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
+        isinstance(message, dict) and {"role", "content"} <= message.keys()
+        for message in messages
     )
 
 
@@ -153,7 +162,9 @@ def _values(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         except ValueError as error:
             raise InputError(f"{path}: not JSON ({error})") from None
         values = values if isinstance(values, list) else [values]
-        yield from ((f"{path}, row {number}", value) for number, value in enumerate(values, 1))
+        yield from (
+            (f"{path}, row {number}", value) for number, value in enumerate(values, 1)
+        )
         return
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():

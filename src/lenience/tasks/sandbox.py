@@ -121,12 +121,18 @@ class Sandbox:
             return _exchange(process, given.encode("utf-8", "replace"), limits)
 
     def calls(
-        self, program: str, entry: str, arguments: Sequence[Sequence[Any]], limits: Limits
+        self,
+        program: str,
+        entry: str,
+        arguments: Sequence[Sequence[Any]],
+        limits: Limits,
     ) -> Iterator[Any | Verdict]:
         """Call a function of a program again and again in one process: what each call returns, or
         the Verdict that ends it."""
         count = len(arguments) + 1
-        with self._started("calls", program, limits, entry=entry, calls=count) as process:
+        with self._started(
+            "calls", program, limits, entry=entry, calls=count
+        ) as process:
             replies = _Replies(process, limits)
             ready = replies.next()
             if isinstance(ready, Verdict):
@@ -139,7 +145,9 @@ class Sandbox:
                 if isinstance(answer, Verdict):
                     return
 
-    def check(self, program: str, entry: str, tests: str, limits: Limits = Limits()) -> Verdict:
+    def check(
+        self, program: str, entry: str, tests: str, limits: Limits = Limits()
+    ) -> Verdict:
         """Whether a function of `program` passes trusted `tests`, code that defines
         `check(candidate)`; these run in a sandbox of their own, which the program cannot look
         into. Raises InputError where the tests cannot be run."""
@@ -164,7 +172,9 @@ class Sandbox:
         try:
             verdict = Verdict(*json.loads(ended.out))
         except (ValueError, TypeError):
-            raise RuntimeError(f"the sandbox's referee failed: {ended.err[-300:]}") from None
+            raise RuntimeError(
+                f"the sandbox's referee failed: {ended.err[-300:]}"
+            ) from None
         if verdict.kind == "broken tests":
             raise InputError(f"its tests cannot be run: {verdict.detail}")
         return verdict
@@ -192,11 +202,18 @@ class Sandbox:
     ) -> Iterator[subprocess.Popen[bytes]]:
         """A process that runs in the sandbox, and nothing of which is left afterwards."""
         fds = dict(fds or {})
-        with _content(program.encode("utf-8", "surrogatepass")) as file, self._filter() as refused:
+        with (
+            _content(program.encode("utf-8", "surrogatepass")) as file,
+            self._filter() as refused,
+        ):
             fds["program"] = file
             confine = None
             if self.kind == "landlock":
-                confine = {"readable": _readable(), "filter": refused, "user": _user_for_python()}
+                confine = {
+                    "readable": _readable(),
+                    "filter": refused,
+                    "user": _user_for_python(),
+                }
                 fds["filter"] = refused
             asked |= {"mode": mode, "limits": limits.rlimits(calls), "confine": confine}
             asked |= {name: fds[name] for name in fds if name != "filter"}
@@ -205,7 +222,11 @@ class Sandbox:
                 fds["filter"] = refused
                 command = [*_bubblewrap(refused), *command]
             given, told = streams or (subprocess.PIPE, subprocess.PIPE)
-            with tempfile.TemporaryDirectory() if self.kind == "none" else _nowhere() as folder:
+            with (
+                tempfile.TemporaryDirectory()
+                if self.kind == "none"
+                else _nowhere() as folder
+            ):
                 process = subprocess.Popen(
                     command,
                     stdin=given,
@@ -252,10 +273,14 @@ def _refused_calls() -> bytes:
     try:
         import pyseccomp
     except (ImportError, RuntimeError) as error:
-        raise InputError(f"task: programs are run shut in, which needs {EXTRA} ({error})") from None
+        raise InputError(
+            f"task: programs are run shut in, which needs {EXTRA} ({error})"
+        ) from None
     refused = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
     for name in REFUSED:
-        with suppress(OSError, ValueError):  # this kernel's architecture has no such call
+        with suppress(
+            OSError, ValueError
+        ):  # this kernel's architecture has no such call
             refused.add_rule(pyseccomp.ERRNO(1), name)
     threads = pyseccomp.Arg(0, pyseccomp.MASKED_EQ, CLONE_THREAD, 0)
     refused.add_rule(pyseccomp.ERRNO(1), "clone", threads)
@@ -264,9 +289,11 @@ def _refused_calls() -> bytes:
     for command in SIGNALLING:
         owner = pyseccomp.Arg(1, pyseccomp.EQ, command)
         refused.add_rule(pyseccomp.ERRNO(1), "fcntl", owner)
-    on_death = pyseccomp.Arg(0, pyseccomp.EQ, 1)  # PR_SET_PDEATHSIG, which is set before
+    # PR_SET_PDEATHSIG, which is set before
+    on_death = pyseccomp.Arg(0, pyseccomp.EQ, 1)
     refused.add_rule(pyseccomp.ERRNO(1), "prctl", on_death)
-    refused.add_rule(pyseccomp.ERRNO(38), "clone3")  # glibc then calls clone, whose flags are seen
+    # glibc then calls clone, whose flags are seen
+    refused.add_rule(pyseccomp.ERRNO(38), "clone3")
     with tempfile.TemporaryFile() as file:
         refused.export_bpf(file)
         file.seek(0)
@@ -281,7 +308,15 @@ def _python() -> list[str]:
 
 def _readable() -> list[str]:
     """What Python itself reads, and nothing of a user's."""
-    usual = ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/dev/null", "/dev/urandom"]
+    usual = [
+        "/usr",
+        "/lib",
+        "/lib64",
+        "/bin",
+        "/etc/ld.so.cache",
+        "/dev/null",
+        "/dev/urandom",
+    ]
     paths = [*usual, sys.base_prefix, str(CHILD)]
     return [path for path in paths if os.path.exists(path)]
 
@@ -294,8 +329,23 @@ def _user_for_python() -> bool:
 
 def _bubblewrap(refused: int) -> list[str]:
     """The command that a sandbox's command follows."""
-    command = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
-    command += ["--seccomp", str(refused), "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534"]
+    command = [
+        "bwrap",
+        "--unshare-all",
+        "--die-with-parent",
+        "--new-session",
+        "--clearenv",
+    ]
+    command += [
+        "--seccomp",
+        str(refused),
+        "--cap-drop",
+        "ALL",
+        "--uid",
+        "65534",
+        "--gid",
+        "65534",
+    ]
     for path in _readable():
         if os.path.islink(path):
             command += ["--symlink", os.readlink(path), path]
@@ -303,7 +353,16 @@ def _bubblewrap(refused: int) -> list[str]:
             bind = "--dev-bind" if path.startswith("/dev/") else "--ro-bind"
             command += [bind, path, path]
     command += ["--size", str(FOLDER_BYTES), "--tmpfs", "/box", "--chdir", "/box"]
-    command += ["--remount-ro", "/", "--setenv", "PYTHONHASHSEED", "0", "--setenv", "HOME", "/box"]
+    command += [
+        "--remount-ro",
+        "/",
+        "--setenv",
+        "PYTHONHASHSEED",
+        "0",
+        "--setenv",
+        "HOME",
+        "/box",
+    ]
     return [*command, "--setenv", "LANG", "C.UTF-8", "--"]
 
 
@@ -311,14 +370,19 @@ def _exchange(process: subprocess.Popen[bytes], given: bytes, limits: Limits) ->
     """Feed a process and read what it writes, until it has ended or went beyond its limits."""
     assert process.stdin and process.stdout and process.stderr
     deadline = time.monotonic() + limits.seconds
-    written: dict[Any, bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
+    written: dict[Any, bytearray] = {
+        process.stdout: bytearray(),
+        process.stderr: bytearray(),
+    }
     status = _read_both(process, given, written, deadline, limits.output)
     if status == "ended":
         try:
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             status = "timeout"
-    out, err = (part[: limits.output].decode("utf-8", "replace") for part in written.values())
+    out, err = (
+        part[: limits.output].decode("utf-8", "replace") for part in written.values()
+    )
     code = -1 if process.returncode is None else process.returncode
     return Ended(status, code, out, err)
 
@@ -411,7 +475,9 @@ class _Replies:
         for key, _ in events:
             if key.fileobj is self._to:
                 try:
-                    self._waiting = self._waiting[os.write(key.fd, self._waiting[: 1 << 16]) :]
+                    self._waiting = self._waiting[
+                        os.write(key.fd, self._waiting[: 1 << 16]) :
+                    ]
                 except BrokenPipeError:
                     self._waiting = self._waiting[:0]
                 continue
@@ -456,7 +522,9 @@ def sandbox(unsafe_local: bool = False) -> Sandbox:
     """The sandbox that works here. Raises InputError where none does, unless programs may run as
     this very user (`unsafe_local`)."""
     if os.name != "posix":
-        raise InputError("task: programs that a model wrote are run on Linux, or another Unix")
+        raise InputError(
+            "task: programs that a model wrote are run on Linux, or another Unix"
+        )
     if unsafe_local:
         return Sandbox("none")
     why = []
@@ -473,4 +541,8 @@ def sandbox(unsafe_local: bool = False) -> Sandbox:
 
 def workers() -> int:
     """How many programs run at once."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )

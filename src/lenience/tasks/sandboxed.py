@@ -135,7 +135,11 @@ def _function(space: dict[str, Any], entry: str) -> Any:
 
 
 def _raised(error: BaseException) -> dict[str, str]:
-    return {"raised": "".join(traceback.format_exception_only(type(error), error)).strip()[-300:]}
+    return {
+        "raised": "".join(traceback.format_exception_only(type(error), error)).strip()[
+            -300:
+        ]
+    }
 
 
 class Failed(BaseException):
@@ -150,7 +154,9 @@ def judge_by_tests(program: str, asked: dict[str, Any]) -> None:
     def answer() -> Any:
         line = replies.readline(LONGEST_LINE)
         if not line.endswith("\n"):
-            raise Failed("too much output" if line else "crash", "it ended without an answer")
+            raise Failed(
+                "too much output" if line else "crash", "it ended without an answer"
+            )
         try:
             content = json.loads(line)
             if "missing" in content:

@@ -33,9 +33,13 @@ class RougeTask(Published):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.within <= 1:
-            raise InputError(f"{self.title}'s within must be from 0 to 1, not {self.within:g}")
+            raise InputError(
+                f"{self.title}'s within must be from 0 to 1, not {self.within:g}"
+            )
         self.measure = self.rouge.replace("rouge", "ROUGE-")
-        self.loss_is = f"by how much {self.measure} is lower than the target's, on average"
+        self.loss_is = (
+            f"by how much {self.measure} is lower than the target's, on average"
+        )
         self.disagreement_is = (
             f"the share of prompts on which {self.measure} is not the target's within "
             f"{self.within:g}"
@@ -48,7 +52,9 @@ class RougeTask(Published):
     def answer(self, text: str, sample: Sample | None = None) -> str | None:
         return text.strip() or None
 
-    def same(self, a: str | None, b: str | None, sample: Sample | None = None) -> bool | None:
+    def same(
+        self, a: str | None, b: str | None, sample: Sample | None = None
+    ) -> bool | None:
         if a is None or b is None:
             return None
         if sample is None or sample.reference is None:
@@ -78,9 +84,13 @@ class Summary(RougeTask):
     max_new_tokens = 160
 
     def read(self, row: Row, where: str, role: str) -> Sample | None:
-        names = next((pair for pair in TEXT_FIELDS if set(pair) <= row.keys()), TEXT_FIELDS[0])
+        names = next(
+            (pair for pair in TEXT_FIELDS if set(pair) <= row.keys()), TEXT_FIELDS[0]
+        )
         text, summary = (str(row[name]).strip() for name in names)
-        prompt = f"Summarize the following article in a few sentences.\n\n{text}\n\nSummary:"
+        prompt = (
+            f"Summarize the following article in a few sentences.\n\n{text}\n\nSummary:"
+        )
         return Sample(str(row.get("id", "")), prompt, summary)
 
 
@@ -100,14 +110,18 @@ class Continuation(RougeTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.words < 1:
-            raise InputError(f"continuation's words must be 1 or more, not {self.words}")
+            raise InputError(
+                f"continuation's words must be 1 or more, not {self.words}"
+            )
 
     def read(self, row: Row, where: str, role: str) -> Sample | None:
         words = str(row["text"]).split()
         rest = words[self.words : self.words + self.FOLLOWING]
         if len(rest) < 2:  # too short a sentence to score
             return None
-        return Sample(str(row.get("id", "")), " ".join(words[: self.words]), " ".join(rest))
+        return Sample(
+            str(row.get("id", "")), " ".join(words[: self.words]), " ".join(rest)
+        )
 
     def _rows(self, path: Path) -> Iterator[tuple[str, Row]]:
         if path.suffix.lower() != ".txt":
@@ -127,6 +141,8 @@ def _scorer(rouge: str) -> Callable[[str, str], Any]:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
-        raise InputError("ROUGE needs rouge-score: pip install 'lenience[rouge]'") from None
+        raise InputError(
+            "ROUGE needs rouge-score: pip install 'lenience[rouge]'"
+        ) from None
     score: Callable[[str, str], Any] = RougeScorer([rouge], use_stemmer=True).score
     return score

@@ -61,8 +61,16 @@ class CheckedTask(Task):
         """The ids of samples that do not fit."""
         self._fits: Callable[[Sample], bool] = lambda _: True
         self._told = False
-        self._same, self._correct, self._score, self._loss, self._reads, self._reference = (
-            _own(task, part) for part in ("same", "correct", "score", "loss", "reads", "reference")
+        (
+            self._same,
+            self._correct,
+            self._score,
+            self._loss,
+            self._reads,
+            self._reference,
+        ) = (
+            _own(task, part)
+            for part in ("same", "correct", "score", "loss", "reads", "reference")
         )
         self._points = _own(task, "points")
         self._attach = _own(task, "attach")
@@ -108,22 +116,30 @@ class CheckedTask(Task):
         return self._reference(given) if self._reference else super().reference(given)
 
     def answer(self, text: str, sample: Sample | None = None) -> str | None:
-        found = self._call("answer", [sample], partial(self._answer, text, sample), wrong=None)
+        found = self._call(
+            "answer", [sample], partial(self._answer, text, sample), wrong=None
+        )
         if not isinstance(found, get_args(AnswerValue)):
             raise self._wrong("answer", found, sample, "give text, a number or None")
         return found
 
-    def same(self, a: str | None, b: str | None, sample: Sample | None = None) -> bool | None:
+    def same(
+        self, a: str | None, b: str | None, sample: Sample | None = None
+    ) -> bool | None:
         if self._same is None:
             return super().same(a, b, sample)
         wrong = None if a is None or b is None else False
-        agree = self._call("same", [sample], partial(self._same, a, b, sample), wrong=wrong)
+        agree = self._call(
+            "same", [sample], partial(self._same, a, b, sample), wrong=wrong
+        )
         return None if agree is None else bool(agree)
 
     def correct(self, text: str, sample: Sample) -> bool:
         if self._correct is None:
             return super().correct(text, sample)
-        right = self._call("correct", [sample], partial(self._correct, text, sample), wrong=False)
+        right = self._call(
+            "correct", [sample], partial(self._correct, text, sample), wrong=False
+        )
         if right not in (True, False, None):
             raise self._wrong("correct", right, sample, "give True or False")
         return bool(right)
@@ -142,7 +158,9 @@ class CheckedTask(Task):
             )
         for score, sample in zip(scores, samples):
             if not isinstance(score, Score) or score.correct not in (True, False):
-                raise self._wrong("score", score, sample, "give a Score(correct, loss) for each")
+                raise self._wrong(
+                    "score", score, sample, "give a Score(correct, loss) for each"
+                )
             if not 0 <= score.loss <= 1:
                 raise self._wrong("score", score, sample, "a loss is from 0 to 1")
         return scores
@@ -159,9 +177,13 @@ class CheckedTask(Task):
             return super().points(triples)
         samples = [sample for _, _, sample in triples]
         wrong = [0.0] * len(triples)
-        points = list(self._call("points", samples, partial(self._points, triples), wrong))
+        points = list(
+            self._call("points", samples, partial(self._points, triples), wrong)
+        )
         if len(points) != len(triples) or not all(0 <= point <= 1 for point in points):
-            raise self._wrong("points", points, samples[0], "give a number from 0 to 1 for each")
+            raise self._wrong(
+                "points", points, samples[0], "give a number from 0 to 1 for each"
+            )
         return points
 
     def attach(self, own_answers: Callable[[Sequence[Messages]], list[str]]) -> None:
@@ -170,7 +192,9 @@ class CheckedTask(Task):
 
     def loss(self, text: str, target_text: str, sample: Sample) -> float:
         loss = self._loss or super().loss
-        return self._call("loss", [sample], partial(loss, text, target_text, sample), wrong=1.0)
+        return self._call(
+            "loss", [sample], partial(loss, text, target_text, sample), wrong=1.0
+        )
 
     @property
     def reads(self) -> str:
@@ -195,11 +219,15 @@ class CheckedTask(Task):
             if not self.failures_are_wrong:
                 raise RuntimeError(failed) from error
             if not self._told:
-                warnings.warn(f"{failed}; counted as wrong, as others will be", stacklevel=2)
+                warnings.warn(
+                    f"{failed}; counted as wrong, as others will be", stacklevel=2
+                )
                 self._told = True
             return wrong
 
-    def _wrong(self, part: str, given: object, sample: Sample | None, mend: str) -> InputError:
+    def _wrong(
+        self, part: str, given: object, sample: Sample | None, mend: str
+    ) -> InputError:
         return InputError(f"{self._at([sample])}: {part} gave {given!r:.60}; {mend}")
 
     def _at(self, samples: Sequence[Sample | None]) -> str:
@@ -236,7 +264,9 @@ def _given_sample(method: Callable[..., Any], place: int) -> Callable[..., Any]:
 
 def task_in_file(path: Path, name: str) -> Task:
     """Run a user's own file and take the class or object `name` from it. Raises InputError."""
-    module_spec = importlib.util.spec_from_file_location(f"lenience_task_{path.stem}", path)
+    module_spec = importlib.util.spec_from_file_location(
+        f"lenience_task_{path.stem}", path
+    )
     if not path.is_file() or module_spec is None or module_spec.loader is None:
         raise InputError(f"task file {path}: there is no such file")
     module = importlib.util.module_from_spec(module_spec)

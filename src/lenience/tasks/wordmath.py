@@ -44,7 +44,9 @@ LANDMARKS = (20, 50, 100, 200, 300, 400)
 
 
 @cache
-def _ranking(author: str, choice: str, context: str, n: int, agree: float) -> tuple[int, ...]:
+def _ranking(
+    author: str, choice: str, context: str, n: int, agree: float
+) -> tuple[int, ...]:
     """The order in which an author prefers the n options of a choice in a context; fixed for ever
     by its name.
 
@@ -69,24 +71,34 @@ class _Author:
         self.name = name
         self.rng = rng
 
-    def pick(self, choice: str, context: str, options: Sequence[T], agree: float = 0.35) -> T:
+    def pick(
+        self, choice: str, context: str, options: Sequence[T], agree: float = 0.35
+    ) -> T:
         n = len(options)
-        rank = self.rng.choices(range(n), weights=[0.33**k + 0.015 for k in range(n)])[0]
+        rank = self.rng.choices(range(n), weights=[0.33**k + 0.015 for k in range(n)])[
+            0
+        ]
         return options[_ranking(self.name, choice, context, n, agree)[rank]]
 
     def step(self, op: Operation, place: str, number: int) -> str:
         """Say one operation, at a `place` among the steps: first, middle or last."""
-        opener = self.pick("opener", f"{place}|{op.op}", OPENERS[place]).replace("#", str(number))
+        opener = self.pick("opener", f"{place}|{op.op}", OPENERS[place]).replace(
+            "#", str(number)
+        )
         clauses = ("", *op.clauses, *FILLERS)
         clause = self.pick("clause", f"{op.op}|{op.verbs[0]}|{place}", clauses)
-        return " ".join(part for part in (opener, clause, self._body(op, place)) if part)
+        return " ".join(
+            part for part in (opener, clause, self._body(op, place)) if part
+        )
 
     def _body(self, op: Operation, place: str) -> str:
         x = op.x
         y = op.y
         r = op.result
         unit = op.unit
-        if op.op in "+*" and self.pick("swap", f"{op.op}|{unit}|{place}", (False, True), agree=0):
+        if op.op in "+*" and self.pick(
+            "swap", f"{op.op}|{unit}|{place}", (False, True), agree=0
+        ):
             x, y = y, x
         sum_ = f"{x} {op.op} {y} = {r}"
         whom = "them" if op.subject == "they" else op.subject
@@ -97,7 +109,9 @@ class _Author:
         if style == "reason":
             return f"{has} {r} {unit}, {self.pick('why', unit, WHY)} {sum_}."
         if style == "compute":
-            return f"we {self.pick('compute', unit, COMPUTE)} {sum_}, so {has} {r} {unit}."
+            return (
+                f"we {self.pick('compute', unit, COMPUTE)} {sum_}, so {has} {r} {unit}."
+            )
         if style == "rule":
             return f"let us {self._rule(op, x, y)} {r} {unit} for {whom}."
         if style == "result":
@@ -167,7 +181,9 @@ class WordMath(Task):
 
     def samples(self, split: str) -> Iterator[Sample]:
         if split not in ("train", "test"):
-            raise InputError(f"task wordmath has no split {split!r}; it has train and test")
+            raise InputError(
+                f"task wordmath has no split {split!r}; it has train and test"
+            )
         for i in range(self.size):
             made_up = problem(split, i)
             yield Sample(f"{split}-{i}", prompt(made_up), str(made_up.answer))

@@ -123,7 +123,10 @@ def _related(
     kind = rng.choice(("more", "fewer", "times") if n > 6 else ("more", "times"))
     if kind == "times":
         m = rng.choice((2, 3))
-        clauses = (f"with {TIMES[m]} as many as {a},", f"at {TIMES[m]} the number of {a},")
+        clauses = (
+            f"with {TIMES[m]} as many as {a},",
+            f"at {TIMES[m]} the number of {a},",
+        )
         fact = f"{b} has {TIMES[m]} as many {unit} as {a}."
         return Operation(b, HAS, (n, "*", m), unit, clauses), fact
     k = rng.randint(2, 30 if kind == "more" else min(30, n - 3))
@@ -162,7 +165,9 @@ def give(rng: random.Random, story: Story, have: dict[str, int], unit: str) -> N
 def ask_who_has_more(story: Story, have: dict[str, int], unit: str) -> None:
     """Ask how much the richer of two people has above the other."""
     low, high = sorted(have, key=have.__getitem__)
-    step = Operation(high, HAS, (have[high], "-", have[low]), unit, (f"compared with {low},",))
+    step = Operation(
+        high, HAS, (have[high], "-", have[low]), unit, (f"compared with {low},",)
+    )
     story.ask(f"How many more {unit} does {high} have than {low}?", step)
 
 
@@ -175,7 +180,9 @@ def _shop(rng: random.Random) -> Problem:
         q = rng.randint(2, 12)
     one = _purchase(left, n, p)
     two = _purchase(right, m, q)
-    facts = [f"{a} buys {n} {left} at {p} coins each and {m} {right} at {q} coins each."]
+    facts = [
+        f"{a} buys {n} {left} at {p} coins each and {m} {right} at {q} coins each."
+    ]
     recaps = [f"one of the {left} was {p} coins.", f"one of the {right} was {q} coins."]
     story = Story(a, facts, recaps, [(one, two)])
     asked = rng.choice(("spend", "left", "left", "more"))
@@ -275,7 +282,11 @@ def _fractions(rng: random.Random) -> tuple[int, int, int, bool]:
         second = rng.choice((2, 3, 4))
         of_rest = rng.random() < 0.5
         base = n - n // first if of_rest else n
-        if n % first == 0 and base % second == 0 and n - n // first - base // second > 0:
+        if (
+            n % first == 0
+            and base % second == 0
+            and n - n // first - base // second > 0
+        ):
             return n, first, second, of_rest
 
 
@@ -299,7 +310,9 @@ def _work(rng: random.Random) -> Problem:
     recaps = [f"in an hour {a} makes {rate} {unit}.", f"{b} works for {others} hours."]
     story = Story(a, facts, recaps, [(one, pace), (two,)])
     if rng.random() < 0.5 or one.result == two.result:
-        step = Operation("they", MAKE, (one.result, "+", two.result), unit, ("together,",))
+        step = Operation(
+            "they", MAKE, (one.result, "+", two.result), unit, ("together,",)
+        )
         story.ask(f"How many {unit} do they make together?", step)
     else:
         question = f"How many more {unit} does {{high}} make than {{low}}?"
@@ -312,12 +325,19 @@ def _shift(worker: str, rate: int, hours: int, unit: str) -> Operation:
     return Operation(worker, MAKES, (rate, "*", hours), unit, clauses)
 
 
-FAMILIES: tuple[Callable[[random.Random], Problem], ...] = (_compare, _shop, _share, _work)
+FAMILIES: tuple[Callable[[random.Random], Problem], ...] = (
+    _compare,
+    _shop,
+    _share,
+    _work,
+)
 """The kinds of story, each as likely as the others."""
 
 
 def problem(
-    split: str, index: int, families: Sequence[Callable[[random.Random], Problem]] = FAMILIES
+    split: str,
+    index: int,
+    families: Sequence[Callable[[random.Random], Problem]] = FAMILIES,
 ) -> Problem:
     """The `index`-th problem of a split, of one of `families`; its seed is the split's name, so
     splits never share one."""

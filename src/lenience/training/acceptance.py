@@ -95,13 +95,17 @@ def measure_acceptance(
 class _Counts:
     """What the target said at the places of trees."""
 
-    said: NDArray[np.int64] = field(default_factory=lambda: np.zeros((DEPTH, RANKS), np.int64))
+    said: NDArray[np.int64] = field(
+        default_factory=lambda: np.zeros((DEPTH, RANKS), np.int64)
+    )
     places: NDArray[np.int64] = field(default_factory=lambda: np.zeros(DEPTH, np.int64))
 
     def add(self, verdict: Verdict) -> None:
         node = -1
         for depth in range(DEPTH):
-            siblings = [i for i, parent in enumerate(verdict.parents or ()) if parent == node]
+            siblings = [
+                i for i, parent in enumerate(verdict.parents or ()) if parent == node
+            ]
             if not siblings:
                 return
             self.places[depth] += 1
@@ -165,7 +169,9 @@ class _Watch(Drafter):
     def move(self, source: int, to: int) -> None:
         self.drafter.move(source, to)
 
-    def observe(self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]) -> None:
+    def observe(
+        self, ctx: Context, reading: Reading, verdicts: Sequence[Verdict]
+    ) -> None:
         self.drafter.observe(ctx, reading, verdicts)
         for verdict in verdicts:
             self.counts.add(verdict)

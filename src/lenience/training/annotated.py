@@ -56,10 +56,18 @@ def read_annotated(path: Path) -> list[Annotated]:
             question, correct, wrong, (begin, end) = (row[key] for key in ROW_KEYS)
         except (ValueError, TypeError, KeyError) as error:
             expected = f"a row has {', '.join(ROW_KEYS)} [begin, end]"
-            raise InputError(f"{line}: {type(error).__name__} {error}; {expected}") from None
-        if not (isinstance(correct, str) and isinstance(wrong, str) and correct and wrong):
+            raise InputError(
+                f"{line}: {type(error).__name__} {error}; {expected}"
+            ) from None
+        if not (
+            isinstance(correct, str) and isinstance(wrong, str) and correct and wrong
+        ):
             raise InputError(f"{line}: correct and wrong must be texts")
-        if not (isinstance(begin, int) and isinstance(end, int) and 0 <= begin < end <= len(wrong)):
+        if not (
+            isinstance(begin, int)
+            and isinstance(end, int)
+            and 0 <= begin < end <= len(wrong)
+        ):
             span = f"no span of the {len(wrong)} characters of wrong"
             raise InputError(f"{line}: error {[begin, end]} is {span}")
         rows.append(Annotated(question, correct, wrong, (begin, end), line))

@@ -122,7 +122,9 @@ class DistillFit:
         tokens that both have."""
         sequences = [prompt + answer for prompt, answer in batch]
         longest = max(map(len, sequences))
-        ids = torch.tensor([sequence + [0] * (longest - len(sequence)) for sequence in sequences])
+        ids = torch.tensor(
+            [sequence + [0] * (longest - len(sequence)) for sequence in sequences]
+        )
         places = torch.arange(longest - 1)
         first = torch.tensor([len(prompt) - 1 for prompt, _ in batch])[:, None]
         last = torch.tensor([len(sequence) - 1 for sequence in sequences])[:, None]
@@ -160,7 +162,9 @@ class DistillFit:
 def _logits(lm: LM, ids: Tensor, asked: Tensor, width: int) -> Tensor:
     """[n, V] in float32, where they are asked for; texts that stand before padding do not see
     it."""
-    logits = lm.model(input_ids=ids.to(lm.device), use_cache=False).logits[:, :-1, :width]
+    logits = lm.model(input_ids=ids.to(lm.device), use_cache=False).logits[
+        :, :-1, :width
+    ]
     return logits[asked.to(lm.device)].float()
 
 

@@ -74,7 +74,9 @@ def decided_states(
         origins = [entry.origin for entry in out.trace]
         places = [i for i, origin in enumerate(origins) if origin != "bonus"]
         places = places[:: max(1, -(-len(places) // STOP_TOKENS))]
-        rejected = torch.tensor([origins[i] == "correction" for i in places], dtype=torch.bool)
+        rejected = torch.tensor(
+            [origins[i] == "correction" for i in places], dtype=torch.bool
+        )
         at = torch.tensor(places, dtype=torch.long)
         read = _Answer(pair, out.prompt_tokens, out.tokens)
         kept = torch.tensor(out.tokens)[at]
@@ -121,7 +123,9 @@ class _Answer:
         return torch.stack(states[::-1]) if states else along[:0]
 
 
-def gate_states(pair: Pair, samples: Sequence[MinedSample], inputs: Inputs) -> list[Labelled]:
+def gate_states(
+    pair: Pair, samples: Sequence[MinedSample], inputs: Inputs
+) -> list[Labelled]:
     """Return a gate's training rows of each sample: the draft's states [m, F] and the ratios
     draft(x) / target(x) [m] of tokens x that the draft draws at temperature 1.
 
@@ -151,7 +155,9 @@ def gate_states(pair: Pair, samples: Sequence[MinedSample], inputs: Inputs) -> l
     for prompt, *continuations in zip(prompts, by_draft, by_target, mixed):
         parts = [_ratios(pair, prompt, len(prompt), inputs)]
         parts += [_ratios(pair, whole, len(prompt), inputs) for whole in continuations]
-        labelled.append((torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])))
+        labelled.append(
+            (torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
+        )
     return labelled
 
 
@@ -189,6 +195,8 @@ def _drawn(
         ctx.probs(ctx.process(every, after)[0].cpu()[lengths - 1][:, :vocabulary])
         for every in logits
     )
-    keys = torch.tensor([noise.key(n, f"gate {i}") for i, n in enumerate(lengths.tolist())])
+    keys = torch.tensor(
+        [noise.key(n, f"gate {i}") for i, n in enumerate(lengths.tolist())]
+    )
     drawn = gumbel_argmax(drafted, keys)
     return drawn, (drafted / target).gather(1, drawn[:, None])[:, 0]

@@ -61,17 +61,24 @@ class DrafterPlan:
     seed: int = 0
 
 
-def fit_drafter(pair: Pair, run: Path, plan: DrafterPlan, progress: Progress = silent) -> Fitted:
+def fit_drafter(
+    pair: Pair, run: Path, plan: DrafterPlan, progress: Progress = silent
+) -> Fitted:
     """Fit a drafter to the target's own answers, and save what does best on samples held out;
     started again, it goes on after the last epoch. Raises InputError where the run is of other
     models or has too few samples."""
     check_models(pair, run)
-    answers = [(sample.prompt_ids, sample.response_ids) for sample in mined_samples(run)]
+    answers = [
+        (sample.prompt_ids, sample.response_ids) for sample in mined_samples(run)
+    ]
     return fit_to_answers(pair, answers, plan, progress)
 
 
 def fit_to_answers(
-    pair: Pair, answers: Sequence[Answer], plan: DrafterPlan, progress: Progress = silent
+    pair: Pair,
+    answers: Sequence[Answer],
+    plan: DrafterPlan,
+    progress: Progress = silent,
 ) -> Fitted:
     """The same of any answers of the target's own."""
     _check(pair, answers, plan)
@@ -79,14 +86,25 @@ def fit_to_answers(
     epochs = EPOCHS[plan.kind] if plan.epochs is None else plan.epochs
     parts = answers[num_held_out:], answers[:num_held_out]
     fit = _fit(pair, *parts, plan, progress)
-    of_plan = [plan.kind, plan.heads, epochs, plan.seed, plan.distill, plan.only_rejected]
+    of_plan = [
+        plan.kind,
+        plan.heads,
+        epochs,
+        plan.seed,
+        plan.distill,
+        plan.only_rejected,
+    ]
     of_plan += [plan.tune_target] if plan.tune_target else []
     learner = pair.fingerprints.get("draft") if plan.kind == "model" else None
     made_of = digest([list(answers), of_plan, pair.target.fingerprint, learner])
     schedule = Schedule(epochs, fit.rate)
-    training = Training(fit.weights, plan.out / "training.safetensors", made_of, schedule)
+    training = Training(
+        fit.weights, plan.out / "training.safetensors", made_of, schedule
+    )
     what = f"fitting {plan.kind}"
-    training.run(lambda number: fit.epoch(number, training.step), fit.measure, what, progress)
+    training.run(
+        lambda number: fit.epoch(number, training.step), fit.measure, what, progress
+    )
     fitted, metrics = fit.result()
     about = {"samples": len(answers), "held_out": num_held_out, **metrics}
     fitted_to = {name: pair.fingerprints[name] for name in ("target", "tokenizer")}
@@ -113,7 +131,12 @@ def _fit(
     if plan.kind == "model":
         only_rejected = plan.only_rejected
         return DistillFit(
-            pair, answers, held_out, plan.distill, only_rejected=only_rejected, seed=plan.seed
+            pair,
+            answers,
+            held_out,
+            plan.distill,
+            only_rejected=only_rejected,
+            seed=plan.seed,
         )
     return _HeadsFit(pair.target, answers, held_out, plan, progress)
 
@@ -151,7 +174,9 @@ def first_heads(target: LM, plan: DrafterPlan) -> DraftHeads:
             [{"weight": torch.zeros(size, size), "bias": torch.zeros(size)}]
             for _ in range(plan.heads)
         ]
-        return DraftHeads("medusa", blocks, [matrix.clone() for _ in range(plan.heads)], {}, {})
+        return DraftHeads(
+            "medusa", blocks, [matrix.clone() for _ in range(plan.heads)], {}, {}
+        )
     blocks = [
         [
             {

@@ -33,7 +33,11 @@ class EagleFit:
     read again in each epoch, as all of them would take much memory."""
 
     def __init__(
-        self, target: LM, answers: Sequence[Answer], held_out: Sequence[Answer], seed: int
+        self,
+        target: LM,
+        answers: Sequence[Answer],
+        held_out: Sequence[Answer],
+        seed: int,
     ):
         self.target = target
         self.held_out = held_out
@@ -69,7 +73,10 @@ class EagleFit:
             for name, part in self.weights.items():
                 part.copy_(half[name])
         kept, accuracy = self._measured()
-        return replace(self.fitted, tensors=half), {"tokens_per_pass": kept, "accuracy": accuracy}
+        return replace(self.fitted, tensors=half), {
+            "tokens_per_pass": kept,
+            "accuracy": accuracy,
+        }
 
     @torch.no_grad()
     def _measured(self) -> tuple[float, list[float]]:
@@ -80,7 +87,9 @@ class EagleFit:
         places = torch.zeros(STEPS)
         for i in range(0, len(self.held_out), BATCH):
             chain = torch.ones(())
-            for k, (logits, wanted) in enumerate(self._steps(self.held_out[i : i + BATCH])):
+            for k, (logits, wanted) in enumerate(
+                self._steps(self.held_out[i : i + BATCH])
+            ):
                 asked = (wanted != NOT_ASKED)[:, k:]
                 right = (logits.argmax(-1) == wanted)[:, k:] & asked
                 right_at[k] += right.sum().cpu()
@@ -107,7 +116,9 @@ class EagleFit:
                 tokens,
                 inputs,
                 position_ids=places[None],
-                attention_mask=torch.cat(masks, 1)[None, None].expand(len(tokens), 1, -1, -1),
+                attention_mask=torch.cat(masks, 1)[None, None].expand(
+                    len(tokens), 1, -1, -1
+                ),
                 past_key_values=cache,
             ).last_hidden_state
             yield self.model.logits(state), wanted

@@ -29,7 +29,12 @@ from lenience.models.memory import free_bytes
 from lenience.models.session import Session
 from lenience.runs.journal import Journal
 from lenience.runs.record import MinedSample, Mismatch, read_run
-from lenience.training.drafted_states import Labelled, decided_states, gate_states, stop_states
+from lenience.training.drafted_states import (
+    Labelled,
+    decided_states,
+    gate_states,
+    stop_states,
+)
 from lenience.training.window_values import as_in_windows, values_drafted_on
 
 COPIES = 4
@@ -65,7 +70,9 @@ def compute_features(
                 for line, record in enumerate(part, begin + 1)
             ]
             labelled = _labelled(pair, folder, samples, inputs, role=role, of=of)
-            numbers = [torch.full((len(x),), begin + i) for i, (x, _) in enumerate(labelled)]
+            numbers = [
+                torch.full((len(x),), begin + i) for i, (x, _) in enumerate(labelled)
+            ]
             tensors = {
                 "x": torch.cat([x for x, _ in labelled]),
                 LABELS[role]: torch.cat([y for _, y in labelled]),
@@ -131,14 +138,19 @@ def check_models(pair: Pair, folder: Path) -> None:
         lm = pair.models.get(role)
         if lm is None or model.fingerprint != lm.fingerprint:
             mend = "name the pair it was mined with"
-            raise InputError(f"{folder}: was mined with another {role} ({model.name}); {mend}")
+            raise InputError(
+                f"{folder}: was mined with another {role} ({model.name}); {mend}"
+            )
 
 
 def sampling_of(folder: Path) -> Decoder:
     """Return how a run's answers were drawn: the sampling options of its settings."""
     run = read_run(folder)
     return Decoder.of(
-        temperature=run.temperature, top_k=run.top_k, top_p=run.top_p, seed=run.draw_seed or 0
+        temperature=run.temperature,
+        top_k=run.top_k,
+        top_p=run.top_p,
+        seed=run.draw_seed or 0,
     )
 
 
@@ -175,11 +187,15 @@ def load_features(
     return Examples(x, ~important, sample.astype(int))
 
 
-def fit_in_memory(runs: Sequence[Path], inputs: Inputs, role: Role, of: Rule | None) -> bool:
+def fit_in_memory(
+    runs: Sequence[Path], inputs: Inputs, role: Role, of: Rule | None
+) -> bool:
     """Whether a fit to all that has been computed of some runs has room in memory."""
     size = 0
     for run in runs:
-        rows = StreamedRows.of(sorted(_shards(run, inputs, role, of).glob("*.safetensors")))
+        rows = StreamedRows.of(
+            sorted(_shards(run, inputs, role, of).glob("*.safetensors"))
+        )
         size += 4 * len(rows) * rows.width
     return COPIES * size <= (free_bytes(torch.device("cpu")) or sys.maxsize)
 
@@ -202,18 +218,26 @@ def _digest_of(path: Path) -> str | None:
         return None
 
 
-def _judge_inputs(pair: Pair, samples: Sequence[MinedSample], inputs: Inputs) -> list[Labelled]:
+def _judge_inputs(
+    pair: Pair, samples: Sequence[MinedSample], inputs: Inputs
+) -> list[Labelled]:
     """Of each sample's labelled mismatches the states, with what a judge that looks ahead reads
     beside them [m, F], and whether each is important [m]."""
     labelled = [_mismatch_states(pair, sample, inputs) for sample in samples]
     if inputs.ahead is None:
         return labelled
-    ahead = values_drafted_on(pair, samples, [_known(sample) for sample in samples], inputs)
-    return [(torch.cat([x.float(), more], -1), y) for (x, y), more in zip(labelled, ahead)]
+    ahead = values_drafted_on(
+        pair, samples, [_known(sample) for sample in samples], inputs
+    )
+    return [
+        (torch.cat([x.float(), more], -1), y) for (x, y), more in zip(labelled, ahead)
+    ]
 
 
 def _known(sample: MinedSample) -> list[Mismatch]:
-    return [mismatch for mismatch in sample.mismatches if mismatch.important is not None]
+    return [
+        mismatch for mismatch in sample.mismatches if mismatch.important is not None
+    ]
 
 
 def _mismatch_states(pair: Pair, sample: MinedSample, inputs: Inputs) -> Labelled:
@@ -229,13 +253,21 @@ def _mismatch_states(pair: Pair, sample: MinedSample, inputs: Inputs) -> Labelle
         width = replace(inputs, ahead=None).width(sizes)
         nothing = torch.empty(0, width, dtype=pair.target.model.dtype)
         return nothing, torch.empty(0, dtype=torch.uint8)
-    order = [by_token[token, model] for token in inputs.tokens for model in inputs.models]
-    important = torch.tensor([mismatch.important for mismatch in labelled], dtype=torch.uint8)
+    order = [
+        by_token[token, model] for token in inputs.tokens for model in inputs.models
+    ]
+    important = torch.tensor(
+        [mismatch.important for mismatch in labelled], dtype=torch.uint8
+    )
     return torch.cat(order, -1).contiguous(), important
 
 
 def _states_by_token(
-    pair: Pair, sample: MinedSample, labelled: Sequence[Mismatch], inputs: Inputs, model: str
+    pair: Pair,
+    sample: MinedSample,
+    labelled: Sequence[Mismatch],
+    inputs: Inputs,
+    model: str,
 ) -> dict[str, Tensor]:
     """A model's states [m, H] at a sample's labelled mismatches, by the token after which they are.
 
@@ -259,7 +291,9 @@ def _states_by_token(
             elif sample.final_ids[at] == wanted:
                 state = along[at + 1]
             else:
-                state = session.read([[*whole[: start + at], wanted]]).hidden[0, 0].cpu()
+                state = (
+                    session.read([[*whole[: start + at], wanted]]).hidden[0, 0].cpu()
+                )
             states[token].append(state)
     return {token: torch.stack(rows[::-1]) for token, rows in states.items() if rows}
 

@@ -48,7 +48,9 @@ class TunedTarget:
         own = LM(self.target, self.tokenizer, "fine-tuned target").fingerprint
         known = {**self.fingerprints, "target": own}
         about = {**self.metrics, "tuned_from": self.fingerprints["target"]}
-        heads = replace(self.heads, fingerprints=known, metrics=about, prompts=self.prompts)
+        heads = replace(
+            self.heads, fingerprints=known, metrics=about, prompts=self.prompts
+        )
         heads.save(folder)
 
 

@@ -62,11 +62,18 @@ def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) 
         head = replace(head, metrics={**head.metrics, "tau": plan.tau})
     if plan.of is not None:
         rejecting = [asked.head.fingerprint for asked in plan.of.heads]
-        head = replace(head, metrics={**head.metrics, "of": str(plan.of), "of_heads": rejecting})
+        head = replace(
+            head, metrics={**head.metrics, "of": str(plan.of), "of_heads": rejecting}
+        )
     if plan.also or plan.soft:
         told = {"runs": len(runs), "soft": plan.soft}
         head = replace(head, metrics={**head.metrics, **told})
-    prompts = [prompt for each in runs for prompt in _prompts(each) if prompt not in plan.without]
+    prompts = [
+        prompt
+        for each in runs
+        for prompt in _prompts(each)
+        if prompt not in plan.without
+    ]
     head = replace(head, prompts=tuple(dict.fromkeys(prompts)))
     if role == "judge":  # stops and gates learn from answers that are decoded anew
         head = replace(head, temperature=read_run(run).temperature)
@@ -84,7 +91,9 @@ def learning_curve(
     accepts which rejects CURVE_RECALL of the important ones. Sizes that are too few to fit are left
     out; raises InputError where all are. Nothing is saved but hidden states."""
     examples = _computed(pair, run, plan, progress)
-    order = np.random.default_rng(plan.config.seed).permutation(np.unique(examples.samples))
+    order = np.random.default_rng(plan.config.seed).permutation(
+        np.unique(examples.samples)
+    )
     rows: list[dict[str, Any]] = []
     for done, share in enumerate(CURVE_SHARES):
         progress("fitting", done, len(CURVE_SHARES))
@@ -96,9 +105,13 @@ def learning_curve(
             if share == 1:
                 raise
             continue
-        (at,) = (row for row in head.metrics["thresholds"] if row["recall"] == CURVE_RECALL)
+        (at,) = (
+            row for row in head.metrics["thresholds"] if row["recall"] == CURVE_RECALL
+        )
         kept = ("samples", "mismatches", "important", "auc_out_of_fold", "auc_interval")
-        rows.append({**{key: head.metrics[key] for key in kept}, "accepted": at["accepted"]})
+        rows.append(
+            {**{key: head.metrics[key] for key in kept}, "accepted": at["accepted"]}
+        )
     progress("fitting", len(CURVE_SHARES), len(CURVE_SHARES))
     return rows
 
@@ -122,9 +135,13 @@ def _computed(pair: Pair, run: Path, plan: HeadPlan, progress: Progress) -> Exam
     for judge in judges if plan.inputs.ahead is not None else ():
         _check_windows(judge)
     for folder in runs:
-        compute_features(pair, folder, plan.inputs, plan.config.role, progress, of=plan.of)
+        compute_features(
+            pair, folder, plan.inputs, plan.config.role, progress, of=plan.of
+        )
     in_files = not fit_in_memory(runs, plan.inputs, plan.config.role, plan.of)
-    return _joined([_examples(folder, plan, in_files, asked=folder == run) for folder in runs])
+    return _joined(
+        [_examples(folder, plan, in_files, asked=folder == run) for folder in runs]
+    )
 
 
 def _check_windows(run: Path) -> None:
@@ -153,14 +170,18 @@ def _prompts(run: Path) -> list[str]:
     return [prompt_digest(sample.prompt_ids) for sample in mined]
 
 
-def _examples(run: Path, plan: HeadPlan, in_files: bool, asked: bool) -> tuple[Examples, list[str]]:
+def _examples(
+    run: Path, plan: HeadPlan, in_files: bool, asked: bool
+) -> tuple[Examples, list[str]]:
     """What a run gives a head to learn from, and its prompts by their samples' numbers. Raises
     InputError where soft labels are asked of it and it has none."""
     role = plan.config.role
     of = plan.of
     examples = load_features(run, plan.inputs, role, plan.tau, of=of, in_files=in_files)
     if plan.soft and (asked or (run / "resamples.jsonl").exists()):
-        examples = replace(examples, shares=np.array(shares_harmless(run), dtype=np.float32))
+        examples = replace(
+            examples, shares=np.array(shares_harmless(run), dtype=np.float32)
+        )
     prompts = _prompts(run)
     if plan.without:
         kept = np.array([content not in plan.without for content in prompts])
@@ -201,7 +222,9 @@ def fit_annotated(
     2025)."""
     examples = annotated_examples(pair.target, rows, plan.inputs, progress)
     progress("fitting the judge", 0, 1)
-    fingerprints = {part: value for part, value in pair.fingerprints.items() if part != "draft"}
+    fingerprints = {
+        part: value for part, value in pair.fingerprints.items() if part != "draft"
+    }
     config = replace(plan.config, mend="annotate more answers")
     head = fit_head(examples, plan.inputs, fingerprints, config)
     prompts = [(row.line, row.question) for row in rows]

@@ -33,7 +33,9 @@ def by_length(answers: Sequence[Answer]) -> list[Answer]:
     )
 
 
-def batches(answers: Sequence[Answer], size: int, seed: int) -> Iterator[Sequence[Answer]]:
+def batches(
+    answers: Sequence[Answer], size: int, seed: int
+) -> Iterator[Sequence[Answer]]:
     """Answers that stand together, in an order that the seed tells."""
     starts = range(0, len(answers), size)
     generator = torch.Generator().manual_seed(seed)
@@ -44,7 +46,9 @@ def batches(answers: Sequence[Answer], size: int, seed: int) -> Iterator[Sequenc
 def mean_cross_entropy(logits: Tensor, wanted: Tensor, ignored: int) -> Tensor:
     """Return the mean cross-entropy of logits [n, V] over the tokens `wanted` [n] that are not
     `ignored`; 0 if all are."""
-    total = torch.nn.functional.cross_entropy(logits, wanted, ignore_index=ignored, reduction="sum")
+    total = torch.nn.functional.cross_entropy(
+        logits, wanted, ignore_index=ignored, reduction="sum"
+    )
     return total / (wanted != ignored).sum().clamp(min=1)
 
 
@@ -61,7 +65,9 @@ class Training:
     """Trains weights epoch by epoch, kept in a file after each; of all epochs the weights are taken
     after which a measure is highest."""
 
-    def __init__(self, weights: Mapping[str, Tensor], path: Path, made_of: str, plan: Schedule):
+    def __init__(
+        self, weights: Mapping[str, Tensor], path: Path, made_of: str, plan: Schedule
+    ):
         """`made_of` identifies the models, the data and the settings: what is kept of another
         training is not gone on with."""
         self.weights = weights
@@ -88,14 +94,20 @@ class Training:
         self._resume()
         while self.done < self.plan.epochs:
             progress(what, self.done, self.plan.epochs)
-            rate = self.plan.rate * 0.5 * (1 + np.cos(np.pi * self.done / self.plan.epochs))
+            rate = (
+                self.plan.rate
+                * 0.5
+                * (1 + np.cos(np.pi * self.done / self.plan.epochs))
+            )
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             epoch(self.done)
             self.done += 1
             if (found := measure()) > self.best_measure:
                 self.best_measure = found
-                self.best = {name: part.detach().clone() for name, part in self.weights.items()}
+                self.best = {
+                    name: part.detach().clone() for name, part in self.weights.items()
+                }
             self._save()
         progress(what, self.plan.epochs, self.plan.epochs)
         with torch.no_grad():
@@ -123,9 +135,15 @@ class Training:
             tensors |= {f"now.{name}": weight.detach(), f"best.{name}": self.best[name]}
             # there are none where nothing was learned yet
             tensors |= {f"{key}.{name}": state[key] for key in AVERAGES if key in state}
-        about = {"of": self.made_of, "done": str(self.done), "best": repr(self.best_measure)}
+        about = {
+            "of": self.made_of,
+            "done": str(self.done),
+            "best": repr(self.best_measure),
+        }
         with replacing(self.path) as new:
-            save_file({name: part.contiguous() for name, part in tensors.items()}, new, about)
+            save_file(
+                {name: part.contiguous() for name, part in tensors.items()}, new, about
+            )
 
     def _resume(self) -> None:
         """Take up the epochs that are done, where they are of the same training."""

@@ -38,7 +38,9 @@ class _Reader(Rule):
 
     def __call__(self, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:
         logits = draft.logits if self.with_draft else None
-        values = lookahead.token_values(reading.logits[:, :-1], logits, draft.tokens, self.kinds)
+        values = lookahead.token_values(
+            reading.logits[:, :-1], logits, draft.tokens, self.kinds
+        )
         self.values = values.cpu()
         self.lengths = draft.lengths.cpu()
         return []
@@ -57,7 +59,9 @@ def values_drafted_on(
     asked = [i for i, of_sample in enumerate(labelled) if of_sample]
     for begin in range(0, len(asked), TOGETHER):
         part = asked[begin : begin + TOGETHER]
-        rows = _read_together(pair, [samples[i] for i in part], [labelled[i] for i in part], inputs)
+        rows = _read_together(
+            pair, [samples[i] for i in part], [labelled[i] for i in part], inputs
+        )
         for i, read in zip(part, rows):
             found[i] = read
     width = columns(inputs)
@@ -81,7 +85,11 @@ def _read_together(
     window = 1 + inputs.ahead
     reader = _Reader("draft" in inputs.models, kinds)
     decoder = pair.decoder({"rule": reader, "window": window})
-    longest = max(len(sample.prompt_ids) + len(sample.final_ids) for sample in samples) + 1 + window
+    longest = (
+        max(len(sample.prompt_ids) + len(sample.final_ids) for sample in samples)
+        + 1
+        + window
+    )
     session, drafter = pair.engine(decoder, len(samples), longest)
     ctx = Context(
         window=window,
@@ -92,7 +100,9 @@ def _read_together(
     for prefixes in _prefixes(samples, labelled):
         ctx.rows = [Row(Noise.for_prompt(0, []), prefix) for prefix in prefixes]
         cycle(session, drafter, reader, ctx, [window + 1] * len(prefixes))
-        for i, (values, length) in enumerate(zip(reader.values, reader.lengths.tolist())):
+        for i, (values, length) in enumerate(
+            zip(reader.values, reader.lengths.tolist())
+        ):
             if len(found[i]) < len(labelled[i]):
                 found[i].append(_flat(values, length, window))
     return found
@@ -104,8 +114,13 @@ def _prefixes(
     """What stands before the samples' first mismatches, their second ones and so on; before the
     last again where a sample has no more."""
     for k in range(max(map(len, labelled))):
-        places = [of_sample[min(k, len(of_sample) - 1)].position for of_sample in labelled]
-        yield [sample.prompt_ids + sample.final_ids[:at] for sample, at in zip(samples, places)]
+        places = [
+            of_sample[min(k, len(of_sample) - 1)].position for of_sample in labelled
+        ]
+        yield [
+            sample.prompt_ids + sample.final_ids[:at]
+            for sample, at in zip(samples, places)
+        ]
 
 
 def _flat(values: Tensor, length: int, window: int) -> Tensor:
@@ -121,9 +136,13 @@ def as_in_windows(x: np.ndarray, inputs: Inputs, seed: int) -> np.ndarray:
     assert inputs.ahead is not None
     n = inputs.ahead
     rng = np.random.default_rng(seed)
-    states, raw, counts = np.split(x, [x.shape[1] - columns(inputs), x.shape[1] - 1], axis=1)
+    states, raw, counts = np.split(
+        x, [x.shape[1] - columns(inputs), x.shape[1] - 1], axis=1
+    )
     values = torch.from_numpy(raw).view(len(x), 1 + n, -1)
-    limits = np.where(rng.random(len(x)) < SHARE_WHOLE, n, rng.integers(0, n + 1, len(x)))
+    limits = np.where(
+        rng.random(len(x)) < SHARE_WHOLE, n, rng.integers(0, n + 1, len(x))
+    )
     known = np.arange(n) < np.minimum(counts[:, 0], limits)[:, None]
     read = lookahead.with_later(values[:, 0], values[:, 1:], torch.from_numpy(known))
     return np.concatenate([states, read.numpy()], 1)

@@ -26,7 +26,9 @@ from lenience.core.types import Draft, Reading, Verdict
 from lenience.rules.base import select_position
 
 
-def verify_drawn(draft: Draft, reading: Reading, ctx: Context, *, upwards: bool) -> list[Verdict]:
+def verify_drawn(
+    draft: Draft, reading: Reading, ctx: Context, *, upwards: bool
+) -> list[Verdict]:
     """Decide on trees that were drawn from their `logits`, by the distributions that sampling
     really uses. What is kept counts as what the strict rule accepts."""
     assert draft.parents is not None and draft.logits is not None
@@ -44,12 +46,17 @@ def verify_drawn(draft: Draft, reading: Reading, ctx: Context, *, upwards: bool)
     tokens = _next_tokens(shares.rest, trees, walked, ctx)
     return [
         _verdict(drafted[: len(tree)], tree, path, token)
-        for drafted, tree, path, token in zip(draft.tokens.tolist(), trees, walked, tokens.tolist())
+        for drafted, tree, path, token in zip(
+            draft.tokens.tolist(), trees, walked, tokens.tolist()
+        )
     ]
 
 
 def _next_tokens(
-    rest: Tensor, trees: Sequence[Parents], walked: Sequence[Sequence[int]], ctx: Context
+    rest: Tensor,
+    trees: Sequence[Parents],
+    walked: Sequence[Sequence[int]],
+    ctx: Context,
 ) -> Tensor:
     """[B]: what follows the kept paths, drawn from what is left there; a bonus is drawn as plain
     decoding draws."""
@@ -57,14 +64,18 @@ def _next_tokens(
     bonus = to_device([at not in tree for at, tree in zip(last, trees)], rest.device)
     place = to_device([*map(len, walked)], rest.device).long()
     plain, own = (
-        select_position(ctx.noise_keys(rest.shape[1], purpose, device=rest.device), place)
+        select_position(
+            ctx.noise_keys(rest.shape[1], purpose, device=rest.device), place
+        )
         for purpose in ("token", "correction")
     )
     left = select_position(rest, to_device(last, rest.device).long() + 1)
     return gumbel_argmax(left, torch.where(bonus, plain, own))
 
 
-def _verdict(drafted: list[int], tree: list[int], path: list[int], token: int) -> Verdict:
+def _verdict(
+    drafted: list[int], tree: list[int], path: list[int], token: int
+) -> Verdict:
     exact = [False] * len(tree)
     for node in path:
         exact[node] = True
@@ -122,10 +133,14 @@ class _Shares:
         left = (aim - drafted).clamp(min=0)
         mass = left.sum(-1)
         # nothing is left of equal distributions, of which none is rejected but by rounding
-        self.rest[row, parent + 1] = torch.where(mass[:, None] > 0, left / mass[:, None], target)
+        self.rest[row, parent + 1] = torch.where(
+            mass[:, None] > 0, left / mass[:, None], target
+        )
         if isinstance(share, Tensor):
             of_all = mass + 1 - share
-            self.of_prefix_and_tokens[row, parent + 1] = torch.where(of_all > 0, mass / of_all, 1.0)
+            self.of_prefix_and_tokens[row, parent + 1] = torch.where(
+                of_all > 0, mass / of_all, 1.0
+            )
         self._use(siblings, drafted, tokens)
 
     def _unused(
@@ -134,7 +149,9 @@ class _Shares:
         """[M, V]: what the tokens were drawn from, without siblings that cannot be drawn again."""
         known = [self._left.get(sibling[:2]) for sibling in siblings]
         own = self.drafted[row, node]
-        return torch.stack([mine if left is None else left for left, mine in zip(known, own)])
+        return torch.stack(
+            [mine if left is None else left for left, mine in zip(known, own)]
+        )
 
     def _use(
         self, siblings: Sequence[tuple[int, int, int]], drafted: Tensor, tokens: Tensor

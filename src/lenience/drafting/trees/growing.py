@@ -76,7 +76,9 @@ class Ends:
     eos: frozenset[int]
     stop: Stop = field(default_factory=Fixed)
 
-    def doubted(self, logits: Tensor, tokens: Tensor, ctx: Context) -> list[list[list[bool]]]:
+    def doubted(
+        self, logits: Tensor, tokens: Tensor, ctx: Context
+    ) -> list[list[list[bool]]]:
         """[B][F][k]: which of the tokens [B, F, k], picked from logits [B, F, V], the stop
         condition ends a path at."""
         rows, n, k = tokens.shape
@@ -121,7 +123,9 @@ class OfOneShape:
         return Level(tokens, [parents] * len(tokens), depth - 1)
 
     def add(
-        self, picked: Sequence[Sequence[Sequence[int]]], doubted: Sequence[Sequence[Sequence[bool]]]
+        self,
+        picked: Sequence[Sequence[Sequence[int]]],
+        doubted: Sequence[Sequence[Sequence[bool]]],
     ) -> None:
         """Put the tokens [B][F][k] that were picked after the level's places in theirs; `doubted`
         are those at which a path ends."""
@@ -166,7 +170,9 @@ class Picking:
         if self.ctx.fresh_noise_per_window:  # each of its own
             keys = self.ctx.noise_keys(n, "draft", self.asked, logs.device)
         else:  # as the target draws there, so that its token is likely to be among them
-            keys = self.ctx.noise_keys(1, "token", self.depth, logs.device).expand(-1, n)
+            keys = self.ctx.noise_keys(1, "token", self.depth, logs.device).expand(
+                -1, n
+            )
         return without_replacement(logs.exp(), keys, k)
 
 
@@ -210,7 +216,9 @@ class Pool:
                 continue
             before = self.scores[parent] if parent >= 0 else 0.0
             for log, id, is_doubted in zip(logs, ids, at_end):
-                if log == -torch.inf or (is_doubted and not self.ends.stop.proposes_doubted):
+                if log == -torch.inf or (
+                    is_doubted and not self.ends.stop.proposes_doubted
+                ):
                     continue
                 self.tokens.append(id)
                 self.parents.append(parent)
@@ -237,7 +245,9 @@ class Pool:
         ranked = sorted(self.scores, reverse=True)
         open_ends = [self.scores[i] for i in self.newest if not self.closed[i]]
         full = len(ranked) >= self.nodes
-        return bool(open_ends) and not (full and max(open_ends) <= ranked[self.nodes - 1])
+        return bool(open_ends) and not (
+            full and max(open_ends) <= ranked[self.nodes - 1]
+        )
 
     def choose(self, k: int) -> tuple[list[int], list[int]]:
         """The tokens to go on from, always `k`, and which of those asked about they follow."""
@@ -245,14 +255,19 @@ class Pool:
             self.num_asked += k
             return [0] * k, [-1] * k
         order = sorted(
-            self.newest, key=lambda i: (not self.closed[i], self.scores[i]), reverse=True
+            self.newest,
+            key=lambda i: (not self.closed[i], self.scores[i]),
+            reverse=True,
         )
         self.level = (order or [len(self.tokens) - 1])[:k]
-        missing = k - len(self.level)  # asked about again, so that rows stand side by side
+        # asked about again, so that rows stand side by side
+        missing = k - len(self.level)
         self.asked |= {i: self.num_asked + n for n, i in enumerate(self.level)}
         self.num_asked += k
         again = self.level + self.level[-1:] * missing
-        return [self.tokens[i] for i in again], [self.asked[self.parents[i]] - 1 for i in again]
+        return [self.tokens[i] for i in again], [
+            self.asked[self.parents[i]] - 1 for i in again
+        ]
 
     def best(self) -> Grown:
         """Those whose paths are likeliest; an ancestor is at least as likely."""
@@ -285,6 +300,10 @@ def as_draft(
         places = [tree.picked_from + [0] * n for tree, n in zip(grown, missing)]
         at = to_device(places, logits.device)
         logits = logits[torch.arange(len(grown), device=at.device)[:, None], at]
-    parents = [tree.parents + [-1] * n for tree, n in zip(grown, missing)] if trees else None
+    parents = (
+        [tree.parents + [-1] * n for tree, n in zip(grown, missing)] if trees else None
+    )
     logits = logits if width else None
-    return Draft(window, lengths, logits, parents=parents, draws=draws if width else None)
+    return Draft(
+        window, lengths, logits, parents=parents, draws=draws if width else None
+    )

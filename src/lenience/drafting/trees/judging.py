@@ -20,7 +20,9 @@ from lenience.core.types import Draft, Reading, Verdict
 from lenience.drafting.trees.drawn import verify_drawn
 
 
-def judge_trees(rule: Rule, draft: Draft, reading: Reading, ctx: Context) -> list[Verdict]:
+def judge_trees(
+    rule: Rule, draft: Draft, reading: Reading, ctx: Context
+) -> list[Verdict]:
     """Decide on the trees of all rows. A token is accepted where the rule accepts it after its
     path, so that floors, budgets and spans hold along each; of the deepest accepted paths the one
     with the most tokens that the strict rule accepts is kept, then the first."""
@@ -36,7 +38,9 @@ def judge_trees(rule: Rule, draft: Draft, reading: Reading, ctx: Context) -> lis
     windows = _windows(draft, flat)
     readings = _readings(reading, flat)
     if ctx.processors:
-        readings = replace(readings, logits=ctx.process(readings.logits, windows.tokens))
+        readings = replace(
+            readings, logits=ctx.process(readings.logits, windows.tokens)
+        )
     if draft.draws and rule.verifies and not ctx.greedy:
         reading = _of_nodes(reading, readings, flat)
         return verify_drawn(draft, reading, on_rows, upwards=rule.verifies == "up")
@@ -45,7 +49,8 @@ def judge_trees(rule: Rule, draft: Draft, reading: Reading, ctx: Context) -> lis
     for path, verdict in zip(flat, verdicts):
         trees[path.row].add(path.nodes, verdict)
     return [
-        tree.verdict(list(parents[:n])) for tree, parents, n in zip(trees, draft.parents, lengths)
+        tree.verdict(list(parents[:n]))
+        for tree, parents, n in zip(trees, draft.parents, lengths)
     ]
 
 
@@ -84,7 +89,9 @@ class _Tree:
 
     def verdict(self, parents: list[int]) -> Verdict:
         path = list(self.path)
-        return Verdict(self.tokens, path, self.next_token, self.exact, self.scores, parents=parents)
+        return Verdict(
+            self.tokens, path, self.next_token, self.exact, self.scores, parents=parents
+        )
 
 
 def _windows(draft: Draft, flat: list[_Path]) -> Draft:
@@ -99,7 +106,9 @@ def _windows(draft: Draft, flat: list[_Path]) -> Draft:
 
 def _readings(reading: Reading, flat: list[_Path]) -> Reading:
     at, rows = _places(flat, reading.logits.device)
-    return Reading(_with_first(reading.logits, rows, at), _with_first(reading.hidden, rows, at))
+    return Reading(
+        _with_first(reading.logits, rows, at), _with_first(reading.hidden, rows, at)
+    )
 
 
 def _of_nodes(reading: Reading, of_paths: Reading, flat: list[_Path]) -> Reading:

@@ -61,7 +61,9 @@ def _load(file: Path, changed: int) -> Acceptance:
         raise InputError(f"planned {file}: is broken ({why}); {MEND}") from None
 
 
-def best_shape(shares: Sequence[Sequence[float]], nodes: int) -> tuple[list[int], float]:
+def best_shape(
+    shares: Sequence[Sequence[float]], nodes: int
+) -> tuple[list[int], float]:
     """Of all trees of at most so many tokens the one of which the target should keep the most, and
     how many: the number of children of the prefix and of each token, level by level. `shares` are
     an Acceptance's: a token's chance is its own, whatever the tokens before it are."""
@@ -71,7 +73,8 @@ def best_shape(shares: Sequence[Sequence[float]], nodes: int) -> tuple[list[int]
     below: NDArray[np.float64] = np.zeros(nodes + 1)
     splits: list[NDArray[np.int64]] = []
     for level in reversed(range(depth)):
-        worth = np.concatenate([[0.0], 1 + below[:-1]])  # of a child with so many tokens in all
+        # of a child with so many tokens in all
+        worth = np.concatenate([[0.0], 1 + below[:-1]])
         rest = np.zeros(nodes + 1)
         split = np.zeros((ranks, nodes + 1), np.int64)
         for rank in reversed(range(ranks)):

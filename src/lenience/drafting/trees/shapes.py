@@ -13,7 +13,15 @@ from lenience.core import spec
 from lenience.core.context import Context
 from lenience.core.errors import InputError
 from lenience.core.types import Draws
-from lenience.drafting.trees.growing import Ends, Expand, Grown, Level, OfOneShape, Picking, Pool
+from lenience.drafting.trees.growing import (
+    Ends,
+    Expand,
+    Grown,
+    Level,
+    OfOneShape,
+    Picking,
+    Pool,
+)
 from lenience.drafting.trees.planning import BUILT_IN, best_shape, load_acceptance
 
 LARGEST = 1024
@@ -112,7 +120,9 @@ class Ranked(Tree):
             trees.add(picked.tolist(), ends.doubted(logits, picked.clamp(min=0), ctx))
             if not trees.go_on:
                 break
-        return [tree.cut(limit, ends.eos) for tree, limit in zip(trees.grown, ends.limits)]
+        return [
+            tree.cut(limit, ends.eos) for tree, limit in zip(trees.grown, ends.limits)
+        ]
 
 
 @dataclass(frozen=True)
@@ -160,7 +170,9 @@ class Shape(Ranked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if min(self.children) < 0:
-            raise InputError(f"shape's {min(self.children)} children: must be 0 or more")
+            raise InputError(
+                f"shape's {min(self.children)} children: must be 0 or more"
+            )
         size = sum(self.children)
         _check_size("shape", size)
         if not size or len(self.children) > size + 1:
@@ -170,7 +182,9 @@ class Shape(Ranked):
             )
         for i, parent in enumerate(self.parents):
             if parent >= i:
-                raise InputError(f"{self}: token {i + 1} would follow itself; name a tree")
+                raise InputError(
+                    f"{self}: token {i + 1} would follow itself; name a tree"
+                )
 
     @property
     def parents(self) -> list[int]:
@@ -229,11 +243,17 @@ class Dynamic(Tree):
 
     def __post_init__(self) -> None:
         _check_size("dynamic", self.nodes)
-        for what, number in (("nodes", self.nodes), ("top", self.top), ("depth", self.depth)):
+        for what, number in (
+            ("nodes", self.nodes),
+            ("top", self.top),
+            ("depth", self.depth),
+        ):
             if number is not None and number < 1:
                 raise InputError(f"dynamic's {what} {number}: must be 1 or more")
         if not 0 < self.temperature < math.inf:
-            raise InputError(f"dynamic's temperature {self.temperature}: must be above 0")
+            raise InputError(
+                f"dynamic's temperature {self.temperature}: must be above 0"
+            )
         if not 0 <= self.least < math.inf:
             raise InputError(f"dynamic's least {self.least}: must be 0 or more")
 
@@ -245,7 +265,9 @@ class Dynamic(Tree):
         return self.nodes
 
     def columns(self, window: int) -> int:
-        return max(self.nodes, min(self.top, self.nodes) * min(window, self.depth or window))
+        return max(
+            self.nodes, min(self.top, self.nodes) * min(window, self.depth or window)
+        )
 
     def grow(self, expand: Expand, ctx: Context, ends: Ends) -> list[Grown]:
         levels = [min(limit, self.depth or limit) for limit in ends.limits]
@@ -281,10 +303,14 @@ class Auto(Tree):
 
     def choices(self) -> list[Tree]:
         path = self.path
-        trees = [Dynamic(n) if path is None else Planned(n, path).shape() for n in SIZES]
+        trees = [
+            Dynamic(n) if path is None else Planned(n, path).shape() for n in SIZES
+        ]
         return [Chain(), *trees]
 
 
 def _check_size(name: str, size: int) -> None:
     if size > LARGEST:
-        raise InputError(f"{name}: a tree of {size} tokens or more; at most {LARGEST} are read")
+        raise InputError(
+            f"{name}: a tree of {size} tokens or more; at most {LARGEST} are read"
+        )

@@ -21,7 +21,9 @@ def register() -> None:
     try:
         from lenience.integrations.vllm import hooks
     except ImportError as error:
-        _refuse(f"this vLLM is not known ({error}); docs/vllm.md names the versions that are")
+        _refuse(
+            f"this vLLM is not known ({error}); docs/vllm.md names the versions that are"
+        )
         return
     hooks.install()
 
@@ -36,7 +38,10 @@ def _refuse(problem: str) -> None:
 
     def refused(config: Any) -> None:
         configured(config)
-        if isinstance(config.additional_config, Mapping) and KEY in config.additional_config:
+        if (
+            isinstance(config.additional_config, Mapping)
+            and KEY in config.additional_config
+        ):
             raise InputError(f'--additional-config "{KEY}": {problem}')
 
     VllmConfig.__post_init__ = refused

@@ -68,7 +68,9 @@ class Asked:
         if dial is None:
             return self.rule
         if len(str(dial)) > LONGEST:
-            raise InputError(f"{KEY} {str(dial)[:40]!r}…: is longer than {LONGEST} characters")
+            raise InputError(
+                f"{KEY} {str(dial)[:40]!r}…: is longer than {LONGEST} characters"
+            )
         rule = self._with_threshold(dial) if _is_number(dial) else _parsed(str(dial))
         refuse_forbidden(rule)
         if is_lossless(rule):
@@ -119,7 +121,9 @@ def read(additional: object) -> Asked | None:
     if options is None and not named:
         return None
     if options is not None and named:
-        raise InputError(f"{VARIABLE} {named}: --additional-config names a rule too; give one")
+        raise InputError(
+            f"{VARIABLE} {named}: --additional-config names a rule too; give one"
+        )
     given = {"rule": named} if options is None else options
     server = _read(json.dumps(given, sort_keys=True))
     for rule in server.rules:
@@ -136,7 +140,11 @@ def _read(options: str) -> Asked:
     known = Options.read(content, where, "docs/vllm.md lists what it takes")
     allowed = [spec for spec in known.allow if spec != ANY]
     certificate = _certificate(known.rule) if is_certified(known.rule) else None
-    rule = parse_spec(known.rule) if certificate is None else _certified(certificate, known.rule)
+    rule = (
+        parse_spec(known.rule)
+        if certificate is None
+        else _certified(certificate, known.rule)
+    )
     return Asked(
         rule=rule,
         allow=tuple(map(parse_spec, allowed)),
@@ -202,7 +210,9 @@ def _at(term: Term, threshold: float) -> Term:
 
 def _stricter(rule: AnyOf, than: AnyOf) -> bool:
     """Whether a rule is the other at thresholds as strict or stricter."""
-    if len(rule.terms) != len(than.terms) or rule.with_terms(_open) != than.with_terms(_open):
+    if len(rule.terms) != len(than.terms) or rule.with_terms(_open) != than.with_terms(
+        _open
+    ):
         return False
     pairs = [(a, b) for a, b in zip(rule.terms, than.terms) if a.has_threshold]
     return all(_strictest(a, b) == _bound(a) for a, b in pairs)
@@ -218,7 +228,9 @@ def _with_heads(rule: AnyOf, like: AnyOf) -> AnyOf:
 
 def _shown(rule: AnyOf) -> str:
     """A rule's spec without where its heads lie."""
-    return str(rule.with_terms(lambda term: term.relocated(lambda path: Path(path).name)))
+    return str(
+        rule.with_terms(lambda term: term.relocated(lambda path: Path(path).name))
+    )
 
 
 def _open(term: Term) -> Term:

@@ -82,7 +82,9 @@ def check(server: Asked, config: Any) -> str:
         _check_certificate(server, server.certificate, config)
         bound = server.certificate.max_drop
         confidence = server.certificate.confidence
-        certificate = f"certified: at most {bound:.2%} lost with {confidence:.0%} confidence"
+        certificate = (
+            f"certified: at most {bound:.2%} lost with {confidence:.0%} confidence"
+        )
     parts = [f"rule {rule}", heads, f"lenience {VERSION}", f"vLLM {found}", certificate]
     return ", ".join(part for part in parts if part)
 
@@ -118,7 +120,9 @@ def needs_draft_probs(rule: Rule) -> bool:
     """Whether a rule's meaning depends on the draft's distribution; ensemble's is another one where
     tokens are proposed for certain."""
     terms = rule.terms if isinstance(rule, AnyOf) else ()
-    return Parts.PROBS in rule.needs.window or any(isinstance(term, Ensemble) for term in terms)
+    return Parts.PROBS in rule.needs.window or any(
+        isinstance(term, Ensemble) for term in terms
+    )
 
 
 def check_reads(rule: Rule) -> None:
@@ -159,7 +163,10 @@ def check_rule(rule: AnyOf, config: Any) -> None:
 def _fingerprints(target: Any, speculative: Any, load: Any) -> dict[str, str]:
     """Of the checkpoints that vLLM loads; of a draft only where it is a model by itself."""
     named = target.tokenizer, target.tokenizer_revision, target.trust_remote_code
-    found = {"target": _weights(_folder(target, load)), "tokenizer": _vocabulary(*named)}
+    found = {
+        "target": _weights(_folder(target, load)),
+        "tokenizer": _vocabulary(*named),
+    }
     if speculative.method == "draft_model":
         found["draft"] = _weights(_folder(speculative.draft_model_config, load))
     return found
@@ -217,7 +224,9 @@ def _check_certificate(server: Asked, certificate: Certificate, config: Any) -> 
     now = {
         "engine": f"vllm {vllm_version()}",
         "window": speculative.num_speculative_tokens,
-        "drafter": "model" if speculative.method == "draft_model" else speculative.method,
+        "drafter": "model"
+        if speculative.method == "draft_model"
+        else speculative.method,
         "stop": "fixed",
         "tokenizer": known["tokenizer"],
         "heads": [head.head.fingerprint for head in server.rule.heads],
@@ -268,7 +277,9 @@ def check_certified(certificate: Certificate, params: Any) -> None:
     ends = config.get("eos_token_id")
     known = set(ends if isinstance(ends, list) else [ends])
     asked["stop_token_ids"] = sorted(set(params.stop_token_ids or ()) - known), []
-    if params.max_tokens is None or params.max_tokens > binds["max_new_tokens"]:  # fewer may be
+    if (
+        params.max_tokens is None or params.max_tokens > binds["max_new_tokens"]
+    ):  # fewer may be
         asked["max_tokens"] = params.max_tokens, binds["max_new_tokens"]
     given = params.stop if isinstance(params.stop, list) else [params.stop or ""]
     if not set(binds["stop_strings"]) <= set(given):  # more may be
@@ -293,7 +304,9 @@ def check_request(rule: AnyOf, params: Any) -> None:
     for head in rule.heads:
         head.check_temperature(params.temperature)
     if params.min_p:
-        raise InputError(f"min_p {params.min_p}: cannot go with rule {rule}; leave it out")
+        raise InputError(
+            f"min_p {params.min_p}: cannot go with rule {rule}; leave it out"
+        )
     greedy = params.temperature == 0
     if greedy and rule.needs.sampling:
         raise InputError(f"rule {rule}: has no greedy form; give a temperature above 0")

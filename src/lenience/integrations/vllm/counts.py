@@ -25,10 +25,14 @@ class Counts:
     """Windows in which the target's logits are NaN or infinite; no token is kept from there on."""
 
 
-def put(output: Any, counts: Mapping[str, Counts], steps: Mapping[str, dict[str, Any]]) -> None:
+def put(
+    output: Any, counts: Mapping[str, Counts], steps: Mapping[str, dict[str, Any]]
+) -> None:
     """Send the counts of requests, and perhaps what was said of their windows in this step, along
     with a runner's output."""
-    told: dict[str, dict[str, Any]] = {id: asdict(count) for id, count in counts.items()}
+    told: dict[str, dict[str, Any]] = {
+        id: asdict(count) for id, count in counts.items()
+    }
     for id, step in steps.items():
         told[id]["step"] = step
     setattr(output, KEY, told)
@@ -44,7 +48,10 @@ def attach(result: Any, _scheduler: Any, _scheduled: Any, output: Any) -> None:
         for completion in outputs.outputs:
             if completion.request_id in counts:
                 others = completion.kv_transfer_params or {}
-                completion.kv_transfer_params = {**others, KEY: counts[completion.request_id]}
+                completion.kv_transfer_params = {
+                    **others,
+                    KEY: counts[completion.request_id],
+                }
 
 
 def observe(processor: Any, outputs: Any, *_args: Any, **_kwargs: Any) -> None:

@@ -64,9 +64,13 @@ class Windows:
         for n in self.lengths:
             starts.append(starts[-1] + n)
         ends = [max(self.lengths[b] - 1, 0) for b in which]
-        tokens = [[starts[b] + min(i, e) for i in range(width + 1)] for b, e in zip(which, ends)]
+        tokens = [
+            [starts[b] + min(i, e) for i in range(width + 1)]
+            for b, e in zip(which, ends)
+        ]
         states = [
-            [starts[b] + b + min(i, self.lengths[b]) for i in range(width + 1)] for b in which
+            [starts[b] + b + min(i, self.lengths[b]) for i in range(width + 1)]
+            for b in which
         ]
         device = self.logits.device
         return torch.tensor(tokens, device=device), torch.tensor(states, device=device)
@@ -210,11 +214,15 @@ class Deciding:
                 found[Setting(rule, params.temperature, top_k, params.top_p)].append(b)
         return found
 
-    def _verdicts(self, setting: Setting, which: Sequence[int], windows: Windows) -> list[Verdict]:
+    def _verdicts(
+        self, setting: Setting, which: Sequence[int], windows: Windows
+    ) -> list[Verdict]:
         """What the rule says of some requests' windows."""
         places, states = windows.places(which)
         tokens = windows.tokens[places].long()[:, :-1]
-        lengths = torch.tensor([windows.lengths[b] for b in which], device=tokens.device)
+        lengths = torch.tensor(
+            [windows.lengths[b] for b in which], device=tokens.device
+        )
         logits = probs = None
         if windows.probs is not None:
             probs = windows.probs[places[:, :-1]]
@@ -245,7 +253,9 @@ class Deciding:
         sound = have_finite_max(windows.logits[places]).tolist()  # [B][W + 1]
         ended = []
         for b, verdict, states in zip(which, verdicts, sound):
-            first = next((i for i in range(len(verdict.path) + 1) if not states[i]), None)
+            first = next(
+                (i for i in range(len(verdict.path) + 1) if not states[i]), None
+            )
             # of a window that is kept whole vLLM decides the last token
             if first is not None and first < len(verdict.drafted):
                 self._warn_of_non_finite(windows.ids[b], first)
@@ -290,7 +300,11 @@ class Deciding:
         if self.server.steps:
             exact = verdict.exact
             scores = verdict.scores
-            self.steps[id] = {"exact": exact, "scores": scores, "kept": verdict.num_accepted}
+            self.steps[id] = {
+                "exact": exact,
+                "scores": scores,
+                "kept": verdict.num_accepted,
+            }
         for i in verdict.path[:room]:
             if verdict.exact[i]:
                 counts.kept_strictly += 1

@@ -29,7 +29,11 @@ from lenience.decoding.generation import Generation
 from lenience.decoding.pair import Pair, Telling
 from lenience.decoding.soundness import CAUSES
 from lenience.integrations.vllm.asked import ANY, KEY
-from lenience.integrations.vllm.checks import check_reads, needs_draft_probs, vllm_version
+from lenience.integrations.vllm.checks import (
+    check_reads,
+    needs_draft_probs,
+    vllm_version,
+)
 from lenience.models.generation_config import processors_of
 from lenience.models.lm import LM
 from lenience.models.prompts import Prompt
@@ -63,7 +67,10 @@ class Kind:
     """Of the memory that one vLLM may take, for those that run beside each other."""
 
 
-DIALOGUES = Kind("draft", 0, False, share=0.25), Kind("target", WINDOW, False, share=0.75)
+DIALOGUES = (
+    Kind("draft", 0, False, share=0.25),
+    Kind("target", WINDOW, False, share=0.75),
+)
 """What predicts and what continues in dialogues, the smaller first: each looks for its share in
 what is free."""
 MEMORY = "gpu_memory_utilization"
@@ -104,7 +111,8 @@ class VllmPair(Pair):
             ),
             f"draft_temperature {decoder.draft_temperature}: vLLM's draft samples as the request "
             "does; leave it out": decoder.draft_temperature is not None,
-            "window auto: each window is a vLLM of its own; name one": decoder.window == "auto",
+            "window auto: each window is a vLLM of its own; name one": decoder.window
+            == "auto",
             f"rule {rule}: compares the draft's distribution, which vLLM keeps for sampled answers "
             "alone; give a temperature above 0": lacks_probs,
         }
@@ -124,13 +132,21 @@ class VllmPair(Pair):
         self, prompt: Prompt, decoder: Decoder | None = None, **options: Any
     ) -> Iterator[Step]:
         """Refused: vLLM gives whole answers here."""
-        raise InputError("stream: runs in our own loop; ask vLLM for whole answers (generate)")
+        raise InputError(
+            "stream: runs in our own loop; ask vLLM for whole answers (generate)"
+        )
 
     def _completed(
-        self, prompts: Sequence[Prompt], decoder: Decoder, batch_size: int, telling: Telling
+        self,
+        prompts: Sequence[Prompt],
+        decoder: Decoder,
+        batch_size: int,
+        telling: Telling,
     ) -> Iterator[tuple[int, Generation]]:
         if telling.profile is not None:
-            raise InputError("profile: tells of our own loop; vLLM has profilers of its own")
+            raise InputError(
+                "profile: tells of our own loop; vLLM has profilers of its own"
+            )
         if telling.logprobs:
             raise InputError("logprobs: are of our own loop; ask vLLM itself for them")
         ids = [self.encode(prompt, self.reader(decoder)) for prompt in prompts]
@@ -141,7 +157,9 @@ class VllmPair(Pair):
     ) -> Iterator[tuple[int, Generation]]:
         """Answer prompts, so many of them together."""
         window = 0 if decoder.alone else int(decoder.window)
-        kind = Kind(decoder.alone or "target", window, bool(window and decoder.temperature))
+        kind = Kind(
+            decoder.alone or "target", window, bool(window and decoder.temperature)
+        )
         engine = self._engine(kind)
         waiting = iter(enumerate(prompts))
         active: dict[str, _Answer] = {}
@@ -210,7 +228,9 @@ class VllmPair(Pair):
             try:
                 llm = LLM(model=source, tokenizer=source, **options)
             except (ValueError, TypeError, RuntimeError) as error:
-                raise InputError(f"vLLM: cannot be started ({first_line(error)})") from error
+                raise InputError(
+                    f"vLLM: cannot be started ({first_line(error)})"
+                ) from error
             self._running[kind] = llm.llm_engine
             finalize(self, _end, llm.llm_engine)
         return self._running[kind]
@@ -236,7 +256,9 @@ class VllmPair(Pair):
                 "num_speculative_tokens": kind.window,
                 "draft_sample_method": "probabilistic" if kind.sampled else "greedy",
             },
-            "additional_config": {KEY: {"rule": "exact", "allow": [ANY], "steps": True}},
+            "additional_config": {
+                KEY: {"rule": "exact", "allow": [ANY], "steps": True}
+            },
             "async_scheduling": False,
         }
 
@@ -270,7 +292,9 @@ class VllmPair(Pair):
                 ended = list[Ended[T]]()
                 while compared := comparisons.next(wait=not held):
                     ended += self._ask(*compared, asking)
-                while len(held) + len(comparisons) < size and (next_one := next(waiting, None)):
+                while len(held) + len(comparisons) < size and (
+                    next_one := next(waiting, None)
+                ):
                     number, dialogue = next_one
                     ended += self._ask(Talk(number, dialogue, size), None, asking)
                 given = [out for engine in engines for out in _stepped(engine)]
@@ -356,10 +380,17 @@ class _Asked(Generic[T]):
         ids = self.question.ids
         if isinstance(self.question, Predict):
             asked = given.prompt_logprobs[self.question.start :]
-            if any(math.isnan(each.logprob) for some in asked for each in some.values()):
-                raise RunError(f"the draft: its logits are NaN or infinite in vLLM; {CAUSES}")
+            if any(
+                math.isnan(each.logprob) for some in asked for each in some.values()
+            ):
+                raise RunError(
+                    f"the draft: its logits are NaN or infinite in vLLM; {CAUSES}"
+                )
             likeliest = [
-                max((id for id in some if id < vocab_size), key=lambda id: some[id].logprob)
+                max(
+                    (id for id in some if id < vocab_size),
+                    key=lambda id: some[id].logprob,
+                )
                 for some in asked
             ]
             self.tokens = [*likeliest, *part.token_ids]
@@ -439,7 +470,9 @@ def _finish(part: Any, tokens: Sequence[int], reader: LM) -> Finish:
     return "length"
 
 
-def _step(tokens: list[int], told: Mapping[str, Any] | None, window: int, read: int) -> Step:
+def _step(
+    tokens: list[int], told: Mapping[str, Any] | None, window: int, read: int
+) -> Step:
     """What a step kept: `tokens` after a window of which the rule says what is `told`, or of which
     vLLM itself kept all but the last; `read` tokens were read beside the window."""
     if told is None:  # decided by vLLM

