@@ -282,7 +282,7 @@ class Recalibrated:
     passes: float
 
 
-class Pool:
+class CandidatePool:
     """What each setting loses on every prompt of a pool, strict first, and its speed."""
 
     def __init__(self, path: Path):
@@ -332,7 +332,7 @@ class Pool:
 
 
 def on_pool(
-    pool: Pool, limit: float, n: int, repeats: int = 1000
+    pool: CandidatePool, limit: float, n: int, repeats: int = 1000
 ) -> list[dict[str, Any]]:
     """Calibrations on n prompts of the pool, drawn anew each time; what is certified is held
     against all the other prompts."""
@@ -663,7 +663,7 @@ def main() -> None:
     told["attacks"] = attacks()
     told["net"] = [net(0.003, 0.001), net(0.02, 0.018)]
     if given.pool.exists():
-        pool = Pool(given.pool)
+        pool = CandidatePool(given.pool)
         told["pool"] = [row for limit, n in POOLED for row in on_pool(pool, limit, n)]
     told["audits"] = [audits(*stream) for stream in track(STREAMS, "audits")]
     for name, rows in told.items():

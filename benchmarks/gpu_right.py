@@ -29,7 +29,7 @@ from lenience.drafting.datastore import build_store
 from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.lm import LM
 from lenience.models.session import reads_together_as_alone
-from lenience.training.drafters import DrafterPlan, fit_to_answers
+from lenience.training.fit_drafter import DrafterPlan, fit_to_answers
 
 VOCABULARY = 512
 COMMON: dict[str, Any] = {

@@ -49,7 +49,7 @@ from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
 from lenience.evaluation.pages import write_report
 from lenience.evaluation.table import Frontier, FrontierRow
-from lenience.heads.fitting import FitConfig, Kind
+from lenience.heads.fitting import FitConfig, HeadKind
 from lenience.heads.head import Inputs, load_head
 from lenience.mining.search import MineConfig, mine
 from lenience.runs.certificate import Certificate, TriedSetting
@@ -63,7 +63,7 @@ from lenience.training.fit import HeadPlan, fit_run
 class Recipe:
     """How a judge is made."""
 
-    kind: Kind = "mlp"
+    kind: HeadKind = "mlp"
     inputs: Inputs = field(default_factory=lambda: Inputs(ahead=12))
     soft: bool = False
     own: bool = False

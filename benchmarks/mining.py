@@ -26,21 +26,21 @@ import numpy as np
 from recording import recorded
 
 from lenience.decoding.decoder import Decoder
-from lenience.decoding.dialogue import Continue, Dialogue, Ended
+from lenience.decoding.dialogue import Continue, Dialogue, FinishedDialogue
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.decoding.scheduler import (
     IN_FLIGHT,
     LONGEST,
     LONGEST_ON_CPU,
-    Conversing,
+    DialogueLimits,
     converse,
 )
+from lenience.drafting.earlier_texts import Recalled
 from lenience.drafting.parsing import parse_drafter
-from lenience.drafting.recalled import Recalled
 from lenience.evaluation.table import machine
 from lenience.mining.crew import HiredWorker, ProcessCrew, mined_by
-from lenience.mining.search import Found, Miner, search
+from lenience.mining.search import Miner, SearchResult, search
 from lenience.mining.work import Part, WorkerPlan, identity_of
 from lenience.runs.record import MinedSample
 from lenience.tasks import Sample, WordMath, take
@@ -57,14 +57,14 @@ class Book:
     def __init__(self) -> None:
         self.passes = self.tokens = 0
 
-    def counted(self, search: Dialogue[Found]) -> Dialogue[Found]:
+    def counted(self, search: Dialogue[SearchResult]) -> Dialogue[SearchResult]:
         """The same dialogue, with its continuations counted."""
         answer: Any = None
         while True:
             try:
                 question = search.send(answer)
             except StopIteration as end:
-                found: Found = end.value
+                found: SearchResult = end.value
                 return found
             answer = yield question
             if isinstance(question, Continue):
@@ -74,7 +74,7 @@ class Book:
 
 def mined(
     pair: Pair, samples: Sequence[Sample], book: Book, **how: Any
-) -> tuple[list[Ended[Found]], float]:
+) -> tuple[list[FinishedDialogue[SearchResult]], float]:
     """What is found on samples, and the seconds it took."""
     task = WordMath()
     prompts = [pair.target.encode(sample.prompt) for sample in samples]
@@ -83,14 +83,14 @@ def mined(
     dialogues = (
         book.counted(miner.search(prompt)) for miner, prompt in zip(miners, prompts)
     )
-    conversing = Conversing(AT_ONCE, max(map(len, prompts)) + most, **how)
+    conversing = DialogueLimits(AT_ONCE, max(map(len, prompts)) + most, **how)
     began = time.perf_counter()
     ended = list(converse(pair, dialogues, conversing))
     seconds = time.perf_counter() - began
     return sorted(ended, key=lambda one: one.number), seconds
 
 
-def counts(ended: list[Ended[Found]]) -> dict[str, int]:
+def counts(ended: list[FinishedDialogue[SearchResult]]) -> dict[str, int]:
     """What searches took in all."""
     names = ("target_passes", "target_tokens", "unused_tokens", "draft_tokens")
     return {name: sum(getattr(one.cost, name) for one in ended) for name in names}
@@ -171,7 +171,7 @@ def repeating(pair: Pair, samples: Sequence[Sample]) -> dict[str, Any]:
         dialogues: Iterator[Any] = (
             drawn_again(task, by_id[one.id], one, pair) for one in known
         )
-        ended = converse(pair, dialogues, Conversing(AT_ONCE, capacity, sampling))
+        ended = converse(pair, dialogues, DialogueLimits(AT_ONCE, capacity, sampling))
         labels = [one.result for one in sorted(ended, key=lambda one: one.number)]
         again.append(np.array([label for of_sample in labels for label in of_sample]))
     drawn = np.stack(again)  # [seeds, labels]

@@ -23,7 +23,7 @@ from lenience.core.errors import InputError
 from lenience.evaluation.table import processor
 from lenience.tasks import Sample
 from lenience.tasks.code import HumanEval
-from lenience.tasks.sandbox import Kind, Sandbox, workers
+from lenience.tasks.sandbox import Sandbox, SandboxKind, workers
 
 FUNCTION = "def add(a, b):\n    return a + b\n"
 TESTS = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
@@ -101,7 +101,7 @@ def main() -> None:
         "workers": workers(),
         "n": given.n,
     }
-    kinds: tuple[Kind, ...] = ("bubblewrap", "landlock")
+    kinds: tuple[SandboxKind, ...] = ("bubblewrap", "landlock")
     for kind in kinds:
         box = Sandbox(kind)
         try:

@@ -67,8 +67,8 @@ from lenience.heads.fitting import (
     L2_GRID,
     Examples,
     FitConfig,
-    Kind,
-    Setting,
+    HeadKind,
+    Hyperparameters,
     fit_mlp,
     fit_stopped,
 )
@@ -247,8 +247,8 @@ def classifier_kinds() -> dict[str, Fit]:
 
         return fit
 
-    def by_gradient(kind: Kind) -> Fit:
-        setting = Setting(decay=0.01 if kind == "adamw" else 0.0)
+    def by_gradient(kind: HeadKind) -> Fit:
+        setting = Hyperparameters(decay=0.01 if kind == "adamw" else 0.0)
         return lambda *examples: (
             fit_stopped(Examples(*examples), FitConfig(kind), setting).logits
         )

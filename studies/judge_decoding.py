@@ -50,7 +50,7 @@ from lenience.cli.console import progress_bars
 from lenience.cli.steps import fit_annotated, fit_run
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
-from lenience.heads.fitting import Examples, FitConfig, Setting, fit_stopped
+from lenience.heads.fitting import Examples, FitConfig, Hyperparameters, fit_stopped
 from lenience.heads.head import Head, Inputs, load_head
 from lenience.heads.scores import auc_interval
 from lenience.models.lm import States
@@ -212,7 +212,7 @@ def families(pair: Pair, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
     def scores(kept: NDArray, asked: NDArray) -> NDArray:
         config = FitConfig("adamw")
-        setting = Setting(decay=0.01)
+        setting = Hyperparameters(decay=0.01)
         return fit_stopped(examples.rows(kept), config, setting).logits(x[asked])
 
     for k in track(range(5), "folds"):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lenience import load_pair
-from lenience.cli.named import TaskChoice, choice_of, mined_with
+from lenience.cli.choices import TaskChoice, choice_of, mined_with
 from lenience.core.files import EMBEDDED
 from lenience.decoding.pair import Pair
 from lenience.tasks import Task

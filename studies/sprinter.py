@@ -55,8 +55,8 @@ from lenience.heads.head import Head, Inputs
 from lenience.runs.answers import reading_flops
 from lenience.runs.record import MinedAnswers, MinedSample, MiningCost
 from lenience.tasks import Sample, Task, take
-from lenience.training.drafted_states import gate_states
 from lenience.training.fit import HeadPlan
+from lenience.training.stop_examples import gate_states
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from recording import write_results

@@ -11,7 +11,7 @@ import torch
 
 from lenience import InputError, load_pair
 from lenience.cli import main
-from lenience.cli.named import models_of
+from lenience.cli.choices import models_of
 from lenience.core.profile import Profile
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.options import names

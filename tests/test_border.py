@@ -24,7 +24,7 @@ BORDER = (
     "decoding/decoder.py",  # keywords, settings and JSON
     "rules/parsing.py",
     "rules/settings.py",  # what names of rules stand for
-    "integrations/vllm/asked.py",  # vLLM's configuration and requests
+    "integrations/vllm/served_rule.py",  # vLLM's configuration and requests
 )
 """Files in which a spec may be read."""
 

@@ -58,8 +58,8 @@ from lenience.runs.record import check_prompts
 from lenience.runs.uses import Draw, locked, note_uses, prompt_digest
 from lenience.tasks import Sample, Score, as_task
 from lenience.training.annotated import Annotated
-from lenience.training.drafters import DrafterPlan, fit_to_answers
 from lenience.training.fit import HeadPlan, fit_annotated, fit_run
+from lenience.training.fit_drafter import DrafterPlan, fit_to_answers
 
 
 class Echo:

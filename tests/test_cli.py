@@ -271,7 +271,7 @@ def test_what_is_stopped_says_what_is_kept(
     def stop(*_args: Any, **_options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lenience.cli.named.Models.load", stop)
+    monkeypatch.setattr("lenience.cli.choices.Models.load", stop)
     with pytest.raises(SystemExit) as ended:
         main([arg.replace("{tmp}", str(tmp_path)) for arg in args])
     assert ended.value.code == 1

@@ -27,9 +27,9 @@ from lenience.evaluation.plots import AXES, _covered, plot
 from lenience.evaluation.quality import beside_target
 from lenience.evaluation.table import (
     SHARES,
+    ComparedSetting,
     Frontier,
     FrontierRow,
-    Setting,
     allocation,
     table,
 )
@@ -72,8 +72,8 @@ def result(tokens: int, passes: int, correct: bool, **counts: float) -> Answer:
 FIXTURES = Path(__file__).parent / "fixtures"
 
 
-def setting(rule: str, window: int, why: str = "given") -> Setting:
-    return Setting(Decoder.of(rule=rule, window=window), why)
+def setting(rule: str, window: int, why: str = "given") -> ComparedSetting:
+    return ComparedSetting(Decoder.of(rule=rule, window=window), why)
 
 
 def rows(settings, answers, timings) -> list[dict]:

@@ -26,7 +26,7 @@ import lenience
 from lenience.core.files import EMBEDDED
 from lenience.decoding import loop
 from lenience.decoding.loading import load_pair
-from lenience.decoding.pair import Pair, Telling
+from lenience.decoding.pair import Pair, Reporting
 from lenience.models.compile import compile_model, graph_path, shipped_path
 from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.lm import LM, States
@@ -494,7 +494,7 @@ def test_torch_has_one_thread_beside_graphs_and_gets_back_what_it_had(
             built_in.target.encode(prompt)
             for prompt in ("Ann has 5 apples.", "Bob has 6.")
         ]
-        _, steps = built_in._decode(ids, setup, 2, Telling())
+        _, steps = built_in._decode(ids, setup, 2, Reporting())
         for _ in steps:
             assert torch.get_num_threads() == 3
         assert seen == {("_decide", 1), ("_run_target", 1), ("memory", 1)}

@@ -17,7 +17,7 @@ from lenience.core.errors import InputError
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.training.distillation import Distill, DistillFit
-from lenience.training.drafters import DrafterPlan, fit_to_answers
+from lenience.training.fit_drafter import DrafterPlan, fit_to_answers
 
 Answers = list[tuple[list[int], list[int]]]
 HELD_OUT = 3

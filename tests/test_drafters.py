@@ -33,7 +33,7 @@ from lenience.drafting.suffixes import END, Suffixes
 from lenience.heads.head import Head, Inputs
 from lenience.mining.search import MineConfig, mine
 from lenience.tasks import Sample, Task
-from lenience.training.drafters import DrafterPlan, fit_drafter, fit_to_answers
+from lenience.training.fit_drafter import DrafterPlan, fit_drafter, fit_to_answers
 
 SIZE = 32
 """The hidden size of the tests' models."""

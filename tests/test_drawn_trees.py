@@ -18,7 +18,7 @@ from lenience.core.noise import Noise, without_replacement
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.decoding.pair import Pair
 from lenience.drafting.parsing import parse_tree
-from lenience.drafting.trees.growing import Ends, Level, as_draft
+from lenience.drafting.trees.growing import PathEnds, TreeLevel, as_draft
 from lenience.drafting.trees.judging import judge_trees
 from lenience.drafting.trees.shapes import Ranked
 from lenience.rules.parsing import parse_rule
@@ -42,12 +42,12 @@ def cycle(tree: Ranked, rule: str, rows: list[Row]) -> tuple[Draft, list[Verdict
     ctx = Context(rows, 1.0, fresh_noise_per_window=True)
     logits = []
 
-    def expand(level: Level | None) -> torch.Tensor:
+    def expand(level: TreeLevel | None) -> torch.Tensor:
         tokens = [[row.prefix[-1]] for row in rows] if level is None else level.tokens
         logits.append(logits_of(DRAFT, torch.tensor(tokens)))
         return logits[-1]
 
-    grown = tree.grow(expand, ctx, Ends([9] * len(rows), frozenset()))
+    grown = tree.grow(expand, ctx, PathEnds([9] * len(rows), frozenset()))
     draft = as_draft(grown, torch.device("cpu"), torch.cat(logits, 1), draws=tree.draws)
     read = torch.cat(
         [torch.tensor([[row.prefix[-1]] for row in rows]), draft.tokens], 1

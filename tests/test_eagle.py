@@ -29,8 +29,8 @@ from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.lm import LM, States
 from lenience.models.onnx_graph import GraphCache
 from lenience.models.session import Session
-from lenience.training.drafters import DrafterPlan, fit_to_answers
 from lenience.training.eagle import EagleFit
+from lenience.training.fit_drafter import DrafterPlan, fit_to_answers
 
 SIZE, HEADS, INNER, SMALLER = 32, 4, 40, 30
 """Hidden size, heads, inner size, and how many tokens a smaller draft vocabulary has."""

@@ -16,7 +16,7 @@ from lenience.core.errors import InputError
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.drafting.heads import load_heads
-from lenience.training.drafters import DrafterPlan, fit_to_answers
+from lenience.training.fit_drafter import DrafterPlan, fit_to_answers
 
 HELD_OUT, HEADS = 4, 2
 """Of forty answers, the first; and how many tokens further are predicted."""

@@ -33,7 +33,7 @@ from lenience.decoding.pair import Pair
 from lenience.decoding.scheduler import LONGEST_ON_CPU
 from lenience.heads.head import Inputs
 from lenience.mining.forecast import forecast
-from lenience.mining.search import Found, MineConfig, Miner, mine, search
+from lenience.mining.search import MineConfig, Miner, SearchResult, mine, search
 from lenience.models.session import Session
 from lenience.runs.journal import Journal
 from lenience.runs.record import MinedAnswers, MinedSample, MiningCost, Mismatch
@@ -83,7 +83,7 @@ def scripted(
     target: dict[tuple[int, ...], list[int]],
     guesses: dict[tuple[int, ...], int],
     limit: int = 20,
-) -> tuple[Found, list[tuple[int, ...]]]:
+) -> tuple[SearchResult, list[tuple[int, ...]]]:
     """What is found where `target` says how each prefix (without the prompt) goes on, and `guesses`
     what the draft puts after a prefix, where it differs from what stands there; and the prefixes
     that the target was asked to go on from."""
@@ -119,7 +119,9 @@ def test_labels_known_by_hand() -> None:
         guesses={(): 2, (2, 4): 6},
     )
     mismatches = [mismatch(0, 1, 2, False), mismatch(2, 5, 6, True)]
-    assert found == Found([100], [1, 5, 9, 7, 0], [2, 4, 5, 9, 7, 0], mismatches, "7")
+    assert found == SearchResult(
+        [100], [1, 5, 9, 7, 0], [2, 4, 5, 9, 7, 0], mismatches, "7"
+    )
     assert asked == [(), (2,), (2, 4, 6)]
 
 
@@ -223,7 +225,7 @@ def test_what_takes_no_important_token_has_the_targets_answer(
         while True:
             question = search.send(reply(question))
     except StopIteration as end:
-        found: Found = end.value
+        found: SearchResult = end.value
 
     def answer(tokens: list[int]) -> str | None:
         return task.answer(ScriptedTarget().decode(tokens))

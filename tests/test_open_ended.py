@@ -27,11 +27,11 @@ import lenience
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
 from lenience.cli import main
-from lenience.cli.named import Models, TaskChoice, choice_of, remember
+from lenience.cli.choices import Models, TaskChoice, choice_of, remember
 from lenience.core.errors import InputError, RunError
-from lenience.decoding.asking import without_long
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
+from lenience.decoding.task_models import without_long
 from lenience.evaluation.compare import CompareConfig, compare
 from lenience.evaluation.human import take_grades, write_page
 from lenience.heads.fitting import FitConfig
@@ -532,7 +532,7 @@ def test_a_graded_mine_that_is_killed_goes_on_to_the_same_journal(
 
 
 def test_a_local_model_grades(chars: tuple[Path, Path], tmp_path: Path) -> None:
-    from lenience.decoding.asking import ModelGrader
+    from lenience.decoding.task_models import ModelGrader
 
     grader = ModelGrader(str(chars[0]), device="cpu")
     task = lenience.task("mtbench:turns=first", data=questions(tmp_path), grader=grader)

@@ -24,7 +24,7 @@ from lenience.drafting.trees.planning import Acceptance, best_shape, load_accept
 from lenience.drafting.trees.shapes import Shape
 from lenience.mining.search import MineConfig, mine
 from lenience.tasks import Sample, Task
-from lenience.training.acceptance import DEPTH, RANKS, Drawn, measure_acceptance
+from lenience.training.acceptance import DEPTH, RANKS, TreeSampling, measure_acceptance
 
 
 @cache
@@ -248,7 +248,9 @@ def test_acceptance_of_drawn_trees_is_counted(
 ) -> None:
     """The first of a place's drawn tokens is kept with the chance of one drawn token."""
     prompts = [[i, 2 * i % 40 + 1] for i in range(1, 25)]
-    found = measure_acceptance(llama, prompts, parse_drafter("model"), Drawn(draw, 0.8))
+    found = measure_acceptance(
+        llama, prompts, parse_drafter("model"), TreeSampling(draw, 0.8)
+    )
     comb = (RANKS, *[RANKS, *[0] * (RANKS - 1)] * (DEPTH - 2), RANKS)
     sampling = {"rule": "speculative", "temperature": 0.8, "seed": 0, "window": DEPTH}
     outs = llama.generate_batch(prompts, tree=Shape(comb, draw=draw), **sampling)

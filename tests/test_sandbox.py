@@ -15,7 +15,7 @@ from capabilities import needs
 
 from lenience.core.errors import InputError
 from lenience.tasks import sandbox as module
-from lenience.tasks.sandbox import Kind, Limits, Sandbox, Verdict, sandbox
+from lenience.tasks.sandbox import Limits, Sandbox, SandboxKind, TestVerdict, sandbox
 from lenience.tasks.sandboxed import decode, encode
 
 KINDS = [pytest.param(kind, marks=needs(kind)) for kind in ("bubblewrap", "landlock")]
@@ -140,7 +140,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attacks_are_contained(
-    kind: Kind, name: str, world: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    kind: SandboxKind, name: str, world: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LENIENCE_SECRET", "IN")
     program = ATTACKS[name]
@@ -231,7 +231,7 @@ VERDICTS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", VERDICTS)
-def test_verdicts_of_functions(kind: Kind, name: str) -> None:
+def test_verdicts_of_functions(kind: SandboxKind, name: str) -> None:
     program, expected = VERDICTS[name]
     verdict = Sandbox(kind).check(program, "add", SUM, Limits(seconds=3.0))
     assert verdict.kind == expected, verdict
@@ -239,7 +239,7 @@ def test_verdicts_of_functions(kind: Kind, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_expected_is_nowhere_in_the_programs_process(kind: Kind) -> None:
+def test_what_is_expected_is_nowhere_in_the_programs_process(kind: SandboxKind) -> None:
     secret = (
         86753_20260_41937_55081  # longer than an address, which could hold it by chance
     )
@@ -260,7 +260,7 @@ def test_what_is_expected_is_nowhere_in_the_programs_process(kind: Kind) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_program_writes_and_how_it_ends_is_told(kind: Kind) -> None:
+def test_what_a_program_writes_and_how_it_ends_is_told(kind: SandboxKind) -> None:
     ended = Sandbox(kind).run(
         "a, b = map(int, input().split())\nprint(a + b)", "2 40\n"
     )
@@ -274,12 +274,12 @@ def test_what_a_program_writes_and_how_it_ends_is_told(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_calls_go_on_in_one_process_until_one_fails(kind: Kind) -> None:
+def test_calls_go_on_in_one_process_until_one_fails(kind: SandboxKind) -> None:
     program = "n = 0\ndef count(x):\n    global n\n    n += 1\n    return [n, 10 // x]"
     given = [[1], [5], [0], [1]]
     found = list(Sandbox(kind).calls(program, "count", given, Limits()))
     assert found[:2] == [[1, 10], [2, 2]] and len(found) == 3
-    assert found[2] == Verdict(
+    assert found[2] == TestVerdict(
         "crash", "ZeroDivisionError: integer division or modulo by zero"
     )
     busy = "def spin(n):\n    while n: n -= 1\n    return 'done'"
@@ -292,7 +292,7 @@ def test_calls_go_on_in_one_process_until_one_fails(kind: Kind) -> None:
     )
     slow = "import time\ndef wait(s):\n    time.sleep(s)\n    return s"
     found = list(Sandbox(kind).calls(slow, "wait", [[0], [30], [0]], Limits(seconds=1)))
-    assert found == [0, Verdict("timeout")]
+    assert found == [0, TestVerdict("timeout")]
 
 
 def test_values_come_back_as_they_were() -> None:
@@ -325,7 +325,7 @@ def test_without_a_sandbox_nothing_is_run_unless_that_is_accepted(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_parent_leaves_nothing_behind(kind: Kind) -> None:
+def test_a_killed_parent_leaves_nothing_behind(kind: SandboxKind) -> None:
     code = (
         "from lenience.tasks.sandbox import *\nimport threading\n"
         f"s = Sandbox('{kind}')\nprint('begun', flush=True)\n"

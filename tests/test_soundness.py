@@ -36,8 +36,8 @@ from lenience.heads.head import Head, Inputs
 from lenience.mining.search import MineConfig, mine
 from lenience.models.session import Session
 from lenience.tasks.rows import read_rows
-from lenience.training.drafters import DrafterPlan, fit_to_answers
 from lenience.training.fit import HeadPlan, fit_run
+from lenience.training.fit_drafter import DrafterPlan, fit_to_answers
 
 PROMPTS = [[5, 6, 7], [9, 3, 8, 2], [11]]
 RULES = (

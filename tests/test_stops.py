@@ -45,9 +45,9 @@ from lenience.heads.head import Head, Inputs, load_head
 from lenience.mining.search import MineConfig, mine
 from lenience.rules.parsing import parse_rule
 from lenience.runs.record import MinedSample
-from lenience.training.drafted_states import GATE_PREFIXES, STOP_WINDOW, decided_states
 from lenience.training.features import compute_features, load_features
 from lenience.training.fit import HeadPlan, fit_run
+from lenience.training.stop_examples import GATE_PREFIXES, STOP_WINDOW, decided_states
 
 prompts = prompt_lists(5)
 SHORT = {**CONFIGS["gpt2"].to_dict(), "n_positions": 16}

@@ -18,7 +18,12 @@ from sklearn.linear_model import LogisticRegression
 from lenience.core.errors import InputError
 from lenience.heads.fitting import Examples, FitConfig, fit_head
 from lenience.heads.head import Inputs
-from lenience.heads.streaming import Problem, Standardised, StreamedRows, fit_together
+from lenience.heads.streaming import (
+    LogisticProblem,
+    Standardised,
+    StreamedRows,
+    fit_together,
+)
 
 
 def states(
@@ -43,7 +48,9 @@ def test_penalties_and_folds_are_fitted_as_each_alone(tmp_path: Path) -> None:
     labels = (
         expit((x - x.mean(0)) / x.std(0) @ rng.normal(size=12)) > rng.random(900)
     ) * 1.0
-    problems = [Problem(c, rng.random(900) < 0.8) for c in (1e-4, 1e-2, 1.0, 100.0)]
+    problems = [
+        LogisticProblem(c, rng.random(900) < 0.8) for c in (1e-4, 1e-2, 1.0, 100.0)
+    ]
     found = fit_together(
         Standardised.of(rows), (labels, np.ones_like(labels)), problems
     )
@@ -61,7 +68,7 @@ def test_soft_labels_are_each_label_as_sure_as_it_is(tmp_path: Path) -> None:
     (found,) = fit_together(
         Standardised.of(rows),
         (shares, np.ones(400)),
-        [Problem(1.0, np.ones(400, bool))],
+        [LogisticProblem(1.0, np.ones(400, bool))],
     ).T
     twice = np.concatenate([(x - x.mean(0)) / x.std(0)] * 2)
     model = LogisticRegression(C=1.0, max_iter=5000, tol=1e-9)

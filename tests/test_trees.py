@@ -24,14 +24,14 @@ from lenience.core.types import Draft, Reading
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.drafting.parsing import parse_tree
-from lenience.drafting.trees.growing import Ends, Grown, Level
+from lenience.drafting.trees.growing import GrowingTree, PathEnds, TreeLevel
 from lenience.drafting.trees.judging import judge_trees
 from lenience.drafting.trees.planning import BUILT_IN
 from lenience.drafting.trees.shapes import Dynamic
 from lenience.heads.head import Head, Inputs
 from lenience.models import onnx_graph
 from lenience.models.cuda_graphs import CudaGraphs
-from lenience.models.kv_cache import Forward, TreeSight
+from lenience.models.kv_cache import Forward, TreeVisibility
 from lenience.models.lm import LAST
 from lenience.models.session import Session
 from lenience.rules.parsing import parse_rule
@@ -290,7 +290,7 @@ def test_a_dynamic_tree_has_the_likeliest_paths(
 
     asked: list[tuple[int, ...]] = [()]
 
-    def expand(level: Level | None) -> torch.Tensor:
+    def expand(level: TreeLevel | None) -> torch.Tensor:
         if level is None:
             return log_probs(())[None, None]
         before = [asked[parent + 1] for parent in level.parents[0]]
@@ -301,7 +301,7 @@ def test_a_dynamic_tree_has_the_likeliest_paths(
 
     wide = Dynamic(nodes, top=256, least=least)
     ctx = Context([Row(Noise(0, b""))])
-    (grown,) = wide.grow(_padded(expand), ctx, Ends([depth], frozenset()))
+    (grown,) = wide.grow(_padded(expand), ctx, PathEnds([depth], frozenset()))
     found = {
         tuple(grown.tokens[i] for i in path[: n + 1])
         for path in paths(grown.parents)
@@ -316,7 +316,7 @@ def test_a_dynamic_tree_has_the_likeliest_paths(
 
 
 def _padded(
-    expand: Callable[[Level | None], torch.Tensor],
+    expand: Callable[[TreeLevel | None], torch.Tensor],
 ) -> Callable[..., torch.Tensor]:
     """As wide as a vocabulary of 256, of which four tokens are possible."""
     return lambda level: torch.nn.functional.pad(
@@ -332,11 +332,11 @@ def test_a_tree_can_rank_paths_at_a_temperature() -> None:
     for temperature, other in ((1.0, False), (8.0, True)):
         tree = Dynamic(2, top=2, temperature=temperature)
 
-        def expand(level: Level | None) -> torch.Tensor:
+        def expand(level: TreeLevel | None) -> torch.Tensor:
             width = 1 if level is None else len(level.tokens[0])
             return logits.expand(1, width, 2)
 
-        (grown,) = tree.grow(expand, ctx, Ends([2], frozenset()))
+        (grown,) = tree.grow(expand, ctx, PathEnds([2], frozenset()))
         ((path, *more),) = [paths(grown.parents)]
         assert (len(more) == 1) == other, (
             "a second branch, or a second token on the first"
@@ -347,7 +347,7 @@ def test_a_tree_can_rank_paths_at_a_temperature() -> None:
 
 
 def test_a_tree_is_cut_at_a_depth() -> None:
-    grown = Grown([1, 2, 3, 4, 5], [-1, 0, 1, 0, -1], [0, 1, 2, 1, 0])
+    grown = GrowingTree([1, 2, 3, 4, 5], [-1, 0, 1, 0, -1], [0, 1, 2, 1, 0])
     cut = grown.cut(2, frozenset())
     assert (cut.tokens, cut.parents) == ([1, 2, 4, 5], [-1, 0, 0, -1])
     assert cut.picked_from == [0, 1, 1, 0]
@@ -404,13 +404,13 @@ def test_a_model_that_cannot_read_trees_is_refused_by_name(
 def test_a_long_prompt_before_a_tree_is_read_without_a_mask_over_all_of_it(
     llama: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, real = [], TreeSight.of
+    read, real = [], TreeVisibility.of
 
-    def spy(forward: Forward, longest: int | None) -> TreeSight:
+    def spy(forward: Forward, longest: int | None) -> TreeVisibility:
         read.append(forward.length)
         return real(forward, longest)
 
-    monkeypatch.setattr(TreeSight, "of", spy)
+    monkeypatch.setattr(TreeVisibility, "of", spy)
     monkeypatch.setattr("lenience.models.session.LARGEST_BEFORE_TREES", 100 * 100)
     prompts = [[1 + (7 * i) % 40 for i in range(150)], [5, 6, 7], list(range(1, 30))]
     for size in (1, 3):

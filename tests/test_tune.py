@@ -20,7 +20,7 @@ from lenience.certification.question import CertifyConfig
 from lenience.certification.speeds import Speeds, Timed
 from lenience.certification.tune import (
     HEATS,
-    Raced,
+    RaceResult,
     TuneConfig,
     _Choice,
     _fast,
@@ -80,12 +80,13 @@ def test_a_race_finds_the_fastest_of_each_group_and_tells_its_speed_in_the_final
 def test_what_is_clearly_slower_than_a_stricter_setting_is_left_out() -> None:
     speeds = [8, 9, 12, 11, 10, 15, 14]
     chain = [
-        Raced(setting=str(i), tokens_per_second=speed) for i, speed in enumerate(speeds)
+        RaceResult(setting=str(i), tokens_per_second=speed)
+        for i, speed in enumerate(speeds)
     ]
-    lossless = Raced(setting="exact", tokens_per_second=10)
+    lossless = RaceResult(setting="exact", tokens_per_second=10)
     assert [one.setting for one in _fast(lossless, chain)] == ["1", "2", "3", "5", "6"]
     assert _fast(lossless, chain[:2]) == [], "nothing is as fast as what loses nothing"
-    nearly = Raced(setting="7", tokens_per_second=9.8)
+    nearly = RaceResult(setting="7", tokens_per_second=9.8)
     assert _fast(lossless, [*chain[:2], nearly]) == [chain[1], nearly], (
         "unlucky in the race"
     )

@@ -39,10 +39,10 @@ from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, Comparison
 from lenience.heads.head import Head, Inputs
-from lenience.integrations.vllm import asked, hooks, v1
+from lenience.integrations.vllm import hooks, served_rule, v1
 from lenience.integrations.vllm.checks import check, check_seams, vllm_version
 from lenience.integrations.vllm.counts import COUNTED
-from lenience.integrations.vllm.engine import DIALOGUES, Kind, VllmPair
+from lenience.integrations.vllm.engine import DIALOGUES, EngineUse, VllmPair
 from lenience.mining.search import MineConfig, mine
 from lenience.runs.journal import Journal
 from lenience.runs.record import mined_samples, read_run
@@ -129,12 +129,14 @@ def params(dial: object = None, **options: Any) -> SamplingParams:
 
 
 def answers(
-    engine: Any, samples: list[Sample], *asked: SamplingParams
+    engine: Any, samples: list[Sample], *served_rule: SamplingParams
 ) -> list[list[Any]]:
     """Each prompt's outputs for each of the parameters, all in one batch."""
-    prompts = [sample.prompt for sample in samples for _ in asked]
-    outs = engine.generate(prompts, [*asked] * len(samples), use_tqdm=False)
-    return [outs[i : i + len(asked)] for i in range(0, len(outs), len(asked))]
+    prompts = [sample.prompt for sample in samples for _ in served_rule]
+    outs = engine.generate(prompts, [*served_rule] * len(samples), use_tqdm=False)
+    return [
+        outs[i : i + len(served_rule)] for i in range(0, len(outs), len(served_rule))
+    ]
 
 
 def tokens(out: Any) -> list[int]:
@@ -167,9 +169,11 @@ def test_requests_of_different_dials_share_a_batch(
         f"{judge}@0.8",
         *(rule for rule in allowed if "fuzzy" not in rule),
     ]
-    asked = [params("exact"), params(), params(0.8), *map(params, rules[2:])]
+    served_rule = [params("exact"), params(), params(0.8), *map(params, rules[2:])]
     differing = dict.fromkeys(rules, 0)
-    for sample, (strict, *lenient) in zip(samples, answers(engine, samples, *asked)):
+    for sample, (strict, *lenient) in zip(
+        samples, answers(engine, samples, *served_rule)
+    ):
         assert tokens(strict) == greedily(pair, sample.prompt, 160)
         prompt = pair.target.encode(sample.prompt)
         for rule, out in zip(rules, lenient):
@@ -247,8 +251,8 @@ def test_strict_dials_keep_the_sampled_distribution(
 
 def test_sampled_requests_are_judged(engine: Any, samples: list[Sample]) -> None:
     rules = (None, "typical:0.3,0.6", "fuzzy:js@0.3", "topk:2")
-    asked = [params(rule, temperature=1.0, top_k=20) for rule in rules]
-    for outs in zip(*answers(engine, samples[:6], *asked)):
+    served_rule = [params(rule, temperature=1.0, top_k=20) for rule in rules]
+    for outs in zip(*answers(engine, samples[:6], *served_rule)):
         assert sum(counts(out)["kept_leniently"] for out in outs) > 0
         assert sum(counts(out)["unjudged"] for out in outs) == 0
 
@@ -316,7 +320,7 @@ def test_what_vllm_offers_besides_goes_with_a_lenient_rule(
     from vllm.sampling_params import StructuredOutputsParams
 
     digits = StructuredOutputsParams(regex=r"( ?[0-9]){3}")
-    asked = [
+    served_rule = [
         params("topk:2", structured_outputs=digits, max_tokens=12),
         params("topk:2", repetition_penalty=1.3, presence_penalty=0.5),
         params("topk:2", stop=["."]),
@@ -325,7 +329,7 @@ def test_what_vllm_offers_besides_goes_with_a_lenient_rule(
         params("topk:2", n=2, temperature=0.8, seed=1),
     ]
     for constrained, penalised, stopped, without, least, twice in answers(
-        engine, samples[:3], *asked
+        engine, samples[:3], *served_rule
     ):
         assert constrained.outputs[0].text.replace(" ", "").isdigit()
         assert penalised.outputs[0].token_ids and counts(penalised)["passes"]
@@ -357,9 +361,9 @@ def test_preempted_requests_go_on_as_they_would_have(
         num_gpu_blocks_override=BLOCKS,
         disable_log_stats=False,
     )
-    asked = params(max_tokens=160)
-    alone = [answers(engine, [sample], asked)[0][0] for sample in samples]
-    together = [outs[0] for outs in answers(crowded, samples, asked)]
+    served_rule = params(max_tokens=160)
+    alone = [answers(engine, [sample], served_rule)[0][0] for sample in samples]
+    together = [outs[0] for outs in answers(crowded, samples, served_rule)]
     preempted = next(
         m for m in crowded.get_metrics() if m.name == "vllm:num_preemptions"
     )
@@ -477,7 +481,7 @@ def test_on_a_gpu_a_vllm_ends_before_another_begins(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each takes nearly all memory but for the two that mine, which run beside each other."""
-    alone, ended = Kind("target", WINDOW, sampled=False), list[Kind]()
+    alone, ended = EngineUse("target", WINDOW, sampled=False), list[EngineUse]()
     for is_cpu, wanted in ((True, []), (False, [alone])):
         made = VllmPair(pair, {})
         for kind in (alone, *DIALOGUES):
@@ -560,7 +564,7 @@ def test_a_certificate_made_with_vllm_is_served_and_binds_it(
     greedy = {**DRAFT, "draft_sample_method": "greedy"}
     served = asks(f"certified:{run}")
     config = configured(**served, speculative_config=greedy)
-    server = asked.read(config.additional_config)
+    server = served_rule.read(config.additional_config)
     assert server and str(server.rule) == f"{judge}@1.0"
     assert "at most 10.00% lost with 95% confidence" in check(server, config)
     for changes, message in (
@@ -617,7 +621,7 @@ def test_a_certificate_made_with_vllm_is_served_and_binds_it(
             hooks._requested(None, processor, given)
     again = pair.fingerprints | {"tokenizer": pair.fingerprints["tokenizer"]}
     Head(torch.ones(640), 0.0, Inputs(("target",)), 0.5, again).save(run / "judge")
-    asked._read.cache_clear()
+    served_rule._read.cache_clear()
     with pytest.raises(ValueError, match="was certified with heads"):
         configured(**served, speculative_config=greedy)
 
@@ -729,19 +733,21 @@ def test_the_documented_server_takes_dials_and_counts_for_prometheus(
     try:
         wait_for(f"{url}/health", server)
         for sample in samples:
-            asked = {**body, "prompt": sample.prompt}
-            lenient = post(f"{url}/v1/completions", asked)["kv_transfer_params"][
+            served_rule = {**body, "prompt": sample.prompt}
+            lenient = post(f"{url}/v1/completions", served_rule)["kv_transfer_params"][
                 "lenience"
             ]
             total = {name: value + lenient[name] for name, value in total.items()}
             strict = post(
-                f"{url}/v1/completions", {**asked, "vllm_xargs": {"lenience": "exact"}}
+                f"{url}/v1/completions",
+                {**served_rule, "vllm_xargs": {"lenience": "exact"}},
             )
             assert strict["kv_transfer_params"] is None
         assert total["kept_leniently"] > 0
         with pytest.raises(urllib.error.HTTPError) as refused:
             post(
-                f"{url}/v1/completions", {**asked, "vllm_xargs": {"lenience": "topk:9"}}
+                f"{url}/v1/completions",
+                {**served_rule, "vllm_xargs": {"lenience": "topk:9"}},
             )
         assert refused.value.code == 400
         assert "may be more lenient" in refused.value.read().decode()

@@ -39,7 +39,7 @@ from lenience.core.errors import InputError
 from lenience.core.noise import Noise
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.heads.head import Head, Inputs
-from lenience.integrations.vllm import asked, v2
+from lenience.integrations.vllm import served_rule, v2
 from lenience.integrations.vllm.checks import check_seams
 from lenience.rules.parsing import parse_spec
 
@@ -198,7 +198,7 @@ def run(judge: str) -> Iterator[Callable[..., Any]]:
     def started(requests: dict[int, SamplingParams]) -> Runner:
         runner = Runner()
         options = {"lenience": {"rule": judge, "allow": ["*"]}}
-        server = asked.read(options)
+        server = served_rule.read(options)
         assert server is not None
         v2.install(runner, server)
         runner.load_model()
@@ -410,7 +410,7 @@ def test_a_budget_lasts_over_preemption_and_ends_with_the_request(
 
 
 def test_runners_that_deal_rows_out_in_other_ways_are_refused(judge: str) -> None:
-    server = asked.read({"lenience": {"rule": judge}})
+    server = served_rule.read({"lenience": {"rule": judge}})
     assert server is not None
     for changes, message in (
         ({"batch_sharder": object()}, "samples parts of a batch on each GPU"),

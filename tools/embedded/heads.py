@@ -18,7 +18,7 @@ from typing import cast
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.tasks.wordmath_problems import problem, prompt
-from lenience.training.drafters import DrafterPlan, Kind, fit_to_answers
+from lenience.training.fit_drafter import DrafterKind, DrafterPlan, fit_to_answers
 from lenience.training.trainer import Answer
 
 BATCH = 200
@@ -67,7 +67,9 @@ def main() -> None:
 
     name = given.kind if given.kind == "eagle" else f"{given.kind}-{given.heads}"
     folder = given.work / name
-    plan = DrafterPlan(cast(Kind, given.kind), folder, given.heads, epochs=given.epochs)
+    plan = DrafterPlan(
+        cast(DrafterKind, given.kind), folder, given.heads, epochs=given.epochs
+    )
     heads = fit_to_answers(pair, answers, plan, progress)
     replace(heads, prompts=None).save(folder)
     print(json.dumps(heads.metrics))

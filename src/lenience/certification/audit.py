@@ -21,15 +21,15 @@ from lenience.core.files import digest
 from lenience.core.noise import Noise, uniform
 from lenience.core.progress import Progress, silent
 from lenience.core.records import Record
-from lenience.decoding.asking import task_for
 from lenience.decoding.generation import Generation
 from lenience.decoding.pair import Pair
+from lenience.decoding.task_models import task_for
 from lenience.models.prompts import Prompt
 from lenience.runs.certificate import (
     Certificate,
     read_certificate,
 )
-from lenience.runs.journal import Journal, Tail
+from lenience.runs.journal import Journal, JournalTail
 from lenience.tasks import Published, Sample, Task, ungradable
 from lenience.tasks.rows import USUAL_FIELDS, Fields, read_rows
 
@@ -171,7 +171,7 @@ class Audit:
         self._unsaid = 0
         """How many prompts were answered here since the last line."""
         self.journal = Journal(run / "audit.jsonl")
-        self._tail = Tail(self.journal.path)
+        self._tail = JournalTail(self.journal.path)
         assert self.certificate.certified is not None
         self._about = {
             "certified": self.certificate.certified.rule,

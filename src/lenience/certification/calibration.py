@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lenience.certification.labels import Labels
-from lenience.certification.nested import is_same
 from lenience.certification.prompts import Prompts, check_references, draw_of
 from lenience.certification.question import CertifyConfig
+from lenience.certification.reuse import is_same
 from lenience.certification.sequential_tests import SettingResult, Test
 from lenience.core.errors import InputError
 from lenience.core.files import alone, digest, read_json, write_json

@@ -25,9 +25,9 @@ from lenience.core.files import read_json, write_json
 from lenience.core.progress import Progress, silent
 from lenience.core.protocols import Rule
 from lenience.core.records import Record
-from lenience.decoding.asking import task_for
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
+from lenience.decoding.task_models import task_for
 from lenience.evaluation.names import setting_name
 from lenience.evaluation.pages import write_certificate
 from lenience.rules.combine import AnyOf

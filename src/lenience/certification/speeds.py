@@ -70,7 +70,7 @@ class Timed(Record):
         return tokens[draws].sum(1) / seconds[draws].sum(1)
 
 
-class Turns(Record):
+class TimedTurns(Record):
     """What decoders that took turns on some prompts came to, and on which machine."""
 
     machine: str

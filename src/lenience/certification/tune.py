@@ -15,15 +15,15 @@ from pydantic import Field
 from lenience.certification.calibration import check_question, warn_of_too_few
 from lenience.certification.certify import certify
 from lenience.certification.question import CertifyConfig
-from lenience.certification.speeds import Speeds, Timed, Turns, take_turns, warm_up
+from lenience.certification.speeds import Speeds, Timed, TimedTurns, take_turns, warm_up
 from lenience.core.errors import InputError
 from lenience.core.files import digest, read_json, write_json
 from lenience.core.progress import Progress, silent
 from lenience.core.protocols import Rule
 from lenience.core.records import Record
-from lenience.decoding.asking import task_for
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.pair import Pair
+from lenience.decoding.task_models import task_for
 from lenience.drafting.base import DrafterSpec
 from lenience.drafting.eagle import Eagle
 from lenience.drafting.heads import Blockwise, Medusa
@@ -91,7 +91,7 @@ class TuneConfig:
                 raise InputError(f"window {window}: must be 1 or more")
 
 
-class Raced(Record):
+class RaceResult(Record):
     """The fastest of a group in its final."""
 
     setting: str
@@ -103,11 +103,11 @@ class Races(Record):
     """races.json: what the races came to, on which machine."""
 
     machine: str
-    alone: Raced
+    alone: RaceResult
     """The target, which is strict decoding with a window of 0."""
-    strict: Raced
+    strict: RaceResult
     """The fastest strict decoding that drafts."""
-    lenient: list[list[Raced]]
+    lenient: list[list[RaceResult]]
     """For each rule, its settings from strict to lenient, each at its fastest."""
     refused: list[str] = Field(default_factory=list)
     """Why drafters that were fitted in the run folder did not race."""
@@ -197,10 +197,10 @@ def _told(
     )
 
 
-def _fast(lossless: Raced, chain: Iterable[Raced]) -> list[Raced]:
+def _fast(lossless: RaceResult, chain: Iterable[RaceResult]) -> list[RaceResult]:
     """Those of a chain that are not clearly slower than any before them and than `lossless`, as far
     as the last that is as fast as that but for ALIKE."""
-    kept = list[Raced]()
+    kept = list[RaceResult]()
     best = lossless.tokens_per_second
     end = 0
     for raced in chain:
@@ -305,14 +305,14 @@ class _Turns:
             warm_up(self.pair, settings, self.prompts[0])
             taken = take_turns(self.pair, settings, self.prompts, phase, progress)
             timed = list(taken.values())
-            turns = Turns(machine=self.machine, timed=timed)
+            turns = TimedTurns(machine=self.machine, timed=timed)
             write_json(self._path(settings), turns.to_json())
         return dict(zip(settings, timed))
 
     def known(self, settings: Sequence[Decoder]) -> list[Timed] | None:
         """What that came to before, None where they have not taken turns here."""
         path = self._path(settings)
-        turns = Turns.read(read_json(path), str(path)) if path.exists() else None
+        turns = TimedTurns.read(read_json(path), str(path)) if path.exists() else None
         return turns.timed if turns and turns.machine == self.machine else None
 
     def _path(self, settings: Sequence[Decoder]) -> Path:
@@ -461,7 +461,7 @@ def race(
     groups: Sequence[Sequence[Decoder]],
     prompts: Sequence[str | Messages],
     progress: Progress = silent,
-) -> list[Raced]:
+) -> list[RaceResult]:
     """The fastest setting of each group, one prompt at a time on this machine.
 
     In heats on a few prompts the slower ones of each group drop out; the rest decide on all other
@@ -480,7 +480,7 @@ def race(
     speeds = _speeds(pair, left, prompts[first:], "racing, final", progress)
     won = [_best(group, speeds, 1)[0] for group in left]
     return [
-        Raced(setting=str(setting), tokens_per_second=speeds[setting])
+        RaceResult(setting=str(setting), tokens_per_second=speeds[setting])
         for setting in won
     ]
 

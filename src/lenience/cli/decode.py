@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from lenience.cli.choices import Models, expected_tokens, is_run, known_run, models_of
 from lenience.cli.console import loading, print_json, screen
-from lenience.cli.named import Models, expected_tokens, is_run, known_run, models_of
 from lenience.cli.options import (
     GenerateFlags,
     Json,
@@ -26,7 +26,7 @@ from lenience.core.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lenience.cli.prompts import Asked
+    from lenience.cli.prompts import GivenPrompt
     from lenience.decoding.generation import Generation
     from lenience.decoding.pair import Pair
 
@@ -95,7 +95,7 @@ def _models_for(
 
 def _answer_many(
     pair: Pair,
-    asked: list[Asked],
+    asked: list[GivenPrompt],
     options: Mapping[str, Any],
     batch_size: int,
     *,

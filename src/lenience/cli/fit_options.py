@@ -14,9 +14,9 @@ from lenience.core.errors import InputError
 
 if TYPE_CHECKING:
     from lenience.heads.head import Inputs, Role
-    from lenience.training.acceptance import Drawn
-    from lenience.training.drafters import DrafterPlan
+    from lenience.training.acceptance import TreeSampling
     from lenience.training.fit import HeadPlan
+    from lenience.training.fit_drafter import DrafterPlan
 
 MOST_HEADS = 32
 """Of a drafter."""
@@ -128,7 +128,7 @@ class FitFlags:
     def drafter_plan(self, run: Path) -> DrafterPlan:
         """The drafter's heads that are asked for. Raises InputError for what does not go
         together."""
-        from lenience.training.drafters import DrafterPlan
+        from lenience.training.fit_drafter import DrafterPlan
 
         assert self.drafter is not None and self.drafter != "skip"
         ours = (
@@ -172,10 +172,10 @@ class FitFlags:
             "drafter", what="what is fitted, and --drafter skip only looks"
         )
 
-    def drawn(self) -> Drawn | None:
+    def drawn(self) -> TreeSampling | None:
         """How the tokens of a measured tree are drawn; None where they are chosen. Raises
         InputError for what does not go together with `tree`."""
-        from lenience.training.acceptance import Drawn
+        from lenience.training.acceptance import TreeSampling
 
         ours = ("tree", "with_", "draw", "temperature")
         self._refuse_others(*ours, what="a head, and --tree fits none")
@@ -190,7 +190,7 @@ class FitFlags:
             raise InputError(
                 f"--temperature {temperature:g}: must be above 0 where --draw draws"
             )
-        return Drawn(self.draw, temperature)
+        return TreeSampling(self.draw, temperature)
 
     def _refuse_others(self, *names: str, what: str) -> None:
         """Raise InputError where other options are given than these and those of the models."""

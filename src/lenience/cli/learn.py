@@ -7,9 +7,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from lenience.cli.console import print_json, say
-from lenience.cli.fit_options import FitFlags
-from lenience.cli.named import (
+from lenience.cli.choices import (
     MANY,
     SETTINGS,
     Models,
@@ -24,6 +22,8 @@ from lenience.cli.named import (
     models_of,
     remember,
 )
+from lenience.cli.console import print_json, say
+from lenience.cli.fit_options import FitFlags
 from lenience.cli.options import Flag, Json, MineFlags, check_folder, check_limit
 from lenience.cli.steps import (
     build_datastore,

@@ -33,7 +33,7 @@ SCORED = 12
 
 
 @dataclass(frozen=True)
-class Setting:
+class LiveSetting:
     """A decoder of the race: its title and its options of decoding."""
 
     title: str
@@ -41,18 +41,18 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("target alone", {"rule": "exact", "window": 0}),
-    Setting("strict", {"rule": "exact", "drafter": "medusa", "window": 4}),
-    Setting("judge", {"rule": "judge@0.993", "window": 16}),
+    LiveSetting("target alone", {"rule": "exact", "window": 0}),
+    LiveSetting("strict", {"rule": "exact", "drafter": "medusa", "window": 4}),
+    LiveSetting("judge", {"rule": "judge@0.993", "window": 16}),
 )
 """The fastest strict setting and the judge of the published results on the built-in pair."""
 
 
 @dataclass
-class Lane:
+class LiveColumn:
     """A column: what one decoder has written so far, and the time it spent decoding."""
 
-    setting: Setting
+    setting: LiveSetting
     steps: Iterator[Step]
     stream: TextStream
     seconds: float = 0.0
@@ -94,7 +94,7 @@ class Lane:
 def race(
     pair: Pair,
     task: Task,
-    settings: Sequence[Setting] = SETTINGS,
+    settings: Sequence[LiveSetting] = SETTINGS,
     scored: int | None = None,
 ) -> list[dict[str, Any]]:
     """Decode one problem in columns, then `scored` more at full speed, by default SCORED. Returns a
@@ -117,17 +117,19 @@ def race(
     return results
 
 
-def _lane(pair: Pair, task: Task, sample: Sample, setting: Setting) -> Lane:
+def _lane(pair: Pair, task: Task, sample: Sample, setting: LiveSetting) -> LiveColumn:
     options = {"max_new_tokens": task.max_new_tokens, **setting.options}
-    return Lane(setting, pair.stream(sample.prompt, **options), TextStream(pair.target))
+    return LiveColumn(
+        setting, pair.stream(sample.prompt, **options), TextStream(pair.target)
+    )
 
 
-def _finish(lane: Lane) -> None:
+def _finish(lane: LiveColumn) -> None:
     while not lane.done:
         lane.advance()
 
 
-def _show(lanes: list[Lane], task: Task, sample: Sample, slowest: float) -> None:
+def _show(lanes: list[LiveColumn], task: Task, sample: Sample, slowest: float) -> None:
     """Decode in columns; without a terminal the finished columns are printed once."""
     check = _checker(task, sample)
     if not screen.is_terminal:
@@ -151,15 +153,15 @@ def _show(lanes: list[Lane], task: Task, sample: Sample, slowest: float) -> None
     screen.print(_legend(plain))
 
 
-def _checker(task: Task, sample: Sample) -> Callable[[Lane], bool | None]:
-    def check(lane: Lane) -> bool | None:
+def _checker(task: Task, sample: Sample) -> Callable[[LiveColumn], bool | None]:
+    def check(lane: LiveColumn) -> bool | None:
         (score,) = task.score([(lane.text, sample)])
         return score.correct
 
     return check
 
 
-def _columns(lanes: Sequence[Lane], plain: bool) -> RenderableType:
+def _columns(lanes: Sequence[LiveColumn], plain: bool) -> RenderableType:
     """Draw the columns side by side, or one below another where the terminal is narrow."""
     panels = [_column(lane, plain) for lane in lanes]
     if screen.width < NARROWEST_COLUMN * len(lanes):
@@ -167,7 +169,7 @@ def _columns(lanes: Sequence[Lane], plain: bool) -> RenderableType:
     return Columns(panels, width=screen.width // len(lanes) - 1, padding=0)
 
 
-def _column(lane: Lane, plain: bool) -> Panel:
+def _column(lane: LiveColumn, plain: bool) -> Panel:
     text = Text()
     for piece, origin in lane.pieces:
         before, after = (
@@ -192,10 +194,10 @@ def _legend(plain: bool) -> Text:
 
 
 def _at_full_speed(
-    pair: Pair, task: Task, samples: Sequence[Sample], settings: Sequence[Setting]
+    pair: Pair, task: Task, samples: Sequence[Sample], settings: Sequence[LiveSetting]
 ) -> list[dict[str, Any]]:
     """Decode problems one by one, the settings taking turns on each."""
-    lanes: dict[str, list[Lane]] = {setting.title: [] for setting in settings}
+    lanes: dict[str, list[LiveColumn]] = {setting.title: [] for setting in settings}
     with screen.status(f"{len(samples)} more problems at full speed"):
         for sample in samples:
             for setting in settings:
@@ -206,7 +208,7 @@ def _at_full_speed(
     return [_record(setting, lanes[setting.title]) for setting in settings]
 
 
-def _record(setting: Setting, lanes: Sequence[Lane]) -> dict[str, Any]:
+def _record(setting: LiveSetting, lanes: Sequence[LiveColumn]) -> dict[str, Any]:
     tokens = sum(lane.tokens for lane in lanes)
     return {
         "setting": setting.title,

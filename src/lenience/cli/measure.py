@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lenience.cli.console import print_json, say
-from lenience.cli.named import (
+from lenience.cli.choices import (
     MANY,
     Models,
     TaskChoice,
@@ -15,6 +14,7 @@ from lenience.cli.named import (
     known_run,
     models_of,
 )
+from lenience.cli.console import print_json, say
 from lenience.cli.options import (
     AuditFlags,
     CertifyDecoding,

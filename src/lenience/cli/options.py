@@ -21,7 +21,7 @@ from lenience.decoding.options import (
 if TYPE_CHECKING:
     from lenience.certification.question import CertifyConfig
     from lenience.certification.tune import TuneConfig
-    from lenience.cli.prompts import Asked
+    from lenience.cli.prompts import GivenPrompt
     from lenience.decoding.decoder import Decoder
     from lenience.evaluation.compare import CompareConfig
     from lenience.mining.search import MineConfig
@@ -116,7 +116,7 @@ class PromptFlags:
     profile: Flag = False
     """Say where the time goes; the prompt is answered once before, which is not counted."""
 
-    def many(self, prompt: str | None) -> list[Asked]:
+    def many(self, prompt: str | None) -> list[GivenPrompt]:
         """The prompts of a file, none where there is no file. Raises InputError for what does not
         go together."""
         from lenience.cli.prompts import prompts_in

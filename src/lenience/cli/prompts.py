@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lenience.decoding.pair import Pair
     from lenience.tasks.base import Messages
 
-    Asked = tuple[str, str | Messages]
+    GivenPrompt = tuple[str, str | Messages]
     """A prompt with its id."""
 
 STDIN = "@-"
@@ -64,13 +64,13 @@ def _messages(path: Path) -> Messages:
     return chat
 
 
-def prompts_in(path: Path) -> list[Asked]:
+def prompts_in(path: Path) -> list[GivenPrompt]:
     """The prompts in a file, each with its id: rows of JSON with prompt or messages, or the lines
     of a text. Raises InputError that names the line."""
     from lenience.tasks.jsonl import SUFFIXES
     from lenience.tasks.rows import USUAL_FIELDS, is_chat, read_rows
 
-    found: list[Asked] = []
+    found: list[GivenPrompt] = []
     if path.name.endswith(SUFFIXES):
         for number, (where, row) in enumerate(read_rows(path), 1):
             if not isinstance(row.get("prompt"), str) and not is_chat(

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from lenience.models.prompts import Prompt
     from lenience.runs.certificate import Certificate
     from lenience.tasks import Task
-    from lenience.training.acceptance import Drawn
+    from lenience.training.acceptance import TreeSampling
     from lenience.training.annotated import Annotated
-    from lenience.training.drafters import DrafterPlan, Fitted
     from lenience.training.fit import HeadPlan
+    from lenience.training.fit_drafter import DrafterPlan, TrainedDrafter
     from lenience.training.skipping import Skipped
 
 
@@ -138,7 +138,9 @@ def build_datastore(
         return build_store(found, tokenizer_fingerprint(tokenizer), out)
 
 
-def fit_tree(pair: Pair, run: Path, drafter: str, drawn: Drawn | None) -> Acceptance:
+def fit_tree(
+    pair: Pair, run: Path, drafter: str, drawn: TreeSampling | None
+) -> Acceptance:
     from lenience.decoding.decoder import Decoder
     from lenience.training.acceptance import fit_tree
 
@@ -155,8 +157,8 @@ def search_layers(pair: Pair, run: Path) -> list[Skipped]:
         return search_layers(pair, mined_samples(run), show)
 
 
-def fit_drafter(pair: Pair, run: Path, plan: DrafterPlan) -> Fitted:
-    from lenience.training.drafters import fit_drafter
+def fit_drafter(pair: Pair, run: Path, plan: DrafterPlan) -> TrainedDrafter:
+    from lenience.training.fit_drafter import fit_drafter
 
     with progress_bars() as show:
         return fit_drafter(pair, run, plan, show)

@@ -10,7 +10,7 @@ from lenience.core.needs import Needs
 from lenience.core.types import Draft, Reading, Verdict
 
 
-class Fitted(Protocol):
+class TrainedPart(Protocol):
     """Something fitted that lies in a folder: a rule's judge, a stop condition's head, a drafter's
     heads."""
 
@@ -24,7 +24,7 @@ class Fitted(Protocol):
         ...
 
 
-class FittedHead(Fitted, Protocol):
+class FittedHead(TrainedPart, Protocol):
     """A head that a rule or a stop condition asks while decoding."""
 
     def check_temperature(self, temperature: float) -> None:

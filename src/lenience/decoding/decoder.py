@@ -15,7 +15,7 @@ from typing import Any, Literal, TypedDict, cast
 
 from lenience.core.errors import InputError
 from lenience.core.needs import Layers
-from lenience.core.protocols import Fitted, Rule
+from lenience.core.protocols import Rule, TrainedPart
 from lenience.decoding.generation import Generation
 from lenience.decoding.options import (
     OWN,
@@ -202,7 +202,7 @@ class Decoder(PlainOptions):
         return None if self.alone else self.drafter
 
     @property
-    def heads(self) -> list[Fitted]:
+    def heads(self) -> list[TrainedPart]:
         """The fitted heads that its rule, stop condition and drafter ask."""
         return [*self.rule.heads, *self.stop.heads, *self.drafter.fitted]
 

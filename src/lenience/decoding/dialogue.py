@@ -73,7 +73,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Ended(Generic[T]):
+class FinishedDialogue(Generic[T]):
     """What came of a dialogue, the `number`-th that was given."""
 
     number: int
@@ -81,13 +81,13 @@ class Ended(Generic[T]):
     cost: Cost
 
 
-class Talk(Generic[T]):
+class ActiveDialogue(Generic[T]):
     """A dialogue while it is held, one of `together`."""
 
     def __init__(self, number: int, dialogue: Dialogue[T], together: int):
         self.number = number
         self.cost = Cost()
-        self.ended: Ended[T] | None = None
+        self.ended: FinishedDialogue[T] | None = None
         self._dialogue = dialogue
         self._together = together
         self._began = time.perf_counter()
@@ -100,7 +100,7 @@ class Talk(Generic[T]):
         except StopIteration as end:
             seconds = (time.perf_counter() - self._began) / self._together
             self.cost.seconds = round(seconds, 3)
-            self.ended = Ended(self.number, end.value, self.cost)
+            self.ended = FinishedDialogue(self.number, end.value, self.cost)
             return None
 
 

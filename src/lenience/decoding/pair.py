@@ -34,12 +34,12 @@ from lenience.decoding.auto_window import (
 )
 from lenience.decoding.checks import check_decoder, draft_of
 from lenience.decoding.decoder import Decoder, DecoderOptions, Ends, check_binding
-from lenience.decoding.dialogue import Dialogue, Ended
+from lenience.decoding.dialogue import Dialogue, FinishedDialogue
 from lenience.decoding.generation import Generation
 from lenience.decoding.loop import NoDrafter, Request, decode
 from lenience.decoding.options import OWN, takes_options
 from lenience.decoding.response import Response
-from lenience.decoding.scheduler import Conversing, converse
+from lenience.decoding.scheduler import DialogueLimits, converse
 from lenience.drafting.base import DrafterSetup
 from lenience.drafting.stops import Fixed, Stop
 from lenience.models.compile import compile_model
@@ -58,7 +58,7 @@ SEED_BITS = 31
 
 
 @dataclass(frozen=True)
-class Telling:
+class Reporting:
     """What is told of an answer beside its tokens."""
 
     profile: Profile | None = None
@@ -154,7 +154,7 @@ class Pair:
         are changed. A `profile` is told where the time goes; with `logprobs` the answer says how
         probable the target found each of its tokens. Raises InputError for an unusable prompt or
         wrong options."""
-        telling = Telling(profile, logprobs)
+        telling = Reporting(profile, logprobs)
         ((_, out),) = self._completed(
             [prompt], self._seeded(decoder, options), 1, telling
         )
@@ -179,7 +179,7 @@ class Pair:
         Raises InputError, before any work, for an unusable prompt, wrong options or a cache that
         memory has no room for.
         """
-        telling = Telling(profile, logprobs)
+        telling = Reporting(profile, logprobs)
         answers = dict(
             self._answered(prompts, self._seeded(decoder, options), batch_size, telling)
         )
@@ -198,7 +198,7 @@ class Pair:
     ) -> Iterator[tuple[int, Generation]]:
         """As `generate_batch`, but gives each answer, with its prompt's number, as soon as it is
         finished."""
-        telling = Telling(profile, logprobs)
+        telling = Reporting(profile, logprobs)
         return self._answered(
             prompts, self._seeded(decoder, options), batch_size, telling
         )
@@ -208,7 +208,7 @@ class Pair:
         prompts: Sequence[Prompt],
         decoder: Decoder,
         batch_size: int | None,
-        telling: Telling,
+        telling: Reporting,
     ) -> Iterator[tuple[int, Generation]]:
         size = BATCH_SIZE if batch_size is None else batch_size
         if not isinstance(size, int) or size < 1:
@@ -234,7 +234,7 @@ class Pair:
         prompts: Sequence[Prompt],
         decoder: Decoder,
         batch_size: int,
-        telling: Telling,
+        telling: Reporting,
     ) -> Iterator[tuple[int, Generation]]:
         """Answer prompts; everything that can be wrong is told before the first."""
         outs, steps = self._decode(prompts, decoder, batch_size, telling)
@@ -267,7 +267,7 @@ class Pair:
         **options: Unpack[DecoderOptions],
     ) -> Iterator[Step]:
         """Answer one prompt step by step; `step.text` is what each cycle adds."""
-        telling = Telling(profile, logprobs, stream=True)
+        telling = Reporting(profile, logprobs, stream=True)
         _, steps = self._decode([prompt], self._seeded(decoder, options), 1, telling)
         return (step for _, step in steps)
 
@@ -306,7 +306,7 @@ class Pair:
         prompts: Sequence[Prompt],
         decoder: Decoder,
         batch_size: int,
-        telling: Telling,
+        telling: Reporting,
     ) -> tuple[list[Generation], Iterator[tuple[Request, Step]]]:
         """The answers to be filled, and their steps as they are decoded; everything that can be
         wrong is told before the first."""
@@ -426,12 +426,12 @@ class Pair:
         size: int,
         capacity: int,
         sampling: Decoder | None = None,
-    ) -> Iterator[Ended[T]]:
+    ) -> Iterator[FinishedDialogue[T]]:
         """Hold dialogues, `size` of them together, and give each as it ends; no question has more
         than `capacity` tokens with its answer. The target goes on as `sampling` has it, or
         greedily. Raises InputError where memory has no room for the caches."""
         return converse(
-            self, dialogues, Conversing(size, capacity, sampling or Decoder())
+            self, dialogues, DialogueLimits(size, capacity, sampling or Decoder())
         )
 
     def binding(self, decoder: Decoder) -> dict[str, Any]:
@@ -552,7 +552,7 @@ class Pair:
             stop_strings=(),
             ends=Ends(),
         )
-        _, steps = self._decode(ids[:PILOT_PROMPTS], widest, size, Telling())
+        _, steps = self._decode(ids[:PILOT_PROMPTS], widest, size, Reporting())
         return [(step.drafted, step.kept) for _, step in steps]
 
     def _cycle_seconds(

@@ -16,19 +16,19 @@ from lenience.core.recall import Recall, Recollection
 from lenience.core.types import Step
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.dialogue import (
+    ActiveDialogue,
     Compare,
     Comparisons,
     Continue,
     Dialogue,
-    Ended,
+    FinishedDialogue,
     Predict,
-    Talk,
 )
 from lenience.decoding.loop import cycle
 from lenience.decoding.response import Response
 from lenience.decoding.soundness import check_predictions
 from lenience.drafting.base import DrafterSpec
-from lenience.drafting.recalled import Recalled
+from lenience.drafting.earlier_texts import Recalled
 from lenience.models.lm import LM
 from lenience.models.session import Session, common
 from lenience.models.threads import torch_threads
@@ -64,7 +64,7 @@ class Decodes(Protocol):
 
 
 @dataclass(frozen=True)
-class Conversing:
+class DialogueLimits:
     """How dialogues are held."""
 
     size: int
@@ -143,8 +143,8 @@ class Continuation:
 
 
 def converse(
-    pair: Decodes, dialogues: Iterable[Dialogue[T]], how: Conversing
-) -> Iterator[Ended[T]]:
+    pair: Decodes, dialogues: Iterable[Dialogue[T]], how: DialogueLimits
+) -> Iterator[FinishedDialogue[T]]:
     """Hold dialogues in our own loop, and give each as it ends. What continuations have in common
     is read once. Raises InputError where memory has no room for the caches."""
     scheduler = _Scheduler(pair, dialogues, how)
@@ -168,7 +168,7 @@ class _Scheduler(Generic[T]):
     more may compare meanwhile."""
 
     def __init__(
-        self, pair: Decodes, dialogues: Iterable[Dialogue[T]], how: Conversing
+        self, pair: Decodes, dialogues: Iterable[Dialogue[T]], how: DialogueLimits
     ):
         each_has = [pair.require_draft("mining")]
         on_cpu = pair.target.device.type == "cpu"
@@ -191,13 +191,13 @@ class _Scheduler(Generic[T]):
         """Those that have continuations which are decoded."""
         self._compared = list[tuple[int, Any]]()
         """Those that wait for rows, with what their comparison gave."""
-        self._ended = list[Ended[T]]()
+        self._ended = list[FinishedDialogue[T]]()
         self._comparisons = Comparisons[int]()
 
     def close(self) -> None:
         self._comparisons.close()
 
-    def ended(self) -> list[Ended[T]]:
+    def ended(self) -> list[FinishedDialogue[T]]:
         """Those that have ended since."""
         ended = self._ended
         self._ended = []
@@ -251,7 +251,7 @@ class _Scheduler(Generic[T]):
         ):
             return None
         number, dialogue = new
-        talk = Talk(number, dialogue, self._how.size)
+        talk = ActiveDialogue(number, dialogue, self._how.size)
         self._held[number] = _Conversation(
             self._pair, talk, self._ctx, self._how, self._slots
         )
@@ -279,7 +279,12 @@ class _Conversation(Generic[T]):
     does not depend on the company."""
 
     def __init__(
-        self, pair: Decodes, talk: Talk[T], ctx: Context, how: Conversing, slots: _Slots
+        self,
+        pair: Decodes,
+        talk: ActiveDialogue[T],
+        ctx: Context,
+        how: DialogueLimits,
+        slots: _Slots,
     ):
         self.talk = talk
         self.target = pair.target

@@ -10,7 +10,7 @@ from lenience.core import spec
 from lenience.core.errors import InputError
 from lenience.core.needs import Parts
 from lenience.core.profile import Profile
-from lenience.core.protocols import Drafter, Fitted
+from lenience.core.protocols import Drafter, TrainedPart
 from lenience.drafting.stops import Stop
 from lenience.drafting.trees.shapes import Tree
 from lenience.models.lm import LM
@@ -83,7 +83,7 @@ class DrafterSpec:
     """Specs of some of its settings, for whoever tries all drafters."""
 
     @property
-    def fitted(self) -> tuple[Fitted, ...]:
+    def fitted(self) -> tuple[TrainedPart, ...]:
         """The fitted heads that it drafts with."""
         return ()
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
 from lenience.core.needs import Parts
-from lenience.core.protocols import Drafter, Fitted
+from lenience.core.protocols import Drafter, TrainedPart
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.model import most_drafted, wide_as_target
 from lenience.drafting.stops import Fixed
-from lenience.drafting.trees.growing import Grown, as_draft
+from lenience.drafting.trees.growing import GrowingTree, as_draft
 from lenience.drafting.trees.shapes import Chain
 from lenience.models.lm import LM
 from lenience.models.session import Session
@@ -56,7 +56,7 @@ class Vertical(DrafterSpec):
         return self.then.needs_draft
 
     @property
-    def fitted(self) -> tuple[Fitted, ...]:
+    def fitted(self) -> tuple[TrainedPart, ...]:
         return self.first.fitted
 
     def relocated(self, path: Callable[[str], str]) -> Self:
@@ -203,7 +203,7 @@ class Horizontal(DrafterSpec):
         return self.first.reads_last
 
     @property
-    def fitted(self) -> tuple[Fitted, ...]:
+    def fitted(self) -> tuple[TrainedPart, ...]:
         return self.first.fitted + self.then.fitted
 
     def relocated(self, path: Callable[[str], str]) -> Self:
@@ -300,7 +300,8 @@ def _chains(
 ) -> Draft:
     """Windows of tokens, and for each [V] what it was picked from."""
     grown = [
-        Grown(row, [*range(-1, len(row) - 1)], [*range(len(row))]) for row in tokens
+        GrowingTree(row, [*range(-1, len(row) - 1)], [*range(len(row))])
+        for row in tokens
     ]
     width = max(map(len, tokens), default=0)
     given = None

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from lenience.core.context import Context
 from lenience.core.errors import InputError, first_line
 from lenience.core.files import digest_bytes, replacing, write_json
-from lenience.core.protocols import Drafter, Fitted
+from lenience.core.protocols import Drafter, TrainedPart
 from lenience.core.types import Draft
 from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.lookup import check_dynamic, likeliest
-from lenience.drafting.trees.growing import Grown, as_draft
+from lenience.drafting.trees.growing import GrowingTree, as_draft
 from lenience.drafting.trees.shapes import Tree
 from lenience.models.lm import LM
 
@@ -213,7 +213,7 @@ class Datastore(DrafterSpec):
         return load_store(self.path)
 
     @property
-    def fitted(self) -> tuple[Fitted, ...]:
+    def fitted(self) -> tuple[TrainedPart, ...]:
         return (self,)
 
     def relocated(self, path: Callable[[str], str]) -> Self:
@@ -235,7 +235,7 @@ class Datastore(DrafterSpec):
 
     def look_up(
         self, text: Sequence[int], depth: int, tree: Tree, eos: frozenset[int]
-    ) -> Grown:
+    ) -> GrowingTree:
         """What mostly followed a text's end, at most `depth` tokens one after the other."""
         store = self.head
         found = store.matches(text, self.longest, self.shortest)
@@ -258,5 +258,5 @@ class _DatastoreDrafter(Drafter):
         for row, left in zip(ctx.rows, room):
             limit = max(0, min(self.stop.max_tokens(row, ctx.window), left - 1))
             asked = (row.prefix, limit, self.tree, self.target.eos_ids)
-            grown.append(self.spec.look_up(*asked) if limit else Grown())
+            grown.append(self.spec.look_up(*asked) if limit else GrowingTree())
         return as_draft(grown, self.target.device, trees=not self.tree.is_chain)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lenience.core.errors import InputError
 from lenience.core.needs import Parts
-from lenience.core.protocols import Drafter, Fitted
+from lenience.core.protocols import Drafter, TrainedPart
 from lenience.core.trees import Parents
 from lenience.core.types import Reading
 from lenience.drafting.after_target import AfterTarget, TargetSession
@@ -54,7 +54,7 @@ class Eagle(DrafterSpec):
         return load_eagle(self.path)
 
     @property
-    def fitted(self) -> tuple[Fitted, ...]:
+    def fitted(self) -> tuple[TrainedPart, ...]:
         return (self,)
 
     def relocated(self, path: Callable[[str], str]) -> Self:

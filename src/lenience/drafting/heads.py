@@ -21,7 +21,7 @@ from lenience.core.errors import InputError, first_line
 from lenience.core.files import EMBEDDED, digest_bytes, replacing, write_json
 from lenience.core.hub import local
 from lenience.core.needs import Parts
-from lenience.core.protocols import Drafter, Fitted
+from lenience.core.protocols import Drafter, TrainedPart
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.drafting.base import DrafterSetup, DrafterSpec, check_fitted_to
 from lenience.drafting.model import wide_as_target
@@ -32,7 +32,7 @@ from lenience.drafting.published import (
     table,
     tensors_in,
 )
-from lenience.drafting.trees.growing import Ends, Grown, Level, as_draft
+from lenience.drafting.trees.growing import GrowingTree, PathEnds, TreeLevel, as_draft
 from lenience.models.lm import LM
 
 BUILT_IN = EMBEDDED / "medusa"
@@ -324,7 +324,7 @@ class _Heads(DrafterSpec):
         return len(self.head.blocks)
 
     @property
-    def fitted(self) -> tuple[Fitted, ...]:
+    def fitted(self) -> tuple[TrainedPart, ...]:
         return (self,)
 
     def build(self, setup: DrafterSetup) -> Drafter:
@@ -382,7 +382,7 @@ class HeadsDrafter(Drafter):
             limits.append(0 if state is None else max(0, min(wanted, most, left - 1)))
         width = max(limits)
         if not width:
-            nothing = [Grown() for _ in ctx.rows]
+            nothing = [GrowingTree() for _ in ctx.rows]
             return as_draft(nothing, self.target.device, trees=not self.tree.is_chain)
         blank = torch.zeros(self.heads.hidden_size, device=self.matrix.device)
         states = torch.stack([blank if state is None else state for state in read])
@@ -399,27 +399,29 @@ class HeadsDrafter(Drafter):
     def _chain(self, logits: Tensor, limits: list[int], ctx: Context) -> Draft:
         drawn = ctx.draw(logits)
         n = range(logits.shape[1])
-        ends = Ends(limits, self.target.eos_ids, self.stop)
+        ends = PathEnds(limits, self.target.eos_ids, self.stop)
         doubted = ends.doubted(logits, drawn[..., None], ctx)
         grown = []
         for row, limit, each in zip(drawn.tolist(), limits, doubted):
             end = next((i for i, (is_end,) in enumerate(each) if is_end), len(row))
             limit = min(limit, end + self.stop.proposes_doubted)
-            chain = Grown(row, [i - 1 for i in n], list(n))
+            chain = GrowingTree(row, [i - 1 for i in n], list(n))
             grown.append(chain.cut(limit, self.target.eos_ids))
         return as_draft(grown, self.target.device, logits, trees=False)
 
     def _tree(self, logits: Tensor, limits: list[int], ctx: Context) -> Draft:
         asked: list[Tensor] = []
 
-        def after(level: Level | None) -> Tensor:
+        def after(level: TreeLevel | None) -> Tensor:
             head, n = (
                 (0, 1) if level is None else (level.depth + 1, len(level.tokens[0]))
             )
             asked.append(logits[:, head : head + 1].expand(-1, n, -1))
             return asked[-1]
 
-        grown = self.tree.grow(after, ctx, Ends(limits, self.target.eos_ids, self.stop))
+        grown = self.tree.grow(
+            after, ctx, PathEnds(limits, self.target.eos_ids, self.stop)
+        )
         draws = self.tree.drawn(ctx)
         return as_draft(grown, self.target.device, torch.cat(asked, 1), draws=draws)
 

@@ -17,7 +17,7 @@ from lenience.core.protocols import Drafter
 from lenience.core.types import Draft
 from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.suffixes import END, Suffixes
-from lenience.drafting.trees.growing import Grown, as_draft
+from lenience.drafting.trees.growing import GrowingTree, as_draft
 from lenience.drafting.trees.shapes import Dynamic, Tree
 
 T = TypeVar("T", "_Ngrams", Suffixes)
@@ -102,7 +102,7 @@ def check_dynamic(drafter: DrafterSpec, tree: Tree) -> None:
 
 
 @dataclass
-class _Known(Generic[T]):
+class _RowIndex(Generic[T]):
     """What is known of a row's text."""
 
     index: T
@@ -115,7 +115,7 @@ class _Lookup(Drafter, Generic[T]):
     def __init__(self, setup: DrafterSetup):
         self.target = setup.target
         self.stop = setup.stop
-        self._rows: dict[int, _Known[T]] = {}
+        self._rows: dict[int, _RowIndex[T]] = {}
 
     def new_index(self) -> T:
         raise NotImplementedError
@@ -123,7 +123,9 @@ class _Lookup(Drafter, Generic[T]):
     def finish(self, tokens: list[int]) -> None:
         """Take note of a text that is not gone on with."""
 
-    def look_up(self, index: T, tokens: list[int], ahead: int, limit: int) -> Grown:
+    def look_up(
+        self, index: T, tokens: list[int], ahead: int, limit: int
+    ) -> GrowingTree:
         """What may follow a text, whose last tokens `ahead` are not in the index, at most `limit`
         tokens one after the other."""
         raise NotImplementedError
@@ -134,7 +136,9 @@ class _Lookup(Drafter, Generic[T]):
             limit = max(0, min(self.stop.max_tokens(row, ctx.window), left - 1))
             index = self._up_to_date(b, row.prefix[: len(row.prefix) - row.ahead])
             found = (
-                self.look_up(index, row.prefix, row.ahead, limit) if limit else Grown()
+                self.look_up(index, row.prefix, row.ahead, limit)
+                if limit
+                else GrowingTree()
             )
             grown.append(found)
         return as_draft(grown, self.target.device, trees=self.proposes_trees)
@@ -150,7 +154,7 @@ class _Lookup(Drafter, Generic[T]):
         if known is None or prefix[: len(known.tokens)] != known.tokens:
             if known is not None:
                 self.finish(known.tokens)
-            known = self._rows[row] = _Known(self.new_index())
+            known = self._rows[row] = _RowIndex(self.new_index())
         for token in prefix[len(known.tokens) :]:
             known.index.add(token)
             known.tokens.append(token)
@@ -190,12 +194,14 @@ class _NgramDrafter(_Lookup[_Ngrams]):
 
     def look_up(
         self, index: _Ngrams, tokens: list[int], ahead: int, limit: int
-    ) -> Grown:
+    ) -> GrowingTree:
         for n in range(min(self.spec.max, len(tokens)), 0, -1):
             if (end := index.ends.get(tuple(tokens[-n:]))) is not None:
                 found = self._to_eos(tokens[end : end + limit])
-                return Grown(found, list(range(-1, len(found) - 1)), [0] * len(found))
-        return Grown()
+                return GrowingTree(
+                    found, list(range(-1, len(found) - 1)), [0] * len(found)
+                )
+        return GrowingTree()
 
 
 class Finished:
@@ -205,7 +211,7 @@ class Finished:
         self.index = Suffixes()
         self.size = 0
         self.lock = threading.Lock()
-        self._unfinished: dict[int, _Known[Suffixes]] = {}
+        self._unfinished: dict[int, _RowIndex[Suffixes]] = {}
 
     def add(self, tokens: list[int]) -> None:
         with self.lock:
@@ -216,7 +222,7 @@ class Finished:
                 self.index.add(token)
             self.size += len(tokens) + 1
 
-    def go_on(self, rows: dict[int, _Known[Suffixes]]) -> None:
+    def go_on(self, rows: dict[int, _RowIndex[Suffixes]]) -> None:
         """Take up what the drafter before left in its rows; `rows` are another one's."""
         before = self._unfinished
         self._unfinished = rows
@@ -244,7 +250,7 @@ class _SuffixDrafter(_Lookup[Suffixes]):
 
     def look_up(
         self, index: Suffixes, tokens: list[int], ahead: int, limit: int
-    ) -> Grown:
+    ) -> GrowingTree:
         best = self._best(index, index.matches(tokens[len(tokens) - ahead :]), limit)
         if self.finished:
             with self.finished.lock:
@@ -259,10 +265,10 @@ class _SuffixDrafter(_Lookup[Suffixes]):
 
     def _best(
         self, index: Suffixes, matches: Iterable[tuple[int, int]], limit: int
-    ) -> tuple[Grown, float]:
+    ) -> tuple[GrowingTree, float]:
         """What the best of an index's matches, of which the longest come first, proposes, and the
         sum of its shares."""
-        best = Grown()
+        best = GrowingTree()
         worth = 0.0
         for state, length in matches:
             most = min(limit, int(self.spec.factor * min(length, self.spec.depth)))
@@ -287,12 +293,12 @@ def likeliest(
     tree: Tree,
     least: float,
     eos: frozenset[int],
-) -> tuple[Grown, float]:
+) -> tuple[GrowingTree, float]:
     """The likeliest tokens after a state of an index, at most `depth` one after the other, and the
     sum of their paths' shares of what followed, each of `least` or more: as a chain the likeliest
     after each, as a tree the likeliest paths. `followers` says of a state each token that followed,
     its share, and the state after it."""
-    grown = Grown()
+    grown = GrowingTree()
     worth = 0.0
     depth = min(depth, getattr(tree, "depth", None) or depth)
     nodes = depth if tree.is_chain else tree.size

@@ -10,10 +10,10 @@ from typing import Self
 from lenience.core.context import Context
 from lenience.core.errors import InputError
 from lenience.core.needs import Parts
-from lenience.core.protocols import Drafter, Fitted
+from lenience.core.protocols import Drafter, TrainedPart
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.drafting.base import DrafterSetup, DrafterSpec
-from lenience.drafting.trees.growing import Grown, as_draft
+from lenience.drafting.trees.growing import GrowingTree, as_draft
 from lenience.drafting.trees.shapes import Tree
 from lenience.models.lm import LM
 
@@ -58,7 +58,7 @@ class Merged(DrafterSpec):
             part.check_tree(tree)
 
     @property
-    def fitted(self) -> tuple[Fitted, ...]:
+    def fitted(self) -> tuple[TrainedPart, ...]:
         return tuple(head for part in self.parts for head in part.fitted)
 
     def relocated(self, path: Callable[[str], str]) -> Self:
@@ -127,7 +127,7 @@ class _Union:
     """Trees of one row in one."""
 
     def __init__(self) -> None:
-        self.grown = Grown()
+        self.grown = GrowingTree()
         self._known: dict[tuple[int, int], int] = {}
 
     def add(self, tokens: Sequence[int], parents: Sequence[int]) -> None:

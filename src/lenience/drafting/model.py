@@ -15,7 +15,7 @@ from lenience.core.transfer import to_device
 from lenience.core.types import Draft
 from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.stops import Fixed, Stop
-from lenience.drafting.trees.growing import Ends, Grown, Level, as_draft
+from lenience.drafting.trees.growing import GrowingTree, PathEnds, TreeLevel, as_draft
 from lenience.drafting.trees.shapes import Tree
 from lenience.models.lm import LM
 from lenience.models.session import Session, tree_cache
@@ -290,13 +290,13 @@ class TreeDrafter(Drafter):
         most = most_drafted(self.session, self.target, ctx, room)
         limits = [min(pair) for pair in zip(wanted, most)]
         if not max(limits):
-            return as_draft([Grown() for _ in ctx.rows], self.target.device)
+            return as_draft([GrowingTree() for _ in ctx.rows], self.target.device)
         # a row for which nothing is drafted may be longer than the draft's context
         prefixes = [
             row.prefix if n else row.prefix[:1] for row, n in zip(ctx.rows, limits)
         ]
         reader = _Reader(self, ctx, prefixes)
-        ends = Ends(limits, self.target.eos_ids, self.stop)
+        ends = PathEnds(limits, self.target.eos_ids, self.stop)
         grown = self.tree.grow(reader.read, ctx, ends)
         logits = torch.cat(reader.logits, 1)
         draws = self.tree.drawn(ctx)
@@ -321,7 +321,7 @@ class _Reader:
         """[B, F, V] for each level."""
         self.tokens_read = [0] * len(ctx.rows)
 
-    def read(self, level: Level | None) -> Tensor:
+    def read(self, level: TreeLevel | None) -> Tensor:
         n = 1
         if level is not None:
             n = len(level.tokens[0])

@@ -21,7 +21,7 @@ from lenience.core.context import Context, Row
 from lenience.core.errors import InputError
 from lenience.core.files import EMBEDDED
 from lenience.core.needs import Parts
-from lenience.heads.head import Learned
+from lenience.heads.head import HeadReference
 
 BUILT_IN = str(EMBEDDED / "stop")
 ASKED = Parts.EARLY_ENDS | Parts.CHANCES
@@ -52,7 +52,7 @@ class Stop:
         return Parts.CHANCES in self.needs
 
     @property
-    def heads(self) -> tuple[Learned, ...]:
+    def heads(self) -> tuple[HeadReference, ...]:
         """The fitted heads that it asks."""
         return ()
 
@@ -135,7 +135,7 @@ class Heuristic(Stop):
 
 
 @dataclass(frozen=True)
-class Asking(Stop):
+class ThresholdStop(Stop):
     """What stops at the first token whose chance is under `least`."""
 
     least: float
@@ -155,7 +155,7 @@ class Asking(Stop):
 
 
 @dataclass(frozen=True)
-class Confidence(Asking):
+class Confidence(ThresholdStop):
     """Stop at the first token to which the draft itself gives a probability under `least`
     (`transformers`' assistant_confidence_threshold), at the request's temperature, 1 when
     greedy."""
@@ -171,7 +171,7 @@ class Confidence(Asking):
 
 
 @dataclass(frozen=True)
-class Fallback(Asking):
+class Fallback(ThresholdStop):
     """Leave a token to the target where the draft gives its most probable one less than `least`:
     the fallback policy of BiLD (Kim 2023, section 3.3). What the draft would have proposed there is
     not read."""
@@ -195,7 +195,7 @@ class _Adapted(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Entropy(Asking):
+class Entropy(ThresholdStop):
     """Stop at the first token for whose chance AdaEDL's bound, 1 − √(gamma · entropy of the draft's
     distribution), is under `least` (Agrawal 2024). With a `rate`, which AdaEDL has, the threshold
     is adapted in the course of an answer so that this share of what is drafted is accepted."""
@@ -242,7 +242,7 @@ class Entropy(Asking):
 
 
 @dataclass(frozen=True)
-class Scored(Learned, Stop):
+class Scored(HeadReference, Stop):
     """What asks a head on the draft's states; subclasses say what its score means."""
 
     @property
@@ -250,7 +250,7 @@ class Scored(Learned, Stop):
         return ASKED | Parts.STATES
 
     @property
-    def heads(self) -> tuple[Learned, ...]:
+    def heads(self) -> tuple[HeadReference, ...]:
         return (self,)
 
     @property

@@ -17,18 +17,18 @@ import numpy as np
 from lenience.core.errors import InputError
 from lenience.core.files import alone, built_in, read_json, write_json
 from lenience.core.progress import Progress, silent
-from lenience.core.protocols import Fitted
-from lenience.decoding.asking import task_for
+from lenience.core.protocols import TrainedPart
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.generation import Generation
 from lenience.decoding.options import given_options
 from lenience.decoding.pair import Pair
+from lenience.decoding.task_models import task_for
 from lenience.evaluation.human import GRADING_FILES, with_grades
 from lenience.evaluation.quality import Quality, beside_target, qualities
 from lenience.evaluation.table import (
+    ComparedSetting,
     Example,
     Frontier,
-    Setting,
     allocation,
     machine,
     table,
@@ -129,7 +129,7 @@ class CompareConfig:
             Compared(shared.with_options(entry), "window" in entry) for entry in entries
         ]
 
-    def heads(self) -> dict[str, Fitted]:
+    def heads(self) -> dict[str, TrainedPart]:
         """The fitted heads that are asked, by their paths. Raises InputError for a wrong entry."""
         return _by_path(self.decodings())
 
@@ -408,10 +408,10 @@ class Comparison:
     def _chooses_window(self, decoder: Compared) -> bool:
         return len(self.config.windows) > 1 and not decoder.names_window
 
-    def _settings(self, path: Path, progress: Progress) -> list[Setting]:
+    def _settings(self, path: Path, progress: Progress) -> list[ComparedSetting]:
         """Each decoder at its fastest and at the widest window, or at the one that it names; the
         strict rule also at the judges'. What was chosen once stays."""
-        settings: dict[Decoder, Setting] = {}
+        settings: dict[Decoder, ComparedSetting] = {}
         done: list[Compared] = []
         if path.exists():
             before = read_json(path)
@@ -420,7 +420,7 @@ class Comparison:
             ] or self.decoders
             for entry in before["settings"]:
                 decoding = Decoder.of(entry["decoding"])
-                settings[decoding] = Setting(decoding, entry["why"])
+                settings[decoding] = ComparedSetting(decoding, entry["why"])
         choosing = []
         for decoder in self.decoders:
             if decoder in done:
@@ -433,7 +433,7 @@ class Comparison:
                 continue
             elif not decoder.names_window:
                 decoding = replace(decoding, window=self.config.windows[0])
-            settings.setdefault(decoding, Setting(decoding))
+            settings.setdefault(decoding, ComparedSetting(decoding))
         if choosing:
             self._add_chosen(settings, self._fastest(choosing, progress))
         chosen = [
@@ -445,16 +445,16 @@ class Comparison:
         return list(settings.values())
 
     def _add_chosen(
-        self, settings: dict[Decoder, Setting], fastest: Mapping[Decoder, int]
+        self, settings: dict[Decoder, ComparedSetting], fastest: Mapping[Decoder, int]
     ) -> None:
         """Add the settings of decoders whose window was chosen."""
         widest = max(self.config.windows)
         for decoding, window in fastest.items():
             at = replace(decoding, window=window)
-            settings.setdefault(at, Setting(at, "fastest"))
+            settings.setdefault(at, ComparedSetting(at, "fastest"))
         for decoding in fastest:
             at = replace(decoding, window=widest)
-            settings.setdefault(at, Setting(at, "widest"))
+            settings.setdefault(at, ComparedSetting(at, "widest"))
         choosing = [
             decoder.decoding
             for decoder in self.decoders
@@ -466,7 +466,9 @@ class Comparison:
         for decoding, window in fastest.items():
             if strict is not None and decoding.rule.heads:
                 at = replace(strict, window=window)
-                settings.setdefault(at, Setting(at, f"window of {decoding.rule}"))
+                settings.setdefault(
+                    at, ComparedSetting(at, f"window of {decoding.rule}")
+                )
 
     def _fastest(
         self, decoders: Sequence[Decoder], progress: Progress
@@ -504,7 +506,7 @@ class Comparison:
         }
 
     def _answers(
-        self, settings: Sequence[Setting], answers: Answers, progress: Progress
+        self, settings: Sequence[ComparedSetting], answers: Answers, progress: Progress
     ) -> list[list[Answer]]:
         """Each setting's answers to the samples, in their order."""
         n = len(self.samples)
@@ -524,7 +526,7 @@ class Comparison:
 
     def _quality(
         self,
-        settings: Sequence[Setting],
+        settings: Sequence[ComparedSetting],
         rows: Sequence[Sequence[Answer]],
         progress: Progress,
     ) -> list[Quality]:
@@ -545,7 +547,7 @@ class Comparison:
         return found
 
     def _timings(
-        self, settings: Sequence[Setting], path: Path, progress: Progress
+        self, settings: Sequence[ComparedSetting], path: Path, progress: Progress
     ) -> list[list[float]]:
         """For each timed sample, every setting's seconds, all measured in turn. Those of another
         machine or of other repeats are measured again, and so are all where one is missing: what
@@ -571,7 +573,7 @@ class Comparison:
         return [[known[sample.id][text] for text in texts] for sample in samples]
 
     def _timed(
-        self, sample: Sample, settings: Sequence[Setting], repeats: int
+        self, sample: Sample, settings: Sequence[ComparedSetting], repeats: int
     ) -> dict[str, float]:
         """Each setting's seconds on a sample, the median of repeats in which all take turns."""
         turns = [
@@ -585,7 +587,7 @@ class Comparison:
         return self.pair.generate(sample.prompt, decoding)
 
 
-def _by_path(decodings: Iterable[Decoder]) -> dict[str, Fitted]:
+def _by_path(decodings: Iterable[Decoder]) -> dict[str, TrainedPart]:
     """The fitted heads of decodings, by their paths; one that comes with the built-in pair by its
     name, wherever that is installed."""
     heads = [head for decoding in decodings for head in decoding.heads]

@@ -29,7 +29,7 @@ GRADES = {"left": 1.0, "tie": 0.5, "right": 0.0}
 """What a person says of a pair, as points of the left answer."""
 
 
-class Pair(Record):
+class AnswerPair(Record):
     """Two answers to a prompt, as the key knows them."""
 
     id: str
@@ -42,7 +42,7 @@ class Key(Record):
     """What the page does not tell: which answer is whose."""
 
     page: str
-    pairs: list[Pair]
+    pairs: list[AnswerPair]
 
 
 @dataclass(frozen=True)
@@ -94,17 +94,17 @@ def _pairs(
     answers: dict[str, dict[str, Answer]],
     settings: Sequence[str],
     limit: int,
-) -> tuple[list[Pair], int]:
+) -> tuple[list[AnswerPair], int]:
     """What is shown, in random order: each setting's answers to at most `limit` prompts beside the
     target's `own`, what two settings say alike once; and how many are the same as the target's."""
     drawn = random.Random(secrets.token_hex(16))
-    by_content = dict[tuple[str, str], Pair]()
+    by_content = dict[tuple[str, str], AnswerPair]()
     alike = 0
     for setting in settings:
         same, differing = _compared(prompts, own, answers[setting])
         alike += len(same)
         for id in differing[:limit]:
-            new = Pair(id=id, settings=[], target_left=drawn.random() < 0.5)
+            new = AnswerPair(id=id, settings=[], target_left=drawn.random() < 0.5)
             text = answers[setting][id].text.strip()
             by_content.setdefault((id, text), new).settings.append(setting)
     pairs = list(by_content.values())
@@ -122,7 +122,7 @@ def _compared(
 
 
 def _blinded(
-    pair: Pair, prompt: str, own: dict[str, Answer], others: dict[str, Answer]
+    pair: AnswerPair, prompt: str, own: dict[str, Answer], others: dict[str, Answer]
 ) -> dict[str, str]:
     """What the page shows of a pair."""
     left = own[pair.id].text

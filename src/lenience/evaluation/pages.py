@@ -44,7 +44,7 @@ class Mining:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownAnswer:
     """An answer that a report shows token by token."""
 
     row: NamedRow
@@ -80,7 +80,9 @@ def template(name: str) -> Template:
     return environment.get_template(name)
 
 
-def example(frontier: Frontier, certified: Certified | None = None) -> Shown | None:
+def example(
+    frontier: Frontier, certified: Certified | None = None
+) -> ShownAnswer | None:
     """The kept answer that shows most: of what is certified or a judge if there is one, right, with
     the most leniently kept tokens."""
     shown = []
@@ -92,7 +94,7 @@ def example(frontier: Frontier, certified: Certified | None = None) -> Shown | N
             judged = any(term.heads for term in terms(row.rule))
             ours = certified is not None and alike(row, certified)
             rank = (ours, judged, result.correct, lenient)
-            shown.append((rank, Shown(row, sample, result, lenient)))
+            shown.append((rank, ShownAnswer(row, sample, result, lenient)))
     return max(shown, key=lambda item: item[0], default=(None, None))[1]
 
 

@@ -33,7 +33,7 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Setting:
+class ComparedSetting:
     """One decoder of a comparison, and why it is there: "fastest", "widest" or "window of RULE";
     "given" where there was nothing to choose."""
 
@@ -153,7 +153,7 @@ class Frontier(Record, extra="allow"):
 
 
 def table(
-    settings: Sequence[Setting],
+    settings: Sequence[ComparedSetting],
     answers: Sequence[Sequence[Answer]],
     timings: Sequence[Sequence[float]],
     shared: Decoder,
@@ -237,7 +237,7 @@ def _flops_per_token(answers: Sequence[Answer], draws: NDArray) -> dict[str, Any
 
 
 def allocation(
-    settings: Sequence[Setting],
+    settings: Sequence[ComparedSetting],
     answers: Sequence[Sequence[Answer]],
     timings: Sequence[Sequence[float]],
     quality: Sequence[Quality] | None = None,

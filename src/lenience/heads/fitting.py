@@ -14,13 +14,18 @@ from torch import Tensor
 from lenience.core.errors import InputError
 from lenience.heads.head import Head, Inputs, Role
 from lenience.heads.scores import auc_interval, threshold_at, thresholds
-from lenience.heads.streaming import Problem, Standardised, StreamedRows, fit_together
+from lenience.heads.streaming import (
+    LogisticProblem,
+    Standardised,
+    StreamedRows,
+    fit_together,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from sklearn.linear_model import LogisticRegression
 
-Kind = Literal["logistic", "mlp", "adam", "adamw"]
+HeadKind = Literal["logistic", "mlp", "adam", "adamw"]
 MINE_MORE = "mine more samples (lenience mine --limit)"
 """The mend where there is too little to fit to; who fits to other data names another."""
 L2_GRID = tuple(10.0**k for k in range(-4, 3))
@@ -48,7 +53,7 @@ how many there are at most."""
 class FitConfig:
     """How a head is fitted."""
 
-    kind: Kind = "logistic"
+    kind: HeadKind = "logistic"
     """"logistic" regression (AutoJudge, section 3.2), its L2 penalty chosen on a tenth of the
     samples; "mlp", with a hidden layer; and the same linear head fitted by gradient steps until a
     tenth of the samples says to stop: "adamw" with the two classes weighted alike and its rate and
@@ -117,7 +122,7 @@ class Examples:
 
 
 @dataclass
-class Fitted:
+class TrainedHead:
     """A head on standardised inputs: score = sigmoid(x · weight + bias), or with a hidden layer as
     `Head` has it."""
 
@@ -131,14 +136,14 @@ class Fitted:
             x = torch.nn.functional.gelu(inner).numpy()
         return x.astype(np.float64) @ self.weight.astype(np.float64) + self.bias
 
-    def on_raw(self, mean: NDArray, scale: NDArray) -> Fitted:
+    def on_raw(self, mean: NDArray, scale: NDArray) -> TrainedHead:
         """The same head for inputs that are not standardised."""
         if not self.layer:
             weight = (self.weight / scale).astype(np.float32)
-            return Fitted(weight, self.bias - float((mean / scale) @ self.weight))
+            return TrainedHead(weight, self.bias - float((mean / scale) @ self.weight))
         inner = (self.layer[0] / scale[:, None]).astype(np.float32)
         bias = (self.layer[1] - (mean / scale) @ self.layer[0]).astype(np.float32)
-        return Fitted(self.weight.astype(np.float32), self.bias, (inner, bias))
+        return TrainedHead(self.weight.astype(np.float32), self.bias, (inner, bias))
 
 
 def fit_head(
@@ -182,7 +187,7 @@ def fit_head(
 
 
 @dataclass(frozen=True)
-class Setting:
+class Hyperparameters:
     """What is tuned on the samples that are set aside."""
 
     c: float = 0.0
@@ -193,13 +198,17 @@ class Setting:
     """Of "adamw": the weight decay."""
 
 
-def settings_of(kind: Kind) -> list[Setting]:
+def settings_of(kind: HeadKind) -> list[Hyperparameters]:
     """What a kind of head is tuned over."""
     if kind == "logistic":
-        return [Setting(c) for c in L2_GRID]
+        return [Hyperparameters(c) for c in L2_GRID]
     if kind == "adamw":
-        return [Setting(rate=rate, decay=decay) for rate in RATES for decay in DECAYS]
-    return [Setting()]
+        return [
+            Hyperparameters(rate=rate, decay=decay)
+            for rate in RATES
+            for decay in DECAYS
+        ]
+    return [Hyperparameters()]
 
 
 @dataclass(frozen=True)
@@ -212,11 +221,11 @@ class Tried:
     which are also stopped by it."""
 
 
-def _best(tried: Mapping[Setting, Tried]) -> Setting:
+def _best(tried: Mapping[Hyperparameters, Tried]) -> Hyperparameters:
     return max(tried, key=lambda setting: tried[setting].merit)
 
 
-FitOutcome = tuple[Fitted, "NDArray", dict[Setting, Tried], "NDArray"]
+FitOutcome = tuple[TrainedHead, "NDArray", dict[Hyperparameters, Tried], "NDArray"]
 """A head for inputs as they are, the examples' scores [m] out of fold, what each setting came to,
 and which rows were set aside for that."""
 
@@ -251,15 +260,17 @@ def _fit_in_files(examples: Examples, config: FitConfig) -> FitOutcome:
     by_c, tried = _grid_in_files(x, examples, config, (train, valid))
     c = _best(tried).c
     folds = [outside for _, outside in _folds(examples)]
-    problems = [Problem(c, ~np.isin(np.arange(m), outside)) for outside in folds]
-    problems.append(Problem(c, np.ones(m, dtype=bool)))
+    problems = [
+        LogisticProblem(c, ~np.isin(np.arange(m), outside)) for outside in folds
+    ]
+    problems.append(LogisticProblem(c, np.ones(m, dtype=bool)))
     begin = np.repeat(by_c[:, [L2_GRID.index(c)]], len(problems), 1)
     weights = fit_together(x, examples.weighted(config.weight), problems, begin)
     logits = x.logits(weights)
     scores = np.zeros(m)
     for k, outside in enumerate(folds):
         scores[outside] = expit(logits[outside, k])
-    fitted = Fitted(weights[:-1, -1], float(weights[-1, -1]))
+    fitted = TrainedHead(weights[:-1, -1], float(weights[-1, -1]))
     return fitted.on_raw(x.mean, x.scale), scores, tried, valid
 
 
@@ -268,14 +279,14 @@ def _grid_in_files(
     examples: Examples,
     config: FitConfig,
     split: tuple[NDArray, NDArray],
-) -> tuple[NDArray, dict[Setting, Tried]]:
+) -> tuple[NDArray, dict[Hyperparameters, Tried]]:
     """Heads [F + 1, K] of each penalty, fitted to the first rows of `split`, and what they came to
     on the second ones."""
     from sklearn.metrics import roc_auc_score
 
     train, valid = split
     inside = np.isin(np.arange(len(examples)), train)
-    problems = [Problem(c, inside) for c in L2_GRID]
+    problems = [LogisticProblem(c, inside) for c in L2_GRID]
     weights = fit_together(x, examples.weighted(config.weight), problems)
     logits = x.logits(weights)[valid]
     labels = examples.harmless[valid]
@@ -349,12 +360,14 @@ def _split(examples: Examples, config: FitConfig) -> tuple[NDArray, NDArray]:
     )
 
 
-def _tried(train: Examples, valid: Examples, config: FitConfig) -> dict[Setting, Tried]:
+def _tried(
+    train: Examples, valid: Examples, config: FitConfig
+) -> dict[Hyperparameters, Tried]:
     """What each setting comes to on `valid`, fitted to `train`."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import roc_auc_score
 
-    tried = dict[Setting, Tried]()
+    tried = dict[Hyperparameters, Tried]()
     model = LogisticRegression(max_iter=500, warm_start=True)
     for setting in settings_of(config.kind):
         if config.kind == "logistic":
@@ -375,7 +388,7 @@ def _loss(logits: NDArray, examples: Examples, config: FitConfig) -> float:
 
 
 def _scores_out_of_fold(
-    examples: Examples, setting: Setting, config: FitConfig
+    examples: Examples, setting: Hyperparameters, config: FitConfig
 ) -> NDArray:
     """[m]: each example's score by a head that was fitted to other samples."""
     from scipy.special import expit
@@ -390,7 +403,9 @@ def _scores_out_of_fold(
     return scores
 
 
-def _fit(examples: Examples, setting: Setting, config: FitConfig) -> Fitted:
+def _fit(
+    examples: Examples, setting: Hyperparameters, config: FitConfig
+) -> TrainedHead:
     from sklearn.linear_model import LogisticRegression
 
     if config.kind in ("adam", "adamw"):
@@ -402,7 +417,7 @@ def _fit(examples: Examples, setting: Setting, config: FitConfig) -> Fitted:
         )
     model = LogisticRegression(max_iter=1000, C=setting.c)
     _fit_logistic(model, examples, config.weight)
-    return Fitted(model.coef_[0], float(model.intercept_[0]))
+    return TrainedHead(model.coef_[0], float(model.intercept_[0]))
 
 
 def _fit_logistic(
@@ -418,7 +433,7 @@ def _fit_logistic(
     model.fit(examples.x[rows % len(examples)], labels, weights[rows])
 
 
-def fit_mlp(x: Tensor, harmless: Tensor, counts: Tensor, seed: int) -> Fitted:
+def fit_mlp(x: Tensor, harmless: Tensor, counts: Tensor, seed: int) -> TrainedHead:
     """Fit one hidden layer to x [m, F] and labels [m], which count so much [m]: dropout on its
     inputs and outputs, cross-entropy, AdamW on a one-cycle schedule."""
     loss_of = torch.nn.functional.binary_cross_entropy_with_logits
@@ -447,7 +462,7 @@ def fit_mlp(x: Tensor, harmless: Tensor, counts: Tensor, seed: int) -> Fitted:
             schedule.step()
     parameters = (inner.weight.T, inner.bias, outer.weight[0])
     matrix, bias, weight = (parameter.detach().numpy() for parameter in parameters)
-    return Fitted(weight, float(outer.bias.detach()), (matrix, bias))
+    return TrainedHead(weight, float(outer.bias.detach()), (matrix, bias))
 
 
 def _thinned(x: Tensor) -> Tensor:
@@ -458,7 +473,9 @@ def _thinned(x: Tensor) -> Tensor:
     return x * kept * (256 / (256 - DROPPED))
 
 
-def fit_stopped(examples: Examples, config: FitConfig, setting: Setting) -> Fitted:
+def fit_stopped(
+    examples: Examples, config: FitConfig, setting: Hyperparameters
+) -> TrainedHead:
     """Fit a linear head by Adam or AdamW, and keep it as it was when its loss on a tenth of the
     samples was least."""
     train, valid = _split(examples, config)
@@ -482,7 +499,7 @@ def fit_stopped(examples: Examples, config: FitConfig, setting: Setting) -> Fitt
             model.parameters(), lr=setting.rate, weight_decay=setting.decay
         )
         _train_until_worse(model, optimizer, loss_on, train, valid)
-    return Fitted(model.weight.detach()[0].numpy(), float(model.bias.detach()))
+    return TrainedHead(model.weight.detach()[0].numpy(), float(model.bias.detach()))
 
 
 def _train_until_worse(

@@ -306,7 +306,7 @@ def _load(path: Path, role: Role, changed: int) -> Head:
 
 
 @dataclass(frozen=True)
-class Learned:
+class HeadReference:
     """What a rule and a stop condition have in common that ask a fitted head: where it is and how
     its score is taken."""
 

@@ -94,7 +94,7 @@ class StreamedRows:
 
 
 @dataclass(frozen=True)
-class Problem:
+class LogisticProblem:
     """One of the fits that share their passes."""
 
     c: float
@@ -137,7 +137,7 @@ class Standardised:
 def fit_together(
     x: Standardised,
     labelled: WeightedLabels,
-    problems: Sequence[Problem],
+    problems: Sequence[LogisticProblem],
     begin: NDArray | None = None,
 ) -> NDArray:
     """Heads [F + 1, K] for K problems on labelled rows x [m, F], the last row their biases, which

@@ -13,11 +13,17 @@ from typing import Any
 from lenience.core.errors import InputError
 from lenience.core.files import alone
 from lenience.core.progress import Progress, silent
-from lenience.decoding.asking import task_for
 from lenience.decoding.decoder import Decoder
-from lenience.decoding.dialogue import Compare, Continue, Dialogue, Ended, Predict
+from lenience.decoding.dialogue import (
+    Compare,
+    Continue,
+    Dialogue,
+    FinishedDialogue,
+    Predict,
+)
 from lenience.decoding.pair import Pair
 from lenience.decoding.response import completes_stop, until_stop
+from lenience.decoding.task_models import task_for
 from lenience.mining.crew import Crew, mined_by
 from lenience.mining.on_policy import check_policy, search_on_policy
 from lenience.mining.resampling import Resampling, resample
@@ -115,7 +121,7 @@ class MinedCounts:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What the search found on one prompt."""
 
     prompt: list[int]
@@ -145,7 +151,7 @@ class Miner:
         _, text = until_stop(self.target, response, self.task.stop_strings)
         return self.task.answer(text, self.sample)
 
-    def search(self, prompt: list[int]) -> Dialogue[Found]:
+    def search(self, prompt: list[int]) -> Dialogue[SearchResult]:
         """Try each mismatch from left to right, and keep the swaps that leave the answer as it
         is."""
         own = yield self._continue(prompt, [])
@@ -178,7 +184,7 @@ class Miner:
                     response = swapped
                     start = i + 1
                     break
-        return Found(prompt, own, response, mismatches, answer)
+        return SearchResult(prompt, own, response, mismatches, answer)
 
     def _swap(
         self, prompt: list[int], before: list[int], token: int, answer: str | None
@@ -240,7 +246,7 @@ def search(
         yield _record(miners[ended.number], ended)
 
 
-def _record(miner: Miner, ended: Ended[Found]) -> MinedSample:
+def _record(miner: Miner, ended: FinishedDialogue[SearchResult]) -> MinedSample:
     """The journal's record of a search."""
     found = ended.result
     return MinedSample(

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 from lenience.core.errors import InputError, RunError
-from lenience.decoding.asking import task_for
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.loading import load_pair
+from lenience.decoding.task_models import task_for
 from lenience.mining.search import search
 from lenience.mining.work import Part, WorkerPlan, identity_of
 from lenience.models.threads import limit_threads

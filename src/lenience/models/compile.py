@@ -21,7 +21,7 @@ from lenience.core.errors import first_line
 from lenience.core.files import EMBEDDED, cache_folder
 from lenience.models.cuda_graphs import CudaGraphs
 from lenience.models.lm import LAST, LM, Backend, States
-from lenience.models.onnx_graph import Graph, Others, load
+from lenience.models.onnx_graph import Graph, GraphFinder, load
 from lenience.models.session import reads_together_as_alone, reads_trees_as_paths
 
 FORMAT = 3
@@ -122,7 +122,7 @@ def _backend(lm: LM, path: Path | None, export: bool) -> Backend | None:
     )
 
 
-def _others(export: bool, states: States = LAST) -> Others:
+def _others(export: bool, states: States = LAST) -> GraphFinder:
     """What finds the other graphs of a model, and with `export` makes them, see `_another`."""
 
     def giving(lm: LM, wanted: States) -> Graph | None:
@@ -149,7 +149,7 @@ def _others(export: bool, states: States = LAST) -> Others:
         path = graph_path(lm, states, trees=True)
         return _another(lm, "trees", _Export(path, states, export, trees=True), reads)
 
-    return Others(giving, for_trees, export)
+    return GraphFinder(giving, for_trees, export)
 
 
 @dataclass(frozen=True)

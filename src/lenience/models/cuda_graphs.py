@@ -23,8 +23,8 @@ from lenience.models.kv_cache import (
     LATER,
     Forward,
     PlainCache,
-    Sight,
-    TreeSight,
+    TreeVisibility,
+    Visibility,
     positions,
 )
 from lenience.models.lm import LAST, LM, States
@@ -194,12 +194,12 @@ class _Recording:
         self.cached_lengths = torch.zeros(rows, dtype=torch.long, device=device)
         self.rows = torch.arange(rows, device=device)
         self.graph = None
-        self.sight: Sight | None = None  # of trees
+        self.sight: Visibility | None = None  # of trees
         if shape.is_tree:
             related = torch.ones(rows, shape.length, shape.kv_length, dtype=torch.bool)
             keys = torch.arange(shape.kv_length).repeat(rows, 1)
             parts = (torch.zeros(rows, shape.length, dtype=torch.long), keys, related)
-            self.sight = Sight(*(part.to(device) for part in parts))
+            self.sight = Visibility(*(part.to(device) for part in parts))
         if device.type == "cuda":
             try:
                 with _RECORDING, torch.cuda.device(device):
@@ -256,7 +256,9 @@ class _Recording:
         )
         ids = ids.clamp(max=cache.lm.vocab_size - 1)
         keys = torch.arange(self.shape.kv_length, device=ids.device)
-        return cache.forward(ids, num_states, self.sight or Sight(position_ids, keys))
+        return cache.forward(
+            ids, num_states, self.sight or Visibility(position_ids, keys)
+        )
 
     @torch.inference_mode()
     def __call__(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
@@ -302,7 +304,9 @@ class _Recording:
     def _see(self, forward: Forward) -> None:
         """Put where trees stand, and what they see, where the recording reads it."""
         assert self.sight is not None and self.sight.related is not None
-        given = TreeSight.of(forward, self.cache.lm.context_length).on(self.ids.device)
+        given = TreeVisibility.of(forward, self.cache.lm.context_length).on(
+            self.ids.device
+        )
         assert given.related is not None
         rows = to_device(forward.rows, self.ids.device)
         self.sight.at[rows] = given.at

@@ -119,7 +119,7 @@ class RowCache(Protocol):
 
 
 @dataclass(frozen=True)
-class Sight:
+class Visibility:
     """Where the tokens of a pass and the keys that they see stand."""
 
     at: Tensor
@@ -138,7 +138,7 @@ class Sight:
 
 
 @dataclass(frozen=True)
-class TreeSight:
+class TreeVisibility:
     """The same of rows that end with trees, on the host: a token of a tree stands as far behind the
     prefix as its depth, and sees what is on its path."""
 
@@ -147,7 +147,7 @@ class TreeSight:
     related: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, forward: Forward, longest: int | None) -> TreeSight:
+    def of(cls, forward: Forward, longest: int | None) -> TreeVisibility:
         """`longest`: the model's context; what stands past its end is read at its last position,
         and is nothing that can be kept."""
         assert forward.parents is not None
@@ -172,9 +172,9 @@ class TreeSight:
             at if longest is None else np.minimum(at, longest - 1), keys, related
         )
 
-    def on(self, device: torch.device) -> Sight:
+    def on(self, device: torch.device) -> Visibility:
         parts = (torch.from_numpy(part) for part in (self.at, self.keys, self.related))
-        return Sight(*(part.to(device) for part in parts))
+        return Visibility(*(part.to(device) for part in parts))
 
 
 class PlainCache:
@@ -198,7 +198,7 @@ class PlainCache:
         self.states = states
         self.reads_ragged = reads_ragged
         lm.capture(states)
-        self._features = _Kept(self.slots)
+        self._features = _RowStates(self.slots)
         make_layer = cast(type[CacheLayerMixin], partial(_Layer, self.slots))
         self._cache = PassCache(layer_class_to_replicate=make_layer)
 
@@ -209,7 +209,7 @@ class PlainCache:
             lm, self.slots.num_rows, self.slots.capacity, LAST, self.reads_ragged
         )
         other.slots = self.slots
-        other._features = _Kept(self.slots)
+        other._features = _RowStates(self.slots)
         own = self._cache.layers
         own += [_Layer(self.slots) for _ in range(len(own), max(layers) + 1)]
         other._cache = PassCache(layers=[own[i] for i in layers])
@@ -259,7 +259,7 @@ class PlainCache:
         # an id that only the other model's embedding has is read as the last one
         ids = forward.ids_on(device).clamp(max=self.lm.vocab_size - 1)
         slots.make_room(forward.kv_length)
-        sight: Sight | None = None
+        sight: Visibility | None = None
         if len(forward.rows) == 1:
             slots.use_one(forward.rows[0], forward.cached_lengths[0], forward.kv_length)
         else:
@@ -269,9 +269,9 @@ class PlainCache:
             columns = at.masked_fill(is_padding, slots.capacity)
             rows = to_device(forward.rows, device)
             slots.use_several(forward.rows, rows, columns, forward.kv_length)
-            sight = Sight(at, torch.arange(forward.kv_length, device=device))
+            sight = Visibility(at, torch.arange(forward.kv_length, device=device))
         if forward.parents is not None:
-            sight = TreeSight.of(forward, self.lm.context_length).on(device)
+            sight = TreeVisibility.of(forward, self.lm.context_length).on(device)
         profile.add("cache")
         outputs = self.forward(ids, forward.num_states, sight, forward.inputs)
         profile.add(self.lm.role)
@@ -281,7 +281,7 @@ class PlainCache:
         self,
         ids: Tensor,
         num_states: int,
-        sight: Sight | None,
+        sight: Visibility | None,
         inputs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The model's pass over `ids` [m, T], the slots being set; `sight` where it is not one row,
@@ -303,7 +303,7 @@ class PlainCache:
         # a model may lie on several devices
         return logits, hidden[:, -num_states:].to(logits.device)
 
-    def _masks(self, sight: Sight) -> Any:
+    def _masks(self, sight: Visibility) -> Any:
         """What each query sees, as the model's attention wants it told."""
         masks = sight.masks(self.lm)
         model = self.lm.model
@@ -318,7 +318,7 @@ class PlainCache:
         return masks if len(masks) > 1 else masks["full_attention"]
 
 
-class _Kept:
+class _RowStates:
     """States [rows, H, capacity + 1, D] of all rows, written and read where the cache's slots
     say."""
 
@@ -361,8 +361,8 @@ class _Layer(CacheLayerMixin):
     def __init__(self, slots: _Slots):
         super().__init__()
         self.slots = slots
-        self._keys = _Kept(slots)
-        self._values = _Kept(slots)
+        self._keys = _RowStates(slots)
+        self._values = _RowStates(slots)
 
     def both(self) -> tuple[Tensor, Tensor]:
         """Keys and values."""

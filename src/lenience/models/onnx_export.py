@@ -27,7 +27,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lenience.core.files import replacing
-from lenience.models.kv_cache import NOWHERE, Sight, positions
+from lenience.models.kv_cache import NOWHERE, Visibility, positions
 from lenience.models.lm import LAST, LM, States, cache_argument
 
 _TRACING = threading.RLock()
@@ -181,7 +181,7 @@ class _Twin(torch.nn.Module):
     def read(
         self,
         ids: Tensor,
-        sight: Sight,
+        sight: Visibility,
         kept: Tensor | int,
         past: list[Tensor],
         layers: list[_Layer],
@@ -240,7 +240,9 @@ class _First(_Twin):
         old = torch.where(columns < cached[:, None], columns, NOWHERE)  # [m, C]
         keys = torch.cat([old, at.masked_fill(padding, NOWHERE)], 1)
         layers = [_Layer() for _ in past[::2]]
-        read = self.read(ids, Sight(at, keys), kept, past, layers=layers, inputs=inputs)
+        read = self.read(
+            ids, Visibility(at, keys), kept, past, layers=layers, inputs=inputs
+        )
         if steps is None:
             return read
         logits, hidden, new = read
@@ -265,7 +267,9 @@ class _Branching(_Twin):
     ) -> tuple[Any, ...]:
         """The pass over trees."""
         layers = [_Layer() for _ in past[::2]]
-        return self.read(ids, Sight(*sight), kept, past, layers=layers, inputs=inputs)
+        return self.read(
+            ids, Visibility(*sight), kept, past, layers=layers, inputs=inputs
+        )
 
 
 class _Step(_Twin):
@@ -285,7 +289,12 @@ class _Step(_Twin):
         layers = [_Layer(here, *states) for states in zip(near[::2], near[1::2])]
         inputs = state[0][:, None] if state else None
         logits, hidden, near = self.read(
-            token[:, None], Sight(at, places), 1, past, layers=layers, inputs=inputs
+            token[:, None],
+            Visibility(at, places),
+            1,
+            past,
+            layers=layers,
+            inputs=inputs,
         )
         carried = [hidden[:, -1]] if state else []
         return logits[:, -1].argmax(-1), *carried, near, logits[:, -1], hidden[:, -1]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lenience.core.profile import Profile
-from lenience.models.kv_cache import NOWHERE, Forward, TreeSight
+from lenience.models.kv_cache import NOWHERE, Forward, TreeVisibility
 from lenience.models.lm import LAST, LM, States
 from lenience.models.threads import cores
 
@@ -32,7 +32,7 @@ LARGEST_SCORES = 1 << 24
 
 
 @dataclass(frozen=True)
-class Others:
+class GraphFinder:
     """What finds the other graphs of a model, and perhaps makes them."""
 
     giving: Callable[[LM, States], Graph | None]
@@ -42,7 +42,9 @@ class Others:
     makes: bool
 
 
-def load(path: Path, lm: LM, others: Others | None = None, keep: bool = False) -> Graph:
+def load(
+    path: Path, lm: LM, others: GraphFinder | None = None, keep: bool = False
+) -> Graph:
     """Load the graph in a file, with the weights of `lm`. A file that is no such graph is deleted
     unless `keep`; raises whatever ONNX Runtime raises."""
     import onnxruntime
@@ -82,7 +84,10 @@ class Graph:
     shares_layers = True
 
     def __init__(
-        self, path: Path, weights: Mapping[str, NDArray[Any]], others: Others | None
+        self,
+        path: Path,
+        weights: Mapping[str, NDArray[Any]],
+        others: GraphFinder | None,
     ):
         import onnxruntime
 
@@ -540,7 +545,7 @@ class _Call:
     def _see(self, forward: Forward, places: list[int], longest: int | None) -> None:
         """Say where the tokens of trees stand and what they see: first what is cached, then what is
         read."""
-        sight = TreeSight.of(forward, longest)
+        sight = TreeVisibility.of(forward, longest)
         capacity = self.past[0].shape[2]
         self.at[:] = 0
         self.keys[:] = NOWHERE

@@ -16,7 +16,7 @@ from lenience.core.errors import InputError
 from lenience.core.needs import Needs
 from lenience.core.noise import gumbel_argmax
 from lenience.core.types import Draft, Reading
-from lenience.heads.head import Learned
+from lenience.heads.head import HeadReference
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Term:
         hidden sizes."""
 
     @property
-    def heads(self) -> tuple[Learned, ...]:
+    def heads(self) -> tuple[HeadReference, ...]:
         """The fitted heads that it asks."""
         return ()
 

@@ -20,7 +20,7 @@ from lenience.core.context import Context
 from lenience.core.errors import InputError
 from lenience.core.needs import Needs
 from lenience.core.types import Draft, Reading, Verdict
-from lenience.heads.head import Learned
+from lenience.heads.head import HeadReference
 from lenience.rules.base import Lenient, Term, gather_tokens, select_position
 from lenience.rules.strict import Exact, Speculative
 
@@ -97,7 +97,7 @@ class AnyOf:
             raise InputError(f"{self}: {error}") from None
 
     @property
-    def heads(self) -> tuple[Learned, ...]:
+    def heads(self) -> tuple[HeadReference, ...]:
         """The fitted heads that it asks."""
         return tuple(head for term in self.terms for head in term.heads)
 

@@ -17,14 +17,14 @@ from lenience.core.files import EMBEDDED
 from lenience.core.needs import Needs, Parts
 from lenience.core.transfer import looks_cheaply
 from lenience.core.types import Draft, Reading
-from lenience.heads.head import Learned
+from lenience.heads.head import HeadReference
 from lenience.rules.base import Lenient
 
 BUILT_IN = str(EMBEDDED / "judge")
 
 
 @dataclass(frozen=True)
-class Judge(Learned, Lenient):
+class Judge(HeadReference, Lenient):
     """Accept a mismatch that a fitted head scores at least `threshold` (AutoJudge, Garipov 2025;
     Judge Decoding, Bachmann 2025); without a path that of the built-in pair. Alone it means
     `exact|judge:…` when greedy and `speculative|judge:…` when sampling."""
@@ -44,7 +44,7 @@ class Judge(Learned, Lenient):
     """Which accepts nothing, where some important token has a score of 1."""
 
     def __post_init__(self) -> None:
-        Learned.__post_init__(self)
+        HeadReference.__post_init__(self)
         Lenient.__post_init__(self)
         if bool(self.strict) != bool(self.by):
             raise InputError(
@@ -65,7 +65,7 @@ class Judge(Learned, Lenient):
             ) from None
 
     @property
-    def heads(self) -> tuple[Learned, ...]:
+    def heads(self) -> tuple[HeadReference, ...]:
         return (self,)
 
     @property

@@ -95,7 +95,7 @@ def _line(record: dict[str, Any]) -> bytes:
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
 
-class Tail:
+class JournalTail:
     """A journal that other processes append to as well, read as it grows, while its lock is
     held."""
 

@@ -14,7 +14,7 @@ from filelock import FileLock
 from lenience.core.errors import InputError
 from lenience.core.files import data_folder, digest
 from lenience.core.records import Record
-from lenience.runs.journal import Journal, Tail
+from lenience.runs.journal import Journal, JournalTail
 from lenience.runs.uses import Draw, Use, draw_rows, locked, use_of, uses_in, uses_of
 from lenience.tasks import Sample, Task, take
 
@@ -194,7 +194,7 @@ class _Uses:
     """The uses that a folder's uses.jsonl names, read as it grows."""
 
     def __init__(self, folder: Path):
-        self._tail = Tail(folder / "uses.jsonl")
+        self._tail = JournalTail(folder / "uses.jsonl")
         self.rows = dict[tuple[str, str, str], Use]()
 
     def read(self) -> list[Use]:

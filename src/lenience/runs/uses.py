@@ -20,7 +20,7 @@ from lenience.runs.record import encoded, mined_samples
 from lenience.tasks import Sample, Task, take
 
 if TYPE_CHECKING:
-    from lenience.core.protocols import Fitted
+    from lenience.core.protocols import TrainedPart
     from lenience.models.lm import LM
     from lenience.models.prompts import Prompt
 
@@ -63,7 +63,7 @@ class Draw:
     split: str = "train"
     ids: tuple[str, ...] = ()
     """None but these, where any are named."""
-    heads: tuple[Fitted, ...] = ()
+    heads: tuple[TrainedPart, ...] = ()
     """The prompts that they were fitted on are used ones, in their own run folders too."""
 
 
@@ -83,7 +83,7 @@ class AlignedDraft:
         return digest([*self.prompts])
 
 
-def aligned(draft: LM | None) -> tuple[Fitted, ...]:
+def aligned(draft: LM | None) -> tuple[TrainedPart, ...]:
     """A draft as something fitted, where it is one that was aligned with its target."""
     file = Path(draft.name) / ALIGNED if draft else None
     if file is None or not file.is_file():
@@ -289,13 +289,13 @@ def group_of(sample: Sample) -> str | None:
     return getattr(sample, "group", None)
 
 
-def fitted_in(head: Fitted) -> Path | None:
+def fitted_in(head: TrainedPart) -> Path | None:
     """The run folder that a head was fitted in; None where nothing beside it says so."""
     run = Path(head.path).parent
     return run if any((run / name).exists() for name in RUN_FILES) else None
 
 
-def _runs_of(heads: Iterable[Fitted], folder: Path) -> set[Path]:
+def _runs_of(heads: Iterable[TrainedPart], folder: Path) -> set[Path]:
     """The other run folders. Raises InputError for a head of which nothing says what it was fitted
     on."""
     runs = set()

@@ -19,7 +19,7 @@ from lenience.tasks.jsonl import SUFFIXES, JsonlTask
 from lenience.tasks.math import Gsm8k, Math
 from lenience.tasks.published import Published
 from lenience.tasks.rows import Fields
-from lenience.tasks.summary import Continuation, Summary
+from lenience.tasks.summary import ContinuationTask, Summary
 from lenience.tasks.user import as_task, task_in_file
 from lenience.tasks.wordmath import WordMath
 
@@ -53,7 +53,7 @@ BENCHMARKS: dict[str, type[Published]] = {
         CommonsenseQa,
         MtBench,
         Summary,
-        Continuation,
+        ContinuationTask,
     )
 }
 """Tasks that read the files of a published benchmark."""

@@ -27,7 +27,7 @@ from lenience.tasks.base import Sample, Score
 from lenience.tasks.finding import without_thought
 from lenience.tasks.published import Published
 from lenience.tasks.rows import Row
-from lenience.tasks.sandbox import Limits, Sandbox, Verdict, sandbox, workers
+from lenience.tasks.sandbox import Limits, Sandbox, TestVerdict, sandbox, workers
 
 ITS_TESTS = "passes its tests"
 """The reference of a problem without a solution."""
@@ -72,10 +72,10 @@ class CodeTask(Published):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._verdicts: dict[tuple[str, str], Verdict] = {}
+        self._verdicts: dict[tuple[str, str], TestVerdict] = {}
         self._free = BoundedSemaphore(workers())
 
-    def verdict(self, program: str, sample: Sample) -> Verdict:
+    def verdict(self, program: str, sample: Sample) -> TestVerdict:
         """What comes of a program on the sample's tests."""
         raise NotImplementedError
 
@@ -107,13 +107,13 @@ class CodeTask(Published):
             for verdict in verdicts
         ]
 
-    def _of_response(self, text: str, sample: Sample) -> Verdict:
+    def _of_response(self, text: str, sample: Sample) -> TestVerdict:
         program = self.answer(text, sample)
         if program is None:
-            return Verdict("missing function", "no program in the response")
+            return TestVerdict("missing function", "no program in the response")
         return self._known(program, sample)
 
-    def _known(self, program: str, sample: Sample) -> Verdict:
+    def _known(self, program: str, sample: Sample) -> TestVerdict:
         key = sample.id, digest_bytes(program.encode("utf-8", "replace"))
         verdict = self._verdicts.get(key)
         if verdict is None:
@@ -171,7 +171,7 @@ class HumanEval(CodeTask):
         ends = [text.find(stop) for stop in CODEX_STOPS if stop in text]
         return str(prompt + text[: min(ends, default=len(text))])
 
-    def verdict(self, program: str, sample: Sample) -> Verdict:
+    def verdict(self, program: str, sample: Sample) -> TestVerdict:
         tests = f"{_before(sample)}\n{sample.metadata['test']}\n"
         try:
             return self.sandbox.check(
@@ -263,7 +263,7 @@ class LiveCodeBench(CodeTask):
         function = None if sample is None else sample.metadata["function"]
         return last_block(text, function or "")
 
-    def verdict(self, program: str, sample: Sample) -> Verdict:
+    def verdict(self, program: str, sample: Sample) -> TestVerdict:
         kept = sample.metadata
         tests = [*cases_in(kept["public"]), *cases_in(kept["private"])]
         left = time.monotonic() + (self.LIMITS.seconds + 1) * len(tests) + 5
@@ -275,28 +275,28 @@ class LiveCodeBench(CodeTask):
             if not verdict.passed:
                 return verdict
             if time.monotonic() > left:
-                return Verdict("timeout", "of all tests together")
-        return Verdict("passed")
+                return TestVerdict("timeout", "of all tests together")
+        return TestVerdict("passed")
 
     def _by_input(
         self, program: str, tests: Sequence[dict[str, str]]
-    ) -> Iterator[Verdict]:
+    ) -> Iterator[TestVerdict]:
         for number, test in enumerate(tests, 1):
             ended = self.sandbox.run(PREAMBLE + program, test["input"], self.LIMITS)
             if ended.status != "ended":
-                yield Verdict(ended.status, f"test {number}")
+                yield TestVerdict(ended.status, f"test {number}")
             elif ended.code:
-                yield Verdict(
+                yield TestVerdict(
                     "crash", (ended.err.strip().splitlines() or [""])[-1][-300:]
                 )
             elif not same_output(ended.out, test["output"]):
-                yield Verdict("wrong answer", f"test {number}")
+                yield TestVerdict("wrong answer", f"test {number}")
             else:
-                yield Verdict("passed")
+                yield TestVerdict("passed")
 
     def _by_calls(
         self, program: str, function: str | None, tests: Sequence[dict[str, str]]
-    ) -> Iterator[Verdict]:
+    ) -> Iterator[TestVerdict]:
         if not function:
             raise InputError(
                 "task livecodebench: a problem's metadata name no func_name"
@@ -312,15 +312,15 @@ class LiveCodeBench(CodeTask):
             ) from None
         values = self.sandbox.calls(PREAMBLE + program, function, given, self.LIMITS)
         for number, (value, expected) in enumerate(zip(values, wanted), 1):
-            if isinstance(value, Verdict):
+            if isinstance(value, TestVerdict):
                 yield value
                 return
             value = list(value) if isinstance(value, tuple) else value
             right = value == expected
             yield (
-                Verdict("passed")
+                TestVerdict("passed")
                 if right
-                else Verdict("wrong answer", f"test {number}")
+                else TestVerdict("wrong answer", f"test {number}")
             )
 
 
@@ -344,7 +344,7 @@ def _lines(text: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Block:
+class CodeBlock:
     """A fenced code block of a response."""
 
     language: str
@@ -367,7 +367,7 @@ class Block:
         return True
 
 
-def blocks(text: str) -> list[Block]:
+def blocks(text: str) -> list[CodeBlock]:
     """Return the code blocks of a response, those of a thought left out."""
     text = without_thought(text.replace("\r\n", "\n"))
     fenced = re.finditer(
@@ -376,7 +376,7 @@ def blocks(text: str) -> list[Block]:
         re.DOTALL | re.MULTILINE,
     )
     found = [
-        Block(
+        CodeBlock(
             (block[1].split() or [""])[0].strip("{}.").lower(), block[2], bool(block[3])
         )
         for block in fenced

@@ -21,7 +21,7 @@ Find = Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
-class Answers:
+class AnswerForm:
     """How answers are found and compared, and how that is written."""
 
     find: Find
@@ -31,7 +31,7 @@ class Answers:
     """As runs and certificates name it."""
 
 
-def answers(answer: str, same: str | None) -> Answers:
+def answers(answer: str, same: str | None) -> AnswerForm:
     """From the specs that users give. Raises InputError that names what there is."""
     name, colon, what = answer.partition(":")
     if (
@@ -48,7 +48,7 @@ def answers(answer: str, same: str | None) -> Answers:
     same = same or compared
     if same not in COMPARISONS:
         raise InputError(f"same {same!r}: name one of {', '.join(COMPARISONS)}")
-    return Answers(make(what), COMPARISONS[same], f"answer={answer} same={same}")
+    return AnswerForm(make(what), COMPARISONS[same], f"answer={answer} same={same}")
 
 
 def without_thought(text: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from lenience.core.errors import InputError, RunError, first_line
 from lenience.core.files import cache_folder, digest
-from lenience.core.kept import KeptTexts
+from lenience.core.text_store import TextStore
 from lenience.core.workers import each
 from lenience.tasks.base import Messages, Sample, Score, Task
 
@@ -234,7 +234,7 @@ class Graded(Task):
         self.name = f"{task.name} graded by {grader.name}"
         self.counts = GradingCounts()
         self._counted = set[str]()
-        self._kept = KeptTexts(
+        self._kept = TextStore(
             cache_folder() / "graders" / f"{digest(grader.source, 6)}.jsonl"
         )
         self._unread = dict[str, str]()

@@ -27,7 +27,7 @@ from typing import Any, Literal
 from lenience.core.errors import InputError
 from lenience.tasks import sandboxed
 
-Kind = Literal["bubblewrap", "landlock", "none"]
+SandboxKind = Literal["bubblewrap", "landlock", "none"]
 Status = Literal["ended", "timeout", "too much output"]
 CHILD = Path(sandboxed.__file__)
 EXTRA = "pip install 'lenience[code]'"
@@ -82,7 +82,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProgramResult:
     """How a program ended, and what it wrote."""
 
     status: Status
@@ -92,7 +92,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TestVerdict:
     """What came of a program: "passed", "wrong answer", "timeout", "crash", "missing function" or
     "too much output", and what tells more."""
 
@@ -113,9 +113,11 @@ class Verdict:
 class Sandbox:
     """A way to shut programs in; "none" is for those who accept what they run."""
 
-    kind: Kind
+    kind: SandboxKind
 
-    def run(self, program: str, given: str = "", limits: Limits = Limits()) -> Ended:
+    def run(
+        self, program: str, given: str = "", limits: Limits = Limits()
+    ) -> ProgramResult:
         """Run a script on what it reads from its standard input."""
         with self._started("main", program, limits) as process:
             return _exchange(process, given.encode("utf-8", "replace"), limits)
@@ -126,7 +128,7 @@ class Sandbox:
         entry: str,
         arguments: Sequence[Sequence[Any]],
         limits: Limits,
-    ) -> Iterator[Any | Verdict]:
+    ) -> Iterator[Any | TestVerdict]:
         """Call a function of a program again and again in one process: what each call returns, or
         the Verdict that ends it."""
         count = len(arguments) + 1
@@ -135,19 +137,19 @@ class Sandbox:
         ) as process:
             replies = _Replies(process, limits)
             ready = replies.next()
-            if isinstance(ready, Verdict):
+            if isinstance(ready, TestVerdict):
                 yield ready
                 return
             for given in arguments:
                 replies.ask(sandboxed.encode(list(given)))
                 answer = replies.next()
                 yield answer
-                if isinstance(answer, Verdict):
+                if isinstance(answer, TestVerdict):
                     return
 
     def check(
         self, program: str, entry: str, tests: str, limits: Limits = Limits()
-    ) -> Verdict:
+    ) -> TestVerdict:
         """Whether a function of `program` passes trusted `tests`, code that defines
         `check(candidate)`; these run in a sandbox of their own, which the program cannot look
         into. Raises InputError where the tests cannot be run."""
@@ -168,9 +170,9 @@ class Sandbox:
             for end in ends:
                 os.close(end)
         if ended.status != "ended":
-            return Verdict(ended.status)
+            return TestVerdict(ended.status)
         try:
-            verdict = Verdict(*json.loads(ended.out))
+            verdict = TestVerdict(*json.loads(ended.out))
         except (ValueError, TypeError):
             raise RuntimeError(
                 f"the sandbox's referee failed: {ended.err[-300:]}"
@@ -366,7 +368,9 @@ def _bubblewrap(refused: int) -> list[str]:
     return [*command, "--setenv", "LANG", "C.UTF-8", "--"]
 
 
-def _exchange(process: subprocess.Popen[bytes], given: bytes, limits: Limits) -> Ended:
+def _exchange(
+    process: subprocess.Popen[bytes], given: bytes, limits: Limits
+) -> ProgramResult:
     """Feed a process and read what it writes, until it has ended or went beyond its limits."""
     assert process.stdin and process.stdout and process.stderr
     deadline = time.monotonic() + limits.seconds
@@ -384,7 +388,7 @@ def _exchange(process: subprocess.Popen[bytes], given: bytes, limits: Limits) ->
         part[: limits.output].decode("utf-8", "replace") for part in written.values()
     )
     code = -1 if process.returncode is None else process.returncode
-    return Ended(status, code, out, err)
+    return ProgramResult(status, code, out, err)
 
 
 def _read_both(
@@ -452,18 +456,18 @@ class _Replies:
     def ask(self, content: Any) -> None:
         self._waiting = memoryview(json.dumps(content).encode() + b"\n")
 
-    def next(self) -> Any | Verdict:
+    def next(self) -> Any | TestVerdict:
         """The next value, or why there is none."""
         deadline = time.monotonic() + self._limits.seconds
         while b"\n" not in self._read:
             if len(self._read) > sandboxed.LONGEST_LINE:
-                return Verdict("too much output")
+                return TestVerdict("too much output")
             if why := self._wait(deadline - time.monotonic()):
                 return why
         line, _, self._read = self._read.partition(b"\n")
         return _reply(bytes(line))
 
-    def _wait(self, seconds: float) -> Verdict | None:
+    def _wait(self, seconds: float) -> TestVerdict | None:
         """Until something was written or read; why it was not."""
         with selectors.DefaultSelector() as ready:
             ready.register(self._from, selectors.EVENT_READ)
@@ -471,7 +475,7 @@ class _Replies:
                 ready.register(self._to, selectors.EVENT_WRITE)
             events = ready.select(max(0.0, seconds))
         if not events:
-            return Verdict("timeout")
+            return TestVerdict("timeout")
         for key, _ in events:
             if key.fileobj is self._to:
                 try:
@@ -483,28 +487,28 @@ class _Replies:
                 continue
             part = os.read(key.fd, 1 << 16)
             if not part:
-                return Verdict("crash", "it ended without an answer")
+                return TestVerdict("crash", "it ended without an answer")
             self._read += part
         return None
 
 
-def _reply(line: bytes) -> Any | Verdict:
+def _reply(line: bytes) -> Any | TestVerdict:
     try:
         content = json.loads(line)
         if "missing" in content:
-            return Verdict("missing function", str(content["missing"]))
+            return TestVerdict("missing function", str(content["missing"]))
         if "raised" in content:
-            return Verdict("crash", str(content["raised"])[-300:])
+            return TestVerdict("crash", str(content["raised"])[-300:])
         return True if "ready" in content else sandboxed.decode(content["value"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return Verdict("wrong answer", f"unreadable: {error!r}")
+        return TestVerdict("wrong answer", f"unreadable: {error!r}")
 
 
 PROBE = "import os\nprint(sum(map(int, input().split())), os.getcwd())"
 """Is run to see whether a sandbox works here."""
 
 
-def probe(kind: Kind) -> str:
+def probe(kind: SandboxKind) -> str:
     """Run a small program in a sandbox. Returns why that failed; "" if it worked."""
     if kind == "bubblewrap" and shutil.which("bwrap") is None:
         return "bwrap is not installed"
@@ -528,7 +532,7 @@ def sandbox(unsafe_local: bool = False) -> Sandbox:
     if unsafe_local:
         return Sandbox("none")
     why = []
-    kinds: tuple[Kind, ...] = ("bubblewrap", "landlock")
+    kinds: tuple[SandboxKind, ...] = ("bubblewrap", "landlock")
     for kind in kinds:
         if not (fault := probe(kind)):
             return Sandbox(kind)

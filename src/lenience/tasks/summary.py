@@ -95,7 +95,7 @@ class Summary(RougeTask):
 
 
 @dataclass(kw_only=True)
-class Continuation(RougeTask):
+class ContinuationTask(RougeTask):
     """Sentences to go on with, as with LM1B (Chelba 2013): a text file with one a line, or rows
     {text}. The first `words` words are the prompt, and 20 tokens of the rest the reference, as
     words."""

@@ -31,7 +31,7 @@ TOGETHER = 8
 
 
 @dataclass(frozen=True)
-class Drawn:
+class TreeSampling:
     """How a tree's tokens are drawn where they are not the most probable ones, and how answers
     are."""
 
@@ -43,7 +43,7 @@ def fit_tree(
     pair: Pair,
     run: Path,
     drafter: DrafterSpec,
-    drawn: Drawn | None = None,
+    drawn: TreeSampling | None = None,
     progress: Progress = silent,
 ) -> Acceptance:
     """Measure on a run's prompts what trees are planned by, and keep it in RUN/tree.json. Raises
@@ -59,7 +59,7 @@ def measure_acceptance(
     pair: Pair,
     prompts: Sequence[Prompt],
     drafter: DrafterSpec,
-    drawn: Drawn | None = None,
+    drawn: TreeSampling | None = None,
     progress: Progress = silent,
 ) -> Acceptance:
     """Answer prompts strictly, with trees that have several tokens at each depth, all of them after
@@ -75,7 +75,7 @@ def measure_acceptance(
         rule="speculative" if drawn else "exact",
         temperature=drawn.temperature if drawn else 0.0,
         seed=0,
-        drafter=_Counted(drafter, counts),
+        drafter=_CountedDrafter(drafter, counts),
         tree=Shape(comb, draw=drawn.draw if drawn else None),
         window=DEPTH,
         batch_size=TOGETHER,
@@ -123,7 +123,7 @@ class _Counts:
 
 
 @dataclass(frozen=True)
-class _Counted(DrafterSpec):
+class _CountedDrafter(DrafterSpec):
     """A drafter whose trees are counted."""
 
     inner: DrafterSpec
@@ -152,13 +152,13 @@ class _Counted(DrafterSpec):
         return self.inner.models(setup)
 
     def build(self, setup: DrafterSetup) -> Drafter:
-        return _Watch(self.inner.build(setup), self.counts)
+        return _CountingDrafter(self.inner.build(setup), self.counts)
 
     def __str__(self) -> str:
         return str(self.inner)
 
 
-class _Watch(Drafter):
+class _CountingDrafter(Drafter):
     def __init__(self, drafter: Drafter, counts: _Counts):
         self.drafter = drafter
         self.counts = counts

@@ -29,7 +29,7 @@ from lenience.models.memory import free_bytes
 from lenience.models.session import Session
 from lenience.runs.journal import Journal
 from lenience.runs.record import MinedSample, Mismatch, read_run
-from lenience.training.drafted_states import (
+from lenience.training.stop_examples import (
     Labelled,
     decided_states,
     gate_states,

@@ -21,7 +21,7 @@ NONE = -1
 
 
 @dataclass
-class Grown:
+class GrowingTree:
     """A row's tree, while it grows: parents stand before their children."""
 
     tokens: list[int] = field(default_factory=list)
@@ -34,10 +34,10 @@ class Grown:
         self.parents.append(parent)
         self.picked_from.append(picked_from)
 
-    def cut(self, depth: int, eos: frozenset[int]) -> Grown:
+    def cut(self, depth: int, eos: frozenset[int]) -> GrowingTree:
         """What stands at most `depth` tokens behind the prefix, and after no EOS; and no token that
         is `NONE`, nor what follows it."""
-        grown = Grown()
+        grown = GrowingTree()
         new = dict[int, int]({-1: -1})
         deep = {-1: 0}
         for i, (token, parent) in enumerate(zip(self.tokens, self.parents)):
@@ -50,7 +50,7 @@ class Grown:
 
 
 @dataclass(frozen=True)
-class Level:
+class TreeLevel:
     """Tokens of one depth after which distributions are wanted, as many of each row."""
 
     tokens: list[list[int]]
@@ -62,13 +62,13 @@ class Level:
     """How many tokens stand before each."""
 
 
-Expand = Callable[[Level | None], Tensor]
+Expand = Callable[[TreeLevel | None], Tensor]
 """[B, F, V]: processed logits after each of a level's tokens; [B, 1, V] after the prefix, where
 there is no level."""
 
 
 @dataclass(frozen=True)
-class Ends:
+class PathEnds:
     """Where trees end."""
 
     limits: Sequence[int]
@@ -94,10 +94,10 @@ class Ends:
 class OfOneShape:
     """All rows' trees, each with a token in every place of a shape, or `NONE`, while they grow."""
 
-    def __init__(self, places: list[tuple[int, int]], ends: Ends):
+    def __init__(self, places: list[tuple[int, int]], ends: PathEnds):
         self.places = places
         self.ends = ends
-        self.grown = [Grown() for _ in ends.limits]
+        self.grown = [GrowingTree() for _ in ends.limits]
         self.closed = [{-1: False} for _ in ends.limits]
         """After which places nothing may follow."""
         self.inner = {parent for parent, _ in places}
@@ -113,14 +113,14 @@ class OfOneShape:
     def most_siblings(self) -> int:
         return 1 + max(self.places[i][1] for i in self.children)
 
-    def ask(self, depth: int) -> Level | None:
+    def ask(self, depth: int) -> TreeLevel | None:
         """The places that distributions are wanted after; none before the first."""
         if not depth:
             return None
         tokens = [[max(tree.tokens[i], 0) for i in self.level] for tree in self.grown]
         parents = [self.asked[self.places[i][0]] - 1 for i in self.level]
         self.asked |= {i: len(self.asked) + n for n, i in enumerate(self.level)}
-        return Level(tokens, [parents] * len(tokens), depth - 1)
+        return TreeLevel(tokens, [parents] * len(tokens), depth - 1)
 
     def add(
         self,
@@ -149,7 +149,7 @@ class OfOneShape:
 
 
 @dataclass(frozen=True)
-class Picking:
+class LevelPicker:
     """How a level's tokens are picked."""
 
     draws: Draws | None
@@ -176,10 +176,10 @@ class Picking:
         return without_replacement(logs.exp(), keys, k)
 
 
-class Pool:
+class CandidatePool:
     """All tokens that a row's dynamic tree has met."""
 
-    def __init__(self, nodes: int, least: float, ends: Ends, levels: int):
+    def __init__(self, nodes: int, least: float, ends: PathEnds, levels: int):
         self.nodes = nodes
         self.least = least
         self.ends = ends
@@ -269,12 +269,12 @@ class Pool:
             self.asked[self.parents[i]] - 1 for i in again
         ]
 
-    def best(self) -> Grown:
+    def best(self) -> GrowingTree:
         """Those whose paths are likeliest; an ancestor is at least as likely."""
         order = sorted(range(len(self.tokens)), key=lambda i: (-self.scores[i], i))
         kept = sorted(order[: self.nodes])
         new = {-1: -1} | {i: n for n, i in enumerate(kept)}
-        return Grown(
+        return GrowingTree(
             [self.tokens[i] for i in kept],
             [new[self.parents[i]] for i in kept],
             [self.from_which[i] for i in kept],
@@ -282,7 +282,7 @@ class Pool:
 
 
 def as_draft(
-    grown: Sequence[Grown],
+    grown: Sequence[GrowingTree],
     device: torch.device,
     logits: Tensor | None = None,
     trees: bool = True,

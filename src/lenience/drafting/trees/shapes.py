@@ -14,13 +14,13 @@ from lenience.core.context import Context
 from lenience.core.errors import InputError
 from lenience.core.types import Draws
 from lenience.drafting.trees.growing import (
-    Ends,
+    CandidatePool,
     Expand,
-    Grown,
-    Level,
+    GrowingTree,
+    LevelPicker,
     OfOneShape,
-    Picking,
-    Pool,
+    PathEnds,
+    TreeLevel,
 )
 from lenience.drafting.trees.planning import BUILT_IN, best_shape, load_acceptance
 
@@ -65,7 +65,7 @@ class Tree:
             return ctx.probs(logits).log()
         return ctx.log_probs(logits)
 
-    def grow(self, expand: Expand, ctx: Context, ends: Ends) -> list[Grown]:
+    def grow(self, expand: Expand, ctx: Context, ends: PathEnds) -> list[GrowingTree]:
         """[B]: trees, by asking for distributions after the prefix and then level by level, as long
         as any row's goes on."""
         raise NotImplementedError
@@ -110,12 +110,12 @@ class Ranked(Tree):
     def draws(self) -> Draws | None:
         return cast(Draws | None, self.draw)
 
-    def grow(self, expand: Expand, ctx: Context, ends: Ends) -> list[Grown]:
+    def grow(self, expand: Expand, ctx: Context, ends: PathEnds) -> list[GrowingTree]:
         trees = OfOneShape(self.places(), ends)
         for depth in range(max(ends.limits)):
             first = len(trees.asked) if depth else 0
             logits = expand(trees.ask(depth))
-            picking = Picking(self.drawn(ctx), ctx, depth, first)
+            picking = LevelPicker(self.drawn(ctx), ctx, depth, first)
             picked = picking.tokens(self.log_probs(logits, ctx), trees.most_siblings)
             trees.add(picked.tolist(), ends.doubted(logits, picked.clamp(min=0), ctx))
             if not trees.go_on:
@@ -269,9 +269,9 @@ class Dynamic(Tree):
             self.nodes, min(self.top, self.nodes) * min(window, self.depth or window)
         )
 
-    def grow(self, expand: Expand, ctx: Context, ends: Ends) -> list[Grown]:
+    def grow(self, expand: Expand, ctx: Context, ends: PathEnds) -> list[GrowingTree]:
         levels = [min(limit, self.depth or limit) for limit in ends.limits]
-        pools = [Pool(self.nodes, self.least, ends, most) for most in levels]
+        pools = [CandidatePool(self.nodes, self.least, ends, most) for most in levels]
         logits = expand(None)
         for level in range(max(ends.limits)):
             k = min(self.top, self.nodes, logits.shape[-1])
@@ -284,7 +284,7 @@ class Dynamic(Tree):
                 break
             chosen = [pool.choose(k) for pool in pools]
             tokens_of, parents_of = ([pair[i] for pair in chosen] for i in range(2))
-            logits = expand(Level(tokens_of, parents_of, level))
+            logits = expand(TreeLevel(tokens_of, parents_of, level))
         return [pool.best() for pool in pools]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lenience.core.errors import InputError
-from lenience.integrations.vllm.asked import KEY, VARIABLE
+from lenience.integrations.vllm.served_rule import KEY, VARIABLE
 
 
 def register() -> None:

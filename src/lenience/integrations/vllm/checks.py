@@ -17,7 +17,7 @@ from lenience.core.protocols import Rule
 from lenience.core.version import VERSION
 from lenience.decoding.decoder import Binding, check_binding
 from lenience.heads.head import shown_layers
-from lenience.integrations.vllm.asked import VARIABLE, Asked
+from lenience.integrations.vllm.served_rule import VARIABLE, ServedRule
 from lenience.rules.combine import AnyOf
 from lenience.rules.lenient import Ensemble
 from lenience.rules.lossless import is_lossless
@@ -56,7 +56,7 @@ def check_seams(seams: Iterable[tuple[Any, str, Sequence[str]]]) -> None:
             )
 
 
-def check(server: Asked, config: Any) -> str:
+def check(server: ServedRule, config: Any) -> str:
     """Raise InputError, by name, for what in a VllmConfig does not let the server's rules decide;
     else what is said at the start."""
     found = vllm_version()
@@ -89,7 +89,7 @@ def check(server: Asked, config: Any) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _check_engine(server: Asked, config: Any) -> None:
+def _check_engine(server: ServedRule, config: Any) -> None:
     """Raise InputError for a way of running in which rows are not where rules look for them, or
     models are not those that heads were fitted to."""
     speculative = config.speculative_config
@@ -202,7 +202,9 @@ def _folder(model: Any, load: Any) -> Path:
     )
 
 
-def _check_certificate(server: Asked, certificate: Certificate, config: Any) -> None:
+def _check_certificate(
+    server: ServedRule, certificate: Certificate, config: Any
+) -> None:
     """Raise InputError, by name, for what a server does not have as it was certified."""
     binds = certificate.binds
     speculative = config.speculative_config

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lenience.integrations.vllm.asked import KEY
+from lenience.integrations.vllm.served_rule import KEY
 
 
 @dataclass

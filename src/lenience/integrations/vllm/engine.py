@@ -17,23 +17,23 @@ from lenience.core.types import Finish, Origin, Step, Trace
 from lenience.decoding.decoder import Decoder
 from lenience.decoding.dialogue import (
     WINDOW,
+    ActiveDialogue,
     Compare,
     Comparisons,
     Continue,
     Dialogue,
-    Ended,
+    FinishedDialogue,
     Predict,
-    Talk,
 )
 from lenience.decoding.generation import Generation
-from lenience.decoding.pair import Pair, Telling
+from lenience.decoding.pair import Pair, Reporting
 from lenience.decoding.soundness import CAUSES
-from lenience.integrations.vllm.asked import ANY, KEY
 from lenience.integrations.vllm.checks import (
     check_reads,
     needs_draft_probs,
     vllm_version,
 )
+from lenience.integrations.vllm.served_rule import ANY, KEY
 from lenience.models.generation_config import processors_of
 from lenience.models.lm import LM
 from lenience.models.prompts import Prompt
@@ -54,7 +54,7 @@ OF_PAIR = (
 
 
 @dataclass(frozen=True)
-class Kind:
+class EngineUse:
     """What one vLLM is started for."""
 
     role: str
@@ -68,8 +68,8 @@ class Kind:
 
 
 DIALOGUES = (
-    Kind("draft", 0, False, share=0.25),
-    Kind("target", WINDOW, False, share=0.75),
+    EngineUse("draft", 0, False, share=0.25),
+    EngineUse("target", WINDOW, False, share=0.75),
 )
 """What predicts and what continues in dialogues, the smaller first: each looks for its share in
 what is free."""
@@ -91,7 +91,7 @@ class VllmPair(Pair):
             raise InputError(f"engine argument {taken[0]}: is the pair's; leave it out")
         self.arguments = dict(arguments)
         self.engine_name = f"vllm {vllm_version()}"
-        self._running: dict[Kind, Any] = {}
+        self._running: dict[EngineUse, Any] = {}
         self._numbers = count()
 
     def check(self, decoder: Decoder) -> None:
@@ -141,7 +141,7 @@ class VllmPair(Pair):
         prompts: Sequence[Prompt],
         decoder: Decoder,
         batch_size: int,
-        telling: Telling,
+        telling: Reporting,
     ) -> Iterator[tuple[int, Generation]]:
         if telling.profile is not None:
             raise InputError(
@@ -157,7 +157,7 @@ class VllmPair(Pair):
     ) -> Iterator[tuple[int, Generation]]:
         """Answer prompts, so many of them together."""
         window = 0 if decoder.alone else int(decoder.window)
-        kind = Kind(
+        kind = EngineUse(
             decoder.alone or "target", window, bool(window and decoder.temperature)
         )
         engine = self._engine(kind)
@@ -207,7 +207,7 @@ class VllmPair(Pair):
             skip_special_tokens=True,
         )
 
-    def _engine(self, kind: Kind) -> Any:
+    def _engine(self, kind: EngineUse) -> Any:
         """The vLLM of a kind, started where it does not run; on a GPU others end first. Raises
         InputError where vLLM does not take the models or the arguments."""
         if kind not in self._running:
@@ -235,7 +235,7 @@ class VllmPair(Pair):
             finalize(self, _end, llm.llm_engine)
         return self._running[kind]
 
-    def _make_room(self, kind: Kind) -> None:
+    def _make_room(self, kind: EngineUse) -> None:
         """On a GPU, where each vLLM takes nearly all memory, end those that do not share it with
         one of this kind."""
         from vllm.platforms import current_platform
@@ -246,7 +246,7 @@ class VllmPair(Pair):
         for other in set(self._running) - set(beside):
             _end(self._running.pop(other))
 
-    def _drafting(self, kind: Kind) -> dict[str, Any]:
+    def _drafting(self, kind: EngineUse) -> dict[str, Any]:
         """vLLM's arguments for windows of the pair's draft, decided by any rule that is asked."""
         draft = self.require_draft("vLLM's drafting")
         return {
@@ -273,7 +273,7 @@ class VllmPair(Pair):
         size: int,
         capacity: int,
         sampling: Decoder | None = None,
-    ) -> Iterator[Ended[T]]:
+    ) -> Iterator[FinishedDialogue[T]]:
         """As `Pair.converse`: the target goes on in one vLLM, whose prefix cache holds what was
         read before, and the draft's tokens are another one's log-probabilities of a prompt."""
         _refuse_sampling(sampling)
@@ -284,19 +284,21 @@ class VllmPair(Pair):
             return
         waiting = chain([first], waiting)
         engines = [self._engine(kind) for kind in DIALOGUES]
-        held: dict[str, _Asked[T]] = {}
-        comparisons = Comparisons[Talk[T]]()
-        asking = _Asking(decoder, held, comparisons)
+        held: dict[str, _OpenRequest[T]] = {}
+        comparisons = Comparisons[ActiveDialogue[T]]()
+        asking = _OpenDialogues(decoder, held, comparisons)
         try:
             while True:
-                ended = list[Ended[T]]()
+                ended = list[FinishedDialogue[T]]()
                 while compared := comparisons.next(wait=not held):
                     ended += self._ask(*compared, asking)
                 while len(held) + len(comparisons) < size and (
                     next_one := next(waiting, None)
                 ):
                     number, dialogue = next_one
-                    ended += self._ask(Talk(number, dialogue, size), None, asking)
+                    ended += self._ask(
+                        ActiveDialogue(number, dialogue, size), None, asking
+                    )
                 given = [out for engine in engines for out in _stepped(engine)]
                 for out in given:
                     ended += self._take(out, asking)
@@ -308,7 +310,7 @@ class VllmPair(Pair):
             for engine in engines:
                 engine.abort_request(list(held))
 
-    def _take(self, out: Any, asking: _Asking[T]) -> list[Ended[T]]:
+    def _take(self, out: Any, asking: _OpenDialogues[T]) -> list[FinishedDialogue[T]]:
         """Take what a step of vLLM's gave of an answer, and let its dialogue go on where that is
         finished."""
         asked = asking.held[out.request_id]
@@ -318,7 +320,9 @@ class VllmPair(Pair):
         del asking.held[out.request_id]
         return self._ask(asked.talk, asked.tokens, asking)
 
-    def _ask(self, talk: Talk[T], answer: Any, asking: _Asking[T]) -> list[Ended[T]]:
+    def _ask(
+        self, talk: ActiveDialogue[T], answer: Any, asking: _OpenDialogues[T]
+    ) -> list[FinishedDialogue[T]]:
         """Hand vLLM a dialogue's next question, and note that; gives what came of the dialogue
         where there is none."""
         question = talk.ask(answer)
@@ -328,7 +332,7 @@ class VllmPair(Pair):
             asking.comparisons.begin(talk, question)
             return []
         name = f"{KEY}-{next(self._numbers)}"
-        asking.held[name] = _Asked(talk, question)
+        asking.held[name] = _OpenRequest(talk, question)
         if isinstance(question, Predict):
             kind = DIALOGUES[0]
             params = _predicting()
@@ -356,19 +360,19 @@ def _refuse_sampling(sampling: Decoder | None) -> None:
 
 
 @dataclass(frozen=True)
-class _Asking(Generic[T]):
+class _OpenDialogues(Generic[T]):
     """Dialogues while they are held: by the names of vLLM's requests, and those that compare."""
 
     decoder: Decoder
-    held: dict[str, _Asked[T]]
-    comparisons: Comparisons[Talk[T]]
+    held: dict[str, _OpenRequest[T]]
+    comparisons: Comparisons[ActiveDialogue[T]]
 
 
 @dataclass
-class _Asked(Generic[T]):
+class _OpenRequest(Generic[T]):
     """A question that a dialogue has put to vLLM."""
 
-    talk: Talk[T]
+    talk: ActiveDialogue[T]
     question: Continue | Predict
     tokens: list[int] = field(default_factory=list)
     """Of the answer, so far."""

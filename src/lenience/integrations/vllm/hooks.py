@@ -16,7 +16,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from lenience.core.errors import InputError
-from lenience.integrations.vllm import asked, counts
+from lenience.integrations.vllm import counts, served_rule
 from lenience.integrations.vllm.checks import (
     check,
     check_certified,
@@ -67,7 +67,7 @@ def wrap(
 def _configured(_result: None, config: Any, *_args: Any, **_kwargs: Any) -> None:
     """Check what is asked for as soon as a server's configuration is known. vLLM makes another one
     of it for the draft."""
-    server = asked.read(config.additional_config)
+    server = served_rule.read(config.additional_config)
     model = config.model_config
     if server is not None and model is not None and model.runner_type != "draft":
         check_seams(SEAMS)
@@ -79,9 +79,9 @@ def _requested(
 ) -> None:
     """Refuse a request whose dial, or whose parameters, do not go with the server's rule; vLLM
     answers such errors with status 400."""
-    dial = asked.dial_of(getattr(params, "extra_args", None))
+    dial = served_rule.dial_of(getattr(params, "extra_args", None))
     try:
-        server = asked.read(processor.vllm_config.additional_config)
+        server = served_rule.read(processor.vllm_config.additional_config)
         if server is not None:
             rule = server.rule_for(dial)
             if server.allow_any and not is_lossless(rule):
@@ -91,7 +91,8 @@ def _requested(
                 check_certified(server.certificate, params)
         elif dial is not None:
             raise InputError(
-                f"{asked.KEY} {dial!r}: this server has no rule; docs/vllm.md says how one is given"
+                f"{served_rule.KEY} {dial!r}: this server has no rule; "
+                "docs/vllm.md says how one is given"
             )
     except InputError as error:
         raise VLLMValidationError(str(error)) from None
@@ -100,7 +101,7 @@ def _requested(
 def _started(_result: None, wrapper: Any, *_args: Any, **_kwargs: Any) -> None:
     """Have a worker's runner decide by the rule, and say so."""
     config = wrapper.vllm_config
-    server = asked.read(config.additional_config)
+    server = served_rule.read(config.additional_config)
     if server is None:
         return
     if server.judges:

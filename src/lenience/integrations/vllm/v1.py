@@ -17,8 +17,8 @@ from torch import Tensor
 from vllm.v1.sample import rejection_sampler as sampling
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 
-from lenience.integrations.vllm.asked import Asked
-from lenience.integrations.vllm.deciding import Deciding, Windows, forced
+from lenience.integrations.vllm.decisions import WindowDecider, Windows, forced
+from lenience.integrations.vllm.served_rule import ServedRule
 
 SEAMS: Sequence[tuple[Any, str, Sequence[str]]] = (
     (GPUModelRunner, "sample_tokens", ("self", "grammar_output")),
@@ -84,7 +84,7 @@ class Sampling:
     """One runner's sampling, in which rules decide."""
 
     runner: Any
-    deciding: Deciding
+    deciding: WindowDecider
     hidden: Tensor | None = None
     """Of the step that is being sampled; None between steps and in trial runs, which have no
     requests."""
@@ -150,7 +150,7 @@ def _decides(what: Sampling) -> Iterator[None]:
         _deciding.pop()
 
 
-def install(runner: Any, server: Asked) -> None:
+def install(runner: Any, server: ServedRule) -> None:
     """Have a runner's windows decided by what the server asks for."""
     if not hasattr(runner, "rejection_sampler"):
         return  # a rank of a pipeline that samples nothing
@@ -159,7 +159,7 @@ def install(runner: Any, server: Asked) -> None:
     _wrap_kernels()
     if runner.device.type == "cpu":
         _mend_expansion()
-    what = Sampling(runner, Deciding(Cached(runner), server, runner.model_config))
+    what = Sampling(runner, WindowDecider(Cached(runner), server, runner.model_config))
     runner.sample_tokens = partial(what.sample_tokens, runner.sample_tokens)
     forward = runner.rejection_sampler.forward
     fits = runner._input_fits_in_drafter

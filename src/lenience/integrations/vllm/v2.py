@@ -19,8 +19,8 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler as sampling
 
 from lenience.core.errors import InputError
-from lenience.integrations.vllm.asked import Asked
-from lenience.integrations.vllm.deciding import Deciding, Windows, forced
+from lenience.integrations.vllm.decisions import WindowDecider, Windows, forced
+from lenience.integrations.vllm.served_rule import ServedRule
 
 SEAMS: Sequence[tuple[Any, str, Sequence[str]]] = (
     (GPUModelRunner, "load_model", ("self", "load_dummy_weights")),
@@ -109,7 +109,7 @@ class Sampling:
     """One runner's sampling, in which rules decide."""
 
     slots: Slots
-    deciding: Deciding
+    deciding: WindowDecider
     hidden: Tensor | None = None
     """[rows of logits, H]: of the step that is being sampled."""
     read: int = 0
@@ -214,7 +214,7 @@ _runners: list[Sampling] = []
 """Those of this process; one samples at a time."""
 
 
-def install(runner: Any, server: Asked) -> None:
+def install(runner: Any, server: ServedRule) -> None:
     """Have a runner's windows decided by what the server asks for, as soon as it has loaded its
     model. Raises InputError then where rows do not stand where rules look for them."""
     for head in (head for rule in server.rules for head in rule.heads):
@@ -229,7 +229,7 @@ def install(runner: Any, server: Asked) -> None:
     runner.load_model = loaded
 
 
-def _attach(runner: Any, server: Asked) -> None:
+def _attach(runner: Any, server: ServedRule) -> None:
     decider = runner.rejection_sampler
     plain = type(decider) is sampling.RejectionSampler
     for why, is_so in (
@@ -241,7 +241,7 @@ def _attach(runner: Any, server: Asked) -> None:
         if is_so:
             raise InputError(f"rule {server.rule}: this runner {why}; switch that off")
     slots = Slots(runner.req_states)
-    what = Sampling(slots, Deciding(slots, server, runner.model_config))
+    what = Sampling(slots, WindowDecider(slots, server, runner.model_config))
     _wrap_kernel()
     _runners.append(what)
     sampler = runner.sampler

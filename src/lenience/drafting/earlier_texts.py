@@ -16,7 +16,7 @@ from lenience.core.recall import MATCHES, Place, Recall, Recollection
 from lenience.core.types import Draft
 from lenience.drafting.base import DrafterSetup, DrafterSpec
 from lenience.drafting.model import most_drafted, wide_as_target
-from lenience.drafting.trees.growing import Grown, as_draft
+from lenience.drafting.trees.growing import GrowingTree, as_draft
 from lenience.models.lm import LM
 from lenience.models.session import Session, common
 
@@ -89,7 +89,7 @@ class _RecalledDrafter(Drafter):
         for window in windows:
             window.recall.ahead = window.guesses
         grown = [
-            Grown(
+            GrowingTree(
                 window.tokens,
                 [*range(-1, len(window.tokens) - 1)],
                 [0] * len(window.tokens),

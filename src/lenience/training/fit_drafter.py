@@ -26,8 +26,8 @@ from lenience.training.features import check_models, mined_samples
 from lenience.training.fine_tuning import FineTuning, TunedTarget
 from lenience.training.trainer import Answer, Schedule, Training, mean_cross_entropy
 
-Kind = Literal["medusa", "blockwise", "eagle", "model"]
-Fitted = DraftHeads | EagleWeights | DistilledDraft | TunedTarget
+DrafterKind = Literal["medusa", "blockwise", "eagle", "model"]
+TrainedDrafter = DraftHeads | EagleWeights | DistilledDraft | TunedTarget
 HELD_OUT = 0.1
 """The share of the samples that only measures."""
 EPOCHS = {"medusa": 30, "blockwise": 30, "eagle": 10, "model": 5}
@@ -45,7 +45,7 @@ LEAST = 10
 class DrafterPlan:
     """Which drafter is fitted to a run's answers."""
 
-    kind: Kind
+    kind: DrafterKind
     out: Path
     """The folder that it is saved in."""
     heads: int = 4
@@ -63,7 +63,7 @@ class DrafterPlan:
 
 def fit_drafter(
     pair: Pair, run: Path, plan: DrafterPlan, progress: Progress = silent
-) -> Fitted:
+) -> TrainedDrafter:
     """Fit a drafter to the target's own answers, and save what does best on samples held out;
     started again, it goes on after the last epoch. Raises InputError where the run is of other
     models or has too few samples."""
@@ -79,7 +79,7 @@ def fit_to_answers(
     answers: Sequence[Answer],
     plan: DrafterPlan,
     progress: Progress = silent,
-) -> Fitted:
+) -> TrainedDrafter:
     """The same of any answers of the target's own."""
     _check(pair, answers, plan)
     num_held_out = max(1, round(HELD_OUT * len(answers)))

@@ -19,9 +19,9 @@ from lenience.core.identity import tokens_with
 from lenience.core.noise import Noise
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.decoding.soundness import CAUSES, cut_non_finite, have_finite_max
-from lenience.integrations.vllm.asked import Asked, dial_of, is_vllms
 from lenience.integrations.vllm.checks import needs_draft_probs
 from lenience.integrations.vllm.counts import Counts, put
+from lenience.integrations.vllm.served_rule import ServedRule, dial_of, is_vllms
 from lenience.rules.combine import AnyOf
 
 logger = logging.getLogger("vllm.lenience")
@@ -29,7 +29,7 @@ ENOUGH = 200
 """Of so many windows on, the share of those that could not be judged is held against its limit."""
 
 
-class Setting(NamedTuple):
+class RequestSettings(NamedTuple):
     """What requests that are judged together have in common."""
 
     rule: AnyOf
@@ -77,7 +77,7 @@ class Windows:
 
 
 @dataclass
-class Orders:
+class KernelEdits:
     """What vLLM's kernel must be told to come to the rules' verdicts."""
 
     tokens: dict[int, int] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class Orders:
             self.ends.append(start + kept)
 
 
-def forced(logits: Tensor, orders: Orders, rows: Tensor) -> Tensor:
+def forced(logits: Tensor, orders: KernelEdits, rows: Tensor) -> Tensor:
     """A copy of `logits` in which nothing but the ordered tokens can be taken; `rows` [N] says
     where the windows' rows stand in it."""
     logits = logits.clone()
@@ -130,11 +130,11 @@ class Requests(Protocol):
 
 
 @dataclass
-class Deciding:
+class WindowDecider:
     """What decides on one runner's windows."""
 
     requests: Requests
-    server: Asked
+    server: ServedRule
     model_config: Any
     rows: dict[str, Row] = field(default_factory=dict)
     counts: dict[str, Counts] = field(default_factory=dict)
@@ -181,11 +181,11 @@ class Deciding:
             put(output, self.counts, self.steps)
             self.steps = {}
 
-    def orders(self, windows: Windows, greedy: bool) -> Orders:
+    def orders(self, windows: Windows, greedy: bool) -> KernelEdits:
         """What vLLM's kernel must be told to come to the rules' verdicts; `greedy` where the whole
         step is, in which the kernel picks what the target would by itself."""
         self.forget_finished()
-        orders = Orders()
+        orders = KernelEdits()
         for setting, which in self._settings(windows).items():
             ids = [windows.ids[b] for b in which]
             if needs_draft_probs(setting.rule) and windows.probs is None:
@@ -200,10 +200,10 @@ class Deciding:
                 orders.add(start, verdict, greedy, as_target)
         return orders
 
-    def _settings(self, windows: Windows) -> dict[Setting, list[int]]:
+    def _settings(self, windows: Windows) -> dict[RequestSettings, list[int]]:
         """The requests that have a window and a rule that vLLM does not have itself, by what they
         have in common."""
-        found: dict[Setting, list[int]] = defaultdict(list)
+        found: dict[RequestSettings, list[int]] = defaultdict(list)
         for b, (id, n) in enumerate(zip(windows.ids, windows.lengths)):
             if not n:
                 continue
@@ -211,11 +211,13 @@ class Deciding:
             rule = self._rule_for(dial_of(params.extra_args))
             if not is_vllms(rule):
                 top_k = params.top_k if params.top_k > 0 else None
-                found[Setting(rule, params.temperature, top_k, params.top_p)].append(b)
+                found[
+                    RequestSettings(rule, params.temperature, top_k, params.top_p)
+                ].append(b)
         return found
 
     def _verdicts(
-        self, setting: Setting, which: Sequence[int], windows: Windows
+        self, setting: RequestSettings, which: Sequence[int], windows: Windows
     ) -> list[Verdict]:
         """What the rule says of some requests' windows."""
         places, states = windows.places(which)
@@ -317,7 +319,7 @@ class Deciding:
     def _counts(self, id: str) -> Counts:
         return self.counts.setdefault(id, Counts())
 
-    def _leave_unjudged(self, setting: Setting, ids: Sequence[str]) -> None:
+    def _leave_unjudged(self, setting: RequestSettings, ids: Sequence[str]) -> None:
         """Count windows that the rule cannot be asked about. Raises RuntimeError where they are
         more than the server allows."""
         self.unjudged += len(ids)

@@ -237,7 +237,7 @@ def local_grader(model: str) -> Grader:
             f"--grader {model}: is a server's address; begin it with http://"
         )
     with loading():
-        from lenience.decoding.asking import ModelGrader
+        from lenience.decoding.task_models import ModelGrader
 
         return ModelGrader(model)
 
@@ -325,7 +325,7 @@ def fitting(pair: Pair, task: Task, choice: TaskChoice) -> Iterator[Task]:
     if not choice.skip_long:
         yield task
         return
-    from lenience.decoding.asking import without_long
+    from lenience.decoding.task_models import without_long
 
     shorter = without_long(pair, task)
     try:
@@ -341,7 +341,7 @@ def fitting(pair: Pair, task: Task, choice: TaskChoice) -> Iterator[Task]:
 def left_out(pair: Pair, run: Path, fold: int | None) -> frozenset[str]:
     """The digests of the prompts that a benchmark's fold tests. Raises InputError for another
     task."""
-    from lenience.decoding.asking import task_for
+    from lenience.decoding.task_models import task_for
     from lenience.runs.uses import prompt_digest
     from lenience.tasks import Published
 

@@ -9,7 +9,7 @@ from threading import Lock
 from filelock import FileLock
 
 
-class KeptTexts:
+class TextStore:
     """Texts in a file that several processes may add to, by keys."""
 
     def __init__(self, path: Path):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from lenience.core.errors import InputError
 from lenience.core.files import cache_folder, digest
-from lenience.core.kept import KeptTexts
 from lenience.core.progress import Progress, silent
+from lenience.core.text_store import TextStore
 from lenience.decoding.loading import load_pair
 from lenience.decoding.pair import Pair
 from lenience.tasks import Sample, Task, as_task
@@ -46,7 +46,7 @@ def own_answers(
     """The target's greedy answers to prompts; kept, so that they are decoded once."""
     lm = pair.target
     whose = digest([lm.fingerprint, lm.tokenizer_fingerprint, lm.dtype, max_new_tokens])
-    kept = KeptTexts(cache_folder() / "answers" / f"{whose}.jsonl")
+    kept = TextStore(cache_folder() / "answers" / f"{whose}.jsonl")
     keys = [digest(lm.encode(prompt), 16) for prompt in prompts]
     left = [(key, prompt) for key, prompt in zip(keys, prompts) if key not in kept]
     if left:

@@ -36,7 +36,7 @@ ANY = "*"
 """Among the rules that are allowed: any rule."""
 
 
-class Options(Record):
+class PluginOptions(Record):
     """What stands under "lenience" in --additional-config."""
 
     rule: str
@@ -50,7 +50,7 @@ class Options(Record):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ServedRule:
     """The rule that a server decodes by, and what its requests may ask for."""
 
     rule: AnyOf
@@ -113,7 +113,7 @@ class Asked:
         return self.rule.with_terms(lambda term: _at(term, float(dial)))
 
 
-def read(additional: object) -> Asked | None:
+def read(additional: object) -> ServedRule | None:
     """What the server's --additional-config or LENIENCE_RULE asks for; None where neither does.
     Raises InputError where it cannot be done, or where LENIENCE_FORBID=1 forbids it."""
     options = additional.get(KEY) if isinstance(additional, Mapping) else None
@@ -132,12 +132,12 @@ def read(additional: object) -> Asked | None:
 
 
 @lru_cache
-def _read(options: str) -> Asked:
+def _read(options: str) -> ServedRule:
     where = f'--additional-config "{KEY}"'
     content = json.loads(options)
     if not isinstance(content, dict):
         raise InputError(f'{where}: must be an object, such as {{"rule": "topk:3"}}')
-    known = Options.read(content, where, "docs/vllm.md lists what it takes")
+    known = PluginOptions.read(content, where, "docs/vllm.md lists what it takes")
     allowed = [spec for spec in known.allow if spec != ANY]
     certificate = _certificate(known.rule) if is_certified(known.rule) else None
     rule = (
@@ -145,7 +145,7 @@ def _read(options: str) -> Asked:
         if certificate is None
         else _certified(certificate, known.rule)
     )
-    return Asked(
+    return ServedRule(
         rule=rule,
         allow=tuple(map(parse_spec, allowed)),
         allow_any=ANY in known.allow,

@@ -15,9 +15,9 @@ from lenience.core.identity import checkpoint_fingerprint, tokenizer_fingerprint
 from lenience.core.needs import Needs
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs
-from lenience.integrations.vllm import asked, checks
+from lenience.integrations.vllm import checks, served_rule
 from lenience.integrations.vllm.counts import Counts, attach, put
-from lenience.integrations.vllm.deciding import Deciding, Windows
+from lenience.integrations.vllm.decisions import WindowDecider, Windows
 
 
 def options(**given: Any) -> dict[str, Any]:
@@ -25,10 +25,10 @@ def options(**given: Any) -> dict[str, Any]:
 
 
 def test_nothing_is_asked_for_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(asked.VARIABLE, raising=False)
-    assert asked.read({}) is None and asked.read({"other": 1}) is None
-    monkeypatch.setenv(asked.VARIABLE, "topk:3")
-    server = asked.read({})
+    monkeypatch.delenv(served_rule.VARIABLE, raising=False)
+    assert served_rule.read({}) is None and served_rule.read({"other": 1}) is None
+    monkeypatch.setenv(served_rule.VARIABLE, "topk:3")
+    server = served_rule.read({})
     assert server is not None and str(server.rule) == "topk:3"
 
 
@@ -45,14 +45,14 @@ def test_nothing_is_asked_for_by_default(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_wrong_options_are_one_line(given: Any, message: str) -> None:
     with pytest.raises(InputError, match=message) as error:
-        asked.read({"lenience": given})
+        served_rule.read({"lenience": given})
     assert "\n" not in str(error.value)
 
 
 def test_a_rule_is_named_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(asked.VARIABLE, "topk:3")
+    monkeypatch.setenv(served_rule.VARIABLE, "topk:3")
     with pytest.raises(InputError, match="give one"):
-        asked.read(options(rule="exact"))
+        served_rule.read(options(rule="exact"))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_rule_is_named_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_request_may_be_stricter(rule: str, dial: object, taken: str) -> None:
-    server = asked.read(options(rule=rule, allow=["topk:2"]))
+    server = served_rule.read(options(rule=rule, allow=["topk:2"]))
     assert server is not None and str(server.rule_for(dial)) == taken
 
 
@@ -90,7 +90,7 @@ def test_a_request_may_be_stricter(rule: str, dial: object, taken: str) -> None:
     ],
 )
 def test_a_request_may_not_be_more_lenient(rule: str, dial: object) -> None:
-    server = asked.read(options(rule=rule, allow=["topk:2"]))
+    server = served_rule.read(options(rule=rule, allow=["topk:2"]))
     assert server is not None
     with pytest.raises(
         InputError, match=r"may be more lenient than the server's rule.*topk:2"
@@ -99,7 +99,7 @@ def test_a_request_may_not_be_more_lenient(rule: str, dial: object) -> None:
 
 
 def test_a_threshold_needs_a_rule_that_has_one() -> None:
-    server = asked.read(options(rule="topk:4"))
+    server = served_rule.read(options(rule="topk:4"))
     assert server is not None
     with pytest.raises(InputError, match="name a whole rule"):
         server.rule_for(0.5)
@@ -114,10 +114,10 @@ def test_lenient_rules_can_be_forbidden(
 ) -> None:
     monkeypatch.setenv("LENIENCE_FORBID", "1")
     with pytest.raises(InputError, match="LENIENCE_FORBID=1 forbids"):
-        asked.read(options(rule="typical:0.3,0.6", allow=["exact"]))
+        served_rule.read(options(rule="typical:0.3,0.6", allow=["exact"]))
     with pytest.raises(InputError, match="LENIENCE_FORBID=1 forbids"):
-        asked.read(options(rule="exact", allow=["typical:0.31,0.6"]))
-    assert asked.read(options(rule="speculative")) is not None
+        served_rule.read(options(rule="exact", allow=["typical:0.31,0.6"]))
+    assert served_rule.read(options(rule="speculative")) is not None
     for lenient in (
         {"rule": "topk:2"},
         {"rule": "draft"},
@@ -186,7 +186,7 @@ def test_a_start_up_line_names_rule_head_and_versions(
     known: None, tmp_path: Path, built_in: Pair
 ) -> None:
     rule = judge_of(tmp_path, Inputs(("target",)), built_in.fingerprints)
-    server = asked.read(options(rule=rule))
+    server = served_rule.read(options(rule=rule))
     assert server is not None
     said = checks.check(server, config())
     assert rule in said and "vLLM 0.32.7" in said and "of these models" in said
@@ -211,7 +211,7 @@ def test_a_start_up_line_names_rule_head_and_versions(
 def test_what_a_rule_cannot_be_held_to_in_is_refused(
     known: None, rule: str, changes: dict[str, Any], message: str
 ) -> None:
-    server = asked.read(options(rule=rule))
+    server = served_rule.read(options(rule=rule))
     assert server is not None
     with pytest.raises(InputError, match=message):
         checks.check(server, config(**changes))
@@ -224,7 +224,7 @@ def test_heads_that_do_not_fit_are_refused(
         inputs: Inputs, fingerprints: dict[str, str], message: str, **changes: Any
     ) -> None:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        server = asked.read(options(rule=judge_of(folder, inputs, fingerprints)))
+        server = served_rule.read(options(rule=judge_of(folder, inputs, fingerprints)))
         assert server is not None
         with pytest.raises(InputError, match=message):
             checks.check(server, config(**changes))
@@ -237,7 +237,7 @@ def test_heads_that_do_not_fit_are_refused(
     refused(target, {**own, "tokenizer": "another"}, "was fitted to another tokenizer")
     refused(target, own, "LoRA", lora_config=object())
     allowed = judge_of(tmp_path / "allowed", target, own)
-    server = asked.read(options(rule="exact", allow=[allowed]))
+    server = served_rule.read(options(rule="exact", allow=[allowed]))
     assert server is not None
     with pytest.raises(InputError, match="LoRA"):
         checks.check(server, config(lora_config=object()))
@@ -248,8 +248,8 @@ def test_heads_that_do_not_fit_are_refused(
 def test_a_variable_does_not_reach_rays_workers(
     known: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(asked.VARIABLE, "topk:3")
-    server = asked.read({})
+    monkeypatch.setenv(served_rule.VARIABLE, "topk:3")
+    server = served_rule.read({})
     assert server is not None and checks.check(server, config())
     ray = SimpleNamespace(distributed_executor_backend="ray")
     with pytest.raises(InputError, match="name the rule in --additional-config"):
@@ -260,7 +260,7 @@ def test_a_requests_rule_has_the_head_that_was_checked(
     tmp_path: Path, built_in: Pair
 ) -> None:
     rule = judge_of(tmp_path, Inputs(("target",)), built_in.fingerprints)
-    server = asked.read(options(rule=rule))
+    server = served_rule.read(options(rule=rule))
     assert server is not None
     head = server.rule.heads[0].head
     (tmp_path / "judge.safetensors").write_bytes(b"another fit")
@@ -299,7 +299,7 @@ def test_requests_that_a_rule_has_no_meaning_for_are_refused(
     rule: str, temperature: float, message: str | None
 ) -> None:
     server, params = (
-        asked.read(options(rule=rule)),
+        served_rule.read(options(rule=rule)),
         SimpleNamespace(temperature=temperature, min_p=0),
     )
     assert server is not None
@@ -366,8 +366,8 @@ class OneRequest:
 def test_no_drafted_token_is_kept_by_logits_that_are_not_finite(
     at: int | None, value: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = asked.read(options(rule="topk:2"))
-    deciding = Deciding(OneRequest(), server, SimpleNamespace(model="org/model"))
+    server = served_rule.read(options(rule="topk:2"))
+    deciding = WindowDecider(OneRequest(), server, SimpleNamespace(model="org/model"))
     # the second most probable token was drafted
     logits = torch.tensor([[0.0, 3, 2, 1]] * 4)
     if at is not None:
@@ -410,14 +410,14 @@ def test_a_rule_is_handed_each_requests_own_states_and_the_drafts_logits() -> No
 
         def __call__(self, draft: Any, reading: Any, ctx: Any) -> list[Any]:
             seen.append((draft, reading))
-            rule = asked.read(options(rule="fuzzy:js@0.9")).rule
+            rule = served_rule.read(options(rule="fuzzy:js@0.9")).rule
             return rule(draft, reading, ctx)
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(asked.read(options(rule="fuzzy:js@0.9")).rule, name)
+            return getattr(served_rule.read(options(rule="fuzzy:js@0.9")).rule, name)
 
-    server = asked.read(options(rule="fuzzy:js@0.9"))
-    deciding = Deciding(ManyRequests(), server, SimpleNamespace(model="org/model"))
+    server = served_rule.read(options(rule="fuzzy:js@0.9"))
+    deciding = WindowDecider(ManyRequests(), server, SimpleNamespace(model="org/model"))
     spy = Spy()
     deciding.__dict__["_rule_for"] = lambda dial: spy
     probs = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).expand(5, -1)
