@@ -155,8 +155,8 @@ def drawn_again(
 def repeating(pair: Pair, samples: Sequence[Sample]) -> dict[str, Any]:
     """How often labels of drawn answers come out the same under another noise."""
     task = WordMath()
-    decoding = Decoder.of(temperature=TEMPERATURE, max_new_tokens=task.max_new_tokens)
-    found = {one.id: one for one in search(pair, task, samples, decoding, AT_ONCE)}
+    decoder = Decoder.of(temperature=TEMPERATURE, max_new_tokens=task.max_new_tokens)
+    found = {one.id: one for one in search(pair, task, samples, decoder, AT_ONCE)}
     known = [
         found[sample.id]
         for sample in samples

@@ -198,8 +198,8 @@ def test_a_datastore_of_the_targets_answers_is_right(llama: Pair, store: Path) -
     assert out.tokens == alone.tokens
     # from the second token on, where the match is long enough, all is found
     assert out.target_passes <= 2 + len(alone.tokens) / 4
-    decoding = llama.decoder({"drafter": f"datastore:{store}"})
-    assert llama.binding(decoding)["heads"] == [load_store(store).fingerprint]
+    decoder = llama.decoder({"drafter": f"datastore:{store}"})
+    assert llama.binding(decoder)["heads"] == [load_store(store).fingerprint]
 
 
 def test_documents_of_files(tmp_path: Path) -> None:

@@ -482,9 +482,9 @@ def test_heads_learn_from_a_run_go_on_after_a_stop_and_are_bound(
         load_file(run / kind / f"{kind}.safetensors").keys() == heads.tensors().keys()
     )
     spec = f"{kind}:{run / kind}"
-    decoding = llama.decoder({"drafter": spec})
-    assert llama.binding(decoding)["heads"] == [heads.fingerprint]
-    assert llama.binding(decoding)["drafter"] == f"{kind}:{kind}"
+    decoder = llama.decoder({"drafter": spec})
+    assert llama.binding(decoder)["heads"] == [heads.fingerprint]
+    assert llama.binding(decoder)["drafter"] == f"{kind}:{kind}"
     # a certificate with these heads is found and decoded with, from another folder too
     config = CertifyConfig(
         rules=("topk:1",),

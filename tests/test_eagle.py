@@ -274,9 +274,9 @@ def test_eagle_learns_and_goes_on_after_a_stop(llama: Pair, tmp_path: Path) -> N
     assert seen == [*range(2, 41)]
     assert resumed.fingerprint == whole.fingerprint
     spec = f"eagle:{plan.out}"
-    decoding = llama.decoder({"drafter": spec})
-    assert llama.binding(decoding)["heads"] == [whole.fingerprint]
-    assert llama.binding(decoding)["drafter"] == "eagle:eagle"
+    decoder = llama.decoder({"drafter": spec})
+    assert llama.binding(decoder)["heads"] == [whole.fingerprint]
+    assert llama.binding(decoder)["drafter"] == "eagle:eagle"
     # what a pass keeps on the answer held out, counted by decoding from each of its places; the
     # first follows a prompt, which the target has not read then
     prompt, answer = answers[0]

@@ -39,9 +39,9 @@ def test_answers_say_what_was_read_for_them(llama: Pair, tmp_path: Path) -> None
     )
     cost = {role: ReadingCost.of(lm) for role, lm in llama.models.items()}
     for rule in ("target", "draft", "topk:2"):
-        decoding = Decoder.of({"rule": rule, "max_new_tokens": 20})
-        for sample, answer in zip(samples, answers.get(decoding, samples)):
-            out = llama.generate(sample.prompt, decoding)
+        decoder = Decoder.of({"rule": rule, "max_new_tokens": 20})
+        for sample, answer in zip(samples, answers.get(decoder, samples)):
+            out = llama.generate(sample.prompt, decoder)
             length = len(out.prompt_tokens) + len(out.tokens)
             read = {"target": out.target_tokens, "draft": out.draft_tokens}
             parts = {

@@ -43,9 +43,9 @@ def test_a_pushed_head_decodes_as_the_one_in_its_folder(
         for path in ("hf:org/a-judge", fitted)
     )
     assert there.trace == here.trace
-    decoding = Decoder.of(rule="judge:hf:org/a-judge@0.4")
-    assert head_paths(decoding, hub) == {"hf:org/a-judge": "hf:org/a-judge"}
-    assert not is_certified(str(decoding.rule))
+    decoder = Decoder.of(rule="judge:hf:org/a-judge@0.4")
+    assert head_paths(decoder, hub) == {"hf:org/a-judge": "hf:org/a-judge"}
+    assert not is_certified(str(decoder.rule))
 
 
 def test_the_card_says_what_the_head_is(fitted: str, hub: Path) -> None:

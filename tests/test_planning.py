@@ -182,8 +182,8 @@ def test_a_plan_depends_on_what_was_measured(tmp_path: Path) -> None:
     assert str(deep) == "shape:1,1,1,1,1,1"
     assert broad.children[0] == 2
     # what answers depend on is the shape, whatever the file says later
-    decoding = Decoder.of(tree=f"planned:6,path={tmp_path}/deep.json")
-    assert str(decoding.tree) == "shape:1,1,1,1,1,1"
+    decoder = Decoder.of(tree=f"planned:6,path={tmp_path}/deep.json")
+    assert str(decoder.tree) == "shape:1,1,1,1,1,1"
     Acceptance("none", ((0.0, 0.0),), (10,)).save(tmp_path / "none.json")
     with pytest.raises(InputError, match="nothing of what was drafted was said"):
         parse_tree(f"planned:6,path={tmp_path}/none.json")

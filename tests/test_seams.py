@@ -113,15 +113,15 @@ def test_options_are_the_keywords_of_what_decodes() -> None:
 def test_a_setting_is_its_text(
     window: int, stop: str, temperature: float, ends: list[str]
 ) -> None:
-    decoding = Decoder.of(
+    decoder = Decoder.of(
         rule="topk:3",
         window=window,
         stop=stop,
         temperature=temperature,
         stop_strings=tuple(ends),
     )
-    assert Decoder.parse(str(decoding)) == decoding
-    assert Decoder.of(decoding.to_json()) == decoding
+    assert Decoder.parse(str(decoder)) == decoder
+    assert Decoder.of(decoder.to_json()) == decoder
 
 
 # ---- whole decoders in one table
@@ -147,9 +147,9 @@ def test_settings_with_stops_and_windows_of_their_own_stand_in_one_table(
     for row, setting in (
         (one, text) for one in rows for text in settings if one.why == "given"
     ):
-        decoding = Decoder.parse(setting)
-        if (row.rule, row.window) == (str(decoding.rule), decoding.window):
-            limited = decoding.with_options(
+        decoder = Decoder.parse(setting)
+        if (row.rule, row.window) == (str(decoder.rule), decoder.window):
+            limited = decoder.with_options(
                 {"max_new_tokens": ParityTask.max_new_tokens}
             )
             outs = [llama.generate(sample.prompt, limited) for sample in samples]
@@ -414,8 +414,8 @@ def test_an_option_of_another_kind_is_refused_by_name(options: dict, says: str) 
 
 
 def test_numbers_of_numpy_and_no_stop_are_taken() -> None:
-    decoding = Decoder.of(window=np.int64(3), temperature=np.float32(0.5), stop=None)  # type: ignore[arg-type]
-    assert str(decoding) == "exact; window=3; temperature=0.5"
+    decoder = Decoder.of(window=np.int64(3), temperature=np.float32(0.5), stop=None)  # type: ignore[arg-type]
+    assert str(decoder) == "exact; window=3; temperature=0.5"
 
 
 @pytest.mark.parametrize(

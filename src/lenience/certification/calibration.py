@@ -55,7 +55,7 @@ class Calibration:
     pair: Pair
     task: Task
     config: CertifyConfig
-    decoding: Decoder
+    decoder: Decoder
     """The options that all settings share, where one does not say otherwise."""
     prompts: Prompts
     attempt: Attempt
@@ -91,29 +91,29 @@ class Calibration:
 
     def chains(self) -> list[list[Decoder]]:
         """The settings that are tested, from strict to lenient."""
-        return self.config.chains(self.decoding)
+        return self.config.chains(self.decoder)
 
-    def answers(self, decoding: Decoder, n: int, phase: str = "") -> list[Answer]:
+    def answers(self, decoder: Decoder, n: int, phase: str = "") -> list[Answer]:
         """The first n prompts' answers; `phase` is shown while they are decoded."""
         samples = self.prompts.first(n)
-        if before := self._stricter.get(decoding):
+        if before := self._stricter.get(decoder):
             known = self._answers.known(before, samples).values()
-            same = [earlier for earlier in known if is_same(earlier, before, decoding)]
-            self._answers.adopt(decoding, same)
+            same = [earlier for earlier in known if is_same(earlier, before, decoder)]
+            self._answers.adopt(decoder, same)
 
         def shown(phase: str, done: int, total: int) -> None:
             self.progress(phase, done, self.most)
 
-        return self._get(decoding, samples, phase, shown)
+        return self._get(decoder, samples, phase, shown)
 
     def alone(self, samples: Sequence[Sample]) -> list[Answer]:
         """Answers by the target alone."""
-        decoding = self.decoding.with_options({"rule": "target"})
-        return self._get(decoding, samples, "the target alone", self.progress)
+        decoder = self.decoder.with_options({"rule": "target"})
+        return self._get(decoder, samples, "the target alone", self.progress)
 
     def _get(
         self,
-        decoding: Decoder,
+        decoder: Decoder,
         samples: Sequence[Sample],
         phase: str,
         progress: Progress,
@@ -122,18 +122,18 @@ class Calibration:
         firsts = dict[str, Sample]()
         for sample in samples:
             firsts.setdefault(_content(sample), sample)
-        answers = self._answers.get(decoding, list(firsts.values()), progress, phase)
+        answers = self._answers.get(decoder, list(firsts.values()), progress, phase)
         by_content = dict(zip(firsts, answers))
         return [by_content[_content(sample)] for sample in samples]
 
     def beside(
-        self, decoding: Decoder, lenient: Sequence[Answer]
+        self, decoder: Decoder, lenient: Sequence[Answer]
     ) -> list[Answer | None]:
         """The target's own answers to the first prompts, which a setting has answered; None where
         nothing can be lost whatever it is. The target is asked only where it must be: a greedy
         answer in which no token was kept by lenience is its own, where the rule goes on as the
         target does, and one that is right is no paired loss."""
-        as_target = decoding.temperature == 0 and decoding.rule.goes_on_as_target
+        as_target = decoder.temperature == 0 and decoder.rule.goes_on_as_target
         paired = self.config.loss == "paired"
         known: list[Answer | None] = []
         asked = []
@@ -147,12 +147,12 @@ class Calibration:
             answer or by_id.get(row.id) for answer, row in zip(known, self.prompts.rows)
         ]
 
-    def losses(self, decoding: Decoder, n: int, phase: str = "") -> NDArray:
+    def losses(self, decoder: Decoder, n: int, phase: str = "") -> NDArray:
         """[n] in [0, 1], of the target alone against a setting; 0 where a label is asked for."""
-        lenient = self.answers(decoding, n, phase)
+        lenient = self.answers(decoder, n, phase)
         if self.config.needs_target_right(self.task):
             self._check_target()
-        own = self.beside(decoding, lenient)
+        own = self.beside(decoder, lenient)
         if self.config.loss == "task" and self.task.beside_target:
             self._compare_together(own, lenient)
         rows = zip(self.prompts.rows, own, lenient)
@@ -250,18 +250,18 @@ class Calibration:
         """The target's answers that tell its accuracy."""
         return self.alone(self.prompts.first(ENOUGH))
 
-    def result(self, decoding: Decoder, tried: SettingResult) -> TriedSetting:
+    def result(self, decoder: Decoder, tried: SettingResult) -> TriedSetting:
         """How a setting's test ended; losses and bounds as they are asked for, also of the net
         drop."""
-        losses = self.losses(decoding, tried.n)
+        losses = self.losses(decoder, tried.n)
         net = self.config.loss == "net"
-        lenient = self.answers(decoding, tried.n)
+        lenient = self.answers(decoder, tried.n)
         bound = self.test.bound(losses)
         lost = (2 * losses - 1).sum() if net else losses.sum()
         return TriedSetting(
-            rule=str(decoding.rule),
-            window=int(decoding.window),
-            options=decoding.differing(self.decoding),
+            rule=str(decoder.rule),
+            window=int(decoder.window),
+            options=decoder.differing(self.decoder),
             n=tried.n,
             losses=round(float(lost), 9),
             paired=int((losses == 1).sum()) if self.config.needs_references else None,
@@ -271,28 +271,28 @@ class Calibration:
             tokens_per_pass=tokens_per_pass(lenient),
             accuracy=float(values(self.task, lenient).mean()),
             target_accuracy=float(values(self.task, self._looked_at()).mean()),
-            tokens_per_second=self.config.speeds.get(str(decoding)),
+            tokens_per_second=self.config.speeds.get(str(decoder)),
         )
 
     def decoding_of(self, row: TriedSetting) -> Decoder:
         """The whole decoder that was tried."""
-        return row.decoder(self.decoding)
+        return row.decoder(self.decoder)
 
-    def binds(self, decoding: Decoder, n: int) -> dict[str, Any]:
+    def binds(self, decoder: Decoder, n: int) -> dict[str, Any]:
         """All that a certificate of a setting, on the first n prompts, depends on."""
         return {
-            **self.pair.binding(decoding),
-            **decoding.bound(),
+            **self.pair.binding(decoder),
+            **decoder.bound(),
             "task": self.task.name,
             "reads": self.task.reads,
             "data": data_hash(self.prompts.first(n)),
         }
 
-    def lost_samples(self, decoding: Decoder, n: int) -> list[LostSample]:
+    def lost_samples(self, decoder: Decoder, n: int) -> list[LostSample]:
         """The prompts on which quality was lost, with both answers."""
-        losses = self.losses(decoding, n).tolist()
-        lenient = self.answers(decoding, n)
-        rows = zip(self.prompts.rows, losses, self.beside(decoding, lenient), lenient)
+        losses = self.losses(decoder, n).tolist()
+        lenient = self.answers(decoder, n)
+        rows = zip(self.prompts.rows, losses, self.beside(decoder, lenient), lenient)
         return [
             LostSample(
                 id=sample.id,
@@ -356,12 +356,12 @@ def calibration(
     prompts = Prompts(ledger, pair.target, task, draw_of(pair, config, key, use))
     check_prompts(pair, task, prompts.rows)
     check_references(task, config, prompts.rows)
-    decoding = for_task(config.decoding, config.options, task)
+    decoder = for_task(config.decoder, config.options, task)
     open_run(place, asked, "asked.json")
     with alone(place, "question"):
-        if config.decoding.window == "auto":
-            picked = _picked(pair, config, decoding, prompts, place / "window.json")
-            decoding = decoding.with_options(picked)
+        if config.decoder.window == "auto":
+            picked = _picked(pair, config, decoder, prompts, place / "window.json")
+            decoder = decoder.with_options(picked)
         attempt = ledger.attempt(key, task, config.split, counts=use == "calibration")
         if use == "calibration":
             warn_of_too_few(config, attempt.share)
@@ -369,7 +369,7 @@ def calibration(
             pair,
             task,
             config,
-            decoding,
+            decoder,
             prompts=prompts,
             attempt=attempt,
             folder=place,
@@ -380,8 +380,8 @@ def calibration(
 def check_question(pair: Pair, task: Task, folder: Path, config: CertifyConfig) -> None:
     """Raise InputError for what is wrong with a question, before any work."""
     for chain in config.chains():
-        for decoding in chain:
-            pair.check(decoding)
+        for decoder in chain:
+            pair.check(decoder)
     _check_run(task, folder)
     if config.loss in ("paired", "net") and (task.beside_target or task.by_degree):
         how = (
@@ -415,13 +415,13 @@ def warn_of_too_few(config: CertifyConfig, share: float) -> None:
 
 
 def _picked(
-    pair: Pair, config: CertifyConfig, decoding: Decoder, prompts: Prompts, path: Path
+    pair: Pair, config: CertifyConfig, decoder: Decoder, prompts: Prompts, path: Path
 ) -> dict[str, Any]:
     """The window, and how drafting ends, that were picked once for a question, for its most lenient
     setting."""
     if not path.exists():
         samples = prompts.for_window()
-        last = config.chains(decoding)[-1][-1]
+        last = config.chains(decoder)[-1][-1]
         settled = pair.settle([sample.prompt for sample in samples], last)
         picked = {name: str(getattr(settled, name)) for name in ("stop", "tree")}
         write_json(path, {"window": settled.window, **picked})
@@ -442,12 +442,12 @@ def _asked(pair: Pair, task: Task, config: CertifyConfig, use: str) -> dict[str,
             [str(decoder.without_paths()) for decoder in chain] for chain in given
         ]
     question["thresholds"] = []
-    question["stop"] = str(config.decoding.without_paths().stop)
+    question["stop"] = str(config.decoder.without_paths().stop)
     if task.stop_strings:
         question.setdefault("stop_strings", list(task.stop_strings))
     if "drafter" in question:
-        question["drafter"] = str(config.decoding.without_paths().drafter)
-    binds = [pair.binding(decoding) for chain in chains for decoding in chain]
+        question["drafter"] = str(config.decoder.without_paths().drafter)
+    binds = [pair.binding(decoder) for chain in chains for decoder in chain]
     asked = describe(pair, task, use=use, question=question, binds=binds)
     asked["models"] = {
         role: {**model, "name": ""} for role, model in asked["models"].items()

@@ -67,7 +67,7 @@ class Prompts:
 def draw_of(pair: Pair, config: CertifyConfig, key: str, use: str) -> Draw:
     """Which prompts a question draws: none that a head it asks about has learned from, or the
     draft."""
-    settings = [decoding for chain in config.chains() for decoding in chain]
+    settings = [decoder for chain in config.chains() for decoder in chain]
     heads = {head.path: head for setting in settings for head in setting.heads}
     return Draw(
         key,

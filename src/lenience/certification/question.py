@@ -118,14 +118,14 @@ class CertifyConfig:
             raise InputError("options: rule is said in rules")
 
     @cached_property
-    def decoding(self) -> Decoder:
+    def decoder(self) -> Decoder:
         """The options of decoding, the rule left open."""
         return Decoder.of(self.options)
 
     def chains(self, shared: Decoder | None = None) -> list[list[Decoder]]:
         """Whole decoders from strict to lenient, for each rule and then as they are given; what
         they do not name is as in `shared`, or in the question's own options."""
-        shared = shared or self.decoding
+        shared = shared or self.decoder
         chains = [
             [
                 shared.with_options({"rule": step})
@@ -140,12 +140,12 @@ class CertifyConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Everything that is asked; options under their own names."""
-        decoding = self.decoding.to_json()
-        named = {name: decoding[name] for name in EVER_NAMED}
+        decoder = self.decoder.to_json()
+        named = {name: decoder[name] for name in EVER_NAMED}
         named["max_new_tokens"] = self.options.get("max_new_tokens")
-        if self.decoding.temperature:
-            named["seed"] = decoding["seed"]
-        changed = self.decoding.changed()
+        if self.decoder.temperature:
+            named["seed"] = decoder["seed"]
+        changed = self.decoder.changed()
         return {
             "rules": list(self.rules),
             **({"settings": list(map(list, self.settings))} if self.settings else {}),

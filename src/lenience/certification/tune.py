@@ -80,7 +80,7 @@ class TuneConfig:
         for name in ("window", "stop", "drafter"):
             if name in self.question.options:
                 raise InputError(f"options: {name} is what is tuned; leave it out")
-        if self.question.decoding.temperature:
+        if self.question.decoder.temperature:
             raise InputError(
                 "temperature: what is tuned is greedy decoding; leave it out"
             )
@@ -165,7 +165,7 @@ def tune(
     certificate = certify(pair, task, folder, asked, progress, choose=choice.fastest)
     if not certificate.holds:
         return Tuned(races, certificate, None)
-    shared = for_task(question.decoding, question.options, task)
+    shared = for_task(question.decoder, question.options, task)
     passed = [row.decoder(shared) for row in certificate.tried if row.passed]
     certified = certificate.decoder(folder)
     turns = _Turns(
@@ -245,7 +245,7 @@ class _Contest:
 
 def _contest(pair: Pair, task: Task, folder: Path, config: TuneConfig) -> _Contest:
     question = config.question
-    shared = for_task(question.decoding, question.options, task)
+    shared = for_task(question.decoder, question.options, task)
     chains = question.chains(shared)
     check_question(pair, task, folder, question)
     ledger = Ledger(folder, pair.fingerprints, question.home)

@@ -59,16 +59,16 @@ def as_it_stands(ledger: Ledger, certificate: Certificate) -> Certificate:
 def _outcome(
     on: Calibration, folder: Path, certificate: Certificate, row: TriedSetting
 ) -> Outcome:
-    decoding = on.decoding_of(row)
-    binds = {**on.pair.binding(decoding), **decoding.bound(), "reads": on.task.reads}
+    decoder = on.decoding_of(row)
+    binds = {**on.pair.binding(decoder), **decoder.bound(), "reads": on.task.reads}
     binds |= {"loss": certificate.loss, "task": on.task.label, "stop": None}
-    binds["drafter"] = str(decoding.without_paths().drafter)
-    if str(decoding.tree) == "chain":
+    binds["drafter"] = str(decoder.without_paths().drafter)
+    if str(decoder.tree) == "chain":
         del binds["tree"]  # as in the ledgers of before there were trees
     return Outcome(
         key=on.attempt.key,
         pair=on.ledger.pair,
-        setting=str(decoding.without_paths()),
+        setting=str(decoder.without_paths()),
         binds=digest(binds, sort_keys=True),
         max_drop=certificate.max_drop,
         confidence=certificate.confidence,

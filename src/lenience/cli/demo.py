@@ -191,7 +191,7 @@ def _asks_for(asked: dict[str, Any], config: CompareConfig) -> bool:
         if setting["rule"] not in BASELINES
     ]
     kept = [tuple(str(setting[name]) for name in TOLD_APART) for setting in settings]
-    asked_now = [decoding.to_json() for decoding in config.decodings()]
+    asked_now = [decoder.to_json() for decoder in config.decodings()]
     return kept == [tuple(str(row[name]) for name in TOLD_APART) for row in asked_now]
 
 

@@ -101,7 +101,7 @@ def mine(
     choice = choice_of(out, choice or TaskChoice())
     models = models_of(out, models)
     task = choice.load()
-    length = expected_tokens(vars(config.decoding(task)), task)
+    length = expected_tokens(vars(config.decoder(task)), task)
     pair = models.load(tokens=(config.limit or MANY) * length * CONTINUED)
     if not is_run(out):
         remember(out, models, choice)

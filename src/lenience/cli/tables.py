@@ -168,12 +168,12 @@ def print_races(races: Races) -> None:
         races.strict,
         *(row for chain in races.lenient for row in chain),
     ):
-        decoding = Decoder.parse(raced.setting)
+        decoder = Decoder.parse(raced.setting)
         speed = raced.tokens_per_second
-        name = _rule_name(decoding)
-        drafter = str(decoding.without_paths().drafter) if decoding.window else "–"
-        window = str(decoding.window or "–")
-        stop = str(decoding.without_paths().stop)
+        name = _rule_name(decoder)
+        drafter = str(decoder.without_paths().drafter) if decoder.window else "–"
+        window = str(decoder.window or "–")
+        stop = str(decoder.without_paths().stop)
         cells = [drafter, window, stop, f"{speed:.0f}"]
         times = (speed / base.tokens_per_second for base in (races.strict, races.alone))
         table.add_row(
@@ -192,19 +192,19 @@ def print_passed(passed: Sequence[Timed]) -> None:
         return
     named = []
     for raced in sorted(passed, key=lambda raced: -raced.tokens_per_second):
-        decoding = Decoder.parse(raced.setting)
-        window = f" (window {decoding.window})" if decoding.window else ""
-        named.append(f"{_rule_name(decoding)}{window} {raced.tokens_per_second:.0f}")
+        decoder = Decoder.parse(raced.setting)
+        window = f" (window {decoder.window})" if decoder.window else ""
+        named.append(f"{_rule_name(decoder)}{window} {raced.tokens_per_second:.0f}")
     say(
         "the fastest by the race of all that passed, timed anew on "
         f"{len(passed[0].tokens)} prompts, in tokens/s: {', '.join(named)}"
     )
 
 
-def _rule_name(decoding: Decoder) -> str:
+def _rule_name(decoder: Decoder) -> str:
     from lenience.evaluation.names import short
 
-    return "the target alone" if decoding.window == 0 else short(str(decoding.rule))
+    return "the target alone" if decoder.window == 0 else short(str(decoder.rule))
 
 
 def gained(tuned: Tuned) -> str:

@@ -270,8 +270,8 @@ class _Scheduler(Generic[T]):
     def _settle(self) -> None:
         """Give rows to what has begun, and those of what is over to others."""
         self._slots.retire()
-        decoding = {continuation.dialogue for continuation in self._slots.continuations}
-        self._in_slots = [number for number in self._in_slots if number in decoding]
+        decoder = {continuation.dialogue for continuation in self._slots.continuations}
+        self._in_slots = [number for number in self._in_slots if number in decoder]
 
 
 class _Conversation(Generic[T]):

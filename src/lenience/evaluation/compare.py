@@ -141,18 +141,18 @@ class CompareConfig:
     def decodings(self) -> list[Decoder]:
         """What is named, as far as it is known before the windows are chosen. Raises InputError
         for a wrong entry."""
-        return [decoder.decoding for decoder in self.decoders(self.shared)]
+        return [compared.decoder for compared in self.decoders(self.shared)]
 
 
 @dataclass(frozen=True)
 class Compared:
     """One of what is compared; its window is chosen where it names none."""
 
-    decoding: Decoder
+    decoder: Decoder
     names_window: bool
 
     def to_json(self) -> dict[str, Any]:
-        return {"names_window": self.names_window, **self.decoding.to_json()}
+        return {"names_window": self.names_window, **self.decoder.to_json()}
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Compared:
@@ -215,8 +215,8 @@ class Comparison:
         self.heads = {
             path: head.head.fingerprint for path, head in config.heads().items()
         }
-        for decoder in self.decoders:
-            pair.check(decoder.decoding)
+        for compared in self.decoders:
+            pair.check(compared.decoder)
         lacking = [sample.id for sample in self.samples if sample.reference is None]
         self.agreement = task.scores_by_reference and len(lacking) == len(self.samples)
         """Whether answers are compared with the target's own, as there are no references."""
@@ -250,8 +250,8 @@ class Comparison:
             self.pair,
             self.task,
             split="test",
-            rules=[str(decoder.decoding.rule) for decoder in self.decoders],
-            settings=[decoder.to_json() for decoder in self.decoders],
+            rules=[str(compared.decoder.rule) for compared in self.decoders],
+            settings=[compared.to_json() for compared in self.decoders],
             windows=list(config.windows),
             tuning=config.tuning,
             heads=self.heads,
@@ -271,7 +271,7 @@ class Comparison:
             out, self._asked() | {name: before[name] for name in GROWING}, path.name
         )
         had = [Compared.of(entry) for entry in before["settings"]]
-        joined = _by_path(compared.decoding for compared in had)
+        joined = _by_path(compared.decoder for compared in had)
         heads = {path: head.head.fingerprint for path, head in joined.items()}
         if changed := [
             head for head in heads if heads[head] != before["heads"].get(head)
@@ -281,7 +281,7 @@ class Comparison:
             )
         self.decoders = [
             *had,
-            *(decoder for decoder in self.decoders if decoder not in had),
+            *(compared for compared in self.decoders if compared not in had),
         ]
         self.heads = heads | self.heads
         if windows.exists() and "decoders" not in (chosen := read_json(windows)):
@@ -337,7 +337,9 @@ class Comparison:
 
     def estimate(self, folder: Path | None) -> Estimate:
         """How long what is left will take, by the settings' number."""
-        drafting = [decoder for decoder in self.decoders if not decoder.decoding.alone]
+        drafting = [
+            compared for compared in self.decoders if not compared.decoder.alone
+        ]
         chosen = [compared for compared in drafting if self._chooses_window(compared)]
         settings = len(self.decoders) + len(chosen)
         timed = min(self.config.timed, len(self.samples)) * self.config.repeats
@@ -371,7 +373,7 @@ class Comparison:
             if before is None
             else [Compared.of(entry) for entry in before]
         )
-        return [decoder for decoder in self.decoders if decoder not in done]
+        return [compared for compared in self.decoders if compared not in done]
 
     def _seconds_an_answer(self) -> tuple[float, float]:
         """What an answer takes alone, and in a batch, by strict decoding with the draft model where
@@ -405,8 +407,8 @@ class Comparison:
         encoded = (self.pair.target.encode(sample.prompt) for sample in self.samples)
         return sum(prompt_digest(ids) in known for ids in encoded)
 
-    def _chooses_window(self, decoder: Compared) -> bool:
-        return len(self.config.windows) > 1 and not decoder.names_window
+    def _chooses_window(self, compared: Compared) -> bool:
+        return len(self.config.windows) > 1 and not compared.names_window
 
     def _settings(self, path: Path, progress: Progress) -> list[ComparedSetting]:
         """Each decoder at its fastest and at the widest window, or at the one that it names; the
@@ -416,31 +418,31 @@ class Comparison:
         if path.exists():
             before = read_json(path)
             done = [
-                Compared.of(decoder) for decoder in before.get("decoders", ())
+                Compared.of(compared) for compared in before.get("decoders", ())
             ] or self.decoders
             for entry in before["settings"]:
-                decoding = Decoder.of(entry["decoding"])
-                settings[decoding] = ComparedSetting(decoding, entry["why"])
+                decoder = Decoder.of(entry["decoding"])
+                settings[decoder] = ComparedSetting(decoder, entry["why"])
         choosing = []
-        for decoder in self.decoders:
-            if decoder in done:
+        for compared in self.decoders:
+            if compared in done:
                 continue
-            decoding = decoder.decoding
-            if decoding.alone:
-                decoding = replace(decoding, window=0)
-            elif self._chooses_window(decoder):
-                choosing.append(decoding)
+            decoder = compared.decoder
+            if decoder.alone:
+                decoder = replace(decoder, window=0)
+            elif self._chooses_window(compared):
+                choosing.append(decoder)
                 continue
-            elif not decoder.names_window:
-                decoding = replace(decoding, window=self.config.windows[0])
-            settings.setdefault(decoding, ComparedSetting(decoding))
+            elif not compared.names_window:
+                decoder = replace(decoder, window=self.config.windows[0])
+            settings.setdefault(decoder, ComparedSetting(decoder))
         if choosing:
             self._add_chosen(settings, self._fastest(choosing, progress))
         chosen = [
-            {"decoding": setting.decoding.to_json(), "why": setting.why}
+            {"decoding": setting.decoder.to_json(), "why": setting.why}
             for setting in settings.values()
         ]
-        decoders = [decoder.to_json() for decoder in self.decoders]
+        decoders = [compared.to_json() for compared in self.decoders]
         write_json(path, {"settings": chosen, "decoders": decoders})
         return list(settings.values())
 
@@ -449,25 +451,25 @@ class Comparison:
     ) -> None:
         """Add the settings of decoders whose window was chosen."""
         widest = max(self.config.windows)
-        for decoding, window in fastest.items():
-            at = replace(decoding, window=window)
+        for decoder, window in fastest.items():
+            at = replace(decoder, window=window)
             settings.setdefault(at, ComparedSetting(at, "fastest"))
-        for decoding in fastest:
-            at = replace(decoding, window=widest)
+        for decoder in fastest:
+            at = replace(decoder, window=widest)
             settings.setdefault(at, ComparedSetting(at, "widest"))
         choosing = [
-            decoder.decoding
-            for decoder in self.decoders
-            if self._chooses_window(decoder)
+            compared.decoder
+            for compared in self.decoders
+            if self._chooses_window(compared)
         ]
         strict = next(
             (decoder for decoder in choosing if str(decoder.rule) == "exact"), None
         )
-        for decoding, window in fastest.items():
-            if strict is not None and decoding.rule.heads:
+        for decoder, window in fastest.items():
+            if strict is not None and decoder.rule.heads:
                 at = replace(strict, window=window)
                 settings.setdefault(
-                    at, ComparedSetting(at, f"window of {decoding.rule}")
+                    at, ComparedSetting(at, f"window of {decoder.rule}")
                 )
 
     def _fastest(
@@ -484,19 +486,19 @@ class Comparison:
         ]
         tokens = dict.fromkeys(tried, 0)
         seconds = dict.fromkeys(tried, 0.0)
-        for decoding in tried:
-            self._generate(samples[0], decoding)
+        for decoder in tried:
+            self._generate(samples[0], decoder)
         total = len(samples) * len(tried)
         for done, sample in enumerate(samples):
-            for each, decoding in enumerate(tried):
+            for each, decoder in enumerate(tried):
                 progress("choosing windows", done * len(tried) + each, total)
-                out = self._generate(sample, decoding)
-                tokens[decoding] += len(out.tokens)
-                seconds[decoding] += out.seconds
+                out = self._generate(sample, decoder)
+                tokens[decoder] += len(out.tokens)
+                seconds[decoder] += out.seconds
         progress("choosing windows", total, total)
 
-        def speed(decoding: Decoder) -> float:
-            return tokens[decoding] / seconds[decoding]
+        def speed(decoder: Decoder) -> float:
+            return tokens[decoder] / seconds[decoder]
 
         return {
             decoder: max(
@@ -518,9 +520,7 @@ class Comparison:
             def show(phase: str, done: int, _: int, before: int = number * n) -> None:
                 progress(phase, before + done, total)
 
-            rows.append(
-                answers.get(setting.decoding, self.samples, show, traced=traced)
-            )
+            rows.append(answers.get(setting.decoder, self.samples, show, traced=traced))
         progress("decoding", total, total)
         return rows
 
@@ -531,7 +531,7 @@ class Comparison:
         progress: Progress,
     ) -> list[Quality]:
         """How good the answers are; a grader is asked now."""
-        target = [setting.decoding.alone for setting in settings].index("target")
+        target = [setting.decoder.alone for setting in settings].index("target")
         beside = self.task.beside_target or self.agreement
         if self.task.beside_target:
             progress("grading", 0, len(settings))
@@ -556,14 +556,14 @@ class Comparison:
         repeats = self.config.repeats
         here = {"machine": machine(self.pair), "repeats": repeats}
         journal = Journal(path)
-        texts = [str(setting.decoding) for setting in settings]
+        texts = [str(setting.decoder) for setting in settings]
         known: dict[str, Mapping[str, float]] = {sample.id: {} for sample in samples}
         for line in journal.resume():
             if here.items() <= line.items() and line["id"] in known:
                 known[line["id"]] = _by_setting(line["seconds"], texts)
         if not all(set(texts) <= set(seconds) for seconds in known.values()):
             for setting in settings:
-                self._generate(samples[0], setting.decoding)  # warm-up
+                self._generate(samples[0], setting.decoder)  # warm-up
         for done, sample in enumerate(samples):
             progress("timing", done, len(samples))
             if not set(texts) <= set(known[sample.id]):
@@ -577,20 +577,20 @@ class Comparison:
     ) -> dict[str, float]:
         """Each setting's seconds on a sample, the median of repeats in which all take turns."""
         turns = [
-            [self._generate(sample, setting.decoding).seconds for setting in settings]
+            [self._generate(sample, setting.decoder).seconds for setting in settings]
             for _ in range(repeats)
         ]
         seconds = np.median(turns, 0).round(6).tolist()
-        return dict(zip((str(setting.decoding) for setting in settings), seconds))
+        return dict(zip((str(setting.decoder) for setting in settings), seconds))
 
-    def _generate(self, sample: Sample, decoding: Decoder) -> Generation:
-        return self.pair.generate(sample.prompt, decoding)
+    def _generate(self, sample: Sample, decoder: Decoder) -> Generation:
+        return self.pair.generate(sample.prompt, decoder)
 
 
 def _by_path(decodings: Iterable[Decoder]) -> dict[str, TrainedPart]:
     """The fitted heads of decodings, by their paths; one that comes with the built-in pair by its
     name, wherever that is installed."""
-    heads = [head for decoding in decodings for head in decoding.heads]
+    heads = [head for decoder in decodings for head in decoder.heads]
     return {
         f"built-in {Path(h.path).name}" if built_in(h.path) else h.path: h
         for h in heads

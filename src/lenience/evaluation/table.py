@@ -37,7 +37,7 @@ class ComparedSetting:
     """One decoder of a comparison, and why it is there: "fastest", "widest" or "window of RULE";
     "given" where there was nothing to choose."""
 
-    decoding: Decoder
+    decoder: Decoder
     why: str = "given"
 
 
@@ -163,7 +163,7 @@ def table(
     of each of the first of them by setting; `shared` are the options that settings have in common;
     `quality` says how good the answers are, where they are not just right or wrong."""
     seconds = np.array(timings, dtype=float)  # [timed_n, settings]
-    rules = [setting.decoding.alone for setting in settings]
+    rules = [setting.decoder.alone for setting in settings]
     of_settings = quality or qualities(None, answers, rules.index("target"))
     figures = [
         _figures(given, seconds[:, i], of_settings[i])
@@ -176,9 +176,9 @@ def table(
     for setting, of_setting in zip(settings, figures):
         rows.append(
             FrontierRow(
-                rule=str(setting.decoding.rule),
-                window=int(setting.decoding.window),
-                options=setting.decoding.differing(shared),
+                rule=str(setting.decoder.rule),
+                window=int(setting.decoder.window),
+                options=setting.decoder.differing(shared),
                 why=setting.why,
                 share_of_cap=cap and of_setting["tokens_per_second"] / cap,
                 **of_setting,
@@ -244,7 +244,7 @@ def allocation(
 ) -> list[AllocationPoint]:
     """The line of random allocation between target and draft, which any rule must beat (Holsman
     2025); no points where there is no draft."""
-    rules = [setting.decoding.alone for setting in settings]
+    rules = [setting.decoder.alone for setting in settings]
     if "draft" not in rules:
         return []
     alone = [rules.index(name) for name in BASELINES]

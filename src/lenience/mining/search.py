@@ -86,7 +86,7 @@ class MineConfig:
         if self.policy:
             check_policy(self.policy)
 
-    def decoding(self, task: Task) -> Decoder:
+    def decoder(self, task: Task) -> Decoder:
         """How the target's own responses are decoded."""
         names = ("max_new_tokens", "temperature", "top_k", "top_p")
         options = {name: getattr(self, name) for name in names} | {
@@ -94,10 +94,10 @@ class MineConfig:
         }
         return for_task(Decoder.of(options), options, task)
 
-    def asked(self, decoding: Decoder) -> dict[str, Any]:
+    def asked(self, decoder: Decoder) -> dict[str, Any]:
         """What the run says of it."""
-        stops = list(decoding.stop_strings) or None
-        limits = {"max_new_tokens": decoding.max_new_tokens, "stop_strings": stops}
+        stops = list(decoder.stop_strings) or None
+        limits = {"max_new_tokens": decoder.max_new_tokens, "stop_strings": stops}
         sampling = (
             ("temperature", "top_k", "top_p", "draw_seed") if self.temperature else ()
         )
@@ -225,12 +225,12 @@ def search(
     pair: Pair,
     task: Task,
     samples: Sequence[Sample],
-    decoding: Decoder,
+    decoder: Decoder,
     batch_size: int,
 ) -> Iterator[MinedSample]:
     """What is found on `samples`, as each is finished, where the target answers as `decoding` has
     it; `batch_size` searches are held together."""
-    max_new_tokens = decoding.max_new_tokens
+    max_new_tokens = decoder.max_new_tokens
     shorter = min(lm.context_length or 1 << 30 for lm in pair.models.values())
     prompts = [pair.target.encode(sample.prompt) for sample in samples]
     miners = [
@@ -241,7 +241,7 @@ def search(
     size = min(batch_size, len(samples))
     capacity = max(map(len, prompts), default=0) + max_new_tokens
     for ended in pair.converse(
-        dialogues, size=size, capacity=capacity, sampling=decoding
+        dialogues, size=size, capacity=capacity, sampling=decoder
     ):
         yield _record(miners[ended.number], ended)
 
@@ -288,9 +288,9 @@ def mine(
     drawn = "first" if config.first or mined_first(folder) else "random"
     samples = _choose(pair, task, config, drawn)
     check_prompts(pair, task, samples)
-    decoding = config.decoding(task)
-    policy, told = _policy(pair, config.policy, decoding)
-    asked = config.asked(decoding) | {"drawn": drawn, "policy": told}
+    decoder = config.decoder(task)
+    policy, told = _policy(pair, config.policy, decoder)
+    asked = config.asked(decoder) | {"drawn": drawn, "policy": told}
     open_run(folder, describe(pair, task, split="train", **asked))
     with alone(folder, "mining"):
         journal = Journal(folder / "journal.jsonl")
@@ -301,9 +301,9 @@ def mine(
         if policy is not None:
             found = search_on_policy(pair, task, left, policy, size)
         elif crew is not None and left:
-            found = _by_crew(pair, task, crew, _part(left, decoding, size))
+            found = _by_crew(pair, task, crew, _part(left, decoder, size))
         else:
-            found = search(pair, task, left, decoding, size)
+            found = search(pair, task, left, decoder, size)
         for mined in found:
             journal.append(mined.to_json())
             done += 1
@@ -311,7 +311,7 @@ def mine(
         journal.sort([sample.id for sample in samples])
         if config.resamples:
             _resample(pair, task, folder, samples, config, progress=progress)
-        return _counts(journal, decoding.max_new_tokens)
+        return _counts(journal, decoder.max_new_tokens)
 
 
 def _unfinished(journal: Journal, samples: Sequence[Sample]) -> list[Sample]:
@@ -329,13 +329,13 @@ def _resample(
     config: MineConfig,
     progress: Progress,
 ) -> None:
-    most = config.decoding(task).max_new_tokens
+    most = config.decoder(task).max_new_tokens
     resampling = Resampling(config.resamples, most, config.batch_size)
     resample(pair, task, folder, samples, resampling, progress=progress)
 
 
-def _part(samples: Sequence[Sample], decoding: Decoder, batch_size: int) -> Part:
-    return Part([sample.id for sample in samples], decoding.changed(), batch_size)
+def _part(samples: Sequence[Sample], decoder: Decoder, batch_size: int) -> Part:
+    return Part([sample.id for sample in samples], decoder.changed(), batch_size)
 
 
 def _by_crew(pair: Pair, task: Task, crew: Crew, work: Part) -> Iterator[MinedSample]:

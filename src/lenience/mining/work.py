@@ -30,7 +30,7 @@ class Part:
     """What a worker is handed at once."""
 
     ids: list[str]
-    decoding: dict[str, Any]
+    decoder: dict[str, Any]
     """How the target answers."""
     batch_size: int
     """How many searches are held together."""

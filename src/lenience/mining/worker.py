@@ -47,8 +47,8 @@ class Worker:
                 f"task {self.task.name!r}: a worker's has no sample {missing[0]}"
             )
         samples = [self._samples[id] for id in asked.ids]
-        decoding = Decoder.of(asked.decoding)
-        for mined in search(self.pair, self.task, samples, decoding, asked.batch_size):
+        decoder = Decoder.of(asked.decoder)
+        for mined in search(self.pair, self.task, samples, decoder, asked.batch_size):
             yield mined.to_json()
 
 

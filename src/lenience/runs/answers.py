@@ -106,10 +106,10 @@ class Answers:
         else:
             self._known_by_rule[answer.rule, answer.id] = answer
 
-    def known(self, decoding: Decoder, samples: Sequence[Sample]) -> dict[str, Answer]:
+    def known(self, decoder: Decoder, samples: Sequence[Sample]) -> dict[str, Answer]:
         """The answers that are there already, by their samples' ids."""
-        setting = str(decoding)
-        rule = str(decoding.rule)
+        setting = str(decoder)
+        rule = str(decoder.rule)
         by_id = {}
         for id in (sample.id for sample in samples):
             answer = self._known.get((setting, id)) or self._known_by_rule.get(
@@ -121,7 +121,7 @@ class Answers:
 
     def get(
         self,
-        decoding: Decoder,
+        decoder: Decoder,
         samples: Sequence[Sample],
         progress: Progress = silent,
         phase: str = "decoding",
@@ -131,19 +131,19 @@ class Answers:
         where every token came from. A task that scores in its own way does so beside decoding, so
         that a slow scorer does not stall it; what was scored is in the journal, whatever ends the
         run."""
-        known = self.known(decoding, samples)
+        known = self.known(decoder, samples)
         left = [sample for sample in samples if sample.id not in known]
         done = len(samples) - len(left)
         with_trace = set(traced)
 
         def keep(decoded: _Decoded, score: Score) -> None:
-            self._write(decoding, decoded, score, decoded.sample.id in with_trace)
+            self._write(decoder, decoded, score, decoded.sample.id in with_trace)
 
         if left:
             scoring = _Scoring(self.task, keep)
             began = time.perf_counter()
             try:
-                for number, out in self._decode(decoding, left):
+                for number, out in self._decode(decoder, left):
                     seconds = time.perf_counter() - began
                     began = time.perf_counter()
                     answer = self.task.answer(out.text, left[number])
@@ -153,17 +153,17 @@ class Answers:
             finally:
                 scoring.finish()
         self.decoded += len(left)
-        known = self.known(decoding, samples)
+        known = self.known(decoder, samples)
         return [known[sample.id] for sample in samples]
 
     def _decode(
-        self, decoding: Decoder, samples: Sequence[Sample]
+        self, decoder: Decoder, samples: Sequence[Sample]
     ) -> Iterable[tuple[int, Generation]]:
         prompts = [sample.prompt for sample in samples]
-        return self.pair.as_completed(prompts, decoding, batch_size=self.batch_size)
+        return self.pair.as_completed(prompts, decoder, batch_size=self.batch_size)
 
     def _write(
-        self, decoding: Decoder, decoded: _Decoded, score: Score, traced: bool
+        self, decoder: Decoder, decoded: _Decoded, score: Score, traced: bool
     ) -> None:
         """Put what was scored into the journal."""
         out = decoded.out
@@ -176,8 +176,8 @@ class Answers:
             ]
         answer = Answer(
             id=decoded.sample.id,
-            rule=str(decoding.rule),
-            setting=str(decoding),
+            rule=str(decoder.rule),
+            setting=str(decoder),
             text=out.text,
             answer=decoded.answer,
             correct=score.correct,
@@ -189,17 +189,17 @@ class Answers:
             accepted_exact=out.accepted_exact,
             accepted_lenient=out.accepted_lenient,
             kept_by_lenience=sum(entry.origin in BY_LENIENCE for entry in out.trace),
-            **_flops(self.pair, decoding, out),
+            **_flops(self.pair, decoder, out),
             closest=_closest(out),
             seconds=round(decoded.seconds, 4),
             trace=trace,
         )
         self._add(answer)
 
-    def adopt(self, decoding: Decoder, answers: Iterable[Answer]) -> None:
+    def adopt(self, decoder: Decoder, answers: Iterable[Answer]) -> None:
         """Take answers of another decoder for this one's, as they are known to be the same."""
-        setting = str(decoding)
-        rule = str(decoding.rule)
+        setting = str(decoder)
+        rule = str(decoder.rule)
         for answer in answers:
             if (setting, answer.id) not in self._known:
                 same = {"setting": setting, "rule": rule, "seconds": 0.0, "trace": None}
@@ -230,10 +230,10 @@ def reading_flops(pair: Pair, out: Generation) -> tuple[float, float] | None:
     return total, as_sprinter
 
 
-def _flops(pair: Pair, decoding: Decoder, out: Generation) -> dict[str, float]:
+def _flops(pair: Pair, decoder: Decoder, out: Generation) -> dict[str, float]:
     """The same; nothing where something else than the models reads, or proposes."""
     if pair.engine_name != OWN or not (
-        decoding.alone or str(decoding.drafter) == "model"
+        decoder.alone or str(decoder.drafter) == "model"
     ):
         return {}
     counted = reading_flops(pair, out)

@@ -61,14 +61,14 @@ def decided_states(
             f"--tokens draft: {of} rejects drawn tokens, which an answer does not keep; leave it "
             "out, or name a rule that decodes greedily"
         )
-    decoding = Decoder.of(
+    decoder = Decoder.of(
         rule=of,
         window=STOP_WINDOW,
         max_new_tokens=max(len(sample.response_ids) for sample in samples),
         temperature=float(sampling),
     )
     prompts = [sample.prompt_ids for sample in samples]
-    outs = pair.generate_batch(prompts, decoding, batch_size=32)
+    outs = pair.generate_batch(prompts, decoder, batch_size=32)
     labelled = []
     for out in outs:
         origins = [entry.origin for entry in out.trace]
@@ -136,7 +136,7 @@ def gate_states(
     longest = max(len(sample.response_ids) for sample in samples)
 
     def continued(starts: list[list[int]], rule: str) -> list[list[int]]:
-        decoding = Decoder.of(
+        decoder = Decoder.of(
             rule=rule,
             window=INTERLEAVED,
             temperature=1.0,
@@ -144,7 +144,7 @@ def gate_states(
             top_p=1.0,
             max_new_tokens=longest,
         )
-        outs = pair.generate_batch(starts, decoding, batch_size=32)
+        outs = pair.generate_batch(starts, decoder, batch_size=32)
         return [start + out.tokens for start, out in zip(starts, outs)]
 
     prompts = [sample.prompt_ids for sample in samples]
