@@ -376,7 +376,7 @@ def search_again(using: Search, out: Path, records: Sequence[Record]) -> None:
         journal = Journal(out / name / "journal.jsonl")
         done = {record["id"] for record in journal.resume()}
         for record in track([r for r in records if r["id"] not in done], name):
-            journal.append(way(replace(using, cost={"target_passes": 0}), record))
+            journal.write(way(replace(using, cost={"target_passes": 0}), record))
 
 
 def judge_of_search(pair: Pair, out: Path, name: str) -> tuple[Record, list[str]]:

@@ -119,7 +119,7 @@ def test_a_full_disk_is_told_by_the_file(tmp_path: Path) -> None:
     with pytest.raises(
         RunError, match=r"journal\.jsonl: cannot be written \(No space left"
     ):
-        Journal(full).append({"id": "a"})
+        Journal(full).write({"id": "a"})
     folder = tmp_path / "file"
     folder.write_text("")
     with pytest.raises(RunError, match=r"file/run\.json: cannot be written"):

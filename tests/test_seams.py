@@ -612,7 +612,7 @@ def test_answers_of_other_settings_of_a_rule_are_other_answers(
     assert not answers.known(Decoder.of(window=2), samples)
     old = Answers(llama, as_task(Metadata()), tmp_path / "old.jsonl")
     line = {"id": samples[0].id, "rule": "exact", "answer": None, "correct": True}
-    old.journal.append({**line, "tokens": 7, "target_passes": 3})
+    old.journal.write({**line, "tokens": 7, "target_passes": 3})
     old = Answers(llama, as_task(Metadata()), tmp_path / "old.jsonl")
     (known,) = old.get(Decoder.of(window=2), samples)
     assert known.tokens == 7, "a journal that names no settings holds one of each rule"

@@ -74,7 +74,7 @@ def test_shares_known_by_hand(tmp_path: Path) -> None:
             {"position": i, "target_token": 1, "draft_token": 2, "important": one}
             for i, one in enumerate(important)
         ]
-        Journal(tmp_path / "journal.jsonl").append(
+        Journal(tmp_path / "journal.jsonl").write(
             {
                 "id": id,
                 "prompt_ids": [1],
@@ -94,7 +94,7 @@ def test_shares_known_by_hand(tmp_path: Path) -> None:
         shares_harmless(tmp_path)
     for number, same in enumerate((True, False, True, None), 1):
         line = {"id": "a", "position": 0, "number": number, "same": same}
-        Journal(tmp_path / "resamples.jsonl").append(line)
+        Journal(tmp_path / "resamples.jsonl").write(line)
     # at 0 two of four continuations keep a's answer, and one cannot be parsed; the others were not
     # drawn
     assert shares_harmless(tmp_path) == [2 / 4, 1.0, 0.0, 0.0]

@@ -191,7 +191,7 @@ class Audit:
 
     def _write(self, line: AuditLine) -> None:
         """Add a line while alone, and count it."""
-        self.journal.append(line.to_json())
+        self.journal.write(line.to_json())
         assert len(self._tail.new()) == 1
         self._count(line)
 

@@ -96,7 +96,8 @@ class Calibration:
     def answers(self, decoder: Decoder, n: int, phase: str = "") -> list[Answer]:
         """The first n prompts' answers; `phase` is shown while they are decoded."""
         samples = self.prompts.first(n)
-        if before := self._stricter.get(decoder):
+        before = self._stricter.get(decoder)
+        if before:
             known = self._answers.known(before, samples).values()
             same = [earlier for earlier in known if is_same(earlier, before, decoder)]
             self._answers.adopt(decoder, same)

@@ -3,6 +3,7 @@ nothing has been chosen on."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -202,7 +203,7 @@ def _certificate(
         procedure=_procedure(on),
         binds=on.binds(setting, shown.n),
         promises_not=PROMISES_NOT,
-        tried=tuple(row for chain in outcome.tried for row in chain),
+        tried=tuple(itertools.chain.from_iterable(outcome.tried)),
         lost=tuple(on.lost_samples(setting, shown.n)),
         grading=on.task.grading,
         reason=None if best else _reason(config, shown),
@@ -249,7 +250,7 @@ def _drawn(on: Calibration, folder: Path) -> str:
         for decoder in chain
         for head in decoder.heads
     }
-    if any(mined_first(run) for run in (folder, *filter(None, runs))):
+    if any(map(mined_first, (folder, *filter(None, runs)))):
         where += "; those that were mined before were the first of the data, not drawn"
     return where
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from lenience.certification.question import CertifyConfig
@@ -67,7 +68,7 @@ class Prompts:
 def draw_of(pair: Pair, config: CertifyConfig, key: str, use: str) -> Draw:
     """Which prompts a question draws: none that a head it asks about has learned from, or the
     draft."""
-    settings = [decoder for chain in config.chains() for decoder in chain]
+    settings = list(chain.from_iterable(config.chains()))
     heads = {head.path: head for setting in settings for head in setting.heads}
     return Draw(
         key,
@@ -91,7 +92,8 @@ def check_references(
             f"task {task.name!r}: has prompts without a reference; --ask-labels asks for those "
             "that are needed, --loss disagreement needs none"
         )
-    if wrong := ungradable(task, samples):
+    wrong = ungradable(task, samples)
+    if wrong:
         first = wrong[0]
         raise InputError(
             f"task {task.name!r}: {len(wrong)} of {len(samples)} prompts have references to which "

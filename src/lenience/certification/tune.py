@@ -4,6 +4,7 @@ passes is timed on further prompts, which choose, and on the last, which tell wh
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -184,9 +185,8 @@ def _told(
 ) -> Speeds:
     """How fast what is certified is beside what is lossless; `passed` is what it was chosen
     from."""
-    strict, alone = (
-        Decoder.parse(raced.setting) for raced in (races.strict, races.alone)
-    )
+    strict = Decoder.parse(races.strict.setting)
+    alone = Decoder.parse(races.alone.setting)
     timed = turns.take((certified, strict, alone), "timing", progress)
     return Speeds(
         machine=races.machine,
@@ -258,7 +258,7 @@ def _contest(pair: Pair, task: Task, folder: Path, config: TuneConfig) -> _Conte
         fitted, refused = fitted_drafters(pair, folder, strict)
         drafters = [*GRID, *fitted]
     groups = [[replace(strict, window=0)]]
-    for raced in (strict, *(raced for chain in chains for raced in chain)):
+    for raced in (strict, *itertools.chain.from_iterable(chains)):
         groups.append(group_of(pair, config, raced, drafters_for(raced.rule, drafters)))
     samples, place = _prompts(pair, task, folder, config, groups)
     return _Contest(
@@ -427,7 +427,7 @@ def _prompts(
 ) -> tuple[list[Sample], Path]:
     """The prompts to race on, noted as used, and where the races are kept."""
     question = config.question
-    settings = [setting for group in groups for setting in group]
+    settings = list(itertools.chain.from_iterable(groups))
     heads = {head.path: head for setting in settings for head in setting.heads}
     asked = [str(setting.without_paths()) for setting in settings]
     prints = [head.head.fingerprint for head in heads.values()]
@@ -468,9 +468,9 @@ def race(
     prompts, whose seconds alone are told: what dropped out by luck would make those of a heat look
     faster than they are. All take turns on each prompt, so that a machine's moods fall on all.
     """
-    left = [list(group) for group in groups]
+    left = list(map(list, groups))
     first = 0
-    warm_up(pair, (setting for group in left for setting in group), prompts[0])
+    warm_up(pair, itertools.chain.from_iterable(left), prompts[0])
     for heat, (n, share) in enumerate(HEATS, 1):
         speeds = _speeds(
             pair, left, prompts[first : first + n], f"racing, heat {heat}", progress
@@ -499,6 +499,6 @@ def _speeds(
     progress: Progress,
 ) -> dict[Decoder, float]:
     """Tokens per second of every setting."""
-    settings = (setting for group in groups for setting in group)
+    settings = itertools.chain.from_iterable(groups)
     timed = take_turns(pair, settings, prompts, phase, progress)
     return {setting: timed[setting].tokens_per_second for setting in timed}

@@ -263,7 +263,8 @@ def mined_with(run: Path) -> Models:
             f"{run}: holds no mining run; lenience mine --out {run} makes one"
         )
     record = read_run(run)
-    if lacking := {"target", "draft"} - record.models.keys():
+    lacking = {"target", "draft"} - record.models.keys()
+    if lacking:
         raise InputError(
             f"{run / 'run.json'}: its models lack {lacking.pop()}; mine anew"
         )
@@ -277,9 +278,8 @@ def mined_with(run: Path) -> Models:
             f"{name}={json.dumps(value)}" for name, value in options
         )
     if record.pair != "built-in":
-        models.target, models.draft = (
-            record.models[role].name for role in ("target", "draft")
-        )
+        models.target = record.models["target"].name
+        models.draft = record.models["draft"].name
     return models
 
 
@@ -420,7 +420,8 @@ def _located(value: str) -> str:
 
     if value in TASKS:
         return value
-    if (file := value.rpartition(":")[0]).endswith(".py") and Path(file).is_file():
+    file = value.rpartition(":")[0]
+    if file.endswith(".py") and Path(file).is_file():
         return f"{Path(file).resolve()}:{value.rpartition(':')[2]}"
     files = value.split(",")
     return (

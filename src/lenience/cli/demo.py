@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def _compare(pair: Pair, out: Path, tuned: Tuned, limit: int) -> Frontier:
     screen.rule(f"4. comparing on {limit} held-out problems")
     raced = [
         tuned.races.strict,
-        *(entry for chain in tuned.races.lenient for entry in chain),
+        *chain.from_iterable(tuned.races.lenient),
     ]
     fastest = [Decoder.parse(entry.setting) for entry in raced]
     fitted = Judge(str(out / "run" / "judge"), THRESHOLDS[-1])

@@ -215,9 +215,10 @@ class FitFlags:
         if self.from_ == "run" and run.is_file():
             mend = "name a run folder or, for annotated answers, give --from annotated"
             raise InputError(f"{run}: is a file; {mend}")
-        if file := next(
+        file = next(
             (parent for parent in (folder, *folder.parents) if parent.is_file()), None
-        ):
+        )
+        if file:
             raise InputError(f"--out {folder}: {file} is a file; name another folder")
         recall = self.recall
         if recall is None and not self.annotated:

@@ -187,7 +187,7 @@ def _search_layers(run: Path, flags: FitFlags, json: bool) -> None:
     found = search_layers(models.load(needs_draft=False), run)
     best = print_skipped(found)
     if json:
-        print_json({"drafter": best, "skipped": [asdict(skipped) for skipped in found]})
+        print_json({"drafter": best, "skipped": list(map(asdict, found))})
 
 
 def _fit_drafter(run: Path, flags: FitFlags, json: bool) -> None:

@@ -57,7 +57,7 @@ def compile_pair(pair: Pair, wanted: bool | None, tokens: float) -> None:
     )
 
     models = list(pair.models.values())
-    refused = [refuses(lm) for lm in models]
+    refused = list(map(refuses, models))
     fits = not any(refused) and all(lm.device.type == "cpu" for lm in models)
     if wanted is False:
         return
@@ -239,7 +239,8 @@ def compare_run(
         with screen.status("estimating"):
             estimate = comparison.estimate(folder)
         say(f"{estimate.answers} answers to decode, about {duration(estimate.seconds)}")
-        if tuned := len(comparison.tuning_samples):
+        tuned = len(comparison.tuning_samples)
+        if tuned:
             say(
                 f"windows are chosen on other prompts: the last {tuned} of the training split"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +94,8 @@ def print_certificate(run: Path, certificate: Certificate) -> None:
     if certificate.withdrawn:
         say(f"the certificate is withdrawn: {certificate.withdrawn}")
         return
-    if certified := certificate.certified:
+    certified = certificate.certified
+    if certified:
         use = f"use it as --rule certified:{run}"
         options = "".join(
             f", {name} {value}" for name, value in certified.options.items()
@@ -166,7 +167,7 @@ def print_races(races: Races) -> None:
     for raced in (
         races.alone,
         races.strict,
-        *(row for chain in races.lenient for row in chain),
+        *chain.from_iterable(races.lenient),
     ):
         decoder = Decoder.parse(raced.setting)
         speed = raced.tokens_per_second
@@ -353,9 +354,10 @@ def print_grades(found: Mapping[str, HumanGrades]) -> None:
 
 def graded(grading: Mapping[str, int]) -> str:
     """How a grader judged, as a line."""
-    pairs, decided, otherwise, unread = (
-        grading.get(key, 0) for key in ("pairs", "decided", "inconsistent", "unread")
-    )
+    pairs = grading.get("pairs", 0)
+    decided = grading.get("decided", 0)
+    otherwise = grading.get("inconsistent", 0)
+    unread = grading.get("unread", 0)
     text = (
         f"the grader judged {pairs} pairs of answers that differ: one better in both orders in "
         f"{decided}, by its place alone in {otherwise}"
@@ -490,7 +492,8 @@ def _print_judge(head: Head, folder: Path) -> None:
     screen.print(table)
     own = f"whose own threshold is {probability(head.threshold)}; @T asks at another"
     say(f"{_auc(head)}; use it as {Judge(str(folder))}, {own}")
-    if (important := head.metrics["important"]) < TELLING:
+    important = head.metrics["important"]
+    if important < TELLING:
         mined = len(head.prompts or ()) or head.metrics["samples"]
         samples = -(-mined * TELLING // important)
         say(
@@ -514,9 +517,8 @@ def print_curve(rows: Sequence[Mapping[str, Any]]) -> None:
     screen.print(table)
     if len(rows) > 1:
         half, whole = rows[-2:]
-        auc, accepted = (
-            whole[key] - half[key] for key in ("auc_out_of_fold", "accepted")
-        )
+        auc = whole["auc_out_of_fold"] - half["auc_out_of_fold"]
+        accepted = whole["accepted"] - half["accepted"]
         say(
             f"the last doubling brought {auc:+.3f} of AUC and {accepted:+.3f} of what is accepted; "
             f"{2 * whole['samples']} samples would rarely bring more than that again"

@@ -185,7 +185,8 @@ class Context:
         for n in range(known or len(row.prefix) - row.position, len(ids)):
             if n != known:
                 text = self.decode(ids[max(0, n - reach) if known else 0 : n])
-                opened, closed = (_end_of_last(mark, text) for mark in (begin, end))
+                opened = _end_of_last(begin, text)
+                closed = _end_of_last(end, text)
                 if (
                     opened or closed
                 ):  # by where they end, as one mark may contain the other

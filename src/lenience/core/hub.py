@@ -27,7 +27,8 @@ def local(path: str | Path) -> Path:
     if not is_on_hub(path):
         return Path(path)
     name = _checked(str(path).removeprefix(PREFIX), str(path))
-    if served := os.environ.get("LENIENCE_HUB"):
+    served = os.environ.get("LENIENCE_HUB")
+    if served:
         folder = Path(served) / name
         if not folder.is_dir():
             raise InputError(f"{path}: there is none in LENIENCE_HUB, {served}")
@@ -50,7 +51,8 @@ def upload(folder: Path, name: str, private: bool) -> str:
     """Put a folder's files on the Hub as "org/name", and say where they are. Raises InputError for
     a name that can be none, and RunError where the Hub refuses."""
     name = _checked(name, name)
-    if served := os.environ.get("LENIENCE_HUB"):
+    served = os.environ.get("LENIENCE_HUB")
+    if served:
         place = Path(served) / name
         with written(place):
             shutil.copytree(folder, place, dirs_exist_ok=True)

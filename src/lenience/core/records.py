@@ -35,7 +35,7 @@ def _problems(error: ValidationError) -> list[str]:
     unknown = []
     wrong = []
     for item in error.errors():
-        field = " ".join(str(part) for part in item["loc"])
+        field = " ".join(map(str, item["loc"]))
         if item["type"] == "missing":
             lacks.append(field)
         elif item["type"] == "extra_forbidden":

@@ -52,7 +52,8 @@ def followed(
     path = list[int]()
     node = -1
     for token in sequence:
-        if (child := children.get((node, token))) is None:
+        child = children.get((node, token))
+        if child is None:
             break
         path.append(child)
         node = child

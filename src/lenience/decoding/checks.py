@@ -103,7 +103,8 @@ def _check_tree(decoder: Decoder, models: Mapping[str, LM]) -> None:
     for shape in tree.choices() or [tree]:
         if not shape.is_chain:
             drafter.check_tree(shape)
-    if (most := tree.size * drafter.joined) > LARGEST:
+    most = tree.size * drafter.joined
+    if most > LARGEST:
         raise InputError(
             f"drafter {drafter}, tree {tree}: a tree of up to {most} tokens, and at most {LARGEST} "
             "are read; name a smaller one"

@@ -194,7 +194,7 @@ def _decide(session: Session, rule: Rule, read: Read) -> list[Verdict]:
     if ctx.logprobs:
         verdicts = [_with_logprobs(verdict, row) for verdict, row in zip(verdicts, raw)]
     if not draft.bonus:
-        verdicts = [_without_bonus(verdict) for verdict in verdicts]
+        verdicts = list(map(_without_bonus, verdicts))
     session.profile.add("rule")
     return verdicts
 

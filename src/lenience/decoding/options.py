@@ -119,7 +119,8 @@ class Options(PlainOptions):
 
     def with_options(self, options: Mapping[str, Any]) -> Options:
         """The same with some options changed. Raises InputError for a name that is none."""
-        if unknown := sorted(options.keys() - names()):
+        unknown = sorted(options.keys() - names())
+        if unknown:
             known = f"there are {', '.join(names())}"
             mend = ELSEWHERE.get(unknown[0], known)
             raise InputError(
@@ -174,7 +175,8 @@ class Loading:
     def of(cls, options: Mapping[str, Any]) -> Loading:
         """From the options that were given. Raises InputError for a name that is none."""
         known = [item.name for item in fields(cls)]
-        if unknown := sorted(options.keys() - set(known)):
+        unknown = sorted(options.keys() - set(known))
+        if unknown:
             raise InputError(
                 f"{unknown[0]}: there is no such option of loading; there are {', '.join(known)}"
             )

@@ -171,9 +171,7 @@ class TextStream:
 
     def _release(self, new: str) -> str:
         text = self._held + new
-        found = [
-            at for at in (text.find(stop) for stop in self.stop_strings) if at >= 0
-        ]
+        found = [at for at in map(text.find, self.stop_strings) if at >= 0]
         if found:
             self.stopped = True
             self._held = ""
@@ -219,7 +217,7 @@ def pieces(lm: LM, tokens: Sequence[int]) -> list[str]:
     """Each token's part of the text, in which an incomplete character belongs to the token that
     completes it."""
     stream = TextStream(lm)
-    parts = [stream.push(token) for token in tokens]
+    parts = list(map(stream.push, tokens))
     if parts:
         parts[-1] += stream.flush()
     return parts

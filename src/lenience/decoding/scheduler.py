@@ -263,7 +263,8 @@ class _Scheduler(Generic[T]):
         question = held.go_on(answer)
         if question is not None:
             self._comparisons.begin(number, question)
-        if ended := held.talk.ended:
+        ended = held.talk.ended
+        if ended:
             self._held.pop(number)
             self._ended.append(ended)
 
@@ -345,7 +346,8 @@ class _Conversation(Generic[T]):
         """Begin what is likely to be asked for after the last continuation."""
         if self._continuations and len(self._continuations) < self._in_flight:
             last = self._continuations[-1]
-            if question := last.next_question(self.target.eos_ids):
+            question = last.next_question(self.target.eos_ids)
+            if question:
                 self._continuations.append(self._continuation(question, last))
 
     def _begin(self, question: Continue) -> None:
@@ -375,7 +377,8 @@ class _Conversation(Generic[T]):
         rows = self._slots.of(self.talk.number)
         source = max(rows, key=lambda row: common(row.text[:-1], ids), default=None)
         recall = Recall(self._earlier, 0, ids[:], [None] * len(ids))
-        if like := like or source or self._last:
+        like = like or source or self._last
+        if like:
             recall = like.recall.beginning_of(ids)
         unread = len(ids)
         if source:

@@ -150,7 +150,8 @@ class _Growing:
         )
         kept = said[: min(n + 1, self.limit - len(self.tokens))]
         ends = (i for i, token in enumerate(kept, 1) if token in eos)
-        if (end := next(ends, None)) is not None:
+        end = next(ends, None)
+        if end is not None:
             kept = kept[:end]
             self.limit = len(self.tokens) + end
         self.tokens += kept
@@ -308,5 +309,5 @@ def _chains(
     if logits is not None and width:
         blank = torch.zeros(target.vocab_size, device=target.device)
         padded = [[*row, *[blank] * (width - len(row))] for row in logits]
-        given = torch.stack([torch.stack(row) for row in padded])
+        given = torch.stack(list(map(torch.stack, padded)))
     return as_draft(grown, target.device, given, trees=False)

@@ -7,6 +7,7 @@ import json
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import IO, cast
 
@@ -49,7 +50,7 @@ def documents(
                 if rows:
                     yield from found
                 else:
-                    whole += [id for part in found for id in part]
+                    whole += list(chain.from_iterable(found))
                 progress("corpus", done + min(raw.tell(), size), total)
             if whole:
                 yield whole

@@ -123,7 +123,7 @@ def build_store(documents: Iterator[list[int]], tokenizer: str, out: Path) -> St
     parts: list[NDArray[np.int32]] = []
     for document in documents:
         parts += [np.array(document[::-1], np.int32), np.array([END], np.int32)]
-    if not any(len(part) for part in parts[::2]):
+    if not any(map(len, parts[::2])):
         raise InputError("the corpus has no tokens; name files with text")
     tokens = np.concatenate(parts[::-1])
     suffixes = divsufsort(tokens - END).astype(np.int32)  # of numbers from 0 on

@@ -546,7 +546,8 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     """A checkpoint's tensors by the names of speculators' layout."""
     saved = tensors_in(file)
     tensors = {name: part for name, part in saved.items() if "rotary_emb" not in name}
-    if strange := [name for name in tensors if not KNOWN.fullmatch(name)]:
+    strange = [name for name in tensors if not KNOWN.fullmatch(name)]
+    if strange:
         raise ValueError(f"it has {strange[0]}, which no layer of Llama's kind has")
     return {
         re.sub(r"^midlayer\.", "layers.0.", name): part

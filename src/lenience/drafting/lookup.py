@@ -196,7 +196,8 @@ class _NgramDrafter(_Lookup[_Ngrams]):
         self, index: _Ngrams, tokens: list[int], ahead: int, limit: int
     ) -> GrowingTree:
         for n in range(min(self.spec.max, len(tokens)), 0, -1):
-            if (end := index.ends.get(tuple(tokens[-n:]))) is not None:
+            end = index.ends.get(tuple(tokens[-n:]))
+            if end is not None:
                 found = self._to_eos(tokens[end : end + limit])
                 return GrowingTree(
                     found, list(range(-1, len(found) - 1)), [0] * len(found)

@@ -34,7 +34,7 @@ class Merged(DrafterSpec):
 
     def __post_init__(self) -> None:
         for part in self.parts:
-            if [str(part) for part in self.parts].count(str(part)) > 1:
+            if list(map(str, self.parts)).count(str(part)) > 1:
                 raise InputError(f"{part} is named twice; join drafters that differ")
 
     @cached_property
@@ -109,7 +109,7 @@ class _MergedDrafter(Drafter):
         return replace(
             merged,
             passes=sum(draft.passes for draft in drafts),
-            tokens_read=[sum(of_row) for of_row in zip(*read)],
+            tokens_read=list(map(sum, zip(*read))),
         )
 
     def move(self, source: int, to: int) -> None:

@@ -259,7 +259,7 @@ class ModelDrafter(Drafter):
         wanted = [self.stop.max_tokens(row, ctx.window) for row in ctx.rows]
         left = [n + 1 - follows for n in room]
         limits = most_drafted(self.session, self.target, ctx, left)
-        return [min(pair) for pair in zip(wanted, limits)]
+        return list(map(min, zip(wanted, limits)))
 
     def _to_eos(self, window: _Window) -> Tensor:
         """[B]: how many of the first tokens there are to an EOS, within the limits; found where the
@@ -288,7 +288,7 @@ class TreeDrafter(Drafter):
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
         wanted = [self.stop.max_tokens(row, ctx.window) for row in ctx.rows]
         most = most_drafted(self.session, self.target, ctx, room)
-        limits = [min(pair) for pair in zip(wanted, most)]
+        limits = list(map(min, zip(wanted, most)))
         if not max(limits):
             return as_draft([GrowingTree() for _ in ctx.rows], self.target.device)
         # a row for which nothing is drafted may be longer than the draft's context
@@ -329,9 +329,7 @@ class _Reader:
                 self.tokens[b] += tokens
                 self.parents[b] += parents
         sequences = [prefix + more for prefix, more in zip(self.prefixes, self.tokens)]
-        reading = self.session.read(
-            sequences, n, parents=[list(row) for row in self.parents]
-        )
+        reading = self.session.read(sequences, n, parents=list(map(list, self.parents)))
         self.tokens_read = [
             a + b for a, b in zip(self.tokens_read, reading.tokens_read)
         ]

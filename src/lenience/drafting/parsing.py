@@ -23,14 +23,14 @@ def parse_drafter(drafter: str | DrafterSpec) -> DrafterSpec:
     if not isinstance(drafter, str):
         return spec.parse(drafter, "drafter", "drafter", DRAFTERS, DrafterSpec)
     try:
-        merged = [_vertical(part) for part in spec.split(drafter, "|")]
+        merged = list(map(_vertical, spec.split(drafter, "|")))
         return merged[0] if len(merged) == 1 else Merged(tuple(merged))
     except InputError as error:
         raise InputError(f"drafter {drafter!r}: {error}") from None
 
 
 def _vertical(text: str) -> DrafterSpec:
-    *firsts, last = [_horizontal(part) for part in spec.split(text, ">")]
+    *firsts, last = list(map(_horizontal, spec.split(text, ">")))
     return Vertical(_only(firsts, ">"), last) if firsts else last
 
 
@@ -44,7 +44,8 @@ def _horizontal(text: str) -> DrafterSpec:
             f"{firsts[0]}+: how many tokens come from it? Write {firsts[0]}:4+{last}, or put a "
             "path with + in double quotes"
         )
-    first, then = (spec.parse_term(part, "drafter", DRAFTERS) for part in (name, last))
+    first = spec.parse_term(name, "drafter", DRAFTERS)
+    then = spec.parse_term(last, "drafter", DRAFTERS)
     return Horizontal(first, int(count[0]), then)
 
 

@@ -68,7 +68,8 @@ class _OwnLayers(DrafterSpec):
     def _lm(self, target: LM) -> LM:
         """The model, compiled where the target is."""
         lm = without_layers(target, self.left_out(target.num_layers))
-        if backend := target.backend:
+        backend = target.backend
+        if backend:
             compile_model(lm, export=backend.makes_others)
         return lm
 
@@ -191,7 +192,8 @@ def take_apart(target: LM, left_out: Sequence[int]) -> LM:
                     setattr(part, name, new)
     blocks._modules = {str(new): block for new, block in enumerate(chosen)}
     config = own.config.get_text_config()
-    if kinds := getattr(config, "layer_types", None):
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
         config.layer_types = [kinds[i] for i in kept]
     config.num_hidden_layers = len(kept)
     return LM(

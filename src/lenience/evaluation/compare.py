@@ -99,7 +99,7 @@ class CompareConfig:
         """The options that each decoder names itself: its rule, and what else its setting says.
         Raises InputError for a wrong one."""
         refuse_certified(self.rules)
-        named = [given_options(text) for text in self.settings]
+        named = list(map(given_options, self.settings))
         refuse_certified(str(entry["rule"]) for entry in named)
         entries: list[dict[str, Any]] = [
             {"rule": rule} for rule in expand(self.rules, self.shared.temperature)
@@ -270,12 +270,11 @@ class Comparison:
         open_run(
             out, self._asked() | {name: before[name] for name in GROWING}, path.name
         )
-        had = [Compared.of(entry) for entry in before["settings"]]
+        had = list(map(Compared.of, before["settings"]))
         joined = _by_path(compared.decoder for compared in had)
         heads = {path: head.head.fingerprint for path, head in joined.items()}
-        if changed := [
-            head for head in heads if heads[head] != before["heads"].get(head)
-        ]:
+        changed = [head for head in heads if heads[head] != before["heads"].get(head)]
+        if changed:
             raise InputError(
                 f"{out}: {changed[0]} has been fitted anew since; name another folder"
             )
@@ -368,11 +367,7 @@ class Comparison:
         if not path.exists():
             return self.decoders
         before = read_json(path).get("decoders")
-        done = (
-            self.decoders
-            if before is None
-            else [Compared.of(entry) for entry in before]
-        )
+        done = self.decoders if before is None else list(map(Compared.of, before))
         return [compared for compared in self.decoders if compared not in done]
 
     def _seconds_an_answer(self) -> tuple[float, float]:
@@ -417,9 +412,7 @@ class Comparison:
         done: list[Compared] = []
         if path.exists():
             before = read_json(path)
-            done = [
-                Compared.of(compared) for compared in before.get("decoders", ())
-            ] or self.decoders
+            done = list(map(Compared.of, before.get("decoders", ()))) or self.decoders
             for entry in before["settings"]:
                 decoder = Decoder.of(entry["decoding"])
                 settings[decoder] = ComparedSetting(decoder, entry["why"])
@@ -568,7 +561,7 @@ class Comparison:
             progress("timing", done, len(samples))
             if not set(texts) <= set(known[sample.id]):
                 known[sample.id] = self._timed(sample, settings, repeats)
-                journal.append({"id": sample.id, **here, "seconds": known[sample.id]})
+                journal.write({"id": sample.id, **here, "seconds": known[sample.id]})
         progress("timing", len(samples), len(samples))
         return [[known[sample.id][text] for text in texts] for sample in samples]
 

@@ -262,7 +262,8 @@ def _chosen(
 ) -> list[str]:
     """The settings whose answers are graded."""
     by_rule = {setting: _rule(given) for setting, given in answers.items()}
-    if unknown := [rule for rule in rules if rule not in by_rule.values()]:
+    unknown = [rule for rule in rules if rule not in by_rule.values()]
+    if unknown:
         there = ", ".join(dict.fromkeys(by_rule.values()))
         raise InputError(
             f"--rule {unknown[0]}: is not in {folder}, which compares {there}"

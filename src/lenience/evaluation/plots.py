@@ -308,9 +308,8 @@ def _draw_line(
     n = rows[0].n
     x = [getattr(row, key) for row in rows]
     y = [_inside(row.accuracy, n) for row in rows]
-    low, high = (
-        [_inside(row.accuracy_interval[side], 2 * n) for row in rows] for side in (0, 1)
-    )
+    low = [_inside(row.accuracy_interval[0], 2 * n) for row in rows]
+    high = [_inside(row.accuracy_interval[1], 2 * n) for row in rows]
     if len(rows) > 1:
         axis.fill_between(x, low, high, color=color, alpha=0.06, linewidth=0)
     axis.vlines(x, low, high, color=color, alpha=0.25, linewidth=1)

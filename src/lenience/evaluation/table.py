@@ -247,7 +247,7 @@ def allocation(
     rules = [setting.decoder.alone for setting in settings]
     if "draft" not in rules:
         return []
-    alone = [rules.index(name) for name in BASELINES]
+    alone = list(map(rules.index, BASELINES))
     seconds = np.array(timings, dtype=float)[:, alone]  # [timed_n, 2]
     tokens, passes = (
         np.array([_column(answers[i], key) for i in alone]).T  # [n, 2]
@@ -258,10 +258,9 @@ def allocation(
     points = []
     for share in SHARES:
         mix = np.array([1 - share, share])
-        timed_right, timed_tokens, timed_seconds = (
-            float((part[: len(seconds)] @ mix).sum())
-            for part in (right, tokens, seconds)
-        )
+        timed_right = float((right[: len(seconds)] @ mix).sum())
+        timed_tokens = float((tokens[: len(seconds)] @ mix).sum())
+        timed_seconds = float((seconds[: len(seconds)] @ mix).sum())
         read = float((passes @ mix).sum())
         points.append(
             AllocationPoint(

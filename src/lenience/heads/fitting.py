@@ -201,7 +201,7 @@ class Hyperparameters:
 def settings_of(kind: HeadKind) -> list[Hyperparameters]:
     """What a kind of head is tuned over."""
     if kind == "logistic":
-        return [Hyperparameters(c) for c in L2_GRID]
+        return list(map(Hyperparameters, L2_GRID))
     if kind == "adamw":
         return [
             Hyperparameters(rate=rate, decay=decay)

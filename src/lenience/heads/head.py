@@ -212,7 +212,8 @@ class Head:
                     f"{fingerprints[part]}); fit one for this pair, or add ,unchecked=true to its "
                     "spec"
                 )
-        if lacking := [model for model in self.inputs.models if model not in sizes]:
+        lacking = [model for model in self.inputs.models if model not in sizes]
+        if lacking:
             raise InputError(
                 f"{self.role} {self.folder}: reads states of the {lacking[0]}, and the pair has no "
                 f"{lacking[0]} model"

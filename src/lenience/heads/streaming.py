@@ -120,9 +120,8 @@ class Standardised:
         return cls(rows, *rows.mean_and_scale())
 
     def blocks(self) -> Iterator[Tensor]:
-        mean, scale = (
-            torch.from_numpy(part).float() for part in (self.mean, self.scale)
-        )
+        mean = torch.from_numpy(self.mean).float()
+        scale = torch.from_numpy(self.scale).float()
         for block in self.rows.blocks():
             yield (block - mean) / scale
 

@@ -163,9 +163,7 @@ def _device(number: int) -> dict[str, str]:
         return {}
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = (
-        named.split(",")
-        if named
-        else [str(i) for i in range(torch.cuda.device_count())]
+        named.split(",") if named else list(map(str, range(torch.cuda.device_count())))
     )
     return {"CUDA_VISIBLE_DEVICES": devices[number % len(devices)]}
 
@@ -286,7 +284,8 @@ class _Threads:
     def _employ(self, number: int, done: list[str]) -> None:
         """Let a worker search until nothing is left; notes the samples that are `done`. Raises
         WorkerLost where it is gone before."""
-        if not (worker := self.crew.hire(number)):
+        worker = self.crew.hire(number)
+        if not worker:
             return
         self.board.joined(1)
         try:
@@ -302,9 +301,8 @@ class _Threads:
     def _check(self, number: int, worker: HiredWorker) -> None:
         """Raise RunError where a worker is not of the driver's models and task."""
         theirs = worker.identity
-        if differs := [
-            key for key, own in self.identity.items() if theirs.get(key) != own
-        ]:
+        differs = [key for key, own in self.identity.items() if theirs.get(key) != own]
+        if differs:
             raise RunError(
                 f"worker {number + 1}: has another {', '.join(differs)} than the driver; give all "
                 "machines the same files"

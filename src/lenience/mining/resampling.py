@@ -71,7 +71,7 @@ def resample(
             line = Resample(
                 id=mined.id, position=mismatch.position, number=number, same=same
             )
-            journal.append(line.to_json())
+            journal.write(line.to_json())
             ready += 1
             progress("resampling", ready, total)
 

@@ -305,7 +305,7 @@ def mine(
         else:
             found = search(pair, task, left, decoder, size)
         for mined in found:
-            journal.append(mined.to_json())
+            journal.write(mined.to_json())
             done += 1
             progress("mining", done, len(samples))
         journal.sort([sample.id for sample in samples])

@@ -42,7 +42,8 @@ class Worker:
                 sample.id: sample for sample in take(self.task, "train", None)
             }
         asked = Part(**part)
-        if missing := [id for id in asked.ids if id not in self._samples]:
+        missing = [id for id in asked.ids if id not in self._samples]
+        if missing:
             raise InputError(
                 f"task {self.task.name!r}: a worker's has no sample {missing[0]}"
             )

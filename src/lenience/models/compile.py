@@ -95,7 +95,8 @@ def _compile(lm: LM, export: bool) -> bool:
         return False
     if not why:
         try:
-            if backend := _backend(lm, path, export):
+            backend = _backend(lm, path, export)
+            if backend:
                 lm.use(backend)
                 return True
             why = f"the {'exported' if path else 'recorded'} pass differs from its own"
@@ -186,7 +187,8 @@ def _another(
     if not export.makes and not export.exists(lm):
         return None
     try:
-        if graph := _load_right(lm, export, reads_rightly):
+        graph = _load_right(lm, export, reads_rightly)
+        if graph:
             return graph
         why = "the exported pass differs from its own"
     except Exception as error:  # whatever an exporter raises

@@ -173,7 +173,7 @@ class TreeVisibility:
         )
 
     def on(self, device: torch.device) -> Visibility:
-        parts = (torch.from_numpy(part) for part in (self.at, self.keys, self.related))
+        parts = map(torch.from_numpy, (self.at, self.keys, self.related))
         return Visibility(*(part.to(device) for part in parts))
 
 

@@ -543,7 +543,7 @@ def tokenize(
         unknown = [piece.strip("▁") for piece in pieces if piece not in known]
         if not unknown:
             raise
-        words = ", ".join(repr(word) for word in dict.fromkeys(unknown[:5]))
+        words = ", ".join(map(repr, dict.fromkeys(unknown[:5])))
         raise InputError(
             f"the text holds what the vocabulary of {name!r} lacks: {words}; it knows the words of "
             "its own task only"

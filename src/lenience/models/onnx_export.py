@@ -338,7 +338,8 @@ class _Layer(CacheLayerMixin):
 
 def _on_same_weights(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     """Another model on the weights of one, with another attention."""
-    if make := getattr(model, "with_attention", None):
+    make = getattr(model, "with_attention", None)
+    if make:
         return cast(PreTrainedModel, make(attention))
     config = copy.deepcopy(model.config)
     other = type(model)._from_config(
@@ -619,9 +620,7 @@ def _content(value: ir.Value) -> Any:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """The exporter speaks of its own workings."""
-    loggers = [
-        logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")
-    ]
+    loggers = list(map(logging.getLogger, ("torch.onnx", "onnxscript", "onnx_ir")))
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:

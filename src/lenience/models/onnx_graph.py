@@ -93,10 +93,7 @@ class Graph:
 
         options = onnxruntime.SessionOptions()
         options.use_per_session_threads = False
-        values = [
-            onnxruntime.OrtValue.ortvalue_from_numpy(array)
-            for array in weights.values()
-        ]
+        values = list(map(onnxruntime.OrtValue.ortvalue_from_numpy, weights.values()))
         options.add_external_initializers(list(weights), values)
         self._weights = values  # the session reads them where they lie
         providers = ["CPUExecutionProvider"]
@@ -400,7 +397,8 @@ class GraphCache:
     def _call(self, shape: _Shape) -> _Call:
         """Return the call that reads the rows of a shape; some calls are kept."""
         calls = self._memory.calls.setdefault(self.graph, {})
-        if call := calls.get(shape):
+        call = calls.get(shape)
+        if call:
             return call
         rows = self.states[:, shape.first : shape.end]
         past = [rows[place] for place in self._places.tolist()]

@@ -170,7 +170,8 @@ def plain(prompt: Any) -> Any:
     """Token ids as a list where they come as a tensor or an array, alone or as a batch of one, or
     as what a tokenizer gives, whose padding is left out; anything else as it is."""
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
-        ids, mask = (_row(prompt.get(name)) for name in ("input_ids", "attention_mask"))
+        ids = _row(prompt.get("input_ids"))
+        mask = _row(prompt.get("attention_mask"))
         return (
             ids if mask is None else [token for token, seen in zip(ids, mask) if seen]
         )

@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import chain, repeat
 from typing import cast
 from weakref import finalize
 
@@ -158,7 +158,8 @@ class Session:
         self._trees.pop(to, None)
         self.cache.copy(source, to, len(tokens[source]))
         tokens[to] = list(tokens[source])
-        if tree := self._trees.get(source):
+        tree = self._trees.get(source)
+        if tree:
             self._trees[to] = tree
 
     def cut(self, row: int, length: int) -> None:
@@ -336,8 +337,9 @@ class Session:
     ) -> None:
         """Start to copy the tokens [B, a] that the device has of the rows: those at their ends, for
         which LATER stands there, and those that were found after them."""
-        ends = [len(row) for row in cached]
-        if (given := batch.device_tokens) is not None:
+        ends = list(map(len, cached))
+        given = batch.device_tokens
+        if given is not None:
             starts = [end - given.shape[1] for end in ends]
             self._pending.append(_Pending(cached, starts, to_host_async(given)))
         if batch.lookahead:
@@ -407,9 +409,7 @@ def _in_order(
     """Logits and hidden states of rows that were read in groups, in the rows' order."""
     if len(parts) == 1:
         return parts[0]
-    order = to_device(
-        [b for group in groups for b in group], parts[0][0].device
-    ).argsort()
+    order = to_device(list(chain.from_iterable(groups)), parts[0][0].device).argsort()
     logits, hidden = (torch.cat(states)[order] for states in zip(*parts))
     return logits, hidden
 
@@ -493,7 +493,8 @@ def check_windows(lm: LM) -> None:
     """Raise InputError if a forward pass over a window gives other states than its tokens one by
     one, as in encoders without a causal mask, or fails; RunError if the states are NaN or infinite.
     The check runs once per model."""
-    if (why := lm.once("reads windows", lambda: _why_no_windows(lm))) is None:
+    why = lm.once("reads windows", lambda: _why_no_windows(lm))
+    if why is None:
         return
     kind = type(lm.model).__name__
     raise InputError(
@@ -550,7 +551,8 @@ def tree_cache(lm: LM, rows: int, capacity: int, states: States = LAST) -> RowCa
 def check_trees(lm: LM, mend: str) -> None:
     """Raise InputError, which says what to take instead, where a model cannot read trees of tokens
     through its own forward; found out once for a model."""
-    if (why := lm.once("reads trees", lambda: _why_no_trees(lm))) is None:
+    why = lm.once("reads trees", lambda: _why_no_trees(lm))
+    if why is None:
         return
     attention = lm.model.config.get_text_config()._attn_implementation
     other = (

@@ -43,7 +43,7 @@ class AllOf:
         return [term for term in self.terms if isinstance(term, Lenient)]
 
     def __str__(self) -> str:
-        return "&".join(str(term) for term in self.terms)
+        return "&".join(map(str, self.terms))
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class AnyOf:
         return accepted
 
     def __str__(self) -> str:
-        return "|".join(str(part) for part in self.parts)
+        return "|".join(map(str, self.parts))
 
 
 def as_rule(term: Term) -> AnyOf:
@@ -308,10 +308,10 @@ def _verdict(row: Sequence[float], width: int) -> Verdict:
         # at matches no score is given: whether a judge was queried there depends on later tokens
         scores[i] = None if exact[i] else _score(logit)
     return Verdict(
-        drafted=[int(token) for token in drafted],
+        drafted=list(map(int, drafted)),
         path=list(range(kept)),
         next_token=int(row[1 + kept]),
-        exact=[bool(is_exact) for is_exact in exact],
+        exact=list(map(bool, exact)),
         scores=scores,
     )
 

@@ -38,7 +38,7 @@ def parse_spec(text: str) -> AnyOf:
     if text in ELSEWHERE:
         raise InputError(f"rule {text!r}: {ELSEWHERE[text]}")
     try:
-        return AnyOf(tuple(_part(part) for part in spec.split(text, "|")))
+        return AnyOf(tuple(map(_part, spec.split(text, "|"))))
     except InputError as error:
         raise InputError(f"rule {text!r}: {error}") from None
 

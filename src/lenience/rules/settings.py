@@ -66,7 +66,8 @@ def ladder(rule: str, thresholds: Sequence[float] = ()) -> list[str]:
     """A rule's settings from strict to lenient: of a judge without a threshold, those it was fitted
     with; of a rule's name, such as topk or fuzzy:js, those of its grid; with `thresholds`, those,
     the strictest first; else the rule as it is."""
-    if named := spec.named_settings(rule, grid()):
+    named = spec.named_settings(rule, grid())
+    if named:
         if not thresholds:
             return named
         rule = named[0]
@@ -87,7 +88,4 @@ def ladder(rule: str, thresholds: Sequence[float] = ()) -> list[str]:
     def at(setting: Term) -> str:
         return str(whole.with_terms(lambda term: setting if term is chosen else term))
 
-    return [
-        at(setting)
-        for setting in chosen.with_thresholds(thresholds or chosen.thresholds())
-    ]
+    return list(map(at, chosen.with_thresholds(thresholds or chosen.thresholds())))

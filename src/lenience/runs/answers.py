@@ -206,7 +206,7 @@ class Answers:
                 self._add(answer.model_copy(update=same))
 
     def _add(self, answer: Answer) -> None:
-        self.journal.append(answer.to_json())
+        self.journal.write(answer.to_json())
         self._keep(answer)
 
 

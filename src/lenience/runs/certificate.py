@@ -199,9 +199,8 @@ def read_certificate(folder: Path) -> Certificate:
     # an option that it does not name was not there when it was made
     binds = {**Decoder().bound(), **certificate.binds}
     certificate = certificate.model_copy(update={"binds": binds})
-    if lacking := [
-        f"binds {key}" for key in BOUND_BESIDE if key not in certificate.binds
-    ]:
+    lacking = [f"binds {key}" for key in BOUND_BESIDE if key not in certificate.binds]
+    if lacking:
         raise InputError(f"{what}: lacks {', '.join(lacking)}; certify again")
     return certificate
 

@@ -64,13 +64,13 @@ class Journal:
                 os.truncate(self.path, whole)
         return records
 
-    def append(self, *records: dict[str, Any]) -> None:
+    def write(self, *records: dict[str, Any]) -> None:
         """Add finished records, on the disk when this returns."""
         with written(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._append(records)
+            self._write(records)
 
-    def _append(self, records: Sequence[dict[str, Any]]) -> None:
+    def _write(self, records: Sequence[dict[str, Any]]) -> None:
         with self.path.open("ab") as file:
             file.writelines(map(_line, records))
             file.flush()
@@ -114,7 +114,7 @@ class JournalTail:
         if torn:
             self.journal.resume()
         try:
-            return [json.loads(line) for line in whole.split(b"\n")] if whole else []
+            return list(map(json.loads, whole.split(b"\n"))) if whole else []
         except ValueError:
             list(self.journal)  # which says where it is broken
             raise
@@ -134,7 +134,8 @@ def open_run(folder: Path, asked: dict[str, Any], name: str = "run.json") -> Non
         before = read_json(path)
         before = EARLIER | before
         wanted = {key for key, value in asked.items() if value is not None}
-        if lacking := sorted(wanted - before.keys() - set(MAY_DIFFER)):
+        lacking = sorted(wanted - before.keys() - set(MAY_DIFFER))
+        if lacking:
             raise InputError(
                 f"{path}: says no {lacking[0]}, so another version of lenience made it; name "
                 "another folder"

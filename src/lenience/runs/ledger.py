@@ -111,7 +111,7 @@ class Ledger:
             known = Journal(self.place / name).resume()
             for record in Journal(self.folder / name).resume():
                 if record not in known:
-                    Journal(self.place / name).append(record)
+                    Journal(self.place / name).write(record)
 
     def rows(self, lm: LM, task: Task, draw: Draw) -> list[Sample]:
         """The rows of a draw, see `draw_rows`."""
@@ -148,7 +148,7 @@ class Ledger:
                 for folder in (self.place, self.folder):
                     journal = Journal(folder / "attempts.jsonl")
                     if found.to_json() not in journal.resume():
-                        journal.append(found.to_json())
+                        journal.write(found.to_json())
         return found
 
     def _attempt(self, key: str, task: Task, split: str) -> Attempt:
@@ -187,7 +187,7 @@ class Ledger:
         for folder in (self.place, self.folder):
             journal = Journal(folder / "outcomes.jsonl")
             if outcome.to_json() not in journal.resume():
-                journal.append(outcome.to_json())
+                journal.write(outcome.to_json())
 
 
 class _Uses:
@@ -206,6 +206,7 @@ class _Uses:
         return new
 
     def add(self, uses: Iterable[Use]) -> None:
-        if lines := [use.to_json() for use in uses]:
-            self._tail.journal.append(*lines)
+        lines = [use.to_json() for use in uses]
+        if lines:
+            self._tail.journal.write(*lines)
             self.read()

@@ -132,7 +132,7 @@ def note_uses(
             if new.row not in noted:
                 noted.add(new.row)
                 fresh.append(new)
-        journal.append(*(line.to_json() for line in fresh))
+        journal.write(*(line.to_json() for line in fresh))
 
 
 def uses_in(run: Path) -> Iterator[Use]:
@@ -186,7 +186,8 @@ def draw_rows(lm: LM, task: Task, draw: Draw, uses: Iterable[Use]) -> list[Sampl
     """
     samples = take(task, draw.split, None)
     where = f"task {task.name!r}"
-    if unknown := set(draw.ids) - {sample.id for sample in samples}:
+    unknown = set(draw.ids) - {sample.id for sample in samples}
+    if unknown:
         first = sorted(unknown)[0]
         raise InputError(
             f"prompt {first!r}: {where} has no such one in its split {draw.split!r}"

@@ -115,7 +115,7 @@ def _load(
             f"data {data}: is for benchmarks, {', '.join(BENCHMARKS)}, and the task is {spec!r}"
         )
     if from_json:
-        return _from_json([Path(file) for file in files], options)
+        return _from_json(list(map(Path, files)), options)
     if options:
         raise InputError(
             f"task {spec!r}: {next(iter(options))} is for tasks from JSON files"
@@ -125,7 +125,8 @@ def _load(
 
 def _from_json(paths: list[Path], options: Mapping[str, Any]) -> Task:
     """A task from JSON files."""
-    if unknown := options.keys() - JSON_OPTIONS:
+    unknown = options.keys() - JSON_OPTIONS
+    if unknown:
         raise InputError(
             f"task {paths[0]}: has no option {min(unknown)!r}; it has {', '.join(JSON_OPTIONS)}"
         )
@@ -141,7 +142,8 @@ def _from_json(paths: list[Path], options: Mapping[str, Any]) -> Task:
 
 def _benchmark(spec: str, data: str | Path | None, options: Mapping[str, Any]) -> Task:
     """A benchmark from its spec with further options, and its files."""
-    if more := [f"{name}={str(value).lower()}" for name, value in options.items()]:
+    more = [f"{name}={str(value).lower()}" for name, value in options.items()]
+    if more:
         spec += ("," if ":" in spec else ":") + ",".join(more)
     try:
         task = parse_term(spec, "task", BENCHMARKS)
@@ -163,7 +165,7 @@ def take(task: Task, split: str, limit: int | None) -> list[Sample]:
     none."""
     if limit is not None and limit < 1:
         raise InputError(f"limit {limit}: must be 1 or more")
-    samples = [_named(sample) for sample in islice(task.samples(split), limit)]
+    samples = list(map(_named, islice(task.samples(split), limit)))
     if not samples:
         raise InputError(f"task {task.name!r} has no samples in its split {split!r}")
     return samples

@@ -106,7 +106,8 @@ class ChoiceTask(Published):
         return Sample(str(row.get("id", "")), prompt, question.letter, stratum)
 
     def _question(self, row: Row, where: str) -> Question:
-        if (whose := _origin(row)) and whose != self.title:
+        whose = _origin(row)
+        if whose and whose != self.title:
             raise InputError(f"is a row of {whose}; write --task {whose}")
         return question_of(row, where)
 
@@ -177,7 +178,7 @@ def question_of(row: Row, where: str = "") -> Question:
             for label, text in zip(choices["label"], choices["text"], strict=True)
         ]
         return _labelled(str(asked), listed, row.get("answerKey"))
-    texts = tuple(str(text) for text in choices)
+    texts = tuple(map(str, choices))
     answer = row["answer"]
     by_letter = str(answer) in tuple(LETTERS)
     place = LETTERS.index(str(answer)) if by_letter else int(answer)

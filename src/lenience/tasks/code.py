@@ -161,7 +161,8 @@ class HumanEval(CodeTask):
         solutions = [code for code in python if _definition(sample).search(code)]
         if solutions:
             return f"{before}\n{solutions[-1]}"
-        if bodies := [code for code in python if code[:1].isspace()]:
+        bodies = [code for code in python if code[:1].isspace()]
+        if bodies:
             return str(prompt + bodies[0])
         if python:
             return f"{before}\n{python[-1]}"
@@ -222,9 +223,8 @@ class LiveCodeBench(CodeTask):
                 f"livecodebench's release must be v1 to v6, not {self.release!r}"
             )
         for name in ("since", "until"):
-            if (date := getattr(self, name)) and not re.fullmatch(
-                r"\d{4}-\d\d-\d\d", date
-            ):
+            date = getattr(self, name)
+            if date and not re.fullmatch(r"\d{4}-\d\d-\d\d", date):
                 raise InputError(
                     f"livecodebench's {name} must be as 2024-08-31, not {date!r}"
                 )
@@ -237,7 +237,8 @@ class LiveCodeBench(CodeTask):
             f"test{number if number > 1 else ''}" for number in range(1, newest + 1)
         }
         found = {path.name.split(".")[0]: path for path in files.get("test", ())}
-        if lacking := sorted(wanted - found.keys()):
+        lacking = sorted(wanted - found.keys())
+        if lacking:
             raise InputError(
                 f"task livecodebench: release {self.release} lacks {lacking[0]}.jsonl"
             )
@@ -302,9 +303,7 @@ class LiveCodeBench(CodeTask):
                 "task livecodebench: a problem's metadata name no func_name"
             )
         try:
-            given = [
-                [json.loads(line) for line in _lines(test["input"])] for test in tests
-            ]
+            given = [list(map(json.loads, _lines(test["input"]))) for test in tests]
             wanted = [json.loads(test["output"]) for test in tests]
         except ValueError as error:
             raise InputError(
@@ -396,7 +395,8 @@ def last_block(text: str, defines: str = "") -> str | None:
         lambda block: not defines or named.search(block.code),
         lambda block: True,
     ):
-        if fitting := [block for block in python if wanted(block)]:
+        fitting = [block for block in python if wanted(block)]
+        if fitting:
             return fitting[-1].code
     return None
 
@@ -440,9 +440,8 @@ def cases_in(text: str) -> list[dict[str, str]]:
 
 def same_output(out: str, wanted: str) -> bool:
     """Line by line, spaces around them aside; lines of numbers by their values."""
-    lines, right = (
-        [line.strip() for line in text.strip().split("\n")] for text in (out, wanted)
-    )
+    lines = [line.strip() for line in out.strip().split("\n")]
+    right = [line.strip() for line in wanted.strip().split("\n")]
     if len(lines) != len(right):
         return False
     return all(a == b or _numbers(a) == _numbers(b) != [] for a, b in zip(lines, right))
@@ -451,7 +450,7 @@ def same_output(out: str, wanted: str) -> bool:
 def _numbers(line: str) -> list[Decimal]:
     """The numbers a line consists of; none where something else is in it."""
     try:
-        numbers = [Decimal(part) for part in line.split()]
+        numbers = list(map(Decimal, line.split()))
     except InvalidOperation:
         return []
     return numbers if all(number.is_finite() for number in numbers) else []

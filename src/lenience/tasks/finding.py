@@ -106,7 +106,8 @@ def _number_after(marker: str) -> Find:
             lines = re.split(r"[\r\n]+", rest)
             line = next((line for line in lines if line.strip(" \t*_`:$")), "")
             line = plain_text(line)
-            if found := list(numbers(line)):
+            found = list(numbers(line))
+            if found:
                 answer = _result(line, found)
                 return answer.text if answer and answer.value is not None else None
         return None

@@ -134,9 +134,8 @@ class Endpoint:
 
     def _request(self, path: str, body: dict[str, Any] | None) -> Any:
         headers = {"Content-Type": "application/json"}
-        if key := next(
-            (os.environ[name] for name in KEYS if os.environ.get(name)), None
-        ):
+        key = next((os.environ[name] for name in KEYS if os.environ.get(name)), None)
+        if key:
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
         for attempt in range(ATTEMPTS):
@@ -264,7 +263,7 @@ class Graded(Task):
         self._ask(
             {key: order for key, order in zip(keys, orders) if key not in self._kept}
         )
-        verdicts = [self._verdict(key) for key in keys]
+        verdicts = list(map(self._verdict, keys))
         if verdicts != ["A", "B"]:
             said = " and ".join(
                 f"[[{verdict}]]" if verdict else "no verdict" for verdict in verdicts
@@ -325,7 +324,7 @@ class Graded(Task):
 
     def _points(self, first: str, second: str) -> float:
         """Of the answer that is A in the first question and B in the second."""
-        verdicts = [self._verdict(key) for key in (first, second)]
+        verdicts = list(map(self._verdict, (first, second)))
         with self._lock:
             if first not in self._counted:
                 self._counted.add(first)

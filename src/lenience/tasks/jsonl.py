@@ -49,7 +49,7 @@ class JsonlTask(Task):
         if not self._rows:
             raise InputError(f"task file {', '.join(map(str, paths))}: has no rows")
         if answer is None:
-            references = [self.fields.reference_of(row) for row in self._rows[:20]]
+            references = list(map(self.fields.reference_of, self._rows[:20]))
             told = proposed(
                 [reference for reference in references if reference is not None]
             )

@@ -67,7 +67,7 @@ class Gsm8k(Published):
             raise InputError(
                 f"task gsm8k: {len(rows)} rows are too few for {self.shots} shots"
             )
-        self._shown = [_solved(row) for row in rows[: self.shots]]
+        self._shown = list(map(_solved, rows[: self.shots]))
 
     def read(self, row: Row, where: str, role: str) -> Sample | None:
         question, solution = _solved(row)

@@ -146,7 +146,8 @@ def _read(text: str, found: re.Match[str]) -> Number:
     makes it part of another form."""
     end = found.end()
     amount = _amount(found)
-    if unit := _UNIT.match(text, end):
+    unit = _UNIT.match(text, end)
+    if unit:
         end = unit.end()
     elif (word := _WORD.match(text, end)) and word["word"].lower().rstrip(
         "s"
@@ -250,7 +251,8 @@ def _amount(found: re.Match[str]) -> Fraction | None:
 
 def _part(found: re.Match[str], which: str) -> Fraction | None:
     r"""Return a fraction of one sign, or of \frac."""
-    if sign := found[f"e{which}"]:
+    sign = found[f"e{which}"]
+    if sign:
         return Fraction(unicodedata.numeric(sign)).limit_denominator(100)
     top = found[f"a{which}"] or found[f"c{which}"]
     bottom = found[f"b{which}"] or found[f"d{which}"]

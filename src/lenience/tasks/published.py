@@ -228,7 +228,7 @@ def published_files(data: str, suffixes: tuple[str, ...]) -> dict[str, list[Path
     """The files of a benchmark by their roles (train, validation, dev, test, or whole): a file,
     several with commas, a folder, or a dataset of the Hub, org/name or org/name:FOLDER; with such
     suffixes. Raises InputError."""
-    given = [Path(name) for name in data.split(",")]
+    given = list(map(Path, data.split(",")))
     if len(given) == 1 and not given[0].exists():
         given = [_from_hub(data, suffixes)]
     found = [(_role_of(path, path.parent), path) for path in given if path.is_file()]

@@ -462,7 +462,8 @@ class _Replies:
         while b"\n" not in self._read:
             if len(self._read) > sandboxed.LONGEST_LINE:
                 return TestVerdict("too much output")
-            if why := self._wait(deadline - time.monotonic()):
+            why = self._wait(deadline - time.monotonic())
+            if why:
                 return why
         line, _, self._read = self._read.partition(b"\n")
         return _reply(bytes(line))
@@ -534,7 +535,8 @@ def sandbox(unsafe_local: bool = False) -> Sandbox:
     why = []
     kinds: tuple[SandboxKind, ...] = ("bubblewrap", "landlock")
     for kind in kinds:
-        if not (fault := probe(kind)):
+        fault = probe(kind)
+        if not fault:
             return Sandbox(kind)
         why.append(f"{kind}: {fault}")
     raise InputError(

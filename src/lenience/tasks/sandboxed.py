@@ -57,10 +57,10 @@ def encode(value: Any) -> Any:
     if isinstance(value, complex):
         return {"complex": [repr(value.real), repr(value.imag)]}
     if isinstance(value, list):
-        return [encode(item) for item in value]
+        return list(map(encode, value))
     for tag, kind in TAGS.items():
         if isinstance(value, kind):
-            return {tag: [encode(item) for item in value]}
+            return {tag: list(map(encode, value))}
     if isinstance(value, dict):
         return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
     if isinstance(value, (bytes, bytearray)):
@@ -71,7 +71,7 @@ def encode(value: Any) -> Any:
 def decode(value: Any) -> Any:
     """What `encode` was given; an object that has no form is one of its own, equal to none."""
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return list(map(decode, value))
     if not isinstance(value, dict):
         return value
     ((tag, content),) = value.items()

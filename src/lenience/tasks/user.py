@@ -38,7 +38,8 @@ def as_task(task: Any, where: str = "", version: str | None = None) -> CheckedTa
     place of the task's own. Raises InputError that names what is missing, and `where`."""
     if isinstance(task, CheckedTask) and version is None:
         return task
-    if lacking := [part for part in NEEDED if not hasattr(task, part)]:
+    lacking = [part for part in NEEDED if not hasattr(task, part)]
+    if lacking:
         name = where or type(task).__name__
         raise InputError(f"task {name}: lacks {', '.join(lacking)}; {DOCS}")
     return CheckedTask(task, version)
@@ -61,17 +62,12 @@ class CheckedTask(Task):
         """The ids of samples that do not fit."""
         self._fits: Callable[[Sample], bool] = lambda _: True
         self._told = False
-        (
-            self._same,
-            self._correct,
-            self._score,
-            self._loss,
-            self._reads,
-            self._reference,
-        ) = (
-            _own(task, part)
-            for part in ("same", "correct", "score", "loss", "reads", "reference")
-        )
+        self._same = _own(task, "same")
+        self._correct = _own(task, "correct")
+        self._score = _own(task, "score")
+        self._loss = _own(task, "loss")
+        self._reads = _own(task, "reads")
+        self._reference = _own(task, "reference")
         self._points = _own(task, "points")
         self._attach = _own(task, "attach")
         self._answer = _given_sample(task.answer, 1)

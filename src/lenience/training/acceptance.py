@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -83,7 +84,7 @@ def measure_acceptance(
     for n, _ in enumerate(answers, 1):
         progress("decoding", n, len(prompts))
     shares, places = counts.shares()
-    if not any(share for row in shares for share in row):
+    if not any(chain.from_iterable(shares)):
         raise InputError(
             f"--with {drafter}: the target said nothing of what it drafted on {len(prompts)} "
             "prompts; measure on more, or take another"

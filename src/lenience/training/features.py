@@ -177,7 +177,8 @@ def load_features(
     but for those of a judge that looks ahead. What a gate must not let through is a token to which
     the draft gives more than `tau` times the target's probability."""
     paths = sorted(_shards(folder, inputs, role, of).glob("*.safetensors"))
-    label, sample = (_column(paths, name) for name in (LABELS[role], "sample"))
+    label = _column(paths, LABELS[role])
+    sample = _column(paths, "sample")
     x: np.ndarray | StreamedRows
     if inputs.ahead is not None:
         x = as_in_windows(_column(paths, "x"), inputs, seed=0)
@@ -226,9 +227,7 @@ def _judge_inputs(
     labelled = [_mismatch_states(pair, sample, inputs) for sample in samples]
     if inputs.ahead is None:
         return labelled
-    ahead = values_drafted_on(
-        pair, samples, [_known(sample) for sample in samples], inputs
-    )
+    ahead = values_drafted_on(pair, samples, list(map(_known, samples)), inputs)
     return [
         (torch.cat([x.float(), more], -1), y) for (x, y), more in zip(labelled, ahead)
     ]

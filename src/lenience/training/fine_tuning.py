@@ -66,7 +66,7 @@ class FineTuning:
         held_out: Sequence[Answer],
         seed: int,
     ):
-        self.answers, self.held_out = (by_length(part) for part in (answers, held_out))
+        self.answers, self.held_out = map(by_length, (answers, held_out))
         self.dtype = target.model.dtype
         self.seed = seed
         model = copy.deepcopy(target.model).float().requires_grad_(True)

@@ -214,7 +214,7 @@ class _HeadsFit:
             parts.append(_states(target, prompt, answer, plan.heads))
             progress("hidden states", n, len(whole))
         self.held_out = parts[: len(held_out)]
-        self.x, self.y = (torch.cat(states) for states in zip(*parts[len(held_out) :]))
+        self.x, self.y = map(torch.cat, zip(*parts[len(held_out) :]))
 
     def epoch(self, number: int, step: Callable[[Tensor], None]) -> None:
         generator = torch.Generator().manual_seed(self.plan.seed + 1000 * number)
@@ -257,4 +257,4 @@ def tokens_per_pass(heads: DraftHeads, matrix: Tensor, parts: Sequence[Part]) ->
 
 def accuracies(heads: DraftHeads, matrix: Tensor, parts: Sequence[Part]) -> list[float]:
     """Each head's share of tokens that are the target's."""
-    return [float(share) for share in _right(heads, matrix, parts).float().mean(0)]
+    return list(map(float, _right(heads, matrix, parts).float().mean(0)))

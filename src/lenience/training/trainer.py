@@ -103,7 +103,8 @@ class Training:
                 group["lr"] = rate
             epoch(self.done)
             self.done += 1
-            if (found := measure()) > self.best_measure:
+            found = measure()
+            if found > self.best_measure:
                 self.best_measure = found
                 self.best = {
                     name: part.detach().clone() for name, part in self.weights.items()

@@ -63,11 +63,11 @@ def _next_tokens(
     last = [path[-1] if path else -1 for path in walked]
     bonus = to_device([at not in tree for at, tree in zip(last, trees)], rest.device)
     place = to_device([*map(len, walked)], rest.device).long()
-    plain, own = (
-        select_position(
-            ctx.noise_keys(rest.shape[1], purpose, device=rest.device), place
-        )
-        for purpose in ("token", "correction")
+    plain = select_position(
+        ctx.noise_keys(rest.shape[1], "token", device=rest.device), place
+    )
+    own = select_position(
+        ctx.noise_keys(rest.shape[1], "correction", device=rest.device), place
     )
     left = select_position(rest, to_device(last, rest.device).long() + 1)
     return gumbel_argmax(left, torch.where(bonus, plain, own))
@@ -183,7 +183,8 @@ def _upwards(tree: Parents, kept: Sequence[bool]) -> list[int]:
 
     def first(node: int, path: list[int]) -> list[int] | None:
         for child in children.get(node, ()):
-            if (found := first(child, [*path, child])) is not None:
+            found = first(child, [*path, child])
+            if found is not None:
                 return found
         return path if node < 0 or kept[node] else None
 

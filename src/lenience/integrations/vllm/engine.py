@@ -87,7 +87,8 @@ class VllmPair(Pair):
 
     def __init__(self, pair: Pair, arguments: Mapping[str, Any]):
         super().__init__(pair.target, pair.draft, pair.name)
-        if taken := sorted(set(arguments) & set(OF_PAIR)):
+        taken = sorted(set(arguments) & set(OF_PAIR))
+        if taken:
             raise InputError(f"engine argument {taken[0]}: is the pair's; leave it out")
         self.arguments = dict(arguments)
         self.engine_name = f"vllm {vllm_version()}"
@@ -121,7 +122,8 @@ class VllmPair(Pair):
                 raise InputError(why)
         check_reads(rule)
         reader = self.reader(decoder)
-        if processors := processors_of(reader, sampling=decoder.temperature > 0):
+        processors = processors_of(reader, sampling=decoder.temperature > 0)
+        if processors:
             names = ", ".join(type(processor).__name__ for processor in processors)
             raise InputError(
                 f"{reader.role} {reader.name!r}: its generation_config asks for {names}, which is "
@@ -280,10 +282,11 @@ class VllmPair(Pair):
         decoder = self.decoder({"window": WINDOW})
         self.require_draft("mining")
         waiting: Iterator[tuple[int, Dialogue[T]]] = enumerate(dialogues)
-        if (first := next(waiting, None)) is None:
+        first = next(waiting, None)
+        if first is None:
             return
         waiting = chain([first], waiting)
-        engines = [self._engine(kind) for kind in DIALOGUES]
+        engines = list(map(self._engine, DIALOGUES))
         held: dict[str, _OpenRequest[T]] = {}
         comparisons = Comparisons[ActiveDialogue[T]]()
         asking = _OpenDialogues(decoder, held, comparisons)
