@@ -55,8 +55,7 @@ from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import GroupKFold
 from sklearn.neural_network import MLPClassifier
 
-from lenience.cli.console import progress_bars
-from lenience.cli.steps import fit_run
+from lenience.cli.console import progress_bars, with_bars
 from lenience.core.errors import InputError
 from lenience.core.files import EMBEDDED
 from lenience.decoding.pair import Pair
@@ -79,7 +78,7 @@ from lenience.runs.journal import Journal
 from lenience.runs.record import read_run
 from lenience.tasks import Sample, Task, wordmath_problems
 from lenience.training.features import compute_features, load_features
-from lenience.training.fit import HeadPlan
+from lenience.training.fit import HeadPlan, fit_run
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from recording import write_results
@@ -382,7 +381,9 @@ def search_again(using: Search, out: Path, records: Sequence[Record]) -> None:
 def judge_of_search(pair: Pair, out: Path, name: str) -> tuple[Record, list[str]]:
     """A judge that learns from what a search found: its figures, and its rules."""
     folder = out / name / "judge"
-    metrics = fit_run(pair, out / name, HeadPlan(Inputs(), folder, FitConfig())).metrics
+    metrics = with_bars(
+        fit_run, pair, out / name, HeadPlan(Inputs(), folder, FitConfig())
+    ).metrics
     listed = {row["recall"]: row["threshold"] for row in metrics["thresholds"]}
     found = list(Journal(out / name / "journal.jsonl"))
     row = {

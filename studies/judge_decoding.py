@@ -46,8 +46,7 @@ from paired import Paired, mcnemar, right_answers
 from rich.progress import track
 from sklearn.metrics import roc_auc_score
 
-from lenience.cli.console import progress_bars
-from lenience.cli.steps import fit_annotated, fit_run
+from lenience.cli.console import progress_bars, with_bars
 from lenience.decoding.pair import Pair
 from lenience.evaluation.compare import CompareConfig, compare
 from lenience.heads.fitting import Examples, FitConfig, Hyperparameters, fit_stopped
@@ -62,7 +61,7 @@ from lenience.training.annotated import (
     marked_answers,
     read_annotated,
 )
-from lenience.training.fit import HeadPlan
+from lenience.training.fit import HeadPlan, fit_annotated, fit_run
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from recording import write_results
@@ -244,9 +243,17 @@ def decoded(
     run = out / "run"
     pair = source.pair(compile=True)
     source.first(run, samples)
-    fit_run(pair, run, HeadPlan(INPUTS, out / "mined", FitConfig("adamw", recall=None)))
-    fit_run(
-        pair, run, HeadPlan(Inputs(tokens=("draft",)), out / "autojudge", FitConfig())
+    with_bars(
+        fit_run,
+        pair,
+        run,
+        HeadPlan(INPUTS, out / "mined", FitConfig("adamw", recall=None)),
+    )
+    with_bars(
+        fit_run,
+        pair,
+        run,
+        HeadPlan(Inputs(tokens=("draft",)), out / "autojudge", FitConfig()),
     )
     rules = ["exact"]
     for name in ("judge", "mined", "autojudge"):
@@ -328,7 +335,7 @@ def main() -> None:
     answers = read_annotated(path)
     # at 0.5
     plan = HeadPlan(INPUTS, given.out / "judge", FitConfig("adamw", recall=None))
-    head = fit_annotated(pair, answers, plan)
+    head = with_bars(fit_annotated, pair, answers, plan)
     told: dict[str, Any] = {"rows": len(answers), "metrics": head.metrics}
     if rows:
         told |= probed(pair, head, rows, given.probes)

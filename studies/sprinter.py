@@ -46,7 +46,7 @@ from rich.table import Table
 from scipy.stats import binomtest
 from sklearn.metrics import roc_auc_score, roc_curve
 
-from lenience.cli.steps import fit_run
+from lenience.cli.console import with_bars
 from lenience.decoding.generation import Generation
 from lenience.decoding.pair import Pair
 from lenience.drafting.stops import Gate
@@ -55,7 +55,7 @@ from lenience.heads.head import Head, Inputs
 from lenience.runs.answers import reading_flops
 from lenience.runs.record import MinedAnswers, MinedSample, MiningCost
 from lenience.tasks import Sample, Task, take
-from lenience.training.fit import HeadPlan
+from lenience.training.fit import HeadPlan, fit_run
 from lenience.training.stop_examples import gate_states
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -391,7 +391,7 @@ def main() -> None:
         plan = HeadPlan(
             inputs, run / f"gate-{tau:g}", FitConfig("adam", role="gate"), tau
         )
-        head = fit_run(pair, run, plan)
+        head = with_bars(fit_run, pair, run, plan)
         roc = roc_of(head.logits(torch.from_numpy(x)).numpy(), ratio <= tau)
         gates = [Gate(str(plan.out), threshold) for threshold in given.threshold]
         told["gates"][f"{tau:g}"] = {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lenience.core.progress import Progress
 
 screen = Console(stderr=True)
+T = TypeVar("T")
 
 
 def say(text: str) -> None:
@@ -74,6 +75,12 @@ def progress_bars() -> Iterator[Progress]:
         yield show_progress
         for task in bars.tasks:  # what ended early is over too
             bars.update(task.id, total=task.completed)
+
+
+def with_bars(step: Callable[..., T], *args: Any, **named: Any) -> T:
+    """Run a step that takes a `progress` callback, with a bar for each of its phases."""
+    with progress_bars() as show:
+        return step(*args, progress=show, **named)
 
 
 def duration(seconds: float) -> str:

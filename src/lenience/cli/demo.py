@@ -10,10 +10,10 @@ from typing import Any
 
 from lenience.certification.question import CertifyConfig
 from lenience.certification.tune import TuneConfig, Tuned
-from lenience.cli.console import loading, say, screen
+from lenience.cli.console import loading, say, screen, with_bars
 from lenience.cli.live import race
 from lenience.cli.options import check_folder
-from lenience.cli.steps import compare_run, compile_pair, fit_run, mine_run, tune_run
+from lenience.cli.steps import compare_run, compile_pair, mine_run, tune_run
 from lenience.cli.tables import gained
 from lenience.core.files import EMBEDDED, read_json, write_text
 from lenience.decoding.decoder import Decoder
@@ -124,8 +124,12 @@ def _important_share(counts: MinedCounts) -> float:
 
 
 def _fit(pair: Pair, folder: Path) -> Head:
+    from lenience.training.fit import fit_run
+
     screen.rule("2. fitting a judge")
-    head = fit_run(pair, folder, HeadPlan(READ, folder / "judge", FitConfig()))
+    head = with_bars(
+        fit_run, pair, folder, HeadPlan(READ, folder / "judge", FitConfig())
+    )
     ours = head.metrics
     theirs = Judge().head.metrics
     say(

@@ -22,15 +22,11 @@ from lenience.cli.choices import (
     models_of,
     remember,
 )
-from lenience.cli.console import print_json, say
+from lenience.cli.console import print_json, say, with_bars
 from lenience.cli.fit_options import FitFlags
 from lenience.cli.options import Flag, Json, MineFlags, check_folder, check_limit
 from lenience.cli.steps import (
     build_datastore,
-    curve_run,
-    fit_annotated,
-    fit_drafter,
-    fit_run,
     fit_tree,
     forecast_run,
     mine_run,
@@ -145,19 +141,22 @@ def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> N
     plan = flags.plan(run)
     if flags.annotated:
         from lenience.training.annotated import read_annotated
+        from lenience.training.fit import fit_annotated
 
         rows = read_annotated(run)  # what is wrong is told before the models are loaded
         pair = Models(flags.target, flags.draft, None, flags.device).load()
-        fitted = fit_annotated(pair, rows, plan)
+        fitted = with_bars(fit_annotated, pair, rows, plan)
     else:
+        from lenience.training.fit import fit_run, learning_curve
+
         for folder in (run, *flags.also):
             mined_with(folder)  # raises where nothing is mined
         models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
         pair = models.load(tokens=MANY if flags.gate else 0)
         plan = replace(plan, without=left_out(pair, run, flags.fold))
         if flags.curve:
-            return _print_curve(curve_run(pair, run, plan), json)
-        fitted = fit_run(pair, run, plan)
+            return _print_curve(with_bars(learning_curve, pair, run, plan), json)
+        fitted = with_bars(fit_run, pair, run, plan)
     print_thresholds(fitted, plan.out)
     if json:
         head = {flags.role: str(plan.out), "head": plan.config.kind}
@@ -191,10 +190,12 @@ def _search_layers(run: Path, flags: FitFlags, json: bool) -> None:
 
 
 def _fit_drafter(run: Path, flags: FitFlags, json: bool) -> None:
+    from lenience.training.fit_drafter import fit_drafter
+
     plan = flags.drafter_plan(run)
     mined_with(run)  # raises where nothing is mined
     models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
-    fitted = fit_drafter(models.load(tokens=MANY), run, plan)
+    fitted = with_bars(fit_drafter, models.load(tokens=MANY), run, plan)
     print_drafter(plan.kind, fitted.metrics, plan.out)
     if json:
         used_as = {

@@ -7,7 +7,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from lenience.cli.console import duration, progress_bars, say, screen
+from lenience.cli.console import duration, progress_bars, say, screen, with_bars
 from lenience.cli.tables import (
     gained,
     planned,
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from lenience.drafting.trees.planning import Acceptance
     from lenience.evaluation.compare import CompareConfig
     from lenience.evaluation.table import Frontier
-    from lenience.heads.head import Head
     from lenience.mining.crew import Crew
     from lenience.mining.forecast import Forecast
     from lenience.mining.search import MineConfig, MinedCounts
@@ -39,9 +38,6 @@ if TYPE_CHECKING:
     from lenience.runs.certificate import Certificate
     from lenience.tasks import Task
     from lenience.training.acceptance import TreeSampling
-    from lenience.training.annotated import Annotated
-    from lenience.training.fit import HeadPlan
-    from lenience.training.fit_drafter import DrafterPlan, TrainedDrafter
     from lenience.training.skipping import Skipped
 
 
@@ -90,8 +86,7 @@ def mine_run(
     from lenience.mining.search import mine
 
     try:
-        with progress_bars() as show:
-            return mine(pair, task, out, config, show, crew=crew)
+        return with_bars(mine, pair, task, out, config, crew=crew)
     finally:
         if crew is not None:
             crew.close()
@@ -106,20 +101,6 @@ def forecast_run(out: Path, labels: int) -> Forecast:
     found = forecast(list(mined_samples(Journal(out / "journal.jsonl"))), labels)
     say(planned(found, quote(str(out))))
     return found
-
-
-def fit_run(pair: Pair, run: Path, plan: HeadPlan) -> Head:
-    from lenience.training.fit import fit_run
-
-    with progress_bars() as show:
-        return fit_run(pair, run, plan, show)
-
-
-def curve_run(pair: Pair, run: Path, plan: HeadPlan) -> list[dict[str, Any]]:
-    from lenience.training.fit import learning_curve
-
-    with progress_bars() as show:
-        return learning_curve(pair, run, plan, show)
 
 
 def build_datastore(
@@ -144,8 +125,7 @@ def fit_tree(
     from lenience.decoding.decoder import Decoder
     from lenience.training.acceptance import fit_tree
 
-    with progress_bars() as show:
-        return fit_tree(pair, run, Decoder.of(drafter=drafter).drafter, drawn, show)
+    return with_bars(fit_tree, pair, run, Decoder.of(drafter=drafter).drafter, drawn)
 
 
 def search_layers(pair: Pair, run: Path) -> list[Skipped]:
@@ -153,22 +133,7 @@ def search_layers(pair: Pair, run: Path) -> list[Skipped]:
     from lenience.training.skipping import search_layers
 
     check_models(pair, run)
-    with progress_bars() as show:
-        return search_layers(pair, mined_samples(run), show)
-
-
-def fit_drafter(pair: Pair, run: Path, plan: DrafterPlan) -> TrainedDrafter:
-    from lenience.training.fit_drafter import fit_drafter
-
-    with progress_bars() as show:
-        return fit_drafter(pair, run, plan, show)
-
-
-def fit_annotated(pair: Pair, rows: list[Annotated], plan: HeadPlan) -> Head:
-    from lenience.training.fit import fit_annotated
-
-    with progress_bars() as show:
-        return fit_annotated(pair, rows, plan, show)
+    return with_bars(search_layers, pair, mined_samples(run))
 
 
 def certify_run(
@@ -177,8 +142,7 @@ def certify_run(
     """Certify, and print what came of it."""
     from lenience.certification.certify import certify
 
-    with progress_bars() as show:
-        certificate = certify(pair, task, run, config, show)
+    certificate = with_bars(certify, pair, task, run, config)
     print_certificate(run, certificate)
     return certificate
 
@@ -187,8 +151,7 @@ def tune_run(pair: Pair, task: Task, run: Path, config: TuneConfig) -> Tuned:
     """Tune, and print the races, the certificate and what is gained."""
     from lenience.certification.tune import tune
 
-    with progress_bars() as show:
-        tuned = tune(pair, task, run, config, show)
+    tuned = with_bars(tune, pair, task, run, config)
     print_races(tuned.races)
     print_certificate(run, tuned.certificate)
     print_passed(tuned.speeds.passed if tuned.speeds else ())
@@ -202,8 +165,7 @@ def plan_run(
     """Plan certificates with a pilot of so many prompts, and print what they would take."""
     from lenience.certification.certify import plan
 
-    with progress_bars() as show:
-        planned = plan(pair, task, run, config, pilot, progress=show)
+    planned = with_bars(plan, pair, task, run, config, pilot)
     print_plan(planned)
     return planned
 
@@ -220,8 +182,7 @@ def audit_run(
     from lenience.certification.audit import Audit, audit
 
     watch = Audit(run, pair, task, config)
-    with progress_bars() as show:
-        again = audit(watch, prompts, batch_size, show)
+    again = with_bars(audit, watch, prompts, batch_size)
     state = watch.state()
     print_audit(watch, state, again)
     return state
@@ -233,8 +194,7 @@ def compare_run(
     """Compare, saying beforehand how long it will take, and print the table."""
     from lenience.evaluation.compare import Comparison
 
-    with progress_bars() as show:
-        comparison = Comparison(pair, task, config, show)
+    comparison = with_bars(Comparison, pair, task, config)
     with comparison.folder(out) as folder:
         with screen.status("estimating"):
             estimate = comparison.estimate(folder)
@@ -244,8 +204,7 @@ def compare_run(
             say(
                 f"windows are chosen on other prompts: the last {tuned} of the training split"
             )
-        with progress_bars() as show:
-            frontier = comparison.carry_out(folder, show)
+        frontier = with_bars(comparison.carry_out, folder)
     print_table(frontier)
     return frontier
 

@@ -285,32 +285,52 @@ def _num_kept(accepted: Tensor, draft: Draft) -> Tensor:
 def _verdicts(
     draft: Draft, exact: Tensor, accepted: Tensor, after: Tensor, scores: Tensor | None
 ) -> list[Verdict]:
-    """The verdicts on a chain: `exact`, `accepted` and perhaps the logits of `scores` are [B, W],
-    `after` [B, W + 1] is what follows after 0 … W kept tokens."""
+    """Return the verdicts on a chain: `exact`, `accepted` and, if a judge was queried, the logits of
+    its `scores` are [B, W]; `after` [B, W + 1] follows 0 … W accepted tokens."""
+    # one synchronisation with the device for all that the rule decides
+    rows = _pack(draft, exact, accepted, after, scores).tolist()
+    return [_unpack(row, draft.width) for row in rows]
+
+
+# A packed row, for a window of width W; positions behind the draft's length are padding:
+#
+#     0      | 1 … W + 1      | W columns | W columns | W columns | W columns
+#     length | next tokens    | drafted   | exact     | accepted  | logits of the judge's scores
+#            | after 0 … W    | tokens    | 0 or 1    | 0 or 1    | (absent without a judge)
+#
+# With logits the row is float32, which holds token ids below 2²⁴ exactly.
+
+
+def _pack(
+    draft: Draft, exact: Tensor, accepted: Tensor, after: Tensor, scores: Tensor | None
+) -> Tensor:
+    """Return [B, 2 + 4 W], or [B, 2 + 5 W] with a judge's logits, laid out as above."""
     columns = [draft.lengths[:, None], after, draft.tokens, exact, accepted]
     if scores is not None:
         columns.append(scores)
-    # of float32, where there are a judge's logits: it holds ids below 2²⁴
-    rows = torch.cat(columns, 1).tolist()  # the rule's one synchronisation
-    return [_verdict(row, draft.width) for row in rows]
+    return torch.cat(columns, 1)
 
 
-def _verdict(row: Sequence[float], width: int) -> Verdict:
-    """From a row's length, what follows after 0 … W kept tokens, the tokens, which of them the
-    strict rule and this one accept, and perhaps the logits of a judge's scores."""
-    n = int(row[0])
-    drafted, exact, accepted, logits = (
-        row[begin : begin + n] for begin in (2 + i * width for i in range(1, 5))
+def _unpack(row: Sequence[float], width: int) -> Verdict:
+    """Return the verdict of a packed row."""
+    length = int(row[0])
+    next_tokens = row[1 : width + 2]
+    blocks = row[width + 2 :]
+    drafted = blocks[:length]
+    exact = blocks[width : width + length]
+    accepted = blocks[2 * width : 2 * width + length]
+    logits = blocks[3 * width : 3 * width + length]
+    kept = next(
+        (i for i, is_accepted in enumerate(accepted) if not is_accepted), length
     )
-    kept = next((i for i, is_accepted in enumerate(accepted) if not is_accepted), n)
-    scores: list[float | None] = [None] * n
+    scores: list[float | None] = [None] * length
     for i, logit in enumerate(logits):
-        # at matches no score is given: whether a judge was queried there depends on later tokens
+        # a match has no score: whether a judge was queried there depends on later tokens
         scores[i] = None if exact[i] else _score(logit)
     return Verdict(
         drafted=list(map(int, drafted)),
         path=list(range(kept)),
-        next_token=int(row[1 + kept]),
+        next_token=int(next_tokens[kept]),
         exact=list(map(bool, exact)),
         scores=scores,
     )
