@@ -285,8 +285,8 @@ def _num_kept(accepted: Tensor, draft: Draft) -> Tensor:
 def _verdicts(
     draft: Draft, exact: Tensor, accepted: Tensor, after: Tensor, scores: Tensor | None
 ) -> list[Verdict]:
-    """Return the verdicts on a chain: `exact`, `accepted` and, if a judge was queried, the logits of
-    its `scores` are [B, W]; `after` [B, W + 1] follows 0 … W accepted tokens."""
+    """Return the verdicts on a chain. `exact`, `accepted` and, with a judge, the logits of its
+    `scores` are [B, W]; `after` [B, W + 1] follows 0 … W accepted tokens."""
     # one synchronisation with the device for all that the rule decides
     rows = _pack(draft, exact, accepted, after, scores).tolist()
     return [_unpack(row, draft.width) for row in rows]
