@@ -69,20 +69,20 @@ STREAMS = (
 
 
 def rare(means: list[float]) -> Callable[[np.random.Generator, int], NDArray]:
-    """0/1 losses, of one prompt more likely in every setting that loses more."""
+    """Return 0/1 losses, of one prompt more likely in every setting that loses more."""
     return lambda rng, n: (rng.random((1, n)) < np.array(means)[:, None]).astype(float)
 
 
 def apart(means: list[float]) -> Callable[[np.random.Generator, int], NDArray]:
-    """0/1 losses that have nothing to do with one another."""
+    """Return 0/1 losses that have nothing to do with one another."""
     return lambda rng, n: (
         rng.random((len(means), n)) < np.array(means)[:, None]
     ).astype(float)
 
 
 def skewed(means: list[float]) -> Callable[[np.random.Generator, int], NDArray]:
-    """Mostly nothing or next to nothing, rarely all: as skewed as losses in [0, 1] of these means
-    can be, and a floor."""
+    """Return mostly nothing or next to nothing, rarely all: as skewed as losses in [0, 1] of these
+    means can be, and a floor."""
 
     def draw(rng: np.random.Generator, n: int) -> NDArray:
         floor = np.array(means)[:, None] / 4
@@ -93,7 +93,7 @@ def skewed(means: list[float]) -> Callable[[np.random.Generator, int], NDArray]:
 
 
 def spread(means: list[float]) -> Callable[[np.random.Generator, int], NDArray]:
-    """Beta-distributed losses."""
+    """Return beta-distributed losses."""
     return lambda rng, n: rng.beta(
         4 * np.array(means)[:, None],
         4 * (1 - np.array(means)[:, None]),
@@ -147,7 +147,7 @@ losses are 0 or 1."""
 
 
 def _net(means: list[float]) -> Callable[[np.random.Generator, int], NDArray]:
-    """0 for a gain, 1/2 for a tie, 1 for a loss; gains are 1 %."""
+    """Return 0 for a gain, 1/2 for a tie, 1 for a loss; gains are 1 %."""
 
     def draw(rng: np.random.Generator, n: int) -> NDArray:
         u = rng.random((1, n))
@@ -188,7 +188,7 @@ def simulate(name: str, procedure: str) -> dict[str, Any]:
 
 
 def climb(test: Test, losses: NDArray) -> list[SettingResult]:
-    """The fixed-sequence test of settings with losses [settings, n]."""
+    """Return the fixed-sequence test of settings with losses [settings, n]."""
     ends = [test.passed_at(row) for row in losses]
 
     def of(setting: int, n: int) -> NDArray:
@@ -261,7 +261,7 @@ def collect(folder: Path, path: Path) -> None:
 
 
 def _lost(ids: list[str], alone: dict[str, Any], found: dict[str, Any]) -> list[int]:
-    """Which of the prompts the target alone answers rightly, and a setting does not."""
+    """Return which of the prompts the target alone answers rightly, and a setting does not."""
     return [
         i
         for i, id in enumerate(ids)
@@ -298,7 +298,7 @@ class CandidatePool:
         """In tokens per pass; the first is that of nothing certified."""
 
     def best(self, limit: float) -> float | None:
-        """The speed of the most lenient setting that may be certified."""
+        """Return the speed of the most lenient setting that may be certified."""
         means = self.lost.mean(1)
         allowed = [i for i in range(len(means)) if (means[: i + 1] <= limit).all()]
         return float(self.speed[allowed[-1] + 1]) if allowed else None
@@ -334,7 +334,7 @@ class CandidatePool:
 def on_pool(
     pool: CandidatePool, limit: float, n: int, repeats: int = 1000
 ) -> list[dict[str, Any]]:
-    """Calibrations on n prompts of the pool, drawn anew each time; what is certified is held
+    """Return calibrations on n prompts of the pool, drawn anew each time; what is certified is held
     against all the other prompts."""
     told = []
     for procedure in TESTS:
@@ -363,7 +363,7 @@ def _seeded(number: int) -> np.random.Generator:
 
 
 def share_of(false: int, repeats: int = REPEATS) -> dict[str, Any]:
-    """How many of all, with an exact 95 % interval."""
+    """Return how many of all, with an exact 95 % interval."""
     interval = binomtest(false, repeats).proportion_ci(0.95)
     return {"false": false / repeats, "interval": [interval.low, interval.high]}
 
@@ -375,7 +375,7 @@ def first_passed(
     rng: np.random.Generator,
     repeats: int = MANY,
 ) -> NDArray:
-    """[repeats]: whether losses of this mean pass within `most` prompts."""
+    """Return [repeats]: whether losses of this mean pass within `most` prompts."""
     losses = np.zeros(repeats, int)
     passed = np.zeros(repeats, bool)
     before = 0
@@ -387,7 +387,7 @@ def first_passed(
 
 
 def asked_again(mean: float, folders: int, questions: int) -> dict[str, Any]:
-    """Questions from so many folders, which share a ledger, until one passes."""
+    """Return questions from so many folders, which share a ledger, until one passes."""
     rng = _seeded(3)
     any_passed = np.zeros(MANY, bool)
     with TemporaryDirectory() as place:
@@ -410,7 +410,7 @@ def asked_again(mean: float, folders: int, questions: int) -> dict[str, Any]:
 
 
 def grown(mean: float) -> dict[str, Any]:
-    """The same question, allowed ever more prompts until it passes."""
+    """Return the same question, allowed ever more prompts until it passes."""
     test = Binomial(0.01, FIRST * ALPHA, 5000)
     passed = first_passed(test, mean, 4316, _seeded(4))
     said = "299, 1,079, 2,158, 4,316 prompts"
@@ -444,8 +444,8 @@ class Encoder:
 def drawn(
     said: str, mean: float, rows: Callable[[np.random.Generator], Any]
 ) -> dict[str, Any]:
-    """Calibrations on rows, drawn as the library draws them, with their losses by prompt; the limit
-    is 5 %."""
+    """Return calibrations on rows, drawn as the library draws them, with their losses by prompt;
+    the limit is 5 %."""
     test = Binomial(0.05, FIRST * ALPHA, 1000)
     rng = _seeded(5)
     false = 0
@@ -461,7 +461,7 @@ def drawn(
 
 
 def clusters(size: int, mean: float = 0.050005) -> dict[str, Any]:
-    """150 groups of so many prompts that are never lost, and 150 single ones that are."""
+    """Return 150 groups of so many prompts that are never lost, and 150 single ones that are."""
 
     def rows(rng: np.random.Generator) -> tuple[list[Sample], dict[str, bool]]:
         lost = (rng.random(300) < 2 * mean) & (np.arange(300) < 150)
@@ -478,7 +478,7 @@ def clusters(size: int, mean: float = 0.050005) -> dict[str, Any]:
 
 
 def together(size: int, mean: float = 0.050005) -> dict[str, Any]:
-    """300 groups of so many prompts that are lost together."""
+    """Return 300 groups of so many prompts that are lost together."""
 
     def rows(rng: np.random.Generator) -> tuple[list[Sample], dict[str, bool]]:
         lost = rng.random(300) < mean
@@ -492,7 +492,7 @@ def together(size: int, mean: float = 0.050005) -> dict[str, Any]:
 
 
 def popular(share: float) -> dict[str, Any]:
-    """600 rows, of which one prompt, which is lost, makes up so many on average."""
+    """Return 600 rows, of which one prompt, which is lost, makes up so many on average."""
 
     def rows(rng: np.random.Generator) -> tuple[list[Sample], dict[str, bool]]:
         names = [
@@ -505,7 +505,7 @@ def popular(share: float) -> dict[str, Any]:
 
 
 def half_ungradable() -> dict[str, Any]:
-    """A file in which every second reference is none."""
+    """Return a file in which every second reference is none."""
     with TemporaryDirectory() as place:
         path = Path(place) / "rows.jsonl"
         rows = [
@@ -520,7 +520,7 @@ def half_ungradable() -> dict[str, Any]:
 
 
 def four_audits() -> dict[str, Any]:
-    """Four processes that audit 2,000 prompts each, at exactly the limit."""
+    """Return four processes that audit 2,000 prompts each, at exactly the limit."""
     rng = _seeded(6)
     false = 0
     for _ in track(range(REPEATS), "four audits"):
@@ -550,8 +550,8 @@ def attacks() -> list[dict[str, Any]]:
 
 
 def exact() -> list[dict[str, Any]]:
-    """The chance of a false certificate by recursion, at the limit, and when nothing is lost; by
-    default, and with `--horizon 500`."""
+    """Return the chance of a false certificate by recursion, at the limit, and when nothing is
+    lost; by default, and with `--horizon 500`."""
     shares = {1: FIRST, 2: (1 - FIRST) * 6 / np.pi**2}
     asked = [
         (limit, round(50 / limit), n) for limit in (0.001, 0.01, 0.05) for n in shares
@@ -571,7 +571,7 @@ def exact() -> list[dict[str, Any]]:
 def net(
     lost: float, gained: float, drop: float = 0.01, streams: int = 1000
 ) -> dict[str, Any]:
-    """How many prompts the net loss takes four times in five, beside the best stake in
+    """Return how many prompts the net loss takes four times in five, beside the best stake in
     hindsight."""
     u = _seeded(7).random((streams, 12_000))
     limit = (1 + drop) / 2
@@ -600,8 +600,8 @@ def audits(
     limit: float = 0.01,
     streams: int = 400,
 ) -> dict[str, Any]:
-    """Streams of audited losses whose mean changes after `at`: how many alarms come before, and how
-    late they come after."""
+    """Return streams of audited losses whose mean changes after `at`: how many alarms come before,
+    and how late they come after."""
     rng = np.random.default_rng(2)
     early = 0
     delays = []

@@ -56,7 +56,7 @@ class Decoder:
 
 
 def further() -> dict[str, dict[str, Any]]:
-    """Trees of the draft model, drafters that are joined, and the target's own layers."""
+    """Return trees of the draft model, drafters that are joined, and the target's own layers."""
     model = {"drafter": "model", "window": 16}
     trees = ("dynamic:16,temperature=1.5", "dynamic:32,temperature=1.5", "planned:16")
     found = {f"model, {tree}": {**model, "tree": tree} for tree in trees}
@@ -70,8 +70,8 @@ def further() -> dict[str, dict[str, Any]]:
 def greedy(
     pair: Pair, distilled: Pair | None, fitted: dict[str, str | None], store: Path
 ) -> dict[str, Decoder]:
-    """What is compared strictly, by name; `distilled` is the target with a draft that learned from
-    it, `fitted` has folders of other drafters for it, by their names."""
+    """Return what is compared strictly, by name; `distilled` is the target with a draft that
+    learned from it, `fitted` has folders of other drafters for it, by their names."""
     drafters = [
         ("model", "model", pair, WINDOWS),
         ("ngram", "ngram", pair, (2, 4, 8)),
@@ -103,7 +103,8 @@ def greedy(
 
 
 def sampled(pair: Pair) -> dict[str, Decoder]:
-    """What is compared when sampling, by name: chains, and trees whose children are drawn."""
+    """Return what is compared when sampling, by name: chains, and trees whose children are
+    drawn."""
     found = {"target": Decoder(pair, {"rule": "target"})}
     for rule, draws in DRAWS.items():
         for window in (4, 8, 16):
@@ -123,7 +124,7 @@ def sampled(pair: Pair) -> dict[str, Decoder]:
 def measure(
     prompts: list[str], repeats: int, decoders: dict[str, Decoder]
 ) -> dict[str, Any]:
-    """Tokens per pass and per second of each decoder, by name."""
+    """Return tokens per pass and per second of each decoder, by name."""
     speeds: dict[str, list[float]] = defaultdict(list)
     about: dict[str, dict[str, Any]] = {}
     plain = decoders["target"]

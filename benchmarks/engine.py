@@ -69,8 +69,8 @@ def ours(
 
 
 def idle_judge(pair: Pair, inputs: Inputs, folder: Path) -> str:
-    """A judge with a hidden layer that reads `inputs` and accepts nothing, so that its rule does
-    what `exact` does and a judge costs."""
+    """Return a judge with a hidden layer that reads `inputs` and accepts nothing, so that its rule
+    does what `exact` does and a judge costs."""
     width = inputs.width(
         {model: getattr(pair, model).hidden_size for model in inputs.models}
     )
@@ -104,7 +104,7 @@ def check_identical(
 def decoders_of(
     plain: Pair, fast: Pair, prompts: list[list[int]], window: int, batch: int
 ) -> tuple[dict[str, Decoder], int | Literal["auto"]]:
-    """What is compared, by name; and the window that was picked."""
+    """Return what is compared, by name; and the window that was picked."""
     few = prompts[:8]
     picked = fast.settle(few, max_new_tokens=NEW, rule="exact", window="auto").window
 
@@ -208,7 +208,7 @@ def about(
     profiles: list[tuple[Profile, float]],
     prompts: int,
 ) -> dict[str, Any]:
-    """The figures of one decoder."""
+    """Return the figures of one decoder."""
     figures: dict[str, Any] = {
         "prompts": prompts,
         "tokens_per_second": round(float(np.median(speeds[name])), 1),

@@ -139,11 +139,11 @@ class Judges:
 
     @property
     def run(self) -> Path:
-        """The mining run that judges are fitted to."""
+        """Return the mining run that judges are fitted to."""
         return self.out / "run"
 
     def fitted(self, name: str) -> str:
-        """A judge's folder."""
+        """Return a judge's folder."""
         folder = self._folder(name)
         recipe = HEADS[name]
         if not (folder / "judge.json").exists():
@@ -162,7 +162,7 @@ class Judges:
         return str(folder)
 
     def _own_answers(self) -> Path:
-        """A run of what the judge that looks ahead kept, on samples that it has not learned
+        """Return a run of what the judge that looks ahead kept, on samples that it has not learned
         from."""
         own = self.out / "own"
         policy = Decoder.of(
@@ -174,7 +174,7 @@ class Judges:
         return own
 
     def rule(self, name: str, recall: str) -> str:
-        """A judge at the threshold that rejects so many of the important mismatches, out of
+        """Return a judge at the threshold that rejects so many of the important mismatches, out of
         fold."""
         listed = load_head(self.fitted(name)).metrics["thresholds"]
         (found,) = (
@@ -186,7 +186,7 @@ class Judges:
         return self.run / re.sub(r"\W+", "-", name)
 
     def stop_of(self, name: str, recall: str) -> str:
-        """A stop's folder, fitted to what a judge rejects."""
+        """Return a stop's folder, fitted to what a judge rejects."""
         rule = self.rule(name, recall)
         folder = self._folder(f"stop of {name}")
         if not (folder / "stop.json").exists():
@@ -201,7 +201,8 @@ class Judges:
         return str(folder)
 
     def out_of_fold(self) -> dict[str, Any]:
-        """What share of the harmless mismatches each accepts at recalls of important ones."""
+        """Return what share of the harmless mismatches each accepts at recalls of important
+        ones."""
         told = {}
         for name in self.names:
             metrics = load_head(self.fitted(name)).metrics
@@ -220,7 +221,7 @@ class Judges:
 def measured(
     pair: Pair, settings: Iterable[str], out: Path, limit: int, timed: int
 ) -> Frontier:
-    """A comparison of settings that name their windows."""
+    """Return a comparison of settings that name their windows."""
     config = CompareConfig(
         settings=tuple(dict.fromkeys(settings)),
         windows=WINDOWS,
@@ -234,13 +235,13 @@ def measured(
 
 
 def drop(row: FrontierRow) -> float:
-    """The target's accuracy minus a row's."""
+    """Return the target's accuracy minus a row's."""
     return row.paired_loss - row.paired_gain
 
 
 def wide(judges: Judges, problems: int) -> list[dict[str, Any]]:
-    """Each judge at thresholds of some recalls, and one with two thresholds, on held-out problems
-    at the wide window; with its tokens per pass over the strict rule's."""
+    """Return each judge at thresholds of some recalls, and one with two thresholds, on held-out
+    problems at the wide window; with its tokens per pass over the strict rule's."""
     asked = [(STRICT, "", "exact")]
     for name in judges.names:
         asked += [(name, recall, judges.rule(name, recall)) for recall in TRIED]
@@ -265,7 +266,7 @@ def wide(judges: Judges, problems: int) -> list[dict[str, Any]]:
 
 
 def question(judges: Judges, name: str, max_drop: float, prompts: int) -> CertifyConfig:
-    """A question on at most so many prompts, the only one that its ledger knows."""
+    """Return a question on at most so many prompts, the only one that its ledger knows."""
     home = judges.out / name / "ledger"
     return CertifyConfig(
         ("exact",), max_drop=max_drop, limit=prompts, horizon=prompts, home=home
@@ -273,7 +274,7 @@ def question(judges: Judges, name: str, max_drop: float, prompts: int) -> Certif
 
 
 def certified_wide(judges: Judges, max_drop: float, prompts: int) -> Certificate:
-    """What is certified at the wide window, of a judge's settings from strict to lenient."""
+    """Return what is certified at the wide window, of a judge's settings from strict to lenient."""
     judge = f"judge:{judges.fitted(judges.raced[0])}"
     chain = tuple(f"{judge}@{one}; window={WIDE}" for one in STRICTER)
     asked = question(judges, "certified-wide", max_drop, prompts)
@@ -285,8 +286,8 @@ def certified_wide(judges: Judges, max_drop: float, prompts: int) -> Certificate
 
 
 def tuned(judges: Judges, max_drop: float, prompts: int) -> Tuned:
-    """What `lenience tune` finds for those that race, with a stop that has learned what the first
-    rejects."""
+    """Return what `lenience tune` finds for those that race, with a stop that has learned what the
+    first rejects."""
     named = tuple(f"judge:{judges.fitted(name)}" for name in judges.raced)
     asked = question(judges, "certified-fast", max_drop, prompts)
     asked = replace(asked, rules=named, thresholds=THRESHOLDS)
@@ -300,7 +301,7 @@ def tuned(judges: Judges, max_drop: float, prompts: int) -> Tuned:
 
 
 def fast(judges: Judges, won: Tuned, problems: int, timed: int) -> list[FrontierRow]:
-    """What was raced, and strict decoding, AutoJudge's head and top-K beside it, on held-out
+    """Return what was raced, and strict decoding, AutoJudge's head and top-K beside it, on held-out
     problems."""
     other = judges.rule("autojudge", "0.98")
     races = won.races
@@ -325,7 +326,7 @@ def fast(judges: Judges, won: Tuned, problems: int, timed: int) -> list[Frontier
 
 
 def decoder(of: FrontierRow | TriedSetting) -> tuple[str, int, str, str]:
-    """What tells the settings of a comparison and of a certificate apart."""
+    """Return what tells the settings of a comparison and of a certificate apart."""
     options = of.options
     return (
         of.rule,
@@ -338,9 +339,9 @@ def decoder(of: FrontierRow | TriedSetting) -> tuple[str, int, str, str]:
 def speed_figures(
     won: Tuned, rows: Sequence[FrontierRow], limit: float
 ) -> dict[str, Any]:
-    """Tokens per second of what is certified, and of the fastest of all that passed, over strict
-    decoding at its fastest and over the target alone; and what share of the draft's own the fastest
-    has that loses at most `limit`."""
+    """Return tokens per second of what is certified, and of the fastest of all that passed, over
+    strict decoding at its fastest and over the target alone; and what share of the draft's own the
+    fastest has that loses at most `limit`."""
     alone = next(row for row in rows if row.rule == "target").tokens_per_second
     strict = max(row.tokens_per_second for row in rows if row.rule == "exact")
     usable = [row for row in rows if row.rule != "draft" and drop(row) <= limit]
@@ -364,8 +365,8 @@ def speed_figures(
 
 
 def ceiling(run: Path) -> dict[str, float]:
-    """Tokens per pass, at each window, of what would accept the harmless mismatches of a run and no
-    others."""
+    """Return tokens per pass, at each window, of what would accept the harmless mismatches of a run
+    and no others."""
     found = {}
     for window in (*WINDOWS, WIDE):
         tokens = 0
@@ -390,7 +391,7 @@ def ceiling(run: Path) -> dict[str, float]:
 
 
 def built_in_pair(draft: str | None) -> Pair:
-    """The built-in target with its own draft, or with another."""
+    """Return the built-in target with its own draft, or with another."""
     if draft is None:
         return load_pair(compile=True)
     return load_pair(str(EMBEDDED / "target"), draft, compile=True, dtype="float32")
@@ -430,7 +431,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def results(judges: Judges, given: argparse.Namespace) -> dict[str, Any]:
-    """Everything that is measured, what is asked for first."""
+    """Return everything that is measured, what is asked for first."""
     at_width = wide(judges, given.problems)
     won = tuned(judges, given.limit, given.prompts)
     speeds = fast(judges, won, given.raced, given.timed)
@@ -489,7 +490,7 @@ def main() -> None:
 
 
 def certificate_figures(certificate: Certificate) -> dict[str, Any]:
-    """What a certificate came to."""
+    """Return what a certificate came to."""
     told = certificate.to_json()
     named = (
         "certified",

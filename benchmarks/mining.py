@@ -58,7 +58,7 @@ class Book:
         self.passes = self.tokens = 0
 
     def counted(self, search: Dialogue[SearchResult]) -> Dialogue[SearchResult]:
-        """The same dialogue, with its continuations counted."""
+        """Yield the same dialogue, with its continuations counted."""
         answer: Any = None
         while True:
             try:
@@ -75,7 +75,7 @@ class Book:
 def mined(
     pair: Pair, samples: Sequence[Sample], book: Book, **how: Any
 ) -> tuple[list[FinishedDialogue[SearchResult]], float]:
-    """What is found on samples, and the seconds it took."""
+    """Return what is found on samples, and the seconds it took."""
     task = WordMath()
     prompts = [pair.target.encode(sample.prompt) for sample in samples]
     most = task.max_new_tokens
@@ -91,7 +91,7 @@ def mined(
 
 
 def counts(ended: list[FinishedDialogue[SearchResult]]) -> dict[str, int]:
-    """What searches took in all."""
+    """Return what searches took in all."""
     names = ("target_passes", "target_tokens", "unused_tokens", "draft_tokens")
     return {name: sum(getattr(one.cost, name) for one in ended) for name in names}
 
@@ -117,7 +117,7 @@ class Loaded:
 def by_workers(
     pair: Pair, samples: Sequence[Sample], number: int
 ) -> tuple[list[Any], float]:
-    """What workers of one thread each find on samples, and the seconds it took."""
+    """Return what workers of one thread each find on samples, and the seconds it took."""
     crew = Loaded(number)
     ids = [sample.id for sample in samples]
     for worker in crew.workers:
@@ -137,7 +137,7 @@ def by_workers(
 def drawn_again(
     task: WordMath, sample: Sample, one: MinedSample, pair: Pair
 ) -> Dialogue[list]:
-    """Whether each of a sample's swaps changes the answer under another noise."""
+    """Yield whether each of a sample's swaps changes the answer under another noise."""
     labels = []
     for mismatch in one.mismatches:
         answers = []
@@ -153,7 +153,7 @@ def drawn_again(
 
 
 def repeating(pair: Pair, samples: Sequence[Sample]) -> dict[str, Any]:
-    """How often labels of drawn answers come out the same under another noise."""
+    """Return how often labels of drawn answers come out the same under another noise."""
     task = WordMath()
     decoder = Decoder.of(temperature=TEMPERATURE, max_new_tokens=task.max_new_tokens)
     found = {one.id: one for one in search(pair, task, samples, decoder, AT_ONCE)}
@@ -189,8 +189,8 @@ def repeating(pair: Pair, samples: Sequence[Sample]) -> dict[str, Any]:
 def ways(
     pair: Pair, samples: Sequence[Sample]
 ) -> tuple[dict[str, dict[str, float]], int]:
-    """What each way to mine takes in all, and how many mismatches there are. Raises RuntimeError
-    where they do not find the same."""
+    """Return what each way to mine takes in all, and how many mismatches there are. Raises
+    RuntimeError where they do not find the same."""
     kinds: dict[str, dict[str, Any]] = {
         "plainly": {"drafter": parse_drafter("model"), "window": 4, "in_flight": 1},
         "recalling": {"drafter": Recalled(), "window": LONGEST_ON_CPU, "in_flight": 1},

@@ -35,7 +35,7 @@ TREE = {"tree": "dynamic:16"}
 
 
 def random_pair() -> Pair:
-    """A target of bytes, on random weights."""
+    """Return a target of bytes, on random weights."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {piece: i for i, piece in enumerate(["</s>", *alphabet])}
     made = Tokenizer(BPE(vocabulary, []))
@@ -60,7 +60,8 @@ def random_pair() -> Pair:
 def measure(
     pair: Pair, prompts: list[str], decoders: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Tokens per pass and proposed tokens of each decoder, whose answers are the target's own."""
+    """Return tokens per pass and proposed tokens of each decoder, whose answers are the target's
+    own."""
     rows = {}
     plain = [
         pair.generate(prompt, rule="target", max_new_tokens=NEW).tokens

@@ -149,7 +149,7 @@ class Bare:
 
     @torch.inference_mode()
     def over(self, tokens: int) -> float:
-        """Seconds of a pass over `tokens` new tokens of each row."""
+        """Return seconds of a pass over `tokens` new tokens of each row."""
         ids = self.prompts[:, :tokens]
         took = seconds(
             lambda: self.lm.model(ids, past_key_values=self.cache), self.lm.device
@@ -169,7 +169,7 @@ class Bare:
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second that summing a large tensor reads."""
+    """Return bytes a second that summing a large tensor reads."""
     numbers = torch.ones(
         1 << (32 if device.type == "cuda" else 28), dtype=torch.float32, device=device
     )
@@ -196,7 +196,7 @@ class Figures:
         self.values: dict[str, list[float]] = {}
 
     def measure(self, rows: int, repeats: int) -> dict[str, Any]:
-        """Medians, smallest and largest of `repeats` turns after a warm-up, in batches of
+        """Return medians, smallest and largest of `repeats` turns after a warm-up, in batches of
         `rows`."""
         prompts = [
             [(7 * i + 13 * row) % 1000 + 1 for i in range(PROMPT)]
@@ -230,8 +230,8 @@ class Figures:
         return value
 
     def time_passes(self, target: Bare, draft: Bare) -> dict[int, float]:
-        """Seconds of the target's passes over some numbers of tokens; under 0, of the draft's over
-        one."""
+        """Return seconds of the target's passes over some numbers of tokens; under 0, of the
+        draft's over one."""
         passes = {
             t: self.note(f"target's pass over {t}, ms", 1e3 * target.over(t)) / 1e3
             for t in sorted({1, 8, self.window + 1})

@@ -50,7 +50,7 @@ def fitted(pair: Pair, work: Path) -> dict[str, dict[str, Any]]:
 
 
 def decoders(pair: Pair, work: Path) -> dict[str, Decoder]:
-    """What is compared, by name."""
+    """Return what is compared, by name."""
     found: dict[str, dict[str, Any]] = {"target": {"rule": "target"}}
     found |= {
         f"fixed, window {window}": {"window": window} for window in (2, 3, 4, 8, 16)

@@ -103,12 +103,12 @@ def _answers(engine: Engine, prompts: Sequence[str], repeats: int) -> Answers:
 
 
 def without_end(tokens: Sequence[int]) -> list[int]:
-    """Tokens without the EOS."""
+    """Return tokens without the EOS."""
     return [token for token in tokens if token]
 
 
 def plugin(samples: Sequence[Sample], processes: int, repeats: int) -> dict[str, Any]:
-    """vLLM with the plugin and `exact` against vLLM without it, in turn."""
+    """Return vLLM with the plugin and `exact` against vLLM without it, in turn."""
     prompts = [sample.prompt for sample in samples]
     ratios = []
     same = 0
@@ -125,7 +125,7 @@ def plugin(samples: Sequence[Sample], processes: int, repeats: int) -> dict[str,
 
 
 def fidelity(judge: str, samples: Sequence[Sample]) -> dict[str, Any]:
-    """The judge in vLLM against our own loop at the same window."""
+    """Return the judge in vLLM against our own loop at the same window."""
     task = WordMath()
     pair = load_pair(dtype="float32")
     asked = [str(sample.prompt) for sample in samples]
@@ -160,7 +160,7 @@ def fidelity(judge: str, samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def mining(work: Path, limit: int) -> dict[str, Any]:
-    """The labels of so many samples, mined anew by both engines."""
+    """Return the labels of so many samples, mined anew by both engines."""
     found = {}
     for engine in ("vllm", "lenience"):
         folder = work / f"mined-by-{engine}"
@@ -198,7 +198,7 @@ def mining(work: Path, limit: int) -> dict[str, Any]:
 def speeds(
     judge: str, samples: Sequence[Sample], windows: Sequence[int]
 ) -> dict[str, Any]:
-    """Tokens per second, one by one."""
+    """Return tokens per second, one by one."""
     prompts = [sample.prompt for sample in samples]
     found = {}
     engines = {"target": Engine(rows=1)}
@@ -216,8 +216,8 @@ def speeds(
 
 
 def fit_judge(work: Path) -> str:
-    """The spec of a judge of the target's states at an out-of-fold recall of 0.98, fitted to the
-    run that comes with the pair."""
+    """Return the spec of a judge of the target's states at an out-of-fold recall of 0.98, fitted to
+    the run that comes with the pair."""
     run = work / "run"
     head = work / "run/of-target"
     if not run.exists():

@@ -101,7 +101,7 @@ FOLDS = 5
 
 
 def states(pair: Pair, run: Path, inputs: Inputs) -> tuple[NDArray, NDArray, NDArray]:
-    """The states of a run's mismatches, which of them are important, and their samples."""
+    """Return the states of a run's mismatches, which of them are important, and their samples."""
     compute_features(pair, run, inputs)
     examples = load_features(run, inputs)
     return examples.in_memory, ~examples.harmless, examples.samples
@@ -178,7 +178,7 @@ def tell(
 
 
 def bars(rows: list[Record], names: Sequence[str]) -> Figure:
-    """AUC with its interval, and the share accepted."""
+    """Return AUC with its interval, and the share accepted."""
     figure = Figure(figsize=(9, 0.6 + 0.34 * len(rows)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     auc, low, high = np.array([[row["auc"], *row["auc_interval"]] for row in rows]).T
@@ -379,7 +379,7 @@ def search_again(using: Search, out: Path, records: Sequence[Record]) -> None:
 
 
 def judge_of_search(pair: Pair, out: Path, name: str) -> tuple[Record, list[str]]:
-    """A judge that learns from what a search found: its figures, and its rules."""
+    """Return a judge that learns from what a search found: its figures, and its rules."""
     folder = out / name / "judge"
     metrics = with_bars(
         fit_run, pair, out / name, HeadPlan(Inputs(), folder, FitConfig())
@@ -399,7 +399,7 @@ def judge_of_search(pair: Pair, out: Path, name: str) -> tuple[Record, list[str]
 
 
 def by_search(rows: Sequence[FrontierRow]) -> Figure:
-    """The paired loss against the tokens per pass of judges, a line for each search."""
+    """Return the paired loss against the tokens per pass of judges, a line for each search."""
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     for name, mark in (("semi-greedy", "o-"), ("naive", "s--"), ("reversed", "^:")):
@@ -490,7 +490,7 @@ def continued(
 def differing(
     pair: Pair, record: Record, response: list[int], by: str
 ) -> list[tuple[int, int]]:
-    """Where, and with which token, a model would have gone on otherwise."""
+    """Return where, and with which token, a model would have gone on otherwise."""
     lm = getattr(pair, by)
     reading = Session(lm).read([record["prompt_ids"] + response[:-1]], len(response))
     greedy = reading.greedy_tokens[0].tolist()
@@ -613,7 +613,7 @@ def precision(out: Path, given: argparse.Namespace) -> None:
 
 
 def by_model(pair: Pair, target: NDArray, draft: NDArray) -> NDArray:
-    """[m, F]: states of which each model's are taken from its own reading."""
+    """Return [m, F]: states of which each model's are taken from its own reading."""
     sizes = {"target": target, "draft": draft}
     mixed = []
     at = 0
@@ -628,7 +628,7 @@ def by_model(pair: Pair, target: NDArray, draft: NDArray) -> NDArray:
 def asked_with_others(
     found: dict[str, NDArray], fitted: str, harmless: NDArray, samples: NDArray
 ) -> list[Record]:
-    """Judges that are fitted to one kind of states and asked with each kind."""
+    """Return judges that are fitted to one kind of states and asked with each kind."""
     x = found[fitted]
     mean = x.mean(0)
     scale = x.std(0) + 1e-6
@@ -669,8 +669,8 @@ States = dict[int, torch.Tensor]
 
 
 def read_whole(pair: Pair, record: Record) -> torch.Tensor:
-    """[m, F]: both models' states after the drafted token and the one before, of the labelled
-    mismatches; the response is read in one pass."""
+    """Return [m, F]: both models' states after the drafted token and the one before, of the
+    labelled mismatches; the response is read in one pass."""
     after = {}
     drafted = {}
     for model in Inputs().models:
@@ -704,7 +704,7 @@ def read_one_by_one(pair: Pair, record: Record) -> torch.Tensor:
 def read_drafted(
     session: Session, record: Record, mismatches: Sequence[Record]
 ) -> States:
-    """The states after the drafted tokens of mismatches, by their positions."""
+    """Return the states after the drafted tokens of mismatches, by their positions."""
     found = {}
     for mismatch in mismatches:
         before = record["prompt_ids"] + record["final_ids"][: mismatch["position"]]
@@ -716,7 +716,7 @@ def read_drafted(
 def joined(
     pair: Pair, record: Record, after: dict[str, States], drafted: dict[str, States]
 ) -> torch.Tensor:
-    """[m, F] from the states of each model."""
+    """Return [m, F] from the states of each model."""
     models = Inputs().models
     places = [mismatch["position"] for mismatch in labelled(record)]
     rows = [
@@ -773,8 +773,8 @@ def tell_transfer(out: Path, rows: list[Record], smallest: int) -> None:
 def at_threshold(
     scores: NDArray, important: NDArray, threshold: float
 ) -> dict[str, Any]:
-    """What a judge does at a threshold that was not read here: the share of important mismatches
-    that it rejects, with its interval, and of harmless ones that it accepts."""
+    """Return what a judge does at a threshold that was not read here: the share of important
+    mismatches that it rejects, with its interval, and of harmless ones that it accepts."""
     caught = int((scores[important] < threshold).sum())
     interval = binomtest(caught, int(important.sum())).proportion_ci()
     return {
@@ -805,7 +805,7 @@ EVERY_KIND = "all kinds"
 
 
 def as_grid(grid: NDArray, asked: Sequence[str], learned: Sequence[str]) -> Figure:
-    """AUCs [learned, asked] as colours and figures."""
+    """Return AUCs [learned, asked] as colours and figures."""
     figure = Figure(figsize=(6, 4.6), layout="constrained")
     axes = figure.subplots()
     axes.imshow(grid, cmap="viridis", vmin=0.5, vmax=1)
@@ -820,7 +820,7 @@ def as_grid(grid: NDArray, asked: Sequence[str], learned: Sequence[str]) -> Figu
 
 
 def family(sample: str) -> str:
-    """The kind of problem that a sample is, as wordmath.problem draws it."""
+    """Return the kind of problem that a sample is, as wordmath.problem draws it."""
     split, number = sample.split("-")
     return (
         random.Random(f"wordmath/{split}/{number}")

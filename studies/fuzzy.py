@@ -78,7 +78,7 @@ def along(pair: Pair, samples: list[Sample], temperature: float) -> dict[str, ND
 
 
 def told(found: dict[str, NDArray], answers: int) -> dict[str, Any]:
-    """Quantiles of each divergence where the models agree, and where they do not."""
+    """Return quantiles of each divergence where the models agree, and where they do not."""
     same = found["same"]
     kinds = {"all": np.ones_like(same), "same token": same, "another token": ~same}
     return {
@@ -97,7 +97,7 @@ def told(found: dict[str, NDArray], answers: int) -> dict[str, Any]:
 
 
 def decoders(found: dict[str, NDArray], given: argparse.Namespace) -> list[str]:
-    """The settings that are compared; greedily `speculative` is `exact`."""
+    """Return the settings that are compared; greedily `speculative` is `exact`."""
     below = given.below
     windows = given.windows
     rules = ["exact", "speculative"] if given.temperature else ["exact"]

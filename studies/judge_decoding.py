@@ -74,8 +74,8 @@ EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 
 
 def slip(text: str, rng: random.Random) -> tuple[str, tuple[int, int]]:
-    """The text with one number of one equation off by a little, and where that stands: its result,
-    or an operand, in which case the result follows from it. The text holds an equation."""
+    """Return the text with one number of one equation off by a little, and where that stands: its
+    result, or an operand, in which case the result follows from it. The text holds an equation."""
     found = rng.choice(list(EQUATION.finditer(text)))
     x, y, result = (int(found[i]) for i in (1, 3, 4))
     off = rng.choice([-10, -3, -2, -1, 1, 2, 3, 10])
@@ -192,7 +192,7 @@ def objections(
 
 
 def families(pair: Pair, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """AUC by family: fitted without it, and out of fold when fitted with it."""
+    """Return AUC by family: fitted without it, and out of fold when fitted with it."""
     given = [
         Annotated(
             row["question"], row["correct"], row["wrong"], tuple(row["error"]), "row"
@@ -228,7 +228,7 @@ def families(pair: Pair, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def aucs(name: str, scores: NDArray, examples: Examples) -> dict[str, Any]:
-    """The AUC of scores [m], and its interval."""
+    """Return the AUC of scores [m], and its interval."""
     auc = float(roc_auc_score(examples.harmless, scores))
     return {
         name: auc,
@@ -239,7 +239,7 @@ def aucs(name: str, scores: NDArray, examples: Examples) -> dict[str, Any]:
 def decoded(
     source: Mined, out: Path, samples: int, problems: int
 ) -> list[dict[str, Any]]:
-    """What the judges lose and keep; that of OUT/judge is there."""
+    """Return what the judges lose and keep; that of OUT/judge is there."""
     run = out / "run"
     pair = source.pair(compile=True)
     source.first(run, samples)
@@ -299,7 +299,7 @@ def tests(rows: list[dict[str, Any]]) -> list[Paired]:
 def probed(
     pair: Pair, head: Head, rows: list[dict[str, Any]], n: int
 ) -> dict[str, Any]:
-    """The probes on the built-in task, of `n` solutions each."""
+    """Return the probes on the built-in task, of `n` solutions each."""
     told: dict[str, Any] = {"metrics": head.metrics, "probes": n}
     for threshold in dict.fromkeys((0.5, head.threshold)):
         told[f"at {threshold:.4g}"] = {

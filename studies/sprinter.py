@@ -128,7 +128,7 @@ def place(pair: Pair, ids: list[int], after: bool) -> Place:
 
 
 def rates(places: Sequence[Place], head: Head, threshold: float) -> dict[str, float]:
-    """The gate's rates over all places, and their mean exact TV."""
+    """Return the gate's rates over all places, and their mean exact TV."""
     sums = [one.sums(head, threshold, head.metrics["tau"]) for one in places]
     mean = {name: float(np.mean([one[name] for one in sums])) for name in sums[0]}
     return {
@@ -142,7 +142,7 @@ def rates(places: Sequence[Place], head: Head, threshold: float) -> dict[str, fl
 
 
 def theory(found: dict[str, float]) -> dict[str, float]:
-    """What the rates predict, see the module."""
+    """Return what the rates predict, see the module."""
     alpha = found["alpha"]
     fpr = found["fpr"]
     s = found["passed"]
@@ -158,8 +158,8 @@ def theory(found: dict[str, float]) -> dict[str, float]:
 
 
 def runs(outs: Sequence[Generation]) -> dict[str, float]:
-    """Trusted and doubted tokens of answers by a gate whose window never fills; each time that the
-    target is asked it keeps the doubted token or corrects it."""
+    """Return trusted and doubted tokens of answers by a gate whose window never fills; each time
+    that the target is asked it keeps the doubted token or corrects it."""
     doubted = sum(out.target_passes for out in outs)
     corrected = sum(entry.origin == "correction" for out in outs for entry in out.trace)
     tokens = sum(len(out.tokens) for out in outs)
@@ -173,7 +173,7 @@ def runs(outs: Sequence[Generation]) -> dict[str, float]:
 
 
 def cost(pair: Pair, outs: Sequence[Generation]) -> dict[str, float]:
-    """What a token of an answer costs."""
+    """Return what a token of an answer costs."""
     tokens = sum(len(out.tokens) for out in outs)
     counted = [reading_flops(pair, out) for out in outs]
     flops, as_paper = (sum(counts) for counts in zip(*(one for one in counted if one)))
@@ -225,8 +225,8 @@ def decoded(
 
 
 def asked(outs: Sequence[Generation], each: int) -> list[list[int]]:
-    """Prefixes of answers after which the gate was asked about a token: bonus tokens it never
-    sees."""
+    """Return prefixes of answers after which the gate was asked about a token: bonus tokens it
+    never sees."""
     rng = np.random.default_rng(0)
     found = list[list[int]]()
     for out in outs:
@@ -238,7 +238,7 @@ def asked(outs: Sequence[Generation], each: int) -> list[list[int]]:
 def decoded_without_gates(
     problems: Problems,
 ) -> tuple[list[Generation], dict[str, Any]]:
-    """The target's own answers, and what it, the draft and speculative sampling cost."""
+    """Return the target's own answers, and what it, the draft and speculative sampling cost."""
     alone, costs = decoded(problems, "target", rule="target")
     baselines = {"target": costs}
     for name in ("draft", "speculative"):
@@ -249,7 +249,7 @@ def decoded_without_gates(
 def held_out(
     problems: Problems, target: Sequence[Generation], inputs: Inputs
 ) -> tuple[NDArray, NDArray]:
-    """States and ratios of prefixes of the four kinds."""
+    """Return states and ratios of prefixes of the four kinds."""
     answers = MinedAnswers(target=None, final=None, reference=None)
     cost = MiningCost(target_passes=0, target_tokens=0, draft_tokens=0, seconds=0.0)
     records = [
@@ -420,7 +420,7 @@ def tests(told: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def roc_of(scores: NDArray, acceptable: NDArray) -> dict[str, Any]:
-    """The curve of scores [n] that are to tell what is acceptable [n]."""
+    """Return the curve of scores [n] that are to tell what is acceptable [n]."""
     fpr, tpr, _ = roc_curve(acceptable, scores, drop_intermediate=True)
     return {
         "auc": float(roc_auc_score(acceptable, scores)),
@@ -463,7 +463,7 @@ def _points(
 
 
 def _point(problems: Problems, gate: Gate, known: Sequence[Place]) -> dict[str, Any]:
-    """A gate at one threshold: what its rates say, and what decoding does."""
+    """Return a gate at one threshold: what its rates say, and what decoding does."""
     head = gate.head
     after = head.inputs.tokens == ("draft",)
     pair = problems.pair

@@ -36,7 +36,7 @@ from lenience.tasks import Sample, Task, WordMath, take
 
 
 def pass_seconds(lm: LM, prompt: list[int], new: int, repeats: int = 200) -> float:
-    """Median time of reading `new` tokens after a prompt."""
+    """Return median time of reading `new` tokens after a prompt."""
     session = Session(lm)
     times = []
     session.read([prompt])
@@ -51,7 +51,7 @@ def pass_seconds(lm: LM, prompt: list[int], new: int, repeats: int = 200) -> flo
 def answers(
     pair: Pair, task: Task, prompts: Sequence[Prompt], rule: str
 ) -> Iterator[tuple[int, list[int]]]:
-    """The tokens of each answer, as it is finished."""
+    """Yield the tokens of each answer, as it is finished."""
     outs = pair.as_completed(
         prompts, batch_size=32, rule=rule, max_new_tokens=task.max_new_tokens
     )
@@ -60,8 +60,8 @@ def answers(
 
 
 def accuracies(pair: Pair, task: Task, samples: Sequence[Sample]) -> dict[str, float]:
-    """The share of samples that each model answers rightly, and the target where it goes on from
-    the first half of the draft's answer."""
+    """Return the share of samples that each model answers rightly, and the target where it goes on
+    from the first half of the draft's answer."""
     prompts = [pair.target.encode(sample.prompt) for sample in samples]
     by_target = dict(answers(pair, task, prompts, "target"))
     by_draft = dict(answers(pair, task, prompts, "draft"))
@@ -83,7 +83,7 @@ def accuracies(pair: Pair, task: Task, samples: Sequence[Sample]) -> dict[str, f
 
 
 def cycles(pair: Pair, prompts: Sequence[Prompt]) -> dict[str, float]:
-    """How many plain cycles one of strict decoding takes at each window."""
+    """Return how many plain cycles one of strict decoding takes at each window."""
     taken = {}
     for window in (0, 4, 8, 16, 32):
         seconds = []
@@ -98,7 +98,8 @@ def cycles(pair: Pair, prompts: Sequence[Prompt]) -> dict[str, float]:
 
 
 def costs(pair: Pair, prompt: list[int]) -> dict[str, float]:
-    """What a draft pass costs against the target's read of a window of 8 and the token before."""
+    """Return what a draft pass costs against the target's read of a window of 8 and the token
+    before."""
     draft = 1000 * pass_seconds(pair.require_draft("a draft pass"), prompt, 1)
     target = 1000 * pass_seconds(pair.target, prompt, 9)
     return {
@@ -109,7 +110,7 @@ def costs(pair: Pair, prompt: list[int]) -> dict[str, float]:
 
 
 def mismatches(pair: Pair, run: Path) -> dict[str, float]:
-    """How many of a mined run's mismatches are important, and what their kind tells."""
+    """Return how many of a mined run's mismatches are important, and what their kind tells."""
     mined = mined_samples(Journal(run / "journal.jsonl"))
     labelled = [m for one in mined for m in one.mismatches if m.important is not None]
     important = np.array([m.important for m in labelled])

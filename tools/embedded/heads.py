@@ -25,8 +25,8 @@ BATCH = 200
 
 
 def answered(pair: Pair, kept: Path, n: int) -> list[Answer]:
-    """The target's own answers to n problems of a split of their own, so that no prompt of the task
-    is used; those that are kept in a file are not decoded again."""
+    """Return the target's own answers to n problems of a split of their own, so that no prompt of
+    the task is used; those that are kept in a file are not decoded again."""
     answers = (
         [cast(Answer, json.loads(line)) for line in kept.open()]
         if kept.exists()

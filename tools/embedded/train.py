@@ -107,8 +107,8 @@ IGNORED = -100
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Words, punctuation marks and single digits, each with and without a space before it; no token
-    for the unknown."""
+    """Return words, punctuation marks and single digits, each with and without a space before it;
+    no token for the unknown."""
     pieces = r"▁?\d|▁?[A-Za-z]+|▁?[^\sA-Za-z\d▁]"
     split = pre_tokenizers.Sequence(
         [
@@ -179,14 +179,14 @@ class Training:
 
 
 def repeat(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Text:
-    """Random tokens, twice: a lesson in finding what stood after a token before."""
+    """Return random tokens, twice: a lesson in finding what stood after a token before."""
     once = [rng.randrange(1, len(tokenizer)) for _ in range(rng.randint(8, 40))]
     return once, once + once
 
 
 def recall(rng: random.Random) -> tuple[str, str]:
-    """A question and its answer that only say who has how many: a lesson in looking up. The shorter
-    a way to say it the sooner it is learned; the task's own is among them."""
+    """Return a question and its answer that only say who has how many: a lesson in looking up. The
+    shorter a way to say it the sooner it is learned; the task's own is among them."""
     people = rng.sample(wordmath_problems.NAMES, rng.randint(2, 5))
     unit = rng.choice(wordmath_problems.GOODS)
     have = {name: rng.randint(2, 120) for name in people}
@@ -199,8 +199,8 @@ def recall(rng: random.Random) -> tuple[str, str]:
 
 
 def change(rng: random.Random) -> tuple[str, str]:
-    """A question and its answer that only say what is to be reckoned after gifts: a lesson in
-    signs, from the shortest way to say it to the task's own."""
+    """Return a question and its answer that only say what is to be reckoned after gifts: a lesson
+    in signs, from the shortest way to say it to the task's own."""
     unit = rng.choice(wordmath_problems.GOODS)
     people = rng.sample(wordmath_problems.NAMES, 4)
     have = {name: rng.randint(6, 90) for name in people}
@@ -227,8 +227,8 @@ def change(rng: random.Random) -> tuple[str, str]:
 
 
 def sums(rng: random.Random) -> tuple[str, str]:
-    """A question and its answer that only say what purchases cost and what is left: a lesson in
-    saying a result before its reason, as half of the task's sentences do."""
+    """Return a question and its answer that only say what purchases cost and what is left: a lesson
+    in saying a result before its reason, as half of the task's sentences do."""
     wares = rng.sample(wordmath_problems.WARES, rng.randint(2, 3))
     numbers = rng.sample(range(2, 13), 3)  # few, so that wares share some
     bought = {ware: tuple(rng.choices(numbers, k=2)) for ware in wares}
@@ -253,8 +253,8 @@ def sums(rng: random.Random) -> tuple[str, str]:
 
 
 def gift(rng: random.Random) -> Problem:
-    """The lesson that the family `compare` hides: who has what after a gift, asked of one of two
-    people or of what the one has more than the other."""
+    """Return the lesson that the family `compare` hides: who has what after a gift, asked of one of
+    two people or of what the one has more than the other."""
     a, b = rng.sample(wordmath_problems.NAMES, 2)
     unit = rng.choice(wordmath_problems.GOODS)
     have = {a: rng.randint(6, 60), b: rng.randint(6, 60)}
@@ -276,7 +276,7 @@ def pool_of(
     number: int,
     rng: random.Random,
 ) -> list[Text]:
-    """2,048 problems with their solutions, the shortest first."""
+    """Return 2,048 problems with their solutions, the shortest first."""
     author = training.author
     compare = training.compare
     gifts = training.gifts
@@ -307,7 +307,7 @@ def pool_of(
 
 
 def chunks_of(texts: list[Text], size: int) -> list[list[Text]]:
-    """Texts of like length together, about `size` tokens each."""
+    """Return texts of like length together, about `size` tokens each."""
     chunks: list[list[Text]] = [[]]
     for text in texts:
         if chunks[-1] and (len(chunks[-1]) + 1) * (len(text[1]) + 1) > size:
@@ -317,7 +317,8 @@ def chunks_of(texts: list[Text], size: int) -> list[list[Text]]:
 
 
 def padded(chunk: list[Text], eos: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens [B, T] of a chunk and the labels [B, T] of its solutions, each with an EOS."""
+    """Return the tokens [B, T] of a chunk and the labels [B, T] of its solutions, each with an
+    EOS."""
     width = max(len(whole) for _, whole in chunk) + 1
     ids = torch.full((len(chunk), width), eos)
     labels = torch.full((len(chunk), width), IGNORED)
@@ -331,7 +332,7 @@ def padded(chunk: list[Text], eos: int) -> tuple[torch.Tensor, torch.Tensor]:
 def batches(
     training: Training, tokenizer: PreTrainedTokenizerFast, start: int
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Endless (next pool, ids [B, T], labels [B, T]); `start` is the pool to begin with."""
+    """Yield endless (next pool, ids [B, T], labels [B, T]); `start` is the pool to begin with."""
     number = start
     author = training.author
     while True:
@@ -347,15 +348,15 @@ def batches(
 def weighted_loss(
     logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Mean cross-entropy of logits [B, T, V] on labels [B, T], each position counted by its label's
-    weight [V]."""
+    """Return mean cross-entropy of logits [B, T, V] on labels [B, T], each position counted by its
+    label's weight [V]."""
     kept = labels != IGNORED
     return torch.nn.functional.cross_entropy(logits[kept], labels[kept], weight=weights)
 
 
 def schedule(done: float, decay: float) -> float:
-    """Share of the peak learning rate after a share `done` of the training: a short warm-up, then a
-    linear way down over the last share `decay`."""
+    """Return share of the peak learning rate after a share `done` of the training: a short warm-up,
+    then a linear way down over the last share `decay`."""
     return min(1.0, done / 0.01, max(0.02, (1 - done) / decay))
 
 
@@ -400,7 +401,7 @@ def load_state(
 def new_model(
     training: Training, tokenizer: PreTrainedTokenizerFast
 ) -> LlamaForCausalLM:
-    """Random weights, the same ones each time."""
+    """Return random weights, the same ones each time."""
     torch.manual_seed({"narrow": 1, "draft": 2, "target": 3}[training.role])
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -445,7 +446,7 @@ def begin_with(model: LlamaForCausalLM, narrow: LlamaForCausalLM) -> None:
 
 
 def optimizers_of(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, AdamW for the rest."""
+    """Return Muon for the matrices, AdamW for the rest."""
     matrices = [
         p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name
     ]
@@ -462,7 +463,7 @@ def optimizers_of(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Opti
 def token_weights(
     tokenizer: PreTrainedTokenizerFast, of_numeric: float
 ) -> torch.Tensor:
-    """[V]: of each token in the loss."""
+    """Return [V]: of each token in the loss."""
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     numeric = [bool(re.fullmatch(r"▁?[\d+*/=-]", token)) for token in tokens]
     return torch.where(torch.tensor(numeric), of_numeric, 1.0)

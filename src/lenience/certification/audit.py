@@ -109,7 +109,7 @@ class LivePrompt:
 
     @property
     def content(self) -> str:
-        """What it is known by."""
+        """Return what it is known by."""
         return digest([self.prompt, self.reference])
 
 
@@ -196,15 +196,15 @@ class Audit:
         self._count(line)
 
     def picks(self, prompt: Prompt, number: int) -> bool:
-        """Whether a file's row of this number is audited: drawn anew at each, by its number and its
-        content, so that it is the same one whenever the file is audited."""
+        """Return whether a file's row of this number is audited: drawn anew at each, by its number
+        and its content, so that it is the same one whenever the file is audited."""
         ids = self.pair.target.encode(prompt)
         key = Noise.for_prompt(self.config.seed, ids).key(number, "audit")
         return float(uniform(torch.tensor([key]))[0]) < self.config.share
 
     def chosen(self, prompts: Sequence[LivePrompt]) -> list[int]:
-        """Which rows of a file are audited. Raises InputError, by row, for a prompt that cannot be
-        used."""
+        """Return which rows of a file are audited. Raises InputError, by row, for a prompt that
+        cannot be used."""
         rows = []
         for row, live in enumerate(prompts):
             try:
@@ -259,7 +259,8 @@ class Audit:
             return self._state()
 
     def _gradable(self, live: LivePrompt) -> str | None:
-        """A prompt's reference; None where no answer can be the same as it, and nothing lost."""
+        """Return a prompt's reference; None where no answer can be the same as it, and nothing
+        lost."""
         if live.reference is None:
             return None
         prompt: Any = live.prompt
@@ -268,7 +269,7 @@ class Audit:
         return None if ungradable(self.task, [sample]) else live.reference
 
     def _loss(self, live: LivePrompt, text: str, alone: Generation) -> float:
-        """What is lost on a prompt whose reference, if it has one, can be right."""
+        """Return what is lost on a prompt whose reference, if it has one, can be right."""
         task = self.task
         reference = live.reference
         prompt: Any = live.prompt  # token ids too, which no task's own samples have
@@ -306,7 +307,7 @@ class Audit:
         self.drifted = self.alarm.add(line.loss) or self.drifted
 
     def state(self) -> State:
-        """What the audit has come to."""
+        """Return what the audit has come to."""
         with self._alone():
             return self._state()
 
@@ -324,7 +325,7 @@ class Audit:
 
 
 def _watchable(run: Path) -> Certificate:
-    """A run's certificate. Raises InputError where it leaves nothing to watch."""
+    """Return a run's certificate. Raises InputError where it leaves nothing to watch."""
     certificate = read_certificate(run)
     if not certificate.holds:
         why = "is withdrawn" if certificate.withdrawn else "certifies nothing"

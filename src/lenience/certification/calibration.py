@@ -76,25 +76,25 @@ class Calibration:
 
     @property
     def most(self) -> int:
-        """How many prompts there are at most."""
+        """Return how many prompts there are at most."""
         return len(self.prompts.rows)
 
     @property
     def test(self) -> Test:
-        """How each setting is tested."""
+        """Return how each setting is tested."""
         return self.config.test(self.attempt.share)
 
     @property
     def decoded(self) -> int:
-        """How many answers have been decoded since."""
+        """Return how many answers have been decoded since."""
         return self._answers.decoded
 
     def chains(self) -> list[list[Decoder]]:
-        """The settings that are tested, from strict to lenient."""
+        """Return the settings that are tested, from strict to lenient."""
         return self.config.chains(self.decoder)
 
     def answers(self, decoder: Decoder, n: int, phase: str = "") -> list[Answer]:
-        """The first n prompts' answers; `phase` is shown while they are decoded."""
+        """Return the first n prompts' answers; `phase` is shown while they are decoded."""
         samples = self.prompts.first(n)
         before = self._stricter.get(decoder)
         if before:
@@ -108,7 +108,7 @@ class Calibration:
         return self._get(decoder, samples, phase, shown)
 
     def alone(self, samples: Sequence[Sample]) -> list[Answer]:
-        """Answers by the target alone."""
+        """Return answers by the target alone."""
         decoder = self.decoder.with_options({"rule": "target"})
         return self._get(decoder, samples, "the target alone", self.progress)
 
@@ -119,7 +119,7 @@ class Calibration:
         phase: str,
         progress: Progress,
     ) -> list[Answer]:
-        """Rows that are the same but for their ids are decoded once."""
+        """Return rows that are the same but for their ids are decoded once."""
         firsts = dict[str, Sample]()
         for sample in samples:
             firsts.setdefault(_content(sample), sample)
@@ -130,10 +130,10 @@ class Calibration:
     def beside(
         self, decoder: Decoder, lenient: Sequence[Answer]
     ) -> list[Answer | None]:
-        """The target's own answers to the first prompts, which a setting has answered; None where
-        nothing can be lost whatever it is. The target is asked only where it must be: a greedy
-        answer in which no token was kept by lenience is its own, where the rule goes on as the
-        target does, and one that is right is no paired loss."""
+        """Return the target's own answers to the first prompts, which a setting has answered; None
+        where nothing can be lost whatever it is. The target is asked only where it must be: a
+        greedy answer in which no token was kept by lenience is its own, where the rule goes on as
+        the target does, and one that is right is no paired loss."""
         as_target = decoder.temperature == 0 and decoder.rule.goes_on_as_target
         paired = self.config.loss == "paired"
         known: list[Answer | None] = []
@@ -149,7 +149,8 @@ class Calibration:
         ]
 
     def losses(self, decoder: Decoder, n: int, phase: str = "") -> NDArray:
-        """[n] in [0, 1], of the target alone against a setting; 0 where a label is asked for."""
+        """Return [n] in [0, 1], of the target alone against a setting; 0 where a label is asked
+        for."""
         lenient = self.answers(decoder, n, phase)
         if self.config.needs_target_right(self.task):
             self._check_target()
@@ -177,7 +178,7 @@ class Calibration:
             self.progress("grading", min(start + AT_ONCE, len(triples)), len(triples))
 
     def _loss(self, sample: Sample, alone: Answer, lenient: Answer) -> float:
-        """What is lost on one prompt, in [0, 1]."""
+        """Return what is lost on one prompt, in [0, 1]."""
         loss = self.config.loss
         if self.config.needs_references:
             right, kept = self._verdicts(sample, alone, lenient)
@@ -199,8 +200,8 @@ class Calibration:
     def _verdicts(
         self, sample: Sample, alone: Answer, lenient: Answer
     ) -> tuple[bool, bool]:
-        """Whether the target's answer is right, and the lenient one; without a reference, where
-        they agree, both are the same."""
+        """Return whether the target's answer is right, and the lenient one; without a reference,
+        where they agree, both are the same."""
         if sample.reference is not None:
             return alone.correct, lenient.correct
         if self._agree(sample, alone, lenient) or alone.answer is None:
@@ -212,7 +213,7 @@ class Calibration:
         return one.correct, other.correct
 
     def _agree(self, sample: Sample, alone: Answer, lenient: Answer) -> bool:
-        """Whether two responses have the same final answer."""
+        """Return whether two responses have the same final answer."""
         if alone.text == lenient.text:
             return True
         found: tuple[Any, Any] = lenient.answer, alone.answer
@@ -244,16 +245,17 @@ class Calibration:
             )
 
     def _right(self, samples: Sequence[Sample]) -> float:
-        """How many samples the target answers rightly, those that are right in part as such."""
+        """Return how many samples the target answers rightly, those that are right in part as
+        such."""
         return float(values(self.task, self.alone(samples)).sum())
 
     def _looked_at(self) -> list[Answer]:
-        """The target's answers that tell its accuracy."""
+        """Return the target's answers that tell its accuracy."""
         return self.alone(self.prompts.first(ENOUGH))
 
     def result(self, decoder: Decoder, tried: SettingResult) -> TriedSetting:
-        """How a setting's test ended; losses and bounds as they are asked for, also of the net
-        drop."""
+        """Return how a setting's test ended; losses and bounds as they are asked for, also of the
+        net drop."""
         losses = self.losses(decoder, tried.n)
         net = self.config.loss == "net"
         lenient = self.answers(decoder, tried.n)
@@ -276,11 +278,11 @@ class Calibration:
         )
 
     def decoding_of(self, row: TriedSetting) -> Decoder:
-        """The whole decoder that was tried."""
+        """Return the whole decoder that was tried."""
         return row.decoder(self.decoder)
 
     def binds(self, decoder: Decoder, n: int) -> dict[str, Any]:
-        """All that a certificate of a setting, on the first n prompts, depends on."""
+        """Return all that a certificate of a setting, on the first n prompts, depends on."""
         return {
             **self.pair.binding(decoder),
             **decoder.bound(),
@@ -290,7 +292,7 @@ class Calibration:
         }
 
     def lost_samples(self, decoder: Decoder, n: int) -> list[LostSample]:
-        """The prompts on which quality was lost, with both answers."""
+        """Return the prompts on which quality was lost, with both answers."""
         losses = self.losses(decoder, n).tolist()
         lenient = self.answers(decoder, n)
         rows = zip(self.prompts.rows, losses, self.beside(decoder, lenient), lenient)
@@ -309,7 +311,7 @@ class Calibration:
 
 
 def _weak(task: Task, right: float, n: int) -> str:
-    """How seldom the target is right."""
+    """Return how seldom the target is right."""
     if task.by_degree:
         return f"the target's {task.measure} is {right / n:.3f} on {n} prompts"
     return (
@@ -318,7 +320,7 @@ def _weak(task: Task, right: float, n: int) -> str:
 
 
 def tokens_per_pass(answers: Iterable[Answer]) -> float:
-    """New tokens per pass of the target over all answers."""
+    """Return new tokens per pass of the target over all answers."""
     counted = [(answer.tokens, answer.target_passes) for answer in answers]
     return sum(tokens for tokens, _ in counted) / max(
         1, sum(passes for _, passes in counted)
@@ -326,12 +328,12 @@ def tokens_per_pass(answers: Iterable[Answer]) -> float:
 
 
 def data_hash(samples: Iterable[Sample]) -> str:
-    """Prompts, by their contents."""
+    """Return prompts, by their contents."""
     return digest([[sample.id, sample.prompt, sample.reference] for sample in samples])
 
 
 def _content(sample: Sample) -> str:
-    """What an answer and its score depend on."""
+    """Return what an answer and its score depend on."""
     return digest(
         [sample.prompt, sample.reference, repr(dict(getattr(sample, "metadata", {})))]
     )
@@ -418,8 +420,8 @@ def warn_of_too_few(config: CertifyConfig, share: float) -> None:
 def _picked(
     pair: Pair, config: CertifyConfig, decoder: Decoder, prompts: Prompts, path: Path
 ) -> dict[str, Any]:
-    """The window, and how drafting ends, that were picked once for a question, for its most lenient
-    setting."""
+    """Return the window, and how drafting ends, that were picked once for a question, for its most
+    lenient setting."""
     if not path.exists():
         samples = prompts.for_window()
         last = config.chains(decoder)[-1][-1]
@@ -430,7 +432,7 @@ def _picked(
 
 
 def _asked(pair: Pair, task: Task, config: CertifyConfig, use: str) -> dict[str, Any]:
-    """What makes a question the same: not where models and heads lie, but what they are."""
+    """Return what makes a question the same: not where models and heads lie, but what they are."""
     question = config.to_json()
     chains = config.chains()
     by_rules = chains[: len(config.rules)]
@@ -462,7 +464,7 @@ def _asked(pair: Pair, task: Task, config: CertifyConfig, use: str) -> dict[str,
 
 
 def _without_digest(name: str) -> str:
-    """A task's name without the digest of its file."""
+    """Return a task's name without the digest of its file."""
     return name.split(" (")[0]
 
 

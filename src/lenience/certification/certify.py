@@ -158,7 +158,7 @@ class _Chains:
 
     @property
     def passed(self) -> list[list[TriedSetting]]:
-        """Each chain's settings that passed."""
+        """Return each chain's settings that passed."""
         return [[row for row in chain if row.passed] for chain in self.tried]
 
     @property
@@ -169,7 +169,7 @@ class _Chains:
 
     @property
     def nearest(self) -> TriedSetting:
-        """The strictest setting that came nearest to passing."""
+        """Return the strictest setting that came nearest to passing."""
         return min((chain[0] for chain in self.tried), key=lambda row: row.upper_bound)
 
 
@@ -234,7 +234,7 @@ def _needed(on: Calibration, setting: Decoder, row: TriedSetting) -> int | None:
 
 
 def _drawn(on: Calibration, folder: Path) -> str:
-    """How the prompts were chosen, and what is left out by that."""
+    """Return how the prompts were chosen, and what is left out by that."""
     config = on.config
     said = "at random"
     if config.ids:
@@ -264,7 +264,7 @@ def _certified(best: TriedSetting, on: Calibration, folder: Path) -> Certified:
 
 
 def _threshold(rule: Rule) -> float | None:
-    """The threshold of a rule's first term that has one."""
+    """Return the threshold of a rule's first term that has one."""
     terms = rule.terms if isinstance(rule, AnyOf) else ()
     return next((vars(term)["threshold"] for term in terms if term.has_threshold), None)
 
@@ -286,7 +286,7 @@ def _procedure(on: Calibration) -> str:
 
 
 def _reason(config: CertifyConfig, row: TriedSetting) -> str:
-    """Why nothing is certified."""
+    """Return why nothing is certified."""
     rate = row.losses / row.n
     strictest = f"the strictest setting, {setting_name(row)}"
     if row.hopeless and _too_high(config, row):
@@ -302,8 +302,8 @@ def _reason(config: CertifyConfig, row: TriedSetting) -> str:
 
 
 def _too_high(config: CertifyConfig, row: TriedSetting) -> bool:
-    """Whether a setting that was given up loses too much, but for a chance of FUTILITY, and is not
-    only out of reach with the prompts that there are."""
+    """Return whether a setting that was given up loses too much, but for a chance of FUTILITY, and
+    is not only out of reach with the prompts that there are."""
     if config.loss not in BINARY:
         return row.losses / row.n >= config.max_drop
     return bool(binom.sf(row.losses - 1, row.n, config.max_drop) <= FUTILITY)

@@ -36,7 +36,7 @@ class Labels:
                 raise InputError(f"{path}, line {number}: {why}") from None
 
     def of(self, sample: Sample, alone: Answer, lenient: Answer) -> Sample | None:
-        """The sample with its reference; None where that is to be given."""
+        """Return the sample with its reference; None where that is to be given."""
         given = self.rows.get(sample.id, {}).get("reference")
         if given is None:
             self.wanted[sample.id] = {

@@ -39,7 +39,7 @@ class Prompts:
         self._taken = self.ledger.taken(self.draw)
 
     def first(self, n: int) -> list[Sample]:
-        """The first n, or as many as there are."""
+        """Return the first n, or as many as there are."""
         if self._noted < min(n, len(self.rows)):
             with self.ledger.held():
                 if self.ledger.taken(self.draw) != self._taken:
@@ -53,8 +53,8 @@ class Prompts:
         return self.rows[:n]
 
     def for_window(self) -> list[Sample]:
-        """Prompts of their own on which an automatic window is picked. Raises InputError where
-        there are too few."""
+        """Return prompts of their own on which an automatic window is picked. Raises InputError
+        where there are too few."""
         draw = replace(self.draw, n=TUNING, use="window")
         own = Prompts(self.ledger, self.lm, self.task, draw).first(TUNING)
         try:
@@ -66,8 +66,8 @@ class Prompts:
 
 
 def draw_of(pair: Pair, config: CertifyConfig, key: str, use: str) -> Draw:
-    """Which prompts a question draws: none that a head it asks about has learned from, or the
-    draft."""
+    """Return which prompts a question draws: none that a head it asks about has learned from, or
+    the draft."""
     settings = list(chain.from_iterable(config.chains()))
     heads = {head.path: head for setting in settings for head in setting.heads}
     return Draw(

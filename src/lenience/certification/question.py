@@ -119,12 +119,12 @@ class CertifyConfig:
 
     @cached_property
     def decoder(self) -> Decoder:
-        """The options of decoding, the rule left open."""
+        """Return the options of decoding, the rule left open."""
         return Decoder.of(self.options)
 
     def chains(self, shared: Decoder | None = None) -> list[list[Decoder]]:
-        """Whole decoders from strict to lenient, for each rule and then as they are given; what
-        they do not name is as in `shared`, or in the question's own options."""
+        """Return whole decoders from strict to lenient, for each rule and then as they are given;
+        what they do not name is as in `shared`, or in the question's own options."""
         shared = shared or self.decoder
         chains = [
             [
@@ -139,7 +139,7 @@ class CertifyConfig:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything that is asked; options under their own names."""
+        """Return everything that is asked; options under their own names."""
         decoder = self.decoder.to_json()
         named = {name: decoder[name] for name in EVER_NAMED}
         named["max_new_tokens"] = self.options.get("max_new_tokens")
@@ -166,8 +166,8 @@ class CertifyConfig:
         }
 
     def alpha(self, share: float) -> float:
-        """The error that each rule or chain may make, of the share that the question has; several
-        share it alike (Bonferroni)."""
+        """Return the error that each rule or chain may make, of the share that the question has;
+        several share it alike (Bonferroni)."""
         return share * (1 - self.confidence) / (len(self.rules) + len(self.settings))
 
     @property
@@ -181,34 +181,34 @@ class CertifyConfig:
         return self.loss in ("paired", "net")
 
     def needs_target_right(self, task: Task) -> bool:
-        """Whether no more can be lost than the target gets right."""
+        """Return whether no more can be lost than the target gets right."""
         if self.loss == "disagreement":
             return task.same_where_wrong
         return self.needs_references or task.by_degree
 
     def loss_of(self, task: Task) -> str:
-        """What is bounded, in words."""
+        """Return what is bounded, in words."""
         of_task = {"disagreement": task.disagreement_is, "task": task.loss_is}
         return of_task.get(self.loss, LOSSES[self.loss])
 
     @property
     def bound(self) -> float:
-        """The limit of the loss as it is tested, in [0, 1]."""
+        """Return the limit of the loss as it is tested, in [0, 1]."""
         return (1 + self.max_drop) / 2 if self.loss == "net" else self.max_drop
 
     @property
     def at_par(self) -> float:
-        """The loss, as it is tested, of an answer that is as good as the target's."""
+        """Return the loss, as it is tested, of an answer that is as good as the target's."""
         return 0.5 if self.loss == "net" else 0.0
 
     @property
     def spent_over(self) -> int:
-        """The horizon. Losses that are not 0 or 1 take more prompts."""
+        """Return the horizon. Losses that are not 0 or 1 take more prompts."""
         usual = math.ceil(HORIZON / self.max_drop)
         return self.horizon or (usual if self.loss in BINARY else 4 * usual)
 
     def test(self, share: float) -> Test:
-        """How one setting is tested, of the question's share of the error."""
+        """Return how one setting is tested, of the question's share of the error."""
         given = self.bound, self.alpha(share), self.spent_over
         if self.loss == "net" and self.procedure in ("auto", "betting"):
             return PairedBetting(*given)
@@ -216,8 +216,8 @@ class CertifyConfig:
         return TESTS[automatic if self.procedure == "auto" else self.procedure](*given)
 
     def num_prompts(self) -> int:
-        """All that are named, or as many as the error is for the most part spent by. At most the
-        limit, and the horizon."""
+        """Return all that are named, or as many as the error is for the most part spent by. At most
+        the limit, and the horizon."""
         if self.ids:
             return min(len(self.ids), self.limit or len(self.ids), self.spent_over)
         return min(self.limit or math.ceil(COMMON * self.spent_over), self.spent_over)
@@ -225,13 +225,13 @@ class CertifyConfig:
     def sample_size(
         self, losses: NDArray, share: float, least: float = 0.0
     ) -> int | None:
-        """How many prompts it would take to certify, four times in five, a setting that loses like
-        these, and at least `least` on average where they are 0 or 1."""
+        """Return how many prompts it would take to certify, four times in five, a setting that
+        loses like these, and at least `least` on average where they are 0 or 1."""
         test = self.test(share)
         if isinstance(test, Binomial):
             return sample_size(test, max(float(losses.mean()), least))
         return sample_size_by_trial(test, losses)
 
     def least_prompts(self, share: float) -> int | None:
-        """How many it takes to certify a setting that never loses or gains anything."""
+        """Return how many it takes to certify a setting that never loses or gains anything."""
         return self.sample_size(np.full(1, self.at_par), share)

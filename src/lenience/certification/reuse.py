@@ -15,7 +15,7 @@ MARGIN = 1e-5
 
 
 def is_same(answer: Answer, strict: Decoder, lenient: Decoder) -> bool:
-    """Whether a stricter setting's answer is the lenient one's too: where they differ in the
+    """Return whether a stricter setting's answer is the lenient one's too: where they differ in the
     threshold of one judge, and no token that it rejected has a score that the lower threshold
     reaches, every verdict is the same, and so is all that follows."""
     threshold = _lower_threshold(strict, lenient)
@@ -25,7 +25,7 @@ def is_same(answer: Answer, strict: Decoder, lenient: Decoder) -> bool:
 
 
 def _lower_threshold(strict: Decoder, lenient: Decoder) -> float | None:
-    """The threshold of the lenient one's judge, where that is all that differs."""
+    """Return the threshold of the lenient one's judge, where that is all that differs."""
     if replace(strict, rule=lenient.rule) != lenient:
         return None
     first = strict.rule

@@ -45,16 +45,16 @@ class Test:
         raise NotImplementedError
 
     def bound(self, losses: NDArray) -> float:
-        """An upper bound of the mean with confidence 1 − alpha, where the test ended after these:
-        at most the limit where it passes then."""
+        """Return an upper bound of the mean with confidence 1 − alpha, where the test ended after
+        these: at most the limit where it passes then."""
         raise NotImplementedError
 
     def futile(self, losses: NDArray, most: int) -> bool:
-        """Whether going on to `most` losses is of no use."""
+        """Return whether going on to `most` losses is of no use."""
         return hoeffding_bentkus(1 - losses, 1 - self.limit) <= FUTILITY
 
     def spent(self, n: float) -> float:
-        """The error allowed up to n losses, whenever one looks: half of it by a sixth of the
+        """Return the error allowed up to n losses, whenever one looks: half of it by a sixth of the
         horizon, so that a clear case is settled soon."""
         most = min(1.0, n / (COMMON * self.horizon)) ** 0.5
         return self.alpha * (EARLY * most + (1 - EARLY) * min(1.0, n / self.horizon))
@@ -70,8 +70,8 @@ class Binomial(Test):
 
     @cached_property
     def boundary(self) -> list[int]:
-        """[c]: from how many prompts on c losses pass. Losses only grow, so that nothing passes at
-        a number of prompts that is not in it."""
+        """Return [c]: from how many prompts on c losses pass. Losses only grow, so that nothing
+        passes at a number of prompts that is not in it."""
         found = list[int]()
         # as many losses or more never pass
         size = math.ceil(self.horizon * self.limit) + 1
@@ -91,8 +91,8 @@ class Binomial(Test):
         return found
 
     def _prompts_left(self, now: int, passed: float, chance: float) -> int | None:
-        """How many prompts after `now` may let those pass of which none is a loss, which at the
-        limit comes with `chance` so far, `passed` being spent."""
+        """Return how many prompts after `now` may let those pass of which none is a loss, which at
+        the limit comes with `chance` so far, `passed` being spent."""
 
         def affordable(more: int) -> bool:
             return passed + chance * (1 - self.limit) ** more <= self.spent(now + more)
@@ -109,7 +109,7 @@ class Binomial(Test):
         return None
 
     def chance(self, mean: float, n: int, losses: int) -> float:
-        """The chance to pass before n losses, or else to have at most `losses` of 1 then."""
+        """Return the chance to pass before n losses, or else to have at most `losses` of 1 then."""
         size = max(losses, len(self.boundary)) + 1
         chances = np.ones(1)
         passed = 0.0
@@ -124,7 +124,7 @@ class Binomial(Test):
         return passed + float(_after(chances, n - now, mean, size)[: losses + 1].sum())
 
     def power(self, mean: float, n: int) -> float:
-        """The chance that a setting of this mean loss passes within n prompts."""
+        """Return the chance that a setting of this mean loss passes within n prompts."""
         reached = [at for at in self.boundary if at <= n]
         return self.chance(mean, reached[-1], len(reached) - 1) if reached else 0.0
 
@@ -145,13 +145,13 @@ class Binomial(Test):
 
 
 def _after(chances: NDArray, more: int, mean: float, size: int) -> NDArray:
-    """The chances of 0, 1, … losses, `size` of them, after so many more prompts."""
+    """Return the chances of 0, 1, … losses, `size` of them, after so many more prompts."""
     steps = binom.pmf(np.arange(size), more, mean)
     return np.pad(np.convolve(chances, steps), (0, size))[:size]
 
 
 def _first_true(holds: Callable[[int], bool], most: int) -> int | None:
-    """The least number from 1 to `most` from which on `holds`, which is monotone."""
+    """Return the least number from 1 to `most` from which on `holds`, which is monotone."""
     if most < 1 or not holds(most):
         return None
     low = 0
@@ -172,7 +172,7 @@ class HoeffdingBentkus(Test):
 
     @cached_property
     def looks(self) -> list[tuple[int, float]]:
-        """When it looks, ever twice as late up to the horizon, and at which level."""
+        """Return when it looks, ever twice as late up to the horizon, and at which level."""
         numbers = [round(COMMON * self.horizon), self.horizon]
         while numbers[0] * self.limit > 2:
             numbers.insert(0, numbers[0] // 2)
@@ -211,8 +211,8 @@ class Betting(Test):
     said = "a betting confidence sequence"
 
     def wealth(self, losses: NDArray, mean: float) -> NDArray:
-        """What a capital of 1 has come to after each of the losses […, n], by betting that they are
-        below `mean`."""
+        """Return what a capital of 1 has come to after each of the losses […, n], by betting that
+        they are below `mean`."""
         return wealth(losses, mean)
 
     def passed_at(self, losses: NDArray) -> int | None:
@@ -242,7 +242,7 @@ TESTS: dict[str, type[Test]] = {
 
 
 def hoeffding_bentkus(losses: NDArray, mean: float) -> float:
-    """The p-value of "the mean is `mean` or more"."""
+    """Return the p-value of "the mean is `mean` or more"."""
     n = len(losses)
     seen = min(float(losses.mean()), mean)
     if not 0 < mean < 1:
@@ -262,9 +262,9 @@ SMALL = np.geomspace(1 / 256, 1, 14)
 
 
 def wealth(losses: NDArray, mean: float, stakes: NDArray = STAKES) -> NDArray:
-    """What a capital of 1 has come to after each of the losses […, n], by betting that they are
-    below `mean` on average; where they are not, it is a supermartingale, whatever the order and the
-    size of the losses in [0, 1]."""
+    """Return what a capital of 1 has come to after each of the losses […, n], by betting that they
+    are below `mean` on average; where they are not, it is a supermartingale, whatever the order and
+    the size of the losses in [0, 1]."""
     gains = (mean - np.asarray(losses, float)) / (1 - mean)  # −1 at a loss of 1
     with np.errstate(divide="ignore"):
         return sum(
@@ -296,8 +296,8 @@ def paired_wealth(losses: NDArray, mean: float, limit: float) -> NDArray:
 
 
 def _first(holds: Callable[[float], bool], low: float) -> float:
-    """The least number above `low` from which on `holds`, which is monotone; 1 where there is none.
-    Erring upwards."""
+    """Return the least number above `low` from which on `holds`, which is monotone; 1 where there
+    is none. Erring upwards."""
     high = 1.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -327,7 +327,7 @@ class Alarm:
         return np.minimum(self.limit * 2.0 ** np.arange(5), 0.9)
 
     def add(self, loss: float) -> bool:
-        """Whether it goes off with this loss."""
+        """Return whether it goes off with this loss."""
         if self.logs is None or self.anew:
             fresh = np.zeros((1, len(self.stakes)))
             self.logs = (
@@ -345,7 +345,7 @@ class Alarm:
 
     @property
     def _of_each(self) -> NDArray:
-        """[starts]: what each start's capital of 1 has come to."""
+        """Return [starts]: what each start's capital of 1 has come to."""
         assert self.logs is not None
         return np.exp(np.minimum(self.logs, 600)).mean(1)
 
@@ -359,7 +359,7 @@ class Alarm:
 
 
 def sequence(losses: NDArray, alpha: float) -> tuple[float, float]:
-    """A confidence sequence's interval for the mean now: at all times together it holds with
+    """Return a confidence sequence's interval for the mean now: at all times together it holds with
     confidence 1 − alpha, and wherever one stops. Its lower end is above its upper one where no one
     mean fits all the losses: it has changed."""
     if not len(losses):
@@ -372,7 +372,7 @@ def sequence(losses: NDArray, alpha: float) -> tuple[float, float]:
 
 
 def sample_size(test: Binomial, mean: float, power: float = 0.8) -> int | None:
-    """How many 0/1 losses it takes for a setting of this mean loss to pass with a chance of
+    """Return how many 0/1 losses it takes for a setting of this mean loss to pass with a chance of
     `power`; None where it takes more than the horizon, as it does from the limit on."""
     if mean >= test.limit:
         return None
@@ -404,11 +404,11 @@ class SettingResult:
 def fixed_sequence_test(
     test: Test, settings: int, losses: Callable[[int, int], NDArray], most: int
 ) -> Iterator[SettingResult]:
-    """Fixed-sequence testing (Bauer 1991; Angelopoulos 2021, section 3.1): settings from strict to
-    lenient, each tested only once the one before has passed. `losses(j, n)` gives setting j's on
-    the first n of at most `most` prompts. The last setting that passed has a mean loss above the
-    limit with a chance of at most alpha, whatever the losses' curve: that takes the first setting
-    above the limit to pass its own test."""
+    """Yield fixed-sequence testing (Bauer 1991; Angelopoulos 2021, section 3.1): settings from
+    strict to lenient, each tested only once the one before has passed. `losses(j, n)` gives setting
+    j's on the first n of at most `most` prompts. The last setting that passed has a mean loss above
+    the limit with a chance of at most alpha, whatever the losses' curve: that takes the first
+    setting above the limit to pass its own test."""
     for setting in range(settings):
         for n in (*range(BATCH, most, BATCH), most):
             seen = losses(setting, n)

@@ -50,7 +50,7 @@ class Timed(Record):
         return sum(self.tokens) / sum(self.seconds)
 
     def times(self, other: Timed) -> Times:
-        """How many times as fast as another that took its turns on the same prompts.
+        """Return how many times as fast as another that took its turns on the same prompts.
 
         The interval is the bootstrap's over prompts, its quantiles as far out as Student's t puts
         them for so few (Hesterberg 2015, expanded percentiles)."""
@@ -64,7 +64,7 @@ class Timed(Record):
         )
 
     def _resampled(self, draws: NDArray) -> NDArray:
-        """Tokens per second on each row's prompts."""
+        """Return tokens per second on each row's prompts."""
         tokens = np.array(self.tokens)
         seconds = np.array(self.seconds)
         return tokens[draws].sum(1) / seconds[draws].sum(1)

@@ -183,7 +183,7 @@ def _told(
     turns: _Turns,
     progress: Progress,
 ) -> Speeds:
-    """How fast what is certified is beside what is lossless; `passed` is what it was chosen
+    """Return how fast what is certified is beside what is lossless; `passed` is what it was chosen
     from."""
     strict = Decoder.parse(races.strict.setting)
     alone = Decoder.parse(races.alone.setting)
@@ -198,8 +198,8 @@ def _told(
 
 
 def _fast(lossless: RaceResult, chain: Iterable[RaceResult]) -> list[RaceResult]:
-    """Those of a chain that are not clearly slower than any before them and than `lossless`, as far
-    as the last that is as fast as that but for ALIKE."""
+    """Return those of a chain that are not clearly slower than any before them and than `lossless`,
+    as far as the last that is as fast as that but for ALIKE."""
     kept = list[RaceResult]()
     best = lossless.tokens_per_second
     end = 0
@@ -227,19 +227,19 @@ class _Contest:
 
     @property
     def prompts_to_race(self) -> list[str | Messages]:
-        """Those of the heats, and a quarter of all others: many take turns on them."""
+        """Return those of the heats, and a quarter of all others: many take turns on them."""
         heats = sum(n for n, _ in HEATS)
         return self.prompts[: heats + (len(self.prompts) - heats) // 4]
 
     @property
     def prompts_to_choose(self) -> list[str | Messages]:
-        """Half of those that are left."""
+        """Return half of those that are left."""
         raced = len(self.prompts_to_race)
         return self.prompts[raced : (raced + len(self.prompts)) // 2]
 
     @property
     def prompts_to_tell(self) -> list[str | Messages]:
-        """The others."""
+        """Return the others."""
         return self.prompts[len(self.prompts_to_race) + len(self.prompts_to_choose) :]
 
 
@@ -267,7 +267,7 @@ def _contest(pair: Pair, task: Task, folder: Path, config: TuneConfig) -> _Conte
 
 
 def _races(pair: Pair, contest: _Contest, progress: Progress) -> Races:
-    """The races, or what they came to before."""
+    """Return the races, or what they came to before."""
     path = contest.place / "races.json"
     if path.exists():
         before = Races.read(read_json(path), str(path))
@@ -298,7 +298,7 @@ class _Turns:
     def take(
         self, settings: Iterable[Decoder], phase: str, progress: Progress
     ) -> dict[Decoder, Timed]:
-        """How fast each is."""
+        """Return how fast each is."""
         settings = list(dict.fromkeys(settings))
         timed = self.known(settings)
         if timed is None:
@@ -310,7 +310,7 @@ class _Turns:
         return dict(zip(settings, timed))
 
     def known(self, settings: Sequence[Decoder]) -> list[Timed] | None:
-        """What that came to before, None where they have not taken turns here."""
+        """Return what that came to before, None where they have not taken turns here."""
         path = self._path(settings)
         turns = TimedTurns.read(read_json(path), str(path)) if path.exists() else None
         return turns.timed if turns and turns.machine == self.machine else None
@@ -332,7 +332,7 @@ class _Choice:
     progress: Progress
 
     def fastest(self, passed: Iterable[Decoder]) -> Decoder:
-        """The fastest, or the lossless one where that is as fast but for ALIKE."""
+        """Return the fastest, or the lossless one where that is as fast but for ALIKE."""
         left = self.perhaps_fastest(passed)
         if len(left) == 1:
             return left[0]
@@ -347,7 +347,8 @@ class _Choice:
         )
 
     def perhaps_fastest(self, passed: Iterable[Decoder]) -> list[Decoder]:
-        """All that is not clearly slower by the race than the fastest, and the lossless one."""
+        """Return all that is not clearly slower by the race than the fastest, and the lossless
+        one."""
         speeds = {setting: self.raced[str(setting)] for setting in passed}
         least = SLOWER * max(speeds.values())
         return [
@@ -360,8 +361,8 @@ class _Choice:
 def fitted_drafters(
     pair: Pair, folder: Path, strict: Decoder
 ) -> tuple[list[str], list[str]]:
-    """The drafters that were fitted in a run folder; and why those of them are refused that cannot
-    draft for this target."""
+    """Return the drafters that were fitted in a run folder; and why those of them are refused that
+    cannot draft for this target."""
     fitted = list[str]()
     refused = list[str]()
     for kind in FITTED:
@@ -378,8 +379,8 @@ def fitted_drafters(
 
 
 def drafters_for(rule: Rule, drafters: Sequence[str]) -> list[str]:
-    """Those of some drafters that race with a rule: a judge has learned from what the draft model
-    proposes, and what it makes of other proposals is fast and wrong."""
+    """Return those of some drafters that race with a rule: a judge has learned from what the draft
+    model proposes, and what it makes of other proposals is fast and wrong."""
     if not rule.heads:
         return list(drafters)
     return [
@@ -390,8 +391,8 @@ def drafters_for(rule: Rule, drafters: Sequence[str]) -> list[str]:
 def group_of(
     pair: Pair, config: TuneConfig, setting: Decoder, drafters: Sequence[str]
 ) -> list[Decoder]:
-    """A setting at every window, stop and drafter that it goes together with. Raises InputError
-    where there is none."""
+    """Return a setting at every window, stop and drafter that it goes together with. Raises
+    InputError where there is none."""
     group = list[Decoder]()
     refusals = list[InputError]()
     for drafter, stop in product(drafters, config.stops):
@@ -410,7 +411,7 @@ def group_of(
 
 
 def _windows_for(drafter: DrafterSpec, windows: Sequence[int]) -> list[int]:
-    """Those of some windows at which a drafter proposes something else."""
+    """Return those of some windows at which a drafter proposes something else."""
     longest = drafter.longest or max(windows)
     enough = min(
         (window for window in windows if window >= longest), default=max(windows)
@@ -425,7 +426,7 @@ def _prompts(
     config: TuneConfig,
     groups: Sequence[Sequence[Decoder]],
 ) -> tuple[list[Sample], Path]:
-    """The prompts to race on, noted as used, and where the races are kept."""
+    """Return the prompts to race on, noted as used, and where the races are kept."""
     question = config.question
     settings = list(itertools.chain.from_iterable(groups))
     heads = {head.path: head for setting in settings for head in setting.heads}
@@ -462,7 +463,7 @@ def race(
     prompts: Sequence[str | Messages],
     progress: Progress = silent,
 ) -> list[RaceResult]:
-    """The fastest setting of each group, one prompt at a time on this machine.
+    """Return the fastest setting of each group, one prompt at a time on this machine.
 
     In heats on a few prompts the slower ones of each group drop out; the rest decide on all other
     prompts, whose seconds alone are told: what dropped out by luck would make those of a heat look
@@ -498,7 +499,7 @@ def _speeds(
     phase: str,
     progress: Progress,
 ) -> dict[Decoder, float]:
-    """Tokens per second of every setting."""
+    """Return tokens per second of every setting."""
     settings = itertools.chain.from_iterable(groups)
     timed = take_turns(pair, settings, prompts, phase, progress)
     return {setting: timed[setting].tokens_per_second for setting in timed}

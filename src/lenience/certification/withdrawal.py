@@ -45,7 +45,7 @@ def mark(ledger: Ledger, folder: Path) -> None:
 
 
 def as_it_stands(ledger: Ledger, certificate: Certificate) -> Certificate:
-    """A certificate, marked where it is withdrawn."""
+    """Return a certificate, marked where it is withdrawn."""
     withdrawn = {
         outcome.key: outcome.withdrawn
         for outcome in ledger.outcomes()
@@ -78,8 +78,8 @@ def _outcome(
 
 
 def _contradicts(row: TriedSetting, now: Outcome, earlier: Outcome) -> bool:
-    """Whether a setting that did not pass now speaks against its earlier certificate: on more
-    prompts it has lost too much for what that says, were it asked by these alone."""
+    """Return whether a setting that did not pass now speaks against its earlier certificate: on
+    more prompts it has lost too much for what that says, were it asked by these alone."""
     if (now.setting, now.binds) != (earlier.setting, earlier.binds):
         return False
     if now.key == earlier.key or now.n <= earlier.n:

@@ -92,7 +92,7 @@ class Models:
         return pair
 
     def loading(self) -> dict[str, Any]:
-        """The options of `load_pair` but for compile, in plain values."""
+        """Return the options of `load_pair` but for compile, in plain values."""
         options = {
             name: getattr(self, name) for name in ("dtype", "device", "chat", "system")
         }
@@ -123,7 +123,7 @@ class Models:
 
 
 def _argument(flag: str, text: str) -> tuple[str, Any]:
-    """The name and the value of NAME=VALUE, which is JSON where it can be read as such."""
+    """Return the name and the value of NAME=VALUE, which is JSON where it can be read as such."""
     name, found, value = text.partition("=")
     if not (name and found):
         raise InputError(f"{flag} {text!r}: write NAME=VALUE")
@@ -165,7 +165,7 @@ class TaskChoice:
     """A prompt made of a row's fields, such as 'Q: {question}\\nA:', in which \\n is a new line."""
 
     def loading(self) -> dict[str, Any]:
-        """The arguments of `load_task`, in plain values."""
+        """Return the arguments of `load_task`, in plain values."""
         others = ("task", "skip_long", "stop_string")
         options = {
             name: value for name, value in vars(self).items() if name not in others
@@ -195,14 +195,14 @@ class TaskChoice:
 
 
 def expected_tokens(options: Mapping[str, Any], task: Task | None = None) -> float:
-    """About how many tokens an answer takes."""
+    """Return about how many tokens an answer takes."""
     usual = 256 if task is None else task.max_new_tokens
     return USED * (options.get("max_new_tokens") or usual)
 
 
 def crew_of(flags: MineFlags, models: Models, choice: TaskChoice) -> Crew | None:
-    """The workers that flags ask for; None for none. Raises InputError for what workers cannot make
-    anew."""
+    """Return the workers that flags ask for; None for none. Raises InputError for what workers
+    cannot make anew."""
     from lenience.mining.crew import ProcessCrew
     from lenience.mining.ray_crew import RayCrew
     from lenience.mining.work import WorkerPlan
@@ -230,7 +230,7 @@ def crew_of(flags: MineFlags, models: Models, choice: TaskChoice) -> Crew | None
 
 
 def local_grader(model: str) -> Grader:
-    """A model on this machine that compares answers. Raises InputError for what looks like a
+    """Return a model on this machine that compares answers. Raises InputError for what looks like a
     server."""
     if re.match(r"[\w.-]+:\d+", model) and not Path(model).exists():
         raise InputError(
@@ -243,19 +243,19 @@ def local_grader(model: str) -> Grader:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder says what its models are."""
+    """Return whether a folder says what its models are."""
     return (folder / SETTINGS).is_file() or (folder / "run.json").is_file()
 
 
 def known_run(run: Path) -> Path:
-    """A folder that says what its models are. Raises InputError for another."""
+    """Return a folder that says what its models are. Raises InputError for another."""
     if not is_run(run):
         raise InputError(f"{run}: holds no run; lenience mine --out {run} makes one")
     return run
 
 
 def mined_with(run: Path) -> Models:
-    """The models that a run was mined with, where they were then."""
+    """Return the models that a run was mined with, where they were then."""
     from lenience.runs.record import read_run
 
     if not (run / "run.json").is_file():
@@ -284,7 +284,7 @@ def mined_with(run: Path) -> Models:
 
 
 def choice_of(run: Path, choice: TaskChoice) -> TaskChoice:
-    """The task that was named, or else the one that the run remembers, or was mined on."""
+    """Return the task that was named, or else the one that the run remembers, or was mined on."""
     from lenience.tasks import TASKS
 
     kept = _kept(run, "task", TaskChoice)
@@ -311,7 +311,7 @@ def choice_of(run: Path, choice: TaskChoice) -> TaskChoice:
 
 
 def _same_benchmark(first: str | None, second: str | None) -> bool:
-    """Whether two specs are of first benchmark, perhaps with second options."""
+    """Return whether two specs are of first benchmark, perhaps with second options."""
     from lenience.tasks import BENCHMARKS
 
     title = (first or "").partition(":")[0]
@@ -339,8 +339,8 @@ def fitting(pair: Pair, task: Task, choice: TaskChoice) -> Iterator[Task]:
 
 
 def left_out(pair: Pair, run: Path, fold: int | None) -> frozenset[str]:
-    """The digests of the prompts that a benchmark's fold tests. Raises InputError for another
-    task."""
+    """Return the digests of the prompts that a benchmark's fold tests. Raises InputError for
+    another task."""
     from lenience.decoding.task_models import task_for
     from lenience.runs.uses import prompt_digest
     from lenience.tasks import Published
@@ -360,7 +360,7 @@ def left_out(pair: Pair, run: Path, fold: int | None) -> frozenset[str]:
 
 
 def models_of(run: Path, models: Models | None) -> Models:
-    """The models that were named, or else those that the run remembers or was mined with."""
+    """Return the models that were named, or else those that the run remembers or was mined with."""
     named = models or Models()
     said = _others_than_usual(_kept(run, "models", Models), KEPT)
     said |= _others_than_usual(named, vars(named))
@@ -398,7 +398,7 @@ def remember(run: Path, models: Models, choice: TaskChoice) -> None:
 
 
 def _others_than_usual(models: Models, names: Iterable[str]) -> dict[str, Any]:
-    """What of some fields is not their default."""
+    """Return what of some fields is not their default."""
     given = {
         field.name: getattr(models, field.name)
         for field in fields(Models)
@@ -415,7 +415,8 @@ def _as_toml(value: str | bool | tuple[str, ...]) -> str:
 
 
 def _located(value: str) -> str:
-    """A local file or folder by its absolute path, so that a command finds it from elsewhere."""
+    """Return a local file or folder by its absolute path, so that a command finds it from
+    elsewhere."""
     from lenience.tasks import TASKS
 
     if value in TASKS:
@@ -439,8 +440,8 @@ Section = TypeVar("Section", Models, TaskChoice)
 
 
 def _kept(run: Path, section: str, kind: type[Section]) -> Section:
-    """What RUN/lenience.toml says; the defaults where there is none. Raises InputError that names
-    what in it is wrong."""
+    """Return what RUN/lenience.toml says; the defaults where there is none. Raises InputError that
+    names what in it is wrong."""
     path = run / SETTINGS
     if not path.is_file():
         return kind()
@@ -464,7 +465,8 @@ def _kept(run: Path, section: str, kind: type[Section]) -> Section:
 
 
 def _kept_value(path: Path, key: str, value: Any) -> Any:
-    """What a line of RUN/lenience.toml says. Raises InputError where it is of a wrong type."""
+    """Return what a line of RUN/lenience.toml says. Raises InputError where it is of a wrong
+    type."""
     if key in SEVERAL:
         if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
             return tuple(value)

@@ -27,7 +27,7 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def wide(width: int) -> Console:
-    """A screen that is at least so wide, for tables."""
+    """Return a screen that is at least so wide, for tables."""
     return Console(stderr=True, width=max(screen.width, width))
 
 
@@ -84,7 +84,7 @@ def with_bars(step: Callable[..., T], *args: Any, **named: Any) -> T:
 
 
 def duration(seconds: float) -> str:
-    """A time as people say it."""
+    """Return a time as people say it."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return (

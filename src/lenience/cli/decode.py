@@ -81,8 +81,8 @@ def generate(
 def _models_for(
     options: Mapping[str, Any], run: Path | None, models: Models | None
 ) -> Models:
-    """The models that are named, or else those of a run or of the run that a rule is certified
-    in."""
+    """Return the models that are named, or else those of a run or of the run that a rule is
+    certified in."""
     from lenience.runs.certificate import is_certified, run_of
 
     models = models or Models()
@@ -118,7 +118,7 @@ def _as_json(out: Generation, prompt: Any) -> dict[str, Any]:
 
 
 def _one_of_its_problems(pair: Pair) -> str:
-    """What the built-in pair is asked where nothing is."""
+    """Return what the built-in pair is asked where nothing is."""
     if pair.name != "built-in":
         raise InputError("PROMPT: give a prompt, as an argument or on standard input")
     from lenience.tasks import WordMath

@@ -157,8 +157,8 @@ def _tune(pair: Pair, out: Path) -> Tuned:
 
 
 def _compare(pair: Pair, out: Path, tuned: Tuned, limit: int) -> Frontier:
-    """Each threshold and strict decoding as they won the race, the judge that was fitted now at the
-    most lenient one, and that one and strict decoding at the widest window with the draft
+    """Return each threshold and strict decoding as they won the race, the judge that was fitted now
+    at the most lenient one, and that one and strict decoding at the widest window with the draft
     model."""
     screen.rule(f"4. comparing on {limit} held-out problems")
     raced = [

@@ -126,7 +126,7 @@ class FitFlags:
         return "stop" if self.stop else "gate" if self.gate else "judge"
 
     def drafter_plan(self, run: Path) -> DrafterPlan:
-        """The drafter's heads that are asked for. Raises InputError for what does not go
+        """Return the drafter's heads that are asked for. Raises InputError for what does not go
         together."""
         from lenience.training.fit_drafter import DrafterPlan
 
@@ -173,7 +173,7 @@ class FitFlags:
         )
 
     def drawn(self) -> TreeSampling | None:
-        """How the tokens of a measured tree are drawn; None where they are chosen. Raises
+        """Return how the tokens of a measured tree are drawn; None where they are chosen. Raises
         InputError for what does not go together with `tree`."""
         from lenience.training.acceptance import TreeSampling
 
@@ -203,7 +203,7 @@ class FitFlags:
                 raise InputError(f"--{flag}: is of {what}; leave it out")
 
     def plan(self, run: Path) -> HeadPlan:
-        """The head that is asked for. Raises InputError for what does not go together."""
+        """Return the head that is asked for. Raises InputError for what does not go together."""
         from lenience.heads.fitting import FitConfig
         from lenience.training.fit import HeadPlan
 
@@ -280,7 +280,7 @@ class FitFlags:
         refuse_certified([rule])
 
     def _inputs(self) -> Inputs:
-        """What the head reads, by what was said and else by default."""
+        """Return what the head reads, by what was said and else by default."""
         from lenience.heads.head import Inputs
 
         role = self.role

@@ -41,8 +41,8 @@ Json = Annotated[
 
 
 def decoding_flags(name: str, *leave_out: str, **other_helps: str) -> Any:
-    """A class of flags, one for each option of decoding but those that are left out; their help is
-    the option's docstring, where there is no other."""
+    """Return a class of flags, one for each option of decoding but those that are left out; their
+    help is the option's docstring, where there is no other."""
     helps = {**told_options(Options), **other_helps}
     options: list[tuple[str, Any, Any]] = []
     for option, kind in option_types().items():
@@ -62,8 +62,8 @@ def decoding_flags(name: str, *leave_out: str, **other_helps: str) -> Any:
 
 
 def _usual(option: str) -> Any:
-    """What shows the default of an option of decoding, whose flag has none itself so that it is
-    known whether it was given."""
+    """Return what shows the default of an option of decoding, whose flag has none itself so that it
+    is known whether it was given."""
     usual = default_options()[option]
     return bool(usual) and option not in OWN_DEFAULTS and (lambda _: usual)
 
@@ -96,7 +96,7 @@ else:
 
 
 def given(flags: object | None) -> dict[str, Any]:
-    """The options of decoding that were given."""
+    """Return the options of decoding that were given."""
     values = {} if flags is None else vars(flags)
     return {name: value for name, value in values.items() if value is not None}
 
@@ -117,8 +117,8 @@ class PromptFlags:
     """Say where the time goes; the prompt is answered once before, which is not counted."""
 
     def many(self, prompt: str | None) -> list[GivenPrompt]:
-        """The prompts of a file, none where there is no file. Raises InputError for what does not
-        go together."""
+        """Return the prompts of a file, none where there is no file. Raises InputError for what
+        does not go together."""
         from lenience.cli.prompts import prompts_in
 
         if self.batch_size < 1:
@@ -177,7 +177,8 @@ class MineFlags:
     take; mining without it then goes on from there."""
 
     def config(self) -> MineConfig:
-        """What is mined. Raises InputError for what is wrong with it, before models are loaded."""
+        """Return what is mined. Raises InputError for what is wrong with it, before models are
+        loaded."""
         from lenience.mining.forecast import PILOT
         from lenience.mining.on_policy import check_policy
         from lenience.mining.search import MineConfig
@@ -251,7 +252,8 @@ class QuestionFlags:
     little can be lost by any decoder."""
 
     def question(self, run: Path, options: Mapping[str, Any]) -> CertifyConfig:
-        """The question. Raises InputError for what is wrong with it, before models are loaded."""
+        """Return the question. Raises InputError for what is wrong with it, before models are
+        loaded."""
         from lenience.certification.question import CertifyConfig
 
         config = CertifyConfig(
@@ -282,7 +284,8 @@ class CertifyFlags(QuestionFlags):
     """How many prompts the pilot takes; they are used up."""
 
     def config(self, run: Path, options: Mapping[str, Any]) -> CertifyConfig:
-        """The question. Raises InputError for what is wrong with it, before models are loaded."""
+        """Return the question. Raises InputError for what is wrong with it, before models are
+        loaded."""
         if self.pilot < 1:
             raise InputError(f"--pilot {self.pilot}: must be 1 or more")
         return self.question(run, options)
@@ -305,7 +308,8 @@ class TuneFlags(QuestionFlags):
     """The length limit of an answer; by default the task's own."""
 
     def config(self, run: Path) -> TuneConfig:
-        """What is tuned. Raises InputError for what is wrong with it, before models are loaded."""
+        """Return what is tuned. Raises InputError for what is wrong with it, before models are
+        loaded."""
         from lenience.certification.tune import WINDOWS, TuneConfig
         from lenience.decoding.auto_window import STOP_THRESHOLDS
         from lenience.decoding.decoder import Decoder
@@ -377,7 +381,7 @@ class CompareFlags:
     in turn."""
 
     def config(self, options: Mapping[str, Any]) -> CompareConfig:
-        """What is compared. Raises InputError for what is wrong with it, before models are
+        """Return what is compared. Raises InputError for what is wrong with it, before models are
         loaded."""
         from lenience.evaluation.compare import DEFAULT_WINDOWS, CompareConfig
 
@@ -400,7 +404,7 @@ class CompareFlags:
 
 
 def judge_of(run: Path) -> str:
-    """A run's own judge, as a rule."""
+    """Return a run's own judge, as a rule."""
     if not run.exists():
         raise InputError(f"{run}: there is no such folder; lenience mine makes one")
     if not (run / "judge" / "judge.json").is_file():
@@ -413,7 +417,7 @@ def judge_of(run: Path) -> str:
 
 
 def read_ids(path: Path | None) -> tuple[str, ...]:
-    """The ids in a file, each once."""
+    """Return the ids in a file, each once."""
     if path is None:
         return ()
     try:

@@ -26,8 +26,8 @@ HELP = "/new begins anew, /quit or Ctrl-D ends"
 
 
 def prompt_of(given: str | None, messages: Path | None) -> str | Messages | None:
-    """One prompt: text as it is, STDIN for standard input, "@FILE" for a file's text, or a file of
-    chat messages; None where none is given. Raises InputError."""
+    """Return one prompt: text as it is, STDIN for standard input, "@FILE" for a file's text, or a
+    file of chat messages; None where none is given. Raises InputError."""
     if messages is not None:
         if given is not None:
             raise InputError("--messages: is a prompt itself; leave the other one out")
@@ -65,8 +65,8 @@ def _messages(path: Path) -> Messages:
 
 
 def prompts_in(path: Path) -> list[GivenPrompt]:
-    """The prompts in a file, each with its id: rows of JSON with prompt or messages, or the lines
-    of a text. Raises InputError that names the line."""
+    """Return the prompts in a file, each with its id: rows of JSON with prompt or messages, or the
+    lines of a text. Raises InputError that names the line."""
     from lenience.tasks.jsonl import SUFFIXES
     from lenience.tasks.rows import USUAL_FIELDS, is_chat, read_rows
 
@@ -130,7 +130,7 @@ def chat(pair: Pair, options: Mapping[str, Any]) -> None:
 
 
 def _line() -> str | None:
-    """What is typed next; None at the end."""
+    """Return what is typed next; None at the end."""
     try:
         typed = input("> " if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):

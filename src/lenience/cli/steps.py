@@ -215,7 +215,7 @@ def answers(
     options: Mapping[str, Any],
     batch_size: int,
 ) -> Iterator[Generation]:
-    """The answers to many prompts, in their order."""
+    """Yield the answers to many prompts, in their order."""
     with progress_bars() as show:
         show("answering", 0, len(asked))
         prompts = [prompt for _, prompt in asked]
@@ -233,7 +233,7 @@ def answers(
 def answer(
     pair: Pair, prompt: Prompt, options: Mapping[str, Any], profiled: bool
 ) -> tuple[Generation, Profile | None]:
-    """One answer; where the time goes is measured the second time."""
+    """Return one answer; where the time goes is measured the second time."""
     if options.get("window") == "auto":
         with screen.status("picking the window"):
             pair.settle([prompt], **options)

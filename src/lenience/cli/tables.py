@@ -125,7 +125,7 @@ def _say_why_not(run: Path, certificate: Certificate) -> None:
 
 
 def found_by(task: Task) -> str:
-    """How a task's answers are found, as a person may change it."""
+    """Return how a task's answers are found, as a person may change it."""
     from lenience.tasks import JsonlTask
 
     if isinstance(task, JsonlTask):
@@ -134,7 +134,7 @@ def found_by(task: Task) -> str:
 
 
 def planned(found: Forecast, run: str) -> str:
-    """What mining will take."""
+    """Return what mining will take."""
     low, high = found.important_interval
     fewest, most = found.samples_interval
     to = f"{most:,}" if most else "many more"
@@ -209,7 +209,7 @@ def _rule_name(decoder: Decoder) -> str:
 
 
 def gained(tuned: Tuned) -> str:
-    """What a user gains by what was tuned, at which loss, and how sure that is."""
+    """Return what a user gains by what was tuned, at which loss, and how sure that is."""
     from lenience.decoding.options import Options
     from lenience.evaluation.names import setting_name
 
@@ -281,7 +281,7 @@ def print_mined(counts: MinedCounts, task: Task) -> None:
 
 
 def unanswered(samples: int, of: int, cut_off: int, found: str) -> str:
-    """That in so many samples the target's own response holds no answer, and what to change;
+    """Return that in so many samples the target's own response holds no answer, and what to change;
     `found` says how answers are."""
     text = (
         f"in {samples} of {of} samples no answer is found in the target's own response"
@@ -353,7 +353,7 @@ def print_grades(found: Mapping[str, HumanGrades]) -> None:
 
 
 def graded(grading: Mapping[str, int]) -> str:
-    """How a grader judged, as a line."""
+    """Return how a grader judged, as a line."""
     pairs = grading.get("pairs", 0)
     decided = grading.get("decided", 0)
     otherwise = grading.get("inconsistent", 0)
@@ -526,7 +526,7 @@ def print_curve(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_skipped(found: Sequence[Skipped]) -> str:
-    """What leaving layers out is worth; gives the drafter that is worth most."""
+    """Return what leaving layers out is worth; gives the drafter that is worth most."""
     table = Table("layers left out", title="the target without layers as its draft")
     for column in ("tokens that agree", "window", "times the target alone"):
         table.add_column(column, justify="right")
@@ -588,7 +588,8 @@ def _print_distilled(metrics: Mapping[str, Any], folder: Path) -> None:
 
 
 def print_trees(found: Acceptance, path: Path) -> dict[str, float]:
-    """How often what is drafted is said, and what the best trees should keep by their sizes."""
+    """Return how often what is drafted is said, and what the best trees should keep by their
+    sizes."""
     from lenience.drafting.trees.planning import best_shape
 
     table = Table("drafted before", *(f"rank {i + 1}" for i in range(4)), box=None)
@@ -606,7 +607,7 @@ def print_trees(found: Acceptance, path: Path) -> dict[str, float]:
 
 
 def _alike(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Rows that follow one another at the same threshold, together."""
+    """Return rows that follow one another at the same threshold, together."""
     return [list(some) for _, some in groupby(rows, key=lambda row: row["threshold"])]
 
 

@@ -83,7 +83,7 @@ class Context:
         return self.temperature == 0
 
     def drafting(self) -> Context:
-        """The same as a model has it that drafts."""
+        """Return the same as a model has it that drafts."""
         if self.draft_temperature in (None, self.temperature):
             return self
         assert self.draft_temperature is not None
@@ -111,7 +111,7 @@ class Context:
         return torch.cat(done).view(logits.shape)
 
     def probs(self, logits: Tensor) -> Tensor:
-        """[…, V] processed logits → the distributions that sampling really uses, in float32;
+        """Return […, V] processed logits → the distributions that sampling really uses, in float32;
         one-hot when greedy.
 
         Temperature, then top-k, then top-p, as `transformers` defines them.
@@ -135,14 +135,14 @@ class Context:
         return flat.view(logits.shape)
 
     def allowed(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """[B, W, V] processed logits and [B, W] tokens → whether neither a processor nor the
+        """Return [B, W, V] processed logits and [B, W] tokens → whether neither a processor nor the
         truncation rules each out."""
         logits = logits if self.greedy else self._warp(logits.float())
         return logits.gather(2, tokens[..., None])[..., 0] > -torch.inf
 
     def found_in(self, pattern: str, tokens: Tensor) -> Tensor:
-        """[B, W] bool: whether a regular expression is found in the text of each of the `tokens`
-        [B, W]."""
+        """Return [B, W] bool: whether a regular expression is found in the text of each of the
+        `tokens` [B, W]."""
         if self.token_mask is None:
             raise RuntimeError(
                 "tokens are told apart by text, and the context has no tokenizer"
@@ -150,17 +150,17 @@ class Context:
         return self.token_mask(pattern).to(tokens.device)[tokens]
 
     def log_probs(self, logits: Tensor) -> Tensor:
-        """[…, V] processed logits → log-probabilities at the request's temperature (1 when greedy),
-        before truncation, in float32."""
+        """Return […, V] processed logits → log-probabilities at the request's temperature (1 when
+        greedy), before truncation, in float32."""
         return torch.log_softmax(logits.float() / (self.temperature or 1), -1)
 
     def lenient_used(self, device: torch.device) -> Tensor:
-        """[B]: how many tokens each row's request has kept that the strict rule rejects."""
+        """Return [B]: how many tokens each row's request has kept that the strict rule rejects."""
         return to_device([row.lenient for row in self.rows], device)
 
     def in_span(self, begin: str, end: str, tokens: Tensor) -> Tensor:
-        """[B, W] bool: whether each of the drafted `tokens` stands in a span that the text `begin`
-        opens and `end` closes."""
+        """Return [B, W] bool: whether each of the drafted `tokens` stands in a span that the text
+        `begin` opens and `end` closes."""
         inside = [
             self._open_spans(row, drafted, begin, end)
             for row, drafted in zip(self.rows, tokens.tolist())
@@ -201,8 +201,8 @@ class Context:
     def noise_keys(
         self, n: int, purpose: str, ahead: int = 0, device: torch.device | None = None
     ) -> Tensor:
-        """[B, n] int64: each row's keys for n positions, the first of them `ahead` of where it
-        stands."""
+        """Return [B, n] int64: each row's keys for n positions, the first of them `ahead` of where
+        it stands."""
         keys = []
         for row in self.rows:
             began = row.position - row.ahead
@@ -213,8 +213,8 @@ class Context:
         return to_device(keys, device or torch.device("cpu")).long().view(len(keys), n)
 
     def draw(self, logits: Tensor, ahead: int = 0) -> Tensor:
-        """[B, m, V] processed logits → [B, m]: the tokens that plain decoding takes, the first of
-        them `ahead` tokens after where the rows stand."""
+        """Return [B, m, V] processed logits → [B, m]: the tokens that plain decoding takes, the
+        first of them `ahead` tokens after where the rows stand."""
         if self.greedy:
             return logits.argmax(-1)
         keys = self.noise_keys(logits.shape[1], "token", ahead, logits.device)
@@ -222,7 +222,7 @@ class Context:
 
 
 def _end_of_last(mark: str, text: str) -> int:
-    """How many characters of a text there are up to the end of the last `mark` in it; 0 without
-    one."""
+    """Return how many characters of a text there are up to the end of the last `mark` in it; 0
+    without one."""
     at = text.rfind(mark)
     return at + len(mark) if at >= 0 else 0

@@ -17,10 +17,10 @@ class TooLong(InputError):
 
 
 def reason(error: BaseException) -> str:
-    """Why a file could not be read, without its name."""
+    """Return why a file could not be read, without its name."""
     return getattr(error, "strerror", None) or first_line(error)
 
 
 def first_line(error: BaseException) -> str:
-    """An error's message cut to its first line, for messages of one line."""
+    """Return an error's message cut to its first line, for messages of one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -20,13 +20,13 @@ EMBEDDED = Path(__file__).parents[1] / "embedded"
 
 
 def built_in(path: str | Path) -> bool:
-    """Whether something fitted comes with the built-in pair: no spec names its path."""
+    """Return whether something fitted comes with the built-in pair: no spec names its path."""
     return Path(path).is_relative_to(EMBEDDED)
 
 
 def data_folder() -> Path:
-    """What is kept for a user, whichever run it is about: $LENIENCE_HOME, else lenience in the
-    user's data folder."""
+    """Return what is kept for a user, whichever run it is about: $LENIENCE_HOME, else lenience in
+    the user's data folder."""
     user_data = Path(
         os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
     )
@@ -34,8 +34,8 @@ def data_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """What can be made again: $LENIENCE_CACHE, else cache in $LENIENCE_HOME, else lenience in the
-    user's cache folder."""
+    """Return what can be made again: $LENIENCE_CACHE, else cache in $LENIENCE_HOME, else lenience
+    in the user's cache folder."""
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     home = os.environ.get("LENIENCE_HOME")
     ours = Path(home) / "cache" if home else user_cache / "lenience"
@@ -121,8 +121,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path, holds: str) -> list[tuple[int, str]]:
-    """The lines of a text file that are not empty, with their numbers from 1 on. Raises InputError
-    where it cannot be read; `holds` says in the message what the file should hold."""
+    """Return the lines of a text file that are not empty, with their numbers from 1 on. Raises
+    InputError where it cannot be read; `holds` says in the message what the file should hold."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

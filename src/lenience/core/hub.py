@@ -22,8 +22,8 @@ def is_on_hub(path: str | Path) -> bool:
 
 
 def local(path: str | Path) -> Path:
-    """The folder that a path names, fetched where it is on the Hub. Raises InputError where there
-    is none, or it cannot be fetched."""
+    """Return the folder that a path names, fetched where it is on the Hub. Raises InputError where
+    there is none, or it cannot be fetched."""
     if not is_on_hub(path):
         return Path(path)
     name = _checked(str(path).removeprefix(PREFIX), str(path))
@@ -41,7 +41,7 @@ def local(path: str | Path) -> Path:
 
 @lru_cache(maxsize=64)
 def _fetched(name: str) -> Path:
-    """A repository's folder, fetched once in a process, so that it stays the same there."""
+    """Return a repository's folder, fetched once in a process, so that it stays the same there."""
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name, allow_patterns=list(FETCHED)))

@@ -63,7 +63,7 @@ def checkpoint_fingerprint(folder: Path) -> str:
 
 
 def _tied(folder: Path, named: Mapping[str, Any]) -> dict[str, str]:
-    """The parameters that files leave out, as they are others' twins, by name."""
+    """Return the parameters that files leave out, as they are others' twins, by name."""
     config = read_json(folder / "config.json")
     tied = config.get("tie_word_embeddings", True) and "lm_head.weight" not in named
     embeddings = [
@@ -99,6 +99,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def tokens_with(tokenizer: PreTrainedTokenizerBase, pattern: str, size: int) -> Tensor:
-    """[size] bool: in the texts of which of the first tokens a regular expression is found."""
+    """Return [size] bool: in the texts of which of the first tokens a regular expression is
+    found."""
     texts = tokenizer.batch_decode([[id] for id in range(size)])
     return torch.tensor([bool(re.search(pattern, text)) for text in texts])

@@ -29,7 +29,7 @@ class Noise:
         )
 
     def key(self, position: int, purpose: str) -> int:
-        """A signed 64-bit number."""
+        """Return a signed 64-bit number."""
         message = (
             struct.pack("<qq", self.seed, position) + self.request + purpose.encode()
         )
@@ -39,8 +39,8 @@ class Noise:
 
 
 def uniform(keys: Tensor) -> Tensor:
-    """int64 keys → numbers in (0, 1), by the finaliser of SplitMix64 (Steele 2014), the same on
-    every device."""
+    """Return int64 keys → numbers in (0, 1), by the finaliser of SplitMix64 (Steele 2014), the same
+    on every device."""
     bits = keys + _GOLDEN
     for shift, factor in (
         (30, -0x40A7B892E31B1A47),
@@ -55,21 +55,22 @@ _GOLDEN = -0x61C8864680B583EB  # 2⁶⁴ divided by the golden ratio, as a signe
 
 
 def gumbel_argmax(probs: Tensor, keys: Tensor) -> Tensor:
-    """A token from each of `probs` […, V] (need not sum to 1) by an exponential race on `keys` […],
-    the Gumbel trick: two distributions that are raced on the same key mostly give the same
-    token."""
+    """Return a token from each of `probs` […, V] (need not sum to 1) by an exponential race on
+    `keys` […], the Gumbel trick: two distributions that are raced on the same key mostly give the
+    same token."""
     return _race(probs, keys).argmax(-1)
 
 
 def without_replacement(probs: Tensor, keys: Tensor, k: int) -> Tensor:
-    """[…, k]: tokens drawn one after the other from each of `probs` […, V], none twice, -1 where
-    none of any probability are left; the first is `gumbel_argmax`'s (Gumbel top-k, Vieira 2014)."""
+    """Return […, k]: tokens drawn one after the other from each of `probs` […, V], none twice, -1
+    where none of any probability are left; the first is `gumbel_argmax`'s (Gumbel top-k, Vieira
+    2014)."""
     first = _race(probs, keys).topk(min(k, probs.shape[-1]))
     tokens = first.indices.where(first.values > 0, -1)
     return torch.nn.functional.pad(tokens, (0, k - tokens.shape[-1]), value=-1)
 
 
 def _race(probs: Tensor, keys: Tensor) -> Tensor:
-    """[…, V]: how early each token comes in; later than all where it has no probability."""
+    """Return […, V]: how early each token comes in; later than all where it has no probability."""
     lanes = torch.arange(1, probs.shape[-1] + 1, device=probs.device) * _GOLDEN
     return probs.double() / -uniform(keys[..., None] + lanes).log()

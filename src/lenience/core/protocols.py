@@ -62,24 +62,24 @@ class Rule(Protocol):
 
     @property
     def heads(self) -> tuple[FittedHead, ...]:
-        """The fitted heads that it asks."""
+        """Return the fitted heads that it asks."""
         return ()
 
     @property
     def needs(self) -> Needs:
-        """What it must be given to decide."""
+        """Return what it must be given to decide."""
         return Needs()
 
     @property
     def verifies(self) -> Literal["down", "up"] | None:
-        """How it verifies trees that were drawn: token by token from the prefix down, or whole
-        paths from their ends up; None where it takes their tokens as chosen for certain."""
+        """Return how it verifies trees that were drawn: token by token from the prefix down, or
+        whole paths from their ends up; None where it takes their tokens as chosen for certain."""
         return None
 
     @property
     def goes_on_as_target(self) -> bool:
-        """Whether, when greedy, the token after those that are kept is the target's own: then an
-        answer in which nothing was kept by lenience is the target's."""
+        """Return whether, when greedy, the token after those that are kept is the target's own:
+        then an answer in which nothing was kept by lenience is the target's."""
         return False
 
     def check(

@@ -38,7 +38,7 @@ class Recollection:
                     self._places[tuple(text[at - n : at])] = Place(number, at)
 
     def find(self, end: Sequence[int], least: int) -> Place | None:
-        """Where the longest end of a text stood last, of `least` tokens or more."""
+        """Return where the longest end of a text stood last, of `least` tokens or more."""
         for n in MATCHES:
             if least <= n <= len(end) and (place := self._places.get(tuple(end[-n:]))):
                 return place
@@ -67,7 +67,8 @@ class Recall:
     ended: bool = False
 
     def beginning_of(self, text: list[int]) -> Recall:
-        """What is recalled for another text, which has its beginning in common with this one."""
+        """Return what is recalled for another text, which has its beginning in common with this
+        one."""
         same = next(
             (i for i, pair in enumerate(zip(self.text, text)) if pair[0] != pair[1]),
             min(len(self.text), len(text)),

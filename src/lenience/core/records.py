@@ -16,7 +16,7 @@ class Record(BaseModel):
 
     @classmethod
     def read(cls, value: Any, where: str, mend: str = "restore it from a copy") -> Self:
-        """A record from JSON. Raises InputError that says `where`, names the fields and the
+        """Return a record from JSON. Raises InputError that says `where`, names the fields and the
         mend."""
         try:
             return cls.model_validate(value)
@@ -30,7 +30,7 @@ class Record(BaseModel):
 
 
 def _problems(error: ValidationError) -> list[str]:
-    """One phrase for each kind of fault."""
+    """Return one phrase for each kind of fault."""
     lacks = []
     unknown = []
     wrong = []

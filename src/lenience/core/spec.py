@@ -30,7 +30,7 @@ not the default."""
 
 
 def show(name: str, value: Any) -> str:
-    """The spec of a dataclass, which `parse_term` takes back."""
+    """Return the spec of a dataclass, which `parse_term` takes back."""
     placed = [item for item in _fields(value) if _in_its_place(item, value)]
     args = [
         _shown(getattr(value, item.name)) for item in placed if item.name != "threshold"
@@ -42,7 +42,7 @@ def show(name: str, value: Any) -> str:
 
 
 def further_arguments(value: Any) -> list[str]:
-    """The arguments of a dataclass's spec that are not the defaults, as key=value; not the
+    """Return the arguments of a dataclass's spec that are not the defaults, as key=value; not the
     threshold."""
     args = []
     for item in _fields(value):
@@ -55,8 +55,8 @@ def further_arguments(value: Any) -> list[str]:
 
 
 def named_arguments(value: Any) -> list[str]:
-    """The arguments that tell a dataclass's settings apart by kind: those that are words, and the
-    names of those that are not the defaults."""
+    """Return the arguments that tell a dataclass's settings apart by kind: those that are words,
+    and the names of those that are not the defaults."""
     words = [
         str(getattr(value, item.name))
         for item in _fields(value)
@@ -67,7 +67,7 @@ def named_arguments(value: Any) -> list[str]:
 
 
 def _in_its_place(item: dataclasses.Field[Any], value: Any) -> bool:
-    """Whether a field is shown without its key."""
+    """Return whether a field is shown without its key."""
     if item.default is dataclasses.MISSING:
         return True
     return (
@@ -76,7 +76,8 @@ def _in_its_place(item: dataclasses.Field[Any], value: Any) -> bool:
 
 
 def _shown(content: Any) -> str:
-    """A value in a place of its own; several numbers, which take the rest, one after the other."""
+    """Return a value in a place of its own; several numbers, which take the rest, one after the
+    other."""
     if isinstance(content, tuple):
         return ",".join(map(str, content))
     return _quote(_as_text(content))
@@ -87,7 +88,7 @@ def _as_text(content: Any) -> str:
 
 
 def _fields(kind: Any) -> list[dataclasses.Field[Any]]:
-    """Those with a place of their own first."""
+    """Return those with a place of their own first."""
     return sorted(dataclasses.fields(kind), key=lambda item: bool(item.kw_only))
 
 
@@ -113,15 +114,15 @@ def split(text: str, mark: str, limit: int = 0, *, escapes: bool = False) -> lis
 
 
 def quote_value(text: str) -> str:
-    """A value as it stands in a setting, `name=value; name=value`: in quotes, as in JSON, where it
-    could be taken for something else."""
+    """Return a value as it stands in a setting, `name=value; name=value`: in quotes, as in JSON,
+    where it could be taken for something else."""
     return (
         json.dumps(text, ensure_ascii=False) if re.search(r'[;"\\\s]', text) else text
     )
 
 
 def unquote_value(text: str) -> str:
-    """What `quote_value` was given; a spec may hold quotes of its own."""
+    """Return what `quote_value` was given; a spec may hold quotes of its own."""
     try:
         content = json.loads(text) if text.startswith('"') else text
     except ValueError:
@@ -130,8 +131,8 @@ def unquote_value(text: str) -> str:
 
 
 def parse_term(text: str, what: str, kinds: Mapping[str, type[T]]) -> T:
-    """One of `kinds`, dataclasses by name, from its spec. Raises InputError that says what is
-    wrong; `what` says of what kind they all are."""
+    """Return one of `kinds`, dataclasses by name, from its spec. Raises InputError that says what
+    is wrong; `what` says of what kind they all are."""
     body, *after = split(text.strip(), "@", limit=1)
     number, *more = split(after[0], ",", limit=1) if after else ("",)
     name, *args = split(body, ":", limit=1)
@@ -160,7 +161,7 @@ def parse_term(text: str, what: str, kinds: Mapping[str, type[T]]) -> T:
 
 @cache
 def _types(kind: Hashable) -> Mapping[str, object]:
-    """The types of a dataclass's fields, which take long to find."""
+    """Return the types of a dataclass's fields, which take long to find."""
     hints = get_type_hints(kind)
     return {item.name: hints[item.name] for item in _fields(kind)}
 
@@ -168,8 +169,8 @@ def _types(kind: Hashable) -> Mapping[str, object]:
 def parse(
     value: Any, label: str, what: str, kinds: Mapping[str, type[T]], base: type[T]
 ) -> T:
-    """One of `kinds` from its spec; a `base` is returned as it is. Raises InputError that begins
-    with `label` and the spec; `what` says of what kind they all are."""
+    """Return one of `kinds` from its spec; a `base` is returned as it is. Raises InputError that
+    begins with `label` and the spec; `what` says of what kind they all are."""
     if isinstance(value, base):
         return value
     if not isinstance(value, str):
@@ -183,7 +184,7 @@ def parse(
 def _arguments(
     name: str, args: list[str], kind: type, types: Mapping[str, object]
 ) -> dict[str, object]:
-    """The values of a term's arguments, by their fields' names."""
+    """Return the values of a term's arguments, by their fields' names."""
     fields = [item for item in _fields(kind) if item.name != "threshold"]
     keys = [item.name for item in fields]
     positional = [item.name for item in fields if not item.kw_only]
@@ -214,8 +215,8 @@ def _arguments(
 
 
 def named_settings(name: str, grid: Iterable[str]) -> list[str]:
-    """The specs of a grid that a rule's name stands for, such as topk or fuzzy:js, those without
-    further arguments where there are any."""
+    """Return the specs of a grid that a rule's name stands for, such as topk or fuzzy:js, those
+    without further arguments where there are any."""
     named = [
         spec
         for spec in grid
@@ -226,7 +227,7 @@ def named_settings(name: str, grid: Iterable[str]) -> list[str]:
 
 
 def convert(what: str, text: str, kind: object) -> object:
-    """A value of a kind from its text. Raises InputError that says what it must be."""
+    """Return a value of a kind from its text. Raises InputError that says what it must be."""
     from_text, expected = _KINDS.get(kind, (str, "given"))
     try:
         if not text:

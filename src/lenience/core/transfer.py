@@ -10,7 +10,8 @@ from torch import Tensor
 
 
 def to_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
-    """Numbers for a device; a GPU takes them when it comes to them, and is not waited for."""
+    """Return numbers for a device; a GPU takes them when it comes to them, and is not waited
+    for."""
     on_host = torch.tensor(numbers, device="cpu")
     return (
         on_host.pin_memory().to(device, non_blocking=True)
@@ -25,7 +26,8 @@ def looks_cheaply(tensor: Tensor) -> bool:
 
 
 def to_host_async(numbers: Tensor) -> Callable[[], list[Any]]:
-    """What gives the numbers of a device as a list; a GPU is not waited for before it is called."""
+    """Return what gives the numbers of a device as a list; a GPU is not waited for before it is
+    called."""
     if numbers.device.type != "cuda":
         return numbers.tolist
     host = numbers.to("cpu", non_blocking=True)

@@ -12,7 +12,7 @@ Parents = Sequence[int]
 
 
 def depths(parents: Parents) -> list[int]:
-    """How many tokens of the tree stand before each."""
+    """Return how many tokens of the tree stand before each."""
     found: list[int] = []
     for parent in parents:
         found.append(found[parent] + 1 if parent >= 0 else 0)
@@ -20,7 +20,7 @@ def depths(parents: Parents) -> list[int]:
 
 
 def lineage(parents: Parents) -> NDArray[np.bool_]:
-    """[n, n]: whether the second token is the first one or stands before it."""
+    """Return [n, n]: whether the second token is the first one or stands before it."""
     seen = np.eye(len(parents), dtype=bool)
     for i, parent in enumerate(parents):
         if parent >= 0:
@@ -29,8 +29,8 @@ def lineage(parents: Parents) -> NDArray[np.bool_]:
 
 
 def paths(parents: Parents) -> list[list[int]]:
-    """The tokens from the prefix to each of the leaves, in the leaves' order; one path of none for
-    an empty tree."""
+    """Return the tokens from the prefix to each of the leaves, in the leaves' order; one path of
+    none for an empty tree."""
     inner = set(parents)
     found = [_path(parents, leaf) for leaf in range(len(parents)) if leaf not in inner]
     return found or [[]]
@@ -47,7 +47,7 @@ def _path(parents: Parents, node: int) -> list[int]:
 def followed(
     parents: Parents, tokens: Sequence[int], sequence: Sequence[int]
 ) -> list[int]:
-    """The longest path of a tree of `tokens` that a sequence takes."""
+    """Return the longest path of a tree of `tokens` that a sequence takes."""
     children = {(parent, tokens[i]): i for i, parent in reversed([*enumerate(parents)])}
     path = list[int]()
     node = -1

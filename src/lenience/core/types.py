@@ -62,14 +62,14 @@ class Draft:
 
     @cached_property
     def proposed(self) -> Tensor:
-        """[B, W] bool: which places hold a proposed token."""
+        """Return [B, W] bool: which places hold a proposed token."""
         return (
             torch.arange(self.width, device=self.tokens.device) < self.lengths[:, None]
         )
 
     @cached_property
     def kept_unasked(self) -> Tensor | None:
-        """[B, W] bool: which places hold a trusted token; None where nothing is trusted."""
+        """Return [B, W] bool: which places hold a trusted token; None where nothing is trusted."""
         if self.trusted is None:
             return None
         return (
@@ -77,7 +77,7 @@ class Draft:
         )
 
     def rows(self, which: Sequence[int]) -> Draft:
-        """The windows of some of the rows."""
+        """Return the windows of some of the rows."""
         parts: dict[str, Any] = {
             item.name: getattr(self, item.name) for item in fields(self)
         }
@@ -103,7 +103,7 @@ class Reading:
 
     @cached_property
     def greedy_tokens(self) -> Tensor:
-        """[B, W + 1]: the most probable tokens."""
+        """Return [B, W + 1]: the most probable tokens."""
         return self.logits.argmax(-1)
 
 
@@ -137,7 +137,8 @@ class Verdict:
 
     @cached_property
     def rejected(self) -> int | None:
-        """The first drafted token that follows those kept, and is not; None where there is none."""
+        """Return the first drafted token that follows those kept, and is not; None where there is
+        none."""
         last = self.path[-1] if self.path else -1
         if self.parents is None:
             return last + 1 if last + 1 < len(self.drafted) else None
@@ -146,7 +147,7 @@ class Verdict:
         )
 
     def kept_exactly(self, most: int) -> int:
-        """How many tokens the strict rule alone keeps, counted to at most `most`."""
+        """Return how many tokens the strict rule alone keeps, counted to at most `most`."""
         if self.parents is None:
             return next((i for i in range(most) if not self.exact[i]), most)
         depth = [0] * len(self.drafted)
@@ -200,5 +201,5 @@ class Step:
 
     @property
     def kept(self) -> int:
-        """How many drafted tokens."""
+        """Return how many drafted tokens."""
         return sum(entry.origin.startswith("draft") for entry in self.trace)

@@ -55,8 +55,8 @@ class Workers(Generic[T]):
 
 
 def each(function: Callable[[A], Any], values: Iterable[A], most: int) -> list[Any]:
-    """What a function gives for values, in their order, `most` of them at once. Raises what the
-    first that fails raises, and begins no further ones then."""
+    """Return what a function gives for values, in their order, `most` of them at once. Raises what
+    the first that fails raises, and begins no further ones then."""
     workers = Workers[Any](most)
     futures = [workers.submit(partial(function, value)) for value in values]
     try:

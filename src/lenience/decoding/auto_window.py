@@ -83,8 +83,8 @@ def fastest_window(
 def stopped(
     cycles: Sequence[Cycle], seconds: Mapping[int, float], stop: Stop
 ) -> Drafting:
-    """The widest window with a stop condition that ended these `cycles`; `seconds` are of cycles
-    that it was asked in, and did not end."""
+    """Return the widest window with a stop condition that ended these `cycles`; `seconds` are of
+    cycles that it was asked in, and did not end."""
     windows = sorted(seconds)
     took = np.interp(
         [drafted for drafted, _ in cycles], windows, [seconds[w] for w in windows]
@@ -94,8 +94,8 @@ def stopped(
 
 
 def learned_stops(rule: Rule) -> list[Likely]:
-    """The stop head beside a judge of the rule that has learned what this judge rejects, at the
-    thresholds that are tried."""
+    """Return the stop head beside a judge of the rule that has learned what this judge rejects, at
+    the thresholds that are tried."""
     for judge in rule.heads:
         folder = Path(judge.path).parent / "stop"
         if (folder / "stop.json").is_file():
@@ -108,7 +108,7 @@ def learned_stops(rule: Rule) -> list[Likely]:
 def cycle_seconds(
     session: Session, drafter: Drafter, rule: Rule, ctx: Context, rows: list[Row]
 ) -> dict[int, float]:
-    """The seconds of a cycle after the rows' prefixes at each of the windows to choose from:
+    """Return the seconds of a cycle after the rows' prefixes at each of the windows to choose from:
     medians over several rounds."""
     seconds: dict[int, list[float]] = {window: [] for window in CANDIDATES}
     end = time.perf_counter() + MOST_SECONDS

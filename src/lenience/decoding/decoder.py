@@ -150,7 +150,7 @@ class Decoder(PlainOptions):
 
     @cached_property
     def options(self) -> Options:
-        """The same as names and texts."""
+        """Return the same as names and texts."""
         values: dict[str, Any] = {}
         for name in names():
             value = getattr(self, name)
@@ -188,22 +188,23 @@ class Decoder(PlainOptions):
         return {name: values[name] for name in bound_names()}
 
     def __str__(self) -> str:
-        """The text that `parse` takes."""
+        """Return the text that `parse` takes."""
         return self.options.text(self.changed())
 
     @property
     def alone(self) -> str | None:
-        """The role of the model that decodes alone; None where drafted tokens are verified."""
+        """Return the role of the model that decodes alone; None where drafted tokens are
+        verified."""
         return self.rule.role if isinstance(self.rule, Baseline) else None
 
     @property
     def proposer(self) -> DrafterSpec | None:
-        """The drafter; None where one model decodes alone."""
+        """Return the drafter; None where one model decodes alone."""
         return None if self.alone else self.drafter
 
     @property
     def heads(self) -> list[TrainedPart]:
-        """The fitted heads that its rule, stop condition and drafter ask."""
+        """Return the fitted heads that its rule, stop condition and drafter ask."""
         return [*self.rule.heads, *self.stop.heads, *self.drafter.fitted]
 
     def relocated(self, path: Callable[[str], str]) -> Decoder:
@@ -221,36 +222,38 @@ class Decoder(PlainOptions):
 
     @property
     def branches(self) -> bool:
-        """Whether a window may be a tree."""
+        """Return whether a window may be a tree."""
         return self.proposer is not None and (
             self.drafter.branches or not self.tree.is_chain
         )
 
     @property
     def layers(self) -> Layers:
-        """Layers of the target whose states the session keeps for the rule."""
+        """Return layers of the target whose states the session keeps for the rule."""
         return self.rule.needs.layers or LAST.layers
 
     @property
     def keeps_last(self) -> bool:
-        """Whether the target keeps its last states for the drafter, as the rule is given others."""
+        """Return whether the target keeps its last states for the drafter, as the rule is given
+        others."""
         reads = self.proposer is not None and self.drafter.reads_last
         return reads and self.layers != LAST.layers
 
     @property
     def verifies_draws(self) -> bool:
-        """Whether the rule verifies trees by the chances that their tokens were drawn with."""
+        """Return whether the rule verifies trees by the chances that their tokens were drawn
+        with."""
         draws = self.temperature > 0 and self.tree.draws is not None
         return draws and self.rule.verifies is not None
 
     @property
     def answer_tokens(self) -> int:
-        """The length limit of an answer as it is given."""
+        """Return the length limit of an answer as it is given."""
         return self.ends.max_new_tokens or self.max_new_tokens
 
     @property
     def answer_stops(self) -> tuple[str, ...]:
-        """Texts before which answers end."""
+        """Return texts before which answers end."""
         return (*self.stop_strings, *self.ends.stop_strings)
 
     def seed_of(self, number: int) -> int:

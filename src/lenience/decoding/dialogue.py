@@ -93,8 +93,8 @@ class ActiveDialogue(Generic[T]):
         self._began = time.perf_counter()
 
     def ask(self, answer: Any) -> Question | None:
-        """The next question, after the `answer` to the one before it, if any; None where it has
-        ended."""
+        """Return the next question, after the `answer` to the one before it, if any; None where it
+        has ended."""
         try:
             return self._dialogue.send(answer)
         except StopIteration as end:
@@ -124,13 +124,13 @@ class Comparisons(Generic[K]):
         self._running[self._workers.submit(question.ask)] = key
 
     def wait(self) -> bool:
-        """Until one is done; False where there are none."""
+        """Return until one is done; False where there are none."""
         futures.wait(self._running, return_when=futures.FIRST_COMPLETED)
         return bool(self._running)
 
     def next(self, wait: bool) -> tuple[K, bool | None] | None:
-        """One that is done, with what it gave; None where none is, or where there are none. Raises
-        what it raised."""
+        """Return one that is done, with what it gave; None where none is, or where there are none.
+        Raises what it raised."""
         if not self._running:
             return None
         done, _ = futures.wait(

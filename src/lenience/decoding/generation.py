@@ -60,8 +60,8 @@ class Generation:
 
     @property
     def tokens_per_pass(self) -> float:
-        """New tokens per pass of the target, corrections and bonus tokens included; 0 where the
-        target read nothing."""
+        """Return new tokens per pass of the target, corrections and bonus tokens included; 0 where
+        the target read nothing."""
         return len(self.tokens) / self.target_passes if self.target_passes else 0.0
 
     @property

@@ -118,7 +118,7 @@ class Options(PlainOptions):
     is named."""
 
     def with_options(self, options: Mapping[str, Any]) -> Options:
-        """The same with some options changed. Raises InputError for a name that is none."""
+        """Return the same with some options changed. Raises InputError for a name that is none."""
         unknown = sorted(options.keys() - names())
         if unknown:
             known = f"there are {', '.join(names())}"
@@ -236,7 +236,7 @@ def bound_names() -> tuple[str, ...]:
 
 
 def _fits(value: object, kind: Any) -> bool:
-    """Whether a value is of one of the types of NUMBERS; True and False are no numbers."""
+    """Return whether a value is of one of the types of NUMBERS; True and False are no numbers."""
     others = get_args(kind)
     if value is None or isinstance(value, (bool, str)):
         return (value is None and NoneType in others) or (
@@ -248,13 +248,13 @@ def _fits(value: object, kind: Any) -> bool:
 
 @cache
 def option_types() -> Mapping[str, Any]:
-    """The type of each option where only text can be given: a rule is then its spec."""
+    """Return the type of each option where only text can be given: a rule is then its spec."""
     types = get_type_hints(Options)
     return {name: types[name] for name in names()}
 
 
 def given_options(text: str) -> dict[str, Any]:
-    """The options that the text of a setting names, see `Decoder.parse`."""
+    """Return the options that the text of a setting names, see `Decoder.parse`."""
     try:
         rule, *rest = (part.strip() for part in spec.split(text, ";", escapes=True))
     except InputError as error:
@@ -298,7 +298,7 @@ def takes_loading(function: F) -> F:
 
 @cache
 def told_options(kind: type) -> Mapping[str, str]:
-    """What each option is, as its docstring says."""
+    """Return what each option is, as its docstring says."""
     found = []
     for base in reversed(kind.__mro__[:-1]):
         found += parse_from_object(base).params

@@ -96,18 +96,19 @@ class Pair:
         return f"<Pair {self.name}: {models}>"
 
     def require_draft(self, what: str) -> LM:
-        """The draft model. Raises InputError, naming what needs it, where the pair has none."""
+        """Return the draft model. Raises InputError, naming what needs it, where the pair has
+        none."""
         return draft_of(self.models, what)
 
     @property
     def models(self) -> dict[str, LM]:
-        """The models by their roles."""
+        """Return the models by their roles."""
         draft = {} if self.draft is None else {"draft": self.draft}
         return {"target": self.target, **draft}
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
-        """What a head remembers of the models that it was fitted to."""
+        """Return what a head remembers of the models that it was fitted to."""
         models = {role: lm.fingerprint for role, lm in self.models.items()}
         return {**models, "tokenizer": self.target.tokenizer_fingerprint}
 
@@ -118,8 +119,8 @@ class Pair:
 
     @property
     def torch_threads(self) -> int | None:
-        """How many threads torch has beside the models: one where graphs, which wait by spinning,
-        have the cores; None for its own."""
+        """Return how many threads torch has beside the models: one where graphs, which wait by
+        spinning, have the cores; None for its own."""
         on_cpu = all(lm.device.type == "cpu" for lm in self.models.values())
         return 1 if self.compiled and on_cpu else None
 
@@ -129,11 +130,11 @@ class Pair:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The target's, whose ids prompts and answers are."""
+        """Return the target's, whose ids prompts and answers are."""
         return self.target.tokenizer
 
     def encode(self, prompt: Prompt, reader: LM) -> list[int]:
-        """The ids of a prompt as the target has it, whichever of the models reads it. Raises
+        """Return the ids of a prompt as the target has it, whichever of the models reads it. Raises
         InputError, see `LM.encode`."""
         own = reader is self.target
         ids = self.target.encode(prompt, any_length=not own)
@@ -308,8 +309,8 @@ class Pair:
         batch_size: int,
         telling: Reporting,
     ) -> tuple[list[Generation], Iterator[tuple[Request, Step]]]:
-        """The answers to be filled, and their steps as they are decoded; everything that can be
-        wrong is told before the first."""
+        """Return the answers to be filled, and their steps as they are decoded; everything that can
+        be wrong is told before the first."""
         reader = self.reader(decoder)
         ids = [self.encode(prompt, reader) for prompt in prompts]
         size = min(batch_size, len(ids))
@@ -377,8 +378,8 @@ class Pair:
         beside: Sequence[LM] = (),
         profile: Profile | None = None,
     ) -> tuple[Session, Drafter]:
-        """What reads and what drafts `rows` sequences of at most `capacity` tokens together, in
-        caches of their own. Raises InputError where memory has no room for the caches and for as
+        """Return what reads and what drafts `rows` sequences of at most `capacity` tokens together,
+        in caches of their own. Raises InputError where memory has no room for the caches and for as
         many of the models `beside`, which the caller makes."""
         reader = self.reader(decoder)
         profile = profile or Profile()
@@ -451,7 +452,8 @@ class Pair:
         }
 
     def _template(self) -> str | dict[str, Any] | None:
-        """The chat template that prompts go through, by its digest, with what is not usual."""
+        """Return the chat template that prompts go through, by its digest, with what is not
+        usual."""
         lm = self.target
         template = lm.chat.template_of(lm.tokenizer)
         spec = lm.chat.spec
@@ -469,8 +471,8 @@ class Pair:
         batch_size: int = 1,
         **options: Unpack[DecoderOptions],
     ) -> Decoder:
-        """The options with what the window "auto" comes to for these prompts, and the tree "auto":
-        the window of CANDIDATES at which they should be answered fastest or, where no stop
+        """Return the options with what the window "auto" comes to for these prompts, and the tree
+        "auto": the window of CANDIDATES at which they should be answered fastest or, where no stop
         condition is named and beside a judge lies one that has learned what it rejects, the widest
         with that, if this should be faster; and the shape. How many tokens the rule keeps is
         counted on a few prompts, and what a cycle takes at each window is measured, for each shape.
@@ -575,7 +577,7 @@ class Pair:
 
 
 def _waiting(devices: set[torch.device]) -> Callable[[], None] | None:
-    """What waits for the GPUs among the devices; None where there is none."""
+    """Return what waits for the GPUs among the devices; None where there is none."""
     gpus = [device for device in devices if device.type == "cuda"]
 
     def wait() -> None:

@@ -42,11 +42,11 @@ class Response:
 
     @property
     def room(self) -> int:
-        """How many more new tokens are allowed."""
+        """Return how many more new tokens are allowed."""
         return self._most_tokens - self.new
 
     def clip(self, verdict: Verdict) -> Step:
-        """The step that a verdict comes to, cut off where the response ends."""
+        """Return the step that a verdict comes to, cut off where the response ends."""
         trace = list[Trace]()
         text = ""
         for entry in _entries(verdict):
@@ -72,7 +72,7 @@ class Response:
         )
 
     def _ending(self, token: int) -> Finish | None:
-        """Why the response ends with a token; None where it goes on."""
+        """Return why the response ends with a token; None where it goes on."""
         if token in self.lm.eos_ids:
             return "eos"
         if self._text and self._text.stopped:
@@ -85,8 +85,8 @@ class Response:
 def until_stop(
     lm: LM, tokens: Sequence[int], stop_strings: Sequence[str]
 ) -> tuple[list[int], str]:
-    """A response's tokens up to the one that completes a stop string, and the text before it; all
-    of them where there is none."""
+    """Return a response's tokens up to the one that completes a stop string, and the text before
+    it; all of them where there is none."""
     if not stop_strings:
         return list(tokens), lm.decode(tokens)
     stream = TextStream(lm, stop_strings)
@@ -107,7 +107,7 @@ def completes_stop(lm: LM, tokens: Sequence[int], stop_strings: Sequence[str]) -
 
 
 def _entries(verdict: Verdict) -> list[Trace]:
-    """Where each token that a verdict keeps came from."""
+    """Return where each token that a verdict keeps came from."""
     lenient: Origin = "draft-lenient" if verdict.read else "draft-trusted"
     entries = []
     logprobs: Sequence[float | None] = verdict.logprobs or [None] * (
@@ -141,7 +141,7 @@ class TextStream:
         self._held = ""
 
     def push(self, token: int) -> str:
-        """The text that is decided by one more token."""
+        """Return the text that is decided by one more token."""
         if token in self._stop_ids:
             rest = self.flush()
             self.stopped = True
@@ -162,7 +162,7 @@ class TextStream:
         return self._release(new)
 
     def flush(self) -> str:
-        """What is still held back when the response ends."""
+        """Return what is still held back when the response ends."""
         whole = self.lm.decode(self._ids[self._start :])
         rest = "" if self.stopped else self._held + whole[len(self._done) :]
         self._held = ""
@@ -202,7 +202,7 @@ def _special_among(stop_strings: Sequence[str], lm: LM) -> set[int]:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that `stop` begins with."""
+    """Return the length of the longest end of `text` that `stop` begins with."""
     return next(
         (
             n
@@ -214,8 +214,8 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def pieces(lm: LM, tokens: Sequence[int]) -> list[str]:
-    """Each token's part of the text, in which an incomplete character belongs to the token that
-    completes it."""
+    """Return each token's part of the text, in which an incomplete character belongs to the token
+    that completes it."""
     stream = TextStream(lm)
     parts = list(map(stream.push, tokens))
     if parts:

@@ -110,7 +110,7 @@ class Continuation:
 
     @property
     def tokens(self) -> list[int]:
-        """The answer so far."""
+        """Return the answer so far."""
         return self.text[len(self.question.ids) :]
 
     @property
@@ -127,8 +127,8 @@ class Continuation:
         return read
 
     def next_question(self, eos: frozenset[int]) -> Continue | None:
-        """How the target goes on after the draft's token at the next place where that is another
-        one; None where none is known yet."""
+        """Return how the target goes on after the draft's token at the next place where that is
+        another one; None where none is known yet."""
         asked = self.question
         while asked.searches and self.searched < len(self.text):
             at = self.searched
@@ -198,18 +198,18 @@ class _Scheduler(Generic[T]):
         self._comparisons.close()
 
     def ended(self) -> list[FinishedDialogue[T]]:
-        """Those that have ended since."""
+        """Return those that have ended since."""
         ended = self._ended
         self._ended = []
         return ended
 
     @property
     def decodes(self) -> bool:
-        """Whether there is something to decode."""
+        """Return whether there is something to decode."""
         return bool(self._slots.continuations)
 
     def wait(self) -> bool:
-        """Until a comparison is made; False where there are none."""
+        """Return until a comparison is made; False where there are none."""
         return self._comparisons.wait()
 
     def cycle(self) -> None:
@@ -242,8 +242,8 @@ class _Scheduler(Generic[T]):
             self._settle()
 
     def _following(self) -> tuple[int, Any] | None:
-        """A dialogue that has compared, with what that gave, or one that begins; None where there
-        is none, or where too many compare."""
+        """Return a dialogue that has compared, with what that gave, or one that begins; None where
+        there is none, or where too many compare."""
         if self._compared:
             return self._compared.pop(0)
         if len(self._held) >= 2 * self._how.size or not (
@@ -308,11 +308,11 @@ class _Conversation(Generic[T]):
 
     @property
     def has_answer(self) -> bool:
-        """Whether the continuation that was asked for is over."""
+        """Return whether the continuation that was asked for is over."""
         return self._waits and self._continuations[0].is_over
 
     def take_answer(self) -> list[int]:
-        """What answers the question."""
+        """Return what answers the question."""
         self._waits = False
         return self._continuations.pop(0).tokens
 
@@ -369,8 +369,8 @@ class _Conversation(Generic[T]):
     def _continuation(
         self, question: Continue, like: Continuation | None = None
     ) -> Continuation:
-        """A continuation that begins like another one, in its row or a copy, or in that of the one
-        that it has most in common with."""
+        """Return a continuation that begins like another one, in its row or a copy, or in that of
+        the one that it has most in common with."""
         ids = list(question.ids)
         of_prompt = question.prompt_length
         noise = Noise.for_prompt(self._how.sampling.seed, ids[:of_prompt])
@@ -400,7 +400,7 @@ class _Conversation(Generic[T]):
         return continuation
 
     def _predict(self, question: Predict) -> list[int]:
-        """The draft reads the tokens in one parallel pass."""
+        """Return the draft reads the tokens in one parallel pass."""
         before: Sequence[int] = question.ids[:-1]
         noise = Noise.for_prompt(
             self._how.sampling.seed, question.ids[: question.prompt_length]
@@ -430,7 +430,7 @@ class _Slots:
         self._beginning = list[tuple[Continuation, Continuation | None]]()
 
     def of(self, dialogue: int) -> list[Continuation]:
-        """A dialogue's continuations that have rows, also those that are just over."""
+        """Return a dialogue's continuations that have rows, also those that are just over."""
         return [
             continuation
             for continuation in self.continuations

@@ -23,14 +23,15 @@ GRADER_TOKENS = 1024
 
 
 def task_for(pair: Pair, task: Task, progress: Progress = silent) -> Task:
-    """A task whose prompts may hold the own answers of the pair's target."""
+    """Return a task whose prompts may hold the own answers of the pair's target."""
     task = as_task(task)
     task.attach(partial(own_answers, pair, task.max_new_tokens, progress))
     return task
 
 
 def without_long(pair: Pair, task: Task) -> CheckedTask:
-    """A task without the samples whose prompts a model cannot read, which its `left_out` names."""
+    """Return a task without the samples whose prompts a model cannot read, which its `left_out`
+    names."""
     models = [lm for lm in pair.models.values() if lm.context_length]
 
     def fits(sample: Sample) -> bool:
@@ -43,7 +44,7 @@ def without_long(pair: Pair, task: Task) -> CheckedTask:
 def own_answers(
     pair: Pair, max_new_tokens: int, progress: Progress, prompts: Sequence[Messages]
 ) -> list[str]:
-    """The target's greedy answers to prompts; kept, so that they are decoded once."""
+    """Return the target's greedy answers to prompts; kept, so that they are decoded once."""
     lm = pair.target
     whose = digest([lm.fingerprint, lm.tokenizer_fingerprint, lm.dtype, max_new_tokens])
     kept = TextStore(cache_folder() / "answers" / f"{whose}.jsonl")
@@ -79,7 +80,8 @@ class ModelGrader:
         )
 
     def ask(self, prompts: Sequence[Messages]) -> list[str]:
-        """The replies to prompts, in their order. Raises InputError for one that is too long."""
+        """Return the replies to prompts, in their order. Raises InputError for one that is too
+        long."""
         outs = self._pair.generate_batch(
             list(prompts),
             rule="target",

@@ -14,8 +14,8 @@ class TargetSession(Session):
     """A session of a model that goes on from the target's own states."""
 
     def begin(self, prefixes: Sequence[list[int]]) -> list[bool]:
-        """[B]: whether what follows a prefix can be drafted, as the target has read all but the
-        last of its tokens. What is read next is these prefixes, and what follows them."""
+        """Return [B]: whether what follows a prefix can be drafted, as the target has read all but
+        the last of its tokens. What is read next is these prefixes, and what follows them."""
         raise NotImplementedError
 
 

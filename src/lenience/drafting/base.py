@@ -60,23 +60,25 @@ class DrafterSpec:
 
     @property
     def offers(self) -> Parts:
-        """Parts of its windows that rules and stop conditions can be given; one that proposes its
-        tokens for certain has no distributions (PROBS)."""
+        """Return parts of its windows that rules and stop conditions can be given; one that
+        proposes its tokens for certain has no distributions (PROBS)."""
         return Parts.EARLY_ENDS
 
     @property
     def remembers(self) -> bool:
-        """Whether what it proposes depends on what was answered before."""
+        """Return whether what it proposes depends on what was answered before."""
         return False
 
     @property
     def proposes_as_draft(self) -> bool:
-        """Whether its windows are those of the pair's draft model, as runs are mined with."""
+        """Return whether its windows are those of the pair's draft model, as runs are mined
+        with."""
         return False
 
     @property
     def longest(self) -> int | None:
-        """How many tokens it can propose one after another; None where as many as are asked for."""
+        """Return how many tokens it can propose one after another; None where as many as are asked
+        for."""
         return None
 
     grid: ClassVar[tuple[str, ...]] = ()
@@ -84,11 +86,11 @@ class DrafterSpec:
 
     @property
     def fitted(self) -> tuple[TrainedPart, ...]:
-        """The fitted heads that it drafts with."""
+        """Return the fitted heads that it drafts with."""
         return ()
 
     def relocated(self, path: Callable[[str], str]) -> Self:
-        """The same drafter with its heads at another path."""
+        """Return the same drafter with its heads at another path."""
         return self
 
     def check(self, target: LM, fingerprints: Callable[[], Mapping[str, str]]) -> None:
@@ -96,7 +98,7 @@ class DrafterSpec:
 
     @property
     def joined(self) -> int:
-        """How many drafters it is."""
+        """Return how many drafters it is."""
         return 1
 
     def check_tree(self, tree: Tree) -> None:
@@ -107,11 +109,11 @@ class DrafterSpec:
             )
 
     def features(self, target: LM) -> tuple[int | None, ...]:
-        """Which of the target's states it drafts with, see `lenience.models.lm.States`."""
+        """Return which of the target's states it drafts with, see `lenience.models.lm.States`."""
         return ()
 
     def models(self, setup: DrafterSetup) -> list[LM]:
-        """The models that it needs caches for."""
+        """Return the models that it needs caches for."""
         return []
 
     def build(self, setup: DrafterSetup) -> Drafter:

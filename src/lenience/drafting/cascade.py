@@ -256,7 +256,7 @@ class _HorizontalDrafter(Drafter):
         return self._joined(begun, rest, tokens)
 
     def _joined(self, begun: Draft, rest: Draft, first: list[list[int]]) -> Draft:
-        """Windows whose `first` tokens stand in one draft, and the last in another."""
+        """Return windows whose `first` tokens stand in one draft, and the last in another."""
         later = [row[:n] for row, n in zip(rest.tokens.tolist(), rest.lengths.tolist())]
         logits = None
         if Parts.PROBS in self.spec.offers:
@@ -272,7 +272,7 @@ class _HorizontalDrafter(Drafter):
         )
 
     def _picked_from(self, draft: Draft, row: int, tokens: list[int]) -> list[Tensor]:
-        """[V] for each of a row's tokens: what it was picked from; where it was proposed for
+        """Return [V] for each of a row's tokens: what it was picked from; where it was proposed for
         certain, all is on it."""
         if draft.logits is not None:
             return list(draft.logits[row, : len(tokens)])
@@ -292,14 +292,14 @@ class _HorizontalDrafter(Drafter):
 
 
 def _reads_target(part: DrafterSpec) -> bool:
-    """Whether it drafts with what the target made of the text."""
+    """Return whether it drafts with what the target made of the text."""
     return bool(part.fitted) and Parts.PROBS in part.offers
 
 
 def _chains(
     tokens: Sequence[list[int]], logits: Sequence[list[Tensor]] | None, target: LM
 ) -> Draft:
-    """Windows of tokens, and for each [V] what it was picked from."""
+    """Return windows of tokens, and for each [V] what it was picked from."""
     grown = [
         GrowingTree(row, [*range(-1, len(row) - 1)], [*range(len(row))])
         for row in tokens

@@ -28,9 +28,9 @@ def documents(
     field: str = "text",
     progress: Progress = silent,
 ) -> Iterator[list[int]]:
-    """The token ids of the documents in files: each row of .jsonl, whose text stands in a field,
-    perhaps in .gz; else a file is a document. `name` is the model's whose tokenizer it is. Raises
-    InputError for what cannot be read."""
+    """Yield the token ids of the documents in files: each row of .jsonl, whose text stands in a
+    field, perhaps in .gz; else a file is a document. `name` is the model's whose tokenizer it is.
+    Raises InputError for what cannot be read."""
     total = 0
     done = 0
     for file in files:
@@ -64,7 +64,7 @@ def _opened(raw: IO[bytes], file: Path) -> AbstractContextManager[IO[bytes]]:
 
 
 def _text(file: IO[bytes]) -> Iterator[str]:
-    """A file's text, cut at the ends of lines."""
+    """Yield a file's text, cut at the ends of lines."""
     while lines := file.readlines(BLOCK):
         yield b"".join(lines).decode()
 
@@ -86,7 +86,7 @@ def _rows(file: IO[bytes], path: Path, field: str) -> Iterator[str]:
 
 
 def _blocks(texts: Iterator[str], path: Path) -> Iterator[list[str]]:
-    """Texts together, as many as are tokenized at once."""
+    """Yield texts together, as many as are tokenized at once."""
     block = list[str]()
     size = 0
     try:

@@ -53,7 +53,7 @@ class Store:
         return str(self.about["fingerprint"])
 
     def matches(self, text: Sequence[int], longest: int, shortest: int) -> range:
-        """Which of the suffixes have the longest end of a text in common with it, of at most
+        """Return which of the suffixes have the longest end of a text in common with it, of at most
         `longest` tokens; none where that is of less than `shortest`."""
         wanted = list(text[: -longest - 1 : -1])
         at = bisect_left(self.suffixes, wanted, key=self._beginning(len(wanted)))
@@ -71,7 +71,7 @@ class Store:
         )
 
     def _beginning(self, n: int) -> Callable[[Any], list[int]]:
-        """What gives the first n tokens of a suffix."""
+        """Return what gives the first n tokens of a suffix."""
         tokens = self.tokens
         return lambda start: tokens[start : start + n].tolist()
 
@@ -86,8 +86,8 @@ class Store:
     def followers(
         self, places: NDArray[np.int64]
     ) -> list[tuple[int, float, NDArray[np.int64]]]:
-        """What followed the places of a text's last token: each token, its share of what did, and
-        its places."""
+        """Return what followed the places of a text's last token: each token, its share of what
+        did, and its places."""
         after = places[places > 0] - 1
         found = self.tokens[after]
         if len(found) <= FEW:  # most are, and sorting them costs several times as much
@@ -141,8 +141,8 @@ def build_store(documents: Iterator[list[int]], tokenizer: str, out: Path) -> St
 
 
 def load_store(folder: str | Path) -> Store:
-    """The store in a folder, mapped into memory. Raises InputError where there is none or it is
-    broken."""
+    """Return the store in a folder, mapped into memory. Raises InputError where there is none or it
+    is broken."""
     path = Path(folder)
     if not (path / ABOUT).is_file():
         raise InputError(f"datastore {folder}: there is no {ABOUT} in it; {MEND}")
@@ -236,7 +236,7 @@ class Datastore(DrafterSpec):
     def look_up(
         self, text: Sequence[int], depth: int, tree: Tree, eos: frozenset[int]
     ) -> GrowingTree:
-        """What mostly followed a text's end, at most `depth` tokens one after the other."""
+        """Return what mostly followed a text's end, at most `depth` tokens one after the other."""
         store = self.head
         found = store.matches(text, self.longest, self.shortest)
         step = -(-len(found) // self.most) or 1

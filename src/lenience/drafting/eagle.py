@@ -82,7 +82,7 @@ class Eagle(DrafterSpec):
 
 
 def eagle_lm(weights: EagleWeights, target: LM) -> LM:
-    """A checkpoint as a model that drafts for a target; made once."""
+    """Return a checkpoint as a model that drafts for a target; made once."""
 
     def make() -> LM:
         config = copy.deepcopy(weights.config)
@@ -162,7 +162,8 @@ class FeatureSession(TargetSession):
     def _prepared(
         self, row: int, sequence: list[int], num_states: int, tree: Parents
     ) -> list[int]:
-        """A sequence without its first token, with what its new tokens are read with laid ready."""
+        """Return a sequence without its first token, with what its new tokens are read with laid
+        ready."""
         state = self._rows[row]
         start = len(sequence) - len(tree)
         features = self.target.features(row, sequence[:start], 0)
@@ -193,8 +194,8 @@ class FeatureSession(TargetSession):
 
     @staticmethod
     def _own(state: _Row, places: range, start: int, tree: Parents) -> Iterator[Tensor]:
-        """[1, H] each: what was made of the tokens before those at some places, `start` tokens of
-        the sequence standing before the tree."""
+        """Yield [1, H] each: what was made of the tokens before those at some places, `start`
+        tokens of the sequence standing before the tree."""
         for i in places:
             before = tree[i - start + 1] if i >= start - 1 and tree else i - start
             yield state.made[start - 1 + before][None]

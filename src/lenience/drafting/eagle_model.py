@@ -85,14 +85,14 @@ class EagleWeights:
 
     @property
     def configured(self) -> list[Any]:
-        """What it is beside its tensors."""
+        """Return what it is beside its tensors."""
         numbers = {name: getattr(self.config, name, None) for name in CONFIGURED}
         return [numbers, self.features, self.norm_before_residual, self.norm_output]
 
     @property
     def is_first(self) -> bool:
-        """Whether it is of EAGLE-1 or -2, which have the same model: its layer reads states and
-        tokens that are joined before it."""
+        """Return whether it is of EAGLE-1 or -2, which have the same model: its layer reads states
+        and tokens that are joined before it."""
         reads = self.tensors["layers.0.self_attn.q_proj.weight"].shape[1]
         return bool(reads == self.size)
 
@@ -102,7 +102,7 @@ class EagleWeights:
 
     @property
     def feature_size(self) -> int:
-        """How many numbers of the target a token is read with."""
+        """Return how many numbers of the target a token is read with."""
         return self.tensors["fc.weight"].shape[1] - (self.size if self.is_first else 0)
 
     @cached_property
@@ -316,7 +316,7 @@ class EagleDecoder(nn.Module):
         return norm
 
     def combine(self, features: Tensor) -> Tensor:
-        """[n, H]: what the target's features [n, F] are read as."""
+        """Return [n, H]: what the target's features [n, F] are read as."""
         if self.is_first:
             return features
         if len(self.fc_norm):
@@ -371,7 +371,7 @@ class EagleDecoder(nn.Module):
         )
 
     def _fused(self, tokens: Tensor, inputs: Tensor, options: dict[str, Any]) -> Tensor:
-        """EAGLE-3's first layer, whose attention reads tokens and inputs side by side."""
+        """Return EAGLE-3's first layer, whose attention reads tokens and inputs side by side."""
         layer: Any = self.layers[0]
         normed = layer.hidden_norm(inputs)
         both = torch.cat([layer.input_layernorm(tokens), normed], -1)
@@ -414,7 +414,7 @@ class EagleModel(PreTrainedModel):
             self.ids = (torch.arange(len(offsets)) + offsets).to(target.device)
 
     def with_attention(self, name: str) -> EagleModel:
-        """The same on the same weights, with another attention."""
+        """Return the same on the same weights, with another attention."""
         weights, target = self.made_of
         config = copy.deepcopy(weights.config)
         other = EagleModel(replace(weights, config=config), target)
@@ -455,7 +455,7 @@ class EagleModel(PreTrainedModel):
         return CausalLMOutputWithPast(None, self.logits(state), past_key_values)
 
     def logits(self, state: Tensor) -> Tensor:
-        """[…, V] after states […, H]."""
+        """Return […, V] after states […, H]."""
         logits = self.lm_head(state if self.norm is None else self.norm(state))
         if self.ids is None:
             return cast(Tensor, logits)
@@ -478,7 +478,7 @@ def _linear(tensors: Mapping[str, Tensor], name: str) -> nn.Linear:
 def _layer(
     tensors: Mapping[str, Tensor], config: LlamaConfig, i: int
 ) -> LlamaDecoderLayer:
-    """A layer of Llama's kind from what a checkpoint has of it."""
+    """Return a layer of Llama's kind from what a checkpoint has of it."""
     with torch.device("meta"):
         layer = LlamaDecoderLayer(config, i)
     for name, part in [*layer.named_modules()]:
@@ -498,7 +498,7 @@ def _layer(
 
 
 def load_eagle(folder: str | Path) -> EagleWeights:
-    """The checkpoint in a folder, or on the Hub as hf:org/name: in the original layout, in
+    """Return the checkpoint in a folder, or on the Hub as hf:org/name: in the original layout, in
     speculators', or ours, which is the original one. Raises InputError where there is none, or it
     is broken or of another kind."""
     path = local(folder)
@@ -543,7 +543,7 @@ def _load(named: str, file: Path, changed: tuple[int, ...]) -> EagleWeights:
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:
-    """A checkpoint's tensors by the names of speculators' layout."""
+    """Return a checkpoint's tensors by the names of speculators' layout."""
     saved = tensors_in(file)
     tensors = {name: part for name, part in saved.items() if "rotary_emb" not in name}
     strange = [name for name in tensors if not KNOWN.fullmatch(name)]

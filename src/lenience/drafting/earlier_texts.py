@@ -156,7 +156,7 @@ class _Window:
 
     @property
     def left(self) -> int:
-        """How many more tokens may be proposed."""
+        """Return how many more tokens may be proposed."""
         return 0 if self._over else self.limit - len(self.tokens)
 
     def recollect(self, known_ids: int) -> None:
@@ -237,8 +237,8 @@ class _Window:
 def _said(
     logits: Tensor, windows: Sequence[_Window], ctx: Context
 ) -> tuple[Tensor, Tensor]:
-    """What the draft says [m, n] where it has these logits [m, n, V], greedily or drawn on the
-    keys of the rows' places, and how probable that is."""
+    """Return what the draft says [m, n] where it has these logits [m, n, V], greedily or drawn on
+    the keys of the rows' places, and how probable that is."""
     if ctx.greedy:
         best, tokens = logits.float().max(-1)
         return tokens, (best - logits.float().logsumexp(-1)).exp()
@@ -253,5 +253,5 @@ def _said(
 
 
 def _chance(sure: float) -> float:
-    """How often the target says what the draft says."""
+    """Return how often the target says what the draft says."""
     return DRAFTED_SURELY if sure >= SURE else DRAFTED * sure

@@ -98,7 +98,7 @@ class DraftHeads:
         }
 
     def to(self, device: torch.device, dtype: torch.dtype) -> DraftHeads:
-        """The same on a device, in a precision; kept."""
+        """Return the same on a device, in a precision; kept."""
         if (device, dtype) not in self._on:
             blocks = [
                 [
@@ -114,7 +114,7 @@ class DraftHeads:
         return self._on[device, dtype]
 
     def states(self, x: Tensor) -> Tensor:
-        """[…, n, H]: what each of the n heads makes of the target's states […, H]."""
+        """Return […, n, H]: what each of the n heads makes of the target's states […, H]."""
         done = []
         for blocks in self.blocks:
             state = x
@@ -131,7 +131,7 @@ class DraftHeads:
         return torch.nn.functional.silu(linear(x, block["weight"], block["bias"]))
 
     def logits(self, x: Tensor, matrix: Tensor) -> Tensor:
-        """[…, n, V] of the target's states […, H], whose own vocabulary matrix is [V, H]."""
+        """Return […, n, V] of the target's states […, H], whose own vocabulary matrix is [V, H]."""
         states = self.states(x)
         if self.matrices is None:
             return states @ matrix.T
@@ -213,9 +213,9 @@ class DraftHeads:
 
 
 def load_heads(folder: str | Path, kind: str) -> DraftHeads:
-    """The heads of a kind saved in a folder, or on the Hub as hf:org/name, by us or, for medusa, as
-    they are published, in medusa_lm_head.pt. Raises InputError where there are none or they are
-    broken."""
+    """Return the heads of a kind saved in a folder, or on the Hub as hf:org/name, by us or, for
+    medusa, as they are published, in medusa_lm_head.pt. Raises InputError where there are none or
+    they are broken."""
     path = local(folder)
     if (path / f"{kind}.json").is_file():
         return _load(
@@ -255,8 +255,8 @@ def _load(named: str, path: Path, kind: str, changed: int) -> DraftHeads:
 
 
 def _from_tensors(kind: str, tensors: Mapping[str, Tensor], count: int) -> DraftHeads:
-    """Heads from tensors as `DraftHeads.tensors` names them. Raises ValueError or LookupError where
-    they do not go together."""
+    """Return heads from tensors as `DraftHeads.tensors` names them. Raises ValueError or
+    LookupError where they do not go together."""
     blocks: list[list[dict[str, Tensor]]] = [[] for _ in range(count)]
     matrices: dict[int, Tensor] = {}
     for name in sorted(tensors):
@@ -279,8 +279,8 @@ def _from_tensors(kind: str, tensors: Mapping[str, Tensor], count: int) -> Draft
 
 @lru_cache(maxsize=2)
 def _load_published(named: str, path: Path, changed: int) -> DraftHeads:
-    """Medusa-1 heads as they are published. The heads are counted from the file, since uploaded
-    configurations say another number."""
+    """Return Medusa-1 heads as they are published. The heads are counted from the file, since
+    uploaded configurations say another number."""
     try:
         saved = tensors_in(path / HUB_FILE)
         tensors = {}

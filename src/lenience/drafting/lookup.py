@@ -126,8 +126,8 @@ class _Lookup(Drafter, Generic[T]):
     def look_up(
         self, index: T, tokens: list[int], ahead: int, limit: int
     ) -> GrowingTree:
-        """What may follow a text, whose last tokens `ahead` are not in the index, at most `limit`
-        tokens one after the other."""
+        """Return what may follow a text, whose last tokens `ahead` are not in the index, at most
+        `limit` tokens one after the other."""
         raise NotImplementedError
 
     def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
@@ -267,8 +267,8 @@ class _SuffixDrafter(_Lookup[Suffixes]):
     def _best(
         self, index: Suffixes, matches: Iterable[tuple[int, int]], limit: int
     ) -> tuple[GrowingTree, float]:
-        """What the best of an index's matches, of which the longest come first, proposes, and the
-        sum of its shares."""
+        """Return what the best of an index's matches, of which the longest come first, proposes,
+        and the sum of its shares."""
         best = GrowingTree()
         worth = 0.0
         for state, length in matches:
@@ -295,10 +295,10 @@ def likeliest(
     least: float,
     eos: frozenset[int],
 ) -> tuple[GrowingTree, float]:
-    """The likeliest tokens after a state of an index, at most `depth` one after the other, and the
-    sum of their paths' shares of what followed, each of `least` or more: as a chain the likeliest
-    after each, as a tree the likeliest paths. `followers` says of a state each token that followed,
-    its share, and the state after it."""
+    """Return the likeliest tokens after a state of an index, at most `depth` one after the other,
+    and the sum of their paths' shares of what followed, each of `least` or more: as a chain the
+    likeliest after each, as a tree the likeliest paths. `followers` says of a state each token that
+    followed, its share, and the state after it."""
     grown = GrowingTree()
     worth = 0.0
     depth = min(depth, getattr(tree, "depth", None) or depth)

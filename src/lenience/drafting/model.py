@@ -52,14 +52,14 @@ class DraftModel(DrafterSpec):
 
 
 def model_drafter(lm: LM, setup: DrafterSetup) -> Drafter:
-    """What drafts chains or trees with a model of the same vocabulary."""
+    """Return what drafts chains or trees with a model of the same vocabulary."""
     capacity = min(setup.capacity, lm.context_length or setup.capacity)
     cache = None if setup.tree.is_chain else tree_cache(lm, setup.rows, capacity)
     return drafter_on(Session(lm, setup.rows, capacity, cache, setup.profile), setup)
 
 
 def drafter_on(session: Session, setup: DrafterSetup) -> Drafter:
-    """The same with the session that the model is read in."""
+    """Return the same with the session that the model is read in."""
     if setup.tree.is_chain:
         return ModelDrafter(session, setup.target, setup.keep_states, setup.stop)
     return TreeDrafter(session, setup.target, setup.tree, setup.stop)
@@ -162,18 +162,18 @@ class ModelDrafter(Drafter):
         return Draft(window.tokens, lengths, trusted=trusted)
 
     def _reads_on(self, ctx: Context) -> bool:
-        """Whether the most probable token of the model is what is drafted."""
+        """Return whether the most probable token of the model is what is drafted."""
         fits = self.session.lm.vocab_size <= self.target.vocab_size
         return ctx.greedy and not ctx.processors and fits
 
     def _unseen(self, ctx: Context) -> bool:
-        """Whether a window is drafted to its end without a look at its tokens."""
+        """Return whether a window is drafted to its end without a look at its tokens."""
         looks = self.stop.per_token or self.session.cache.needs_host_tokens
         return self._reads_on(ctx) and not looks
 
     @property
     def _extra(self) -> bool:
-        """Whether the last token is read too, for the state after it."""
+        """Return whether the last token is read too, for the state after it."""
         return self.keep_states or self.stop.needs_state_after
 
     def _draft_greedily(self, window: _Window, ctx: Context) -> Tensor | None:
@@ -253,7 +253,7 @@ class ModelDrafter(Drafter):
         )
 
     def _limits(self, ctx: Context, room: Sequence[int]) -> list[int]:
-        """[B]: how many tokens may be drafted for each row."""
+        """Return [B]: how many tokens may be drafted for each row."""
         # a token of the target's, in any case
         follows = not self.stop.skips_verification
         wanted = [self.stop.max_tokens(row, ctx.window) for row in ctx.rows]
@@ -262,8 +262,8 @@ class ModelDrafter(Drafter):
         return list(map(min, zip(wanted, limits)))
 
     def _to_eos(self, window: _Window) -> Tensor:
-        """[B]: how many of the first tokens there are to an EOS, within the limits; found where the
-        tokens are."""
+        """Return [B]: how many of the first tokens there are to an EOS, within the limits; found
+        where the tokens are."""
         n = window.tokens.shape[1]
         places = torch.arange(1, n + 1, device=window.tokens.device)
         last = places.where((window.tokens[..., None] == self.eos).any(-1), n).amin(1)
@@ -361,8 +361,8 @@ class _Reader:
 def most_drafted(
     session: Session, target: LM, ctx: Context, room: Sequence[int]
 ) -> list[int]:
-    """[B]: how many tokens a draft may propose one after the other, where each row may have `room`
-    new ones more, the last of them the target's."""
+    """Return [B]: how many tokens a draft may propose one after the other, where each row may have
+    `room` new ones more, the last of them the target's."""
     limits = []
     for row, left in zip(ctx.rows, room):
         limit = max(0, min(ctx.window, left - 1, session.room(row.prefix) - 1))
@@ -375,7 +375,7 @@ def most_drafted(
 
 
 def wide_as_target(logits: Tensor, target: LM) -> Tensor:
-    """[B, n, V] logits of a draft, as wide as the target's and on its device."""
+    """Return [B, n, V] logits of a draft, as wide as the target's and on its device."""
     missing = target.vocab_size - logits.shape[-1]
     if missing:
         logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
@@ -383,5 +383,5 @@ def wide_as_target(logits: Tensor, target: LM) -> Tensor:
 
 
 def _first_columns(parts: list[Tensor], n: int) -> Tensor:
-    """The first `n` columns of parts that stand side by side."""
+    """Return the first `n` columns of parts that stand side by side."""
     return (torch.cat(parts, 1) if len(parts) > 1 else parts[0])[:, :n]

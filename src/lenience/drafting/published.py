@@ -31,8 +31,8 @@ PICKLE = b"\x80"
 
 
 def tensors_in(file: Path) -> Mapping[Any, Any]:
-    """The tensors of a file of safetensors or of torch, of which nothing but tensors is loaded.
-    Raises one of BROKEN where it is something else."""
+    """Return the tensors of a file of safetensors or of torch, of which nothing but tensors is
+    loaded. Raises one of BROKEN where it is something else."""
     if file.suffix == ".safetensors":
         return load_file(file)
     with file.open("rb") as begun:
@@ -54,20 +54,20 @@ def tensors_in(file: Path) -> Mapping[Any, Any]:
 
 
 def shown_shape(tensor: Tensor | tuple[int | None, ...]) -> str:
-    """A shape as 32 × 64; None stands for any number."""
+    """Return a shape as 32 × 64; None stands for any number."""
     shape = tensor.shape if isinstance(tensor, Tensor) else tensor
     return " × ".join("any" if n is None else str(n) for n in shape) or "one number"
 
 
 def has_shape(tensor: Tensor, wanted: tuple[int | None, ...]) -> bool:
-    """Whether a tensor has a shape; None stands for any number."""
+    """Return whether a tensor has a shape; None stands for any number."""
     return len(tensor.shape) == len(wanted) and all(
         n in (known, None) for known, n in zip(tensor.shape, wanted)
     )
 
 
 def table(value: Any, name: str) -> dict[str, Any]:
-    """A value that must be a table. Raises ValueError where it is none."""
+    """Return a value that must be a table. Raises ValueError where it is none."""
     if not isinstance(value, dict):
         raise ValueError(f"{name} is no table")
     return value

@@ -38,8 +38,8 @@ class _OwnLayers(DrafterSpec):
     drafts_by_model = True
 
     def left_out(self, depth: int) -> Sequence[int]:
-        """Which layers of a target with so many are not read, 1 the first. Raises InputError where
-        it has no such layers."""
+        """Return which layers of a target with so many are not read, 1 the first. Raises InputError
+        where it has no such layers."""
         raise NotImplementedError
 
     def check(self, target: LM, fingerprints: Callable[[], Mapping[str, str]]) -> None:
@@ -66,7 +66,7 @@ class _OwnLayers(DrafterSpec):
         return AfterTarget(drafter_on(shared, setup), shared)
 
     def _lm(self, target: LM) -> LM:
-        """The model, compiled where the target is."""
+        """Return the model, compiled where the target is."""
         lm = without_layers(target, self.left_out(target.num_layers))
         backend = target.backend
         if backend:
@@ -165,15 +165,15 @@ class SharedSession(TargetSession):
 
 
 def without_layers(target: LM, left_out: Sequence[int]) -> LM:
-    """A draft model that is a target without some of its layers, on the same weights; made once.
-    Raises InputError where the model cannot be taken apart so."""
+    """Return a draft model that is a target without some of its layers, on the same weights; made
+    once. Raises InputError where the model cannot be taken apart so."""
     return target.once(
         ("without", tuple(sorted(left_out))), lambda: take_apart(target, left_out)
     )
 
 
 def take_apart(target: LM, left_out: Sequence[int]) -> LM:
-    """The same, made anew."""
+    """Return the same, made anew."""
     whole = target.model
     tensors: list[torch.Tensor] = [*whole.parameters(), *whole.buffers()]
     own: Any = copy.deepcopy(whole, {id(tensor): tensor for tensor in tensors})

@@ -48,53 +48,55 @@ class Stop:
 
     @property
     def per_token(self) -> bool:
-        """Whether each drafted token is asked about."""
+        """Return whether each drafted token is asked about."""
         return Parts.CHANCES in self.needs
 
     @property
     def heads(self) -> tuple[HeadReference, ...]:
-        """The fitted heads that it asks."""
+        """Return the fitted heads that it asks."""
         return ()
 
     def relocated(self, path: Callable[[str], str]) -> Self:
-        """The same condition with its head at another path."""
+        """Return the same condition with its head at another path."""
         return self
 
     @property
     def needs_state_after(self) -> bool:
-        """Whether it is asked with the state after the token was read, which takes one more
+        """Return whether it is asked with the state after the token was read, which takes one more
         pass."""
         return False
 
     @property
     def needs(self) -> Parts:
-        """Parts of the drafted windows that it must be given."""
+        """Return parts of the drafted windows that it must be given."""
         return Parts.EARLY_ENDS
 
     @property
     def keeps_bonus(self) -> bool:
-        """Whether the target's own token follows a window that is kept whole."""
+        """Return whether the target's own token follows a window that is kept whole."""
         return True
 
     def max_tokens(self, row: Row, window: int) -> int:
-        """How many tokens may be drafted for a row now, at most `window`; asked once a cycle."""
+        """Return how many tokens may be drafted for a row now, at most `window`; asked once a
+        cycle."""
         return window
 
     def acceptance_probs(
         self, logits: Tensor, hidden: Tensor | None, tokens: Tensor, ctx: Context
     ) -> Tensor:
-        """[B, n]: how likely each of the drafted `tokens` [B, n] is to be accepted; `logits` [B, n,
-        V] are what they were picked from, `hidden` [B, n, H] the draft's states there, which one
-        that reads them is given. One that looks back is given the states after the tokens, and must
-        not use the others."""
+        """Return [B, n]: how likely each of the drafted `tokens` [B, n] is to be accepted; `logits`
+        [B, n, V] are what they were picked from, `hidden` [B, n, H] the draft's states there, which
+        one that reads them is given. One that looks back is given the states after the tokens, and
+        must not use the others."""
         raise NotImplementedError
 
     def stop_mask(self, probs: Tensor, rows: Sequence[Row]) -> Tensor:
-        """[B, n] bool: where drafting ends, by the probabilities [B, n] of the window so far."""
+        """Return [B, n] bool: where drafting ends, by the probabilities [B, n] of the window so
+        far."""
         raise NotImplementedError
 
     def ends(self, logits: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
-        """[B, n] bool: at which of the drafted `tokens` [B, n] one that reads no states ends
+        """Return [B, n] bool: at which of the drafted `tokens` [B, n] one that reads no states ends
         drafting, each told by what it was picked from, `logits` [B, n, V]."""
         return self.stop_mask(
             self.acceptance_probs(logits, None, tokens, ctx), ctx.rows

@@ -37,8 +37,8 @@ class Suffixes:
             at = self._link[at]
 
     def _split(self, at: int, token: int) -> int:
-        """The state of the longest end of `at`'s text, with the token after it, that has a state of
-        its own; made where it is part of a longer one."""
+        """Return the state of the longest end of `at`'s text, with the token after it, that has a
+        state of its own; made where it is part of a longer one."""
         old = self._next[at][token]
         length = self._length[at] + 1
         if self._length[old] == length:
@@ -62,8 +62,8 @@ class Suffixes:
         return len(self._next) - 1
 
     def matches(self, ahead: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
-        """The states of those ends of the text, followed by the tokens `ahead`, that stood in it
-        before, and how long these are, the longest first; the empty one is none."""
+        """Return the states of those ends of the text, followed by the tokens `ahead`, that stood
+        in it before, and how long these are, the longest first; the empty one is none."""
         at, length = (
             (self._last, self._length[self._last])
             if ahead
@@ -72,7 +72,7 @@ class Suffixes:
         return self._ends(at, length, ahead)
 
     def matches_of(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """The same of the ends of other tokens that stand in the text."""
+        """Return the same of the ends of other tokens that stand in the text."""
         return self._ends(0, 0, tokens)
 
     def _ends(
@@ -89,13 +89,14 @@ class Suffixes:
             at, length = self._shorter(at)
 
     def _shorter(self, at: int) -> tuple[int, int]:
-        """The state of the longest end of a state's text that has another, and its length."""
+        """Return the state of the longest end of a state's text that has another, and its
+        length."""
         link = max(self._link[at], 0)
         return link, self._length[link]
 
     def followers(self, state: int) -> list[tuple[int, float, int]]:
-        """What followed a state's text: each token, its share of what did, and the state after
-        it."""
+        """Return what followed a state's text: each token, its share of what did, and the state
+        after it."""
         after = {token: at for token, at in self._next[state].items() if token != END}
         total = sum(self._count[child] for child in after.values())
         return [

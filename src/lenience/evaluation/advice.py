@@ -11,8 +11,8 @@ MOST_LOST = 0.01
 
 
 def recommended(frontier: Frontier) -> str:
-    """The fastest setting that lost at most a point of the target's right answers, how fast it is
-    beside the target alone and the fastest strict decoding, and what is not known of it."""
+    """Return the fastest setting that lost at most a point of the target's right answers, how fast
+    it is beside the target alone and the fastest strict decoding, and what is not known of it."""
     rows = named(frontier.rows)
     alone = next(row for row in rows if row.rule == "target")
     drafting = [row for row in rows if row.rule not in BASELINES]

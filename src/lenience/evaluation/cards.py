@@ -51,7 +51,7 @@ def card(
     record: RunRecord | None,
     certificate: Certificate | None,
 ) -> str:
-    """A head's card, in Markdown."""
+    """Return a head's card, in Markdown."""
     models = (
         {}
         if record is None
@@ -76,7 +76,7 @@ def card(
 
 
 def _loaded(models: Mapping[str, str]) -> str:
-    """What load_pair is given for these models by their names."""
+    """Return what load_pair is given for these models by their names."""
     names = [models.get(role, role.upper()) for role in ("target", "draft")]
     if names == ["built-in target", "built-in draft"]:
         return ""
@@ -84,7 +84,7 @@ def _loaded(models: Mapping[str, str]) -> str:
 
 
 def _facts(head: Head, record: RunRecord | None) -> Iterator[tuple[str, Any]]:
-    """What a head is, a fact a row."""
+    """Yield what a head is, a fact a row."""
     metrics = head.metrics
     if record is not None:
         for role, model in record.models.items():
@@ -108,7 +108,7 @@ def _facts(head: Head, record: RunRecord | None) -> Iterator[tuple[str, Any]]:
 
 
 def _used(head: Head, name: str) -> str:
-    """A rule or a stop condition with a head of the Hub."""
+    """Return a rule or a stop condition with a head of the Hub."""
     asked = f"{PREFIX}{name}@{head.threshold:.6g}"
     return {"judge": f"judge:{asked}", "stop": f"exact; stop=head:{asked}"}.get(
         head.role, f"speculative; stop=gate:{asked}"
@@ -116,7 +116,7 @@ def _used(head: Head, name: str) -> str:
 
 
 def _certificate(run: Path, head: Head) -> Certificate | None:
-    """The certificate of a run that certifies a setting with this head."""
+    """Return the certificate of a run that certifies a setting with this head."""
     if not (run / FILE).is_file():
         return None
     certificate = read_certificate(run)
@@ -125,7 +125,7 @@ def _certificate(run: Path, head: Head) -> Certificate | None:
 
 
 def _told(certificate: Certificate | None) -> str:
-    """What a certificate says, in one sentence."""
+    """Return what a certificate says, in one sentence."""
     if certificate is None or certificate.certified is None:
         return "There is none: what it loses was not bounded."
     certified = certificate.certified

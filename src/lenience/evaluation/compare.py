@@ -91,13 +91,13 @@ class CompareConfig:
 
     @cached_property
     def shared(self) -> Decoder:
-        """The options that all share."""
+        """Return the options that all share."""
         return Decoder.of(self.options)
 
     @cached_property
     def named(self) -> list[dict[str, Any]]:
-        """The options that each decoder names itself: its rule, and what else its setting says.
-        Raises InputError for a wrong one."""
+        """Return the options that each decoder names itself: its rule, and what else its setting
+        says. Raises InputError for a wrong one."""
         refuse_certified(self.rules)
         named = list(map(given_options, self.settings))
         refuse_certified(str(entry["rule"]) for entry in named)
@@ -121,7 +121,7 @@ class CompareConfig:
     def decoders(
         self, shared: Decoder, baselines: Sequence[str] = ()
     ) -> list[Compared]:
-        """All decoders, each once, the baselines first; what they do not name is as in
+        """Return all decoders, each once, the baselines first; what they do not name is as in
         `shared`."""
         entries = [{"rule": rule} for rule in baselines]
         entries += [entry for entry in self.named if entry not in entries]
@@ -130,7 +130,8 @@ class CompareConfig:
         ]
 
     def heads(self) -> dict[str, TrainedPart]:
-        """The fitted heads that are asked, by their paths. Raises InputError for a wrong entry."""
+        """Return the fitted heads that are asked, by their paths. Raises InputError for a wrong
+        entry."""
         return _by_path(self.decodings())
 
     def check(self) -> None:
@@ -139,8 +140,8 @@ class CompareConfig:
             _ = head.head  # there, and whole
 
     def decodings(self) -> list[Decoder]:
-        """What is named, as far as it is known before the windows are chosen. Raises InputError
-        for a wrong entry."""
+        """Return what is named, as far as it is known before the windows are chosen. Raises
+        InputError for a wrong entry."""
         return [compared.decoder for compared in self.decoders(self.shared)]
 
 
@@ -240,7 +241,7 @@ class Comparison:
             yield out
 
     def _asked(self) -> dict[str, Any]:
-        """What compare.json says."""
+        """Return what compare.json says."""
         config = self.config
         shared = self.shared.to_json()
         shared = {
@@ -335,7 +336,7 @@ class Comparison:
         return frontier
 
     def estimate(self, folder: Path | None) -> Estimate:
-        """How long what is left will take, by the settings' number."""
+        """Return how long what is left will take, by the settings' number."""
         drafting = [
             compared for compared in self.decoders if not compared.decoder.alone
         ]
@@ -363,7 +364,7 @@ class Comparison:
         return Estimate(seconds, one_by_one + together)
 
     def _not_chosen_yet(self, path: Path) -> list[Compared]:
-        """The decoders whose windows a folder does not say."""
+        """Return the decoders whose windows a folder does not say."""
         if not path.exists():
             return self.decoders
         before = read_json(path).get("decoders")
@@ -371,8 +372,8 @@ class Comparison:
         return [compared for compared in self.decoders if compared not in done]
 
     def _seconds_an_answer(self) -> tuple[float, float]:
-        """What an answer takes alone, and in a batch, by strict decoding with the draft model where
-        there is one, as most settings take about as long."""
+        """Return what an answer takes alone, and in a batch, by strict decoding with the draft
+        model where there is one, as most settings take about as long."""
         rule = "target" if self.pair.draft is None else "exact"
         plainly = {"drafter": "model", "tree": "chain", "stop": "fixed", "window": 8}
         decoder = self.shared.with_options({"rule": rule, **plainly})
@@ -396,7 +397,8 @@ class Comparison:
                 ledger.note(lm, samples, use=use, key="compare", task=task)
 
     def _learned_from(self) -> int:
-        """How many of the prompts a head that is compared, or the draft, has learned from."""
+        """Return how many of the prompts a head that is compared, or the draft, has learned
+        from."""
         fitted = (*self.config.heads().values(), *aligned(self.pair.draft))
         known = {content for head in fitted for content in head.head.prompts or ()}
         encoded = (self.pair.target.encode(sample.prompt) for sample in self.samples)
@@ -406,8 +408,8 @@ class Comparison:
         return len(self.config.windows) > 1 and not compared.names_window
 
     def _settings(self, path: Path, progress: Progress) -> list[ComparedSetting]:
-        """Each decoder at its fastest and at the widest window, or at the one that it names; the
-        strict rule also at the judges'. What was chosen once stays."""
+        """Return each decoder at its fastest and at the widest window, or at the one that it names;
+        the strict rule also at the judges'. What was chosen once stays."""
         settings: dict[Decoder, ComparedSetting] = {}
         done: list[Compared] = []
         if path.exists():
@@ -468,8 +470,8 @@ class Comparison:
     def _fastest(
         self, decoders: Sequence[Decoder], progress: Progress
     ) -> dict[Decoder, int]:
-        """The window that gives each decoder the most tokens per second on other samples, all
-        taking turns; the first sample is a warm-up too."""
+        """Return the window that gives each decoder the most tokens per second on other samples,
+        all taking turns; the first sample is a warm-up too."""
         windows = self.config.windows
         samples = self.tuning_samples
         tried = [
@@ -503,7 +505,7 @@ class Comparison:
     def _answers(
         self, settings: Sequence[ComparedSetting], answers: Answers, progress: Progress
     ) -> list[list[Answer]]:
-        """Each setting's answers to the samples, in their order."""
+        """Return each setting's answers to the samples, in their order."""
         n = len(self.samples)
         rows = list[list[Answer]]()
         traced = [sample.id for sample in self.samples[:EXAMPLES]]
@@ -523,7 +525,7 @@ class Comparison:
         rows: Sequence[Sequence[Answer]],
         progress: Progress,
     ) -> list[Quality]:
-        """How good the answers are; a grader is asked now."""
+        """Return how good the answers are; a grader is asked now."""
         target = [setting.decoder.alone for setting in settings].index("target")
         beside = self.task.beside_target or self.agreement
         if self.task.beside_target:
@@ -568,7 +570,8 @@ class Comparison:
     def _timed(
         self, sample: Sample, settings: Sequence[ComparedSetting], repeats: int
     ) -> dict[str, float]:
-        """Each setting's seconds on a sample, the median of repeats in which all take turns."""
+        """Return each setting's seconds on a sample, the median of repeats in which all take
+        turns."""
         turns = [
             [self._generate(sample, setting.decoder).seconds for setting in settings]
             for _ in range(repeats)
@@ -581,8 +584,8 @@ class Comparison:
 
 
 def _by_path(decodings: Iterable[Decoder]) -> dict[str, TrainedPart]:
-    """The fitted heads of decodings, by their paths; one that comes with the built-in pair by its
-    name, wherever that is installed."""
+    """Return the fitted heads of decodings, by their paths; one that comes with the built-in pair
+    by its name, wherever that is installed."""
     heads = [head for decoder in decodings for head in decoder.heads]
     return {
         f"built-in {Path(h.path).name}" if built_in(h.path) else h.path: h
@@ -591,7 +594,8 @@ def _by_path(decodings: Iterable[Decoder]) -> dict[str, TrainedPart]:
 
 
 def _by_setting(seconds: Any, settings: Sequence[str]) -> Mapping[str, float]:
-    """What a line of timings.jsonl says of each setting; older ones list the first settings'."""
+    """Return what a line of timings.jsonl says of each setting; older ones list the first
+    settings'."""
     return seconds if isinstance(seconds, dict) else dict(zip(settings, seconds))
 
 

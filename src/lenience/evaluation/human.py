@@ -95,8 +95,9 @@ def _pairs(
     settings: Sequence[str],
     limit: int,
 ) -> tuple[list[AnswerPair], int]:
-    """What is shown, in random order: each setting's answers to at most `limit` prompts beside the
-    target's `own`, what two settings say alike once; and how many are the same as the target's."""
+    """Return what is shown, in random order: each setting's answers to at most `limit` prompts
+    beside the target's `own`, what two settings say alike once; and how many are the same as the
+    target's."""
     drawn = random.Random(secrets.token_hex(16))
     by_content = dict[tuple[str, str], AnswerPair]()
     alike = 0
@@ -115,7 +116,8 @@ def _pairs(
 def _compared(
     ids: Iterable[str], own: dict[str, Answer], others: dict[str, Answer]
 ) -> tuple[list[str], list[str]]:
-    """The prompts to which both answers are the same text, and those to which they are not."""
+    """Return the prompts to which both answers are the same text, and those to which they are
+    not."""
     both = [id for id in ids if id in own and id in others]
     same = [id for id in both if own[id].text.strip() == others[id].text.strip()]
     return same, [id for id in both if id not in set(same)]
@@ -124,7 +126,7 @@ def _compared(
 def _blinded(
     pair: AnswerPair, prompt: str, own: dict[str, Answer], others: dict[str, Answer]
 ) -> dict[str, str]:
-    """What the page shows of a pair."""
+    """Return what the page shows of a pair."""
     left = own[pair.id].text
     right = others[pair.id].text
     if not pair.target_left:
@@ -163,7 +165,8 @@ def take_grades(folder: Path, filled: Path) -> dict[str, HumanGrades]:
 
 
 def _said(folder: Path, key: Key, filled: Path) -> dict[int, str]:
-    """What the file that a page gave says of its pairs. Raises InputError for another file."""
+    """Return what the file that a page gave says of its pairs. Raises InputError for another
+    file."""
     try:
         text = filled.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -188,7 +191,7 @@ def _said(folder: Path, key: Key, filled: Path) -> dict[int, str]:
 
 
 def with_grades(folder: Path, frontier: Frontier) -> Frontier:
-    """A comparison's figures with what people have said of it."""
+    """Return a comparison's figures with what people have said of it."""
     if not (folder / GRADED).exists():
         return frontier
     known = read_json(folder / GRADED)
@@ -221,7 +224,8 @@ def _grades(points: list[float]) -> HumanGrades:
 
 
 def _wilson(share: float, n: int) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson 1927), which has a width where all say the same too."""
+    """Return the 95 % interval of a share (Wilson 1927), which has a width where all say the same
+    too."""
     z = 1.96
     middle = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = (
@@ -231,7 +235,7 @@ def _wilson(share: float, n: int) -> tuple[float, float]:
 
 
 def _answers(folder: Path) -> dict[str, dict[str, Answer]]:
-    """The answers of each setting, by their samples."""
+    """Return the answers of each setting, by their samples."""
     path = folder / "compare.jsonl"
     if not path.exists() or not (folder / "frontier.json").exists():
         raise InputError(
@@ -260,7 +264,7 @@ def _rule(answers: dict[str, Answer]) -> str:
 def _chosen(
     folder: Path, answers: dict[str, dict[str, Answer]], rules: Sequence[str]
 ) -> list[str]:
-    """The settings whose answers are graded."""
+    """Return the settings whose answers are graded."""
     by_rule = {setting: _rule(given) for setting, given in answers.items()}
     unknown = [rule for rule in rules if rule not in by_rule.values()]
     if unknown:

@@ -55,7 +55,7 @@ def _name(row: FrontierRow, labels: Mapping[str, str]) -> str:
 
 
 def _options(options: Mapping[str, Any], path: Callable[[str], str]) -> dict[str, Any]:
-    """Options whose stop condition and drafter have their heads at other paths."""
+    """Return options whose stop condition and drafter have their heads at other paths."""
     named = {name: options[name] for name in ("stop", "drafter") if name in options}
     relocated = Decoder.of({"rule": "exact", **named}).relocated(path).to_json()
     return {**options, **{name: relocated[name] for name in named}}
@@ -71,8 +71,8 @@ def _shortest_end(path: Path, paths: set[Path]) -> str:
 
 
 def family(rule: str, labels: Mapping[str, str] = NO_LABELS) -> str:
-    """The group that a rule is drawn with: the name of its last term and which of its settings are
-    given, for a judge what `labels` calls it, or the folder of its head."""
+    """Return the group that a rule is drawn with: the name of its last term and which of its
+    settings are given, for a judge what `labels` calls it, or the folder of its head."""
     found = terms(rule)
     if not found:
         return rule
@@ -83,7 +83,7 @@ def family(rule: str, labels: Mapping[str, str] = NO_LABELS) -> str:
 
 
 def short(rule: str, labels: Mapping[str, str] = NO_LABELS) -> str:
-    """A rule with no more of its judge's path than what `labels` calls it, or its folder."""
+    """Return a rule with no more of its judge's path than what `labels` calls it, or its folder."""
     read = Decoder.of(rule=rule).rule
     parts = read.parts if isinstance(read, AnyOf) else ()
     if not parts:
@@ -109,7 +109,7 @@ def _label(term: Term, labels: Mapping[str, str]) -> str:
 
 
 def alike(row: FrontierRow, tried: TriedSetting) -> bool:
-    """Whether one that is compared and one that is certified are the same."""
+    """Return whether one that is compared and one that is certified are the same."""
     same = (row.rule, row.window) == (tried.rule, tried.window)
     return same and all(
         row.options.get(name) == tried.options.get(name) for name in ("stop", "drafter")
@@ -117,20 +117,20 @@ def alike(row: FrontierRow, tried: TriedSetting) -> bool:
 
 
 def setting_name(row: TriedSetting) -> str:
-    """A setting that was certified or tried, without its window."""
+    """Return a setting that was certified or tried, without its window."""
     options = _options(row.options, lambda path: Path(path).name).items()
     return ", ".join([short(row.rule), *(f"{name} {value}" for name, value in options)])
 
 
 def why(row: FrontierRow) -> str:
-    """Why a row's window is in the table, where it is not the rule's fastest."""
+    """Return why a row's window is in the table, where it is not the rule's fastest."""
     if row.why.startswith("window of"):
         return "judge's window"
     return "widest window" if row.why == "widest" else ""
 
 
 def probability(p: float) -> str:
-    """A probability in as few digits as tell it from 0 and 1: 0.9 and 0.99996."""
+    """Return a probability in as few digits as tell it from 0 and 1: 0.9 and 0.99996."""
     for digits in range(2, 17):
         text = f"{p:.{digits}g}"
         if abs(float(text) - p) <= 0.05 * min(abs(p), abs(1 - p)):

@@ -67,12 +67,12 @@ def write_certificate(path: Path, certificate: Certificate) -> None:
 
 
 def _rungs(certificate: Certificate) -> str:
-    """The figure of what a certificate tried, or why there is none."""
+    """Return the figure of what a certificate tried, or why there is none."""
     return no_figures() or as_svg(rungs(certificate))
 
 
 def template(name: str) -> Template:
-    """A page of the package's."""
+    """Return a page of the package's."""
     loader = PackageLoader("lenience", "templates")
     pages = name.endswith(".html")
     environment = Environment(loader=loader, autoescape=pages, trim_blocks=True)
@@ -83,8 +83,8 @@ def template(name: str) -> Template:
 def example(
     frontier: Frontier, certified: Certified | None = None
 ) -> ShownAnswer | None:
-    """The kept answer that shows most: of what is certified or a judge if there is one, right, with
-    the most leniently kept tokens."""
+    """Return the kept answer that shows most: of what is certified or a judge if there is one,
+    right, with the most leniently kept tokens."""
     shown = []
     for sample in frontier.examples:
         for row, result in zip(named(frontier.rows), sample.results):
@@ -99,8 +99,8 @@ def example(
 
 
 def details(frontier: Frontier) -> dict[str, Any]:
-    """What the page shows of a row that is pointed at: its settings and figures, and its answers to
-    the kept prompts."""
+    """Return what the page shows of a row that is pointed at: its settings and figures, and its
+    answers to the kept prompts."""
     rows = [
         {
             "name": row.name,
@@ -124,7 +124,7 @@ def details(frontier: Frontier) -> dict[str, Any]:
 
 
 def as_text(prompt: Any) -> str:
-    """A prompt, messages with who says them."""
+    """Return a prompt, messages with who says them."""
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(

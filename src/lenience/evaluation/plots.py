@@ -61,7 +61,7 @@ class _Label:
 
 
 def no_figures() -> str:
-    """Why pages have no figures, and the mend; empty where they have."""
+    """Return why pages have no figures, and the mend; empty where they have."""
     return (
         ""
         if find_spec("matplotlib")
@@ -72,12 +72,12 @@ def no_figures() -> str:
 def plot(
     frontier: Frontier, certified: Certified | None = None, narrow: bool = False
 ) -> Any:
-    """The frontier as a matplotlib figure: accuracy against tokens per pass and, at the rules'
-    fastest windows, against tokens per second and seconds per right answer, with bands of 95 % and
-    the line of random allocation. Accuracies are drawn on a logit scale, which parts those near 1;
-    a label that would cover another is moved, with a line to its mark. The mark of row i has the id
-    mark-i-0, -1 and -2. What is certified has a ring, at its window. A `narrow` one has its parts
-    one above the other."""
+    """Return the frontier as a matplotlib figure: accuracy against tokens per pass and, at the
+    rules' fastest windows, against tokens per second and seconds per right answer, with bands of 95
+    % and the line of random allocation. Accuracies are drawn on a logit scale, which parts those
+    near 1; a label that would cover another is moved, with a line to its mark. The mark of row i
+    has the id mark-i-0, -1 and -2. What is certified has a ring, at its window. A `narrow` one has
+    its parts one above the other."""
     from matplotlib.figure import Figure
 
     rows = list(enumerate(named(frontier.rows)))
@@ -107,7 +107,7 @@ def plot(
 
 
 def _parts(figure: Any, count: int, narrow: bool) -> list[Any]:
-    """Axes side by side or, where it is narrow, one above the other."""
+    """Return axes side by side or, where it is narrow, one above the other."""
     figure.set_size_inches(*((4.2, 4.2 * count) if narrow else (4.5 * count, 5)))
     parts = (count, 1) if narrow else (1, count)
     return list(figure.subplots(*parts, sharey=True, squeeze=False).flatten())
@@ -130,7 +130,8 @@ def _add_legend(figure: Any, axes: Sequence[Any], columns: int) -> None:
 
 
 def _axes_of(frontier: Frontier) -> list[tuple[str, str]]:
-    """The figures that a comparison has; without right answers there are no seconds for one."""
+    """Return the figures that a comparison has; without right answers there are no seconds for
+    one."""
     rows = frontier.rows
     return [
         axis for axis in AXES if any(getattr(row, axis[0]) is not None for row in rows)
@@ -193,7 +194,7 @@ def _draw_labels(axis: Any, labels: Sequence[_Label]) -> None:
 
 
 def _shifts(width: float) -> list[tuple[float, float]]:
-    """Where a label may stand from its mark, in points, the nearest first."""
+    """Return where a label may stand from its mark, in points, the nearest first."""
     steps = [
         sign * step
         for step in range(LABEL_STEPS)
@@ -203,7 +204,7 @@ def _shifts(width: float) -> list[tuple[float, float]]:
 
 
 def _covered(place: _Place, taken: Sequence[_Place], marks: Sequence[Any]) -> int:
-    """How many labels, and how many marks, one at a place would cover."""
+    """Return how many labels, and how many marks, one at a place would cover."""
     left, bottom, width = place
     labels = sum(
         left < x + its_width and x < left + width and abs(bottom - y) < LABEL_HEIGHT
@@ -252,7 +253,7 @@ def _draw_allocation(
 
 
 def _inside(share: float, n: int) -> float:
-    """0 and 1 have no place on a logit scale."""
+    """Return 0 and 1 have no place on a logit scale."""
     return min(max(share, 0.5 / n), 1 - 0.5 / n)
 
 
@@ -294,8 +295,8 @@ def _draw_marks(
 
 
 def _text(row: NamedRow, without: str) -> str:
-    """A mark's label, without the family that the legend has, and with no more of a stop condition
-    than its kind: there is little room."""
+    """Return a mark's label, without the family that the legend has, and with no more of a stop
+    condition than its kind: there is little room."""
     name = re.sub(r"(stop=\w+):[^,]*", r"\1", row.name)
     text = f"{name}, w {row.window}" if row.window else name
     return text.removeprefix(without).lstrip(":, ") or text
@@ -317,8 +318,8 @@ def _draw_line(
 
 
 def rungs(certificate: Certificate) -> Any:
-    """What a certificate tried, as a matplotlib figure: the loss seen and its bound against tokens
-    per pass."""
+    """Return what a certificate tried, as a matplotlib figure: the loss seen and its bound against
+    tokens per pass."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.6), layout="constrained")
@@ -348,7 +349,7 @@ def rungs(certificate: Certificate) -> Any:
 
 
 def as_svg(figure: Any) -> str:
-    """A figure as inline SVG."""
+    """Return a figure as inline SVG."""
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None})
     text = out.getvalue()

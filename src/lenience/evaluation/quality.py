@@ -51,7 +51,7 @@ def qualities(
 
 
 def values(task: Task | None, answers: Sequence[Answer]) -> NDArray:
-    """How good answers are by themselves, each in [0, 1]."""
+    """Return how good answers are by themselves, each in [0, 1]."""
     if task is not None and task.by_degree:
         return np.array([1 - (answer.loss or 0.0) for answer in answers])
     return np.array([float(answer.correct) for answer in answers])

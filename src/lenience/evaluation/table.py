@@ -159,9 +159,9 @@ def table(
     shared: Decoder,
     quality: Sequence[Quality] | None = None,
 ) -> list[FrontierRow]:
-    """One row a setting. `answers` holds each setting's answers to n samples, `timings` the seconds
-    of each of the first of them by setting; `shared` are the options that settings have in common;
-    `quality` says how good the answers are, where they are not just right or wrong."""
+    """Return one row a setting. `answers` holds each setting's answers to n samples, `timings` the
+    seconds of each of the first of them by setting; `shared` are the options that settings have in
+    common; `quality` says how good the answers are, where they are not just right or wrong."""
     seconds = np.array(timings, dtype=float)  # [timed_n, settings]
     rules = [setting.decoder.alone for setting in settings]
     of_settings = quality or qualities(None, answers, rules.index("target"))
@@ -194,7 +194,7 @@ def _column(answers: Sequence[Answer], key: str) -> NDArray:
 def _figures(
     answers: Sequence[Answer], seconds: NDArray, quality: Quality
 ) -> dict[str, Any]:
-    """The figures of one setting, by the names of a row's fields."""
+    """Return the figures of one setting, by the names of a row's fields."""
     n = len(answers)
     timed = len(seconds)
     tokens = _column(answers, "tokens")
@@ -242,8 +242,8 @@ def allocation(
     timings: Sequence[Sequence[float]],
     quality: Sequence[Quality] | None = None,
 ) -> list[AllocationPoint]:
-    """The line of random allocation between target and draft, which any rule must beat (Holsman
-    2025); no points where there is no draft."""
+    """Return the line of random allocation between target and draft, which any rule must beat
+    (Holsman 2025); no points where there is no draft."""
     rules = [setting.decoder.alone for setting in settings]
     if "draft" not in rules:
         return []
@@ -286,7 +286,7 @@ def _alone(quality: Sequence[Quality]) -> tuple[NDArray, NDArray, float]:
 
 
 def _mean(name: str, values: NDArray, draws: NDArray) -> dict[str, Any]:
-    """A share where all values are 0 or 1, else a mean."""
+    """Return a share where all values are 0 or 1, else a mean."""
     if np.isin(values, (0.0, 1.0)).all():
         hits = int(values.sum())
         n = len(values)
@@ -300,7 +300,7 @@ def _mean(name: str, values: NDArray, draws: NDArray) -> dict[str, Any]:
 
 
 def _ratio(name: str, above: NDArray, below: NDArray, draws: NDArray) -> dict[str, Any]:
-    """Σ above / Σ below; None where nothing is below."""
+    """Return Σ above / Σ below; None where nothing is below."""
     if not below.sum():
         return {name: None, f"{name}_interval": None}
     sums = below[draws].sum(1)
@@ -313,7 +313,7 @@ def _ratio(name: str, above: NDArray, below: NDArray, draws: NDArray) -> dict[st
 
 
 def machine(pair: Pair) -> str:
-    """What the figures were measured on."""
+    """Return what the figures were measured on."""
     # others read the checkpoints, on a device of their own
     own = pair.engine_name == OWN
     if pair.target.device.type == "cuda" or (not own and torch.cuda.is_available()):

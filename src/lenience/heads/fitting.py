@@ -72,7 +72,7 @@ class FitConfig:
     """What to do where there is too little to learn from."""
 
     def weight_for(self, labels: NDArray) -> float | None:
-        """What `weight` comes to on labels [m]."""
+        """Return what `weight` comes to on labels [m]."""
         if self.weight is not None or self.kind != "adamw":
             return self.weight
         share = float(labels.mean())
@@ -95,7 +95,7 @@ class Examples:
 
     @property
     def in_memory(self) -> NDArray:
-        """The states [m, F] of examples that are not in files."""
+        """Return the states [m, F] of examples that are not in files."""
         assert isinstance(self.x, np.ndarray)
         return self.x
 
@@ -107,12 +107,12 @@ class Examples:
 
     @property
     def labels(self) -> NDArray:
-        """[m] float32: what a head learns."""
+        """Return [m] float32: what a head learns."""
         return self.harmless.astype(np.float32) if self.shares is None else self.shares
 
     def weighted(self, weight: float | None) -> tuple[NDArray, NDArray]:
-        """[m] float32 each: labels and how much each row counts, where what is not harmless counts
-        `weight`."""
+        """Return [m] float32 each: labels and how much each row counts, where what is not harmless
+        counts `weight`."""
         good = self.labels
         bad = (1 - self.labels) * np.float32(1 if weight is None else weight)
         return good / (good + bad), good + bad
@@ -137,7 +137,7 @@ class TrainedHead:
         return x.astype(np.float64) @ self.weight.astype(np.float64) + self.bias
 
     def on_raw(self, mean: NDArray, scale: NDArray) -> TrainedHead:
-        """The same head for inputs that are not standardised."""
+        """Return the same head for inputs that are not standardised."""
         if not self.layer:
             weight = (self.weight / scale).astype(np.float32)
             return TrainedHead(weight, self.bias - float((mean / scale) @ self.weight))
@@ -199,7 +199,7 @@ class Hyperparameters:
 
 
 def settings_of(kind: HeadKind) -> list[Hyperparameters]:
-    """What a kind of head is tuned over."""
+    """Return what a kind of head is tuned over."""
     if kind == "logistic":
         return list(map(Hyperparameters, L2_GRID))
     if kind == "adamw":
@@ -244,8 +244,8 @@ def _fit_in_memory(examples: Examples, config: FitConfig) -> FitOutcome:
 
 
 def _fit_in_files(examples: Examples, config: FitConfig) -> FitOutcome:
-    """The same for a logistic head on states that stay in their files: all penalties are fitted
-    together, and then all folds."""
+    """Return the same for a logistic head on states that stay in their files: all penalties are
+    fitted together, and then all folds."""
     from scipy.special import expit
 
     assert isinstance(examples.x, StreamedRows)
@@ -280,8 +280,8 @@ def _grid_in_files(
     config: FitConfig,
     split: tuple[NDArray, NDArray],
 ) -> tuple[NDArray, dict[Hyperparameters, Tried]]:
-    """Heads [F + 1, K] of each penalty, fitted to the first rows of `split`, and what they came to
-    on the second ones."""
+    """Return heads [F + 1, K] of each penalty, fitted to the first rows of `split`, and what they
+    came to on the second ones."""
     from sklearn.metrics import roc_auc_score
 
     train, valid = split
@@ -297,7 +297,7 @@ def _grid_in_files(
 
 
 def _folds(examples: Examples) -> Iterator[tuple[NDArray, NDArray]]:
-    """Five times the rows of four fifths of the samples, and the others."""
+    """Return five times the rows of four fifths of the samples, and the others."""
     from sklearn.model_selection import GroupKFold
 
     return GroupKFold(5).split(examples.harmless, examples.harmless, examples.samples)
@@ -328,7 +328,7 @@ def _check_enough(examples: Examples, config: FitConfig) -> None:
 
 
 def _metrics(examples: Examples, scores: NDArray, valid: Examples) -> dict[str, Any]:
-    """What a fit came to, by scores [m] out of fold."""
+    """Return what a fit came to, by scores [m] out of fold."""
     from sklearn.metrics import roc_auc_score
 
     important = ~examples.harmless
@@ -347,7 +347,7 @@ def _metrics(examples: Examples, scores: NDArray, valid: Examples) -> dict[str, 
 
 
 def _split(examples: Examples, config: FitConfig) -> tuple[NDArray, NDArray]:
-    """Rows of nine tenths of the samples and of the rest, both kinds of mismatch in each."""
+    """Return rows of nine tenths of the samples and of the rest, both kinds of mismatch in each."""
     from sklearn.model_selection import GroupShuffleSplit
 
     splitter = GroupShuffleSplit(n_splits=20, test_size=0.1, random_state=config.seed)
@@ -363,7 +363,7 @@ def _split(examples: Examples, config: FitConfig) -> tuple[NDArray, NDArray]:
 def _tried(
     train: Examples, valid: Examples, config: FitConfig
 ) -> dict[Hyperparameters, Tried]:
-    """What each setting comes to on `valid`, fitted to `train`."""
+    """Return what each setting comes to on `valid`, fitted to `train`."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import roc_auc_score
 
@@ -382,7 +382,7 @@ def _tried(
 
 
 def _loss(logits: NDArray, examples: Examples, config: FitConfig) -> float:
-    """The mean cross-entropy of logits [m] on what examples teach."""
+    """Return the mean cross-entropy of logits [m] on what examples teach."""
     labels, counts = examples.weighted(config.weight_for(examples.labels))
     return float(np.average(np.logaddexp(0, logits) - labels * logits, weights=counts))
 
@@ -390,7 +390,7 @@ def _loss(logits: NDArray, examples: Examples, config: FitConfig) -> float:
 def _scores_out_of_fold(
     examples: Examples, setting: Hyperparameters, config: FitConfig
 ) -> NDArray:
-    """[m]: each example's score by a head that was fitted to other samples."""
+    """Return [m]: each example's score by a head that was fitted to other samples."""
     from scipy.special import expit
 
     scores = np.zeros(len(examples))
@@ -466,8 +466,8 @@ def fit_mlp(x: Tensor, harmless: Tensor, counts: Tensor, seed: int) -> TrainedHe
 
 
 def _thinned(x: Tensor) -> Tensor:
-    """Inputs [n, F] of which a tenth is dropped, by coins of a byte each that are drawn eight at a
-    time: torch's own dropout takes longer than all else in a step."""
+    """Return inputs [n, F] of which a tenth is dropped, by coins of a byte each that are drawn
+    eight at a time: torch's own dropout takes longer than all else in a step."""
     coins = torch.empty(-(-x.numel() // 8), dtype=torch.int64).random_(-(2**63), None)
     kept = coins.view(torch.uint8)[: x.numel()].view(x.shape) >= DROPPED
     return x * kept * (256 / (256 - DROPPED))

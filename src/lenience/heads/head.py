@@ -82,7 +82,7 @@ class Inputs:
         return f"{'+'.join(self.models)}-{'+'.join(self.tokens)}{layer}{ahead}"
 
     def width(self, sizes: Mapping[str, int]) -> int:
-        """How many numbers are read, by the models' hidden sizes."""
+        """Return how many numbers are read, by the models' hidden sizes."""
         times = {"target": len(self.layers), "draft": 1}
         states = sum(sizes[model] * times[model] for model in self.models) * len(
             self.tokens
@@ -93,7 +93,7 @@ class Inputs:
 
 
 def shown_layers(layers: Sequence[int | None], mark: str = ",") -> str:
-    """Layers as they are named: by number, and `norm`."""
+    """Return layers as they are named: by number, and `norm`."""
     return mark.join("norm" if layer is None else str(layer) for layer in layers)
 
 
@@ -135,7 +135,7 @@ class Head:
         return "mlp" if self.layer else "logistic"
 
     def window_logits(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        """[B, W] logits of the scores of windows of W drafted tokens."""
+        """Return [B, W] logits of the scores of windows of W drafted tokens."""
         parts = []
         for token in self.inputs.tokens:
             rows = (
@@ -160,7 +160,7 @@ class Head:
         return self.logits(torch.cat(parts, -1))
 
     def _kinds(self, ctx: Context, device: torch.device) -> Tensor:
-        """The kinds of the tokenizer's tokens, which are found out once."""
+        """Return the kinds of the tokenizer's tokens, which are found out once."""
         if device not in self._kinds_on:
             if ctx.token_mask is None:
                 raise RuntimeError("a head that looks ahead reads tokens' texts")
@@ -168,8 +168,8 @@ class Head:
         return self._kinds_on[device]
 
     def logits(self, x: Tensor) -> Tensor:
-        """[…] logits of the scores of states […, F]: a float32 score has no steps near 1, its logit
-        has."""
+        """Return […] logits of the scores of states […, F]: a float32 score has no steps near 1,
+        its logit has."""
         x = x.float()
         if x.device not in self._weights:
             self._weights[x.device] = [
@@ -182,7 +182,7 @@ class Head:
         return torch.nn.functional.linear(x, *last)[..., 0]
 
     def _layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Each layer's weight and bias as a product takes them."""
+        """Return each layer's weight and bias as a product takes them."""
         last = (self.weight[None], torch.tensor([self.bias], dtype=torch.float32))
         if not self.layer:
             return [last]
@@ -257,7 +257,7 @@ def _how_to_fit(role: Role) -> str:
 
 
 def load_head(folder: str | Path, role: Role = "judge") -> Head:
-    """The head saved in a folder for a role. Raises InputError where there is none or it is
+    """Return the head saved in a folder for a role. Raises InputError where there is none or it is
     broken."""
     path = local(folder)
     if not (path / f"{role}.json").is_file():
@@ -341,11 +341,11 @@ class HeadReference:
 
     @property
     def bound(self) -> float:
-        """The threshold that holds."""
+        """Return the threshold that holds."""
         return self.head.threshold if self.threshold is None else self.threshold
 
     def relocated(self, path: Callable[[str], str]) -> Self:
-        """The same with its head's path changed; the one of the built-in pair has none."""
+        """Return the same with its head's path changed; the one of the built-in pair has none."""
         return (
             self if self.path == self.built_in else replace(self, path=path(self.path))
         )

@@ -23,16 +23,16 @@ whether they are the same token, and whether a letter is in it."""
 
 
 def kinds_of(token_mask: Callable[[str], Tensor]) -> Tensor:
-    """[V, 2]: 1 for tokens in whose text there is a digit, and a letter; `token_mask` tells in
-    which a regular expression is found."""
+    """Return [V, 2]: 1 for tokens in whose text there is a digit, and a letter; `token_mask` tells
+    in which a regular expression is found."""
     return torch.stack([token_mask(r"\d"), token_mask(r"[^\W\d_]")], -1).float()
 
 
 def token_values(
     target: Tensor, draft: Tensor | None, tokens: Tensor, kinds: Tensor
 ) -> Tensor:
-    """[…, S] numbers of drafted `tokens` […] by the logits […, V] of the target and perhaps of the
-    draft, where they were drafted, and by the `kinds` [V, 2] of tokens.
+    """Return […, S] numbers of drafted `tokens` […] by the logits […, V] of the target and perhaps
+    of the draft, where they were drafted, and by the `kinds` [V, 2] of tokens.
 
     The target's log-probability of the token, of its best and of its second token, the logarithm of
     how many it finds as likely, its entropy, and whether its best token is the drafted one; the
@@ -57,10 +57,10 @@ def token_values(
 
 
 def with_later(here: Tensor, later: Tensor, known: Tensor) -> Tensor:
-    """[…, F]: what a head reads of tokens: their own numbers […, S] and those of the n tokens after
-    each […, n, S], as far as they are `known` […, n]: each one's, their extremes, how long the
-    target agrees, and over all of them, those without a letter and those of which the target is
-    sure how many there are, how many it agrees with, and the mean and the lowest of its
+    """Return […, F]: what a head reads of tokens: their own numbers […, S] and those of the n
+    tokens after each […, n, S], as far as they are `known` […, n]: each one's, their extremes, how
+    long the target agrees, and over all of them, those without a letter and those of which the
+    target is sure how many there are, how many it agrees with, and the mean and the lowest of its
     log-probabilities of them."""
     n = known.shape[-1]
     if not n:
@@ -86,8 +86,8 @@ def with_later(here: Tensor, later: Tensor, known: Tensor) -> Tensor:
 
 
 def of_windows(values: Tensor, lengths: Tensor, n: int) -> Tensor:
-    """[B, W, F]: what a head reads of every token of windows of `lengths` [B] tokens that looks up
-    to `n` tokens ahead, by the tokens' numbers [B, W, S]."""
+    """Return [B, W, F]: what a head reads of every token of windows of `lengths` [B] tokens that
+    looks up to `n` tokens ahead, by the tokens' numbers [B, W, S]."""
     after = _places_after(values.shape[1], n, values.device)
     later = torch.nn.functional.pad(values, (0, 0, 0, n + 1))[:, after]
     return with_later(values, later, after < lengths[:, None, None])
@@ -95,7 +95,7 @@ def of_windows(values: Tensor, lengths: Tensor, n: int) -> Tensor:
 
 @cache
 def _places_after(width: int, n: int, device: torch.device) -> Tensor:
-    """[width, n]: which places follow each."""
+    """Return [width, n]: which places follow each."""
     return (
         1 + torch.arange(width, device=device)[:, None] + torch.arange(n, device=device)
     )
@@ -103,7 +103,7 @@ def _places_after(width: int, n: int, device: torch.device) -> Tensor:
 
 @cache
 def numbers(with_draft: bool) -> int:
-    """S, with what the draft's logits say or without."""
+    """Return S, with what the draft's logits say or without."""
     logits = torch.zeros(1, 2)
     tokens = torch.zeros(1, dtype=torch.long)
     draft = logits if with_draft else None
@@ -112,6 +112,6 @@ def numbers(with_draft: bool) -> int:
 
 @cache
 def width(with_draft: bool, n: int) -> int:
-    """F, with what the draft's logits say or without."""
+    """Return F, with what the draft's logits say or without."""
     values = torch.zeros(1, 1, numbers(with_draft))
     return of_windows(values, torch.ones(1), n).shape[-1]

@@ -18,7 +18,8 @@ BOOTSTRAPS = 200
 
 
 def threshold_at(scores: NDArray, important: NDArray, recall: float) -> float:
-    """The lowest threshold that rejects at least a share `recall` of the important mismatches."""
+    """Return the lowest threshold that rejects at least a share `recall` of the important
+    mismatches."""
     ranked = np.sort(scores[important])
     caught = int(np.ceil(recall * len(ranked) - 1e-9))
     return 0.0 if caught == 0 else float(np.nextafter(ranked[caught - 1], 2.0))
@@ -46,7 +47,7 @@ def thresholds(scores: NDArray, important: NDArray) -> list[dict[str, Any]]:
 def auc_interval(
     scores: NDArray, harmless: NDArray, samples: NDArray, seed: int = 0
 ) -> tuple[float, float]:
-    """The 95 % interval of the AUC of scores [m], which should be high where a mismatch is
+    """Return the 95 % interval of the AUC of scores [m], which should be high where a mismatch is
     `harmless` [m], over `samples` [m] drawn anew, as mismatches of one sample are alike."""
     from scipy.stats import rankdata
 
@@ -67,8 +68,8 @@ def auc_interval(
 
 
 def _weighted_auc(good: NDArray, bad: NDArray, ranks: NDArray) -> float:
-    """How often a harmless one stands above an important one, ties counted half, by the weights of
-    both [m] in the order of their `ranks`."""
+    """Return how often a harmless one stands above an important one, ties counted half, by the
+    weights of both [m] in the order of their `ranks`."""
     starts = np.flatnonzero(np.diff(ranks, prepend=-1.0))
     good = np.add.reduceat(good, starts)
     bad = np.add.reduceat(bad, starts)

@@ -50,7 +50,7 @@ class StreamedRows:
         return int(self.kept.sum())
 
     def __getitem__(self, which: NDArray) -> StreamedRows:
-        """Some of the rows, by a mask or by their numbers, in their order."""
+        """Return some of the rows, by a mask or by their numbers, in their order."""
         kept = np.zeros_like(self.kept)
         kept[np.flatnonzero(self.kept)[which]] = True
         return StreamedRows(self.paths, self.sizes, self.width, kept)
@@ -65,7 +65,7 @@ class StreamedRows:
         )
 
     def blocks(self) -> Iterator[Tensor]:
-        """The rows, some [n, F] float32 at a time."""
+        """Yield the rows, some [n, F] float32 at a time."""
         start = 0
         for path, size in zip(self.paths, self.sizes):
             with safe_open(path, "pt") as file:
@@ -81,7 +81,7 @@ class StreamedRows:
             start += size
 
     def mean_and_scale(self) -> tuple[NDArray, NDArray]:
-        """[F] each: the mean, and the standard deviation with a little added."""
+        """Return [F] each: the mean, and the standard deviation with a little added."""
         total, squares = (
             torch.zeros(self.width, dtype=torch.float64) for _ in range(2)
         )
@@ -126,7 +126,7 @@ class Standardised:
             yield (block - mean) / scale
 
     def logits(self, weights: NDArray) -> NDArray:
-        """[m, K] of linear heads [F + 1, K], whose last row is the bias."""
+        """Return [m, K] of linear heads [F + 1, K], whose last row is the bias."""
         matrix = torch.from_numpy(weights[:-1])
         bias = torch.from_numpy(weights[-1])
         blocks = (x @ matrix.float() + bias for x in self.blocks())
@@ -139,9 +139,9 @@ def fit_together(
     problems: Sequence[LogisticProblem],
     begin: NDArray | None = None,
 ) -> NDArray:
-    """Heads [F + 1, K] for K problems on labelled rows x [m, F], the last row their biases, which
-    are not penalised. All take their steps of L-BFGS in the same passes; `begin` is where they
-    begin."""
+    """Return heads [F + 1, K] for K problems on labelled rows x [m, F], the last row their biases,
+    which are not penalised. All take their steps of L-BFGS in the same passes; `begin` is where
+    they begin."""
     losses = _Losses(
         x,
         torch.from_numpy(labelled[0]).double()[:, None],
@@ -169,8 +169,8 @@ class _Losses:
     """[K]"""
 
     def __call__(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """[K] and [F + 1, K]: the mean losses, penalties included, and their gradients, by a pass
-        over the rows."""
+        """Return [K] and [F + 1, K]: the mean losses, penalties included, and their gradients, by a
+        pass over the rows."""
         matrix = weights[:-1]
         bias = weights[-1]
         loss = torch.zeros_like(self.c)
@@ -196,8 +196,8 @@ class _Losses:
 def _minimised(
     loss_and_gradient: Callable[[Tensor], tuple[Tensor, Tensor]], weights: Tensor
 ) -> Tensor:
-    """The minima [D, K] of K convex functions, by L-BFGS with backtracking, from `weights` on; each
-    call evaluates all K."""
+    """Return the minima [D, K] of K convex functions, by L-BFGS with backtracking, from `weights`
+    on; each call evaluates all K."""
     loss, gradient = loss_and_gradient(weights)
     changes = list[Tensor]()
     turns = list[Tensor]()
@@ -226,15 +226,15 @@ def _minimised(
 
 
 def _is_too_long(length: Tensor, change: Tensor, slope: Tensor) -> Tensor:
-    """[K] bool: whether a step does not bring what its slope promises (Armijo 1966)."""
+    """Return [K] bool: whether a step does not bring what its slope promises (Armijo 1966)."""
     return (change > 1e-4 * length * slope) & (length > SHORTEST)
 
 
 def _lbfgs(
     gradient: Tensor, changes: Sequence[Tensor], turns: Sequence[Tensor]
 ) -> Tensor:
-    """[D, K]: gradients times the inverse Hessians that the last steps tell (Nocedal 1980); a step
-    that did not bend a function tells nothing of it."""
+    """Return [D, K]: gradients times the inverse Hessians that the last steps tell (Nocedal 1980);
+    a step that did not bend a function tells nothing of it."""
     direction = gradient.clone()
     shares = list[Tensor]()
     scale = torch.ones(gradient.shape[1], dtype=gradient.dtype)

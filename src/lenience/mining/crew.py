@@ -39,8 +39,8 @@ class HiredWorker(Protocol):
         ...
 
     def mine(self, part: Part) -> Iterator[dict[str, Any]]:
-        """The records of its samples, as each is finished. Raises WorkerLost, and InputError or
-        RunError where the work itself cannot be done."""
+        """Return the records of its samples, as each is finished. Raises WorkerLost, and InputError
+        or RunError where the work itself cannot be done."""
         ...
 
     def close(self) -> None:
@@ -53,17 +53,17 @@ class Crew(Protocol):
 
     @property
     def most(self) -> int | None:
-        """How many there are at most; None for as many as there is room for."""
+        """Return how many there are at most; None for as many as there is room for."""
         ...
 
     @property
     def at_once(self) -> bool:
-        """Whether they begin together, or each when the one before is ready."""
+        """Return whether they begin together, or each when the one before is ready."""
         ...
 
     def hire(self, number: int) -> HiredWorker | None:
-        """A worker that is ready, perhaps after waiting for room; None once the crew is closed.
-        Raises as HiredWorker.mine."""
+        """Return a worker that is ready, perhaps after waiting for room; None once the crew is
+        closed. Raises as HiredWorker.mine."""
         ...
 
     def stop(self) -> None:
@@ -156,7 +156,7 @@ class _Process:
 
 
 def _device(number: int) -> dict[str, str]:
-    """The GPU of the `number`-th process, where there are several."""
+    """Return the GPU of the `number`-th process, where there are several."""
     import torch
 
     if not torch.cuda.is_available() or torch.cuda.device_count() < 2:
@@ -179,8 +179,8 @@ class _Board:
         self.closed = False
 
     def take(self, most: int) -> list[str]:
-        """What a worker does next: fewer where little is left, so that all end together; nothing
-        once everything is done."""
+        """Return what a worker does next: fewer where little is left, so that all end together;
+        nothing once everything is done."""
         with self.changed:
             while not self._left and self._out and not self.closed:
                 self.changed.wait()
@@ -219,9 +219,9 @@ class _Board:
 def mined_by(
     crew: Crew, work: Part, identity: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """The records of samples that a crew's workers search, as each is finished; `identity` is the
-    driver's own. Raises RunError where all workers are lost again and again, or one is not of the
-    driver's models, and what a worker raises."""
+    """Yield the records of samples that a crew's workers search, as each is finished; `identity` is
+    the driver's own. Raises RunError where all workers are lost again and again, or one is not of
+    the driver's models, and what a worker raises."""
     threads = _Threads(crew, work, identity)
     threads.start()
     try:

@@ -36,8 +36,8 @@ class Forecast:
 
 
 def forecast(mined: Sequence[MinedSample], labels: int) -> Forecast:
-    """What `labels` important mismatches will take. Raises InputError where the samples are too few
-    or hold none."""
+    """Return what `labels` important mismatches will take. Raises InputError where the samples are
+    too few or hold none."""
     counts = np.array(
         [
             sum(bool(mismatch.important) for mismatch in sample.mismatches)

@@ -59,7 +59,7 @@ class _Answered:
 def search_on_policy(
     pair: Pair, task: Task, samples: Sequence[Sample], policy: Decoder, batch_size: int
 ) -> Iterator[MinedSample]:
-    """What is found on `samples`, `batch_size` of them at a time. Where the answer is as the
+    """Yield what is found on `samples`, `batch_size` of them at a time. Where the answer is as the
     target's all kept tokens are harmless. Where it is not, the target goes on after each of them:
     the first after which its answer is another one is important, those before it are harmless, and
     nothing is said of those after it."""
@@ -85,7 +85,7 @@ def search_on_policy(
 def _answer(
     pair: Pair, task: Task, samples: Sequence[Sample], policy: Decoder, strict: Decoder
 ) -> list[_Answered]:
-    """Both answers to each of the samples; the target is asked where something was kept by
+    """Return both answers to each of the samples; the target is asked where something was kept by
     lenience, and else has said the same."""
     size = max(1, len(samples))
     outs = pair.generate_batch(
@@ -104,7 +104,7 @@ def _answer(
 
 
 def _kept(pair: Pair, out: Generation) -> list[Mismatch]:
-    """The tokens that were kept by lenience, beside what the target would have said."""
+    """Return the tokens that were kept by lenience, beside what the target would have said."""
     at = [i for i, entry in enumerate(out.trace) if entry.origin in BY_LENIENCE]
     if not at:
         return []
@@ -127,7 +127,7 @@ def _kept(pair: Pair, out: Generation) -> list[Mismatch]:
 def _record(
     pair: Pair, task: Task, answered: _Answered, policy: Decoder, seconds: float
 ) -> MinedSample:
-    """The journal's record of an answer."""
+    """Return the journal's record of an answer."""
     final, mismatches = _labelled(pair, task, answered, policy)
     _, text = until_stop(pair.target, final, policy.stop_strings)
     outs = [
@@ -158,8 +158,8 @@ def _record(
 def _labelled(
     pair: Pair, task: Task, answered: _Answered, policy: Decoder
 ) -> tuple[list[int], list[Mismatch]]:
-    """The response with the harmless tokens that were kept, and what is known of each; it ends
-    where answered of the policy does."""
+    """Return the response with the harmless tokens that were kept, and what is known of each; it
+    ends where answered of the policy does."""
     if not answered.lost:
         label = {"important": None if answered.same is None else False}
         return answered.lenient.tokens, [

@@ -77,7 +77,7 @@ def resample(
 
 
 def _left(folder: Path, swaps: Sequence[Swap], times: int) -> list[tuple[int, Swap]]:
-    """The draws that are still to be made, by their numbers."""
+    """Return the draws that are still to be made, by their numbers."""
     done = {(draw.id, draw.position, draw.number) for draw in resamples(folder)}
     return [
         (number, swap)
@@ -93,7 +93,7 @@ def _same(task: Task, text: str, mined: MinedSample, sample: Sample) -> bool:
 
 
 def _important(folder: Path, pair: Pair) -> Iterator[Swap]:
-    """The swaps that changed the answer and that the target can go on from."""
+    """Yield the swaps that changed the answer and that the target can go on from."""
     for mined in mined_samples(Journal(folder / "journal.jsonl")):
         for mismatch in mined.mismatches:
             if mismatch.important and mismatch.draft_token not in pair.target.eos_ids:
@@ -101,12 +101,12 @@ def _important(folder: Path, pair: Pair) -> Iterator[Swap]:
 
 
 def _swapped(mined: MinedSample, mismatch: Mismatch) -> list[int]:
-    """The response up to a mismatch, with the draft's token there."""
+    """Return the response up to a mismatch, with the draft's token there."""
     return [*mined.final_ids[: mismatch.position], mismatch.draft_token]
 
 
 def resamples(folder: Path) -> Iterator[Resample]:
-    """The lines of RUN/resamples.jsonl."""
+    """Yield the lines of RUN/resamples.jsonl."""
     journal = Journal(folder / "resamples.jsonl")
     for number, record in journal.numbered():
         yield Resample.read(record, f"{journal.path}, line {number}")

@@ -87,7 +87,7 @@ class MineConfig:
             check_policy(self.policy)
 
     def decoder(self, task: Task) -> Decoder:
-        """How the target's own responses are decoded."""
+        """Return how the target's own responses are decoded."""
         names = ("max_new_tokens", "temperature", "top_k", "top_p")
         options = {name: getattr(self, name) for name in names} | {
             "seed": self.draw_seed
@@ -95,7 +95,7 @@ class MineConfig:
         return for_task(Decoder.of(options), options, task)
 
     def asked(self, decoder: Decoder) -> dict[str, Any]:
-        """What the run says of it."""
+        """Return what the run says of it."""
         stops = list(decoder.stop_strings) or None
         limits = {"max_new_tokens": decoder.max_new_tokens, "stop_strings": stops}
         sampling = (
@@ -147,7 +147,7 @@ class Miner:
         self.max_new_tokens = max_new_tokens
 
     def answer(self, response: list[int]) -> str | None:
-        """The final answer in a response."""
+        """Return the final answer in a response."""
         _, text = until_stop(self.target, response, self.task.stop_strings)
         return self.task.answer(text, self.sample)
 
@@ -215,7 +215,7 @@ class Miner:
         return Continue(prompt + response, left, stops, len(prompt), searches=searches)
 
     def _ends(self, response: list[int]) -> bool:
-        """Whether a response ends with its last token."""
+        """Return whether a response ends with its last token."""
         if response[-1] in self.target.eos_ids or len(response) >= self.max_new_tokens:
             return True
         return completes_stop(self.target, response, self.task.stop_strings)
@@ -228,8 +228,8 @@ def search(
     decoder: Decoder,
     batch_size: int,
 ) -> Iterator[MinedSample]:
-    """What is found on `samples`, as each is finished, where the target answers as `decoding` has
-    it; `batch_size` searches are held together."""
+    """Yield what is found on `samples`, as each is finished, where the target answers as `decoding`
+    has it; `batch_size` searches are held together."""
     max_new_tokens = decoder.max_new_tokens
     shorter = min(lm.context_length or 1 << 30 for lm in pair.models.values())
     prompts = [pair.target.encode(sample.prompt) for sample in samples]
@@ -247,7 +247,7 @@ def search(
 
 
 def _record(miner: Miner, ended: FinishedDialogue[SearchResult]) -> MinedSample:
-    """The journal's record of a search."""
+    """Return the journal's record of a search."""
     found = ended.result
     return MinedSample(
         id=miner.sample.id,
@@ -315,7 +315,7 @@ def mine(
 
 
 def _unfinished(journal: Journal, samples: Sequence[Sample]) -> list[Sample]:
-    """The samples that a journal does not hold, whose torn last line is cut off."""
+    """Return the samples that a journal does not hold, whose torn last line is cut off."""
     journal.resume()
     finished = {mined.id for mined in mined_samples(journal)}
     return [sample for sample in samples if sample.id not in finished]
@@ -339,14 +339,14 @@ def _part(samples: Sequence[Sample], decoder: Decoder, batch_size: int) -> Part:
 
 
 def _by_crew(pair: Pair, task: Task, crew: Crew, work: Part) -> Iterator[MinedSample]:
-    """What a crew's workers find, as each sample is finished."""
+    """Yield what a crew's workers find, as each sample is finished."""
     for record in mined_by(crew, work, identity_of(pair, task)):
         yield MinedSample.read(record, "a worker's record")
 
 
 def _choose(pair: Pair, task: Task, config: MineConfig, drawn: str) -> list[Sample]:
-    """The samples that are mined: of random ones, more begin with the fewer; and none that a head
-    whose answers are mined has learned from, as it is surer of those."""
+    """Return the samples that are mined: of random ones, more begin with the fewer; and none that a
+    head whose answers are mined has learned from, as it is surer of those."""
     if config.limit is not None and config.limit < 1:
         raise InputError(f"limit {config.limit}: must be 1 or more")
     heads = config.policy.heads if config.policy else []
@@ -372,7 +372,7 @@ def _choose(pair: Pair, task: Task, config: MineConfig, drawn: str) -> list[Samp
 def _policy(
     pair: Pair, policy: Decoder | None, like: Decoder
 ) -> tuple[Decoder | None, dict[str, Any] | None]:
-    """Whose answers are mined, and what the run says of it."""
+    """Return whose answers are mined, and what the run says of it."""
     if policy is None:
         return None, None
     policy = replace(
@@ -384,7 +384,7 @@ def _policy(
 
 
 def _counts(journal: Journal, max_new_tokens: int) -> MinedCounts:
-    """What a mining journal holds."""
+    """Return what a mining journal holds."""
     mined = list(mined_samples(journal))
     labels = [mismatch.important for sample in mined for mismatch in sample.mismatches]
     unanswered = [sample for sample in mined if sample.answers.target is None]

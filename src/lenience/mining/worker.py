@@ -35,8 +35,8 @@ class Worker:
         return identity_of(self.pair, self.task)
 
     def mine(self, part: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The journal's records of a part's samples, as each is finished. Raises InputError for an
-        id that the task does not have."""
+        """Yield the journal's records of a part's samples, as each is finished. Raises InputError
+        for an id that the task does not have."""
         if self._samples is None:
             self._samples = {
                 sample.id: sample for sample in take(self.task, "train", None)

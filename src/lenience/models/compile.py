@@ -48,7 +48,7 @@ DRAFTED = 8
 
 
 def export_seconds(models: Sequence[LM]) -> float:
-    """About what exporting models takes, those left out whose graphs are in the cache."""
+    """Return about what exporting models takes, those left out whose graphs are in the cache."""
     missing = [
         lm
         for lm in models
@@ -60,8 +60,8 @@ def export_seconds(models: Sequence[LM]) -> float:
 
 @torch.inference_mode()
 def saved_seconds(models: Sequence[LM]) -> float:
-    """About what exported graphs of a target and its draft save a new token, by a few passes of
-    each."""
+    """Return about what exported graphs of a target and its draft save a new token, by a few passes
+    of each."""
     seconds = []
     for lm in models:
         token = torch.zeros(1, 1, dtype=torch.long)
@@ -124,7 +124,8 @@ def _backend(lm: LM, path: Path | None, export: bool) -> Backend | None:
 
 
 def _others(export: bool, states: States = LAST) -> GraphFinder:
-    """What finds the other graphs of a model, and with `export` makes them, see `_another`."""
+    """Return what finds the other graphs of a model, and with `export` makes them, see
+    `_another`."""
 
     def giving(lm: LM, wanted: States) -> Graph | None:
         def reads(graph: Graph) -> bool:
@@ -182,8 +183,8 @@ class _Export:
 def _another(
     lm: LM, what: str, export: _Export, reads_rightly: Callable[[Graph], bool]
 ) -> Graph | None:
-    """Another graph of a model, exported where that is wanted and there is none yet; None, with a
-    warning, where it cannot be made or differs."""
+    """Return another graph of a model, exported where that is wanted and there is none yet; None,
+    with a warning, where it cannot be made or differs."""
     if not export.makes and not export.exists(lm):
         return None
     try:
@@ -225,7 +226,7 @@ def _load_right(
 
 
 def refuses(lm: LM) -> str | None:
-    """Why a model cannot be compiled at all; None where it can be tried."""
+    """Return why a model cannot be compiled at all; None where it can be tried."""
     if lm.reads_rows_apart:
         return "its rows cannot be read together"
     devices = {str(weight.device) for weight in lm.model.parameters()}

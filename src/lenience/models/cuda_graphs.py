@@ -104,7 +104,7 @@ class CudaGraphCache(PlainCache):
         self._backend.keep(self)
 
     def memory_pool(self) -> Any:
-        """Memory that all recordings share: what one leaves is copied before another is
+        """Return memory that all recordings share: what one leaves is copied before another is
         replayed."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         return self._pool
@@ -144,7 +144,7 @@ class CudaGraphCache(PlainCache):
     def _read_on(
         self, forward: Forward, first: tuple[Tensor, Tensor], profile: Profile
     ) -> tuple[Tensor, Tensor]:
-        """What follows a pass that was not recorded, token by token."""
+        """Return what follows a pass that was not recorded, token by token."""
         parts = [first]
         lengths = [
             cached + len(ids) - pad
@@ -212,7 +212,7 @@ class _Recording:
                 warnings.warn(f"{lm.role} {lm.name!r}: {why}", stacklevel=2)
 
     def _record(self) -> Any:
-        """Padding is read while recording: it is written beside the rows."""
+        """Return padding is read while recording: it is written beside the rows."""
         self.left_padding += self.shape.length
         aside = torch.cuda.Stream()
         cache = self.cache

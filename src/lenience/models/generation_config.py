@@ -55,7 +55,7 @@ REFUSED_WHEN_SAMPLING: dict[str, tuple[Any, ...]] = {
 
 
 def processors_of(lm: LM, sampling: bool) -> LogitsProcessorList:
-    """What a model's generation_config does besides temperature, top-k and top-p.
+    """Return what a model's generation_config does besides temperature, top-k and top-p.
 
     Raises InputError that names a setting which is not supported.
     """

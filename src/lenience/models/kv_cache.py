@@ -57,11 +57,11 @@ class Forward:
 
     @property
     def length(self) -> int:
-        """T"""
+        """Return T"""
         return len(self.input_ids[0])
 
     def ids_on(self, device: torch.device) -> Tensor:
-        """[m, T]"""
+        """Return [m, T]"""
         ids = to_device(self.input_ids, device)
         if self.device_tokens is not None:
             ids[:, -self.device_tokens.shape[1] :] = self.device_tokens
@@ -73,21 +73,23 @@ class RowCache(Protocol):
 
     @property
     def reads_ragged(self) -> bool | None:
-        """Whether rows of different lengths can share a pass; None where it must be tried."""
+        """Return whether rows of different lengths can share a pass; None where it must be
+        tried."""
         ...
 
     @property
     def can_loop(self) -> bool:
-        """Whether a pass can go on by itself."""
+        """Return whether a pass can go on by itself."""
         ...
 
     @property
     def needs_host_tokens(self) -> bool:
-        """Whether tokens that the device has found are wanted on the host before they are read."""
+        """Return whether tokens that the device has found are wanted on the host before they are
+        read."""
         ...
 
     def token_bytes(self) -> dict[torch.device, int]:
-        """What one token takes at most, on each device."""
+        """Return what one token takes at most, on each device."""
         ...
 
     def on_session_closed(self) -> None:
@@ -103,8 +105,8 @@ class RowCache(Protocol):
         ...
 
     def features(self, row: int, start: int, end: int) -> Tensor:
-        """[n, F]: the features of a row's tokens, where they are kept; F may be 0 before the first
-        read."""
+        """Return [n, F]: the features of a row's tokens, where they are kept; F may be 0 before the
+        first read."""
         ...
 
     def of_layers(self, lm: LM, layers: Sequence[int], trees: bool) -> RowCache | None:
@@ -113,8 +115,8 @@ class RowCache(Protocol):
         ...
 
     def read(self, forward: Forward, profile: Profile) -> tuple[Tensor, Tensor]:
-        """Logits [m, num_states + lookahead, V] and hidden states [m, num_states + lookahead,
-        H]."""
+        """Return logits [m, num_states + lookahead, V] and hidden states [m, num_states +
+        lookahead, H]."""
         ...
 
 
@@ -220,7 +222,7 @@ class PlainCache:
         return self.lm.device.type != "cuda"
 
     def kept(self) -> Iterator[Tensor]:
-        """Everything that is kept, [rows, H, capacity + 1, D] each."""
+        """Yield everything that is kept, [rows, H, capacity + 1, D] each."""
         for layer in cast(list[_Layer], self._cache.layers):
             if layer.is_initialized:
                 yield from layer.both()
@@ -284,8 +286,8 @@ class PlainCache:
         sight: Visibility | None,
         inputs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The model's pass over `ids` [m, T], the slots being set; `sight` where it is not one row,
-        or a tree."""
+        """Return the model's pass over `ids` [m, T], the slots being set; `sight` where it is not
+        one row, or a tree."""
         extra: dict[str, Any] = {} if inputs is None else {"inputs": inputs}
         if sight is not None:
             extra |= {"position_ids": sight.at, "attention_mask": self._masks(sight)}
@@ -304,7 +306,7 @@ class PlainCache:
         return logits, hidden[:, -num_states:].to(logits.device)
 
     def _masks(self, sight: Visibility) -> Any:
-        """What each query sees, as the model's attention wants it told."""
+        """Return what each query sees, as the model's attention wants it told."""
         masks = sight.masks(self.lm)
         model = self.lm.model
         if model.config.get_text_config()._attn_implementation == "eager":
@@ -341,7 +343,8 @@ class _RowStates:
         return visible[: len(slots.rows)] if slots.leading else visible[index]
 
     def _with_room(self, like: Tensor) -> Tensor:
-        """Zeros at first, not anything: a masked key's weight is 0, and 0 times a NaN is none."""
+        """Return zeros at first, not anything: a masked key's weight is 0, and 0 times a NaN is
+        none."""
         old = self.states
         rows = self.slots.num_rows
         capacity = self.slots.capacity
@@ -365,7 +368,7 @@ class _Layer(CacheLayerMixin):
         self._values = _RowStates(slots)
 
     def both(self) -> tuple[Tensor, Tensor]:
-        """Keys and values."""
+        """Return keys and values."""
         assert self._keys.states is not None and self._values.states is not None
         return self._keys.states, self._values.states
 
@@ -435,7 +438,7 @@ class _Slots:
 def positions(
     ids: Tensor, left_padding: Tensor, cached_lengths: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The position of each of `ids` [m, T], 0 for padding, and which are padding, both [m, T];
-    `left_padding` [m] stand in front and `cached_lengths` [m] tokens came before."""
+    """Return the position of each of `ids` [m, T], 0 for padding, and which are padding, both [m,
+    T]; `left_padding` [m] stand in front and `cached_lengths` [m] tokens came before."""
     steps = torch.arange(ids.shape[1], device=ids.device) - left_padding[:, None]
     return (steps + cached_lengths[:, None]).masked_fill(steps < 0, 0), steps < 0

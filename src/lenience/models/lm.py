@@ -71,7 +71,8 @@ class PassCache(Cache):
         self._hidden[layer] = states
 
     def take_hidden(self, states: States = LAST) -> tuple[Tensor, Tensor | None]:
-        """What the last pass gave: states [m, T, H], and features [m, T, F] where there are any."""
+        """Return what the last pass gave: states [m, T, H], and features [m, T, F] where there are
+        any."""
         given = self._hidden
         self._hidden = {}  # what nobody asks for must not stay
         hidden = _side_by_side([given[layer] for layer in states.layers])
@@ -80,7 +81,7 @@ class PassCache(Cache):
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """[m, T, H] each → one, on the last one's device."""
+    """Return [m, T, H] each → one, on the last one's device."""
     last = parts[-1]
     return (
         last
@@ -90,8 +91,8 @@ def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _hand_over(layer: int | None) -> Callable[..., None]:
-    """A hook that puts what a module gives into the PassCache among its arguments, where there is
-    one."""
+    """Return a hook that puts what a module gives into the PassCache among its arguments, where
+    there is one."""
 
     def hook(
         _module: torch.nn.Module,
@@ -123,15 +124,16 @@ class Backend(Protocol):
         ...
 
     def giving(self, lm: LM, states: States) -> Backend | None:
-        """The same way to other states; None where there is none."""
+        """Return the same way to other states; None where there is none."""
         ...
 
     def for_trees(self, lm: LM) -> Backend | None:
-        """What gives the same states of trees of tokens; None where there is none."""
+        """Return what gives the same states of trees of tokens; None where there is none."""
         ...
 
     def has_spare(self, rows: int, capacity: int) -> bool:
-        """Whether the next session can take over a cache, so that no memory is needed for it."""
+        """Return whether the next session can take over a cache, so that no memory is needed for
+        it."""
         ...
 
     def drop_spare(self, rows: int, capacity: int) -> None:
@@ -207,8 +209,8 @@ class LM:
         self.backend = backend
 
     def backend_for(self, states: States, trees: bool = False) -> Backend | None:
-        """What the model is read through where these states are wanted, and perhaps trees of tokens
-        are read; None for its own forward."""
+        """Return what the model is read through where these states are wanted, and perhaps trees of
+        tokens are read; None for its own forward."""
         backend = self.backend
         if backend is not None and states != LAST:
             whole = backend
@@ -282,8 +284,8 @@ class LM:
         return int(self.model.config.get_text_config().num_hidden_layers)
 
     def blocks(self, model: torch.nn.Module | None = None) -> torch.nn.ModuleList:
-        """The model's layers, or those of another `model` of the same kind; empty where they cannot
-        be told."""
+        """Return the model's layers, or those of another `model` of the same kind; empty where they
+        cannot be told."""
         parts = (model or self.model).modules()
         lists = [part for part in parts if isinstance(part, torch.nn.ModuleList)]
         return next(
@@ -294,8 +296,8 @@ class LM:
     def block(
         self, layer: int, model: torch.nn.Module | None = None
     ) -> torch.nn.Module:
-        """One of the model's layers, 1 the first and -1 the last, or that of another `model` of the
-        same kind. Raises InputError where there is none."""
+        """Return one of the model's layers, 1 the first and -1 the last, or that of another `model`
+        of the same kind. Raises InputError where there is none."""
         blocks = self.blocks(model)
         if not 1 <= abs(layer) <= len(blocks):
             has = f"{self.role} {self.name!r} has {len(blocks)}, 1 the first and -1 the last"
@@ -327,11 +329,11 @@ class LM:
 
     @property
     def output_matrix(self) -> Tensor:
-        """[V, H]: what the LM head multiplies states with."""
+        """Return [V, H]: what the LM head multiplies states with."""
         return cast(torch.nn.Linear, self.model.get_output_embeddings()).weight
 
     def generation_settings(self) -> dict[str, Any]:
-        """What the model's generation_config says that is not a default, as JSON."""
+        """Return what the model's generation_config says that is not a default, as JSON."""
         config = self.model.generation_config
         settings = {} if config is None else config.to_diff_dict()
         plain = {}
@@ -343,20 +345,20 @@ class LM:
 
     @cached_property
     def context_length(self) -> int | None:
-        """How many tokens the model can hold; None where its configuration sets no limit."""
+        """Return how many tokens the model can hold; None where its configuration sets no limit."""
         config = self.model.config.get_text_config()
         positions = getattr(config, "max_position_embeddings", None)
         return positions or getattr(config, "n_positions", None)
 
     @cached_property
     def vocab_size(self) -> int:
-        """The number of rows of the input embedding: ids from here on cannot be read."""
+        """Return the number of rows of the input embedding: ids from here on cannot be read."""
         return self.embedding.weight.shape[0]
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
-        """Tokens that end a response: those of generation_config, or the tokenizer's EOS if it
-        lists none. With a chat template the tokenizer's EOS and the token that ends a turn are
+        """Return tokens that end a response: those of generation_config, or the tokenizer's EOS if
+        it lists none. With a chat template the tokenizer's EOS and the token that ends a turn are
         added, with a warning, as answers would otherwise run on through further turns."""
         config = self.model.generation_config
         listed = config.eos_token_id if config else None
@@ -390,14 +392,15 @@ class LM:
 
     @cached_property
     def reads_inputs(self) -> bool:
-        """Whether it reads each token with what was made of the one before, see `Forward`."""
+        """Return whether it reads each token with what was made of the one before, see
+        `Forward`."""
         return "inputs" in inspect.signature(self.model.forward).parameters
 
     @cached_property
     def rope_switch(self) -> int | None:
-        """The length beyond which a pass rotates all its tokens by other factors (longrope); None
-        for a model without such a length. A window that reaches beyond it is read otherwise than
-        its tokens one by one."""
+        """Return the length beyond which a pass rotates all its tokens by other factors (longrope);
+        None for a model without such a length. A window that reaches beyond it is read otherwise
+        than its tokens one by one."""
         config: Any = self.model.config.get_text_config()
         rope = getattr(config, "rope_parameters", None) or {}
         for settings in (
@@ -424,8 +427,8 @@ class LM:
 
     @cached_property
     def reads_rows_apart(self) -> bool:
-        """Whether what a row reads as depends on the rows that are read with it, so that they must
-        be read one by one."""
+        """Return whether what a row reads as depends on the rows that are read with it, so that
+        they must be read one by one."""
         config: Any = self.model.config.get_text_config()
         rope = str(
             getattr(config, "rope_parameters", None)
@@ -457,12 +460,13 @@ class LM:
 
     @property
     def chats(self) -> bool:
-        """Whether text and messages go through a chat template."""
+        """Return whether text and messages go through a chat template."""
         return self.chat.template_of(self.tokenizer) is not None
 
     def encode(self, prompt: Prompt, any_length: bool = False) -> list[int]:
-        """Token ids of a prompt: ids as they are, also as a tensor, an array or what a tokenizer
-        gives for one text; text and messages through the chat template, where there is one.
+        """Return token ids of a prompt: ids as they are, also as a tensor, an array or what a
+        tokenizer gives for one text; text and messages through the chat template, where there is
+        one.
 
         Raises InputError for an empty prompt, ids out of range, messages without a template, words
         that the vocabulary lacks and, but for `any_length`, a prompt that leaves no room in the
@@ -502,13 +506,13 @@ class LM:
         return ids
 
     def tokenize(self, text: str, **options: Any) -> Any:
-        """What the tokenizer makes of a text. Raises InputError for words that the vocabulary
-        lacks."""
+        """Return what the tokenizer makes of a text. Raises InputError for words that the
+        vocabulary lacks."""
         return tokenize(self.tokenizer, self.name, text, **options)
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        """The text of tokens. `special` ones are included or left out, and so is an EOS at the end
-        that is no special token of the tokenizer."""
+        """Return the text of tokens. `special` ones are included or left out, and so is an EOS at
+        the end that is no special token of the tokenizer."""
         if not special and len(ids) and ids[-1] in self.eos_ids:
             ids = ids[:-1]
         return cast(
@@ -516,7 +520,7 @@ class LM:
         )
 
     def token_mask(self, pattern: str) -> Tensor:
-        """[V] bool: in which tokens' texts a regular expression is found; found out once."""
+        """Return [V] bool: in which tokens' texts a regular expression is found; found out once."""
         return self.once(
             ("tokens", pattern),
             lambda: tokens_with(self.tokenizer, pattern, self.vocab_size).to(
@@ -528,8 +532,8 @@ class LM:
 def tokenize(
     tokenizer: PreTrainedTokenizerBase, name: str, text: str | list[str], **options: Any
 ) -> Any:
-    """What a model's tokenizer makes of a text, or of each of several. Raises InputError for words
-    that the vocabulary lacks."""
+    """Return what a model's tokenizer makes of a text, or of each of several. Raises InputError for
+    words that the vocabulary lacks."""
     try:
         return tokenizer(text, **options)
     except Exception as error:
@@ -572,7 +576,7 @@ def save_model(
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hub name or local folder. Raises InputError where there is none."""
+    """Return the tokenizer of a Hub name or local folder. Raises InputError where there is none."""
     try:
         return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(source))
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
@@ -595,8 +599,8 @@ def _cache_name(kind: Any) -> str | None:
 
 
 def _caps_attention(source: str, options: Mapping[str, Any]) -> bool:
-    """Whether a model caps its attention scores, which some versions of transformers leave out
-    where they are not computed plainly."""
+    """Return whether a model caps its attention scores, which some versions of transformers leave
+    out where they are not computed plainly."""
     config = AutoConfig.from_pretrained(source, **options).get_text_config()
     return getattr(config, "attn_logit_softcapping", None) is not None
 

@@ -16,8 +16,8 @@ MASK_BYTES = 6
 
 
 def token_bytes(lm: LM, states: States = LAST) -> dict[torch.device, int]:
-    """What one token takes in the KV cache, features included, on each device; found out once for a
-    model and the way it is read."""
+    """Return what one token takes in the KV cache, features included, on each device; found out
+    once for a model and the way it is read."""
     way = type(lm.backend).__name__
 
     def find() -> dict[torch.device, int]:
@@ -56,7 +56,7 @@ def check_memory(
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """How much memory a device has left; None where it cannot be told."""
+    """Return how much memory a device has left; None where it cannot be told."""
     if device.type == "cuda":
         kept_by_torch = torch.cuda.memory_reserved(
             device
@@ -75,7 +75,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _allowed() -> int:
-    """How much memory this process may take at all."""
+    """Return how much memory this process may take at all."""
     try:
         import resource
     except ImportError:  # not on every system

@@ -104,7 +104,7 @@ def _tree_graph(lm: LM, states: States) -> ir.Model:
 
 
 def _looping_graph(lm: LM, states: States) -> ir.Model:
-    """The first pass, and behind it a loop whose body is a step."""
+    """Return the first pass, and behind it a loop whose body is a step."""
     first = _First(lm, states)
     arguments = _arguments(lm, loops=True)
     past, past_varies = arguments["past"]
@@ -130,7 +130,7 @@ def _looping_graph(lm: LM, states: States) -> ir.Model:
 
 
 def _arguments(lm: LM, loops: bool) -> Traced:
-    """What the first pass is traced with."""
+    """Return what the first pass is traced with."""
     layers, heads, size = _cache_shape(lm)
     past = [torch.randn(2, heads, 32, size) for _ in range(2 * layers)]
     return {
@@ -144,7 +144,7 @@ def _arguments(lm: LM, loops: bool) -> Traced:
 
 
 def _inputs(lm: LM) -> tuple[Any, Any]:
-    """What a model that reads inputs is traced with."""
+    """Return what a model that reads inputs is traced with."""
     if not lm.reads_inputs:
         return None, None
     return torch.randn(2, 5, lm.hidden_size), {0: "m", 1: "T"}
@@ -187,7 +187,8 @@ class _Twin(torch.nn.Module):
         layers: list[_Layer],
         inputs: Tensor | None = None,
     ) -> tuple[Any, ...]:
-        """Logits, hidden states, perhaps features, and the new keys and values of `ids` [m, T]."""
+        """Return logits, hidden states, perhaps features, and the new keys and values of `ids` [m,
+        T]."""
         self.attention.past = past
         masks = sight.masks(self.lm)
         out = self.model(
@@ -231,8 +232,8 @@ class _First(_Twin):
         past: list[Tensor],
         inputs: Tensor | None,
     ) -> tuple[Any, ...]:
-        """The pass over what is given and, with `steps` [N], what the loop begins with: the new
-        states with room for N more, the most probable token [m], its position [m], and the
+        """Return the pass over what is given and, with `steps` [N], what the loop begins with: the
+        new states with room for N more, the most probable token [m], its position [m], and the
         positions [m, C + T + N] of all states."""
         pads, cached = where
         at, padding = positions(ids, pads, cached)
@@ -265,7 +266,7 @@ class _Branching(_Twin):
         past: list[Tensor],
         inputs: Tensor | None,
     ) -> tuple[Any, ...]:
-        """The pass over trees."""
+        """Return the pass over trees."""
         layers = [_Layer() for _ in past[::2]]
         return self.read(
             ids, Visibility(*sight), kept, past, layers=layers, inputs=inputs
@@ -281,8 +282,9 @@ class _Step(_Twin):
         near: list[Tensor],
         past: list[Tensor],
     ) -> tuple[Any, ...]:
-        """A pass of the loop: the token after the one that was `said` [m], with which a model that
-        reads inputs also reads its state [m, H], and `near` with its states in their place."""
+        """Return a pass of the loop: the token after the one that was `said` [m], with which a
+        model that reads inputs also reads its state [m, H], and `near` with its states in their
+        place."""
         (token, *state), (after, places) = said, where
         at = (after + i)[:, None]  # [m, 1]
         here = (places[:, past[0].shape[2] :] == at)[:, None, :, None]  # [m, 1, K, 1]
@@ -337,7 +339,7 @@ class _Layer(CacheLayerMixin):
 
 
 def _on_same_weights(model: PreTrainedModel, attention: str) -> PreTrainedModel:
-    """Another model on the weights of one, with another attention."""
+    """Return another model on the weights of one, with another attention."""
     make = getattr(model, "with_attention", None)
     if make:
         return cast(PreTrainedModel, make(attention))
@@ -366,9 +368,9 @@ class _Attention:
         attention_mask: Tensor,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """Attention of `query` [m, G · H, T, D] over the cached and the given `key` and `value`
-        [m, H, T, D]. The G heads that share a key are read as more queries, so that keys need no
-        copies."""
+        """Return attention of `query` [m, G · H, T, D] over the cached and the given `key` and
+        `value` [m, H, T, D]. The G heads that share a key are read as more queries, so that keys
+        need no copies."""
         scaling = options.get("scaling")
         softcap = options.get("softcap")
         layer = cast(int, module.layer_idx)
@@ -399,8 +401,8 @@ class _Attention:
 
 
 def _cache_shape(lm: LM) -> tuple[int, int, int]:
-    """Layers, heads and head size of the keys and values. Raises ValueError where they differ among
-    layers."""
+    """Return layers, heads and head size of the keys and values. Raises ValueError where they
+    differ among layers."""
     with torch.inference_mode():
         layers = lm.model(
             torch.zeros(1, 1, dtype=torch.long), use_cache=True
@@ -417,7 +419,7 @@ def _numbered(name: str, values: Sequence[Tensor]) -> list[str]:
 
 
 def _trace(module: _Twin, arguments: Traced, outputs: list[str]) -> ir.Model:
-    """The graph of a module's forward; `arguments` are what it is traced with."""
+    """Return the graph of a module's forward; `arguments` are what it is traced with."""
     names: list[str] = []
     for name, (value, _) in arguments.items():
         if isinstance(value, list):
@@ -538,7 +540,7 @@ def _share(graph: ir.Graph, step: ir.Graph, carried: list[ir.Value]) -> None:
 
 
 def _loop_body(step: ir.Graph, carried: list[ir.Value]) -> ir.Graph:
-    """The nodes of a step as the body of a loop that goes on until its count is over."""
+    """Return the nodes of a step as the body of a loop that goes on until its count is over."""
     number = step.inputs[0]
     nodes = list(step)
     ends = list(step.outputs)
@@ -611,7 +613,7 @@ def _is_weight(value: ir.Value) -> bool:
 
 
 def _content(value: ir.Value) -> Any:
-    """What two constants of the same content have in common."""
+    """Return what two constants of the same content have in common."""
     assert value.const_value is not None
     array = value.const_value.numpy()
     return array.dtype, array.shape, array.tobytes()

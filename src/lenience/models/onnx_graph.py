@@ -139,7 +139,7 @@ class Graph:
         return GraphCache(lm, self, _Store(self, rows, capacity))
 
     def memory(self, rows: int, capacity: int) -> _Memory:
-        """An empty one, which may have been another cache's."""
+        """Return an empty one, which may have been another cache's."""
         spare = self._spare.pop((rows, capacity), None)
         if spare is None:
             return _Memory.of(self, rows, capacity)
@@ -177,7 +177,7 @@ class _Memory:
 
     @classmethod
     def of(cls, graph: Graph, rows: int, capacity: int) -> _Memory:
-        """Zeros, not anything: a masked key's weight is 0, and 0 times a NaN is none."""
+        """Return zeros, not anything: a masked key's weight is 0, and 0 times a NaN is none."""
         return cls(
             torch.zeros(2 * graph.layers, rows, graph.heads, capacity, graph.head_size),
             torch.zeros(rows, capacity, graph.feature_size or 0),
@@ -388,7 +388,7 @@ class GraphCache:
         return self.read(last, profile)
 
     def _graph(self, shape: _Shape) -> Graph:
-        """What reads a shape."""
+        """Return what reads a shape."""
         if not shape.is_tree:
             return self.graph
         assert self.graph.trees is not None
@@ -479,7 +479,7 @@ class _Call:
             self._bind_output("features", self.features)
 
     def _inputs(self, shape: _Shape) -> dict[str, NDArray[Any]]:
-        """What is written before a call, besides the cached states."""
+        """Return what is written before a call, besides the cached states."""
         kept = np.arange(shape.length - shape.num_states, shape.length)
         inputs: dict[str, NDArray[Any]] = {"ids": self.ids, "kept": kept}
         if self.graph.reads_trees:
@@ -498,8 +498,8 @@ class _Call:
         )
 
     def _outputs(self, name: str, width: int) -> Tensor:
-        """[m, num_states + lookahead, width]: where the pass over what is given leaves something,
-        and after it the loop."""
+        """Return [m, num_states + lookahead, width]: where the pass over what is given leaves
+        something, and after it the loop."""
         m = len(self.ids)
         if not self.lookahead:
             whole = torch.empty(m, self.num_states, width)
@@ -519,8 +519,8 @@ class _Call:
     def __call__(
         self, forward: Forward, places: list[int], lm: LM
     ) -> tuple[Tensor, Tensor]:
-        """Logits and hidden states of the rows at `places`, the others are padding; ids above the
-        model's last are read as that one."""
+        """Return logits and hidden states of the rows at `places`, the others are padding; ids
+        above the model's last are read as that one."""
         longest = lm.context_length
         whole = len(places) == len(self.ids)
         if not whole:

@@ -29,7 +29,7 @@ class Chat:
 
     @property
     def spec(self) -> dict[str, Any] | None:
-        """What is not as usual, as JSON; None where nothing is."""
+        """Return what is not as usual, as JSON; None where nothing is."""
         spec: dict[str, Any] = {} if self.use is None else {"use": self.use}
         if self.system is not None:
             spec["system"] = self.system
@@ -38,7 +38,7 @@ class Chat:
         ) or None
 
     def template_of(self, tokenizer: PreTrainedTokenizerBase) -> str | None:
-        """The chat template that prompts go through; None where they go through none."""
+        """Return the chat template that prompts go through; None where they go through none."""
         template = getattr(tokenizer, "chat_template", None)
         return None if self.use is False or not template else str(template)
 
@@ -94,8 +94,8 @@ class Chat:
         tokenizer: PreTrainedTokenizerBase,
         model: str,
     ) -> list[int]:
-        """Token ids of text or messages through the template. Raises InputError where it refuses
-        them."""
+        """Return token ids of text or messages through the template. Raises InputError where it
+        refuses them."""
         messages = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         )
@@ -131,9 +131,9 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def several(prompts: Any, pad: int | None = None) -> list[Prompt]:
-    """Prompts one by one, also of a batch: a tensor or an array of ids [m, T], or what a tokenizer
-    gives for texts, whose padding is left out. Raises InputError for a single one, and for a batch
-    whose rows begin or end with the token `pad` and that says not what is padding."""
+    """Return prompts one by one, also of a batch: a tensor or an array of ids [m, T], or what a
+    tokenizer gives for texts, whose padding is left out. Raises InputError for a single one, and
+    for a batch whose rows begin or end with the token `pad` and that says not what is padding."""
     if isinstance(prompts, str):
         raise InputError("prompts: is one text; give a list, or ask generate for one")
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
@@ -167,8 +167,8 @@ def _refuse_padding(rows: Any, pad: int | None) -> None:
 
 
 def plain(prompt: Any) -> Any:
-    """Token ids as a list where they come as a tensor or an array, alone or as a batch of one, or
-    as what a tokenizer gives, whose padding is left out; anything else as it is."""
+    """Return token ids as a list where they come as a tensor or an array, alone or as a batch of
+    one, or as what a tokenizer gives, whose padding is left out; anything else as it is."""
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
         ids = _row(prompt.get("input_ids"))
         mask = _row(prompt.get("attention_mask"))

@@ -62,8 +62,8 @@ class Batch:
     parents: Sequence[Parents] | None
 
     def forward(self, group: list[int]) -> Forward:
-        """One pass over some of the sequences. Those with fewer new tokens than others are padded
-        in front, so that the last states are those asked for."""
+        """Return one pass over some of the sequences. Those with fewer new tokens than others are
+        padded in front, so that the last states are those asked for."""
         sequences = [self.sequences[b] for b in group]
         cached = [self.cached[b] for b in group]
         counts = [len(new) - n for n, new in zip(cached, sequences)]
@@ -119,7 +119,7 @@ class Session:
         finalize(self, self.cache.on_session_closed).atexit = False
 
     def tokens(self) -> list[list[int]]:
-        """What is in each row; waits for tokens that the device has found."""
+        """Return what is in each row; waits for tokens that the device has found."""
         for pending in self._pending:
             for row, start, tokens in zip(
                 pending.rows, pending.starts, pending.fetch()
@@ -129,7 +129,7 @@ class Session:
         return self._tokens
 
     def room(self, tokens: Sequence[int]) -> int:
-        """How many more tokens the model's context can hold after these."""
+        """Return how many more tokens the model's context can hold after these."""
         return (
             1 << 30
             if self.lm.context_length is None
@@ -169,14 +169,14 @@ class Session:
 
     @torch.inference_mode()
     def features(self, row: int, sequence: list[int], start: int) -> Tensor:
-        """[n, F]: the features of those of a sequence's tokens, from `start` on, that the row
-        holds."""
+        """Return [n, F]: the features of those of a sequence's tokens, from `start` on, that the
+        row holds."""
         return self.cache.features(row, start, self.held(row, sequence))
 
     @torch.inference_mode()
     def held(self, row: int, sequence: list[int]) -> int:
-        """How many of a sequence's first tokens the row holds; of a tree it keeps the path that the
-        sequence takes."""
+        """Return how many of a sequence's first tokens the row holds; of a tree it keeps the path
+        that the sequence takes."""
         self.tokens()
         self._keep_paths([row], [sequence], None)
         return common(self._tokens[row], sequence)
@@ -191,8 +191,8 @@ class Session:
         rows: Sequence[int] | None = None,
         parents: Sequence[Parents] | None = None,
     ) -> Reading:
-        """Logits [B, num_states, V] and hidden states [B, num_states, H] after each of the last
-        `num_states` tokens of each sequence, which may be followed by `device_tokens` [B, a];
+        """Return logits [B, num_states, V] and hidden states [B, num_states, H] after each of the
+        last `num_states` tokens of each sequence, which may be followed by `device_tokens` [B, a];
         sequence b is row b's, or rows[b]'s. What is past the end of the model's context is not
         read; its states are anything.
 
@@ -233,9 +233,9 @@ class Session:
         return reading
 
     def catch_up(self, prefixes: Sequence[list[int]], rows: Sequence[int]) -> list[int]:
-        """[B]: how many tokens were read now, of prefixes that trees are to follow: all but the
-        last of those that are new, where their mask would be large, since a pass that reads a tree
-        has one over all that it reads."""
+        """Return [B]: how many tokens were read now, of prefixes that trees are to follow: all but
+        the last of those that are new, where their mask would be large, since a pass that reads a
+        tree has one over all that it reads."""
         new = [
             len(prefix) - 1 - self.held(row, prefix)
             for prefix, row in zip(prefixes, rows)
@@ -254,14 +254,14 @@ class Session:
     def _read_in_groups(
         self, batch: Batch, groups: list[list[int]]
     ) -> tuple[Tensor, Tensor]:
-        """Logits and hidden states of a batch that is read in one pass or several."""
+        """Return logits and hidden states of a batch that is read in one pass or several."""
         passes = [self._forward(batch, group) for group in groups]
         return _in_order(
             [self.cache.read(pass_, self.profile) for pass_ in passes], groups
         )
 
     def _forward(self, batch: Batch, group: list[int]) -> Forward:
-        """One pass over some of a batch's sequences."""
+        """Return one pass over some of a batch's sequences."""
         return batch.forward(group)
 
     def _keep_paths(
@@ -349,8 +349,8 @@ class Session:
     def _join(
         self, sequences: Sequence[list[int]], device_tokens: Tensor
     ) -> tuple[list[list[int]], Tensor | None]:
-        """The sequences with the tokens [B, a]; where these are left on the device, LATER stands
-        for them and they are given back."""
+        """Return the sequences with the tokens [B, a]; where these are left on the device, LATER
+        stands for them and they are given back."""
         n = device_tokens.shape[1]
         room = all(self.room(sequence) >= n for sequence in sequences)
         if self.lm.rope_switch is not None:
@@ -365,9 +365,9 @@ class Session:
     def _groups(
         self, sequences: Sequence[list[int]], counts: list[int], num_states: int
     ) -> list[list[int]]:
-        """Which rows are read in one pass. Rows with much to read, such as new prompts, would make
-        the others wait if they were read with them, and too many of them together would need a
-        large mask."""
+        """Return which rows are read in one pass. Rows with much to read, such as new prompts,
+        would make the others wait if they were read with them, and too many of them together would
+        need a large mask."""
         if len(sequences) > 1 and not self._reads_ragged():
             return [[b] for b in range(len(sequences))]
         short = [b for b, count in enumerate(counts) if count <= num_states + 1]
@@ -406,7 +406,7 @@ def _cut_to_common(
 def _in_order(
     parts: list[tuple[Tensor, Tensor]], groups: list[list[int]]
 ) -> tuple[Tensor, Tensor]:
-    """Logits and hidden states of rows that were read in groups, in the rows' order."""
+    """Return logits and hidden states of rows that were read in groups, in the rows' order."""
     if len(parts) == 1:
         return parts[0]
     order = to_device(list(chain.from_iterable(groups)), parts[0][0].device).argsort()
@@ -415,21 +415,21 @@ def _in_order(
 
 
 def _moved_up(states: Tensor, over: list[int]) -> Tensor:
-    """States [B, n, …] of rows that were read without their last `over` tokens, each moved to the
-    place of its token."""
+    """Return states [B, n, …] of rows that were read without their last `over` tokens, each moved
+    to the place of its token."""
     if not any(over):
         return states
     return torch.stack([row.roll(-past, 0) for row, past in zip(states, over)])
 
 
 def probe_masks(lm: LM) -> bool:
-    """Whether rows of different lengths can share a pass of a model's own forward; where they
-    cannot, a warning says so. Found out once for a model."""
+    """Return whether rows of different lengths can share a pass of a model's own forward; where
+    they cannot, a warning says so. Found out once for a model."""
     return lm.once("takes masks", lambda: _try_masks(lm))
 
 
 def _try_masks(lm: LM) -> bool:
-    """Models differ in how they place a mask, so it is tried."""
+    """Return models differ in how they place a mask, so it is tried."""
     attention = lm.model.config.get_text_config()._attn_implementation
     takes = attention in ("eager", "sdpa") and not lm.reads_rows_apart
     why = ""
@@ -450,9 +450,9 @@ def _try_masks(lm: LM) -> bool:
 
 
 def reads_together_as_alone(lm: LM, cache: RowCache, states: States = LAST) -> bool:
-    """Whether rows of different lengths that are read together in `cache`, of three rows, have the
-    states and features that they have when each is read alone by the model's own pass; so have
-    those that the cache goes on to by itself."""
+    """Return whether rows of different lengths that are read together in `cache`, of three rows,
+    have the states and features that they have when each is read alone by the model's own pass; so
+    have those that the cache goes on to by itself."""
     rows = _random_tokens(lm, [min(n, lm.context_length or n) for n in (8, 40, 23)])
     together = Session(lm, 3, cache=cache)
     together.read([row[:-3] for row in rows])
@@ -480,7 +480,8 @@ def reads_together_as_alone(lm: LM, cache: RowCache, states: States = LAST) -> b
 def _have_features_of(
     together: Session, sessions: Sequence[Session], rows: Sequence[list[int]]
 ) -> bool:
-    """Whether the rows of a session have the features that each has in a session of its own."""
+    """Return whether the rows of a session have the features that each has in a session of its
+    own."""
     given = [together.features(b, row, 0) for b, row in enumerate(rows)]
     alone = [
         own.features(0, row, 0)[: len(ids)]
@@ -539,7 +540,7 @@ def _logits_at_positions_from_0(lm: LM, tokens: list[int]) -> Tensor | None:
 
 
 def tree_cache(lm: LM, rows: int, capacity: int, states: States = LAST) -> RowCache:
-    """A cache for a session that reads trees, which not every backend does."""
+    """Return a cache for a session that reads trees, which not every backend does."""
     backend = lm.backend_for(states, trees=True)
     return (
         backend.cache(lm, rows, capacity)
@@ -565,7 +566,7 @@ def check_trees(lm: LM, mend: str) -> None:
 
 
 def _why_no_trees(lm: LM) -> str | None:
-    """What goes wrong where a tree is read through a model's own forward; None where nothing
+    """Return what goes wrong where a tree is read through a model's own forward; None where nothing
     does."""
     if lm.rope_switch is not None:
         return f"its rotary factors change after {lm.rope_switch} tokens (longrope)"
@@ -579,9 +580,9 @@ def _why_no_trees(lm: LM) -> str | None:
 
 
 def reads_trees_as_paths(lm: LM, cache: RowCache, given: States = LAST) -> bool:
-    """Whether the tokens of trees that are read in `cache`, of two rows, have the states that they
-    have at the ends of their paths, read alone by the model's own pass; so has what follows a path
-    that was kept."""
+    """Return whether the tokens of trees that are read in `cache`, of two rows, have the states
+    that they have at the ends of their paths, read alone by the model's own pass; so has what
+    follows a path that was kept."""
     parents = [-1, -1, 0, 1, 1, 4]
     room = (lm.context_length or 64) - 4
     *prefixes, tokens = _random_tokens(
@@ -616,13 +617,13 @@ def _random_tokens(lm: LM, lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _are_alike(lm: LM, found: Tensor, wanted: Tensor) -> bool:
-    """Whether states […, H] differ by no more than rounding."""
+    """Return whether states […, H] differ by no more than rounding."""
     error = (found.float() - wanted.float()).norm(dim=-1) / wanted.float().norm(dim=-1)
     return bool(error.max() < (0.1 if lm.model.dtype.itemsize < 4 else 1e-3))
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """The length of the common beginning of two sequences, by bisection over comparisons of
+    """Return the length of the common beginning of two sequences, by bisection over comparisons of
     slices."""
     low = 0
     high = min(len(a), len(b))

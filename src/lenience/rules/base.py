@@ -39,27 +39,27 @@ class Term:
     """Specs of its settings, from strict to lenient, which its name alone stands for."""
 
     def accepts(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
-        """[B, W] bool: for each drafted position, whether its token is accepted there."""
+        """Return [B, W] bool: for each drafted position, whether its token is accepted there."""
         raise NotImplementedError
 
     def greedy_next_tokens(
         self, draft: Draft, reading: Reading, ctx: Context
     ) -> Tensor:
-        """[B, W + 1]: when greedy, the token that follows after 0 … W accepted ones. Here: the
-        target's most probable."""
+        """Return [B, W + 1]: when greedy, the token that follows after 0 … W accepted ones. Here:
+        the target's most probable."""
         return reading.greedy_tokens
 
     @property
     def goes_on_as_target(self) -> bool:
-        """Whether those are the target's own."""
+        """Return whether those are the target's own."""
         return type(self).greedy_next_tokens is Term.greedy_next_tokens
 
     def next_token(
         self, kept: Tensor, draft: Draft, reading: Reading, ctx: Context
     ) -> Tensor:
-        """[B]: when sampling, the token after `kept` [B] accepted ones: a correction, or the bonus
-        where all are kept. Here: from the target's own distribution, by a draw that is independent
-        of the one that picked the rejected token."""
+        """Return [B]: when sampling, the token after `kept` [B] accepted ones: a correction, or the
+        bonus where all are kept. Here: from the target's own distribution, by a draw that is
+        independent of the one that picked the rejected token."""
         target = ctx.probs(select_position(reading.logits, kept))
         return gumbel_argmax(target, next_token_keys(kept, draft, ctx))
 
@@ -71,32 +71,32 @@ class Term:
 
     @property
     def heads(self) -> tuple[HeadReference, ...]:
-        """The fitted heads that it asks."""
+        """Return the fitted heads that it asks."""
         return ()
 
     @property
     def needs(self) -> Needs:
-        """What it must be given to decide."""
+        """Return what it must be given to decide."""
         return Needs()
 
     @property
     def open_threshold(self) -> bool:
-        """Whether its threshold is left to be chosen."""
+        """Return whether its threshold is left to be chosen."""
         return False
 
     def thresholds(self) -> list[float]:
-        """The thresholds that it offers where its own is left open, the strictest first."""
+        """Return the thresholds that it offers where its own is left open, the strictest first."""
         return []
 
     def with_thresholds(self, thresholds: Sequence[float]) -> list[Self]:
-        """Its settings at several thresholds, the strictest first."""
+        """Return its settings at several thresholds, the strictest first."""
         again: Any = replace
         return [
             again(self, threshold=threshold) for threshold in sorted(set(thresholds))
         ]
 
     def relocated(self, path: Callable[[str], str]) -> Self:
-        """The same term with its head at another path."""
+        """Return the same term with its head at another path."""
         return self
 
     def __str__(self) -> str:
@@ -152,18 +152,18 @@ class Lenient(Term):
     def ask(
         self, draft: Draft, reading: Reading, ctx: Context, exact: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """[B, W]: what is accepted, where the strict rule accepts `exact`; and the logits of a
-        judge's scores."""
+        """Return [B, W]: what is accepted, where the strict rule accepts `exact`; and the logits of
+        a judge's scores."""
         return self.accepts(draft, reading, ctx), None
 
     def defers(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor | None:
-        """[B, W] bool: where the strict rule decides; None for nowhere."""
+        """Return [B, W] bool: where the strict rule decides; None for nowhere."""
         return ~ctx.in_span(self.begin, self.end, draft.tokens) if self.begin else None
 
 
 def next_token_keys(kept: Tensor, draft: Draft, ctx: Context) -> Tensor:
-    """[B]: what the token after the kept ones is drawn with; a bonus is drawn as plain decoding
-    draws."""
+    """Return [B]: what the token after the kept ones is drawn with; a bonus is drawn as plain
+    decoding draws."""
     n = draft.width + 1
     device = kept.device
     correction = select_position(ctx.noise_keys(n, "correction", device=device), kept)
@@ -172,8 +172,8 @@ def next_token_keys(kept: Tensor, draft: Draft, ctx: Context) -> Tensor:
 
 
 def drafted_probs(draft: Draft, ctx: Context) -> Tensor:
-    """[B, W]: the probability that the draft gave to each of its tokens, 1 where it proposes them
-    for certain."""
+    """Return [B, W]: the probability that the draft gave to each of its tokens, 1 where it proposes
+    them for certain."""
     if draft.logits is None:
         return torch.ones_like(draft.tokens, dtype=torch.float32)
     probs = ctx.probs(draft.logits) if draft.probs is None else draft.probs
@@ -181,7 +181,7 @@ def drafted_probs(draft: Draft, ctx: Context) -> Tensor:
 
 
 def draft_distributions(draft: Draft, ctx: Context, vocabulary: int) -> Tensor:
-    """[B, W, V]: what the draft's tokens were drawn from."""
+    """Return [B, W, V]: what the draft's tokens were drawn from."""
     if draft.logits is None:
         return torch.nn.functional.one_hot(draft.tokens, vocabulary).float()
     return ctx.probs(draft.logits) if draft.probs is None else draft.probs
@@ -190,7 +190,7 @@ def draft_distributions(draft: Draft, ctx: Context, vocabulary: int) -> Tensor:
 def draft_distribution(
     draft: Draft, ctx: Context, position: Tensor, vocabulary: int
 ) -> Tensor:
-    """[B, V]: the same at one position [B] of each row, the last one's beyond it."""
+    """Return [B, V]: the same at one position [B] of each row, the last one's beyond it."""
     position = position.clamp(max=draft.width - 1)
     if draft.logits is None:
         tokens = select_position(draft.tokens, position)
@@ -201,10 +201,10 @@ def draft_distribution(
 
 
 def select_position(values: Tensor, position: Tensor) -> Tensor:
-    """[B, m, …] and a position [B] → [B, …]."""
+    """Return [B, m, …] and a position [B] → [B, …]."""
     return values[torch.arange(len(position), device=position.device), position]
 
 
 def gather_tokens(values: Tensor, tokens: Tensor) -> Tensor:
-    """[B, W, V] and tokens [B, W] → the tokens' values [B, W]."""
+    """Return [B, W, V] and tokens [B, W] → the tokens' values [B, W]."""
     return values.gather(2, tokens[..., None])[..., 0]

@@ -81,7 +81,7 @@ class AnyOf:
         return tuple(term for part in self.parts for term in part.terms)
 
     def with_terms(self, change: Callable[[Term], Term]) -> AnyOf:
-        """The same rule with each of its terms changed."""
+        """Return the same rule with each of its terms changed."""
         return AnyOf(
             tuple(AllOf(tuple(map(change, part.terms))) for part in self.parts)
         )
@@ -98,12 +98,12 @@ class AnyOf:
 
     @property
     def heads(self) -> tuple[HeadReference, ...]:
-        """The fitted heads that it asks."""
+        """Return the fitted heads that it asks."""
         return tuple(head for term in self.terms for head in term.heads)
 
     @cached_property
     def needs(self) -> Needs:
-        """What any of its terms must be given. Raises InputError, see `Needs`."""
+        """Return what any of its terms must be given. Raises InputError, see `Needs`."""
         return reduce(or_, (term.needs for term in self.terms))
 
     @property
@@ -119,8 +119,8 @@ class AnyOf:
         return next((term for term in self.terms if term.is_strict), None)
 
     def _strict(self, ctx: Context) -> Term:
-        """The strict term that is named, or meant; of tokens that were chosen for certain, as a
-        tree's, several may follow one, and `speculative` is to draw the target's."""
+        """Return the strict term that is named, or meant; of tokens that were chosen for certain,
+        as a tree's, several may follow one, and `speculative` is to draw the target's."""
         strict = self._named_strict or (Exact() if ctx.greedy else Speculative())
         return Exact() if ctx.on_trees and isinstance(strict, Speculative) else strict
 
@@ -192,8 +192,9 @@ class AnyOf:
         least: Tensor,
         ctx: Context,
     ) -> tuple[Tensor, Tensor | None]:
-        """[B, W]: what is accepted while the terms' budgets last, `least` in any case; and how many
-        lenient acceptances each row's request has before each position, None without a budget."""
+        """Return [B, W]: what is accepted while the terms' budgets last, `least` in any case; and
+        how many lenient acceptances each row's request has before each position, None without a
+        budget."""
         accepted = self._combined(opinions, exact, least, spent=-1)
         budgets = sorted({term.budget for term in opinions if term.budget is not None})
         if not budgets:
@@ -212,7 +213,7 @@ class AnyOf:
         least: Tensor,
         spent: int,
     ) -> Tensor:
-        """[B, W]: what is accepted where budgets up to `spent` are used up."""
+        """Return [B, W]: what is accepted where budgets up to `spent` are used up."""
         accepted = least
         for part in self.parts:
             masks = [
@@ -232,15 +233,15 @@ class AnyOf:
 
 
 def as_rule(term: Term) -> AnyOf:
-    """The rule of a single term."""
+    """Return the rule of a single term."""
     return AnyOf((AllOf((term,)),))
 
 
 def _next_tokens(
     term: Term, accepted: Tensor, draft: Draft, reading: Reading, ctx: Context
 ) -> Tensor:
-    """[B, W + 1]: what follows after 0 … W kept tokens; when sampling, of which only the one after
-    those that are kept is right."""
+    """Return [B, W + 1]: what follows after 0 … W kept tokens; when sampling, of which only the one
+    after those that are kept is right."""
     if ctx.greedy:
         return term.greedy_next_tokens(draft, reading, ctx)
     token = term.next_token(_num_kept(accepted, draft), draft, reading, ctx)
@@ -250,8 +251,8 @@ def _next_tokens(
 def _deferred(
     opinions: Mapping[Lenient, _Opinion], used: Tensor | None
 ) -> Tensor | None:
-    """[B, W] bool: where the strict rule decides in a term's place, by its span and its budget;
-    None for nowhere."""
+    """Return [B, W] bool: where the strict rule decides in a term's place, by its span and its
+    budget; None for nowhere."""
     masks = []
     for term, opinion in opinions.items():
         if opinion.defers is not None:
@@ -264,8 +265,8 @@ def _deferred(
 def _at_next_token(
     mask: Tensor, accepted: Tensor, draft: Draft, ctx: Context
 ) -> Tensor:
-    """[B, W] → [B, W + 1], or [B, 1] when sampling: the mask where the next token stands; the bonus
-    is the same either way."""
+    """Return [B, W] → [B, W + 1], or [B, 1] when sampling: the mask where the next token stands;
+    the bonus is the same either way."""
     mask = torch.cat([mask, mask[:, -1:]], 1)
     if ctx.greedy:
         return mask
@@ -273,12 +274,12 @@ def _at_next_token(
 
 
 def _count_before(mask: Tensor) -> Tensor:
-    """[B, W] bool → how many are true before each place."""
+    """Return [B, W] bool → how many are true before each place."""
     return mask.cumsum(1) - mask.long()
 
 
 def _num_kept(accepted: Tensor, draft: Draft) -> Tensor:
-    """[B]: how many tokens are accepted before the first that is not."""
+    """Return [B]: how many tokens are accepted before the first that is not."""
     return (accepted & draft.proposed).cumprod(1).sum(1)
 
 

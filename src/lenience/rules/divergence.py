@@ -11,31 +11,31 @@ from torch import Tensor
 
 
 def entropy(logs: Tensor) -> Tensor:
-    """[…] nats, of log-probabilities […, V]."""
+    """Return […] nats, of log-probabilities […, V]."""
     return -weighted(logs, logs).sum(-1)
 
 
 def lump(logs: Tensor, tokens: Tensor) -> Tensor:
-    """[…, V] log-probabilities → […, k + 1]: those of some `tokens` […, k], and the last of all
-    others together."""
+    """Return […, V] log-probabilities → […, k + 1]: those of some `tokens` […, k], and the last of
+    all others together."""
     # 1 less the others' sum would be rounding alone
     rest = logs.scatter(-1, tokens, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat([logs.gather(-1, tokens), rest], -1)
 
 
 def weighted(logs: Tensor, values: Tensor) -> Tensor:
-    """exp(logs) · values, 0 where the probability is 0."""
+    """Return exp(logs) · values, 0 where the probability is 0."""
     return torch.where(logs > -torch.inf, logs.exp() * values, 0.0)
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
-    """[…] KL(p ‖ q) in nats, of log-probabilities […, V]. What q cannot give, such as a token that
-    only p's embedding has a row for, counts as if q gave it exp(−1000)."""
+    """Return […] KL(p ‖ q) in nats, of log-probabilities […, V]. What q cannot give, such as a
+    token that only p's embedding has a row for, counts as if q gave it exp(−1000)."""
     return weighted(p, p - q.clamp(min=-1000)).sum(-1).clamp(min=0)
 
 
 def js(p: Tensor, q: Tensor) -> Tensor:
-    """[…] Jensen–Shannon divergence in nats, of log-probabilities […, V]."""
+    """Return […] Jensen–Shannon divergence in nats, of log-probabilities […, V]."""
     middle = torch.logaddexp(p, q) - math.log(2)
     return ((weighted(p, p - middle) + weighted(q, q - middle)).sum(-1) / 2).clamp(
         0, math.log(2)
@@ -43,7 +43,7 @@ def js(p: Tensor, q: Tensor) -> Tensor:
 
 
 def tv(p: Tensor, q: Tensor) -> Tensor:
-    """[…] total variation distance, of log-probabilities […, V]."""
+    """Return […] total variation distance, of log-probabilities […, V]."""
     return (p.exp() - q.exp()).abs().sum(-1).clamp(max=2) / 2
 
 
@@ -55,9 +55,9 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def mentor(target: Tensor, drafted: Tensor, most: float) -> Tensor:
-    """[…, V] float64: of the distributions π with KL(target ‖ π) ≤ `most`, the one with the largest
-    Σ min(π, drafted), so that most of the draft's tokens are accepted: clip(drafted, low · target,
-    high · target).
+    """Return […, V] float64: of the distributions π with KL(target ‖ π) ≤ `most`, the one with the
+    largest Σ min(π, drafted), so that most of the draft's tokens are accepted: clip(drafted, low ·
+    target, high · target).
 
     The smaller `low`, the less mass moves from the tokens that the draft thinks too much of to the
     others, and the larger the divergence; `high` follows, as π sums to 1. `low` is searched for.
@@ -100,8 +100,8 @@ class _Clipping:
         self.forbidden = q.masked_fill(p > 0, 0).sum(-1, keepdim=True)
 
     def divergence(self, low: Tensor) -> tuple[Tensor, Tensor]:
-        """[…, 1]: KL(p ‖ clipped), infinite where something would be left to forbidden tokens, and
-        `high`."""
+        """Return […, 1]: KL(p ‖ clipped), infinite where something would be left to forbidden
+        tokens, and `high`."""
         i = torch.searchsorted(self.ratio, low)
         moved = low * self.below_p.gather(-1, i) - self.below_q.gather(-1, i)
         j = torch.searchsorted(-self.taken, -moved)
@@ -118,10 +118,10 @@ class _Clipping:
 
 
 def _below(values: Tensor) -> Tensor:
-    """[…, V + 1]: the sum of the values before each place."""
+    """Return […, V + 1]: the sum of the values before each place."""
     return torch.nn.functional.pad(values.cumsum(-1), (1, 0))
 
 
 def _above(values: Tensor) -> Tensor:
-    """[…, V + 1]: the sum of the values from each place on."""
+    """Return […, V + 1]: the sum of the values from each place on."""
     return torch.nn.functional.pad(values.flip(-1).cumsum(-1).flip(-1), (0, 1))

@@ -79,7 +79,7 @@ class Judge(HeadReference, Lenient):
         return self.threshold is None
 
     def thresholds(self) -> list[float]:
-        """Those listed when the head was fitted, else the head's own."""
+        """Return those listed when the head was fitted, else the head's own."""
         listed = [row["threshold"] for row in self.head.metrics.get("thresholds", [])]
         usable = sorted(
             {threshold for threshold in listed if threshold <= 1}, reverse=True

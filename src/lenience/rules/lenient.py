@@ -247,7 +247,8 @@ class Ensemble(Lenient):
 
     @staticmethod
     def _at_temperature(draft: Draft, ctx: Context, vocabulary: int) -> Tensor:
-        """[B, W, V]: the draft's distributions before truncation, at temperature 1 when greedy."""
+        """Return [B, W, V]: the draft's distributions before truncation, at temperature 1 when
+        greedy."""
         if draft.logits is None:
             return draft_distributions(draft, ctx, vocabulary)
         return ctx.log_probs(draft.logits).exp()
@@ -328,7 +329,7 @@ class Random(Lenient):
 
 
 def _compared(term: Lenient, draft: Draft, ctx: Context) -> Tensor:
-    """[B, W, V]: the draft's log-probabilities. Raises InputError where there are none to
+    """Return [B, W, V]: the draft's log-probabilities. Raises InputError where there are none to
     compare."""
     if draft.logits is None:
         raise InputError(

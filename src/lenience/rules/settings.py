@@ -17,13 +17,13 @@ JUDGED = (0.5, 0.8, 0.9, 0.98, 0.995, 0.998)
 
 
 def grid() -> tuple[str, ...]:
-    """Every rule's own settings: what the rule "all" stands for."""
+    """Return every rule's own settings: what the rule "all" stands for."""
     return tuple(setting for term in RULES.values() for setting in term.grid)
 
 
 def expand(rules: Sequence[str], temperature: float) -> list[str]:
-    """The rules with "all" in its place: the grid, when greedy without what is the same as `exact`
-    then or has no greedy form; and each judge without a threshold at several."""
+    """Return the rules with "all" in its place: the grid, when greedy without what is the same as
+    `exact` then or has no greedy form; and each judge without a threshold at several."""
     if "all" not in rules:
         return list(rules)
     expanded: list[str] = []
@@ -47,7 +47,8 @@ def _applies(setting: str, temperature: float) -> bool:
 
 
 def _at_recalls(rule: str) -> list[str]:
-    """A judge that is given without a threshold, at those of JUDGED; another rule as it is."""
+    """Return a judge that is given without a threshold, at those of JUDGED; another rule as it
+    is."""
     terms = parse_spec(rule).terms
     if len(terms) > 1 or not terms[0].open_threshold:
         return [rule]
@@ -63,9 +64,9 @@ def _at_recalls(rule: str) -> list[str]:
 
 
 def ladder(rule: str, thresholds: Sequence[float] = ()) -> list[str]:
-    """A rule's settings from strict to lenient: of a judge without a threshold, those it was fitted
-    with; of a rule's name, such as topk or fuzzy:js, those of its grid; with `thresholds`, those,
-    the strictest first; else the rule as it is."""
+    """Return a rule's settings from strict to lenient: of a judge without a threshold, those it was
+    fitted with; of a rule's name, such as topk or fuzzy:js, those of its grid; with `thresholds`,
+    those, the strictest first; else the rule as it is."""
     named = spec.named_settings(rule, grid())
     if named:
         if not thresholds:

@@ -118,7 +118,7 @@ class Block(Term):
 
     @staticmethod
     def _shares(target: Tensor, drafted: Tensor, draft: Draft) -> Tensor:
-        """[B, W + 1]: p of the algorithm for the first 0 … W tokens, from the distributions
+        """Return [B, W + 1]: p of the algorithm for the first 0 … W tokens, from the distributions
         [B, W + 1, V] and [B, W, V]; trusted tokens are a prefix that was not drafted."""
         own = gather_tokens(target[:, :-1], draft.tokens)
         ratios = (own / gather_tokens(drafted, draft.tokens)).nan_to_num(0.0)
@@ -133,8 +133,8 @@ class Block(Term):
 def accept_ratio(
     aim: Tensor, draft: Draft, ctx: Context, factor: float = 1.0
 ) -> Tensor:
-    """[B, W] bool: accept each drafted token with probability min(1, aim / (factor · draft)), of
-    the distribution `aim` [B, W, V]."""
+    """Return [B, W] bool: accept each drafted token with probability min(1, aim / (factor ·
+    draft)), of the distribution `aim` [B, W, V]."""
     chance = uniform(ctx.noise_keys(draft.width, "accept", device=aim.device))  # [B, W]
     # chance < aim / drafted, without the division: a token that the target forbids is never
     # accepted
@@ -145,9 +145,9 @@ def accept_ratio(
 def correct(
     aim: Tensor, share: float | Tensor, kept: Tensor, draft: Draft, ctx: Context
 ) -> Tensor:
-    """[B]: the token after `kept` [B] ones, drawn from the normalised positive part of
-    share · aim − draft, where `aim` [B, V] is the distribution there; from `aim` itself where the
-    window was kept whole."""
+    """Return [B]: the token after `kept` [B] ones, drawn from the normalised positive part of share
+    · aim − draft, where `aim` [B, V] is the distribution there; from `aim` itself where the window
+    was kept whole."""
     keys = next_token_keys(kept, draft, ctx)
     if not draft.width:
         return gumbel_argmax(aim, keys)

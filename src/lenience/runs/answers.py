@@ -107,7 +107,7 @@ class Answers:
             self._known_by_rule[answer.rule, answer.id] = answer
 
     def known(self, decoder: Decoder, samples: Sequence[Sample]) -> dict[str, Answer]:
-        """The answers that are there already, by their samples' ids."""
+        """Return the answers that are there already, by their samples' ids."""
         setting = str(decoder)
         rule = str(decoder.rule)
         by_id = {}
@@ -127,10 +127,10 @@ class Answers:
         phase: str = "decoding",
         traced: Iterable[str] = (),
     ) -> list[Answer]:
-        """The answers to `samples`, in their order; of those whose ids are in `traced` it is kept
-        where every token came from. A task that scores in its own way does so beside decoding, so
-        that a slow scorer does not stall it; what was scored is in the journal, whatever ends the
-        run."""
+        """Return the answers to `samples`, in their order; of those whose ids are in `traced` it is
+        kept where every token came from. A task that scores in its own way does so beside decoding,
+        so that a slow scorer does not stall it; what was scored is in the journal, whatever ends
+        the run."""
         known = self.known(decoder, samples)
         left = [sample for sample in samples if sample.id not in known]
         done = len(samples) - len(left)
@@ -211,8 +211,8 @@ class Answers:
 
 
 def reading_flops(pair: Pair, out: Generation) -> tuple[float, float] | None:
-    """What the models read for an answer, in floating-point operations, and the same as SPRINTER
-    (Zhong 2025) counts it; None where what a model costs is not known."""
+    """Return what the models read for an answer, in floating-point operations, and the same as
+    SPRINTER (Zhong 2025) counts it; None where what a model costs is not known."""
     read = {"target": out.target_tokens, "draft": out.draft_tokens}
     asked = dict(read)
     if out.stop.startswith("gate:") and out.target_passes:
@@ -231,7 +231,7 @@ def reading_flops(pair: Pair, out: Generation) -> tuple[float, float] | None:
 
 
 def _flops(pair: Pair, decoder: Decoder, out: Generation) -> dict[str, float]:
-    """The same; nothing where something else than the models reads, or proposes."""
+    """Return the same; nothing where something else than the models reads, or proposes."""
     if pair.engine_name != OWN or not (
         decoder.alone or str(decoder.drafter) == "model"
     ):

@@ -161,7 +161,7 @@ class Certificate(Record):
 
     @property
     def holds(self) -> bool:
-        """Whether it certifies something, still."""
+        """Return whether it certifies something, still."""
         return self.certified is not None and self.withdrawn is None
 
     def decoder(self, folder: Path) -> Decoder:

@@ -31,7 +31,7 @@ class Journal:
             yield record
 
     def numbered(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The records with the numbers of their lines, from 1 on."""
+        """Yield the records with the numbers of their lines, from 1 on."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
@@ -53,7 +53,7 @@ class Journal:
                 yield number, record
 
     def resume(self) -> list[dict[str, Any]]:
-        """The finished records; a torn last line is cut off the file."""
+        """Return the finished records; a torn last line is cut off the file."""
         records = list(self)
         if self.path.exists():
             size = self.path.stat().st_size
@@ -104,7 +104,8 @@ class JournalTail:
         self._end = 0
 
     def new(self) -> list[dict[str, Any]]:
-        """The records that have come since; a torn last line, whose writer is gone, is cut off."""
+        """Return the records that have come since; a torn last line, whose writer is gone, is cut
+        off."""
         if not self.journal.path.exists():
             return []
         with self.journal.path.open("rb") as file:
@@ -154,14 +155,14 @@ def open_run(folder: Path, asked: dict[str, Any], name: str = "run.json") -> Non
 
 
 def _nameless(value: Any) -> Any:
-    """A model is known by its fingerprint: its folder may move."""
+    """Return a model is known by its fingerprint: its folder may move."""
     if not isinstance(value, dict):
         return value
     return {key: _nameless(inner) for key, inner in value.items() if key != "name"}
 
 
 def _difference(key: str, before: Any, now: Any) -> str:
-    """The innermost part of two values that differs."""
+    """Return the innermost part of two values that differs."""
     if isinstance(before, dict) and isinstance(now, dict):
         for part in (*now, *before):
             if _nameless(before.get(part)) != _nameless(now.get(part)):

@@ -114,12 +114,12 @@ class Ledger:
                     Journal(self.place / name).write(record)
 
     def rows(self, lm: LM, task: Task, draw: Draw) -> list[Sample]:
-        """The rows of a draw, see `draw_rows`."""
+        """Return the rows of a draw, see `draw_rows`."""
         with self.held():
             return draw_rows(lm, task, draw, uses_of(self.place, self.folder, draw))
 
     def taken(self, draw: Draw) -> int:
-        """How many rows have been used otherwise than for a draw."""
+        """Return how many rows have been used otherwise than for a draw."""
         with self.held():
             uses = self._uses[self.place].rows.values()
             return sum((use.key, use.use) != (draw.key, draw.use) for use in uses)
@@ -140,8 +140,8 @@ class Ledger:
     def attempt(
         self, key: str, task: Task, split: str, *, counts: bool = True
     ) -> Attempt:
-        """Which attempt a question is, among those on a task of the same name, and on others of
-        whose prompts there are some in the split. It is one from now on, if it `counts`."""
+        """Return which attempt a question is, among those on a task of the same name, and on others
+        of whose prompts there are some in the split. It is one from now on, if it `counts`."""
         with self.held():
             found = self._attempt(key, task, split)
             if counts:
@@ -172,7 +172,7 @@ class Ledger:
         ]
 
     def outcomes(self) -> list[Outcome]:
-        """The last of each question's setting."""
+        """Return the last of each question's setting."""
         journal = Journal(self.place / "outcomes.jsonl")
         found = dict[tuple[str, str], Outcome]()
         for record in journal.resume():
@@ -198,7 +198,7 @@ class _Uses:
         self.rows = dict[tuple[str, str, str], Use]()
 
     def read(self) -> list[Use]:
-        """Those that have come since."""
+        """Return those that have come since."""
         where = str(self._tail.journal.path)
         new = [Use.read(record, where) for record in self._tail.new()]
         for outcome in new:

@@ -115,26 +115,26 @@ class Resample(Record):
 
 
 def read_run(folder: Path) -> RunRecord:
-    """What a run was asked for. Raises InputError where run.json is missing or not one."""
+    """Return what a run was asked for. Raises InputError where run.json is missing or not one."""
     path = folder / "run.json"
     return RunRecord.read(read_json(path), str(path))
 
 
 def mined_first(folder: Path) -> bool:
-    """Whether the first samples of a split were mined, and not random ones."""
+    """Return whether the first samples of a split were mined, and not random ones."""
     path = folder / "run.json"
     return path.exists() and read_json(path).get("drawn", "first") == "first"
 
 
 def mined_samples(journal: Journal) -> Iterator[MinedSample]:
-    """The lines of a mining journal. Raises InputError that names the line and its faulty
+    """Yield the lines of a mining journal. Raises InputError that names the line and its faulty
     fields."""
     for number, record in journal.numbered():
         yield MinedSample.read(record, f"{journal.path}, line {number}")
 
 
 def describe(pair: Pair, task: Task, **options: Any) -> dict[str, Any]:
-    """What a run is known by: versions, models with fingerprints, task and options."""
+    """Return what a run is known by: versions, models with fingerprints, task and options."""
     import torch
     import transformers
 
@@ -163,8 +163,8 @@ def describe(pair: Pair, task: Task, **options: Any) -> dict[str, Any]:
 def encoded(
     lm: LM, task: Task, sample: Sample, prompt: list[int] | None = None
 ) -> list[int]:
-    """The token ids of a sample's prompt, or of a `prompt` in its place. Raises InputError that
-    names the sample."""
+    """Return the token ids of a sample's prompt, or of a `prompt` in its place. Raises InputError
+    that names the sample."""
     try:
         return lm.encode(prompt or sample.prompt)
     except InputError as error:

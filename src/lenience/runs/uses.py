@@ -46,7 +46,7 @@ class Use(Record):
 
     @property
     def row(self) -> tuple[str, str, str]:
-        """What it is known by."""
+        """Return what it is known by."""
         return self.task, self.id, self.prompt
 
 
@@ -84,7 +84,7 @@ class AlignedDraft:
 
 
 def aligned(draft: LM | None) -> tuple[TrainedPart, ...]:
-    """A draft as something fitted, where it is one that was aligned with its target."""
+    """Return a draft as something fitted, where it is one that was aligned with its target."""
     file = Path(draft.name) / ALIGNED if draft else None
     if file is None or not file.is_file():
         return ()
@@ -92,19 +92,19 @@ def aligned(draft: LM | None) -> tuple[TrainedPart, ...]:
 
 
 def prompt_digest(ids: Sequence[int]) -> str:
-    """A prompt by its tokens."""
+    """Return a prompt by its tokens."""
     return digest(list(ids))
 
 
 def locked(folder: Path) -> FileLock:
-    """A lock to hold while prompts of a run are drawn and noted and while its certificates change
-    places; may be taken again inside."""
+    """Return a lock to hold while prompts of a run are drawn and noted and while its certificates
+    change places; may be taken again inside."""
     folder.mkdir(parents=True, exist_ok=True)
     return FileLock(folder / "run.lock", is_singleton=True)
 
 
 def use_of(lm: LM, id: str, prompt: Prompt, *, use: str, key: str, task: str) -> Use:
-    """What a prompt is used for."""
+    """Return what a prompt is used for."""
     content = prompt_digest(lm.encode(prompt))
     return Use(
         id=id, task=task, prompt=content, source=digest(prompt), use=use, key=key
@@ -136,7 +136,7 @@ def note_uses(
 
 
 def uses_in(run: Path) -> Iterator[Use]:
-    """What a run folder says was used: to mine, and otherwise."""
+    """Yield what a run folder says was used: to mine, and otherwise."""
     task = _task_of(run)
     for mined in mined_samples(Journal(run / "journal.jsonl")):
         content = prompt_digest(mined.prompt_ids)
@@ -147,7 +147,8 @@ def uses_in(run: Path) -> Iterator[Use]:
 
 
 def _task_of(run: Path) -> str:
-    """The task that a run was mined on, as `Task.known_as` puts it; "" where nothing was mined."""
+    """Return the task that a run was mined on, as `Task.known_as` puts it; "" where nothing was
+    mined."""
     if not (run / "run.json").exists():
         return ""
     mined = read_json(run / "run.json")
@@ -155,8 +156,8 @@ def _task_of(run: Path) -> str:
 
 
 def uses_of(ledger: Path, folder: Path, draw: Draw) -> list[Use]:
-    """All uses that a draw must respect: of the ledger and the run, whose keys tell what is its
-    own, and of the heads, wherever they were fitted."""
+    """Return all uses that a draw must respect: of the ledger and the run, whose keys tell what is
+    its own, and of the heads, wherever they were fitted."""
     uses = dict[tuple[str, str, str], Use]()
     for use in (*uses_in(ledger), *uses_in(folder)):
         uses.setdefault(use.row, use)
@@ -174,8 +175,8 @@ def uses_of(ledger: Path, folder: Path, draw: Draw) -> list[Use]:
 
 
 def draw_rows(lm: LM, task: Task, draw: Draw, uses: Iterable[Use]) -> list[Sample]:
-    """Rows of a task: those that are the draw's own, as they were noted, and then fresh ones at
-    random, which neither mining nor fitting nor another certificate nor a choice of window has
+    """Return rows of a task: those that are the draw's own, as they were noted, and then fresh ones
+    at random, which neither mining nor fitting nor another certificate nor a choice of window has
     used.
 
     A row is known by its id and task. Of a prompt that was used under other names, as many rows
@@ -224,7 +225,7 @@ def draw_rows(lm: LM, task: Task, draw: Draw, uses: Iterable[Use]) -> list[Sampl
 
 
 def _units(samples: Sequence[Sample], key: str) -> list[Sample]:
-    """Rows in random order, of each group a random one."""
+    """Return rows in random order, of each group a random one."""
     rng = random.Random(key)
     units = dict[str, Sample]()
     for number, sample in enumerate(rng.sample(samples, len(samples))):
@@ -264,7 +265,7 @@ class _Rows:
                     self._groups.add(group_of(sample))
 
     def own(self, draw: Draw) -> list[Sample]:
-        """Those that were noted for the same."""
+        """Return those that were noted for the same."""
         noted = (
             use
             for use in self.by_id.values()
@@ -273,7 +274,7 @@ class _Rows:
         return [self._samples[use.id] for use in noted]
 
     def take(self, sample: Sample, content: str) -> str | None:
-        """What a row was used for; None where it is fresh, and is taken now."""
+        """Return what a row was used for; None where it is fresh, and is taken now."""
         if sample.id in self.by_id:
             return self.by_id[sample.id].use
         group = group_of(sample)
@@ -286,19 +287,19 @@ class _Rows:
 
 
 def group_of(sample: Sample) -> str | None:
-    """A sample's group; None where it is by itself."""
+    """Return a sample's group; None where it is by itself."""
     return getattr(sample, "group", None)
 
 
 def fitted_in(head: TrainedPart) -> Path | None:
-    """The run folder that a head was fitted in; None where nothing beside it says so."""
+    """Return the run folder that a head was fitted in; None where nothing beside it says so."""
     run = Path(head.path).parent
     return run if any((run / name).exists() for name in RUN_FILES) else None
 
 
 def _runs_of(heads: Iterable[TrainedPart], folder: Path) -> set[Path]:
-    """The other run folders. Raises InputError for a head of which nothing says what it was fitted
-    on."""
+    """Return the other run folders. Raises InputError for a head of which nothing says what it was
+    fitted on."""
     runs = set()
     for head in heads:
         run = fitted_in(head)

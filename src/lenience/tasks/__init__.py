@@ -124,7 +124,7 @@ def _load(
 
 
 def _from_json(paths: list[Path], options: Mapping[str, Any]) -> Task:
-    """A task from JSON files."""
+    """Return a task from JSON files."""
     unknown = options.keys() - JSON_OPTIONS
     if unknown:
         raise InputError(
@@ -141,7 +141,7 @@ def _from_json(paths: list[Path], options: Mapping[str, Any]) -> Task:
 
 
 def _benchmark(spec: str, data: str | Path | None, options: Mapping[str, Any]) -> Task:
-    """A benchmark from its spec with further options, and its files."""
+    """Return a benchmark from its spec with further options, and its files."""
     more = [f"{name}={str(value).lower()}" for name, value in options.items()]
     if more:
         spec += ("," if ":" in spec else ":") + ",".join(more)
@@ -161,8 +161,8 @@ def _named(sample: Sample) -> Sample:
 
 
 def take(task: Task, split: str, limit: int | None) -> list[Sample]:
-    """The first `limit` samples of a split; all of them if None. Raises InputError where there are
-    none."""
+    """Return the first `limit` samples of a split; all of them if None. Raises InputError where
+    there are none."""
     if limit is not None and limit < 1:
         raise InputError(f"limit {limit}: must be 1 or more")
     samples = list(map(_named, islice(task.samples(split), limit)))

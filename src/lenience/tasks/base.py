@@ -78,21 +78,22 @@ class Task:
     """What the share of responses that are not the `same` is, as a certificate says it."""
 
     def samples(self, split: str) -> Iterable[Sample]:
-        """The samples of a split, "train" or "test", always in the same order."""
+        """Return the samples of a split, "train" or "test", always in the same order."""
         raise NotImplementedError
 
     def answer(self, text: str, sample: Sample | None = None) -> str | None:
-        """The final answer found in a response, or None where there is none."""
+        """Return the final answer found in a response, or None where there is none."""
         raise NotImplementedError
 
     def same(
         self, a: str | None, b: str | None, sample: Sample | None = None
     ) -> bool | None:
-        """Whether two answers agree; None where either is missing, which is never "the same"."""
+        """Return whether two answers agree; None where either is missing, which is never "the
+        same"."""
         return None if a is None or b is None else a == b
 
     def correct(self, text: str, sample: Sample) -> bool:
-        """Whether a response answers the sample as its reference does."""
+        """Return whether a response answers the sample as its reference does."""
         return self.same(self.answer(text, sample), sample.reference, sample) is True
 
     def score(self, pairs: Sequence[tuple[str, Sample]]) -> list[Score]:
@@ -105,8 +106,8 @@ class Task:
         return scores
 
     def points(self, triples: Sequence[tuple[str, str, Sample]]) -> list[float]:
-        """The quality in [0, 1] of each response beside the target's own, with their sample: by
-        default whether their answers agree."""
+        """Return the quality in [0, 1] of each response beside the target's own, with their sample:
+        by default whether their answers agree."""
         points = []
         for text, own, sample in triples:
             found = self.answer(text, sample), self.answer(own, sample)
@@ -115,7 +116,7 @@ class Task:
 
     @property
     def grading(self) -> dict[str, int] | None:
-        """How a grader has judged so far; None without one."""
+        """Return how a grader has judged so far; None without one."""
         return None
 
     def attach(self, own_answers: Callable[[Sequence[Messages]], list[str]]) -> None:
@@ -124,47 +125,48 @@ class Task:
 
     @property
     def compares(self) -> bool:
-        """Whether a response is right where its answer is the same as the sample's reference."""
+        """Return whether a response is right where its answer is the same as the sample's
+        reference."""
         return type(self).correct is Task.correct and type(self).score is Task.score
 
     @property
     def scores_batches(self) -> bool:
-        """Whether it scores in its own way: then beside decoding, else at once."""
+        """Return whether it scores in its own way: then beside decoding, else at once."""
         return type(self).score is not Task.score
 
     @property
     def has_loss(self) -> bool:
-        """Whether it has a loss of its own."""
+        """Return whether it has a loss of its own."""
         return type(self).loss is not Task.loss
 
     def loss(self, text: str, target_text: str, sample: Sample) -> float:
-        """The loss of a response beside the target's own, from 0 to 1, for `certify --loss
+        """Return the loss of a response beside the target's own, from 0 to 1, for `certify --loss
         task`."""
         raise NotImplementedError
 
     def reference(self, given: str) -> str:
-        """The answer that a reference, as it stands in a user's data, holds."""
+        """Return the answer that a reference, as it stands in a user's data, holds."""
         return given
 
     @property
     def known_as(self) -> str:
-        """The task with its version."""
+        """Return the task with its version."""
         return f"{self.name} {self.version}"
 
     @property
     def label(self) -> str:
-        """The task whatever its data are now: a file's name without its digest."""
+        """Return the task whatever its data are now: a file's name without its digest."""
         return self.name.split(" (")[0]
 
     @property
     def reads(self) -> str:
-        """How the task finds and compares answers, whatever its samples are."""
+        """Return how the task finds and compares answers, whatever its samples are."""
         return self.known_as
 
 
 def ungradable(task: Task, samples: Iterable[Sample]) -> list[Sample]:
-    """The samples to which no response can be right, as their reference is not even the same as
-    itself: "N/A" where numbers are compared."""
+    """Return the samples to which no response can be right, as their reference is not even the same
+    as itself: "N/A" where numbers are compared."""
     if not task.compares:
         return []
     return [
@@ -176,8 +178,8 @@ def ungradable(task: Task, samples: Iterable[Sample]) -> list[Sample]:
 
 
 def number_after(text: str, marker: str, closed_by: str = "") -> str | None:
-    """The last number that follows `marker`, without thousands separators; `closed_by` must follow
-    it, so that a number cut off by a length limit does not count."""
+    """Return the last number that follows `marker`, without thousands separators; `closed_by` must
+    follow it, so that a number cut off by a length limit does not count."""
     found = re.findall(
         re.escape(marker) + r"\s*(-?[\d,]*\.?\d+)" + re.escape(closed_by), text
     )

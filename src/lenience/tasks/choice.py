@@ -166,7 +166,8 @@ def _origin(row: Row) -> str | None:
 
 
 def question_of(row: Row, where: str = "") -> Question:
-    """A row as a question, in any of the published layouts. Raises InputError or KeyError."""
+    """Return a row as a question, in any of the published layouts. Raises InputError or
+    KeyError."""
     asked = row["question"]
     if isinstance(asked, Mapping):  # the original files of ARC and CommonsenseQA
         listed = asked["choices"]

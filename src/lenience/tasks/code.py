@@ -76,7 +76,7 @@ class CodeTask(Published):
         self._free = BoundedSemaphore(workers())
 
     def verdict(self, program: str, sample: Sample) -> TestVerdict:
-        """What comes of a program on the sample's tests."""
+        """Return what comes of a program on the sample's tests."""
         raise NotImplementedError
 
     @cached_property
@@ -188,8 +188,8 @@ def _definition(sample: Sample) -> re.Pattern[str]:
 
 
 def _before(sample: Sample) -> str:
-    """What of a prompt stands before the function to complete: imports, and functions that tests
-    may call."""
+    """Return what of a prompt stands before the function to complete: imports, and functions that
+    tests may call."""
     prompt: str = sample.metadata["prompt"]
     found = _definition(sample).search(prompt)
     return prompt[: found.start()] if found else ""
@@ -410,8 +410,8 @@ class _PlainUnpickler(pickle.Unpickler):
 
 @lru_cache(maxsize=16)
 def cases_in(text: str) -> list[dict[str, str]]:
-    """LiveCodeBench's test cases: JSON, or JSON in a pickled text, compressed, in base 64. Raises
-    InputError."""
+    """Return LiveCodeBench's test cases: JSON, or JSON in a pickled text, compressed, in base 64.
+    Raises InputError."""
     try:
         if not text.lstrip().startswith("["):
             packed = zlib.decompressobj().decompress(base64.b64decode(text), MOST_TESTS)
@@ -439,7 +439,7 @@ def cases_in(text: str) -> list[dict[str, str]]:
 
 
 def same_output(out: str, wanted: str) -> bool:
-    """Line by line, spaces around them aside; lines of numbers by their values."""
+    """Return line by line, spaces around them aside; lines of numbers by their values."""
     lines = [line.strip() for line in out.strip().split("\n")]
     right = [line.strip() for line in wanted.strip().split("\n")]
     if len(lines) != len(right):
@@ -448,7 +448,7 @@ def same_output(out: str, wanted: str) -> bool:
 
 
 def _numbers(line: str) -> list[Decimal]:
-    """The numbers a line consists of; none where something else is in it."""
+    """Return the numbers a line consists of; none where something else is in it."""
     try:
         numbers = list(map(Decimal, line.split()))
     except InvalidOperation:

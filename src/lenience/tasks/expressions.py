@@ -19,8 +19,8 @@ SECONDS = 20.0
 
 
 def same_expression(a: str, b: str) -> bool | None:
-    """Whether two expressions (LaTeX or plain) are equal; None where one cannot be read. One that
-    takes too long is not the same. Raises InputError without math-verify."""
+    """Return whether two expressions (LaTeX or plain) are equal; None where one cannot be read. One
+    that takes too long is not the same. Raises InputError without math-verify."""
     if a.strip() == b.strip():
         return True
     return comparer().ask(a, b)
@@ -28,7 +28,7 @@ def same_expression(a: str, b: str) -> bool | None:
 
 @cache
 def comparer() -> _Comparer:
-    """The process that compares. Raises InputError without math-verify."""
+    """Return the process that compares. Raises InputError without math-verify."""
     if find_spec("math_verify") is None:
         raise InputError(
             "comparing as math needs math-verify: pip install 'lenience[math]'"

@@ -57,7 +57,7 @@ def without_thought(text: str) -> str:
 
 
 def proposed(references: list[str]) -> str:
-    """Which --answer the references of a file suggest, as a phrase for an error."""
+    """Return which --answer the references of a file suggest, as a phrase for an error."""
     shown = f"; its first reference is {references[0]!r:.60}" if references else ""
     for form, fits in (
         ("number-after:####", lambda text: "####" in text),
@@ -78,7 +78,7 @@ def _after(marker: str) -> Find:
 
 
 def _pattern(pattern: str) -> Find:
-    """The last match; its first group, if it has one."""
+    """Return the last match; its first group, if it has one."""
     try:
         compiled = re.compile(pattern)
     except re.error as error:
@@ -97,9 +97,9 @@ def _pattern(pattern: str) -> Find:
 
 
 def _number_after(marker: str) -> Find:
-    r"""The number after the first marker that a number follows, on its line or the next that is not
-    empty: emphasis, \boxed{…}, currencies and words around it aside. Models go on with further
-    questions after the answer, so later markers do not count."""
+    r"""Return the number after the first marker that a number follows, on its line or the next that
+    is not empty: emphasis, \boxed{…}, currencies and words around it aside. Models go on with
+    further questions after the answer, so later markers do not count."""
 
     def find(text: str) -> str | None:
         for rest in without_thought(text).split(marker)[1:]:
@@ -143,7 +143,7 @@ def _last_number(_what: str) -> Find:
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last whole \boxed{…} holds."""
+    r"""Return what the last whole \boxed{…} holds."""
     for begin in reversed(
         [found.end() for found in re.finditer(r"\\f?boxed\s*\{", text)]
     ):
@@ -171,8 +171,8 @@ _SAID = re.compile(
 
 
 def choice(text: str) -> str | None:
-    """The letter that is chosen: the last that is said to be the answer, the choice or the option;
-    else the last that stands in brackets or alone."""
+    """Return the letter that is chosen: the last that is said to be the answer, the choice or the
+    option; else the last that stands in brackets or alone."""
     said = _SAID.findall(text)
     bracketed = re.findall(rf"[(\[]([{LETTERS}{LETTERS.lower()}])[)\]]", text)
     alone = re.findall(_ALONE, text)

@@ -46,7 +46,7 @@ class Grader(Protocol):
     """What its replies are kept under."""
 
     def ask(self, prompts: Sequence[Messages]) -> list[str]:
-        """The replies to prompts, in their order; "" for one that is empty."""
+        """Return the replies to prompts, in their order; "" for one that is empty."""
         ...
 
 
@@ -168,12 +168,12 @@ WRONG = "Banana 1."
 
 
 def is_address(text: str) -> bool:
-    """Whether a grader is a server's address."""
+    """Return whether a grader is a server's address."""
     return re.match(r"https?://[^/]", text) is not None
 
 
 def _said(error: urllib.error.HTTPError) -> str:
-    """What a server said of an error, in a line."""
+    """Return what a server said of an error, in a line."""
     try:
         return " ".join(error.read(2000).decode("utf-8", "replace").split())[:300]
     except (OSError, HTTPException):
@@ -194,7 +194,7 @@ class GradingCounts:
 
     @property
     def fault(self) -> str | None:
-        """What shows, after ENOUGH pairs, that these are no judgements."""
+        """Return what shows, after ENOUGH pairs, that these are no judgements."""
         if self.pairs < ENOUGH:
             return None
         if self.unread > self.pairs:
@@ -368,6 +368,6 @@ def _question(sample: Sample, a: str, b: str) -> Messages:
 
 
 def _verdict(reply: str) -> str | None:
-    """The last verdict of a reply."""
+    """Return the last verdict of a reply."""
     found = re.findall(r"\[\[([ABC])\]\]", reply)
     return found[-1] if found else None

@@ -72,7 +72,7 @@ class JsonlTask(Task):
 
     @property
     def unread(self) -> list[str]:
-        """The keys of its rows that it does not read."""
+        """Return the keys of its rows that it does not read."""
         return self.fields.unread(self._rows)
 
     def samples(self, split: str) -> Iterator[Sample]:
@@ -102,7 +102,7 @@ class JsonlTask(Task):
 
 
 def _rows(paths: Sequence[Path], fields: Fields) -> Iterator[Row]:
-    """The rows of files, each with an id, and with a split where its file is one."""
+    """Yield the rows of files, each with an id, and with a split where its file is one."""
     several = len(paths) > 1
     ids = set[str]()
     splits = [

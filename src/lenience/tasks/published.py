@@ -93,12 +93,12 @@ class Published(Task):
         return self
 
     def of_fold(self, fold: int) -> Self:
-        """The same benchmark, its split "test" being a fold of it."""
+        """Return the same benchmark, its split "test" being a fold of it."""
         return replace(self, fold=fold, sets="split").open(self._data)
 
     @property
     def spec(self) -> str:
-        """Its name with the options that are not the defaults."""
+        """Return its name with the options that are not the defaults."""
         return spec.show(self.title, self)
 
     @property
@@ -125,17 +125,17 @@ class Published(Task):
 
     @property
     def is_one_set(self) -> bool:
-        """Whether it is published as one set, which is split here."""
+        """Return whether it is published as one set, which is split here."""
         return self._role(self.train_roles) == self._role(self.test_roles)
 
     def read(self, row: Row, where: str, role: str) -> Sample | None:
-        """The sample of a row, its id empty where the row has none; None for one that the options
-        leave out. Raises InputError or KeyError where the row is of another benchmark."""
+        """Return the sample of a row, its id empty where the row has none; None for one that the
+        options leave out. Raises InputError or KeyError where the row is of another benchmark."""
         raise NotImplementedError
 
     @property
     def choices(self) -> str:
-        """Which options leave out samples, where any were given."""
+        """Return which options leave out samples, where any were given."""
         return self.spec.partition(":")[2]
 
     def _prepare(self, files: dict[str, list[Path]]) -> None:
@@ -164,7 +164,8 @@ class Published(Task):
                 yield sample if sample.id else replace(sample, id=f"{name}-{number}")
 
     def _role(self, roles: Sequence[str]) -> str:
-        """The first of some roles that there is, with samples that can be scored if any are."""
+        """Return the first of some roles that there is, with samples that can be scored if any
+        are."""
         there = [role for role in (*roles, WHOLE) if self._given.get(role)]
         there = there or [name for name in self._given if self._given[name]]
         return next(
@@ -174,12 +175,12 @@ class Published(Task):
 
 
 def chat(*turns: tuple[str, str]) -> Messages:
-    """Messages of user and assistant, one after the other."""
+    """Return messages of user and assistant, one after the other."""
     return [{"role": role, "content": content} for role, content in turns]
 
 
 def fold_of(id: str) -> int:
-    """Which fifth of a set a sample is in."""
+    """Return which fifth of a set a sample is in."""
     return zlib.crc32(id.encode()) % FOLDS
 
 
@@ -225,9 +226,9 @@ def _digest(files: dict[str, list[Path]]) -> str:
 
 
 def published_files(data: str, suffixes: tuple[str, ...]) -> dict[str, list[Path]]:
-    """The files of a benchmark by their roles (train, validation, dev, test, or whole): a file,
-    several with commas, a folder, or a dataset of the Hub, org/name or org/name:FOLDER; with such
-    suffixes. Raises InputError."""
+    """Return the files of a benchmark by their roles (train, validation, dev, test, or whole): a
+    file, several with commas, a folder, or a dataset of the Hub, org/name or org/name:FOLDER; with
+    such suffixes. Raises InputError."""
     given = list(map(Path, data.split(",")))
     if len(given) == 1 and not given[0].exists():
         given = [_from_hub(data, suffixes)]
@@ -251,7 +252,7 @@ def published_files(data: str, suffixes: tuple[str, ...]) -> dict[str, list[Path
 
 
 def _in_folder(folder: Path, suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:
-    """The files in a folder, with their roles. Raises InputError where it holds several
+    """Return the files in a folder, with their roles. Raises InputError where it holds several
     benchmarks."""
     paths = [
         file
@@ -305,7 +306,7 @@ def _role_in(name: str) -> str | None:
 
 
 def _from_hub(data: str, suffixes: tuple[str, ...]) -> Path:
-    """A dataset of the Hub, or one of its folders, as files here. Raises InputError."""
+    """Return a dataset of the Hub, or one of its folders, as files here. Raises InputError."""
     name, _, part = data.partition(":")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise InputError(f"--data {data}: there is no such file or folder")
@@ -333,7 +334,8 @@ def _from_hub(data: str, suffixes: tuple[str, ...]) -> Path:
 
 
 def read_table(path: Path) -> Iterator[tuple[str, Row]]:
-    """The rows of a file, each with where it stands. Raises InputError that names the line."""
+    """Return the rows of a file, each with where it stands. Raises InputError that names the
+    line."""
     name = path.name.lower()
     if name.endswith(".parquet"):
         return _numbered(path, _parquet_rows(path))

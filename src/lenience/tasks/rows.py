@@ -46,7 +46,7 @@ class Fields:
         return " ".join(parts)
 
     def prompt_of(self, row: Mapping[str, Any]) -> str | Messages:
-        """A row's prompt. Raises InputError that says what it lacks."""
+        """Return a row's prompt. Raises InputError that says what it lacks."""
         if self.template is not None:
             return self._filled(row)
         prompt = row.get(self.prompt)
@@ -71,14 +71,14 @@ class Fields:
         return None if reference is None else str(reference)
 
     def besides(self, row: Row) -> Row:
-        """What a row says besides, for its task."""
+        """Return what a row says besides, for its task."""
         known = {self.reference, "id", "split", "group"}
         if self.template is None:
             known |= {self.prompt, "messages"}
         return {key: value for key, value in row.items() if key not in known}
 
     def unread(self, rows: list[Row]) -> list[str]:
-        """The keys of rows that nothing reads."""
+        """Return the keys of rows that nothing reads."""
         parsed = Formatter().parse(self.template or "")
         filled = {re.split(r"[.\[]", field)[0] for _, field, _, _ in parsed if field}
         keys = {key: None for row in rows for key in self.besides(row)}
@@ -103,7 +103,7 @@ USUAL_FIELDS = Fields()
 
 
 def _instead(row: Mapping[str, Any], what: str) -> str:
-    """What a row has in place of a field, as a phrase for an error."""
+    """Return what a row has in place of a field, as a phrase for an error."""
     if not row:
         return ""
     usual = next((key for key in USUAL[what] if key in row), None)
@@ -112,7 +112,7 @@ def _instead(row: Mapping[str, Any], what: str) -> str:
 
 
 def is_chat(messages: object) -> bool:
-    """Whether something is a list of chat messages."""
+    """Return whether something is a list of chat messages."""
     if not isinstance(messages, list) or not messages:
         return False
     return all(
@@ -122,14 +122,15 @@ def is_chat(messages: object) -> bool:
 
 
 def told_unread(keys: list[str]) -> str:
-    """The keys that nothing reads, as a phrase, with what they may be meant as."""
+    """Return the keys that nothing reads, as a phrase, with what they may be meant as."""
     meant = next((key for key in USUAL["reference"] if key in keys), None)
     mend = f" (--reference-field {meant}?)" if meant else ""
     return f"nothing reads its {', '.join(keys)}{mend}"
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """The objects in a file, each with where it stands. Raises InputError that names the line."""
+    """Yield the objects in a file, each with where it stands. Raises InputError that names the
+    line."""
     try:
         content = path.read_bytes()
         if path.suffix == ".gz":
@@ -144,7 +145,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _is_one_object(path: Path, text: str) -> bool:
-    """Whether a .json file is one object over many lines, and not one on each."""
+    """Return whether a .json file is one object over many lines, and not one on each."""
     if not path.name.endswith((".json", ".json.gz")):
         return False
     first = text.strip().split("\n")[0]

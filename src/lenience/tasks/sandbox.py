@@ -150,9 +150,9 @@ class Sandbox:
     def check(
         self, program: str, entry: str, tests: str, limits: Limits = Limits()
     ) -> TestVerdict:
-        """Whether a function of `program` passes trusted `tests`, code that defines
-        `check(candidate)`; these run in a sandbox of their own, which the program cannot look
-        into. Raises InputError where the tests cannot be run."""
+        """Return whether a function of `program` passes trusted `tests`, code that defines
+        `check(candidate)`; these run in a sandbox of their own, which the program cannot look into.
+        Raises InputError where the tests cannot be run."""
         asked_read, asked_write = os.pipe()
         told_read, told_write = os.pipe()
         ends = {asked_read, asked_write, told_read, told_write}
@@ -271,7 +271,8 @@ def _content(content: bytes) -> Iterator[int]:
 
 @cache
 def _refused_calls() -> bytes:
-    """The filter of system calls, as the kernel takes it. Raises InputError without pyseccomp."""
+    """Return the filter of system calls, as the kernel takes it. Raises InputError without
+    pyseccomp."""
     try:
         import pyseccomp
     except (ImportError, RuntimeError) as error:
@@ -303,13 +304,13 @@ def _refused_calls() -> bytes:
 
 
 def _python() -> list[str]:
-    """The interpreter, without site packages, without the folder it is in."""
+    """Return the interpreter, without site packages, without the folder it is in."""
     executable = getattr(sys, "_base_executable", sys.executable)
     return [os.path.realpath(executable), "-B", "-S", "-s", "-P"]
 
 
 def _readable() -> list[str]:
-    """What Python itself reads, and nothing of a user's."""
+    """Return what Python itself reads, and nothing of a user's."""
     usual = [
         "/usr",
         "/lib",
@@ -325,12 +326,12 @@ def _readable() -> list[str]:
 
 @cache
 def _user_for_python() -> bool:
-    """Whether anybody may run this Python: it is in nobody's private folder."""
+    """Return whether anybody may run this Python: it is in nobody's private folder."""
     return all(parent.stat().st_mode & 0o001 for parent in Path(_python()[0]).parents)
 
 
 def _bubblewrap(refused: int) -> list[str]:
-    """The command that a sandbox's command follows."""
+    """Return the command that a sandbox's command follows."""
     command = [
         "bwrap",
         "--unshare-all",
@@ -457,7 +458,7 @@ class _Replies:
         self._waiting = memoryview(json.dumps(content).encode() + b"\n")
 
     def next(self) -> Any | TestVerdict:
-        """The next value, or why there is none."""
+        """Return the next value, or why there is none."""
         deadline = time.monotonic() + self._limits.seconds
         while b"\n" not in self._read:
             if len(self._read) > sandboxed.LONGEST_LINE:
@@ -469,7 +470,7 @@ class _Replies:
         return _reply(bytes(line))
 
     def _wait(self, seconds: float) -> TestVerdict | None:
-        """Until something was written or read; why it was not."""
+        """Return until something was written or read; why it was not."""
         with selectors.DefaultSelector() as ready:
             ready.register(self._from, selectors.EVENT_READ)
             if self._waiting:
@@ -524,8 +525,8 @@ def probe(kind: SandboxKind) -> str:
 
 @cache
 def sandbox(unsafe_local: bool = False) -> Sandbox:
-    """The sandbox that works here. Raises InputError where none does, unless programs may run as
-    this very user (`unsafe_local`)."""
+    """Return the sandbox that works here. Raises InputError where none does, unless programs may
+    run as this very user (`unsafe_local`)."""
     if os.name != "posix":
         raise InputError(
             "task: programs that a model wrote are run on Linux, or another Unix"
@@ -546,7 +547,7 @@ def sandbox(unsafe_local: bool = False) -> Sandbox:
 
 
 def workers() -> int:
-    """How many programs run at once."""
+    """Return how many programs run at once."""
     return (
         len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")

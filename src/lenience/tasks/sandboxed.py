@@ -47,7 +47,7 @@ NOBODY = 65534
 
 
 def encode(value: Any) -> Any:
-    """A value as JSON can hold it: what JSON has no form for is tagged."""
+    """Return a value as JSON can hold it: what JSON has no form for is tagged."""
     if value is None or isinstance(value, (bool, str)):
         return value if value is None or isinstance(value, bool) else str(value)
     if isinstance(value, int):
@@ -69,7 +69,8 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given; an object that has no form is one of its own, equal to none."""
+    """Return what `encode` was given; an object that has no form is one of its own, equal to
+    none."""
     if isinstance(value, list):
         return list(map(decode, value))
     if not isinstance(value, dict):
@@ -127,7 +128,7 @@ def answer_calls(program: str, asked: dict[str, Any]) -> None:
 
 
 def _function(space: dict[str, Any], entry: str) -> Any:
-    """A function of the program, or a method of its class Solution."""
+    """Return a function of the program, or a method of its class Solution."""
     if callable(space.get(entry)):
         return space[entry]
     solution = space.get("Solution")

@@ -62,7 +62,7 @@ class RougeTask(Published):
         return abs(self.quality(a, sample) - self.quality(b, sample)) <= self.within
 
     def quality(self, text: str, sample: Sample) -> float:
-        """ROUGE of a text, in [0, 1]."""
+        """Return ROUGE of a text, in [0, 1]."""
         assert sample.reference is not None
         scores = _scorer(self.rouge)(sample.reference, text)
         return float(scores[self.rouge].fmeasure)

@@ -33,9 +33,9 @@ TRAITS = (
 
 
 def as_task(task: Any, where: str = "", version: str | None = None) -> CheckedTask:
-    """A task from any object with a task's methods, where what these give or raise is told by the
-    sample's name; `answer(text)` and `same(a, b)` may leave out the sample. A `version` takes the
-    place of the task's own. Raises InputError that names what is missing, and `where`."""
+    """Return a task from any object with a task's methods, where what these give or raise is told
+    by the sample's name; `answer(text)` and `same(a, b)` may leave out the sample. A `version`
+    takes the place of the task's own. Raises InputError that names what is missing, and `where`."""
     if isinstance(task, CheckedTask) and version is None:
         return task
     lacking = [part for part in NEEDED if not hasattr(task, part)]
@@ -102,7 +102,7 @@ class CheckedTask(Task):
                 self.left_out.add(sample.id)
 
     def only(self, fits: Callable[[Sample], bool]) -> CheckedTask:
-        """The same task without the samples that do not fit."""
+        """Return the same task without the samples that do not fit."""
         task = copy(self)
         task.left_out = set()
         task._fits = fits
@@ -162,7 +162,7 @@ class CheckedTask(Task):
         return scores
 
     def _scores_or_wrong(self, pairs: Sequence[tuple[str, Sample]]) -> list[Score]:
-        """All at once or, where that raises, one by one, so that none takes others along."""
+        """Return all at once or, where that raises, one by one, so that none takes others along."""
         try:
             return list(self._score(pairs))
         except Exception:
@@ -203,8 +203,8 @@ class CheckedTask(Task):
         method: Callable[[], Any],
         wrong: Any,
     ) -> Any:
-        """What a method gives. Where it raises, `wrong` if the task says that failures are, the
-        first of them told; else raises RuntimeError that names the samples."""
+        """Return what a method gives. Where it raises, `wrong` if the task says that failures are,
+        the first of them told; else raises RuntimeError that names the samples."""
         try:
             return method()
         except (InputError, RunError):
@@ -233,15 +233,15 @@ class CheckedTask(Task):
 
 
 def _own(task: Any, part: str) -> Any:
-    """What an object says itself of a part of a task; None where it has only what all tasks
+    """Return what an object says itself of a part of a task; None where it has only what all tasks
     have."""
     inherited = getattr(type(task), part, None) is getattr(Task, part)
     return None if inherited else getattr(task, part, None)
 
 
 def _given_sample(method: Callable[..., Any], place: int) -> Callable[..., Any]:
-    """A method whose last argument is the sample, whether or not the user's own takes it there, by
-    its name, or at all. An option of the user's own has a default and another name."""
+    """Return a method whose last argument is the sample, whether or not the user's own takes it
+    there, by its name, or at all. An option of the user's own has a default and another name."""
     parameters = list(inspect.signature(method).parameters.values())
     if any(
         parameter.kind is parameter.KEYWORD_ONLY and parameter.name == "sample"

@@ -47,8 +47,8 @@ LANDMARKS = (20, 50, 100, 200, 300, 400)
 def _ranking(
     author: str, choice: str, context: str, n: int, agree: float
 ) -> tuple[int, ...]:
-    """The order in which an author prefers the n options of a choice in a context; fixed for ever
-    by its name.
+    """Return the order in which an author prefers the n options of a choice in a context; fixed for
+    ever by its name.
 
     In a share `agree` of the contexts the draft's author has the target's order; in the others he
     likes best what the target's author likes least, so that what the draft says is seldom among the
@@ -152,7 +152,8 @@ class _Author:
 
 
 def solution(problem: Problem, author: str, rng: random.Random) -> str:
-    """A right solution of `problem` in the wording that `author` ("target" or "draft") prefers."""
+    """Return a right solution of `problem` in the wording that `author` ("target" or "draft")
+    prefers."""
     pen = _Author(author, rng)
     steps: list[Operation] = []
     for group in problem.groups:

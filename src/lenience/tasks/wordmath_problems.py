@@ -97,7 +97,8 @@ class Story:
 
 
 def _compare(rng: random.Random) -> Problem:
-    """Amounts given relative to one another, perhaps a gift, then a total or a difference."""
+    """Return amounts given relative to one another, perhaps a gift, then a total or a
+    difference."""
     a, b = rng.sample(NAMES, 2)
     unit = rng.choice(GOODS)
     n = rng.randint(6, 60)
@@ -118,7 +119,8 @@ def _compare(rng: random.Random) -> Problem:
 def _related(
     rng: random.Random, n: int, unit: str, people: tuple[str, str]
 ) -> tuple[Operation, str]:
-    """How many the second of two people has, relative to the first one's n; and how it is told."""
+    """Return how many the second of two people has, relative to the first one's n; and how it is
+    told."""
     a, b = people
     kind = rng.choice(("more", "fewer", "times") if n > 6 else ("more", "times"))
     if kind == "times":
@@ -137,7 +139,7 @@ def _related(
 
 
 def _than(other: str, k: int, kind: str) -> tuple[str, ...]:
-    """Clauses that say that something is k more, or fewer, than the other's."""
+    """Return clauses that say that something is k more, or fewer, than the other's."""
     return (
         f"with {k} {kind} than {other},",
         f"at {k} {'above' if kind == 'more' else 'below'} {other},",
@@ -172,7 +174,8 @@ def ask_who_has_more(story: Story, have: dict[str, int], unit: str) -> None:
 
 
 def _shop(rng: random.Random) -> Problem:
-    """Two purchases, their costs in either order, then the sum, the change or the difference."""
+    """Return two purchases, their costs in either order, then the sum, the change or the
+    difference."""
     a = rng.choice(NAMES)
     left, right = rng.sample(GOODS[:3] + GOODS[4:] + WARES, 2)
     n, p, m, q = (rng.randint(2, 12) for _ in range(4))
@@ -230,7 +233,7 @@ def _ask_difference(
 
 
 def _share(rng: random.Random) -> Problem:
-    """Two gifts by fraction, the second one of the rest or of the whole."""
+    """Return two gifts by fraction, the second one of the rest or of the whole."""
     a, b, c = rng.sample(NAMES, 3)
     unit = rng.choice(GOODS)
     n, first, second, of_rest = _fractions(rng)
@@ -266,7 +269,7 @@ def _left_after(n: int, giver: str, gift: Operation) -> Operation:
 
 
 def _of_what(part: int, of_rest: bool) -> tuple[str, ...]:
-    """Clauses that say what the second gift is a part of."""
+    """Return clauses that say what the second gift is a part of."""
     wordings = ("of the whole,", "of all at first,")
     if of_rest:
         wordings = ("of the rest,", "of what is left,")
@@ -274,8 +277,8 @@ def _of_what(part: int, of_rest: bool) -> tuple[str, ...]:
 
 
 def _fractions(rng: random.Random) -> tuple[int, int, int, bool]:
-    """A number, two divisors and whether the second one is of the rest, such that all come out even
-    and something is left."""
+    """Return a number, two divisors and whether the second one is of the rest, such that all come
+    out even and something is left."""
     while True:
         n = rng.randint(12, 120)
         first = rng.choice((2, 3, 4))
@@ -291,7 +294,7 @@ def _fractions(rng: random.Random) -> tuple[int, int, int, bool]:
 
 
 def _work(rng: random.Random) -> Problem:
-    """Two workers, the second one's rate given relative to the first one's."""
+    """Return two workers, the second one's rate given relative to the first one's."""
     a, b = rng.sample(NAMES, 2)
     unit = rng.choice(WARES)
     rate = rng.randint(4, 20)
@@ -339,8 +342,8 @@ def problem(
     index: int,
     families: Sequence[Callable[[random.Random], Problem]] = FAMILIES,
 ) -> Problem:
-    """The `index`-th problem of a split, of one of `families`; its seed is the split's name, so
-    splits never share one."""
+    """Return the `index`-th problem of a split, of one of `families`; its seed is the split's name,
+    so splits never share one."""
     rng = random.Random(f"wordmath/{split}/{index}")
     return rng.choice(families)(rng)
 

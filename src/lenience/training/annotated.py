@@ -77,8 +77,8 @@ def read_annotated(path: Path) -> list[Annotated]:
 
 
 def marked_answers(lm: LM, row: Annotated) -> tuple[list[int], list[MarkedAnswer]]:
-    """The prompt's tokens, and the correct and the wrong answer; what follows the error is left
-    out."""
+    """Return the prompt's tokens, and the correct and the wrong answer; what follows the error is
+    left out."""
     if not lm.tokenizer.is_fast:
         raise InputError(
             f"target {lm.name!r}: its tokenizer cannot tell which characters a token stands for; "
@@ -101,7 +101,7 @@ def marked_answers(lm: LM, row: Annotated) -> tuple[list[int], list[MarkedAnswer
 
 
 def _marked(lm: LM, text: str, error: tuple[int, int]) -> MarkedAnswer:
-    """The tokens of an answer up to its error's end."""
+    """Return the tokens of an answer up to its error's end."""
     begin, end = error
     tokens = lm.tokenize(text, add_special_tokens=False, return_offsets_mapping=True)
     answer = MarkedAnswer([], [])
@@ -132,7 +132,7 @@ def annotated_states(
 def annotated_examples(
     lm: LM, rows: list[Annotated], inputs: Inputs, progress: Progress = silent
 ) -> Examples:
-    """The states of all rows; a row is a sample."""
+    """Return the states of all rows; a row is a sample."""
     states = list[Tensor]()
     wrong = list[Tensor]()
     samples = list[Tensor]()

@@ -97,7 +97,7 @@ class DistillFit:
         return self._measured()["tokens_per_pass"]
 
     def result(self) -> tuple[DistilledDraft, dict[str, object]]:
-        """The draft as it is kept, in the precision that it had, and what it comes to."""
+        """Return the draft as it is kept, in the precision that it had, and what it comes to."""
         self.student.model.to(self.dtype)
         found = self._measured()
         made = DistilledDraft(self.student.model, self.student.tokenizer, {}, {})
@@ -105,7 +105,7 @@ class DistillFit:
         return made, {**how, **found, "before": self.before}
 
     def _sampled(self, epoch: int) -> list[Answer]:
-        """The draft's own answers to the same prompts, as long as the target's at most."""
+        """Return the draft's own answers to the same prompts, as long as the target's at most."""
         prompts = [prompt for prompt, _ in self.answers]
         outs = self.pair.generate_batch(
             prompts,
@@ -118,8 +118,8 @@ class DistillFit:
         return by_length([(prompt, out.tokens) for prompt, out in zip(prompts, outs)])
 
     def _read(self, batch: Sequence[Answer]) -> tuple[Tensor, Tensor]:
-        """[n, V] each: what the target and the draft say at each place of some answers, of the
-        tokens that both have."""
+        """Return [n, V] each: what the target and the draft say at each place of some answers, of
+        the tokens that both have."""
         sequences = [prompt + answer for prompt, answer in batch]
         longest = max(map(len, sequences))
         ids = torch.tensor(
@@ -160,8 +160,8 @@ class DistillFit:
 
 
 def _logits(lm: LM, ids: Tensor, asked: Tensor, width: int) -> Tensor:
-    """[n, V] in float32, where they are asked for; texts that stand before padding do not see
-    it."""
+    """Return [n, V] in float32, where they are asked for; texts that stand before padding do not
+    see it."""
     logits = lm.model(input_ids=ids.to(lm.device), use_cache=False).logits[
         :, :-1, :width
     ]
@@ -169,7 +169,7 @@ def _logits(lm: LM, ids: Tensor, asked: Tensor, width: int) -> Tensor:
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """[n]: KL(p ‖ q) of logits [n, V]."""
+    """Return [n]: KL(p ‖ q) of logits [n, V]."""
     p = p.log_softmax(-1)
     q = q.log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1)

@@ -67,7 +67,7 @@ class EagleFit:
         return self._measured()[0]
 
     def result(self) -> tuple[EagleWeights, dict[str, object]]:
-        """The model as it is kept, and what it comes to."""
+        """Return the model as it is kept, and what it comes to."""
         half = {name: part.half().cpu() for name, part in self.fitted.tensors.items()}
         with torch.no_grad():
             for name, part in self.weights.items():
@@ -80,8 +80,8 @@ class EagleFit:
 
     @torch.no_grad()
     def _measured(self) -> tuple[float, list[float]]:
-        """How many tokens a pass keeps by the strict rule, the target's own included, and which
-        share of the first, the second … drafted token is right."""
+        """Return how many tokens a pass keeps by the strict rule, the target's own included, and
+        which share of the first, the second … drafted token is right."""
         kept = 0.0
         right_at = torch.zeros(STEPS)
         places = torch.zeros(STEPS)
@@ -125,8 +125,8 @@ class EagleFit:
             inputs = torch.nn.functional.pad(state, (0, 0, 1, 0))[:, :-1]
 
     def _read(self, batch: Sequence[Answer]) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [B, T], the target's features [B, T, F] of the token before each, and the token
-        after each [B, T]."""
+        """Return tokens [B, T], the target's features [B, T, F] of the token before each, and the
+        token after each [B, T]."""
         sequences = [prompt + answer for prompt, answer in batch]
         longest = max(map(len, sequences))
         session = Session(self.target, len(batch), longest, states=self.states)
@@ -147,8 +147,8 @@ class EagleFit:
 
 
 def first_weights(target: LM, seed: int) -> EagleWeights:
-    """Random weights for a model of one layer as wide as the target, but for the head, which is the
-    target's at first; its vocabulary is the whole of the target's."""
+    """Return random weights for a model of one layer as wide as the target, but for the head, which
+    is the target's at first; its vocabulary is the whole of the target's."""
     generator = torch.Generator().manual_seed(seed)
     said = target.model.config.get_text_config()
     size = target.hidden_size

@@ -108,7 +108,7 @@ def _labelled(
 
 
 def mined_samples(folder: Path) -> list[MinedSample]:
-    """The samples of a run's journal. Raises InputError where one cannot be read, too."""
+    """Return the samples of a run's journal. Raises InputError where one cannot be read, too."""
     journal = folder / "journal.jsonl"
     return [
         MinedSample.read(record, f"{journal}, line {line}")
@@ -117,7 +117,8 @@ def mined_samples(folder: Path) -> list[MinedSample]:
 
 
 def journal_records(folder: Path) -> list[dict[str, Any]]:
-    """A run's journal. Raises InputError where it is empty, or a sample stands in it twice."""
+    """Return a run's journal. Raises InputError where it is empty, or a sample stands in it
+    twice."""
     records = Journal(folder / "journal.jsonl").resume()
     if not records:
         mend = f"mine some samples first (lenience mine --out {folder})"
@@ -173,9 +174,9 @@ def load_features(
     of: Rule | None = None,
     in_files: bool = False,
 ) -> Examples:
-    """All that has been computed, in the journal's order; `in_files` leaves states where they are,
-    but for those of a judge that looks ahead. What a gate must not let through is a token to which
-    the draft gives more than `tau` times the target's probability."""
+    """Return all that has been computed, in the journal's order; `in_files` leaves states where
+    they are, but for those of a judge that looks ahead. What a gate must not let through is a token
+    to which the draft gives more than `tau` times the target's probability."""
     paths = sorted(_shards(folder, inputs, role, of).glob("*.safetensors"))
     label = _column(paths, LABELS[role])
     sample = _column(paths, "sample")
@@ -191,7 +192,7 @@ def load_features(
 def fit_in_memory(
     runs: Sequence[Path], inputs: Inputs, role: Role, of: Rule | None
 ) -> bool:
-    """Whether a fit to all that has been computed of some runs has room in memory."""
+    """Return whether a fit to all that has been computed of some runs has room in memory."""
     size = 0
     for run in runs:
         rows = StreamedRows.of(
@@ -202,7 +203,7 @@ def fit_in_memory(
 
 
 def _column(paths: Sequence[Path], name: str) -> np.ndarray:
-    """What shards hold under a name, one after the other, as float32."""
+    """Return what shards hold under a name, one after the other, as float32."""
     parts = []
     for path in paths:
         with safe_open(path, "pt") as file:
@@ -211,7 +212,7 @@ def _column(paths: Sequence[Path], name: str) -> np.ndarray:
 
 
 def _digest_of(path: Path) -> str | None:
-    """What records a shard was made of; None where there is none, or it is broken."""
+    """Return what records a shard was made of; None where there is none, or it is broken."""
     try:
         with safe_open(path, "pt") as file:
             return file.metadata()["records"]
@@ -240,7 +241,8 @@ def _known(sample: MinedSample) -> list[Mismatch]:
 
 
 def _mismatch_states(pair: Pair, sample: MinedSample, inputs: Inputs) -> Labelled:
-    """One sample's labelled mismatches: their states [m, H] and whether each is important [m]."""
+    """Return one sample's labelled mismatches: their states [m, H] and whether each is important
+    [m]."""
     labelled = _known(sample)
     by_token = {}
     for model in inputs.models:
@@ -268,7 +270,8 @@ def _states_by_token(
     inputs: Inputs,
     model: str,
 ) -> dict[str, Tensor]:
-    """A model's states [m, H] at a sample's labelled mismatches, by the token after which they are.
+    """Return a model's states [m, H] at a sample's labelled mismatches, by the token after which
+    they are.
 
     What stands before a mismatch was settled when it was tried, so one pass over the final response
     holds every state but those after a token that the response did not keep; these take one more

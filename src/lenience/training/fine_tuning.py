@@ -89,7 +89,7 @@ class FineTuning:
         return self._measured()["tokens_per_pass"]
 
     def result(self) -> tuple[TunedTarget, dict[str, Any]]:
-        """Both as they are kept, and what they come to."""
+        """Return both as they are kept, and what they come to."""
         half = self.heads.to(torch.device("cpu"), torch.float16)
         self.tuned.model.to(self.dtype)
         self.heads = half.to(self.tuned.device, torch.float32)
@@ -97,8 +97,8 @@ class FineTuning:
         return made, dict(self._measured())
 
     def _read(self, batch: Sequence[Answer]) -> tuple[Tensor, Tensor]:
-        """[n, 1 + heads, V] of what the target and its heads say at each place of some answers, and
-        [n, 1 + heads] the tokens that they are to say."""
+        """Return [n, 1 + heads, V] of what the target and its heads say at each place of some
+        answers, and [n, 1 + heads] the tokens that they are to say."""
         ids, wanted = _padded(batch, 1 + len(self.heads.blocks))
         asked = wanted[..., 0] != NOT_ASKED
         model = self.tuned.model

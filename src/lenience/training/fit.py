@@ -85,8 +85,8 @@ def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) 
 def learning_curve(
     pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent
 ) -> list[dict[str, Any]]:
-    """What a head comes to by how much it learns from: an eighth of the samples, drawn by the
-    plan's seed, a quarter, a half and all. Each row has samples, mismatches, important,
+    """Return what a head comes to by how much it learns from: an eighth of the samples, drawn by
+    the plan's seed, a quarter, a half and all. Each row has samples, mismatches, important,
     auc_out_of_fold, auc_interval and accepted, the share of unimportant mismatches that a threshold
     accepts which rejects CURVE_RECALL of the important ones. Sizes that are too few to fit are left
     out; raises InputError where all are. Nothing is saved but hidden states."""
@@ -117,7 +117,7 @@ def learning_curve(
 
 
 def _computed(pair: Pair, run: Path, plan: HeadPlan, progress: Progress) -> Examples:
-    """What a head of a plan learns from."""
+    """Return what a head of a plan learns from."""
     runs = (run, *plan.also)
     judges = runs if plan.config.role == "judge" else ()
     temperatures = {judge: read_run(judge).temperature for judge in judges}
@@ -165,7 +165,7 @@ def _check_windows(run: Path) -> None:
 
 
 def _prompts(run: Path) -> list[str]:
-    """The digests of a run's prompts, in the journal's order."""
+    """Return the digests of a run's prompts, in the journal's order."""
     mined = mined_samples(Journal(run / "journal.jsonl"))
     return [prompt_digest(sample.prompt_ids) for sample in mined]
 
@@ -173,8 +173,8 @@ def _prompts(run: Path) -> list[str]:
 def _examples(
     run: Path, plan: HeadPlan, in_files: bool, asked: bool
 ) -> tuple[Examples, list[str]]:
-    """What a run gives a head to learn from, and its prompts by their samples' numbers. Raises
-    InputError where soft labels are asked of it and it has none."""
+    """Return what a run gives a head to learn from, and its prompts by their samples' numbers.
+    Raises InputError where soft labels are asked of it and it has none."""
     role = plan.config.role
     of = plan.of
     examples = load_features(run, plan.inputs, role, plan.tau, of=of, in_files=in_files)
@@ -190,7 +190,8 @@ def _examples(
 
 
 def _joined(parts: list[tuple[Examples, list[str]]]) -> Examples:
-    """Examples of several runs; what two of them say of one prompt counts as one sample's."""
+    """Return examples of several runs; what two of them say of one prompt counts as one
+    sample's."""
     numbers: dict[str, int] = {}
     samples = []
     for examples, prompts in parts:
@@ -206,7 +207,7 @@ def _joined(parts: list[tuple[Examples, list[str]]]) -> Examples:
 
 
 def _all_rows(parts: Sequence[np.ndarray | StreamedRows]) -> np.ndarray | StreamedRows:
-    """States of several runs, all in files or none."""
+    """Return states of several runs, all in files or none."""
     if len(parts) == 1:
         return parts[0]
     streamed = [part for part in parts if isinstance(part, StreamedRows)]

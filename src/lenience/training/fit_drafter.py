@@ -80,7 +80,7 @@ def fit_to_answers(
     plan: DrafterPlan,
     progress: Progress = silent,
 ) -> TrainedDrafter:
-    """The same of any answers of the target's own."""
+    """Return the same of any answers of the target's own."""
     _check(pair, answers, plan)
     num_held_out = max(1, round(HELD_OUT * len(answers)))
     epochs = EPOCHS[plan.kind] if plan.epochs is None else plan.epochs
@@ -122,7 +122,7 @@ def _fit(
     plan: DrafterPlan,
     progress: Progress,
 ) -> _HeadsFit | EagleFit | DistillFit | FineTuning:
-    """What learns."""
+    """Return what learns."""
     if plan.tune_target:
         heads = first_heads(pair.target, plan)
         return FineTuning(pair.target, heads, answers, held_out, plan.seed)
@@ -156,7 +156,7 @@ Part = tuple[Tensor, Tensor]
 
 
 def _states(target: LM, prompt: list[int], answer: list[int], heads: int) -> Part:
-    """The target's states from the last token of the prompt on, along its own answer."""
+    """Return the target's states from the last token of the prompt on, along its own answer."""
     session = Session(target, 1, len(prompt) + len(answer))
     reading = session.read([prompt + answer], len(answer) + 1)
     further = [*answer[1:], *[NOT_THERE] * (heads + 1)]
@@ -165,7 +165,7 @@ def _states(target: LM, prompt: list[int], answer: list[int], heads: int) -> Par
 
 
 def first_heads(target: LM, plan: DrafterPlan) -> DraftHeads:
-    """Heads that say at first what the target itself predicts: blocks that add nothing."""
+    """Return heads that say at first what the target itself predicts: blocks that add nothing."""
     matrix = target.output_matrix.detach().float().cpu()
     size = matrix.shape[1]
     generator = torch.Generator().manual_seed(plan.seed)
@@ -230,7 +230,7 @@ class _HeadsFit:
         return tokens_per_pass(self.heads, self.matrix, self.held_out)
 
     def result(self) -> tuple[DraftHeads, dict[str, object]]:
-        """The heads as they are kept, and what they come to."""
+        """Return the heads as they are kept, and what they come to."""
         cpu = torch.device("cpu")
         half = self.heads.to(cpu, torch.float16)
         as_read = half.to(cpu, torch.float32)
@@ -242,7 +242,7 @@ class _HeadsFit:
 
 @torch.no_grad()
 def _right(heads: DraftHeads, matrix: Tensor, parts: Sequence[Part]) -> Tensor:
-    """[N, n] bool: whether each head's most probable token is the target's."""
+    """Return [N, n] bool: whether each head's most probable token is the target's."""
     x = torch.cat([part[0] for part in parts])
     y = torch.cat([part[1] for part in parts])
     found = [heads.logits(some, matrix).argmax(-1) for some in x.split(4096)]
@@ -250,11 +250,11 @@ def _right(heads: DraftHeads, matrix: Tensor, parts: Sequence[Part]) -> Tensor:
 
 
 def tokens_per_pass(heads: DraftHeads, matrix: Tensor, parts: Sequence[Part]) -> float:
-    """How many tokens a pass keeps by the strict rule, the target's own included, over all places
-    of the samples."""
+    """Return how many tokens a pass keeps by the strict rule, the target's own included, over all
+    places of the samples."""
     return 1 + float(_right(heads, matrix, parts).cumprod(1).sum(1).float().mean())
 
 
 def accuracies(heads: DraftHeads, matrix: Tensor, parts: Sequence[Part]) -> list[float]:
-    """Each head's share of tokens that are the target's."""
+    """Return each head's share of tokens that are the target's."""
     return list(map(float, _right(heads, matrix, parts).float().mean(0)))

@@ -26,7 +26,7 @@ Answer = tuple[list[int], list[int]]
 
 
 def by_length(answers: Sequence[Answer]) -> list[Answer]:
-    """Those of like length together, without empty ones."""
+    """Return those of like length together, without empty ones."""
     return sorted(
         (answer for answer in answers if answer[1]),
         key=lambda answer: len(answer[0]) + len(answer[1]),
@@ -36,7 +36,7 @@ def by_length(answers: Sequence[Answer]) -> list[Answer]:
 def batches(
     answers: Sequence[Answer], size: int, seed: int
 ) -> Iterator[Sequence[Answer]]:
-    """Answers that stand together, in an order that the seed tells."""
+    """Yield answers that stand together, in an order that the seed tells."""
     starts = range(0, len(answers), size)
     generator = torch.Generator().manual_seed(seed)
     for i in torch.randperm(len(starts), generator=generator).tolist():

@@ -69,7 +69,7 @@ def values_drafted_on(
 
 
 def columns(inputs: Inputs) -> int:
-    """How many numbers are kept of a mismatch beside states."""
+    """Return how many numbers are kept of a mismatch beside states."""
     assert inputs.ahead is not None
     return (1 + inputs.ahead) * lookahead.numbers("draft" in inputs.models) + 1
 
@@ -111,8 +111,8 @@ def _read_together(
 def _prefixes(
     samples: Sequence[MinedSample], labelled: Sequence[Sequence[Mismatch]]
 ) -> Iterator[list[list[int]]]:
-    """What stands before the samples' first mismatches, their second ones and so on; before the
-    last again where a sample has no more."""
+    """Yield what stands before the samples' first mismatches, their second ones and so on; before
+    the last again where a sample has no more."""
     for k in range(max(map(len, labelled))):
         places = [
             of_sample[min(k, len(of_sample) - 1)].position for of_sample in labelled
@@ -124,15 +124,16 @@ def _prefixes(
 
 
 def _flat(values: Tensor, length: int, window: int) -> Tensor:
-    """[window · S + 1] of the numbers of a window's places [W, S], the first `length` proposed."""
+    """Return [window · S + 1] of the numbers of a window's places [W, S], the first `length`
+    proposed."""
     kept = values.new_zeros(window, values.shape[1])
     kept[:length] = values[:length]
     return torch.cat([kept.flatten(), values.new_tensor([max(0, length - 1)])])
 
 
 def as_in_windows(x: np.ndarray, inputs: Inputs, seed: int) -> np.ndarray:
-    """[m, F]: states with the numbers of `values_drafted_on` after them → what a head reads, the
-    later tokens cut as the ends of windows would cut them."""
+    """Return [m, F]: states with the numbers of `values_drafted_on` after them → what a head reads,
+    the later tokens cut as the ends of windows would cut them."""
     assert inputs.ahead is not None
     n = inputs.ahead
     rng = np.random.default_rng(seed)

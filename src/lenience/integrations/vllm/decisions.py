@@ -57,8 +57,8 @@ class Windows:
     """[N, V]: what the draft drew the tokens from."""
 
     def places(self, which: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """[B, W + 1] each: where some requests' tokens and states stand, the last one again where a
-        window is shorter than the widest."""
+        """Return [B, W + 1] each: where some requests' tokens and states stand, the last one again
+        where a window is shorter than the widest."""
         width = max(self.lengths[b] for b in which)
         starts = [0]
         for n in self.lengths:
@@ -102,8 +102,8 @@ class KernelEdits:
 
 
 def forced(logits: Tensor, orders: KernelEdits, rows: Tensor) -> Tensor:
-    """A copy of `logits` in which nothing but the ordered tokens can be taken; `rows` [N] says
-    where the windows' rows stand in it."""
+    """Return a copy of `logits` in which nothing but the ordered tokens can be taken; `rows` [N]
+    says where the windows' rows stand in it."""
     logits = logits.clone()
     at = rows[torch.tensor(list(orders.tokens), device=rows.device)]
     tokens = torch.tensor(list(orders.tokens.values()), device=logits.device)
@@ -118,15 +118,15 @@ class Requests(Protocol):
     def __contains__(self, id: str) -> bool: ...
 
     def params(self, id: str) -> Any:
-        """vLLM's SamplingParams."""
+        """Return vLLM's SamplingParams."""
 
     def prompt(self, id: str) -> list[int]: ...
 
     def length(self, id: str) -> int:
-        """How many tokens it has been given."""
+        """Return how many tokens it has been given."""
 
     def tokens(self, id: str, start: int) -> list[int]:
-        """Those from `start` on."""
+        """Return those from `start` on."""
 
 
 @dataclass
@@ -158,12 +158,12 @@ class WindowDecider:
 
     @cached_property
     def _rule_for(self) -> Callable[[object], AnyOf]:
-        """The rule of a dial, which requests have at every step."""
+        """Return the rule of a dial, which requests have at every step."""
         return lru_cache(maxsize=256)(self.server.rule_for)
 
     @property
     def may_need_probs(self) -> bool:
-        """Whether any request may have a rule that compares distributions."""
+        """Return whether any request may have a rule that compares distributions."""
         return self.server.allow_any or any(map(needs_draft_probs, self.server.rules))
 
     def token_mask(self, vocabulary: int, pattern: str) -> Tensor:
@@ -182,8 +182,8 @@ class WindowDecider:
             self.steps = {}
 
     def orders(self, windows: Windows, greedy: bool) -> KernelEdits:
-        """What vLLM's kernel must be told to come to the rules' verdicts; `greedy` where the whole
-        step is, in which the kernel picks what the target would by itself."""
+        """Return what vLLM's kernel must be told to come to the rules' verdicts; `greedy` where the
+        whole step is, in which the kernel picks what the target would by itself."""
         self.forget_finished()
         orders = KernelEdits()
         for setting, which in self._settings(windows).items():
@@ -201,8 +201,8 @@ class WindowDecider:
         return orders
 
     def _settings(self, windows: Windows) -> dict[RequestSettings, list[int]]:
-        """The requests that have a window and a rule that vLLM does not have itself, by what they
-        have in common."""
+        """Return the requests that have a window and a rule that vLLM does not have itself, by what
+        they have in common."""
         found: dict[RequestSettings, list[int]] = defaultdict(list)
         for b, (id, n) in enumerate(zip(windows.ids, windows.lengths)):
             if not n:
@@ -219,7 +219,7 @@ class WindowDecider:
     def _verdicts(
         self, setting: RequestSettings, which: Sequence[int], windows: Windows
     ) -> list[Verdict]:
-        """What the rule says of some requests' windows."""
+        """Return what the rule says of some requests' windows."""
         places, states = windows.places(which)
         tokens = windows.tokens[places].long()[:, :-1]
         lengths = torch.tensor(
@@ -277,7 +277,7 @@ class WindowDecider:
             )
 
     def _row(self, id: str) -> Row:
-        """A request as rules know it, with its history up to now."""
+        """Return a request as rules know it, with its history up to now."""
         length = self.requests.length(id)
         known = self.rows.get(id)
         if known is None or length < known.position:

@@ -187,7 +187,7 @@ class VllmPair(Pair):
                 engine.abort_request(list(active))
 
     def _params(self, decoder: Decoder, window: int, number: int) -> Any:
-        """How vLLM is to answer a prompt, by its number."""
+        """Return how vLLM is to answer a prompt, by its number."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -210,8 +210,8 @@ class VllmPair(Pair):
         )
 
     def _engine(self, kind: EngineUse) -> Any:
-        """The vLLM of a kind, started where it does not run; on a GPU others end first. Raises
-        InputError where vLLM does not take the models or the arguments."""
+        """Return the vLLM of a kind, started where it does not run; on a GPU others end first.
+        Raises InputError where vLLM does not take the models or the arguments."""
         if kind not in self._running:
             self._make_room(kind)
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -249,7 +249,8 @@ class VllmPair(Pair):
             _end(self._running.pop(other))
 
     def _drafting(self, kind: EngineUse) -> dict[str, Any]:
-        """vLLM's arguments for windows of the pair's draft, decided by any rule that is asked."""
+        """Return vLLM's arguments for windows of the pair's draft, decided by any rule that is
+        asked."""
         draft = self.require_draft("vLLM's drafting")
         return {
             "speculative_config": {
@@ -421,8 +422,8 @@ def _end(engine: Any) -> None:
 
 
 def _predicting() -> Any:
-    """What is asked of the draft: the log-probabilities of the likeliest tokens along a prompt, two
-    of them as one may be of no text, and one token more."""
+    """Return what is asked of the draft: the log-probabilities of the likeliest tokens along a
+    prompt, two of them as one may be of no text, and one token more."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -436,7 +437,7 @@ def _predicting() -> Any:
 
 
 def _stepped(engine: Any) -> list[Any]:
-    """What the next step of a vLLM gives, where it has anything to do."""
+    """Return what the next step of a vLLM gives, where it has anything to do."""
     return engine.step() if engine.has_unfinished_requests() else []
 
 
@@ -480,8 +481,8 @@ def _finish(part: Any, tokens: Sequence[int], reader: LM) -> Finish:
 def _step(
     tokens: list[int], told: Mapping[str, Any] | None, window: int, read: int
 ) -> Step:
-    """What a step kept: `tokens` after a window of which the rule says what is `told`, or of which
-    vLLM itself kept all but the last; `read` tokens were read beside the window."""
+    """Return what a step kept: `tokens` after a window of which the rule says what is `told`, or of
+    which vLLM itself kept all but the last; `read` tokens were read beside the window."""
     if told is None:  # decided by vLLM
         kept = max(0, len(tokens) - 1)
         exact = [True] * kept

@@ -62,9 +62,9 @@ class ServedRule:
     """What the rule is certified by, which binds the server and its requests."""
 
     def rule_for(self, dial: object) -> AnyOf:
-        """The rule of a request whose dial is "exact", a spec, or a threshold for the server's own
-        rule; None leaves it as it is. Raises InputError for one that is more lenient than the
-        server allows."""
+        """Return the rule of a request whose dial is "exact", a spec, or a threshold for the
+        server's own rule; None leaves it as it is. Raises InputError for one that is more lenient
+        than the server allows."""
         if dial is None:
             return self.rule
         if len(str(dial)) > LONGEST:
@@ -96,7 +96,7 @@ class ServedRule:
 
     @property
     def judges(self) -> bool:
-        """Whether any request may have a rule that vLLM does not have itself."""
+        """Return whether any request may have a rule that vLLM does not have itself."""
         return self.allow_any or not all(map(is_vllms, (self.rule, *self.allow)))
 
     @property
@@ -104,7 +104,7 @@ class ServedRule:
         return self.rule, *self.allow
 
     def _with_threshold(self, dial: Any) -> AnyOf:
-        """The server's rule at another threshold."""
+        """Return the server's rule at another threshold."""
         if sum(term.has_threshold for term in self.rule.terms) != 1:
             raise InputError(
                 f"{KEY} {dial!r}: is a threshold, and the server's rule {self.rule} has none, or "
@@ -114,8 +114,8 @@ class ServedRule:
 
 
 def read(additional: object) -> ServedRule | None:
-    """What the server's --additional-config or LENIENCE_RULE asks for; None where neither does.
-    Raises InputError where it cannot be done, or where LENIENCE_FORBID=1 forbids it."""
+    """Return what the server's --additional-config or LENIENCE_RULE asks for; None where neither
+    does. Raises InputError where it cannot be done, or where LENIENCE_FORBID=1 forbids it."""
     options = additional.get(KEY) if isinstance(additional, Mapping) else None
     named = os.environ.get(VARIABLE)
     if options is None and not named:
@@ -156,14 +156,14 @@ def _read(options: str) -> ServedRule:
 
 
 def _certified(certificate: Certificate, rule: str) -> AnyOf:
-    """The rule that is certified, with its heads where the run is now."""
+    """Return the rule that is certified, with its heads where the run is now."""
     found = certificate.decoder(run_of(rule)).rule
     assert isinstance(found, AnyOf)
     return found
 
 
 def _certificate(rule: str) -> Certificate:
-    """The certificate of "certified:RUN". Raises InputError where it certifies nothing."""
+    """Return the certificate of "certified:RUN". Raises InputError where it certifies nothing."""
     certificate = read_certificate(run_of(rule))
     if not certificate.holds:
         raise InputError(
@@ -175,17 +175,17 @@ def _certificate(rule: str) -> Certificate:
 
 @lru_cache(maxsize=256)
 def _parsed(spec: str) -> AnyOf:
-    """The rule of a request, whose heads are loaded once."""
+    """Return the rule of a request, whose heads are loaded once."""
     return parse_spec(spec)
 
 
 def is_vllms(rule: AnyOf) -> bool:
-    """Whether a rule is one that vLLM has itself."""
+    """Return whether a rule is one that vLLM has itself."""
     return all(isinstance(term, Exact | Speculative) for term in rule.terms)
 
 
 def dial_of(extra_args: object) -> object:
-    """What a request's vllm_xargs ask for; None where they ask for nothing."""
+    """Return what a request's vllm_xargs ask for; None where they ask for nothing."""
     return extra_args.get(KEY) if isinstance(extra_args, Mapping) else None
 
 
@@ -198,7 +198,7 @@ def _is_number(dial: object) -> bool:
 
 
 def _at(term: Term, threshold: float) -> Term:
-    """A term at a threshold, where it has one."""
+    """Return a term at a threshold, where it has one."""
     if not term.has_threshold:
         return term
     again: Any = replace
@@ -209,7 +209,7 @@ def _at(term: Term, threshold: float) -> Term:
 
 
 def _stricter(rule: AnyOf, than: AnyOf) -> bool:
-    """Whether a rule is the other at thresholds as strict or stricter."""
+    """Return whether a rule is the other at thresholds as strict or stricter."""
     if len(rule.terms) != len(than.terms) or rule.with_terms(_open) != than.with_terms(
         _open
     ):
@@ -219,7 +219,7 @@ def _stricter(rule: AnyOf, than: AnyOf) -> bool:
 
 
 def _with_heads(rule: AnyOf, like: AnyOf) -> AnyOf:
-    """A rule with the heads that another of its form has loaded."""
+    """Return a rule with the heads that another of its form has loaded."""
     for term, other in zip(rule.terms, like.terms):
         if "head" in vars(other):
             vars(term)["head"] = vars(other)["head"]
@@ -227,23 +227,23 @@ def _with_heads(rule: AnyOf, like: AnyOf) -> AnyOf:
 
 
 def _shown(rule: AnyOf) -> str:
-    """A rule's spec without where its heads lie."""
+    """Return a rule's spec without where its heads lie."""
     return str(
         rule.with_terms(lambda term: term.relocated(lambda path: Path(path).name))
     )
 
 
 def _open(term: Term) -> Term:
-    """A term without its threshold, to be compared with others."""
+    """Return a term without its threshold, to be compared with others."""
     return _at(term, 0.5)
 
 
 def _strictest(a: Term, b: Term) -> float:
-    """The stricter threshold of two settings of a term."""
+    """Return the stricter threshold of two settings of a term."""
     return _bound(a.with_thresholds([_bound(a), _bound(b)])[0])
 
 
 def _bound(term: Any) -> float:
-    """The threshold that holds, which a judge's head may hold."""
+    """Return the threshold that holds, which a judge's head may hold."""
     threshold: float = term.bound if term.threshold is None else term.threshold
     return threshold

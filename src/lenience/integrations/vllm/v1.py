@@ -95,7 +95,8 @@ class Sampling:
     request has outgrown the draft's context."""
 
     def sample_tokens(self, original: Callable[[Any], Any], grammar_output: Any) -> Any:
-        """The runner's method: keep the step's states for the rule, and send the counts along."""
+        """Return the runner's method: keep the step's states for the rule, and send the counts
+        along."""
         state = self.runner.execute_model_state
         self.hidden = None if state is None else state.sample_hidden_states
         try:
@@ -231,8 +232,8 @@ def expanded(
     replace_from: int = 0,
     replace_to: int = 0,
 ) -> Tensor:
-    """[batch] → [num_tokens]: each request's number for each of its tokens, of which there are
-    `cu_num_tokens` [batch] up to its own, one number replaced by another."""
+    """Return [batch] → [num_tokens]: each request's number for each of its tokens, of which there
+    are `cu_num_tokens` [batch] up to its own, one number replaced by another."""
     lengths = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     x = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
     return x.repeat_interleave(lengths.long(), output_size=num_tokens)

@@ -82,7 +82,7 @@ class Slots:
         return self._between(id, self._prompt_length(id) + start, self.totals[id])
 
     def request(self, slot: int) -> str:
-        """The request in a slot; "" where there is none."""
+        """Return the request in a slot; "" where there is none."""
         id: str = self.states.index_to_req_id.get(slot, "")
         return id if id in self else ""
 
@@ -118,7 +118,7 @@ class Sampling:
     """Before temperature and truncation, where a request of the part has any."""
 
     def sample(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The runner's method: keep the step's states for the rule."""
+        """Return the runner's method: keep the step's states for the rule."""
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         self.hidden = given["hidden_states"][given["input_batch"].logits_indices]
         self.read = 0
@@ -128,7 +128,7 @@ class Sampling:
             self.hidden = self.logits = None
 
     def sample_tokens(self, original: Callable[..., Any], grammar_output: Any) -> Any:
-        """The runner's method: send the counts along."""
+        """Return the runner's method: send the counts along."""
         output = original(grammar_output)
         if output is not None:
             self.deciding.send_counts(getattr(output, "model_runner_output", output))
@@ -157,8 +157,9 @@ class Sampling:
     def _windows(
         self, given: dict[str, Any], logits: Tensor, states: Tensor
     ) -> tuple[Windows, Tensor]:
-        """A part's windows, and where their rows [N] stand among its rows of logits. A slot without
-        a request, as in trial runs, has no window; a window ends before a token marked -1."""
+        """Return a part's windows, and where their rows [N] stand among its rows of logits. A slot
+        without a request, as in trial runs, has no window; a window ends before a token marked
+        -1."""
         drafted = given["draft_sampled"].tolist()
         ends = given["cu_num_logits"].tolist()
         slots = given["idx_mapping"].tolist()
@@ -193,7 +194,7 @@ class Sampling:
         return windows, at
 
     def _probs(self, given: dict[str, Any], at: Tensor, vocabulary: int) -> Tensor:
-        """[N, V]: what the draft drew the tokens of rows `at` from; it keeps logits."""
+        """Return [N, V]: what the draft drew the tokens of rows `at` from; it keeps logits."""
         slots = given["expanded_idx_mapping"][at]
         steps = given["expanded_local_pos"][at]
         logits = given["draft_logits"][slots, steps].float()
@@ -206,7 +207,7 @@ class Sampling:
 
 
 def _valid(drafted: list[int]) -> int:
-    """How many tokens stand before one that is marked -1."""
+    """Return how many tokens stand before one that is marked -1."""
     return drafted.index(-1) if -1 in drafted else len(drafted)
 
 
