@@ -223,9 +223,8 @@ class _Told(Test):
 
 
 def collect(folder: Path, path: Path) -> None:
-    """The pool: for each setting from strict to lenient which prompts it lost, its tokens per pass,
-    and the share of its answers that the one before does not give; and how many prompts there
-    are."""
+    """Decode the pool: for each setting, from strict to lenient, the prompts it lost, its tokens
+    per pass, and the share of its answers that the setting before does not give."""
     by_rule: dict[str, dict[str, dict[str, Any]]] = {}
     for line in (folder / "compare.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -316,10 +315,8 @@ class CandidatePool:
         )
 
     def _passes(self, tried: list[SettingResult]) -> float:
-        """Of the target, at most: those of each setting that was tried, where the one before does
-        not give them, and those of the target alone where the setting's answer is wrong, as often
-        as the target's is or one is lost, and for its accuracy. Untouched answers, which spare some
-        of these, the pool does not tell."""
+        """Return an upper bound of the target's passes: of each setting that was tried, where the
+        one before does not give its answer, and of the target alone where the setting may lose."""
         lenient = sum(
             self.anew[row.setting] * row.n / self.speed[row.setting + 1]
             for row in tried

@@ -152,8 +152,8 @@ def decoders_of(
 def measure(
     decoders: Mapping[str, Decoder], repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, list[tuple[Profile, float]]]]:
-    """By decoder, each repeat's tokens per second, and its profile with its seconds; all decoders
-    take turns, after a warm-up."""
+    """Return each decoder's tokens per second in each repeat, and its profile with its seconds.
+    Decoders take turns after a warm-up."""
     speeds: dict[str, list[float]] = {name: [] for name in decoders}
     profiles: dict[str, list[tuple[Profile, float]]] = {name: [] for name in decoders}
     for repeat in track(range(repeats + 1), "repeats", console=Console(stderr=True)):

@@ -55,7 +55,7 @@ def runs(box: Sandbox) -> bool:
 
 
 def rate(function: Callable[[], bool], n: int) -> float:
-    """Calls a second, `workers` at once; all must come out right."""
+    """Return calls per second with `workers` in parallel; all must give the right result."""
     began = time.perf_counter()
     with ThreadPoolExecutor(workers()) as pool:
         if not all(pool.map(lambda _: function(), range(n))):

@@ -61,7 +61,7 @@ class Answers:
 
 
 def answers(engine: Engine, prompts: Sequence[str], repeats: int) -> Answers:
-    """In a process of its own, as vLLM gives nothing back of what it has taken."""
+    """Answer prompts in a process of its own, as vLLM does not release its memory."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
         return alone.submit(_answers, engine, prompts, repeats).result()
 

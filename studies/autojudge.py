@@ -311,7 +311,7 @@ RECALLS = (0.8, 0.9, 0.95, 0.98, 0.995)
 
 
 def search(out: Path, given: argparse.Namespace) -> None:
-    """Judges learn from the same problems, searched in three ways."""
+    """Train judges on the same problems, searched in three ways, and compare them."""
     source = mined(given.run)
     pair = source.pair()
     task = source.task
@@ -535,9 +535,8 @@ def naive(using: Search, record: Record) -> Record:
 
 
 def reversed_(using: Search, record: Record) -> Record:
-    """From the draft's answer: the last mismatch from which the target still comes to its own
-    answer is important, those before it are not; the draft goes on after the target's token, until
-    its answer is the target's. Nothing is labelled if the target's answer is not found."""
+    """Search from the draft's answer: the last mismatch from which the target still reaches its own
+    answer is important, earlier ones are not; the draft continues behind it."""
     prompt = record["prompt_ids"]
     settled = 0
     mismatches = list[Record]()
@@ -683,7 +682,7 @@ def read_whole(pair: Pair, record: Record) -> torch.Tensor:
 
 
 def read_one_by_one(pair: Pair, record: Record) -> torch.Tensor:
-    """As `read_whole`, but token by token, as decoding reads."""
+    """Compute states as `read_whole` does, but token by token, as decoding does."""
     prompt = record["prompt_ids"]
     final = record["final_ids"]
     after = {}
@@ -787,8 +786,8 @@ def at_threshold(
 def outside_of_folds(
     kinds: NDArray, samples: NDArray
 ) -> tuple[dict[str, list[NDArray]], int]:
-    """By kind of problem, and for all kinds, the mismatches outside of each fold; and how many
-    there are of the rarest kind."""
+    """Return the mismatches outside of each fold, by kind of problem and for all kinds, and the
+    number of mismatches of the rarest kind."""
     found = {
         kind: [
             np.flatnonzero((kinds == kind) & (samples % FOLDS != k))

@@ -53,8 +53,8 @@ KEPT = (
 
 @torch.inference_mode()
 def along(pair: Pair, samples: list[Sample], temperature: float) -> dict[str, NDArray]:
-    """At all places of the target's own answers: the divergences, and whether the models' most
-    probable tokens are the same."""
+    """Return, at all positions of the target's own answers, the divergences and whether the models'
+    most probable tokens are the same."""
     found: dict[str, list[torch.Tensor]] = {name: [] for name in (*DIVERGENCES, "same")}
     prompts = [sample.prompt for sample in samples]
     outs = pair.generate_batch(prompts, rule="target", temperature=temperature, seed=0)

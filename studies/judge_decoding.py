@@ -124,7 +124,7 @@ def annotated(split: str, first: int, n: int) -> list[dict[str, Any]]:
 def verdicts(
     pair: Pair, head: Head, prompt: list[int], ids: list[int]
 ) -> tuple[list[bool], list[float]]:
-    """Of each token of an answer, whether it is the target's own choice there, and the judge's
+    """Return, for each token of an answer, whether it is the target's own choice, and the judge's
     score."""
     state = Session(pair.target, states=States(INPUTS.layers)).read(
         [prompt + ids], len(ids) + 1

@@ -81,8 +81,8 @@ class Place:
     """[n]: max(0, target − draft) / TV, what is drawn instead of a rejected token."""
 
     def sums(self, head: Head, threshold: float, tau: float) -> dict[str, float]:
-        """Of a drafted token: the chances of what it is and whether the gate passes it; and the
-        next token's TV from the target's."""
+        """Return the probabilities that a drafted token is acceptable and that the gate passes it,
+        and the next token's TV distance from the target's."""
         accepts = (self.target / self.draft).clamp(max=1)  # [n]
         good = (self.draft <= tau * self.target).double()
         passes = (
@@ -105,7 +105,7 @@ class Place:
 
 @torch.inference_mode()
 def place(pair: Pair, ids: list[int], after: bool) -> Place:
-    """`ids` is a prefix, read by transformers' models alone."""
+    """Compute what can follow the prefix `ids`, with transformers' models alone."""
     before = torch.tensor([ids])
     reads = {"output_hidden_states": True}
     by_draft, by_target = (
@@ -458,7 +458,7 @@ def _four_kinds(problems: Problems, by_target: Sequence[Generation]) -> list[lis
 def _points(
     problems: Problems, gates: Sequence[Gate], known: Sequence[Place]
 ) -> dict[str, dict[str, Any]]:
-    """By threshold."""
+    """Return the figures of gates by threshold."""
     return {f"{gate.bound:g}": _point(problems, gate, known) for gate in gates}
 
 

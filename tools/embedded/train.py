@@ -363,8 +363,8 @@ def schedule(done: float, decay: float) -> float:
 def save_state(
     path: Path, model: torch.nn.Module, optimizers: list, progress: tuple[int, int, int]
 ) -> None:
-    """Weights and optimizer states, whole or not at all; `progress` is (tokens seen, next pool,
-    steps)."""
+    """Save weights and optimizer states, whole or not at all; `progress` is (tokens seen, next
+    pool, steps)."""
     tensors = {f"model/{name}": value for name, value in model.named_parameters()}
     for i, optimizer in enumerate(optimizers):
         for j, state in optimizer.state_dict()["state"].items():

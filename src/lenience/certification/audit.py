@@ -182,7 +182,8 @@ class Audit:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other thread or process counts meanwhile; what others have counted is known."""
+        """Hold the run's lock, so that no other thread or process counts meanwhile. Counts of other
+        processes are read first."""
         with self._lock, FileLock(self.journal.path.with_suffix(".lock")):
             for record in self._tail.new():
                 if record.items() >= self._about.items():
@@ -285,7 +286,7 @@ class Audit:
         return float(task.same(lenient, strict, sample) is not True)
 
     def reach(self, seen: int) -> None:
-        """So many prompts have been answered, the last of them not audited."""
+        """Note that `n` prompts have been answered, the last of which were not audited."""
         with self._alone():
             if seen > self.seen:
                 self._write(AuditLine(**self._about, seen=seen))

@@ -119,7 +119,7 @@ class Calibration:
         phase: str,
         progress: Progress,
     ) -> list[Answer]:
-        """Return rows that are the same but for their ids are decoded once."""
+        """Return the answers to rows; rows that differ only in their ids are decoded once."""
         firsts = dict[str, Sample]()
         for sample in samples:
             firsts.setdefault(_content(sample), sample)
@@ -328,7 +328,7 @@ def tokens_per_pass(answers: Iterable[Answer]) -> float:
 
 
 def data_hash(samples: Iterable[Sample]) -> str:
-    """Return prompts, by their contents."""
+    """Return a hash of the prompts' contents."""
     return digest([[sample.id, sample.prompt, sample.reference] for sample in samples])
 
 

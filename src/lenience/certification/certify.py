@@ -163,7 +163,8 @@ class _Chains:
 
     @property
     def best(self) -> TriedSetting | None:
-        """Of each chain's last that passed, the one with the most tokens per pass."""
+        """Return the setting with the most tokens per pass among the last of each chain that
+        passed."""
         last = [chain[-1] for chain in self.passed if chain]
         return max(last, key=lambda row: row.tokens_per_pass, default=None)
 
@@ -317,10 +318,11 @@ def plan(
     pilot: int = PILOT,
     progress: Progress = silent,
 ) -> Plan:
-    """From a `pilot` of so many fresh prompts, which are then used up, tell for each setting how
-    many calibration prompts it would take to certify it four times in five if it loses what it lost
-    in the pilot (at least a quarter of what is allowed), and how many target passes and minutes,
-    with all stricter settings and the target alone."""
+    """Estimate the cost of certificates from a `pilot` of fresh prompts, which are then used up.
+    For each setting: how many calibration prompts it takes to certify it four times in five if it
+    loses what it lost in the pilot (at least a quarter of the limit), and how many target passes
+    and minutes, with all stricter settings and the target alone. Raises InputError as `certify`
+    does."""
     asked = replace(config, limit=pilot, ids=config.ids[:pilot])
     task = task_for(pair, task, progress)
     with calibration(pair, task, folder, asked, use="pilot", progress=progress) as on:

@@ -17,7 +17,7 @@ class Labels:
     """The references in a JSONL file of id and reference, and those that are still to be given."""
 
     def __init__(self, task: Task, path: Path | None):
-        """Raises InputError where the file is broken."""
+        """Open a file of labels. Raises InputError if the file is broken."""
         self.task = task
         self.path = path
         self.rows = dict[str, dict[str, Any]]()

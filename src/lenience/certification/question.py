@@ -172,8 +172,8 @@ class CertifyConfig:
 
     @property
     def least_accuracy(self) -> float:
-        """Of the target: what is lost is a part of what it gets right, so that a weak one would
-        certify anything."""
+        """Return the lowest accuracy of the target that may be certified. A loss is a part of what
+        the target gets right, so a weak target would certify anything."""
         return 0.0 if self.allow_weak_target else min(10 * self.max_drop, 0.5)
 
     @property

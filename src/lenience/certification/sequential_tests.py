@@ -41,7 +41,8 @@ class Test:
     said: ClassVar[str]
 
     def passed_at(self, losses: NDArray) -> int | None:
-        """After how many of the losses [n], in the order fixed before, it first passes."""
+        """Return after how many of the losses [n], in the order fixed before, the test first
+        passes; None if it never does."""
         raise NotImplementedError
 
     def bound(self, losses: NDArray) -> float:
@@ -280,8 +281,9 @@ PRIOR = 50
 
 
 def paired_wealth(losses: NDArray, mean: float, limit: float) -> NDArray:
-    """As `wealth`, for losses of 0, 1/2 and 1 […, n]: each stake is fixed by the share of those
-    before it that are not 1/2, and is at most 0.8 of the most that leaves no debt."""
+    """Return the wealth of `wealth` for losses of 0, 1/2 and 1 […, n]. Each stake is fixed by the
+    share of the earlier losses that are not 1/2, and is at most 0.8 of the largest stake that
+    cannot lose everything."""
     net = 2 * np.asarray(losses, float) - 1
     above = 2 * mean - 1
     allowed = 2 * limit - 1
@@ -323,7 +325,7 @@ class Alarm:
 
     @cached_property
     def stakes(self) -> NDArray:
-        """As suit means of two to seventeen times the limit."""
+        """Return stakes that suit means of two to seventeen times the limit."""
         return np.minimum(self.limit * 2.0 ** np.arange(5), 0.9)
 
     def add(self, loss: float) -> bool:
@@ -380,8 +382,8 @@ def sample_size(test: Binomial, mean: float, power: float = 0.8) -> int | None:
 
 
 def sample_size_by_trial(test: Test, losses: NDArray, power: float = 0.8) -> int | None:
-    """As `sample_size`, for losses of any kind, by trying: about how many it takes where losses are
-    drawn from those seen."""
+    """Return the sample size of `sample_size` for losses of any kind, estimated by drawing from the
+    losses seen."""
     rng = np.random.default_rng(0)
     trials = 40
     ends = [test.passed_at(rng.choice(losses, test.horizon)) for _ in range(trials)]
@@ -404,11 +406,11 @@ class SettingResult:
 def fixed_sequence_test(
     test: Test, settings: int, losses: Callable[[int, int], NDArray], most: int
 ) -> Iterator[SettingResult]:
-    """Yield fixed-sequence testing (Bauer 1991; Angelopoulos 2021, section 3.1): settings from
-    strict to lenient, each tested only once the one before has passed. `losses(j, n)` gives setting
-    j's on the first n of at most `most` prompts. The last setting that passed has a mean loss above
-    the limit with a chance of at most alpha, whatever the losses' curve: that takes the first
-    setting above the limit to pass its own test."""
+    """Test settings from strict to lenient, each only once the one before has passed, and yield
+    those that pass (fixed-sequence testing; Bauer 1991; Angelopoulos 2021, section 3.1). `losses(j,
+    n)` returns setting j's losses on the first n of at most `most` prompts. The last setting that
+    passes has a mean loss above the limit with probability at most alpha, whatever the losses'
+    curve: the first setting above the limit would have to pass its own test."""
     for setting in range(settings):
         for n in (*range(BATCH, most, BATCH), most):
             seen = losses(setting, n)

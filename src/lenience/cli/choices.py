@@ -70,9 +70,9 @@ class Models:
     again."""
 
     def load(self, tokens: float = 0, needs_draft: bool = True) -> Pair:
-        """`tokens`: about how many new ones are to be decoded, so that it is known whether
-        exporting the models pays. Raises InputError
-        where a draft is needed and none is named, or vLLM is not installed."""
+        """Load the pair. `tokens` is about how many new tokens will be decoded, from which it
+        follows whether exporting the models pays. Raises InputError if a draft is needed and none
+        is named."""
         if self.target is not None and self.draft is None and needs_draft:
             raise InputError(
                 "--draft: name the draft too, or a --drafter that needs none"
@@ -320,8 +320,8 @@ def _same_benchmark(first: str | None, second: str | None) -> bool:
 
 @contextmanager
 def fitting(pair: Pair, task: Task, choice: TaskChoice) -> Iterator[Task]:
-    """A task for a pair, without the prompts that are too long where that is asked; how many were
-    left out is told afterwards."""
+    """Provide the task, without the prompts that are too long for the pair if the user asked for
+    that. Reports how many were left out."""
     if not choice.skip_long:
         yield task
         return
@@ -410,7 +410,7 @@ def _others_than_usual(models: Models, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _as_toml(value: str | bool | tuple[str, ...]) -> str:
-    """As TOML has it, whose escapes are JSON's but for those of pairs of surrogates."""
+    """Return a value as TOML. Its escapes are JSON's, except those of surrogate pairs."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -33,7 +33,8 @@ def wide(width: int) -> Console:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """While models load: says so, and keeps their libraries from saying what is no error."""
+    """Show that models are loading, and silence log lines of their libraries that are not
+    errors."""
     with screen.status("loading the models"):
         from huggingface_hub.utils import logging as hub_logging
         from transformers.utils import logging

@@ -60,7 +60,7 @@ PARTS = {
 
 
 def print_certificate(run: Path, certificate: Certificate) -> None:
-    """What was tried, and what is certified."""
+    """Print the settings that were tested and the certificate."""
     from lenience.evaluation.names import setting_name
 
     loss = certificate.loss
@@ -106,7 +106,7 @@ def print_certificate(run: Path, certificate: Certificate) -> None:
 
 
 def _say_why_not(run: Path, certificate: Certificate) -> None:
-    """Why nothing is certified, and what the run has nevertheless."""
+    """Print why nothing is certified, and which earlier certificate the run still has."""
     from lenience.runs.certificate import read_certificate
 
     more = ""
@@ -151,7 +151,7 @@ def planned(found: Forecast, run: str) -> str:
 
 
 def print_races(races: Races) -> None:
-    """The settings that were the fastest of their groups."""
+    """Print the fastest setting of each group."""
     from lenience.decoding.decoder import Decoder
 
     table = Table("setting, at its fastest", title=f"races on {escape(races.machine)}")
@@ -186,7 +186,7 @@ def print_races(races: Races) -> None:
 
 
 def print_passed(passed: Sequence[Timed]) -> None:
-    """Those of all that passed that were timed anew, the fastest first."""
+    """Print the certified settings that were timed again, the fastest first."""
     from lenience.decoding.decoder import Decoder
 
     if not passed:
@@ -243,7 +243,7 @@ def gained(tuned: Tuned) -> str:
 
 
 def print_plan(plan: Plan) -> None:
-    """What certificates would take."""
+    """Print the estimated cost of certificates."""
     from lenience.evaluation.names import short
 
     title = f"to bound the loss by {plan.max_drop:.2%} with confidence {plan.confidence:.0%}"
@@ -262,7 +262,7 @@ def print_plan(plan: Plan) -> None:
 
 
 def print_mined(counts: MinedCounts, task: Task) -> None:
-    """What a run holds."""
+    """Print the contents of a run."""
     parts = [
         f"{counts.samples} samples",
         f"{counts.mismatches} mismatches",
@@ -281,8 +281,8 @@ def print_mined(counts: MinedCounts, task: Task) -> None:
 
 
 def unanswered(samples: int, of: int, cut_off: int, found: str) -> str:
-    """Return that in so many samples the target's own response holds no answer, and what to change;
-    `found` says how answers are."""
+    """Return the warning that the target's own responses hold no answer in `n` samples, and the
+    fix. `found` describes how answers are found."""
     text = (
         f"in {samples} of {of} samples no answer is found in the target's own response"
     )
@@ -294,7 +294,7 @@ def unanswered(samples: int, of: int, cut_off: int, found: str) -> str:
 
 
 def print_table(frontier: Frontier) -> None:
-    """The figures of a comparison."""
+    """Print the figures of a comparison."""
     from lenience.evaluation.names import named, why
 
     n = frontier.rows[0].n
@@ -344,7 +344,7 @@ def print_table(frontier: Frontier) -> None:
 
 
 def print_grades(found: Mapping[str, HumanGrades]) -> None:
-    """What people said of each setting."""
+    """Print how people graded each setting."""
     for setting, figures in found.items():
         low, high = figures.win_rate_interval
         share = f"{figures.win_rate:.1%} ({low:.1%}–{high:.1%})"
@@ -370,7 +370,8 @@ def _with_interval(share: float, interval: tuple[float, float]) -> str:
 
 
 def print_answer(pair: Pair, out: Generation, coloured: bool) -> None:
-    """An answer on standard output, perhaps with every token coloured by where it came from."""
+    """Print an answer on standard output, with each token coloured by its origin if `show` is
+    set."""
     from lenience.decoding.response import pieces
 
     if not coloured:
@@ -398,7 +399,7 @@ def print_answer(pair: Pair, out: Generation, coloured: bool) -> None:
 
 
 def print_counts(out: Generation, picked: bool = False) -> None:
-    """What an answer took."""
+    """Print the cost of an answer."""
     passes = [
         f"{out.target_passes} passes of the target",
         f"{out.tokens_per_pass:.2f} tokens per pass",
@@ -426,7 +427,7 @@ def print_counts(out: Generation, picked: bool = False) -> None:
 
 
 def print_profile(profile: Profile) -> None:
-    """Where the time of a cycle goes."""
+    """Print the wall-clock time of a cycle by component."""
     table = Table("where the time goes", box=None)
     for column in ("ms a cycle", "share"):
         table.add_column(column, justify="right")
@@ -438,7 +439,7 @@ def print_profile(profile: Profile) -> None:
 
 
 def print_audit(watch: Audit, state: State, again: int) -> None:
-    """What an audit has come to; `again` rows had been audited before."""
+    """Print the state of an audit; `again` is the number of rows that had been audited before."""
     low, high = state.interval
     present = "which has changed on the way"
     if low <= high:
@@ -465,7 +466,7 @@ def print_audit(watch: Audit, state: State, again: int) -> None:
 
 
 def print_thresholds(head: Head, folder: Path) -> None:
-    """What a fitted head's thresholds come to, and how to use it."""
+    """Print the thresholds of a trained head, their figures, and the command that uses it."""
     printers = {"judge": _print_judge, "stop": _print_stop, "gate": _print_gate}
     printers[head.role](head, folder)
 
@@ -503,7 +504,8 @@ def _print_judge(head: Head, folder: Path) -> None:
 
 
 def print_curve(rows: Sequence[Mapping[str, Any]]) -> None:
-    """What a head comes to by how many samples it learns from, and what more would bring."""
+    """Print the figures of a head by number of training samples, and what more samples would
+    bring."""
     from lenience.training.fit import CURVE_RECALL
 
     accepts = f"unimportant accepted at a recall of {CURVE_RECALL:g}"
@@ -551,7 +553,8 @@ def print_skipped(found: Sequence[Skipped]) -> str:
 
 
 def print_drafter(kind: str, metrics: Mapping[str, Any], folder: Path) -> None:
-    """What a fitted drafter comes to on the samples held out, and how to use it."""
+    """Print the figures of a trained drafter on the samples held out, and the command that uses
+    it."""
     if kind == "model":
         return _print_distilled(metrics, folder)
     table = Table("drafted token", "right", box=None)

@@ -150,8 +150,8 @@ class Context:
         return self.token_mask(pattern).to(tokens.device)[tokens]
 
     def log_probs(self, logits: Tensor) -> Tensor:
-        """Return […, V] processed logits → log-probabilities at the request's temperature (1 when
-        greedy), before truncation, in float32."""
+        """Map processed logits […, V] to log-probabilities at the request's temperature (1 when
+        greedy), before truncation."""
         return torch.log_softmax(logits.float() / (self.temperature or 1), -1)
 
     def lenient_used(self, device: torch.device) -> Tensor:
@@ -170,9 +170,9 @@ class Context:
     def _open_spans(
         self, row: Row, drafted: list[int], begin: str, end: str
     ) -> list[bool]:
-        """For each drafted token, whether a span is open where it stands. After the prompt, which
-        is looked at whole, the text is followed token by token: a mark that one completes stands
-        among the last few."""
+        """Return, for each drafted token, whether a span is open at its position. The prompt is
+        searched as a whole; the text after it is followed token by token, and a marker counts from
+        the token that completes it."""
         if self.decode is None:
             raise RuntimeError(
                 "spans are marked by text, and the context has no tokenizer"

@@ -17,7 +17,7 @@ class TooLong(InputError):
 
 
 def reason(error: BaseException) -> str:
-    """Return why a file could not be read, without its name."""
+    """Return why a file could not be opened, without its name."""
     return getattr(error, "strerror", None) or first_line(error)
 
 

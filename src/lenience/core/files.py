@@ -65,7 +65,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def written(path: Path) -> Iterator[None]:
-    """While a file is written. Raises RunError that names it where the disk is full or refuses."""
+    """Turn OSError into RunError while a file is written. The message names the file and whether
+    the disk is full."""
     try:
         yield
     except OSError as error:

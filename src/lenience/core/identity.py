@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def weights_fingerprint(weights: Mapping[str, Tensor]) -> str:
-    """Identifies weights, whatever dtype they are loaded in: a hash of every parameter's name,
-    shape and some of its numbers, rounded to bfloat16."""
+    """Return a hash that identifies weights in whatever dtype they are loaded: of every parameter's
+    name, shape and some of its numbers, rounded to bfloat16."""
     digest = hashlib.blake2b(digest_size=8)
     for name in sorted(weights):
         value = weights[name]
@@ -41,11 +41,9 @@ def weights_fingerprint(weights: Mapping[str, Tensor]) -> str:
 
 
 def checkpoint_fingerprint(folder: Path) -> str:
-    """`weights_fingerprint` of a model as `transformers` loads it from a folder with safetensors
-    files, read without loading it. Raises InputError where there are none or one is broken.
-
-    Of architectures whose parameters are named otherwise in files than in memory it differs.
-    """
+    """Return `weights_fingerprint` of a model as `transformers` loads it from a folder with
+    safetensors files, without loading it. Raises InputError if the files are missing or broken. It
+    differs for architectures whose parameters have other names in files than in memory."""
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise InputError(
@@ -92,7 +90,7 @@ class _Lazy(Mapping[str, Tensor]):
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Identifies a tokenizer by its vocabulary and chat template."""
+    """Return a hash that identifies a tokenizer by its vocabulary and chat template."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     template = getattr(tokenizer, "chat_template", None) or ""
     return digest_bytes((vocabulary + str(template)).encode())

@@ -39,8 +39,8 @@ class Noise:
 
 
 def uniform(keys: Tensor) -> Tensor:
-    """Return int64 keys → numbers in (0, 1), by the finaliser of SplitMix64 (Steele 2014), the same
-    on every device."""
+    """Map int64 keys to numbers in (0, 1) by the finaliser of SplitMix64 (Steele 2014), the same on
+    every device."""
     bits = keys + _GOLDEN
     for shift, factor in (
         (30, -0x40A7B892E31B1A47),
@@ -55,9 +55,8 @@ _GOLDEN = -0x61C8864680B583EB  # 2⁶⁴ divided by the golden ratio, as a signe
 
 
 def gumbel_argmax(probs: Tensor, keys: Tensor) -> Tensor:
-    """Return a token from each of `probs` […, V] (need not sum to 1) by an exponential race on
-    `keys` […], the Gumbel trick: two distributions that are raced on the same key mostly give the
-    same token."""
+    """Draw a token from each of `probs` […, V], which need not add up to 1, by an exponential race
+    on `keys` […] (the Gumbel trick)."""
     return _race(probs, keys).argmax(-1)
 
 

@@ -20,18 +20,18 @@ class Profile:
         self._last = time.perf_counter()
 
     def wait_by(self, wait: Callable[[], None] | None) -> None:
-        """From now on wait for the device before each part's end."""
+        """Wait for the device, from now on, at the end of each component."""
         self.wait = wait
 
     def count_cycle(self) -> None:
         self.cycles += 1
 
     def start(self) -> None:
-        """What came before belongs to no part."""
+        """Start the clock; the time before belongs to no component."""
         self._last = time.perf_counter()
 
     def add(self, part: str) -> None:
-        """What has passed since the last call belongs to this part."""
+        """Add the time since the last call to a component."""
         if self.wait:
             self.wait()
         now = time.perf_counter()

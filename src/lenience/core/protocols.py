@@ -19,8 +19,8 @@ class TrainedPart(Protocol):
 
     @property
     def head(self) -> Any:
-        """It has a `fingerprint`, and as `prompts` the digests of those that it was fitted on; None
-        where it is not of our making."""
+        """Return the trained part. It has a `fingerprint`, and `prompts`, the digests of the
+        prompts it was trained on; None if someone else trained it."""
         ...
 
 

@@ -45,7 +45,7 @@ class Recollection:
         return None
 
     def following(self, place: Place, most: int) -> tuple[list[int], list[int | None]]:
-        """At most so many tokens that followed a place, and the draft's guesses for them."""
+        """Return at most `n` tokens that followed a place, with the draft's guesses for them."""
         part = slice(place.at, place.at + most)
         return self._texts[place.text][part], self._guesses[place.text][part]
 

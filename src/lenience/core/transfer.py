@@ -10,8 +10,7 @@ from torch import Tensor
 
 
 def to_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
-    """Return numbers for a device; a GPU takes them when it comes to them, and is not waited
-    for."""
+    """Copy numbers to a device. A GPU takes them in its own order, without a synchronisation."""
     on_host = torch.tensor(numbers, device="cpu")
     return (
         on_host.pin_memory().to(device, non_blocking=True)

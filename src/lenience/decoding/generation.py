@@ -54,8 +54,8 @@ class Generation:
 
     @property
     def logprobs(self) -> list[float | None]:
-        """Of each token, where that was asked for: the logarithm of the probability that the target
-        gave it after those before it, at temperature 1; None where the target did not read it."""
+        """Return the logarithm of the probability that the target gave each token, at temperature
+        1; None if log-probabilities were not asked for."""
         return [entry.logprob for entry in self.trace]
 
     @property

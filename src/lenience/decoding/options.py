@@ -173,7 +173,7 @@ class Loading:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Loading:
-        """From the options that were given. Raises InputError for a name that is none."""
+        """Return options from the given ones. Raises InputError for an unknown name."""
         known = [item.name for item in fields(cls)]
         unknown = sorted(options.keys() - set(known))
         if unknown:

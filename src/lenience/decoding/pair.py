@@ -197,8 +197,8 @@ class Pair:
         logprobs: bool = False,
         **options: Unpack[DecoderOptions],
     ) -> Iterator[tuple[int, Generation]]:
-        """As `generate_batch`, but gives each answer, with its prompt's number, as soon as it is
-        finished."""
+        """Decode as `generate_batch` does, and yield each answer with its prompt's number as soon
+        as it is finished."""
         telling = Reporting(profile, logprobs)
         return self._answered(
             prompts, self._seeded(decoder, options), batch_size, telling

@@ -209,7 +209,7 @@ class _Scheduler(Generic[T]):
         return bool(self._slots.continuations)
 
     def wait(self) -> bool:
-        """Return until a comparison is made; False where there are none."""
+        """Wait until a comparison is finished; False if there is none."""
         return self._comparisons.wait()
 
     def cycle(self) -> None:

@@ -49,7 +49,7 @@ class Store:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the corpus."""
+        """Return a hash that identifies the corpus."""
         return str(self.about["fingerprint"])
 
     def matches(self, text: Sequence[int], longest: int, shortest: int) -> range:

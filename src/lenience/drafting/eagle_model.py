@@ -107,8 +107,8 @@ class EagleWeights:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identifies what it predicts; of one that is published also by its configuration, which of
-        ours follows from the tensors."""
+        """Return a hash that identifies the predictions. It covers the configuration of a published
+        head; ours follows from the tensors."""
         parts = [] if self.fingerprints else [repr(self.configured).encode()]
         parts += [name.encode() for name in sorted(self.tensors)]
         parts += [
@@ -160,7 +160,7 @@ class EagleWeights:
                 )
 
     def _shapes(self) -> dict[str, tuple[int | None, ...]]:
-        """Of the tensors that it has or needs; None stands for any number."""
+        """Return the shapes of the tensors that a head has or needs; None stands for any size."""
         size = self.config.hidden_size
         reads = self.tensors["fc.weight"].shape[-1]
         with torch.device("meta"):
@@ -199,9 +199,8 @@ class EagleWeights:
         }
 
     def layers_of(self, target: LM) -> tuple[int | None, ...]:
-        """After which layers of a target the features are: those that it says, else those of
-        EAGLE-3 (Li 2025, section 3), the 2nd, a middle one and the third to last; EAGLE-1 reads the
-        states after the final norm."""
+        """Return the target's layers after which features are taken: those that the head names,
+        else those of EAGLE-3 (Li 2025, section 3), the 2nd, a middle one and the third to last."""
         if self.is_first:
             return (None,)
         depth = target.num_layers
@@ -445,7 +444,8 @@ class EagleModel(PreTrainedModel):
         use_cache: bool = False,
         **options: Any,
     ) -> CausalLMOutputWithPast:
-        """`inputs` [m, T, H]: with what of the token before each token is read."""
+        """Run the head. `inputs` [m, T, H] holds, for each token, the feature of the token before
+        it."""
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         out = self.model(input_ids, inputs, past_key_values=past_key_values, **options)
@@ -571,7 +571,8 @@ def _layer_config(
 
 
 def _features(about: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """After which layers the features are: SpecForge counts from 0, others from 1."""
+    """Return the layers after which features are taken, counted from 1. SpecForge counts them from
+    0, others from 1."""
     name = "eagle_aux_hidden_state_layer_ids"
     if about.get(name):
         return tuple(map(int, about[name]))

@@ -208,8 +208,8 @@ class _Window:
             self._propose(said[-1], said[-1], _chance(probs[-1]), eos)
 
     def _go_on_after(self, n: int) -> None:
-        """After a token in place of a recalled one: where the text stood before, or else as if it
-        had been that one."""
+        """Continue after a token that replaced a recalled one: from where the text stood before, or
+        as if it had been the recalled one."""
         assert self._place is not None
         again = self._found(MATCH_AGAIN)
         self._place = again or Place(self._place.text, self._place.at + n)

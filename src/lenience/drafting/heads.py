@@ -78,7 +78,7 @@ class DraftHeads:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identifies what they predict."""
+        """Return a hash that identifies what the heads predict."""
         content = [
             tensor.float().cpu().numpy().tobytes()
             for _, tensor in sorted(self.tensors().items())
@@ -86,7 +86,7 @@ class DraftHeads:
         return digest_bytes(b"".join(content) + self.kind.encode())
 
     def tensors(self) -> dict[str, Tensor]:
-        """By the names of their file."""
+        """Return the tensors by their names in the file."""
         named = {
             f"{i}.{j}.{name}": tensor
             for i, blocks in enumerate(self.blocks)

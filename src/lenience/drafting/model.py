@@ -338,7 +338,7 @@ class _Reader:
         return logits
 
     def _processed(self, logits: Tensor, n: int) -> Tensor:
-        """By the model's logits processors, after each token's own path."""
+        """Return logits after the model's processors, each applied after the token's own path."""
         if not self.ctx.processors:
             return logits
         ctx = replace(self.ctx, rows=[row for row in self.ctx.rows for _ in range(n)])

@@ -158,7 +158,7 @@ class SharedSession(TargetSession):
         return super().read(placed, num_states, lookahead=lookahead, parents=parents)
 
     def move(self, source: int, to: int) -> None:
-        """The target's session has moved what is in the row."""
+        """Follow the target's session, which has moved the row's cache."""
         for row in (source, to):
             self.cut(row, 0)
             self._seen[row] = None

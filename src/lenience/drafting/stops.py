@@ -310,7 +310,8 @@ class Gate(Scored):
         return self.bonus
 
     def __str__(self) -> str:
-        """Says whether there is a bonus in any case: it is part of what an answer depends on."""
+        """Return the spec. It states whether there is always a bonus token, as answers depend on
+        that."""
         shown = super().__str__()
         if self.bonus:
             return shown

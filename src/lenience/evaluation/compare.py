@@ -157,7 +157,7 @@ class Compared:
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Compared:
-        """From what `to_json` gives."""
+        """Return a record from what `to_json` gave."""
         options = {
             name: option for name, option in value.items() if name != "names_window"
         }
@@ -229,8 +229,8 @@ class Comparison:
 
     @contextmanager
     def folder(self, out: Path | None) -> Iterator[Path]:
-        """Where finished work is kept: `out`, whose decoders are compared with those of this
-        comparison if all else was asked for the same, or a folder for the time being."""
+        """Provide the folder for finished work: `out`, whose decoders are joined if everything else
+        was asked for alike, or a temporary folder."""
         if out is None:
             with TemporaryDirectory() as temporary:
                 yield Path(temporary)
@@ -386,8 +386,8 @@ class Comparison:
         return middle - began, (time.perf_counter() - middle) / len(batch)
 
     def _note_uses(self) -> None:
-        """In the ledger, and in the run folders of the heads that are compared: a certificate must
-        not use prompts that a choice was made on."""
+        """Record the prompts in the ledger, and in the run folders of the heads that are compared.
+        A certificate must not use prompts on which a choice was made."""
         used = {"window": self.tuning_samples, "comparison": self.samples}
         lm = self.pair.target
         task = self.task
@@ -544,9 +544,9 @@ class Comparison:
     def _timings(
         self, settings: Sequence[ComparedSetting], path: Path, progress: Progress
     ) -> list[list[float]]:
-        """For each timed sample, every setting's seconds, all measured in turn. Those of another
-        machine or of other repeats are measured again, and so are all where one is missing: what
-        was measured at another time, beside other work, says nothing of which is faster."""
+        """Return the seconds of every setting for each timed sample, the settings taking turns.
+        Timings of another machine or of other repeats are measured again, and so are all if one is
+        missing: timings taken at different times cannot be compared."""
         samples = self.samples[: self.config.timed]
         repeats = self.config.repeats
         here = {"machine": machine(self.pair), "repeats": repeats}

@@ -62,7 +62,7 @@ def _options(options: Mapping[str, Any], path: Callable[[str], str]) -> dict[str
 
 
 def _shortest_end(path: Path, paths: set[Path]) -> str:
-    """As much of a path's end as tells it from the others."""
+    """Return the shortest end of a path that tells it from the others."""
     for n in range(1, len(path.parts) + 1):
         end = path.parts[-n:]
         if sum(other.parts[-n:] == end for other in paths) == 1:

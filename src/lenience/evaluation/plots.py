@@ -61,7 +61,7 @@ class _Label:
 
 
 def no_figures() -> str:
-    """Return why pages have no figures, and the mend; empty where they have."""
+    """Return why pages have no figures, and the fix; empty if they have."""
     return (
         ""
         if find_spec("matplotlib")
@@ -139,7 +139,7 @@ def _axes_of(frontier: Frontier) -> list[tuple[str, str]]:
 
 
 def _colors(families: Any) -> dict[str, str]:
-    """By family: those that have one of their own, and the others in turn."""
+    """Return colours by family: fixed ones for known families, the others in turn."""
     others = [name for name in dict.fromkeys(families) if name not in COLORS]
     turns = {name: OTHER_COLORS[i % len(OTHER_COLORS)] for i, name in enumerate(others)}
     return COLORS | turns
@@ -240,7 +240,7 @@ def _draw_ring(
 def _draw_allocation(
     axis: Any, key: str, points: Sequence[AllocationPoint], n: int
 ) -> None:
-    """What random allocation of prompts to the target and the draft gives, where it can be
+    """Draw the line of random allocation of prompts to the target and the draft, if it can be
     drawn."""
     values = [(getattr(point, key), point.accuracy) for point in points]
     shown = [(x, _inside(accuracy, n)) for x, accuracy in values if x is not None]
@@ -253,7 +253,7 @@ def _draw_allocation(
 
 
 def _inside(share: float, n: int) -> float:
-    """Return 0 and 1 have no place on a logit scale."""
+    """Return a share moved inside (0, 1), as 0 and 1 have no place on a logit scale."""
     return min(max(share, 0.5 / n), 1 - 0.5 / n)
 
 
@@ -305,7 +305,7 @@ def _text(row: NamedRow, without: str) -> str:
 def _draw_line(
     axis: Any, rows: Sequence[NamedRow], key: str, color: str, other_window: bool
 ) -> None:
-    """A family's line, with the intervals of its accuracies."""
+    """Draw the line of a family, with the intervals of its accuracies."""
     n = rows[0].n
     x = [getattr(row, key) for row in rows]
     y = [_inside(row.accuracy, n) for row in rows]

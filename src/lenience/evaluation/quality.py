@@ -37,8 +37,8 @@ class Quality:
 def qualities(
     task: Task | None, answers: Sequence[Sequence[Answer]], target: int
 ) -> list[Quality]:
-    """Of each setting's answers, by themselves; `target` is the number of the target's own. Without
-    a task they are right or wrong."""
+    """Return the quality of each setting's answers; `target` is the index of the target's own.
+    Without a task, answers are right or wrong."""
     own = values(task, answers[target])
     found = []
     for given in answers:
@@ -63,7 +63,7 @@ def beside_target(
     answers: Sequence[Answer],
     own: Sequence[Answer],
 ) -> Quality:
-    """Of answers to `samples` beside the target's own."""
+    """Return the quality of answers to `samples`, compared with the target's own."""
     triples = [
         (answer.text, alone.text, sample)
         for answer, alone, sample in zip(answers, own, samples)

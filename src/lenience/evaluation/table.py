@@ -222,7 +222,7 @@ def _figures(
 
 
 def _flops_per_token(answers: Sequence[Answer], draws: NDArray) -> dict[str, Any]:
-    """By both counts; None where they are not known of all answers."""
+    """Return the operations per token by both counts; None if they are not known of all answers."""
     figures = dict[str, Any]()
     tokens = _column(answers, "tokens")
     for count in ("flops", "flops_as_sprinter"):
@@ -278,8 +278,8 @@ def allocation(
 
 
 def _alone(quality: Sequence[Quality]) -> tuple[NDArray, NDArray, float]:
-    """Of the target's and the draft's answers: how good they are, [n, 2], which are right, where
-    that can be said, and what the draft loses."""
+    """Return, for the target's and the draft's answers, their quality [n, 2], which are right (if
+    known), and the draft's loss."""
     good = np.array([each.values for each in quality]).T
     right = good if all(each.counts for each in quality) else np.zeros_like(good)
     return good, right, float(quality[1].lost.mean())

@@ -297,7 +297,7 @@ def _grid_in_files(
 
 
 def _folds(examples: Examples) -> Iterator[tuple[NDArray, NDArray]]:
-    """Return five times the rows of four fifths of the samples, and the others."""
+    """Return five pairs: the rows of four fifths of the samples, and those of the other fifth."""
     from sklearn.model_selection import GroupKFold
 
     return GroupKFold(5).split(examples.harmless, examples.harmless, examples.samples)
@@ -466,8 +466,8 @@ def fit_mlp(x: Tensor, harmless: Tensor, counts: Tensor, seed: int) -> TrainedHe
 
 
 def _thinned(x: Tensor) -> Tensor:
-    """Return inputs [n, F] of which a tenth is dropped, by coins of a byte each that are drawn
-    eight at a time: torch's own dropout takes longer than all else in a step."""
+    """Return inputs [n, F] with a tenth dropped, by coins of one byte that are drawn eight at a
+    time: torch's own dropout takes longer than the rest of a step."""
     coins = torch.empty(-(-x.numel() // 8), dtype=torch.int64).random_(-(2**63), None)
     kept = coins.view(torch.uint8)[: x.numel()].view(x.shape) >= DROPPED
     return x * kept * (256 / (256 - DROPPED))

@@ -190,7 +190,7 @@ class Head:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies what it decides: weights, bias, threshold and inputs."""
+        """Return a hash that identifies the decisions: weights, bias, threshold and inputs."""
         weights = b"".join(
             part.numpy().tobytes() for part in (self.weight, *(self.layer or ()))
         )

@@ -26,8 +26,9 @@ def threshold_at(scores: NDArray, important: NDArray, recall: float) -> float:
 
 
 def thresholds(scores: NDArray, important: NDArray) -> list[dict[str, Any]]:
-    """For each recall of important mismatches: its threshold, the 95 % interval (exact binomial) of
-    the recall that it has on others, and the share of unimportant ones still accepted."""
+    """Return a row for each recall of important mismatches: its threshold, the exact binomial 95 %
+    interval of its recall on other samples, and the share of unimportant mismatches that it
+    accepts."""
     from scipy.stats import binomtest
 
     rows: list[dict[str, Any]] = []

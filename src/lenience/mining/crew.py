@@ -44,7 +44,7 @@ class HiredWorker(Protocol):
         ...
 
     def close(self) -> None:
-        """It is not wanted any more."""
+        """Release the worker."""
         ...
 
 
@@ -67,7 +67,7 @@ class Crew(Protocol):
         ...
 
     def stop(self) -> None:
-        """No more are wanted, and those that search end."""
+        """Hire no more workers, and end those that search."""
         ...
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class _Process:
         self.identity = dict[str, Any]()
 
     def started(self, plan: WorkerPlan) -> Self:
-        """It, when it has its models. Raises as `mine`."""
+        """Return the worker once it has its models. Raises as `mine` does."""
         self._tell(plan.to_json())
         self.identity = self._message()["ready"]
         return self
@@ -198,7 +198,7 @@ class _Board:
             self.changed.notify_all()
 
     def give_back(self, ids: Sequence[str]) -> None:
-        """Those of some samples that are not done are for others, first of all."""
+        """Return unfinished samples to the front of the queue."""
         with self.changed:
             unfinished = [id for id in ids if id in self._out]
             self._out -= set(unfinished)
@@ -206,7 +206,7 @@ class _Board:
             self.changed.notify_all()
 
     def joined(self, by: int) -> None:
-        """So many workers more are at work."""
+        """Count `n` more workers as active."""
         with self.changed:
             self._workers += by
 

@@ -113,9 +113,9 @@ def resamples(folder: Path) -> Iterator[Resample]:
 
 
 def shares_harmless(folder: Path) -> list[float]:
-    """Of each labelled mismatch, in the journal's order, the share of its continuations that leave
-    the answer as it is, the greedy one among them; 1 for those that were harmless at once. Raises
-    InputError where nothing was resampled."""
+    """Return, for each labelled mismatch in the journal's order, the share of its continuations
+    that leave the answer unchanged, the greedy one included; 1 for mismatches that were harmless at
+    once. Raises InputError if nothing was resampled."""
     verdicts: dict[tuple[str, int], list[bool]] = defaultdict(list)
     for draw in resamples(folder):
         if draw.same is not None:

@@ -40,5 +40,5 @@ class Part:
 
 
 def identity_of(pair: Pair, task: Task) -> dict[str, Any]:
-    """By which a pair and a task are known to be those of another process, in plain values."""
+    """Return what identifies a pair and a task to another process, in plain values."""
     return {**pair.fingerprints, "task": [task.name, task.version]}

@@ -31,7 +31,7 @@ class Worker:
         self._samples: dict[str, Any] | None = None
 
     def identity(self) -> dict[str, Any]:
-        """By which the driver knows that this is the pair and the task that it means."""
+        """Return what identifies the pair and the task to the driver."""
         return identity_of(self.pair, self.task)
 
     def mine(self, part: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

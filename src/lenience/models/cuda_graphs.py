@@ -212,7 +212,7 @@ class _Recording:
                 warnings.warn(f"{lm.role} {lm.name!r}: {why}", stacklevel=2)
 
     def _record(self) -> Any:
-        """Return padding is read while recording: it is written beside the rows."""
+        """Record a pass. Padding is written beside the rows while recording."""
         self.left_padding += self.shape.length
         aside = torch.cuda.Stream()
         cache = self.cache

@@ -23,11 +23,13 @@ class ReadingCost:
 
     @classmethod
     def of(cls, lm: LM) -> ReadingCost | None:
-        """None where the model is quantised, or does not say how many heads it has."""
+        """Return the costs of a model; None if it is quantised or its number of heads is
+        unknown."""
         return lm.once("reading cost", lambda: _measured(lm))
 
     def read(self, tokens: int, length: int) -> float:
-        """Of so many tokens in a text of so many, half of which each sees on average."""
+        """Return the operations of a pass over `tokens` in a text of `length`, half of which each
+        token sees on average."""
         return tokens * (self.per_token + self.per_key * length / 2)
 
 

@@ -93,7 +93,7 @@ class RowCache(Protocol):
         ...
 
     def on_session_closed(self) -> None:
-        """The session that used the cache is gone."""
+        """Note that the session that used the cache is closed."""
         ...
 
     def copy(self, source: int, to: int, length: int) -> None:
@@ -132,7 +132,7 @@ class Visibility:
     """[m, T, K] bool: in a tree, whether a key is not of another branch."""
 
     def masks(self, lm: LM) -> dict[str, Tensor]:
-        """For each kind of layer [m, 1, T, K] bool: which keys each token sees."""
+        """Return, for each kind of layer, which keys each token sees: [m, 1, T, K] bool."""
         masks = lm.masks(self.at, self.keys)
         if self.related is None:
             return masks
@@ -150,8 +150,8 @@ class TreeVisibility:
 
     @classmethod
     def of(cls, forward: Forward, longest: int | None) -> TreeVisibility:
-        """`longest`: the model's context; what stands past its end is read at its last position,
-        and is nothing that can be kept."""
+        """Return the visibility of a pass. `longest` is the model's context; tokens past its end
+        are computed at its last position and never accepted."""
         assert forward.parents is not None
         m = len(forward.rows)
         length = forward.length
@@ -343,8 +343,8 @@ class _RowStates:
         return visible[: len(slots.rows)] if slots.leading else visible[index]
 
     def _with_room(self, like: Tensor) -> Tensor:
-        """Return zeros at first, not anything: a masked key's weight is 0, and 0 times a NaN is
-        none."""
+        """Return a larger tensor filled with zeros. Masked keys have weight 0, and 0 times a NaN
+        would be NaN."""
         old = self.states
         rows = self.slots.num_rows
         capacity = self.slots.capacity

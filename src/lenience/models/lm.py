@@ -305,8 +305,8 @@ class LM:
         return blocks[layer - (layer > 0)]
 
     def capture(self, states: States) -> None:
-        """From now on hand these states to the PassCache of each pass. Raises InputError where
-        there is no such layer."""
+        """Hand these states to the PassCache of each pass from now on. Raises InputError if there
+        is no such layer."""
         for layer in (*states.layers, *states.features):
             if layer is not None:
                 self._capture(layer)
@@ -324,7 +324,7 @@ class LM:
 
     @property
     def dtype(self) -> str:
-        """Of the weights, as users name it."""
+        """Return the dtype of the weights, as users name it."""
         return str(self.model.dtype).removeprefix("torch.")
 
     @property
@@ -383,7 +383,7 @@ class LM:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identifies the weights, whatever dtype they are loaded in."""
+        """Return a hash that identifies the weights in whatever dtype they are loaded."""
         return weights_fingerprint(self.model.state_dict())
 
     @cached_property
@@ -446,8 +446,8 @@ class LM:
         )
 
     def masks(self, at: Tensor, keys: Tensor) -> dict[str, Tensor]:
-        """For each kind of layer, which of the keys at the positions `keys` [m, K] (or [K]) each
-        query at the positions `at` [m, T] sees: [m, 1, T, K] bool."""
+        """Return, for each kind of layer, which of the keys at positions `keys` [m, K] (or [K])
+        each query at positions `at` [m, T] sees: [m, 1, T, K] bool."""
         config: Any = self.model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ())
         window = getattr(config, "sliding_window", None)
@@ -569,7 +569,7 @@ def without_bars() -> Iterator[None]:
 def save_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> None:
-    """Both as `transformers` keeps them."""
+    """Save a model and its tokenizer as `transformers` does."""
     with without_bars():
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -449,8 +449,7 @@ def _trace(module: _Twin, arguments: Traced, outputs: list[str]) -> ir.Model:
 
 
 def _divide(graph: ir.Graph, node: ir.Node) -> None:
-    """x · (1 / √v) → x / √v, which ONNX Runtime knows as a part of a normalisation and makes one
-    operator of."""
+    """Rewrite x · (1 / √v) as x / √v, which ONNX Runtime fuses into one normalisation operator."""
     for x, root in (
         (node.inputs[:2], node.inputs[1::-1]) if node.op_type == "Mul" else ()
     ):
@@ -621,7 +620,7 @@ def _content(value: ir.Value) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter speaks of its own workings."""
+    """Silence the exporter's log lines about its own workings."""
     loggers = list(map(logging.getLogger, ("torch.onnx", "onnxscript", "onnx_ir")))
     levels = [logger.level for logger in loggers]
     try:

@@ -157,8 +157,8 @@ class Graph:
 
 @cache
 def _share_threads() -> None:
-    """One pool for all graphs: threads of the target's that wait by spinning would take the cores
-    from the draft."""
+    """Share one thread pool among all graphs: the target's threads wait by spinning and would take
+    the cores from the draft."""
     import onnxruntime
 
     onnxruntime.set_global_thread_pool_sizes(cores(), 1)
@@ -260,7 +260,7 @@ class GraphCache:
         return self._memory.capacity
 
     def token_bytes(self) -> dict[torch.device, int]:
-        """While a cache grows there are two."""
+        """Return the bytes of a token per device. A growing cache is held twice."""
         of_token = self.states[:, 0, :, 0].nbytes + self._memory.features[0, 0].nbytes
         return {self.states.device: 2 * of_token}
 
@@ -463,7 +463,7 @@ class _Call:
         self._bind_outputs(m, length)
 
     def _bind_outputs(self, m: int, length: int) -> None:
-        """Where a call leaves what it gives."""
+        """Bind the buffers that a call writes into."""
         graph = self.graph
         new_length = length + self.lookahead
         self.new = torch.empty(

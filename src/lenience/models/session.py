@@ -270,8 +270,8 @@ class Session:
         sequences: Sequence[list[int]],
         parents: Sequence[Parents] | None,
     ) -> None:
-        """Of the trees that rows end with keep what their new sequences begin with: those tokens of
-        a tree in the same place that follow the same ones, or the path that a sequence takes."""
+        """Keep, of the trees that rows end with, the path that the new sequence follows. The tokens
+        keep their place, or the path moves to the front."""
         for row, sequence, new in zip(rows, sequences, parents or repeat(None)):
             tree = self._trees.pop(row, None)
             if new is not None:
@@ -429,7 +429,7 @@ def probe_masks(lm: LM) -> bool:
 
 
 def _try_masks(lm: LM) -> bool:
-    """Return models differ in how they place a mask, so it is tried."""
+    """Try where the model places a mask, as models differ."""
     attention = lm.model.config.get_text_config()._attn_implementation
     takes = attention in ("eager", "sdpa") and not lm.reads_rows_apart
     why = ""

@@ -39,9 +39,10 @@ class Attempt(Record):
 
     @property
     def share(self) -> float:
-        """Of the error, that it may spend: the shares of all attempts come to 1, so that any of
-        them is wrong with a chance of at most the whole (alpha-spending, Foster and Stine 2008;
-        for the familywise error Tian and Ramdas 2021, section 2)."""
+        """Return the share of the error that this attempt may spend. The shares of all attempts add
+        up to 1, so the probability that any certificate is wrong is at most the whole error
+        (alpha-spending, Foster and Stine 2008; for the familywise error Tian and Ramdas 2021,
+        section 2)."""
         if self.number == 1:
             return FIRST
         return (1 - FIRST) * 6 / (math.pi * (self.number - 1)) ** 2
@@ -87,8 +88,8 @@ class Ledger:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Nothing else is drawn or counted while this is held; may be taken again inside. Raises
-        InputError where the data folder cannot be written."""
+        """Hold the ledger, so that nothing else is drawn or counted; may be nested. Raises
+        InputError if the data folder cannot be written."""
         try:
             self.place.mkdir(parents=True, exist_ok=True)
             (self.place / "lock").touch()

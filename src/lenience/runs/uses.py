@@ -253,7 +253,7 @@ class _Rows:
         self._groups = {group_of(self._samples[id]) for id in self.by_id}
 
     def spend_groups(self, lm: LM) -> None:
-        """Of prompts that were used under other names, the groups are used too."""
+        """Mark the groups of prompts that were used under other names as used."""
         if self._elsewhere:
             grouped = [
                 sample

@@ -154,7 +154,7 @@ class CommonsenseQa(ChoiceTask):
 
 
 def _origin(row: Row) -> str | None:
-    """Of which of these benchmarks a row is, by its fields."""
+    """Return which benchmark a row belongs to, by its fields."""
     asked = row.get("question")
     if "question_concept" in row or (
         isinstance(asked, Mapping) and "question_concept" in asked

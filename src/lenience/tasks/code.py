@@ -439,7 +439,8 @@ def cases_in(text: str) -> list[dict[str, str]]:
 
 
 def same_output(out: str, wanted: str) -> bool:
-    """Return line by line, spaces around them aside; lines of numbers by their values."""
+    """Compare outputs line by line, without surrounding spaces; lines of numbers are compared by
+    value."""
     lines = [line.strip() for line in out.strip().split("\n")]
     right = [line.strip() for line in wanted.strip().split("\n")]
     if len(lines) != len(right):

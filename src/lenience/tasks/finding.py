@@ -32,7 +32,8 @@ class AnswerForm:
 
 
 def answers(answer: str, same: str | None) -> AnswerForm:
-    """From the specs that users give. Raises InputError that names what there is."""
+    """Return the answer form that the user's specs describe. Raises InputError, listing the known
+    specs, for an unknown one."""
     name, colon, what = answer.partition(":")
     if (
         name not in FINDERS
@@ -194,7 +195,7 @@ TAKES = {"number-after": "MARKER", "after": "MARKER", "regex": "PATTERN"}
 
 
 def _equal(normal: Callable[[str], object]) -> Callable[[str, str], bool | None]:
-    """Compares what both come to."""
+    """Return a comparison of two answers by their normal forms."""
 
     def same(a: str, b: str) -> bool | None:
         left = normal(a)

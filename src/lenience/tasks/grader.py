@@ -323,7 +323,7 @@ class Graded(Task):
                     self._unread[key] = reply
 
     def _points(self, first: str, second: str) -> float:
-        """Of the answer that is A in the first question and B in the second."""
+        """Return the points of the answer that is A in the first question and B in the second."""
         verdicts = list(map(self._verdict, (first, second)))
         with self._lock:
             if first not in self._counted:

@@ -142,7 +142,7 @@ class Published(Task):
         """Look at the files before their samples are read."""
 
     def _chosen(self, samples: list[Sample], split: str) -> list[Sample]:
-        """Of a split's samples those that are used."""
+        """Return the samples of a split that are used."""
         return samples
 
     def _rows(self, path: Path) -> Iterator[tuple[str, Row]]:
@@ -187,8 +187,8 @@ def fold_of(id: str) -> int:
 def stratified(
     samples: Sequence[Sample], n: int, seed: int, stratum: str
 ) -> list[Sample]:
-    """`n` samples, as many of each stratum (a key of their metadata) as its share of all, drawn by
-    a seed; in their order."""
+    """Return `n` samples in their order, with as many of each stratum (a key of their metadata) as
+    its share of all, drawn by a seed."""
     if n >= len(samples):
         return list(samples)
     drawn = list(range(len(samples)))
@@ -281,7 +281,7 @@ def _in_folder(folder: Path, suffixes: tuple[str, ...]) -> list[tuple[str, Path]
 
 
 def _each_once(paths: Sequence[Path], suffixes: tuple[str, ...]) -> list[Path]:
-    """Of files that are the same in several formats, those of the first suffix."""
+    """Return each file once: of equal files in several formats, the one with the first suffix."""
     ends = {
         path: next(end for end in suffixes if path.name.lower().endswith(end))
         for path in paths
@@ -293,7 +293,7 @@ def _each_once(paths: Sequence[Path], suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def _role_of(path: Path, top: Path) -> str:
-    """By a file's name, else by those of its folders inside another."""
+    """Return the split that a file holds, by its name or by the folders it lies in."""
     names = [path.name, *reversed(path.relative_to(top).parts[:-1])]
     return next((role for role in map(_role_in, names) if role), WHOLE)
 
@@ -349,7 +349,8 @@ def _numbered(path: Path, rows: Iterable[Row]) -> Iterator[tuple[str, Row]]:
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:
-    """By the names in its first line; a table of six columns without names is MMLU's own."""
+    """Return rows by the names in the first line. A table of six columns without names is MMLU's
+    own format."""
     csv.field_size_limit(1 << 24)
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:

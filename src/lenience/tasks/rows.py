@@ -34,7 +34,7 @@ class Fields:
 
     @property
     def spec(self) -> str:
-        """As runs and certificates name it; nothing where all is as usual."""
+        """Return the fields as runs and certificates name them; empty if all are the defaults."""
         fields = {"prompt": self.prompt, "reference": self.reference}
         parts = [
             f"{name}_field={field}" for name, field in fields.items() if field != name

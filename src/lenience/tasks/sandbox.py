@@ -71,7 +71,7 @@ class Limits:
     """Bytes it may write to its standard streams."""
 
     def rlimits(self, calls: int) -> dict[str, int]:
-        """For a process that may take `seconds` for each of some calls."""
+        """Return the limits of a process that may take `seconds` for each of `calls` calls."""
         return {
             "RLIMIT_AS": self.memory,
             "RLIMIT_CPU": int(self.seconds * calls) + 2,
@@ -104,7 +104,7 @@ class TestVerdict:
         return self.kind == "passed"
 
     def __str__(self) -> str:
-        """As a line that no terminal takes for commands."""
+        """Return a line that no terminal interprets as commands."""
         text = f"{self.kind}: {self.detail}" if self.detail else self.kind
         return "".join(char if char.isprintable() else " " for char in text)
 
@@ -183,7 +183,7 @@ class Sandbox:
 
     @contextmanager
     def _filter(self) -> Iterator[int]:
-        """A file of the system calls that are refused; none where nothing is."""
+        """Provide a file with the filter of refused system calls; None if nothing is refused."""
         if self.kind == "none":
             yield -1
             return
@@ -202,7 +202,7 @@ class Sandbox:
         calls: int = 1,
         **asked: Any,
     ) -> Iterator[subprocess.Popen[bytes]]:
-        """A process that runs in the sandbox, and nothing of which is left afterwards."""
+        """Provide a process in the sandbox. Nothing of it is left afterwards."""
         fds = dict(fds or {})
         with (
             _content(program.encode("utf-8", "surrogatepass")) as file,
@@ -262,7 +262,7 @@ def _nowhere() -> Iterator[str]:
 
 @contextmanager
 def _content(content: bytes) -> Iterator[int]:
-    """A file without a name that holds some content, to be read from its beginning."""
+    """Provide an unnamed file with the given content, open at its beginning."""
     with tempfile.TemporaryFile() as file:
         file.write(content)
         file.seek(0)
@@ -470,7 +470,7 @@ class _Replies:
         return _reply(bytes(line))
 
     def _wait(self, seconds: float) -> TestVerdict | None:
-        """Return until something was written or read; why it was not."""
+        """Wait until something was written or read; return why nothing was."""
         with selectors.DefaultSelector() as ready:
             ready.register(self._from, selectors.EVENT_READ)
             if self._waiting:

@@ -89,7 +89,8 @@ def decode(value: Any) -> Any:
 
 
 def run_main(program: str, asked: dict[str, Any]) -> None:
-    """As a script, with the process's own standard streams; it may end by sys.exit."""
+    """Run the program as a script with the process's own standard streams; it may end by
+    sys.exit."""
     space = {"__name__": "__main__", "exit": sys.exit, "quit": sys.exit}
     with contextlib.suppress(SystemExit):
         exec(compile(program, "program.py", "exec"), space)
@@ -233,7 +234,7 @@ def _landlock(libc: Any, readable: list[str]) -> None:
 
 
 def _drop_privileges(libc: Any, user: bool) -> None:
-    """Of root; with `user`, to nobody."""
+    """Drop root's privileges; with `user`, become nobody."""
     for capability in range(64):
         with contextlib.suppress(OSError):  # this kernel knows fewer
             _prctl(libc, CAPBSET_DROP, capability)

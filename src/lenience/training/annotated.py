@@ -115,8 +115,8 @@ def _marked(lm: LM, text: str, error: tuple[int, int]) -> MarkedAnswer:
 def annotated_states(
     lm: LM, rows: list[Annotated], inputs: Inputs
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each row the target's states [m, H] after each token of its answers, and which are
-    erroneous [m]."""
+    """Yield, for each row, the target's states [m, H] after each token of its answers, and which
+    tokens are erroneous [m]."""
     for row in rows:
         prompt, answers = marked_answers(lm, row)
         session = Session(lm, states=States(inputs.layers))

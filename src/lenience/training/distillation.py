@@ -44,7 +44,8 @@ class DistilledDraft:
     """The digests of those that it learned from."""
 
     def save(self, folder: Path) -> None:
-        """As `transformers` keeps a model, with an account of the training in distilled.json."""
+        """Save the model as `transformers` does, with the record of its training in
+        distilled.json."""
         save_model(self.model, self.tokenizer, folder)
         about = {"fingerprints": self.fingerprints, "metrics": self.metrics}
         write_json(folder / ALIGNED, {**about, "prompts": self.prompts})
@@ -136,9 +137,10 @@ class DistillFit:
 
     @torch.no_grad()
     def _measured(self) -> dict[str, float]:
-        """On the target's answers held out: the share of tokens that speculative sampling accepts
-        at temperature 1, that of tokens which greedy decoding accepts, and how many a pass keeps
-        greedily at `WINDOW`, the target's own included, over all places."""
+        """Return three figures on the target's held-out answers: the share of tokens that
+        speculative sampling accepts at temperature 1, the share that greedy decoding accepts, and
+        the tokens per pass of greedy decoding at `WINDOW`, the target's own included, over all
+        positions."""
         accepted = 0.0
         right = 0.0
         kept = 0.0

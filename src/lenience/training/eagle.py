@@ -100,10 +100,10 @@ class EagleFit:
         return 1 + kept / float(places[0]), (right_at / places).tolist()
 
     def _steps(self, batch: Sequence[Answer]) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each token that is drafted after a text: logits [B, T, V] and the tokens that they
-        are to predict [B, T], both of the texts that end with each token. As in decoding, the first
-        is drafted with the target's features, and the others with the states that the model made of
-        those before (training-time test)."""
+        """Yield, for each token drafted after a text, logits [B, T, V] and the tokens to predict
+        [B, T], both for the texts that end with each token. As in decoding, the first token is
+        drafted with the target's features, and the others with the states that the model made of
+        earlier ones (training-time test)."""
         tokens, features, wanted = self._read(batch)
         t = tokens.shape[1]
         places = torch.arange(t, device=tokens.device)

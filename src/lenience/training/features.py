@@ -223,8 +223,8 @@ def _digest_of(path: Path) -> str | None:
 def _judge_inputs(
     pair: Pair, samples: Sequence[MinedSample], inputs: Inputs
 ) -> list[Labelled]:
-    """Of each sample's labelled mismatches the states, with what a judge that looks ahead reads
-    beside them [m, F], and whether each is important [m]."""
+    """Return, for each sample, the inputs of its labelled mismatches [m, F], with those of a judge
+    that looks ahead, and whether each mismatch is important [m]."""
     labelled = [_mismatch_states(pair, sample, inputs) for sample in samples]
     if inputs.ahead is None:
         return labelled

@@ -42,8 +42,8 @@ class TunedTarget:
     """The digests of those that it learned from."""
 
     def save(self, folder: Path) -> None:
-        """The target in FOLDER/target, as `transformers` keeps a model, and then the heads, which
-        know it."""
+        """Save the target in FOLDER/target, as `transformers` does, and then the heads, which are
+        bound to it."""
         save_model(self.target, self.tokenizer, folder / "target")
         own = LM(self.target, self.tokenizer, "fine-tuned target").fingerprint
         known = {**self.fingerprints, "target": own}
@@ -114,9 +114,8 @@ class FineTuning:
 
     @torch.no_grad()
     def _measured(self) -> dict[str, Any]:
-        """On the answers held out, which are those of the target as it was: the share of tokens
-        that it still says, each head's share, and how many tokens a pass keeps, the target's own
-        included, over all places."""
+        """Return, on held-out answers of the target as it was, the share of tokens that it still
+        predicts, each head's share, and the tokens per pass."""
         right = []
         for i in range(0, len(self.held_out), BATCH):
             logits, wanted = self._read(self.held_out[i : i + BATCH])

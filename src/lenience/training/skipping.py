@@ -39,10 +39,10 @@ class Skipped:
 def search_layers(
     pair: Pair, samples: list[MinedSample], progress: Progress = silent
 ) -> list[Skipped]:
-    """For each number of layers, those without which the target still says most of its own tokens,
-    and what they are worth; each set is the one before and the best further layer (after SWIFT, Xia
-    2025, whose search is by random and Bayesian draws). Raises InputError where there is nothing to
-    try it on."""
+    """Search, for each number of layers, the set without which the target still predicts most of
+    its own tokens, and return the sets with their value as drafters. Each set is the previous one
+    plus the best further layer (after SWIFT, Xia 2025, whose search draws at random and by Bayesian
+    optimisation). Raises InputError if there is nothing to try it on."""
     tried = [sample for sample in samples[:SAMPLES] if sample.response_ids]
     if not tried:
         raise InputError("no sample of the run has an answer: mine some more")

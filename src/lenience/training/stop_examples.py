@@ -53,8 +53,8 @@ def stop_states(
 def decided_states(
     pair: Pair, samples: Sequence[MinedSample], inputs: Inputs, of: Rule
 ) -> list[Labelled]:
-    """Of some of the tokens that the draft proposes while the rule `of` answers each sample: the
-    draft's states [m, H] before them, or after them, and whether the rule rejects them [m]."""
+    """Return, for tokens that the draft proposes while the rule `of` answers each sample, the
+    draft's states [m, H] before or after them, and whether the rule accepts them [m]."""
     sampling = of.needs.sampling
     if sampling and inputs.tokens == ("draft",):
         raise InputError(

@@ -52,9 +52,9 @@ def values_drafted_on(
     labelled: Sequence[Sequence[Mismatch]],
     inputs: Inputs,
 ) -> list[Tensor]:
-    """Of each sample's labelled mismatches [m, (1 + n) · S + 1]: the numbers of the drafted token
-    and of up to n tokens that the draft puts after it (`lookahead.token_values`), zeros where an
-    EOS ends them, and at last how many there are."""
+    """Yield, for each sample's labelled mismatches, [m, (1 + n) · S + 1]: the numbers of the
+    drafted token and of up to n tokens that the draft adds after it (`lookahead.token_values`),
+    zeros after an EOS, and last the number of added tokens."""
     found: list[list[Tensor]] = [[] for _ in samples]
     asked = [i for i, of_sample in enumerate(labelled) if of_sample]
     for begin in range(0, len(asked), TOGETHER):

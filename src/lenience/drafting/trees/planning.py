@@ -38,7 +38,7 @@ class Acceptance:
 
 
 def load_acceptance(path: str | Path) -> Acceptance:
-    """Measured shares from a file. Raises InputError where there are none or they are broken."""
+    """Load measured shares from a file. Raises InputError if the file is missing or broken."""
     file = Path(path)
     if not file.is_file():
         raise InputError(f"planned: there is no {file}; {MEND}")
@@ -64,9 +64,10 @@ def _load(file: Path, changed: int) -> Acceptance:
 def best_shape(
     shares: Sequence[Sequence[float]], nodes: int
 ) -> tuple[list[int], float]:
-    """Of all trees of at most so many tokens the one of which the target should keep the most, and
-    how many: the number of children of the prefix and of each token, level by level. `shares` are
-    an Acceptance's: a token's chance is its own, whatever the tokens before it are."""
+    """Return the tree of at most `nodes` tokens of which the target is expected to accept the most,
+    and that number. A shape is the number of children of the prefix and of each token, level by
+    level. `shares` are an Acceptance's: a token's probability does not depend on the tokens before
+    it."""
     depth = len(shares)
     ranks = len(shares[0])
     # what n tokens are worth after a token of the level that is looked at

@@ -102,8 +102,8 @@ class Ranked(Tree):
             )
 
     def places(self) -> list[tuple[int, int]]:
-        """For each token, which one it follows and how many of its siblings stand before it; level
-        by level."""
+        """Return, for each token, its parent and the number of siblings before it, level by
+        level."""
         raise NotImplementedError
 
     @property

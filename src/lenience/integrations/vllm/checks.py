@@ -162,7 +162,8 @@ def check_rule(rule: AnyOf, config: Any) -> None:
 
 
 def _fingerprints(target: Any, speculative: Any, load: Any) -> dict[str, str]:
-    """Of the checkpoints that vLLM loads; of a draft only where it is a model by itself."""
+    """Return the fingerprints of the checkpoints that vLLM loads; of the draft only if it is a
+    model by itself."""
     named = target.tokenizer, target.tokenizer_revision, target.trust_remote_code
     found = {
         "target": _weights(_folder(target, load)),

@@ -133,7 +133,7 @@ class VllmPair(Pair):
     def stream(
         self, prompt: Prompt, decoder: Decoder | None = None, **options: Any
     ) -> Iterator[Step]:
-        """Refused: vLLM gives whole answers here."""
+        """Raise InputError: vLLM returns whole answers here."""
         raise InputError(
             "stream: runs in our own loop; ask vLLM for whole answers (generate)"
         )
@@ -238,8 +238,8 @@ class VllmPair(Pair):
         return self._running[kind]
 
     def _make_room(self, kind: EngineUse) -> None:
-        """On a GPU, where each vLLM takes nearly all memory, end those that do not share it with
-        one of this kind."""
+        """End the engines on a GPU that do not share it with one of this kind, as each takes nearly
+        all of its memory."""
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():
@@ -266,7 +266,7 @@ class VllmPair(Pair):
         }
 
     def binding(self, decoder: Decoder) -> dict[str, Any]:
-        """As `Pair.binding`, and vLLM's version."""
+        """Return `Pair.binding` with vLLM's version."""
         return {**super().binding(decoder), "engine": self.engine_name}
 
     def converse(
@@ -277,8 +277,8 @@ class VllmPair(Pair):
         capacity: int,
         sampling: Decoder | None = None,
     ) -> Iterator[FinishedDialogue[T]]:
-        """As `Pair.converse`: the target goes on in one vLLM, whose prefix cache holds what was
-        read before, and the draft's tokens are another one's log-probabilities of a prompt."""
+        """Hold dialogues as `Pair.converse` does. The target continues in one vLLM, whose prefix
+        cache holds earlier text; the draft's tokens are log-probabilities of another."""
         _refuse_sampling(sampling)
         decoder = self.decoder({"window": WINDOW})
         self.require_draft("mining")

