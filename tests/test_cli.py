@@ -23,6 +23,9 @@ import lenience
 from lenience.cli.commands import EXAMPLES, app, main
 from lenience.core.files import EMBEDDED
 from lenience.decoding.auto_window import CANDIDATES
+from lenience.drafting.registry import DRAFTERS, STOPS, TREES
+from lenience.rules.registry import RULES
+from lenience.tasks import BENCHMARKS
 
 PROBLEM = (
     "Ann has 12 apples. Bob has 5 more apples than Ann. How many apples do they have together? "
@@ -277,7 +280,8 @@ def test_what_is_stopped_says_what_is_kept(
     assert ended.value.code == 1
     said = capsys.readouterr().err
     assert (
-        said.startswith("lenience: stopped") and ("goes on from there" in said) == keeps
+        said.startswith("lenience: stopped")
+        and ("the same command resumes" in said) == keeps
     )
 
 
@@ -730,8 +734,42 @@ def test_help_is_in_the_order_of_use_with_examples_that_can_be_typed() -> None:
         command, bound, _ = app.parse_args(
             shlex.split(example)[1:], exit_on_error=False
         )
-        assert command.__name__ == name and bound.arguments
+        assert command.__name__ == name
+        assert bound.arguments or name in ("rules", "drafters", "tasks")
 
 
 def test_the_version_is_told() -> None:
     assert spawn("--version").stdout.strip() == lenience.__version__
+
+
+def test_lenience_alone_says_what_to_do_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main([])
+    out = capsys.readouterr().out
+    assert "lenience demo --quick" in out and "--rule certified:run" in out
+    typed = [line.split() for line in out.splitlines() if line.startswith("  lenience")]
+    known = {*EXAMPLES, "--help", "COMMAND"}
+    assert {words[1].rstrip(",") for words in typed} <= known
+
+
+@pytest.mark.parametrize(
+    ("command", "registries"),
+    [
+        ("rules", [RULES]),
+        ("drafters", [DRAFTERS, TREES, STOPS]),
+        ("tasks", [BENCHMARKS]),
+    ],
+)
+def test_lists_hold_every_entry_with_a_sentence(
+    command: str, registries: list[dict[str, type]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([command, "--json"])
+    entries = json.loads(capsys.readouterr().out)["entries"]
+    names = {re.split(r"[:@\[]", entry["spec"])[0] for entry in entries}
+    assert names >= {name for registry in registries for name in registry}
+    assert all(entry["summary"].endswith((".", ")")) for entry in entries)
+    assert all(len(entry["summary"].split()) <= 32 for entry in entries)
+    main([command])
+    shown = capsys.readouterr().out
+    assert all(re.split(r"[:@\[]", entry["spec"])[0] in shown for entry in entries)

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from lenience.tasks.grader import Grader
 
 SETTINGS = "lenience.toml"
-"""In a run folder: its models and its task."""
+"""Name of the file in a run folder that holds its models and its task."""
 SEVERAL = ("template_option", "stop_string")
 SWITCHES = ("chat", "unsafe_local", "skip_long")
-"""What is kept there and no text."""
+"""Settings that are switches, not texts."""
 MANY = 10_000
-"""Samples, or tokens, where it is not known how many: it pays to export the models."""
+"""Number of samples, or tokens, to assume if it is unknown: exporting the models pays."""
 USED = 0.5
-"""How much of its length limit an answer takes."""
+"""Assumed share of the length limit that an answer uses."""
 KEPT = ("target", "draft", "dtype", "device", "chat", "system", "template_option")
 
 
@@ -41,33 +41,31 @@ KEPT = ("target", "draft", "dtype", "device", "chat", "system", "template_option
 @dataclass
 class Models:
     target: str | None = None
-    """Hub name or folder of the target; without it the built-in pair is used."""
+    """Hub name or folder of the target. Default: the built-in pair."""
     draft: str | None = None
-    """Hub name or folder of the draft."""
+    """Hub name or folder of the draft model."""
     dtype: str | None = None
-    """float32, bfloat16, …; by default the checkpoint's own."""
+    """Precision of the weights: float32, bfloat16, … Default: the checkpoint's own."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
+    """Device: cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
     chat: bool | None = None
-    """Give prompts to the target through its chat template, or --no-chat as they are; by default
-    through it where it has one."""
+    """Apply the target's chat template to prompts. Default: if the target has one."""
     system: str | None = None
-    """What the system says before the prompt, through the chat template."""
+    """System message for the chat template."""
     template_option: Annotated[
         tuple[str, ...], Parameter(negative="", show_default=False)
     ] = ()
-    """What else the chat template reads, NAME=VALUE, such as enable_thinking=false; may be given
-    again."""
+    """Argument of the chat template, NAME=VALUE, such as enable_thinking=false; may be repeated."""
     compile: bool | None = None
-    """Export the models for ONNX Runtime, kept for the next time; by default where the work is long
-    and they are small."""
+    """Export the models for ONNX Runtime and keep the exports. Default: if the work is long and the
+    models are small."""
     engine: Literal["lenience", "vllm"] = "lenience"
-    """What runs the models: our own loop, or vLLM with the rules inside it (docs/vllm.md)."""
+    """Engine that runs the models: lenience's own loop, or vLLM with the rules inside it
+    (docs/vllm.md)."""
     engine_arg: Annotated[
         tuple[str, ...], Parameter(negative="", show_default=False)
     ] = ()
-    """An argument of vLLM's own, NAME=VALUE, such as tensor_parallel_size=2; may be given
-    again."""
+    """Argument of vLLM, NAME=VALUE, such as tensor_parallel_size=2; may be repeated."""
 
     def load(self, tokens: float = 0, needs_draft: bool = True) -> Pair:
         """Load the pair. `tokens` is about how many new tokens will be decoded, from which it
@@ -137,32 +135,35 @@ def _argument(flag: str, text: str) -> tuple[str, Any]:
 @dataclass
 class TaskChoice:
     task: str | None = None
-    """wordmath (the default), a benchmark such as gsm8k:shots=8 with --data (docs/tasks.md), JSON
-    files (rows.jsonl, or train.jsonl,test.jsonl.gz), or file.py:Name."""
+    """Task: wordmath (the default), a benchmark such as gsm8k:shots=8 with --data (docs/tasks.md),
+    JSON files (rows.jsonl, or train.jsonl,test.jsonl.gz), or file.py:Name."""
     data: str | None = None
-    """A benchmark's files: a file, several with commas, a folder, or a dataset of the Hub."""
+    """Data of a benchmark: a file, several files separated by commas, a folder, or a dataset of the
+    Hub."""
     grader: str | None = None
-    """Who compares answers with the target's own, where none is right: the address of a server with
-    OpenAI's API (URL or URL,model=NAME), or a model's folder or Hub name."""
+    """LLM that compares answers on tasks without a reference: an endpoint with OpenAI's API (URL or
+    URL,model=NAME), or a model's folder or Hub name."""
     unsafe_local: Annotated[bool, Parameter(negative="", show_default=False)] = False
-    """Run programs that a model wrote as this user, where no sandbox works."""
+    """Run model-written programs as this user if no sandbox works."""
     skip_long: Annotated[bool, Parameter(negative="", show_default=False)] = False
-    """Leave out prompts that are longer than the models can read."""
+    """Leave out prompts that are longer than the models' context."""
     stop_string: Annotated[
         tuple[str, ...], Parameter(negative="", show_default=False)
     ] = ()
-    """End answers before this text, in which \\n is a new line; may be given again."""
+    r"""Text that ends answers, with \n for a new line; may be repeated."""
     answer: str | None = None
-    """How an answer to JSON rows is found: number-after:MARKER, last-number, boxed, choice,
-    after:MARKER or regex:PATTERN."""
+    """Way in which the answer is found in responses to JSON rows: number-after:MARKER, last-number,
+    boxed, choice, after:MARKER or regex:PATTERN."""
     same: str | None = None
-    """How answers are compared: number, text, choice or math; by default as fits --answer."""
+    """Way in which answers are compared: number, text, choice or math. Default: as fits
+    --answer."""
     prompt_field: str | None = None
-    """Where a row says its prompt, by default in "prompt" (text) or "messages" (chat)."""
+    """Field of a row that holds the prompt. Default: prompt (text) or messages (chat)."""
     reference_field: str | None = None
-    """Where a row says its reference, by default in "reference"."""
+    """Field of a row that holds the reference. Default: reference."""
     prompt_template: str | None = None
-    """A prompt made of a row's fields, such as 'Q: {question}\\nA:', in which \\n is a new line."""
+    r"""Template of the prompt from a row's fields, such as 'Q: {question}\nA:', with \n for a new
+    line."""
 
     def loading(self) -> dict[str, Any]:
         """Return the arguments of `load_task`, in plain values."""

@@ -1,5 +1,4 @@
-"""The command line: a table of commands. torch is imported by the commands that need it, not by
-this module."""
+"""Table of the commands. Commands import torch only when they need it."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ from cyclopts import App, Group, Parameter
 
 from lenience.cli.decode import chat, demo, generate
 from lenience.cli.learn import datastore, fit, init, mine, push
+from lenience.cli.lists import drafters, rules, tasks
 from lenience.cli.measure import audit, certify, compare, grade, tune
 from lenience.cli.prompts import STDIN
 from lenience.core.errors import InputError, RunError, first_line
@@ -25,13 +25,14 @@ app = App(
 )
 GROUPS = {
     Group("Decode", sort_key=1): (demo, generate, chat),
-    Group("Learn a judge", sort_key=2): (init, mine, fit, datastore),
+    Group("Train", sort_key=2): (init, mine, fit, datastore),
     Group("Compare and certify", sort_key=3): (compare, grade, certify, tune, audit),
-    Group("Give to others", sort_key=4): (push,),
+    Group("Share", sort_key=4): (push,),
+    Group("Look up", sort_key=5): (rules, drafters, tasks),
 }
-"""Of commands."""
+"""Groups of commands in the help."""
 GO_ON = (demo, mine, fit, compare, certify, tune, audit)
-"""Those that keep what is finished."""
+"""Commands that resume."""
 EXAMPLES = {
     "demo": "lenience demo --out demo",
     "generate": 'lenience generate "…" --rule certified:run --show',
@@ -48,8 +49,11 @@ EXAMPLES = {
     "tune": "lenience tune run --max-drop 0.01",
     "audit": "lenience audit run live.jsonl --share 0.05",
     "push": "lenience push run/judge org/name --license apache-2.0",
+    "rules": "lenience rules",
+    "drafters": "lenience drafters",
+    "tasks": "lenience tasks",
 }
-"""One of each command, in the order of use."""
+"""An example of each command, in the order of use."""
 for group, functions in GROUPS.items():
     for function in functions:
         name = function.__name__
@@ -61,11 +65,34 @@ for group, functions in GROUPS.items():
         )
 
 
+START = """\
+lenience makes language models answer faster by speculative decoding. It learns which draft
+tokens do not matter for your task, accepts them, and bounds what that costs.
+
+Look at it (built-in pair, no download):
+  lenience demo --quick            a live race in 30 seconds
+  lenience demo                    every step in two minutes
+
+Use it on your models and task:
+  lenience init run --target org/target --draft org/draft --task rows.jsonl --answer last-number
+  lenience mine --out run --limit 1000
+  lenience fit run
+  lenience tune run --max-drop 0.01
+  lenience generate "…" --rule certified:run --show
+
+Look things up:
+  lenience rules, lenience drafters, lenience tasks, lenience --help, lenience COMMAND --help
+"""
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the command line. Exit status: 0 done, 1 the run failed, 2 the arguments or the input are
     wrong."""
     warnings.formatwarning = lambda message, *_, **__: f"lenience: {message}\n"
     given = sys.argv[1:] if argv is None else argv
+    if not given:
+        print(START, end="")
+        return
     # which would be taken for a flag
     given = [STDIN if argument == "-" else argument for argument in given]
     try:
@@ -76,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     except (InputError, cyclopts.CycloptsError) as error:
         _fail(first_line(error), 2)
     except KeyboardInterrupt:
-        kept = "; what is finished is kept, and the same command goes on from there"
+        kept = "; finished work is kept, and the same command resumes"
         _fail("stopped" + (kept if command in GO_ON else ""), 1)
     except RunError as error:
         _fail(first_line(error), 1)

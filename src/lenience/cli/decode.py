@@ -41,16 +41,15 @@ def generate(
     models: Models | None = None,
     json: Json = False,
 ) -> None:
-    """Answer a prompt, or many.
+    """Answer one prompt or many.
 
     Parameters
     ----------
     prompt
-        The prompt, @FILE for a file's text, or - for standard input, which is also read where there
-        is none; for the built-in pair at a terminal, one of its task's problems.
+        Prompt text, @FILE for the text of a file, or - for standard input (the default). With the
+        built-in pair on a terminal the default is a problem of its task.
     run
-        A run folder whose models are taken where no flag names others; that of a rule certified:RUN
-        is taken anyway.
+        Run folder whose models are used unless flags name others. certified:RUN implies it.
     """
     options = given(flags)
     decoder = decoder_of(options)
@@ -135,13 +134,12 @@ def chat(
     flags: GenerateFlags | None = None,
     models: Models | None = None,
 ) -> None:
-    """Answer line by line what is typed, the models staying loaded.
+    """Answer prompts as they are typed, with the models kept loaded.
 
     Parameters
     ----------
     run
-        A run folder whose models are taken where no flag names others; that of a rule certified:RUN
-        is taken anyway.
+        Run folder whose models are used unless flags name others. certified:RUN implies it.
     """
     from lenience.cli.prompts import chat
 
@@ -160,19 +158,19 @@ def demo(
     limit: int = 30,
     json: Json = False,
 ) -> None:
-    """Show the whole story on the built-in pair: race, mine, fit, tune, certify, compare,
-    report.html.
+    """Run every step on the built-in pair: a live race, mining, training a judge, tuning,
+    certifying and comparing. Takes about two minutes and writes report.html.
 
     Parameters
     ----------
     quick
-        Show the live race alone, in less than a minute; nothing is written.
+        Show only the live race (about 30 s) and write nothing.
     out
-        Where to put the run folder (OUT/run) and the report.
+        Folder for the run (OUT/run) and the report.
     fresh
-        How many samples to mine live, on top of those that come with the pair.
+        Number of samples to mine, besides those that come with the pair.
     limit
-        How many held-out problems to compare on.
+        Number of held-out problems to compare on.
     """
     check_limit(limit)
     if fresh < 0:

@@ -19,103 +19,99 @@ if TYPE_CHECKING:
     from lenience.training.fit_drafter import DrafterPlan
 
 MOST_HEADS = 32
-"""Of a drafter."""
+"""Largest number of heads of a drafter."""
 
 
 @Parameter(name="*")
 @dataclass
 class FitFlags:
     head: Literal["logistic", "mlp", "adam", "adamw"] | None = None
-    """logistic, as AutoJudge has it; mlp, with a hidden layer, which tells better where there is
-    much to learn from; adamw, as Judge Decoding has it, the default for annotated answers; or adam,
-    as SPRINTER has it, the default for a gate."""
+    """Kind of head: logistic (AutoJudge, the default), mlp (one hidden layer; better with many
+    samples), adamw (Judge Decoding, the default for annotated answers) or adam (SPRINTER, the
+    default for a gate)."""
     recall: float | None = None
-    """The share of important tokens that the judge's own threshold must reject, 0.9 by default;
-    other thresholds are listed too. Of annotated answers the threshold is 0.5 where this is not
-    given, as in the paper."""
+    """Share of important tokens that the judge's own threshold must reject. Default: 0.9. Other
+    thresholds are listed too. For annotated answers the default threshold is 0.5, as in the
+    paper."""
     models: str | None = None
-    """Whose hidden states a judge reads: target, draft or, by default, both, with a comma."""
+    """Models whose hidden states a judge reads: target, draft or target,draft (the default)."""
     tokens: str | None = None
-    """After which token was read: draft (the drafted one), previous, target (for study only), or
-    several, with a comma. By default a judge reads draft, as AutoJudge has it, and draft,previous
-    with --head mlp or --ahead; a gate and a stop read previous, as draft costs these one more pass
-    of the draft."""
+    """Tokens after which states are read: draft (the drafted token), previous, target (for studies
+    only), or several, separated by commas. Default: draft for a judge, draft,previous with --head
+    mlp or --ahead, and previous for a gate or a stop, for which draft costs another pass of the
+    draft."""
     layer: str | None = None
-    """Let a judge read the target's states after this layer, or several with a comma: a number, -1
-    being the last, before the final norm, or norm, after it. By default norm, and -1 for annotated
+    """Layers of the target whose states a judge reads, separated by commas: a number (-1 is the
+    last layer, before the final norm) or norm (after it). Default: norm; -1 for annotated
     answers."""
     ahead: int | None = None
-    """Let a judge also read what the models' logits say of the drafted token and of up to so many
-    tokens drafted after it, which the target has read anyway."""
+    """Number of later drafted tokens whose logits a judge also reads, together with those of the
+    judged token. The target computes them anyway."""
     from_: Annotated[Literal["run", "annotated"], Parameter(name="--from")] = "run"
-    """What to learn from: a run's mined mismatches, or annotated answers (Judge Decoding)."""
+    """Training data: a run's mined mismatches, or annotated answers (Judge Decoding)."""
     stop: Flag = False
-    """Fit a head on the draft's states that says when to stop drafting, used as --stop
-    head:RUN/stop@T."""
+    """Train a head on the draft's states that ends drafting, used as --stop head:RUN/stop@T."""
     of: str | None = None
-    """With --stop: the rule that will decode, whose rejections it learns, such as
-    judge:RUN/judge@0.99; by default those of the strict rule."""
+    """Rule whose rejections a --stop head learns, such as judge:RUN/judge@0.99. Default: the strict
+    rule."""
     gate: Flag = False
-    """Fit a head that also says which tokens need no asking the target, used as --stop
-    gate:RUN/gate@T (SPRINTER)."""
+    """Train a gate, which also marks tokens that skip verification, used as --stop gate:RUN/gate@T
+    (SPRINTER)."""
     drafter: Literal["medusa", "blockwise", "eagle", "model", "skip"] | None = None
-    """Fit a drafter to the target's own answers in the run, used as --drafter medusa:RUN/medusa:
-    medusa, heads on the target's last state, each with a vocabulary matrix of its own; blockwise,
-    heads that share the target's; eagle, a layer on the target's states (EAGLE-3). model aligns the
-    draft model, used as --draft RUN/model (DistillSpec). skip looks for the layers that the target
-    can leave out, and names them."""
+    """Drafter to train on the target's answers in the run, used as --drafter medusa:RUN/medusa:
+    medusa (heads with vocabulary matrices of their own), blockwise (heads that share the target's)
+    or eagle (a layer on the target's states, EAGLE-3). model distils the draft model, used as
+    --draft RUN/model (DistillSpec). skip searches for layers that the target can leave out."""
     distill: Literal["forward-kl", "reverse-kl", "on-policy"] | None = None
-    """With --drafter model: forward-kl, the target's divergence from the draft (the default), or
-    reverse-kl, the draft's from the target, along the target's answers; or on-policy, the first
-    along answers that the draft samples itself."""
+    """Loss for --drafter model: forward-kl (KL(target ‖ draft) along the target's answers, the
+    default), reverse-kl, or on-policy (forward KL along answers that the draft samples)."""
     only_rejected: Flag = False
-    """With --drafter model: learn only from tokens that would be rejected (Online Speculative
-    Decoder)."""
+    """Train --drafter model only on tokens that would be rejected (Online Speculative Decoding)."""
     tune_target: Flag = False
-    """With --drafter blockwise: let a copy of the target learn with its heads, which is another
-    target then, in RUN/blockwise/target (Blockwise Parallel Decoding's fine-tuning)."""
+    """Fine-tune a copy of the target together with its --drafter blockwise heads, saved in
+    RUN/blockwise/target (Blockwise Parallel Decoding). The copy is another target."""
     epochs: int | None = None
-    """With --drafter: how often all answers are learned from; by default 30 for medusa and
-    blockwise, 10 for eagle, 5 for model."""
+    """Number of epochs for --drafter. Default: 30 for medusa and blockwise, 10 for eagle, 5 for
+    model."""
     tree: Flag = False
-    """Measure what trees are planned by, used as --tree planned:16,path=RUN/tree.json."""
+    """Measure acceptance by rank and depth, from which --tree planned:16,path=RUN/tree.json is
+    planned."""
     with_: Annotated[str | None, Parameter(name="--with")] = None
-    """With --tree: the drafter that is measured; the draft model by default."""
+    """Drafter that --tree measures. Default: the draft model."""
     draw: Literal["with-replacement", "without-replacement"] | None = None
-    """With --tree: measure by trees whose tokens are drawn, as planned:16,draw=… draws them."""
+    """Way in which tokens of the measured --tree are drawn, as in planned:16,draw=…"""
     temperature: float | None = None
-    """With --draw: at which is drawn; 1 by default."""
+    """Sampling temperature for --draw. Default: 1."""
     heads: int | None = None
-    """With --drafter medusa or blockwise: how many, each predicting a token further ahead; 4 by
-    default."""
+    """Number of heads for --drafter medusa or blockwise; each predicts one token further ahead.
+    Default: 4."""
     tau: float | None = None
-    """A token is acceptable to the gate where draft / target of its probabilities is at most this,
-    1 by default."""
+    """Largest ratio of draft to target probability at which a token counts as acceptable to the
+    gate. Default: 1."""
     also: tuple[Path, ...] = ()
-    """Another run of the same pair to learn from; may be given again."""
+    """Further run of the same pair to learn from; may be repeated."""
     fold: int | None = None
-    """Leave out a fifth of a benchmark's problems, 0 to 4: those that the task tests with
-    fold=K, so that five judges decode all of it out of fold."""
+    """Fifth of a benchmark's problems to leave out, 0 to 4: those that the task tests with fold=K,
+    so that five judges decode all problems out of fold."""
     soft: Flag = False
-    """Let a judge learn from how often resampled continuations changed the answer (mine
-    --resamples), and not only from whether the greedy one did."""
+    """Train a judge on the share of resampled continuations that changed the answer (mine
+    --resamples). Default: on whether the greedy continuation did."""
     curve: Flag = False
-    """Say what the head comes to when fitted to an eighth, a quarter, a half and all of the
-    samples, and so what more of them would bring; save none."""
+    """Print the head's figures when trained on an eighth, a quarter, a half and all of the samples,
+    and what more samples would bring. Saves nothing."""
     out: Path | None = None
-    """Save the head in another folder."""
+    """Folder for the head. Default: a folder in the run."""
     weight: float | None = None
-    """How much an important, rejected or unacceptable token counts in the fit against another one:
-    1 by default, with --head adamw so much that both kinds count alike; SpecDec++'s stop has 6,
-    with --tokens draft."""
+    """Weight of an important, rejected or unacceptable token against another one. Default: 1;
+    balanced with --head adamw. SpecDec++'s stop has 6, with --tokens draft."""
     seed: int = 0
-    """Of the split."""
+    """Random seed for splitting samples."""
     target: str | None = None
-    """Where the target is now; by default where the run was mined."""
+    """Hub name or folder of the target. Default: the run's."""
     draft: str | None = None
-    """Where the draft is now."""
+    """Hub name or folder of the draft. Default: the run's."""
     device: str = "auto"
-    """cpu, cuda, …"""
+    """Device: cpu, cuda, …; auto takes a GPU if there is one."""
 
     @property
     def annotated(self) -> bool:

@@ -54,13 +54,13 @@ def init(
     models: Models | None = None,
     json: Json = False,
 ) -> None:
-    """Note a run's models and task in RUN/lenience.toml, so that no other command on it need be
-    told; mine does so too.
+    """Write a run's models and task to RUN/lenience.toml, so that later commands on the run need no
+    flags for them. mine does this too.
 
     Parameters
     ----------
     run
-        The run folder.
+        Run folder.
     """
     settings = run / SETTINGS
     if settings.exists():
@@ -83,13 +83,12 @@ def mine(
     models: Models | None = None,
     json: Json = False,
 ) -> None:
-    """Search a task's training samples for important tokens; started again, it goes on where it
-    stopped.
+    """Mine a task's training samples for important tokens. A stopped run resumes.
 
     Parameters
     ----------
     out
-        The run folder.
+        Run folder.
     """
     config = (flags or MineFlags()).config()
     check_folder(out)
@@ -120,16 +119,16 @@ def mine(
 
 
 def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> None:
-    """Fit a judge to a run's journal and save it in RUN/judge; a stop condition for the drafter, in
-    RUN/stop or RUN/gate; a drafter, in RUN/medusa, RUN/blockwise, RUN/eagle or RUN/model; or a plan
-    of trees, in RUN/tree.json.
+    """Train a judge on a mined run and save it in RUN/judge. Other flags train a stop head
+    (RUN/stop), a gate (RUN/gate) or a drafter (RUN/medusa, RUN/blockwise, RUN/eagle, RUN/model), or
+    measure trees (RUN/tree.json).
 
     Parameters
     ----------
     run
-        The run folder; or, with --from annotated, a JSONL file of question, correct, wrong (two
-        answers) and error (of the wrong one, the characters [begin, end] that are wrong), whose
-        judge is saved in RUN without .jsonl, in judge/.
+        Run folder. With --from annotated: a JSONL file with the fields question, correct, wrong
+        (two answers) and error (the wrong characters [begin, end] of the wrong answer); the judge
+        is saved in judge/ in a folder named like the file, without .jsonl.
     """
     flags = flags or FitFlags()
     if flags.drafter == "skip":
@@ -217,18 +216,18 @@ def datastore(
     target: str | None = None,
     json: Json = False,
 ) -> None:
-    """Build what --drafter datastore:OUT looks up in, from a corpus.
+    """Build a datastore from a corpus, for --drafter datastore:OUT.
 
     Parameters
     ----------
     corpus
-        Files: .jsonl, perhaps .jsonl.gz, of which each row is a document; any other is one.
+        Files of text: each row of a .jsonl or .jsonl.gz file is a document, any other file is one.
     out
-        The folder to write.
+        Folder of the datastore.
     field
-        Where a row has its text.
+        Field of a row that holds its text.
     target
-        Whose tokenizer is taken; by default the built-in target's.
+        Model whose tokenizer is used. Default: the built-in target.
     """
     store = build_datastore(corpus, out, field, target)
     say(
@@ -248,18 +247,18 @@ def push(
     private: Flag = False,
     json: Json = False,
 ) -> None:
-    """Put a fitted head on the Hugging Face Hub, with a card that says what it is.
+    """Upload a trained head to the Hugging Face Hub, with a model card.
 
     Parameters
     ----------
     head
-        The head's folder, such as RUN/judge.
+        Folder of the head, such as RUN/judge.
     name
-        Its name there, org/name; others use it as --rule judge:hf:org/name@T.
+        Repository name, org/name; others use it as --rule judge:hf:org/name@T.
     license
-        For the card, such as apache-2.0.
+        Licence in the model card, such as apache-2.0.
     private
-        Where there is no such repository yet, make a private one.
+        Make the repository private if it does not exist yet.
     """
     from lenience.evaluation.cards import push
 

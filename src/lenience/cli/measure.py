@@ -42,13 +42,13 @@ def compare(
     models: Models | None = None,
     json: Json = False,
 ) -> None:
-    """Compare acceptance rules, or whole decoders, on a task's test samples: quality and speed,
-    each with its interval.
+    """Compare acceptance rules or whole decoders on a task's test samples: quality and speed with
+    95 % intervals.
 
     Parameters
     ----------
     run
-        A run folder whose models and task are taken where no flag names others.
+        Run folder whose models and task are used unless flags name others.
     """
     flags = flags or CompareFlags()
     config = flags.config(given(decoding))
@@ -86,19 +86,19 @@ def grade(
     limit: int = 50,
     json: Json = False,
 ) -> None:
-    """Let people grade a comparison: write a page of blinded pairs of answers, and take the file
-    that it saves.
+    """Write a page on which people grade blinded pairs of answers, or take in the grades that it
+    saved.
 
     Parameters
     ----------
     folder
-        Where compare --out put the comparison.
+        Folder of a comparison (compare --out).
     take
-        The file that the page saved; its grades go into the folder's frontier.json and report.html.
+        File that the page saved. Its grades go into the folder's frontier.json and report.html.
     rule
-        Whose answers are shown beside the target's; by default of all but the strict rule.
+        Rules whose answers are graded against the target's. Default: all but the strict rule.
     limit
-        How many pairs of each.
+        Number of pairs per rule.
     """
     from lenience.evaluation.human import take_grades, write_page
 
@@ -129,13 +129,13 @@ def certify(
     models: Models | None = None,
     json: Json = False,
 ) -> None:
-    """Find the most lenient setting of a rule whose loss of quality is at most --max-drop, with a
-    confidence; started again, it goes on where it stopped.
+    """Certify the most lenient setting of a rule whose loss is at most --max-drop with the given
+    confidence. A stopped run resumes.
 
     Parameters
     ----------
     run
-        The run folder; it records which prompts have been used for what, and none is used twice.
+        Run folder. It records the use of every prompt; no prompt is used twice.
     """
     from lenience.tasks import take
 
@@ -169,14 +169,14 @@ def tune(
     models: Models | None = None,
     json: Json = False,
 ) -> None:
-    """Find what decodes fastest on this machine at a loss of at most --max-drop: settings of a
-    rule, windows, stops and drafters race on fresh prompts, and the fastest that passes is
-    certified, strict decoding included. certified:RUN then decodes with it.
+    """Find and certify the fastest setting on this machine whose loss is at most --max-drop.
+    Thresholds, windows, stop conditions and drafters race on fresh prompts; strict decoding takes
+    part. Decode with the result by --rule certified:RUN.
 
     Parameters
     ----------
     run
-        The run folder; it records which prompts have been used for what, and none is used twice.
+        Run folder. It records the use of every prompt; no prompt is used twice.
     """
     flags = flags or TuneFlags()
     check_limit(flags.limit)
@@ -205,15 +205,15 @@ def audit(
     models: Models | None = None,
     json: Json = False,
 ) -> None:
-    """Answer a small random share of prompts both with a run's certified rule and with the target
-    alone, and say whether the certificate still holds. RUN/audit.jsonl keeps what was seen.
+    """Check a certificate on live prompts: answer a random share of them with the certified rule
+    and with the target alone, and report drift. Results are kept in RUN/audit.jsonl.
 
     Parameters
     ----------
     run
-        The run folder with the certificate.
+        Run folder with the certificate.
     prompts
-        A JSONL file of prompt or messages and, if known, reference.
+        JSONL file with the fields prompt or messages and, if known, reference.
     """
     from lenience.certification.audit import AuditConfig, read_prompts
     from lenience.runs.certificate import read_certificate

@@ -105,16 +105,16 @@ def given(flags: object | None) -> dict[str, Any]:
 @dataclass
 class PromptFlags:
     messages: Path | None = None
-    """A JSON file of chat messages that are the prompt."""
+    """JSON file of chat messages to use as the prompt."""
     prompts: Path | None = None
-    """A file of many prompts: JSON rows with prompt or messages and perhaps id, or lines of text.
-    With --json each answer is an object on a line of its own."""
+    """File of prompts: JSON rows with prompt or messages and an optional id, or lines of text. With
+    --json each answer is one JSON object per line."""
     batch_size: int = 16
-    """How many of these are answered together."""
+    """Number of prompts per batch."""
     show: Flag = False
-    """Colour every token by where it came from."""
+    """Colour each token by its origin."""
     profile: Flag = False
-    """Say where the time goes; the prompt is answered once before, which is not counted."""
+    """Print the wall-clock time per component. The prompt is answered once before, as a warm-up."""
 
     def many(self, prompt: str | None) -> list[GivenPrompt]:
         """Return the prompts of a file, none where there is no file. Raises InputError for what
@@ -133,48 +133,48 @@ class PromptFlags:
 
 
 BESIDE = ("plan", "workers", "ray")
-"""What of mining's flags says how it is done, and not what."""
+"""Flags that say how mining runs, not what is mined."""
 
 
 @Parameter(name="*")
 @dataclass
 class MineFlags:
     limit: int | None = None
-    """How many samples; all of the training split if left out."""
+    """Number of samples. Default: the whole training split."""
     max_new_tokens: int | None = None
-    """The length limit of an answer; by default the task's own."""
+    """Maximum number of new tokens in an answer. Default: the task's own limit."""
     batch_size: int = 16
-    """How many samples are decoded together."""
+    """Number of samples per batch."""
     first: Flag = False
-    """Take the split's first samples, instead of random ones."""
+    """Take the first samples of the split. Default: random ones."""
     seed: int = 0
-    """Of the choice of samples."""
+    """Random seed for choosing samples."""
     temperature: float = 0.0
-    """Mine answers that are drawn at this temperature, as they will be decoded; a judge of them is
+    """Sampling temperature of the mined answers, which should be that of later decoding; a judge is
     bound to it."""
     top_k: int | None = None
-    """Draw from so many most probable tokens; by default as the model's own configuration says."""
+    """Number of most probable tokens to sample from. Default: the model's generation_config."""
     top_p: float | None = None
-    """Draw from the most probable tokens that have this probability together; likewise."""
+    """Share of the probability to sample from. Default: the model's generation_config."""
     draw_seed: int = 0
-    """Of these draws."""
+    """Random seed for sampled mining."""
     resamples: int = 0
-    """Continue each swap that changed the answer so many times more, by chance: fit --soft learns
-    from how many of these change it too."""
+    """Number of further random continuations of each swap that changed the answer; fit --soft
+    learns from the share of them that change it."""
     policy: str | None = None
-    """Mine the answers of a decoder, such as 'judge:RUN/judge@0.99; window=16', and not the
-    target's: which of the tokens that it kept by lenience changed the answer. Into a run folder of
-    its own, which fit --also takes."""
+    """Decoder whose answers are mined in place of the target's, such as 'judge:RUN/judge@0.99;
+    window=16': which of its leniently accepted tokens changed the answer. Use a new run folder; fit
+    --also takes it."""
 
     workers: int | None = None
-    """Search by so many processes, each with its own models and, where there are several, its own
+    """Number of worker processes, each with its own models and, if there are several, its own
     GPU."""
     ray: str | None = None
-    """Search by actors on the Ray cluster at this address, or "local" for this machine alone: as
-    many as it has room for, or --workers; nodes may come and go."""
+    """Address of a Ray cluster whose actors do the search, or "local" for this machine: as many as
+    fit, or --workers. Nodes may join and leave."""
     plan: int | None = None
-    """Mine a pilot alone, of 8 samples or --limit, and say what so many important mismatches will
-    take; mining without it then goes on from there."""
+    """Number of important mismatches to plan for: mine a pilot of 8 samples (or --limit) and print
+    the estimated cost. A later run without --plan continues from the pilot."""
 
     def config(self) -> MineConfig:
         """Return what is mined. Raises InputError for what is wrong with it, before models are
@@ -218,38 +218,39 @@ class QuestionFlags:
     """What is asked of a certificate, also after tuning."""
 
     max_drop: float = 0.01
-    """The largest loss allowed, as a fraction."""
+    """Largest allowed loss, as a fraction."""
     confidence: float = 0.95
-    """How sure to be that it is not more."""
+    """Confidence of the bound on the loss."""
     rule: tuple[str, ...] = ()
-    """The rule, by default the run's judge; one without its threshold, or a name such as topk or
-    fuzzy:js, stands for a ladder of settings from strict to lenient. Of several rules the fastest
-    that passes is certified."""
+    """Rule to certify. Default: the run's judge. A rule without a threshold, or a name such as topk
+    or fuzzy:js, stands for a ladder of settings from strict to lenient. Of several rules the
+    fastest that passes is certified."""
     threshold: tuple[float, ...] = ()
-    """The thresholds to try."""
+    """Thresholds to test."""
     loss: Literal["paired", "net", "disagreement", "task"] = "paired"
-    """paired (the target alone was right and the lenient answer is wrong), net (losses less gains),
-    disagreement with the target's answer (needs no references), or task (what the task's own loss
-    returns, in [0, 1])."""
+    """Loss to bound: paired (the target alone was right and the lenient answer is wrong), net
+    (losses minus gains), disagreement (with the target's answer; needs no references) or task (the
+    task's own loss, in [0, 1])."""
     procedure: Literal["auto", "binomial", "hoeffding-bentkus", "betting"] = "auto"
-    """How each setting is tested: binomial for paired and disagreement, betting for the others, or
-    hoeffding-bentkus."""
+    """Statistical test of each setting: binomial (paired, disagreement), betting (the other losses)
+    or hoeffding-bentkus. auto chooses by the loss."""
     limit: int | None = None
-    """How many prompts at most, by default three fifths of --horizon; asked again with more, the
-    question goes on."""
+    """Maximum number of prompts. Default: three fifths of --horizon. With a larger number a
+    finished question continues."""
     horizon: int | None = None
-    """Over how many prompts the error is spent, by default 50 / --max-drop, four times as many for
-    --loss net and task: fewer settle it sooner where there are no more."""
+    """Number of prompts over which the error budget is spent. Default: 50 / --max-drop, and four
+    times as many for --loss net and task. A smaller horizon decides sooner if there are few
+    prompts."""
     ask_labels: Path | None = None
-    """A JSONL file for prompts without a reference: those on which the answers differ are written
-    to it, to be filled in before asking again."""
+    """JSONL file for prompts without a reference. Prompts on which the answers differ are written
+    to it; fill them in and run the command again."""
     ids: Path | None = None
-    """A file with the ids of the prompts to use, one a line."""
+    """File with the ids of the prompts to use, one per line."""
     split: str = "train"
-    """The task's split that prompts are drawn from."""
+    """Split of the task that prompts are drawn from."""
     allow_weak_target: Flag = False
-    """Ask although the target is right on less than ten times --max-drop of the prompts, so that
-    little can be lost by any decoder."""
+    """Certify although the target is right on fewer than ten times --max-drop of the prompts, where
+    any decoder can lose little."""
 
     def question(self, run: Path, options: Mapping[str, Any]) -> CertifyConfig:
         """Return the question. Raises InputError for what is wrong with it, before models are
@@ -279,9 +280,10 @@ class QuestionFlags:
 @dataclass
 class CertifyFlags(QuestionFlags):
     plan: Flag = False
-    """Only say what a certificate would take, from a pilot of fresh prompts."""
+    """Print the estimated cost of a certificate, from a pilot of fresh prompts, and certify
+    nothing."""
     pilot: int = 40
-    """How many prompts the pilot takes; they are used up."""
+    """Number of prompts in the pilot; they are used up."""
 
     def config(self, run: Path, options: Mapping[str, Any]) -> CertifyConfig:
         """Return the question. Raises InputError for what is wrong with it, before models are
@@ -295,17 +297,17 @@ class CertifyFlags(QuestionFlags):
 @dataclass
 class TuneFlags(QuestionFlags):
     window: tuple[int, ...] = ()
-    """The draft windows that are tried, 2 4 8 16 32 by default."""
+    """Windows to race. Default: 2 4 8 16 32."""
     stop: tuple[str, ...] = ()
-    """The stop conditions that are tried beside a fixed window; by default, if the run has a stop
-    head, that at three thresholds."""
+    """Stop conditions to race, besides none. Default: the run's stop head at three thresholds, if
+    it has one."""
     drafter: tuple[str, ...] = ()
     """Drafters to race. Default: every drafter that needs no training, and those trained in the
     run."""
     prompts: int = 80
-    """How many prompts settings race on, and what passes is timed on; they are used up."""
+    """Number of prompts for the races and for timing the settings that pass; they are used up."""
     max_new_tokens: int | None = None
-    """The length limit of an answer; by default the task's own."""
+    """Maximum number of new tokens in an answer. Default: the task's own limit."""
 
     def config(self, run: Path) -> TuneConfig:
         """Return what is tuned. Raises InputError for what is wrong with it, before models are
@@ -343,42 +345,41 @@ class TuneFlags(QuestionFlags):
 @dataclass
 class AuditFlags:
     share: float = 0.05
-    """The share of prompts that is audited."""
+    """Share of prompts to audit."""
     confidence: float = 0.95
-    """A drift is told wrongly, ever, with a chance of at most one less this."""
+    """Probability of never raising a false alarm."""
     batch_size: int = 16
-    """How many prompts are decoded together."""
+    """Number of prompts per batch."""
     seed: int = 0
-    """Of the choice of prompts."""
+    """Random seed for choosing prompts."""
 
 
 @Parameter(name="*")
 @dataclass
 class CompareFlags:
     rule: tuple[str, ...] = ()
-    """A rule; give one for each row. The target alone and, where there is one, the draft alone are
-    always compared. all stands for a grid of every rule and, for a judge that is named beside it
-    without a threshold, for several."""
+    """Rule to compare, one row each; may be repeated. The target alone and the draft alone are
+    always included. all stands for a grid of every rule, and of thresholds for a judge named
+    without one."""
     setting: tuple[str, ...] = ()
-    """A whole decoder, such as 'judge:run/judge@0.99; window=16; stop=confidence:0.4': a rule and
-    any options of decoding; give one for each row."""
+    """Whole decoder to compare, such as 'judge:run/judge@0.99; window=16; stop=confidence:0.4'; may
+    be repeated."""
     window: tuple[int, ...] = ()
-    """The draft windows to choose from, 2 4 8 16 32 by default; each decoder that names none runs
-    at its fastest and at the widest."""
+    """Windows to choose from. Default: 2 4 8 16 32. A decoder without a window runs at its fastest
+    and at the widest."""
     limit: int | None = None
-    """How many test samples; all if left out."""
+    """Number of test samples. Default: all."""
     tuning: int = 20
-    """How many other samples the windows are chosen on."""
+    """Number of other samples on which windows are chosen."""
     timed: int = 50
-    """How many of the test samples are decoded one by one as well, for the seconds."""
+    """Number of test samples that are also decoded one by one, for the timings."""
     repeats: int = 3
-    """How often each of those is decoded; medians are taken."""
+    """Number of timed repeats; medians are reported."""
     batch_size: int = 32
-    """How many samples are decoded together where quality is measured."""
+    """Number of samples per batch while quality is measured."""
     out: Path | None = None
-    """A folder for frontier.json and report.html; with it, a comparison that was stopped goes
-    on, and further rules join the one that is there: its answers are kept, and all are timed anew,
-    in turn."""
+    """Folder for frontier.json and report.html. A comparison in it resumes, and further rules join
+    it: earlier answers are kept, and all settings are timed again in turn."""
 
     def config(self, options: Mapping[str, Any]) -> CompareConfig:
         """Return what is compared. Raises InputError for what is wrong with it, before models are

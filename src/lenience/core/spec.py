@@ -214,6 +214,31 @@ def _arguments(
     return values
 
 
+SHARED_KEYS = ("unchecked", "floor", "budget", "begin", "end")
+"""Arguments of every lenient rule or head, which `template` leaves out."""
+
+
+def template(name: str, kind: type) -> str:
+    """Return the form of a kind's specs: required arguments in capitals, optional ones with their
+    keys in brackets, such as `topk:K[,margin=…,ratio=…]`."""
+    required: list[str] = []
+    optional: list[str] = []
+    for item in _fields(kind):
+        if item.name in ("threshold", *SHARED_KEYS):
+            continue
+        if item.default is dataclasses.MISSING or item.name == "path":
+            required.append(item.name.upper())
+        else:
+            optional.append(f"{item.name}=…")
+    form = name + (":" + ",".join(required) if required else "")
+    if any(item.name == "threshold" for item in _fields(kind)):
+        form += "@THRESHOLD"
+    if not optional:
+        return form
+    begin = "," if required or "@" in form else ":"
+    return f"{form}[{begin}{','.join(optional)}]"
+
+
 def named_settings(name: str, grid: Iterable[str]) -> list[str]:
     """Return the specs of a grid that a rule's name stands for, such as topk or fuzzy:js, those
     without further arguments where there are any."""

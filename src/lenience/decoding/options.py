@@ -30,27 +30,25 @@ class PlainOptions:
     decoding can use."""
 
     window: int | Literal["auto"] = 8
-    """How many tokens are drafted at most in a cycle, one after another, 8 or what a certificate
-    binds if left out; auto measures which is fastest."""
+    """Maximum number of drafted tokens per cycle. Default: 8, or the certificate's; auto measures
+    which window is fastest."""
     max_new_tokens: int = 256
-    """The length limit of an answer, 256, the task's own or what a certificate binds if left
-    out."""
+    """Maximum number of new tokens in an answer. Default: 256, the task's own limit, or the
+    certificate's."""
     temperature: float = 0.0
-    """0 is greedy."""
+    """Sampling temperature of the target; 0 decodes greedily."""
     draft_temperature: float | None = None
-    """At which the draft model samples, the target's if left out; 0 drafts greedily and samples
-    corrections alone."""
+    """Sampling temperature of the draft model. Default: the target's; 0 drafts greedily."""
     top_k: int | None = None
-    """Sample among the K most probable tokens; by default as the target's generation_config
-    says."""
+    """Number of most probable tokens to sample from. Default: the target's generation_config."""
     top_p: float | None = None
-    """Sample among the fewest tokens that hold this share of the probability; by default as the
-    target's generation_config says."""
+    """Share of the probability to sample from, most probable tokens first. Default: the target's
+    generation_config."""
     seed: int = 0
-    """Of the sampling; where none is given generate draws one for each prompt, and says which, but
-    for a certified rule, for which it is 0."""
+    """Sampling seed. If omitted, `generate` draws one per prompt and reports it in
+    `Generation.seed`. Certified rules use 0."""
     stop_strings: tuple[str, ...] = ()
-    """End the answer before this text; may be given again."""
+    """Text that ends the answer and is left out of it; may be repeated."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop_strings, str):
@@ -101,21 +99,20 @@ class Options(PlainOptions):
     """How answers are decoded, as names and texts; what a spec says is checked where it is read."""
 
     rule: str = "exact"
-    """The acceptance rule, such as exact, speculative, topk:K, fuzzy:js@T or judge:PATH@T
-    (docs/rules.md has them all), or target or draft for that model alone; certified:RUN is what a
-    run's certificate certifies."""
+    """Acceptance rule, such as exact, speculative, topk:K, fuzzy:js@T or judge:PATH@T
+    (docs/rules.md lists all). target or draft decodes with that model alone; certified:RUN decodes
+    with the certified setting of a run."""
     drafter: str = "model"
-    """What proposes tokens: model, the pair's draft model; ngram or suffix, what stood in the text
-    before, or datastore:PATH, in a corpus; medusa:PATH, blockwise:PATH or eagle:PATH, what is
-    fitted to the target; exit:6 or skip:2,5, some of its layers; or several, as in ngram|model,
-    ngram>model and model:4+ngram (docs/drafters.md)."""
+    """Source of the drafted tokens: model (the pair's draft model), ngram or suffix (earlier text),
+    datastore:PATH (a corpus), medusa:PATH, blockwise:PATH or eagle:PATH (trained heads), exit:6 or
+    skip:2,5 (some of the target's layers), or a combination such as ngram|model, ngram>model or
+    model:4+ngram (docs/drafters.md)."""
     tree: str = "chain"
-    """The shape of what is proposed: chain (one token after another, the default), dynamic:NODES,
-    planned:NODES or cartesian:4,3,2, trees of which the deepest accepted path is kept."""
+    """Shape of the draft: chain (one token after another), dynamic:NODES, planned:NODES or
+    cartesian:4,3,2. The deepest accepted path of a tree is kept."""
     stop: str = "fixed"
-    """What ends drafting earlier: fixed (nothing, the default), heuristic, confidence:P, entropy:P,
-    fallback:P, head:PATH@T or gate:PATH@T, with which generate takes the rule speculative if none
-    is named."""
+    """Condition that ends drafting early: fixed (none), heuristic, confidence:P, entropy:P,
+    fallback:P, head:PATH@T or gate:PATH@T. With a gate the default rule is speculative."""
 
     def with_options(self, options: Mapping[str, Any]) -> Options:
         """Return the same with some options changed. Raises InputError for a name that is none."""
@@ -152,24 +149,25 @@ class Loading:
     """How a pair is loaded."""
 
     dtype: str | None = None
-    """float32, bfloat16, …; by default the checkpoint's own, for the built-in pair float32."""
+    """Precision of the weights: float32, bfloat16, … Default: the checkpoint's own; float32 for the
+    built-in pair."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
+    """Device: cpu, cuda, cuda:1, …; auto takes a GPU if there is one."""
     compile: bool | None = None
-    """True exports the models' forward passes for ONNX Runtime (`Pair.compile`), None uses such
-    exports where earlier ones lie in the cache, and False does not."""
+    """True exports the models' forward passes for ONNX Runtime (`Pair.compile`), None uses exports
+    that are in the cache, and False uses none."""
     tokenizer: Any = None
-    """Of models that are loaded already."""
+    """Tokenizer of models that are already loaded."""
     chat: bool | None = None
-    """Whether text goes through the target's chat template; by default where it has one."""
+    """True applies the target's chat template to text. Default: True if the target has one."""
     system: str | None = None
-    """What the system says first, where messages do not begin with that."""
+    """System message, for prompts that do not begin with one."""
     template_options: dict[str, Any] | None = None
-    """What else the chat template reads, such as enable_thinking."""
+    """Further arguments of the chat template, such as enable_thinking."""
     target_kwargs: dict[str, Any] | None = None
-    """What reaches the target's from_pretrained (device_map, quantization_config, …)."""
+    """Arguments of the target's from_pretrained (device_map, quantization_config, …)."""
     draft_kwargs: dict[str, Any] | None = None
-    """What reaches the draft's."""
+    """Arguments of the draft's from_pretrained."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Loading:
@@ -202,7 +200,7 @@ ELSEWHERE = {
     "stopping_criteria": "stop_strings and max_new_tokens end an answer",
     "streamer": "pair.stream(prompt) gives each step",
 }
-"""What people who know `transformers` or vLLM ask for, and where it is here."""
+"""Options that users of `transformers` or vLLM know under other names, with their names here."""
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM: dividing logits by them would overflow."""
 NUMBERS: Mapping[object, str] = {
@@ -212,10 +210,10 @@ NUMBERS: Mapping[object, str] = {
     float: "a number",
     float | None: "a number, or None",
 }
-"""The types of options that are numbers, and how errors call them."""
+"""Types of numeric options, and their names in error messages."""
 UNBOUND = ("rule", "seed")
-"""What a certificate does not bind: the rule, which it certifies, and the seed, as losses are
-averages."""
+"""Options that a certificate does not bind: the rule, which it certifies, and the seed, as losses
+are averages."""
 
 
 def names() -> tuple[str, ...]:

@@ -185,9 +185,9 @@ def _size(about: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Datastore(DrafterSpec):
-    """Propose what mostly followed the longest end of the text where it stands in a corpus (REST,
-    He 2023), of at most `longest` tokens and at least `shortest`; of many places `most` are looked
-    at. A proposed token's path has at least the share `least` of what followed."""
+    """Propose what mostly followed the longest end of the text in a corpus (REST, He 2023). The end
+    has `shortest` to `longest` tokens, `most` places are looked at, and a proposed token's path has
+    at least the share `least` of what followed."""
 
     path: str
     longest: int = 16

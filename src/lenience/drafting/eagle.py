@@ -29,9 +29,10 @@ from lenience.models.session import Batch, common
 
 @dataclass(frozen=True)
 class Eagle(DrafterSpec):
-    """A decoder layer that reads each token with the target's features of the token before it and,
-    further on, with its own states (EAGLE, Li 2024, with the final states; EAGLE-3, Li 2025, with
-    those after three layers), from a published checkpoint or ours."""
+    """Draft with a decoder layer on the target's states (EAGLE, Li 2024; EAGLE-3, Li 2025), trained
+    here or published. The layer reads each token with the target's features of the token before it
+    and, further on, with its own states. EAGLE takes the final states as features, EAGLE-3 those
+    after three layers."""
 
     path: str
     layers: str | None = None

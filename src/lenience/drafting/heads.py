@@ -333,9 +333,9 @@ class _Heads(DrafterSpec):
 
 @dataclass(frozen=True)
 class Medusa(_Heads):
-    """Heads of residual blocks on the target's last state, each with a vocabulary matrix of its own
-    (Medusa-1, Cai 2024, section 2.1.1), ours or published ones; without a path those of the
-    built-in target."""
+    """Draft with Medusa heads: residual blocks on the target's last state, each with its own
+    vocabulary matrix (Medusa-1, Cai 2024, section 2.1.1). Heads trained here and published ones
+    work; without a path, those of the built-in target."""
 
     path: str = field(default=str(BUILT_IN), metadata=spec.PLACED)
     name = "medusa"
@@ -346,8 +346,8 @@ class Medusa(_Heads):
 
 @dataclass(frozen=True)
 class Blockwise(_Heads):
-    """Feed-forward heads on the target's last state, which share the target's vocabulary matrix
-    (blockwise parallel decoding, Stern 2018, section 3): the pass that verifies a window also
+    """Draft with feed-forward heads on the target's last state that share its vocabulary matrix
+    (blockwise parallel decoding, Stern 2018, section 3). The pass that verifies a window also
     predicts the next one."""
 
     name = "blockwise"

@@ -28,9 +28,9 @@ MOST_FINISHED = 1_000_000
 
 @dataclass(frozen=True)
 class Ngram(DrafterSpec):
-    """Propose what followed the last tokens where they stood before in the prompt or the answer,
-    the longest match first, of at most `max` tokens, and of equally long ones the most recent
-    (prompt lookup, Saxena 2023; `transformers`' prompt_lookup_num_tokens takes the oldest)."""
+    """Propose what followed the last tokens earlier in the text: prompt lookup (Saxena 2023). The
+    longest match of at most `max` tokens is taken, and the most recent of equally long ones
+    (`transformers`' prompt_lookup_num_tokens takes the oldest)."""
 
     max: int = 3
     oldest: bool = False
@@ -48,9 +48,9 @@ class Ngram(DrafterSpec):
 
 @dataclass(frozen=True)
 class Suffix(DrafterSpec):
-    """Propose what most often followed the longest ends of the text where they stood before in it,
-    as many tokens as the match is long times `factor` (SuffixDecoding, Oliaro 2024). Of all matches
-    the one whose tokens are likeliest, in sum, to follow is taken."""
+    """Propose what most often followed the longest ends of the text earlier in it: SuffixDecoding
+    (Oliaro 2024). The number of tokens is the match's length times `factor`. Of all matches the one
+    with the largest sum of token probabilities is taken."""
 
     depth: int = 24
     """As how long a match counts at most."""

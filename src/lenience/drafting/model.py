@@ -30,7 +30,8 @@ _END = -1
 
 @dataclass(frozen=True)
 class DraftModel(DrafterSpec):
-    """An independent model of the same vocabulary (Leviathan 2023; Chen 2023): the pair's draft."""
+    """Draft with the pair's draft model, an independent model of the same vocabulary (Leviathan
+    2023; Chen 2023)."""
 
     name = "model"
     needs_draft = True

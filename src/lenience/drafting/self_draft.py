@@ -76,8 +76,8 @@ class _OwnLayers(DrafterSpec):
 
 @dataclass(frozen=True)
 class Exit(_OwnLayers):
-    """The target's first layers up to one of them (early exit, Elhoushi 2024, LayerSkip; it pays
-    where the model was trained for it)."""
+    """Draft with the target's first layers (early exit, LayerSkip, Elhoushi 2024). It pays for
+    models that were trained for it."""
 
     layer: int
     name = "exit"
@@ -93,7 +93,7 @@ class Exit(_OwnLayers):
 
 @dataclass(frozen=True)
 class Skip(_OwnLayers):
-    """The target without some of its layers (Draft & Verify, Zhang 2023)."""
+    """Draft with the target, some of its layers left out (Draft & Verify, Zhang 2023)."""
 
     layers: spec.NUMBERS
     name = "skip"

@@ -114,7 +114,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Fixed(Stop):
-    """Always the whole window."""
+    """Draft the whole window."""
 
     name = "fixed"
     needs = Parts.NOTHING
@@ -122,9 +122,9 @@ class Fixed(Stop):
 
 @dataclass(frozen=True)
 class Heuristic(Stop):
-    """The schedule of `transformers` (num_assistant_tokens_schedule "heuristic"): from 5 tokens on,
-    two more after a window that was accepted whole, one fewer after another, of which at least one
-    and at most `window`; by row."""
+    """Adapt the window to the last outcome (`transformers`' num_assistant_tokens_schedule
+    "heuristic"). It starts at 5 tokens, grows by two after a window that was accepted whole and
+    shrinks by one after another, between one and `window`, for each row."""
 
     name = "heuristic"
 
@@ -158,9 +158,8 @@ class ThresholdStop(Stop):
 
 @dataclass(frozen=True)
 class Confidence(ThresholdStop):
-    """Stop at the first token to which the draft itself gives a probability under `least`
-    (`transformers`' assistant_confidence_threshold), at the request's temperature, 1 when
-    greedy."""
+    """Stop at the first token to which the draft gives a probability under `least` (`transformers`'
+    assistant_confidence_threshold). The temperature is the request's, 1 when greedy."""
 
     name = "confidence"
 
@@ -174,9 +173,8 @@ class Confidence(ThresholdStop):
 
 @dataclass(frozen=True)
 class Fallback(ThresholdStop):
-    """Leave a token to the target where the draft gives its most probable one less than `least`:
-    the fallback policy of BiLD (Kim 2023, section 3.3). What the draft would have proposed there is
-    not read."""
+    """Leave a token to the target if the draft's largest probability is under `least`: the fallback
+    policy of BiLD (Kim 2023, section 3.3). The draft's token is then not verified."""
 
     name = "fallback"
     proposes_doubted = False
@@ -198,9 +196,9 @@ class _Adapted(NamedTuple):
 
 @dataclass(frozen=True)
 class Entropy(ThresholdStop):
-    """Stop at the first token for whose chance AdaEDL's bound, 1 − √(gamma · entropy of the draft's
-    distribution), is under `least` (Agrawal 2024). With a `rate`, which AdaEDL has, the threshold
-    is adapted in the course of an answer so that this share of what is drafted is accepted."""
+    """Stop where AdaEDL's bound on the acceptance probability is under `least` (Agrawal 2024). The
+    bound is 1 − √(gamma · entropy of the draft's distribution). With a `rate`, as in AdaEDL, the
+    threshold adapts during an answer so that this share of the drafted tokens is accepted."""
 
     gamma: float = 0.2
     rate: float | None = None
@@ -278,9 +276,9 @@ class Scored(HeadReference, Stop):
 
 @dataclass(frozen=True)
 class Likely(Scored):
-    """Stop at the first token with which it becomes likelier than `threshold` that the window holds
-    one that is rejected (SpecDec++, Huang 2024, section 3); `lenience fit RUN --stop` makes the
-    head, and without a path it is that of the built-in pair."""
+    """Stop as soon as a trained head finds a rejection in the window more probable than `threshold`
+    (SpecDec++, Huang 2024, section 3). `lenience fit RUN --stop` trains the head; without a path it
+    is that of the built-in pair."""
 
     path: str = field(default=BUILT_IN, metadata=spec.PLACED)
     name = "head"
@@ -293,10 +291,10 @@ class Likely(Scored):
 
 @dataclass(frozen=True)
 class Gate(Scored):
-    """Stop at the first token that is acceptable with a probability under `threshold`, and keep
-    those before it without asking the target, which is read there and for the token alone
-    (SPRINTER, Zhong 2025); an answer that ends without objection it does not read at all. `lenience
-    fit RUN --gate` makes the head."""
+    """Stop at the first token that a trained gate is unsure of, and accept earlier ones without
+    verification (SPRINTER, Zhong 2025). Unsure: the probability that the token is acceptable is
+    under `threshold`. The target's pass covers that token alone; an answer without such a token
+    needs no pass. `lenience fit RUN --gate` trains the gate."""
 
     bonus: bool = False
     """Whether the target's own token follows a doubted one that is kept, which SPRINTER draws the

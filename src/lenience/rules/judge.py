@@ -25,9 +25,9 @@ BUILT_IN = str(EMBEDDED / "judge")
 
 @dataclass(frozen=True)
 class Judge(HeadReference, Lenient):
-    """Accept a mismatch that a fitted head scores at least `threshold` (AutoJudge, Garipov 2025;
-    Judge Decoding, Bachmann 2025); without a path that of the built-in pair. Alone it means
-    `exact|judge:…` when greedy and `speculative|judge:…` when sampling."""
+    """Accept a mismatch if a trained head's score is at least `threshold` (AutoJudge, Garipov 2025;
+    Judge Decoding, Bachmann 2025). Without a path the head is that of the built-in pair. Alone, the
+    rule means `exact|judge:…` when greedy and `speculative|judge:…` when sampling."""
 
     path: str = field(default=BUILT_IN, metadata=spec.PLACED)
     strict: str = field(default="", kw_only=True)

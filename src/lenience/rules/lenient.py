@@ -31,10 +31,10 @@ from lenience.rules.strict import accept_ratio, correct
 
 @dataclass(frozen=True)
 class Lenience(Lenient):
-    """Accept with probability min(1, target / (factor · draft)), and correct as `speculative` does
-    (Leviathan 2023, appendix A.5): no token comes with more than 1/factor times its probability.
-    When greedy, accept a token whose probability is at least factor times that of the target's most
-    probable one."""
+    """Accept with probability min(1, target / (factor · draft)) (Leviathan 2023, appendix A.5). No
+    token comes with more than 1/factor times its probability; the correction is that of
+    `speculative`. When greedy, accept a token whose probability is at least factor times that of
+    the target's most probable token."""
 
     factor: float
     name = "lenient"
@@ -66,9 +66,9 @@ class Lenience(Lenient):
 
 @dataclass(frozen=True)
 class TopK(Lenient):
-    """Accept a token that is among the target's k most probable ones at its own position (Bachmann
-    2025), of at least the highest probability less `margin` (TensorRT-LLM's relaxed acceptance), or
-    `ratio` times it."""
+    """Accept a token among the target's k most probable ones at its own position (Bachmann 2025).
+    With `margin` its probability must also be at least the highest one minus `margin`
+    (TensorRT-LLM's relaxed acceptance), with `ratio` at least `ratio` times the highest one."""
 
     k: int
     margin: float = field(default=math.inf, kw_only=True)
@@ -100,8 +100,8 @@ class TopK(Lenient):
 
 @dataclass(frozen=True)
 class Typical(Lenient):
-    """Accept a token whose probability is above min(eps, delta · exp(−entropy of the target's
-    distribution)): typical acceptance (Medusa, Cai 2024, section 2.3.1)."""
+    """Accept a token with a probability above min(eps, delta · exp(−entropy of the target)):
+    typical acceptance (Medusa, Cai 2024, section 2.3.1)."""
 
     eps: float
     delta: float
@@ -117,9 +117,8 @@ class Typical(Lenient):
 
 @dataclass(frozen=True)
 class Rollback(Lenient):
-    """Accept a token of which the target is surprised by at most `nats`, −log of its probability:
-    the rollback policy of BiLD (Kim 2023, section 3.3), whose fallback policy is the stop condition
-    `fallback`."""
+    """Accept a token whose −log probability under the target is at most `nats`: the rollback policy
+    of BiLD (Kim 2023, section 3.3). BiLD's fallback policy is the stop condition `fallback`."""
 
     nats: float
     name = "rollback"
@@ -135,10 +134,9 @@ class Rollback(Lenient):
 
 @dataclass(frozen=True)
 class Fuzzy(Lenient):
-    """Accept whatever is drafted where the divergence between the target's and the draft's
-    distributions is below the threshold (fuzzy speculative decoding, Holsman 2025):
-    KL(target ‖ draft) in nats, Jensen–Shannon in nats (at most ln 2), or total variation (at most
-    1)."""
+    """Accept where the divergence between target and draft is below the threshold: fuzzy
+    speculative decoding (FSD, Holsman 2025). The divergence is KL(target ‖ draft) in nats,
+    Jensen–Shannon in nats (at most ln 2), or total variation (at most 1)."""
 
     divergence: str
     threshold: float
@@ -174,9 +172,9 @@ class Fuzzy(Lenient):
 
 @dataclass(frozen=True)
 class GuardedKL(Lenient):
-    """Accept also where KL(target ‖ draft) is below `most` nats, unless the target's largest
-    probability is above `guard` (JuDi, Sun 2026). Alone it means `exact|kl:…` when greedy and
-    `speculative|kl:…` when sampling."""
+    """Accept a mismatch where KL(target ‖ draft) is below `most` nats, unless the target is sure
+    (JuDi, Sun 2026). The target is sure if its largest probability is above `guard`. Alone, the
+    rule means `exact|kl:…` when greedy and `speculative|kl:…` when sampling."""
 
     most: float
     guard: float = 0.9
@@ -198,9 +196,9 @@ class GuardedKL(Lenient):
 
 @dataclass(frozen=True)
 class Ensemble(Lenient):
-    """Verify against weight · target + (1 − weight) · draft in place of the target's distribution,
-    as `transformers`' assistant_ensemble_weight does (DIVERSE, 2026): when sampling by speculative
-    sampling, when greedy by its most probable token. The bonus is the target's."""
+    """Verify against weight · target + (1 − weight) · draft (DIVERSE, 2026; `transformers`'
+    assistant_ensemble_weight). The mixture replaces the target's distribution: in speculative
+    sampling, or by its most probable token when greedy. The bonus is the target's."""
 
     weight: float
     name = "ensemble"
@@ -256,9 +254,9 @@ class Ensemble(Lenient):
 
 @dataclass(frozen=True)
 class Fly(Lenient):
-    """Accept a mismatch where the target is unsure and agrees with what follows (FLy, Li 2025, in
-    vLLM's form): where −Σ p ln p over its three most probable tokens is at least `entropy`, and the
-    strict rule accepts each of the next `window` drafted tokens."""
+    """Accept a mismatch where the target is unsure and agrees with the tokens that follow (FLy, Li
+    2025, in vLLM's form). Unsure: −Σ p ln p over its three most probable tokens is at least
+    `entropy`. Agrees: the strict rule accepts each of the next `window` drafted tokens."""
 
     entropy: float = 0.3
     window: int = 6
@@ -285,9 +283,9 @@ class Fly(Lenient):
 
 @dataclass(frozen=True)
 class Mentored(Lenient):
-    """Verify against the distribution that accepts most of the draft's among those within `most`
-    nats of the target's (mentored decoding, Tran-Thien 2023). 0 is speculative sampling; there is
-    no greedy form."""
+    """Verify against the distribution within `most` nats of the target's that accepts most of the
+    draft (mentored decoding, Tran-Thien 2023). 0 is speculative sampling; there is no greedy
+    form."""
 
     most: float
     name = "mentored"
@@ -315,8 +313,8 @@ class Mentored(Lenient):
 
 @dataclass(frozen=True)
 class Random(Lenient):
-    """Accept a token with probability `rate`, whether it matches or not: a floor that any rule must
-    beat (Holsman 2025, appendix E). `exact|random:…` accepts at random what does not match."""
+    """Accept a token with probability `rate`, whether it matches or not (Holsman 2025, appendix E).
+    Any rule must beat this floor. `exact|random:…` accepts mismatches at random."""
 
     rate: float
     name = "random"

@@ -24,9 +24,8 @@ from lenience.rules.base import (
 
 @dataclass(frozen=True)
 class Exact(Term):
-    """Keep a drafted token where the target picks the same (Stern 2018; Xia 2023). When sampling,
-    the target's token is drawn and compared, so that the output is plain sampling's with the same
-    seed, whatever was drafted."""
+    """Accept the target's own choice: its most probable token or, when sampling, its draw (Stern
+    2018; Xia 2023). The output equals plain decoding with the same seed, whatever was drafted."""
 
     name = "exact"
     is_strict = True
@@ -47,9 +46,9 @@ class Exact(Term):
 
 @dataclass(frozen=True)
 class Speculative(Term):
-    """Speculative sampling (Leviathan 2023, algorithm 1; Chen 2023): accept with probability
-    min(1, target/draft), and correct from the normalised positive part of target − draft. Lossless;
-    the same as `exact` when greedy."""
+    """Accept with probability min(1, target/draft): speculative sampling (Leviathan 2023, algorithm
+    1; Chen 2023). The correction is drawn from the normalised positive part of target − draft.
+    Lossless; the same as `exact` when greedy."""
 
     name = "speculative"
     verifies = "down"
@@ -72,9 +71,9 @@ class Speculative(Term):
 
 @dataclass(frozen=True)
 class Block(Term):
-    """Block verification (Sun 2024, algorithm 2): a window's tokens are verified as a whole, so
-    that one that is likely may carry those before it. Lossless, and keeps at least as many as
-    `speculative` on average; `exact` when greedy."""
+    """Verify a window's tokens as a whole: block verification (Sun 2024, algorithm 2). A probable
+    token may carry those before it. Lossless; accepts at least as many tokens as `speculative` on
+    average, and is the same as `exact` when greedy."""
 
     name = "block"
     verifies = "up"

@@ -16,8 +16,8 @@ OwnAnswers = Callable[[Sequence[Messages]], list[str]]
 
 @dataclass(kw_only=True)
 class MtBench(Published):
-    """MT-Bench (Zheng 2023), question.jsonl, rows {question_id, category, turns}; Spec-Bench's file
-    as well.
+    """MT-Bench (Zheng 2023) and Spec-Bench: question.jsonl with rows {question_id, category,
+    turns}.
 
     Each turn is a sample of its own. The second one's prompt holds the target's own answer to the
     first, so that all decoders are asked the same. There is no right answer: a grader compares

@@ -128,8 +128,8 @@ class ChoiceTask(Published):
 
 @dataclass(kw_only=True)
 class Mmlu(ChoiceTask):
-    """MMLU (Hendrycks 2021), its CSV folders or the Hub's rows {question, choices, answer,
-    subject}; shots are of the question's own subject, from dev."""
+    """MMLU, multiple choice (Hendrycks 2021): CSV folders, or the Hub's rows {question, choices,
+    answer, subject}. Shots are of the question's subject, from dev."""
 
     title: ClassVar[str] = "mmlu"
     train_roles: ClassVar[tuple[str, ...]] = ("validation", "train")
@@ -137,8 +137,8 @@ class Mmlu(ChoiceTask):
 
 @dataclass(kw_only=True)
 class Arc(ChoiceTask):
-    """ARC (Clark 2018), Easy or Challenge: the published JSON lines, or the Hub's rows; letters
-    where its labels are numbers."""
+    """ARC, Easy or Challenge (Clark 2018): the published JSON lines, or the Hub's rows. Numbered
+    labels become letters."""
 
     title: ClassVar[str] = "arc"
 

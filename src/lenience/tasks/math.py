@@ -29,7 +29,8 @@ UNTIL = ("Question:", "</s>", "<|im_end|>")
 
 @dataclass(kw_only=True)
 class Gsm8k(Published):
-    """Grade-school problems (Cobbe 2021), rows {question, answer}, the number after "####".
+    """GSM8K, grade-school problems (Cobbe 2021): rows {question, answer} with the number after
+    "####".
 
     The prompt is that of lm-eval's task gsm8k: "Question: …\\nAnswer:", after `shots` solved
     problems, the first of the training file, which are then not mined; as one text, or with
@@ -121,8 +122,8 @@ def _plain(text: str) -> str:
 
 @dataclass(kw_only=True)
 class Math(Published):
-    r"""Competition problems (Hendrycks 2021; MATH-500), rows {problem, solution} or with an
-    `answer`, in files of many or of one.
+    r"""MATH and MATH-500, competition problems (Hendrycks 2021): rows {problem, solution}, or
+    with an `answer`, in one file or many.
 
     The prompt asks to reason step by step and to put the answer into \boxed{}; the last box counts,
     and is compared with the reference's by math-verify (extra "math"), which is the published

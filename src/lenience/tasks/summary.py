@@ -96,8 +96,8 @@ class Summary(RougeTask):
 
 @dataclass(kw_only=True)
 class ContinuationTask(RougeTask):
-    """Sentences to go on with, as with LM1B (Chelba 2013): a text file with one a line, or rows
-    {text}. The first `words` words are the prompt, and 20 tokens of the rest the reference, as
+    """Sentences to continue, as with LM1B (Chelba 2013): a text file with one sentence per line, or
+    rows {text}. The first `words` words are the prompt; 20 tokens of the rest are the reference, as
     words."""
 
     title: ClassVar[str] = "continuation"

@@ -171,8 +171,8 @@ def solution(problem: Problem, author: str, rng: random.Random) -> str:
 
 
 class WordMath(Task):
-    """The task `wordmath`; splits "train" and "test" hold 20,000 problems each, none of which a
-    model was trained on."""
+    """Arithmetic word problems of the built-in pair. The splits "train" and "test" hold 20,000
+    problems each; the models were trained on none of them."""
 
     name = "wordmath"
     version = 2

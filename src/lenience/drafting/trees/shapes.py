@@ -76,7 +76,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Chain(Tree):
-    """Each token follows the one before."""
+    """Draft a chain: each token follows the one before."""
 
     name = "chain"
     is_chain = True
@@ -127,9 +127,9 @@ class Ranked(Tree):
 
 @dataclass(frozen=True)
 class Cartesian(Ranked):
-    """After each token of a level the same number of tokens: `cartesian:4,3,2` has 4 tokens after
-    the prefix, 3 after each of these, and 2 after each of those (Medusa, Cai 2024, section
-    2.1.2)."""
+    """Draft a tree with a fixed number of children per level (Medusa, Cai 2024, section 2.1.2).
+    `cartesian:4,3,2` has 4 tokens after the prefix, 3 after each of these, and 2 after each of
+    those."""
 
     widths: spec.NUMBERS
     name = "cartesian"
@@ -161,8 +161,9 @@ class Cartesian(Ranked):
 
 @dataclass(frozen=True)
 class Shape(Ranked):
-    """A tree by how many children the prefix has, and then each token, level by level: `shape:2,1`
-    has two tokens after the prefix and one after the first of them; what is left out has none."""
+    """Draft a tree given by the number of children of the prefix and of each token, level by level.
+    `shape:2,1` has two tokens after the prefix and one after the first of them. Tokens that are
+    left out have no children."""
 
     children: spec.NUMBERS
     name = "shape"
@@ -201,9 +202,10 @@ class Shape(Ranked):
 
 @dataclass(frozen=True)
 class Planned(Tree):
-    """The tree of so many tokens of which the target should keep the most, by how often it says
-    what a drafter does (Sequoia, Chen 2024, section 3.1), as `lenience fit RUN --tree` measures in
-    RUN/tree.json; without a path, of the built-in pair's draft. It is a `Shape`."""
+    """Draft the tree of `nodes` tokens of which the target is expected to accept the most, from
+    measured acceptance (Sequoia, Chen 2024, section 3.1). `lenience fit RUN --tree` measures it
+    into RUN/tree.json; without a path it is that of the built-in pair's draft. The result is a
+    `Shape`."""
 
     nodes: int
     path: str = str(BUILT_IN)
@@ -225,10 +227,10 @@ class Planned(Tree):
 
 @dataclass(frozen=True)
 class Dynamic(Tree):
-    """The `nodes` tokens whose paths the drafter thinks likeliest: level by level the `top`
-    likeliest tokens are gone on from, each to its `top` most probable ones, and the likeliest of
-    all that were met are kept (EAGLE-2, Li 2024, section 4). It goes as deep as `window`, or
-    `depth`, and ends where nothing deeper could be among them."""
+    """Draft the `nodes` tokens with the most probable paths (EAGLE-2, Li 2024, section 4). Level by
+    level the `top` most probable tokens are extended, each by its `top` most probable ones, and the
+    best of all tokens met are kept. The depth is at most `window`, or `depth`; growing ends where
+    no deeper token could be among the best."""
 
     nodes: int
     depth: int | None = None
@@ -290,9 +292,9 @@ class Dynamic(Tree):
 
 @dataclass(frozen=True)
 class Auto(Tree):
-    """The fastest here of a chain and dynamic trees of several sizes or, with a `path`, planned
-    ones (Sequoia, Chen 2024, section 3.3: a size by what passes cost): it is picked with the window
-    "auto"."""
+    """Pick the fastest of a chain and trees of several sizes by measuring, together with window
+    "auto". The trees are dynamic or, with a `path`, planned ones (Sequoia, Chen 2024, section 3.3:
+    the size follows from the cost of passes)."""
 
     path: str | None = None
     name = "auto"

@@ -1,0 +1,87 @@
+"""The commands that list what there is: rules, drafters and tasks."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lenience.cli.console import print_json
+from lenience.cli.options import Json
+from lenience.core.spec import template
+
+NARROWEST = 80
+"""Number of columns that a list takes at least."""
+
+
+def rules(*, json: Json = False) -> None:
+    """List the acceptance rules."""
+    from lenience.rules.registry import RULES
+
+    _list("Acceptance rules", {"--rule": RULES}, "docs/rules.md", json)
+
+
+def drafters(*, json: Json = False) -> None:
+    """List the drafters, tree shapes and stop conditions."""
+    from lenience.drafting.registry import DRAFTERS, STOPS, TREES
+
+    kinds: dict[str, Mapping[str, type]] = {
+        "--drafter": DRAFTERS,
+        "--tree": TREES,
+        "--stop": STOPS,
+    }
+    _list("Drafters, trees and stop conditions", kinds, "docs/drafters.md", json)
+
+
+def tasks(*, json: Json = False) -> None:
+    """List the built-in tasks and benchmarks."""
+    from lenience.tasks import BENCHMARKS, WordMath
+
+    kinds: dict[str, type] = {WordMath.name: WordMath, **BENCHMARKS}
+    rows = [("--task", name, summary(kind)) for name, kind in kinds.items()]
+    rows.append(("--task", "ROWS.jsonl", "Your own JSON rows (docs/your-own-task.md)."))
+    rows.append(("--task", "FILE.py:NAME", "A Task class or object in a Python file."))
+    _print("Tasks", rows, "docs/tasks.md", json)
+
+
+def _list(
+    title: str, kinds: Mapping[str, Mapping[str, type]], docs: str, json: bool
+) -> None:
+    rows = [
+        (flag, template(name, kind), summary(kind))
+        for flag, registry in kinds.items()
+        for name, kind in registry.items()
+    ]
+    _print(title, rows, docs, json)
+
+
+def summary(kind: type) -> str:
+    """Return the first sentence of a class's docstring."""
+    first = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
+    return re.split(r"(?<=\.)\s(?=[A-Z0-9`])", first)[0]
+
+
+def _print(title: str, rows: list[tuple[str, str, str]], docs: str, json: bool) -> None:
+    if json:
+        found: list[dict[str, Any]] = [
+            {"flag": flag, "spec": spec, "summary": text} for flag, spec, text in rows
+        ]
+        print_json({"docs": docs, "entries": found})
+        return
+    out = Console()
+    out.width = max(out.width, NARROWEST)
+    out.print(f"{title}; {docs} has the details", highlight=False, markup=False)
+    for flag in dict.fromkeys(flag for flag, _, _ in rows):
+        table = Table(box=SIMPLE_HEAD, title_justify="left", expand=True)
+        table.add_column(flag, overflow="fold", ratio=2)
+        table.add_column("what it does", ratio=3)
+        for of, spec, text in rows:
+            if of == flag:
+                table.add_row(Text(spec), Text(text))
+        out.print(table)
