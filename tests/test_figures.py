@@ -146,7 +146,8 @@ def named(mark: str) -> list[Any]:
 def told_of(page: Path) -> Iterator[str]:
     """What a page quotes that stands nowhere."""
     for line, mark, lines in blocks(page.read_text()):
-        whole = "\n".join(lines)
+        is_table = lines[0].startswith("|")
+        whole = ("\n" if is_table else " ").join(map(str.strip, lines))
         if not mark:
             sure = [
                 one
@@ -158,7 +159,6 @@ def told_of(page: Path) -> Iterator[str]:
             continue
         values = named(mark)
         known = [leaf for value in values for leaf in leaves(value)]
-        is_table = lines[0].startswith("|")
         for row in lines[2:] if is_table else [whole if values else ""]:
             label, _, cells = (
                 row.strip("|").partition("|") if is_table else ("", "", row)
