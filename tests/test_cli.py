@@ -57,13 +57,13 @@ def run(*args: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(args, status, out.getvalue(), err.getvalue())
 
 
-GUIDE = Path(__file__).parents[1] / "docs" / "guide.md"
+KEYS = Path(__file__).parents[1] / "docs" / "json.md"
 
 
 def documented(args: list[str]) -> tuple[set[str], set[str]]:
     """The keys that the guide names for a command, and those that it names for some options."""
     told = {}
-    for line in GUIDE.read_text().splitlines():
+    for line in KEYS.read_text().splitlines():
         if line.startswith("| `"):
             command, keys, *other = (
                 re.findall("`([^`]+)`", cell) for cell in line[2:].split("|")

@@ -84,14 +84,14 @@ else:
         "stop_strings",
         window="The draft window, 8 by default, which the certificate binds; auto picks the "
         "fastest, on prompts of its own.",
-        seed="Of the sampling, and of which prompts are drawn.",
+        seed="Random seed for sampling and for drawing prompts.",
     )
     CompareDecoding = decoding_flags(
         "CompareDecoding",
         "rule",
         "window",
         "stop_strings",
-        seed="Of the sampling, 0 by default.",
+        seed="Random seed for sampling. Default: 0.",
     )
 
 
