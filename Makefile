@@ -28,7 +28,10 @@ test-vllm:   ## the plugin's tests, in an environment that holds vLLM for CPUs
 	.venv-vllm/bin/pytest -m "" tests/test_vllm.py
 	TRITON_INTERPRET=1 .venv-vllm/bin/pytest -m "" tests/test_vllm_v2.py
 
+docs:   ## the site, into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+
 mutants:   ## break the source in 44 ways, and see that the tests notice each
 	$(BIN)/python tools/mutants.py
 
-.PHONY: check lint types test test-all test-vllm mutants
+.PHONY: check docs lint types test test-all test-vllm mutants

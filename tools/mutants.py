@@ -34,6 +34,10 @@ COPIED: tuple[str, ...] = (
     "benchmarks",
     "studies",
     "tools",
+    "examples",
+    "SECURITY.md",
+    "CODE_OF_CONDUCT.md",
+    "mkdocs.yml",
     "README.md",
     "CONTRIBUTING.md",
 )
