@@ -41,9 +41,9 @@ KEPT = ("target", "draft", "dtype", "device", "chat", "system", "template_option
 @dataclass
 class Models:
     target: str | None = None
-    """Hub name or folder of the target. Default: the built-in pair."""
+    """Hub name, folder or GGUF file of the target. Default: the built-in pair."""
     draft: str | None = None
-    """Hub name or folder of the draft model."""
+    """Hub name, folder or GGUF file of the draft model."""
     dtype: str | None = None
     """Precision of the weights: float32, bfloat16, … Default: the checkpoint's own."""
     device: str = "auto"

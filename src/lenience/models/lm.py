@@ -35,6 +35,7 @@ from lenience.core.identity import (
     tokens_with,
     weights_fingerprint,
 )
+from lenience.models import gguf
 from lenience.models.prompts import Chat, Prompt, is_ids, plain, refuse_unusable
 
 T = TypeVar("T")
@@ -233,9 +234,9 @@ class LM:
     def load(
         cls, source: str, role: str, options: Mapping[str, Any], name: str | None = None
     ) -> LM:
-        """Load a Hub name or local folder, shown as `name` where it is given. Of the options
-        `dtype` and `device` are taken, the others reach the model's from_pretrained. Raises
-        InputError where it can't be loaded."""
+        """Load a Hub name, a local folder or a GGUF file (see `gguf`), shown as `name` if given.
+        Of the options `dtype` and `device` are taken, the others reach the model's
+        from_pretrained. Raises InputError if it cannot be loaded."""
         kwargs = dict(options)
         dtype = kwargs.pop("dtype")
         device = kwargs.pop("device")
@@ -257,20 +258,26 @@ class LM:
             for key in ("revision", "trust_remote_code", "token", "cache_dir")
             if key in kwargs
         }
+        place = source
+        if gguf.is_named(source):
+            place, file = gguf.located(source, role)
+            shared |= file
+            kwargs |= gguf.dequantized(file["gguf_file"])
+            dtype = gguf.dtype_of(dtype, device)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(source, **shared)
-            if _caps_attention(source, shared):
+            tokenizer = AutoTokenizer.from_pretrained(place, **shared)
+            if _caps_attention(place, shared):
                 kwargs.setdefault("attn_implementation", "eager")
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **kwargs)
+            model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **kwargs)
         except SafetensorError as error:
             why = (
                 f"its safetensors file is corrupt ({first_line(error)}); fetch it again"
             )
             raise InputError(f"{role} {source!r}: {why}") from error
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        except gguf.LOADING_ERRORS as error:
             mend = (
                 ""
-                if Path(source).is_dir()
+                if Path(place).is_dir()
                 else "; give a Hub name or a folder that holds config.json"
             )
             why = f"cannot be loaded ({first_line(error)}){mend}"
@@ -578,7 +585,12 @@ def save_model(
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a Hub name or local folder. Raises InputError where there is none."""
     try:
-        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(source))
+        file: dict[str, str] = {}
+        if gguf.is_named(source):
+            source, file = gguf.located(source, "target")
+        return cast(
+            PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(source, **file)
+        )
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         why = f"its tokenizer cannot be loaded ({first_line(error)})"
         raise InputError(
