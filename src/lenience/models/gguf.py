@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lenience.core.errors import InputError
 
-LOADING_ERRORS = (
-    OSError,
-    ValueError,
-    KeyError,
-    IndexError,
-    TypeError,
-    ImportError,
-    NotImplementedError,
-    struct.error,
-)
-"""Exceptions of from_pretrained for a model that cannot be loaded, GGUF's reader among them."""
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 NEEDS_GGUF = "reading GGUF files needs the extra gguf: pip install 'lenience[gguf]'"
@@ -52,8 +40,8 @@ def located(source: str, role: str) -> tuple[str, dict[str, str]]:
 
 
 def dequantized(name: str) -> dict[str, Any]:
-    """Return the arguments of from_pretrained that turn quantised weights into numbers: a model
-    that stays quantised cannot be saved, nor exported."""
+    """Return the arguments of from_pretrained that dequantise the weights. A model that stays
+    quantised can neither be saved nor exported."""
     from transformers import GgufConfig
 
     config = GgufConfig(gguf_file=name, dequantize=True)
@@ -61,8 +49,8 @@ def dequantized(name: str) -> dict[str, Any]:
 
 
 def dtype_of(dtype: str, device: str) -> str:
-    """Return the dtype of the weights: a file has none of its own, so by default float32 on a CPU
-    and bfloat16 elsewhere."""
+    """Return the dtype of the weights. A GGUF file has none of its own: the default is float32 on a
+    CPU and bfloat16 elsewhere."""
     if dtype != "auto":
         return dtype
     return "float32" if str(device) == "cpu" else "bfloat16"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import struct
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -43,6 +44,17 @@ CACHE_NAMES = ("past_key_values", "cache")
 """Parameters by which models take a cache; the first one up to transformers 5.23."""
 CAUSES = "usual causes: overflow in float16, a broken quantisation or damaged weights"
 """Usual causes of NaN or infinite logits and states."""
+LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    ImportError,
+    NotImplementedError,
+    struct.error,
+)
+"""Exceptions of from_pretrained, and of its GGUF reader, for a model that cannot be loaded."""
 
 
 @dataclass(frozen=True)
@@ -240,19 +252,7 @@ class LM:
         kwargs = dict(options)
         dtype = kwargs.pop("dtype")
         device = kwargs.pop("device")
-        known = isinstance(dtype, str) and isinstance(
-            getattr(torch, dtype, None), torch.dtype
-        )
-        if dtype != "auto" and not known:
-            raise InputError(
-                f"dtype {dtype!r}: there is none; name float32, bfloat16, float16 or auto"
-            )
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:
-            raise InputError(
-                f"device {device!r}: cannot be used ({first_line(error)}); name cpu, cuda or auto"
-            ) from None
+        _check_placement(dtype, device)
         shared: dict[str, Any] = {
             key: kwargs[key]
             for key in ("revision", "trust_remote_code", "token", "cache_dir")
@@ -274,7 +274,7 @@ class LM:
                 f"its safetensors file is corrupt ({first_line(error)}); fetch it again"
             )
             raise InputError(f"{role} {source!r}: {why}") from error
-        except gguf.LOADING_ERRORS as error:
+        except LOADING_ERRORS as error:
             mend = (
                 ""
                 if Path(place).is_dir()
@@ -582,6 +582,23 @@ def save_model(
     tokenizer.save_pretrained(folder)
 
 
+def _check_placement(dtype: object, device: object) -> None:
+    """Raise InputError for an unknown dtype or a device that this machine cannot use."""
+    known = isinstance(dtype, str) and isinstance(
+        getattr(torch, dtype, None), torch.dtype
+    )
+    if dtype != "auto" and not known:
+        raise InputError(
+            f"dtype {dtype!r}: there is none; name float32, bfloat16, float16 or auto"
+        )
+    try:
+        torch.empty(0, device=device)  # type: ignore[call-overload]
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(
+            f"device {device!r}: cannot be used ({first_line(error)}); name cpu, cuda or auto"
+        ) from None
+
+
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a Hub name or local folder. Raises InputError where there is none."""
     try:
@@ -591,7 +608,7 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
         return cast(
             PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(source, **file)
         )
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except LOADING_ERRORS as error:
         why = f"its tokenizer cannot be loaded ({first_line(error)})"
         raise InputError(
             f"target {source!r}: {why}; give a Hub name or a folder"

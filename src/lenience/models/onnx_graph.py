@@ -177,7 +177,8 @@ class _Memory:
 
     @classmethod
     def of(cls, graph: Graph, rows: int, capacity: int) -> _Memory:
-        """Return zeros, not anything: a masked key's weight is 0, and 0 times a NaN is none."""
+        """Return a memory filled with zeros. Masked keys have weight 0, and 0 times a NaN would be
+        NaN."""
         return cls(
             torch.zeros(2 * graph.layers, rows, graph.heads, capacity, graph.head_size),
             torch.zeros(rows, capacity, graph.feature_size or 0),

@@ -155,7 +155,8 @@ def open_run(folder: Path, asked: dict[str, Any], name: str = "run.json") -> Non
 
 
 def _nameless(value: Any) -> Any:
-    """Return a model is known by its fingerprint: its folder may move."""
+    """Return a value without the names in it: a model is known by its fingerprint, as its folder
+    may move."""
     if not isinstance(value, dict):
         return value
     return {key: _nameless(inner) for key, inner in value.items() if key != "name"}

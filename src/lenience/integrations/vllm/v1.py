@@ -95,7 +95,7 @@ class Sampling:
     request has outgrown the draft's context."""
 
     def sample_tokens(self, original: Callable[[Any], Any], grammar_output: Any) -> Any:
-        """Return the runner's method: keep the step's states for the rule, and send the counts
+        """Keep the step's states for the rule, call the runner's method, and send the counts
         along."""
         state = self.runner.execute_model_state
         self.hidden = None if state is None else state.sample_hidden_states

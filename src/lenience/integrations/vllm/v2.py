@@ -118,7 +118,7 @@ class Sampling:
     """Before temperature and truncation, where a request of the part has any."""
 
     def sample(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the runner's method: keep the step's states for the rule."""
+        """Keep the step's states for the rule, and call the runner's method."""
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         self.hidden = given["hidden_states"][given["input_batch"].logits_indices]
         self.read = 0
@@ -128,7 +128,7 @@ class Sampling:
             self.hidden = self.logits = None
 
     def sample_tokens(self, original: Callable[..., Any], grammar_output: Any) -> Any:
-        """Return the runner's method: send the counts along."""
+        """Call the runner's method, and send the counts along."""
         output = original(grammar_output)
         if output is not None:
             self.deciding.send_counts(getattr(output, "model_runner_output", output))
