@@ -311,7 +311,7 @@ def probed(
     return {**told, "families": families(pair, rows)}
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -323,7 +323,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=500)
     parser.add_argument("--probes", type=int, default=200)
     parser.add_argument("--problems", type=int, default=300)
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
     given.out.mkdir(parents=True, exist_ok=True)
     source = mined(given.run)
     path = given.annotated
@@ -333,7 +337,7 @@ def main() -> None:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     pair = source.pair(compile=False)
     answers = read_annotated(path)
-    # at 0.5
+    # without a recall the threshold is the paper's, 0.5
     plan = HeadPlan(INPUTS, given.out / "judge", FitConfig("adamw", recall=None))
     head = with_bars(fit_annotated, pair, answers, plan)
     told: dict[str, Any] = {"rows": len(answers), "metrics": head.metrics}

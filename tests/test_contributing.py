@@ -23,8 +23,8 @@ REGISTRIES = {
     ),
     "drafting": (
         "drafting/registry.py",
-        "Exit, Skip, Datastore)",
-        "Exit, Skip, Datastore, Repeat)",
+        "        Datastore,\n    )",
+        "        Datastore,\n        Repeat,\n    )",
     ),
     "stops": (
         "drafting/registry.py",

@@ -165,7 +165,7 @@ def plan_run(
     """Plan certificates with a pilot of so many prompts, and print what they would take."""
     from lenience.certification.certify import plan
 
-    planned = with_bars(plan, pair, task, run, config, pilot)
+    planned = with_bars(plan, pair, task, run, config, pilot=pilot)
     print_plan(planned)
     return planned
 
