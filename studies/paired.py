@@ -55,7 +55,14 @@ def mcnemar(first: str, second: str, right: Mapping[str, str]) -> Paired:
     only_second = pairs.count(("0", "1"))
     differing = only_first + only_second
     p = binomtest(only_first, differing, 0.5).pvalue if differing else 1.0
-    return Paired(first, second, len(pairs), only_first, only_second, float(p))
+    return Paired(
+        first,
+        second,
+        n=len(pairs),
+        only_first=only_first,
+        only_second=only_second,
+        p=float(p),
+    )
 
 
 def as_text(correct: Sequence[bool]) -> str:

@@ -7,6 +7,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -120,15 +121,15 @@ def test_what_stays_apart(package: str, other: str) -> None:
             )
 
 
-def capped() -> Iterator[tuple[str, ast.AST]]:
+@cache
+def capped() -> list[tuple[str, ast.AST]]:
     """Every node of the code that keeps to the caps, and where it stands."""
-    for folder in (SOURCE, *BESIDE):
-        for path in sorted(folder.rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                yield (
-                    f"{path.relative_to(folder.parent)}:{getattr(node, 'lineno', 0)}",
-                    node,
-                )
+    return [
+        (f"{path.relative_to(folder.parent)}:{getattr(node, 'lineno', 0)}", node)
+        for folder in (SOURCE, *BESIDE)
+        for path in sorted(folder.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+    ]
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
