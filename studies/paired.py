@@ -22,6 +22,7 @@ from scipy.stats import binomtest
 from lenience.decoding.decoder import Decoder
 from lenience.runs.journal import Journal
 
+COLUMNS = ("first", "second", "n", "only first", "only second", "p")
 Setting = tuple[str, int]
 """A rule and a window."""
 
@@ -96,7 +97,7 @@ def main() -> None:
         f"{rule}; window={window}": text
         for (rule, window), text in right_answers(given.journal).items()
     }
-    table = Table("first", "second", "n", "only first", "only second", "p")
+    table = Table(*COLUMNS)
     for first, second in itertools.combinations(right, 2):
         row = mcnemar(first, second, right)
         if row.p <= given.alpha:
