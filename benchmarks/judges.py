@@ -431,7 +431,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def results(judges: Judges, given: argparse.Namespace) -> dict[str, Any]:
-    """Return everything that is measured, what is asked for first."""
+    """Return all measurements, those that were asked for first."""
     at_width = wide(judges, given.problems)
     won = tuned(judges, given.limit, given.prompts)
     speeds = fast(judges, won, given.raced, given.timed)

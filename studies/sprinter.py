@@ -158,8 +158,8 @@ def theory(found: dict[str, float]) -> dict[str, float]:
 
 
 def runs(outs: Sequence[Generation]) -> dict[str, float]:
-    """Return trusted and doubted tokens of answers by a gate whose window never fills; each time
-    that the target is asked it keeps the doubted token or corrects it."""
+    """Return the shares of trusted and doubted tokens in answers by a gate whose window never
+    fills. Each query of the target keeps the doubted token or corrects it."""
     doubted = sum(out.target_passes for out in outs)
     corrected = sum(entry.origin == "correction" for out in outs for entry in out.trace)
     tokens = sum(len(out.tokens) for out in outs)

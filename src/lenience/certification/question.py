@@ -139,7 +139,7 @@ class CertifyConfig:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything that is asked; options under their own names."""
+        """Return the whole question, with options under their own names."""
         decoder = self.decoder.to_json()
         named = {name: decoder[name] for name in EVER_NAMED}
         named["max_new_tokens"] = self.options.get("max_new_tokens")

@@ -173,7 +173,8 @@ class HoeffdingBentkus(Test):
 
     @cached_property
     def looks(self) -> list[tuple[int, float]]:
-        """Return when it looks, ever twice as late up to the horizon, and at which level."""
+        """Return the number of losses and the level of each look. The numbers double, and the last
+        is the horizon."""
         numbers = [round(COMMON * self.horizon), self.horizon]
         while numbers[0] * self.limit > 2:
             numbers.insert(0, numbers[0] // 2)

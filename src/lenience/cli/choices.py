@@ -196,7 +196,7 @@ class TaskChoice:
 
 
 def expected_tokens(options: Mapping[str, Any], task: Task | None = None) -> float:
-    """Return about how many tokens an answer takes."""
+    """Return an estimate of the tokens that an answer takes."""
     usual = 256 if task is None else task.max_new_tokens
     return USED * (options.get("max_new_tokens") or usual)
 

@@ -124,7 +124,7 @@ class Comparisons(Generic[K]):
         self._running[self._workers.submit(question.ask)] = key
 
     def wait(self) -> bool:
-        """Return until one is done; False where there are none."""
+        """Wait until a comparison is finished; False if none is running."""
         futures.wait(self._running, return_when=futures.FIRST_COMPLETED)
         return bool(self._running)
 

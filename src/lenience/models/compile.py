@@ -48,7 +48,8 @@ DRAFTED = 8
 
 
 def export_seconds(models: Sequence[LM]) -> float:
-    """Return about what exporting models takes, those left out whose graphs are in the cache."""
+    """Return an estimate of the seconds that exporting the models takes; graphs in the cache cost
+    nothing."""
     missing = [
         lm
         for lm in models
@@ -60,8 +61,8 @@ def export_seconds(models: Sequence[LM]) -> float:
 
 @torch.inference_mode()
 def saved_seconds(models: Sequence[LM]) -> float:
-    """Return about what exported graphs of a target and its draft save a new token, by a few passes
-    of each."""
+    """Return an estimate of the seconds per new token that exported graphs of a target and its
+    draft save, from a few passes of each."""
     seconds = []
     for lm in models:
         token = torch.zeros(1, 1, dtype=torch.long)

@@ -52,7 +52,7 @@ def values_drafted_on(
     labelled: Sequence[Sequence[Mismatch]],
     inputs: Inputs,
 ) -> list[Tensor]:
-    """Yield, for each sample's labelled mismatches, [m, (1 + n) · S + 1]: the numbers of the
+    """Return, for each sample's labelled mismatches, [m, (1 + n) · S + 1]: the numbers of the
     drafted token and of up to n tokens that the draft adds after it (`lookahead.token_values`),
     zeros after an EOS, and last the number of added tokens."""
     found: list[list[Tensor]] = [[] for _ in samples]
