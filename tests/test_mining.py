@@ -284,9 +284,13 @@ def lines(folder: Path) -> list[dict]:
 
 
 def brute_force(
-    pair: Pair, task: ParityTask, prompt: list[int]
+    pair: Pair,
+    task: ParityTask,
+    prompt: list[int],
+    guessed: Callable[[list[int], list[int]], int | None] | None = None,
 ) -> tuple[list[int], list[tuple]]:
-    """Algorithm 1 with plain generation from scratch for every step."""
+    """Algorithm 1 with plain generation from scratch for every step. `guessed` gives a drafter's
+    token after a prompt and the beginning of a response; by default that of the draft model."""
 
     def greedy(model: torch.nn.Module, ids: list[int], most: int) -> list[int]:
         out = model.generate(
@@ -315,8 +319,11 @@ def brute_force(
     response = stopped(greedy(pair.target.model, prompt, limit))
     answer, at, found = answer_of(response), 0, []
     while at < len(response):
-        guess = greedy(pair.draft.model, prompt + response[:at], 1)[0]
-        if guess != response[at]:
+        if guessed is None:
+            guess = greedy(pair.draft.model, prompt + response[:at], 1)[0]
+        else:
+            guess = guessed(prompt, response[:at])
+        if guess not in (None, response[at]):
             swapped = [*response[:at], guess]
             if guess != 0 and len(swapped) < limit:
                 swapped += greedy(

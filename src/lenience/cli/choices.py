@@ -264,11 +264,8 @@ def mined_with(run: Path) -> Models:
             f"{run}: holds no mining run; lenience mine --out {run} makes one"
         )
     record = read_run(run)
-    lacking = {"target", "draft"} - record.models.keys()
-    if lacking:
-        raise InputError(
-            f"{run / 'run.json'}: its models lack {lacking.pop()}; mine anew"
-        )
+    if "target" not in record.models:
+        raise InputError(f"{run / 'run.json'}: its models lack target; mine anew")
     dtypes = {model.dtype for model in record.models.values()}
     models = Models(dtype=dtypes.pop() if len(dtypes) == 1 else "auto")
     if record.chat:
@@ -280,7 +277,7 @@ def mined_with(run: Path) -> Models:
         )
     if record.pair != "built-in":
         models.target = record.models["target"].name
-        models.draft = record.models["draft"].name
+        models.draft = record.models["draft"].name if "draft" in record.models else None
     return models
 
 

@@ -34,7 +34,8 @@ class FitFlags:
     thresholds are listed too. For annotated answers the default threshold is 0.5, as in the
     paper."""
     models: str | None = None
-    """Models whose hidden states a judge reads: target, draft or target,draft (the default)."""
+    """Models whose hidden states a judge reads: target, draft or target,draft. Default: all models
+    of the run."""
     tokens: str | None = None
     """Tokens after which states are read: draft (the drafted token), previous, target (for studies
     only), or several, separated by commas. Default: draft for a judge, draft,previous with --head
@@ -67,6 +68,10 @@ class FitFlags:
     default), reverse-kl, or on-policy (forward KL along answers that the draft samples)."""
     only_rejected: Flag = False
     """Train --drafter model only on tokens that would be rejected (Online Speculative Decoding)."""
+    layers: str | None = None
+    """Layers of the target to cut a draft out of for --drafter model, counted from 0 and separated
+    by commas, such as 0,1,28,29; or their number, such as 4, to choose them on the run's answers.
+    Default: distil the run's draft model."""
     tune_target: Flag = False
     """Fine-tune a copy of the target together with its --drafter blockwise heads, saved in
     RUN/blockwise/target (Blockwise Parallel Decoding). The copy is another target."""
@@ -131,6 +136,7 @@ class FitFlags:
             "heads",
             "distill",
             "only_rejected",
+            "layers",
             "tune_target",
             "epochs",
             "out",
@@ -146,6 +152,7 @@ class FitFlags:
         for flag, given in (
             ("distill", self.distill),
             ("only-rejected", self.only_rejected),
+            ("layers", self.layers),
         ):
             if given and self.drafter != "model":
                 raise InputError(f"--{flag}: is of --drafter model; leave it out")
@@ -157,10 +164,27 @@ class FitFlags:
             heads=self.heads or 4,
             distill=self.distill or "forward-kl",
             only_rejected=self.only_rejected,
+            layers=self.cut(),
             tune_target=self.tune_target,
             epochs=self.epochs,
             seed=self.seed,
         )
+
+    def cut(self) -> int | tuple[int, ...] | None:
+        """Return the layers to cut a draft out of, or their number. Raises InputError for other
+        text."""
+        if self.layers is None:
+            return None
+        try:
+            numbers = tuple(int(layer) for layer in self.layers.split(",") if layer)
+        except ValueError:
+            numbers = ()
+        if not numbers:
+            raise InputError(
+                f"--layers {self.layers}: name layers from 0 on, separated by commas, or their "
+                "number"
+            )
+        return numbers if "," in self.layers else numbers[0]
 
     def check_skip(self) -> None:
         """Raise InputError for what does not go together with `drafter` skip."""
@@ -223,7 +247,7 @@ class FitFlags:
         from lenience.decoding.decoder import read_rule
 
         return HeadPlan(
-            self._inputs(),
+            self._inputs(_has_draft(run) or self.draft is not None),
             folder,
             config,
             tau=self.tau or 1.0,
@@ -233,7 +257,14 @@ class FitFlags:
         )
 
     def _check(self) -> None:
-        for name in ("heads", "distill", "only_rejected", "tune_target", "epochs"):
+        for name in (
+            "heads",
+            "distill",
+            "only_rejected",
+            "layers",
+            "tune_target",
+            "epochs",
+        ):
             if getattr(self, name):
                 flag = name.replace("_", "-")
                 raise InputError(f"--{flag}: is of what --drafter fits; name that too")
@@ -275,8 +306,8 @@ class FitFlags:
             raise InputError(f"--of {rule}: rejects nothing; name a rule that drafts")
         refuse_certified([rule])
 
-    def _inputs(self) -> Inputs:
-        """Return what the head reads, by what was said and else by default."""
+    def _inputs(self, has_draft: bool) -> Inputs:
+        """Return the inputs of the head: those named, and the defaults for others."""
         from lenience.heads.head import Inputs
 
         role = self.role
@@ -306,7 +337,8 @@ class FitFlags:
         as_published = self.head in (None, "logistic") and self.ahead is None
         of_judge = "draft" if as_published else "draft,previous"
         defaults = {"judge": of_judge, "stop": "previous", "gate": "previous"}
-        whose = models or ("target,draft" if role == "judge" else "draft")
+        of_pair = "target,draft" if has_draft else "target"
+        whose = models or (of_pair if role == "judge" else "draft")
         read_after = tokens or defaults[role]
         models_read = tuple(whose.split(","))
         tokens_read = tuple(read_after.split(","))
@@ -320,3 +352,12 @@ class FitFlags:
             raise InputError(
                 f"--layer {self.layer}: name numbers, or norm, with commas"
             ) from None
+
+
+def _has_draft(run: Path) -> bool:
+    """Return whether a run was mined with a draft model in the pair."""
+    from lenience.runs.record import read_run
+
+    if not (run / "run.json").is_file():
+        return True
+    return "draft" in read_run(run).models

@@ -24,7 +24,14 @@ from lenience.cli.choices import (
 )
 from lenience.cli.console import print_json, say, with_bars
 from lenience.cli.fit_options import FitFlags
-from lenience.cli.options import Flag, Json, MineFlags, check_folder, check_limit
+from lenience.cli.options import (
+    Flag,
+    Json,
+    MineFlags,
+    check_folder,
+    check_limit,
+    drafter_needs_draft,
+)
 from lenience.cli.steps import (
     build_datastore,
     fit_tree,
@@ -97,7 +104,11 @@ def mine(
     models = models_of(out, models)
     task = choice.load()
     length = expected_tokens(vars(config.decoder(task)), task)
-    pair = models.load(tokens=(config.limit or MANY) * length * CONTINUED)
+    times = 1 if config.answers_only else CONTINUED
+    pair = models.load(
+        tokens=(config.limit or MANY) * length * times,
+        needs_draft=config.searches_with_draft or config.policy is not None,
+    )
     if not is_run(out):
         remember(out, models, choice)
     with fitting(pair, task, choice) as fits:
@@ -110,6 +121,9 @@ def mine(
     whole: dict[str, Any] = {"run": str(out), **asdict(counts)}
     if flags and flags.plan:
         whole["plan"] = asdict(forecast_run(out, flags.plan))
+    elif config.answers_only:
+        run = quote(str(out))
+        say(f"next: lenience fit {run} --drafter eagle, or medusa, or model --layers 4")
     elif counts.abstained < counts.mismatches:
         few = min(counts.samples, counts.important) < LEAST_SAMPLES
         more = f"a higher --limit; a judge takes {LEAST_SAMPLES} samples with important mismatches"
@@ -151,7 +165,10 @@ def fit(run: Path, /, *, flags: FitFlags | None = None, json: Json = False) -> N
         for folder in (run, *flags.also):
             mined_with(folder)  # raises where nothing is mined
         models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
-        pair = models.load(tokens=MANY if flags.gate else 0)
+        pair = models.load(
+            tokens=MANY if flags.gate else 0,
+            needs_draft="draft" in plan.inputs.models,
+        )
         plan = replace(plan, without=left_out(pair, run, flags.fold))
         if flags.curve:
             return _print_curve(with_bars(learning_curve, pair, run, plan), json)
@@ -172,7 +189,9 @@ def _fit_tree(run: Path, flags: FitFlags, json: bool) -> None:
     drawn = flags.drawn()
     mined_with(run)  # raises where nothing is mined
     models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
-    found = fit_tree(models.load(tokens=MANY), run, flags.with_ or "model", drawn)
+    drafter = flags.with_ or "model"
+    pair = models.load(tokens=MANY, needs_draft=drafter_needs_draft(drafter))
+    found = fit_tree(pair, run, drafter, drawn)
     planned = print_trees(found, run / "tree.json")
     if json:
         print_json({"drafter": found.drafter, "shares": found.shares, "trees": planned})
@@ -194,7 +213,9 @@ def _fit_drafter(run: Path, flags: FitFlags, json: bool) -> None:
     plan = flags.drafter_plan(run)
     mined_with(run)  # raises where nothing is mined
     models = models_of(run, Models(flags.target, flags.draft, None, flags.device))
-    fitted = with_bars(fit_drafter, models.load(tokens=MANY), run, plan)
+    distils = plan.kind == "model" and plan.layers is None
+    pair = models.load(tokens=0 if plan.layers else MANY, needs_draft=distils)
+    fitted = with_bars(fit_drafter, pair, run, plan)
     print_drafter(plan.kind, fitted.metrics, plan.out)
     if json:
         used_as = {

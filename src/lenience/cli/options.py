@@ -132,6 +132,11 @@ class PromptFlags:
         return prompts_in(self.prompts)
 
 
+def located(path: str) -> str:
+    """Return a local path as an absolute one, so that other processes find it."""
+    return str(Path(path).resolve()) if Path(path).exists() else path
+
+
 BESIDE = ("plan", "workers", "ray")
 """Flags that say how mining runs, not what is mined."""
 
@@ -161,6 +166,12 @@ class MineFlags:
     resamples: int = 0
     """Number of further random continuations of each swap that changed the answer; fit --soft
     learns from the share of them that change it."""
+    drafter: str = "model"
+    """Drafter whose tokens are swapped in: model, ngram, medusa:PATH, eagle:PATH, skip:LAYERS, …
+    A judge learns from this drafter's tokens."""
+    answers_only: Flag = False
+    """Write the target's answers without searching them, to train drafters on (fit --drafter) or
+    measure trees (fit --tree). Needs no draft model."""
     policy: str | None = None
     """Decoder whose answers are mined in place of the target's, such as 'judge:RUN/judge@0.99;
     window=16': which of its leniently accepted tokens changed the answer. Use a new run folder; fit
@@ -204,12 +215,17 @@ class MineFlags:
             raise InputError(
                 "--policy: is mined in this process; leave out --workers and --ray"
             )
+        if self.answers_only and self.plan is not None:
+            raise InputError(
+                "--plan: counts important mismatches; leave out --answers-only"
+            )
         from lenience.decoding.decoder import Decoder
 
         policy = None if self.policy is None else Decoder.parse(self.policy)
         if policy is not None:
             check_policy(policy)
-        return MineConfig(**{**options, "policy": policy})
+        drafter = Decoder.of(drafter=self.drafter).drafter.relocated(located)
+        return MineConfig(**{**options, "policy": policy, "drafter": drafter})
 
 
 @Parameter(name="*")
@@ -435,6 +451,13 @@ def decoder_of(options: Mapping[str, Any]) -> Decoder:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what there is to say is said when it decodes
         return Decoder.of(options)
+
+
+def drafter_needs_draft(spec: str) -> bool:
+    """Return whether a drafter needs a draft model."""
+    from lenience.decoding.decoder import Decoder
+
+    return Decoder.of(drafter=spec).drafter.needs_draft
 
 
 def needs_draft(decoder: Decoder) -> bool:

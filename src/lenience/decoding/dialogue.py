@@ -38,7 +38,7 @@ class Continue:
 
 @dataclass(frozen=True)
 class Predict:
-    """Which token would the draft put at the place of each of `ids` from `start` on?"""
+    """Which token would the drafter put at the position of each of `ids` from `start` on?"""
 
     ids: list[int]
     start: int

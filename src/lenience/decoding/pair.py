@@ -285,14 +285,8 @@ class Pair:
         if decoder.bound_to:
             check_binding(decoder.bound_to, self.binding(decoder))
         check_decoder(decoder, self.models, lambda: self.fingerprints)
-        asks_another = decoder.proposer and not decoder.drafter.proposes_as_draft
-        if asks_another and decoder.rule.heads and not decoder.bound_to:
-            warnings.warn(
-                f"rule {decoder.rule}, drafter {decoder.drafter}: a judge that was mined with the "
-                "draft model may lose far more answers by what another drafter proposes; certify "
-                "it",
-                stacklevel=3,
-            )
+        if decoder.proposer and not decoder.bound_to:
+            _warn_of_another_drafter(decoder)
 
     def reader(self, decoder: Decoder) -> LM:
         """Return the model whose answers a decoder gives: the target, or the draft alone."""
@@ -427,13 +421,14 @@ class Pair:
         size: int,
         capacity: int,
         sampling: Decoder | None = None,
+        guesses: bool = True,
     ) -> Iterator[FinishedDialogue[T]]:
-        """Hold dialogues, `size` of them together, and give each as it ends; no question has more
-        than `capacity` tokens with its answer. The target goes on as `sampling` has it, or
-        greedily. Raises InputError where memory has no room for the caches."""
-        return converse(
-            self, dialogues, DialogueLimits(size, capacity, sampling or Decoder())
-        )
+        """Run dialogues, `size` of them concurrently, and yield each as it ends. A question has at
+        most `capacity` tokens with its answer. `sampling` holds the sampling options of the
+        target's continuations, greedy by default, and the drafter that `Predict` asks; `guesses`
+        is False if no dialogue asks it. Raises InputError if memory has no room for the caches."""
+        limits = DialogueLimits(size, capacity, sampling or Decoder(), guesses=guesses)
+        return converse(self, dialogues, limits)
 
     def binding(self, decoder: Decoder) -> dict[str, Any]:
         """Return what lenient answers depend on besides the options: the models with their dtypes,
@@ -574,6 +569,20 @@ class Pair:
             for prompt in prompts
         ]
         return cycle_seconds(session, drafter, decoder.rule, self.context(widest), rows)
+
+
+def _warn_of_another_drafter(decoder: Decoder) -> None:
+    """Warn of a judge that learned from the tokens of another drafter."""
+    drafter = decoder.drafter
+    for part in decoder.rule.heads:
+        if part.head.drafter != drafter.record:
+            mined = (part.head.drafter or {"spec": "model"})["spec"]
+            warnings.warn(
+                f"rule {decoder.rule}, drafter {drafter}: the judge was mined with drafter "
+                f"{mined} and may lose far more answers on this one's tokens; certify it",
+                stacklevel=4,
+            )
+            return
 
 
 def _waiting(devices: set[torch.device]) -> Callable[[], None] | None:

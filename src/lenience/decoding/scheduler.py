@@ -24,9 +24,9 @@ from lenience.decoding.dialogue import (
     FinishedDialogue,
     Predict,
 )
+from lenience.decoding.guesses import guesses_of
 from lenience.decoding.loop import cycle
 from lenience.decoding.response import Response
-from lenience.decoding.soundness import check_predictions
 from lenience.drafting.base import DrafterSpec
 from lenience.drafting.earlier_texts import Recalled
 from lenience.models.lm import LM
@@ -52,6 +52,9 @@ class Decodes(Protocol):
     @property
     def torch_threads(self) -> int | None: ...
 
+    @property
+    def models(self) -> dict[str, LM]: ...
+
     def require_draft(self, what: str) -> LM: ...
 
     def check(self, decoder: Decoder) -> None: ...
@@ -72,7 +75,10 @@ class DialogueLimits:
     capacity: int
     """How many tokens a question has at most with its answer."""
     sampling: Decoder = field(default_factory=Decoder)
-    """How the target goes on: temperature, truncation and seed."""
+    """Temperature, truncation and seed of continuations, and the drafter whose guesses are asked
+    for."""
+    guesses: bool = True
+    """Whether guesses are asked for."""
     in_flight: int | None = None
     """Continuations of a dialogue that are decoded together; by default as many as pay on the
     device."""
@@ -170,13 +176,19 @@ class _Scheduler(Generic[T]):
     def __init__(
         self, pair: Decodes, dialogues: Iterable[Dialogue[T]], how: DialogueLimits
     ):
-        each_has = [pair.require_draft("mining")]
+        guessing = how.sampling.drafter
+        each_has = [pair.target]
+        if guessing.proposes_as_draft:
+            each_has = [pair.require_draft("mining")] if how.guesses else []
         on_cpu = pair.target.device.type == "cpu"
         window = how.window or (LONGEST_ON_CPU if on_cpu else LONGEST)
         in_flight = how.in_flight or (IN_FLIGHT_ON_CPU if on_cpu else IN_FLIGHT)
+        if not guessing.proposes_as_draft:  # other guesses come after a continuation
+            in_flight = 1
         how = replace(how, in_flight=in_flight)
         strict = how.sampling.with_options({"rule": "exact", "window": window})
-        pair.check(strict)
+        if how.guesses:
+            pair.check(strict)
         decoder = replace(strict, drafter=how.drafter)
         self._pair = pair
         self._how = how
@@ -292,10 +304,7 @@ class _Conversation(Generic[T]):
         self._how = how
         self._slots = slots
         self._in_flight = how.in_flight or 1
-        draft = pair.require_draft("mining")
-        self._draft = Session(
-            draft, capacity=min(how.capacity, draft.context_length or 1 << 30)
-        )
+        self._guesses = how.guesses and guesses_of(pair, how.sampling, how.capacity)
         self._threads = pair.torch_threads
         self._ctx = ctx
         self._continuations = list[Continuation]()
@@ -399,23 +408,18 @@ class _Conversation(Generic[T]):
         self._last = continuation
         return continuation
 
-    def _predict(self, question: Predict) -> list[int]:
-        """Return the draft reads the tokens in one parallel pass."""
-        before: Sequence[int] = question.ids[:-1]
+    def _predict(self, question: Predict) -> list[int | None]:
+        """Return the drafter's guesses."""
+        assert self._guesses
         noise = Noise.for_prompt(
             self._how.sampling.seed, question.ids[: question.prompt_length]
         )
         at = Row(noise, position=question.start - question.prompt_length)
         ctx = replace(self._ctx, rows=[at])
         with torch_threads(self._threads), torch.inference_mode():
-            reading = self._draft.read(
-                [list(before)], len(question.ids) - question.start
-            )
-            # [1, len(ids) - start, V]
-            logits = ctx.process(reading.logits, torch.tensor([before]))
-            check_predictions(logits[0], question.start, self._draft.lm)
-            predicted = ctx.draw(logits[..., : self.target.vocab_size])[0].tolist()
-        self.talk.cost.draft_tokens += reading.tokens_read[0]
+            read = self._guesses.tokens_read
+            predicted = self._guesses.predict(question, ctx)
+        self.talk.cost.draft_tokens += self._guesses.tokens_read - read
         return predicted
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 from lenience.core import spec
 from lenience.core.errors import InputError
@@ -55,6 +56,8 @@ class DrafterSpec:
     """Whether one model drafts, so that another drafter can draft for it."""
     branches: ClassVar[bool] = False
     """Whether what it proposes may be a tree though chains are asked for."""
+    writes_target_cache: ClassVar[bool] = False
+    """Whether drafting may overwrite keys and values in the target's cache."""
     reads_last: ClassVar[bool] = False
     """Whether it drafts with the target's last states."""
 
@@ -88,6 +91,16 @@ class DrafterSpec:
     def fitted(self) -> tuple[TrainedPart, ...]:
         """Return the fitted heads that it drafts with."""
         return ()
+
+    @property
+    def record(self) -> dict[str, Any] | None:
+        """Return what runs and judges remember of a drafter whose tokens were mined: its spec
+        without folders, and the fingerprints of its heads. None stands for the draft model."""
+        if self.proposes_as_draft:
+            return None
+        named = self.relocated(lambda path: Path(path).name)
+        heads = [part.head.fingerprint for part in self.fitted]
+        return {"spec": str(named), "heads": heads}
 
     def relocated(self, path: Callable[[str], str]) -> Self:
         """Return the same drafter with its heads at another path."""

@@ -1,5 +1,5 @@
-"""Drafting a text that is much like others of the same search: what these say after the same
-tokens, corrected by the draft model."""
+"""Drafting a text that resembles other texts of the same search: the tokens that follow there,
+corrected by the draft model if there is one."""
 
 from __future__ import annotations
 
@@ -54,20 +54,37 @@ class Recalled(DrafterSpec):
     says what there is; used where the target goes on again and again in one sample."""
 
     name = "recalled"
-    needs_draft = True
     offers = Parts.NOTHING
 
     def models(self, setup: DrafterSetup) -> list[LM]:
-        assert setup.draft is not None
-        return [setup.draft]
+        return [setup.draft] if setup.draft else []
 
     def build(self, setup: DrafterSetup) -> Drafter:
-        assert setup.draft is not None
+        if setup.draft is None:
+            return _RecallOnly(setup.target)
         capacity = min(setup.capacity, setup.draft.context_length or setup.capacity)
         return _RecalledDrafter(
             Session(setup.draft, setup.rows, capacity, profile=setup.profile),
             setup.target,
         )
+
+
+class _RecallOnly(Drafter):
+    """Proposes what earlier texts say, uncorrected, for a target without a draft model."""
+
+    def __init__(self, target: LM):
+        self.target = target
+
+    def propose(self, ctx: Context, room: Sequence[int]) -> Draft:
+        grown = []
+        for b, (row, left) in enumerate(zip(ctx.rows, room)):
+            window = _Window(b, row, max(0, min(ctx.window, left - 1)))
+            if window.left:
+                window.recollect(self.target.vocab_size)
+                window.take_recalled(self.target.eos_ids)
+            grown.append(window.as_chain())
+            window.recall.ahead = []
+        return as_draft(grown, self.target.device, trees=False)
 
 
 class _RecalledDrafter(Drafter):
@@ -88,14 +105,7 @@ class _RecalledDrafter(Drafter):
             self._extend(unfinished, ctx)
         for window in windows:
             window.recall.ahead = window.guesses
-        grown = [
-            GrowingTree(
-                window.tokens,
-                [*range(-1, len(window.tokens) - 1)],
-                [0] * len(window.tokens),
-            )
-            for window in windows
-        ]
+        grown = [window.as_chain() for window in windows]
         draft = as_draft(grown, self.target.device, trees=False)
         return replace(
             draft, passes=passes, tokens_read=[window.tokens_read for window in windows]
@@ -158,6 +168,17 @@ class _Window:
     def left(self) -> int:
         """Return how many more tokens may be proposed."""
         return 0 if self._over else self.limit - len(self.tokens)
+
+    def as_chain(self) -> GrowingTree:
+        """Return the window's tokens as a chain."""
+        count = len(self.tokens)
+        return GrowingTree(self.tokens, [*range(-1, count - 1)], [0] * count)
+
+    def take_recalled(self, eos: frozenset[int]) -> None:
+        """Propose the recalled tokens as they are."""
+        for token in self.recalled:
+            if not self._propose(token, token, AS_BEFORE, eos):
+                return
 
     def recollect(self, known_ids: int) -> None:
         """Look up what follows, for the draft to read, up to an id that only the target has."""

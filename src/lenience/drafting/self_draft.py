@@ -36,6 +36,7 @@ class _OwnLayers(DrafterSpec):
     offers = Parts.EARLY_ENDS | Parts.PROBS | Parts.CHANCES
     grows_trees = True
     drafts_by_model = True
+    writes_target_cache = True
 
     def left_out(self, depth: int) -> Sequence[int]:
         """Return which layers of a target with so many are not read, 1 the first. Raises InputError

@@ -119,7 +119,10 @@ class Head:
     """What it is for: "judge", or "stop" or "gate" for a head that says when to stop drafting; its
     files are named by it."""
     temperature: float = 0.0
-    """At which the answers were drawn that it learned from; 0 for greedy ones."""
+    """Temperature of the answers that it learned from; 0 for greedy ones."""
+    drafter: dict[str, Any] | None = None
+    """Drafter whose tokens a judge learned from, see `DrafterSpec.record`; None for the draft
+    model."""
     layer: tuple[Tensor, Tensor] | None = None
     """[F, N] and [N] float32, the scaling of the inputs folded in"""
     _weights: dict[torch.device, list[tuple[Tensor, Tensor]]] = field(
@@ -245,6 +248,7 @@ class Head:
             "inputs": asdict(self.inputs),
             "threshold": self.threshold,
             "temperature": self.temperature,
+            "drafter": self.drafter,
             "fingerprints": self.fingerprints,
             "metrics": self.metrics,
             "prompts": list(self.prompts),
@@ -291,6 +295,7 @@ def _load(path: Path, role: Role, changed: int) -> Head:
             folder=str(path),
             role=role,
             temperature=about.get("temperature", 0.0),
+            drafter=about.get("drafter"),
             layer=(tensors["layer.weight"], tensors["layer.bias"])
             if has_layer
             else None,

@@ -21,9 +21,12 @@ from lenience.decoding.dialogue import (
     FinishedDialogue,
     Predict,
 )
+from lenience.decoding.guesses import check_guesses
 from lenience.decoding.pair import Pair
 from lenience.decoding.response import completes_stop, until_stop
 from lenience.decoding.task_models import task_for
+from lenience.drafting.base import DrafterSpec
+from lenience.drafting.model import DraftModel
 from lenience.mining.crew import Crew, mined_by
 from lenience.mining.on_policy import check_policy, search_on_policy
 from lenience.mining.resampling import Resampling, resample
@@ -43,6 +46,8 @@ from lenience.runs.record import (
 )
 from lenience.runs.uses import prompt_digest
 from lenience.tasks import Sample, Task, take
+
+DRAFT_MODEL = DraftModel()
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,11 @@ class MineConfig:
     """The truncation of these draws; None for the model's own."""
     top_p: float | None = None
     draw_seed: int = 0
-    """Of these draws."""
+    """Random seed for sampled mining."""
+    drafter: DrafterSpec = DRAFT_MODEL
+    """Drafter whose tokens are swapped in."""
+    answers_only: bool = False
+    """Write the target's answers without searching them: training data for drafters and trees."""
 
     def __post_init__(self) -> None:
         if self.temperature and (self.policy or self.resamples):
@@ -85,10 +94,32 @@ class MineConfig:
             raise InputError(f"batch_size {self.batch_size}: must be 1 or more")
         if self.policy:
             check_policy(self.policy)
+        if not self.searches_with_draft:
+            self._check_drafter()
+
+    @property
+    def searches_with_draft(self) -> bool:
+        """Return whether the draft model's tokens are swapped in."""
+        return self.drafter == DRAFT_MODEL and not self.answers_only
+
+    def _check_drafter(self) -> None:
+        """Raise InputError for options that need the draft model's mismatches."""
+        what = "answers_only" if self.answers_only else f"drafter {self.drafter}"
+        if self.answers_only and self.drafter != DRAFT_MODEL:
+            raise InputError(
+                f"{what}: swaps no tokens in; leave out drafter {self.drafter}"
+            )
+        if self.policy:
+            raise InputError(f"{what}: a policy names its own drafter; leave out one")
+        if self.resamples and self.answers_only:
+            raise InputError(
+                f"{what}: there are no swaps to continue; leave out resamples"
+            )
+        check_guesses(self.drafter)
 
     def decoder(self, task: Task) -> Decoder:
         """Return how the target's own responses are decoded."""
-        names = ("max_new_tokens", "temperature", "top_k", "top_p")
+        names = ("max_new_tokens", "temperature", "top_k", "top_p", "drafter")
         options = {name: getattr(self, name) for name in names} | {
             "seed": self.draw_seed
         }
@@ -102,7 +133,12 @@ class MineConfig:
             ("temperature", "top_k", "top_p", "draw_seed") if self.temperature else ()
         )
         drawn = {name: getattr(self, name) for name in sampling}
-        return limits | drawn | {"seed": self.seed}
+        searched: dict[str, Any] = {}
+        if self.answers_only:
+            searched["answers_only"] = True
+        if self.drafter.record:
+            searched["drafter"] = self.drafter.record
+        return limits | drawn | searched | {"seed": self.seed}
 
 
 @dataclass(frozen=True)
@@ -151,6 +187,11 @@ class Miner:
         _, text = until_stop(self.target, response, self.task.stop_strings)
         return self.task.answer(text, self.sample)
 
+    def decode(self, prompt: list[int]) -> Dialogue[SearchResult]:
+        """Return the target's own response, without a search."""
+        own = yield self._continue(prompt, [])
+        return SearchResult(prompt, own, own, [], self.answer(own))
+
     def search(self, prompt: list[int]) -> Dialogue[SearchResult]:
         """Try each mismatch from left to right, and keep the swaps that leave the answer as it
         is."""
@@ -164,7 +205,9 @@ class Miner:
                 prompt + response, len(prompt) + start, len(prompt)
             )
             guesses = dict(enumerate(predicted, start))
-            differing = [i for i, token in guesses.items() if token != response[i]]
+            differing = [
+                i for i, token in guesses.items() if token not in (None, response[i])
+            ]
             start = len(response)
             # the response up to a mismatch is settled, and so are the draft's guesses as long as no
             # swap is adopted
@@ -227,9 +270,12 @@ def search(
     samples: Sequence[Sample],
     decoder: Decoder,
     batch_size: int,
+    *,
+    answers_only: bool = False,
 ) -> Iterator[MinedSample]:
-    """Yield what is found on `samples`, as each is finished, where the target answers as `decoding`
-    has it; `batch_size` searches are held together."""
+    """Yield the record of each sample as it is finished. `decoder` holds the options of the
+    target's answers and the drafter whose tokens are swapped in; `batch_size` searches run
+    concurrently."""
     max_new_tokens = decoder.max_new_tokens
     shorter = min(lm.context_length or 1 << 30 for lm in pair.models.values())
     prompts = [pair.target.encode(sample.prompt) for sample in samples]
@@ -237,11 +283,18 @@ def search(
         Miner(task, sample, pair.target, min(max_new_tokens, shorter - len(prompt)))
         for sample, prompt in zip(samples, prompts)
     ]
-    dialogues = (miner.search(prompt) for miner, prompt in zip(miners, prompts))
+    dialogues = (
+        miner.decode(prompt) if answers_only else miner.search(prompt)
+        for miner, prompt in zip(miners, prompts)
+    )
     size = min(batch_size, len(samples))
     capacity = max(map(len, prompts), default=0) + max_new_tokens
     for ended in pair.converse(
-        dialogues, size=size, capacity=capacity, sampling=decoder
+        dialogues,
+        size=size,
+        capacity=capacity,
+        sampling=decoder,
+        guesses=not answers_only,
     ):
         yield _record(miners[ended.number], ended)
 
@@ -284,7 +337,8 @@ def mine(
             "workers: search the target's own answers; leave out the policy"
         )
     task = task_for(pair, task, progress)
-    pair.require_draft("mining")
+    if config.searches_with_draft:
+        require_draft(pair)
     drawn = "first" if config.first or mined_first(folder) else "random"
     samples = _choose(pair, task, config, drawn)
     check_prompts(pair, task, samples)
@@ -297,13 +351,10 @@ def mine(
         left = _unfinished(journal, samples)
         done = len(samples) - len(left)
         progress("mining", done, len(samples))
-        size = config.batch_size
         if policy is not None:
-            found = search_on_policy(pair, task, left, policy, size)
-        elif crew is not None and left:
-            found = _by_crew(pair, task, crew, _part(left, decoder, size))
+            found = search_on_policy(pair, task, left, policy, config.batch_size)
         else:
-            found = search(pair, task, left, decoder, size)
+            found = _searched(pair, task, left, decoder, config, crew=crew)
         for mined in found:
             journal.write(mined.to_json())
             done += 1
@@ -334,8 +385,34 @@ def _resample(
     resample(pair, task, folder, samples, resampling, progress=progress)
 
 
-def _part(samples: Sequence[Sample], decoder: Decoder, batch_size: int) -> Part:
-    return Part([sample.id for sample in samples], decoder.changed(), batch_size)
+def require_draft(pair: Pair) -> None:
+    """Raise InputError if a pair has no draft model to mine with."""
+    if pair.draft is None:
+        raise InputError(
+            "mining: swaps a drafter's tokens in, and the pair has no draft model; name --draft, "
+            "or a --drafter such as ngram or eagle:PATH, or write the target's answers alone "
+            "(--answers-only)"
+        )
+
+
+def _part(samples: Sequence[Sample], decoder: Decoder, config: MineConfig) -> Part:
+    ids = [sample.id for sample in samples]
+    return Part(ids, decoder.changed(), config.batch_size, config.answers_only)
+
+
+def _searched(
+    pair: Pair,
+    task: Task,
+    samples: Sequence[Sample],
+    decoder: Decoder,
+    config: MineConfig,
+    crew: Crew | None,
+) -> Iterator[MinedSample]:
+    """Yield the records of samples that are searched here, or by a crew's workers."""
+    if crew is not None and samples:
+        return _by_crew(pair, task, crew, _part(samples, decoder, config))
+    only = config.answers_only
+    return search(pair, task, samples, decoder, config.batch_size, answers_only=only)
 
 
 def _by_crew(pair: Pair, task: Task, crew: Crew, work: Part) -> Iterator[MinedSample]:

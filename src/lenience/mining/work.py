@@ -34,6 +34,8 @@ class Part:
     """How the target answers."""
     batch_size: int
     """How many searches are held together."""
+    answers_only: bool = False
+    """Write the target's answers without a search."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -49,7 +49,15 @@ class Worker:
             )
         samples = [self._samples[id] for id in asked.ids]
         decoder = Decoder.of(asked.decoder)
-        for mined in search(self.pair, self.task, samples, decoder, asked.batch_size):
+        found = search(
+            self.pair,
+            self.task,
+            samples,
+            decoder,
+            asked.batch_size,
+            answers_only=asked.answers_only,
+        )
+        for mined in found:
             yield mined.to_json()
 
 

@@ -124,7 +124,11 @@ class JournalTail:
 MAY_DIFFER = ("versions", "pair")
 """What a run that is gone on with may have otherwise than when it was begun."""
 EARLIER = {"drawn": "first"}
-"""What earlier versions did without saying so."""
+"""Settings of earlier versions, which did not record them."""
+OPTIONAL = ("drafter", "answers_only", "temperature", "top_k", "top_p", "draw_seed")
+"""Settings that a record leaves out at their defaults."""
+UNSAID: dict[str, Any] = {"temperature": 0.0, "answers_only": False}
+"""Defaults of the optional settings; None for others."""
 
 
 def open_run(folder: Path, asked: dict[str, Any], name: str = "run.json") -> None:
@@ -134,16 +138,18 @@ def open_run(folder: Path, asked: dict[str, Any], name: str = "run.json") -> Non
     if path.exists():
         before = read_json(path)
         before = EARLIER | before
-        wanted = {key for key, value in asked.items() if value is not None}
-        lacking = sorted(wanted - before.keys() - set(MAY_DIFFER))
+        wanted = {key for key, value in asked.items() if value != UNSAID.get(key)}
+        lacking = sorted(wanted - before.keys() - {*MAY_DIFFER, *OPTIONAL})
         if lacking:
             raise InputError(
                 f"{path}: says no {lacking[0]}, so another version of lenience made it; name "
                 "another folder"
             )
-        for key, value in asked.items():
-            if key not in MAY_DIFFER and _nameless(before.get(key)) != _nameless(value):
-                what = _difference(key, before.get(key), value)
+        for key in dict.fromkeys([*OPTIONAL, *asked]):
+            was = before.get(key, UNSAID.get(key))
+            now = asked.get(key, UNSAID.get(key))
+            if key not in MAY_DIFFER and _nameless(was) != _nameless(now):
+                what = _difference(key, was, now)
                 raise InputError(
                     f"{folder}: was made with {what}; give the same, or another folder"
                 )

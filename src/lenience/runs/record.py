@@ -53,6 +53,10 @@ class RunRecord(Record):
     draw_seed: int | None = None
     drawn: str | None = None
     """Which of the split's samples were mined: "random" ones by the seed, or its "first"."""
+    drafter: dict[str, Any] | None = None
+    """Drafter whose tokens were swapped in, if not the draft model, see `DrafterSpec.record`."""
+    answers_only: bool = False
+    """Whether the target's answers were written without a search."""
     policy: dict[str, Any] | None = None
     """Of mining on a rule's own answers: its setting, and the fingerprints of its heads."""
 

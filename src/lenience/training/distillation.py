@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lenience.core.errors import InputError
 from lenience.core.files import write_json
+from lenience.core.progress import Progress, silent
 from lenience.decoding.pair import Pair
+from lenience.drafting.self_draft import take_apart
 from lenience.models.lm import LM, save_model
 from lenience.runs.uses import ALIGNED
 from lenience.training.trainer import Answer, batches, by_length
@@ -27,6 +30,8 @@ ROWS = 32
 LEARNING_RATE = 3e-4
 WIDTH = 320
 """The first epoch's rate of a draft of this width; a wider one has less in proportion."""
+CHOICE_ANSWERS = 16
+"""Number of answers on which the layers of a cut draft are chosen."""
 WINDOW = 8
 """How far ahead what is kept by the strict rule is measured."""
 
@@ -49,6 +54,55 @@ class DistilledDraft:
         save_model(self.model, self.tokenizer, folder)
         about = {"fingerprints": self.fingerprints, "metrics": self.metrics}
         write_json(folder / ALIGNED, {**about, "prompts": self.prompts})
+
+
+def cut_draft(target: LM, layers: Sequence[int]) -> LM:
+    """Return a draft model made of some of the target's layers, counted from 0, with its embedding
+    and its LM head, on the same weights. Raises InputError for layers that the target lacks."""
+    depth = target.num_layers
+    wrong = [layer for layer in layers if not 0 <= layer < depth]
+    if wrong or not layers or len(set(layers)) < len(layers) or len(layers) == depth:
+        shown = ",".join(map(str, layers))
+        raise InputError(
+            f"--layers {shown}: the target has layers 0 to {depth - 1}; name some of them, each "
+            "once"
+        )
+    kept = set(layers)
+    return take_apart(target, [i + 1 for i in range(depth) if i not in kept])
+
+
+def choose_layers(
+    target: LM, answers: Sequence[Answer], count: int, progress: Progress = silent
+) -> tuple[int, ...]:
+    """Return the layers, counted from 0, out of which an untrained draft of `count` layers is
+    closest to the target: the smallest mean KL(target ‖ draft) on some answers, of the first
+    layers, of layers spread evenly, and of first layers with the last or with the last half."""
+    depth = target.num_layers
+    if not 1 <= count < depth:
+        raise InputError(
+            f"--layers {count}: the target has {depth} layers; name a number from 1 to {depth - 1}"
+        )
+    half = count // 2
+    spread = [round(i * (depth - 1) / max(1, count - 1)) for i in range(count)]
+    layouts: list[tuple[int, ...]] = [
+        tuple(range(count)),
+        tuple(spread),
+        (*range(count - 1), depth - 1),
+        (*range(count - half), *range(depth - half, depth)),
+    ]
+    layouts = list(dict.fromkeys(layouts))
+    divergence: dict[tuple[int, ...], float] = {}
+    for done, layout in enumerate(layouts):
+        progress("choosing layers", done, len(layouts))
+        draft = cut_draft(target, layout)
+        with torch.no_grad():
+            parts = [
+                _kl(*_read_along(target, draft, [answer]))
+                for answer in answers[:CHOICE_ANSWERS]
+            ]
+        divergence[layout] = float(torch.cat(parts).mean())
+    progress("choosing layers", len(layouts), len(layouts))
+    return min(divergence, key=lambda layout: divergence[layout])
 
 
 class DistillFit:
@@ -119,21 +173,7 @@ class DistillFit:
         return by_length([(prompt, out.tokens) for prompt, out in zip(prompts, outs)])
 
     def _read(self, batch: Sequence[Answer]) -> tuple[Tensor, Tensor]:
-        """Return [n, V] each: what the target and the draft say at each place of some answers, of
-        the tokens that both have."""
-        sequences = [prompt + answer for prompt, answer in batch]
-        longest = max(map(len, sequences))
-        ids = torch.tensor(
-            [sequence + [0] * (longest - len(sequence)) for sequence in sequences]
-        )
-        places = torch.arange(longest - 1)
-        first = torch.tensor([len(prompt) - 1 for prompt, _ in batch])[:, None]
-        last = torch.tensor([len(sequence) - 1 for sequence in sequences])[:, None]
-        asked = (places >= first) & (places < last)  # [B, T - 1]
-        width = min(self.target.vocab_size, self.student.vocab_size)
-        with torch.no_grad():
-            target = _logits(self.target, ids, asked, width)
-        return target.to(self.student.device), _logits(self.student, ids, asked, width)
+        return _read_along(self.target, self.student, batch)
 
     @torch.no_grad()
     def _measured(self) -> dict[str, float]:
@@ -159,6 +199,26 @@ class DistillFit:
             "agreement": right / places,
             "tokens_per_pass": 1 + kept / places,
         }
+
+
+def _read_along(
+    target: LM, student: LM, batch: Sequence[Answer]
+) -> tuple[Tensor, Tensor]:
+    """Return logits [n, V] of the target and of the draft at each position of some answers, of the
+    tokens that both models have."""
+    sequences = [prompt + answer for prompt, answer in batch]
+    longest = max(map(len, sequences))
+    ids = torch.tensor(
+        [sequence + [0] * (longest - len(sequence)) for sequence in sequences]
+    )
+    places = torch.arange(longest - 1)
+    first = torch.tensor([len(prompt) - 1 for prompt, _ in batch])[:, None]
+    last = torch.tensor([len(sequence) - 1 for sequence in sequences])[:, None]
+    asked = (places >= first) & (places < last)  # [B, T - 1]
+    width = min(target.vocab_size, student.vocab_size)
+    with torch.no_grad():
+        ours = _logits(target, ids, asked, width)
+    return ours.to(student.device), _logits(student, ids, asked, width)
 
 
 def _logits(lm: LM, ids: Tensor, asked: Tensor, width: int) -> Tensor:

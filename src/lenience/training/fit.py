@@ -76,7 +76,8 @@ def fit_run(pair: Pair, run: Path, plan: HeadPlan, progress: Progress = silent) 
     ]
     head = replace(head, prompts=tuple(dict.fromkeys(prompts)))
     if role == "judge":  # stops and gates learn from answers that are decoded anew
-        head = replace(head, temperature=read_run(run).temperature)
+        mined = read_run(run)
+        head = replace(head, temperature=mined.temperature, drafter=mined.drafter)
     head.save(plan.out)
     progress(f"fitting the {role}", 1, 1)
     return head
@@ -121,6 +122,8 @@ def _computed(pair: Pair, run: Path, plan: HeadPlan, progress: Progress) -> Exam
     runs = (run, *plan.also)
     judges = runs if plan.config.role == "judge" else ()
     temperatures = {judge: read_run(judge).temperature for judge in judges}
+    for mined_run in temperatures:
+        _check_searched(mined_run, like=run)
     for mined_run, temperature in temperatures.items():
         if temperature != temperatures[run]:
             raise InputError(
@@ -144,10 +147,38 @@ def _computed(pair: Pair, run: Path, plan: HeadPlan, progress: Progress) -> Exam
     )
 
 
+def _check_searched(run: Path, like: Path) -> None:
+    """Raise InputError if a run holds answers alone, or swapped in another drafter's tokens than
+    the run `like`."""
+    record = read_run(run)
+    if record.answers_only:
+        raise InputError(
+            f"{run}: holds the target's answers and no mismatches; a judge needs a run that was "
+            "mined with --draft or --drafter"
+        )
+    of_run = _drafter_name(record.drafter)
+    of_first = _drafter_name(read_run(like).drafter)
+    if of_run != of_first:
+        raise InputError(
+            f"{run}: was mined with drafter {of_run}, and {like} with {of_first}; fit one judge "
+            "for each"
+        )
+
+
+def _drafter_name(record: dict[str, Any] | None) -> str:
+    return "model" if record is None else str(record["spec"])
+
+
 def _check_windows(run: Path) -> None:
     """Raise InputError where a judge that looks ahead cannot learn from a run, as what was drafted
     is no window of the draft model."""
-    policy = read_run(run).policy
+    record = read_run(run)
+    if record.drafter:
+        raise InputError(
+            f"{run}: was mined with drafter {record.drafter['spec']}, and a judge that looks ahead "
+            "learns from windows of the draft model; leave out --ahead"
+        )
+    policy = record.policy
     if policy is None:
         return
     of = Decoder.parse(policy["setting"])

@@ -20,7 +20,13 @@ from lenience.drafting.heads import DraftHeads
 from lenience.models.lm import LM
 from lenience.models.session import Session
 from lenience.runs.uses import prompt_digest
-from lenience.training.distillation import Distill, DistilledDraft, DistillFit
+from lenience.training.distillation import (
+    Distill,
+    DistilledDraft,
+    DistillFit,
+    choose_layers,
+    cut_draft,
+)
 from lenience.training.eagle import EagleFit
 from lenience.training.features import check_models, mined_samples
 from lenience.training.fine_tuning import FineTuning, TunedTarget
@@ -54,11 +60,18 @@ class DrafterPlan:
     """How the draft model learns."""
     only_rejected: bool = False
     """Whether the draft model learns only from tokens that would be rejected."""
+    layers: int | tuple[int, ...] | None = None
+    """Layers of the target that the draft model is cut out of, counted from 0, or their number;
+    None for the pair's own draft model."""
     tune_target: bool = False
     """Whether a copy of the target learns with its blockwise heads."""
     epochs: int | None = None
     """By default those of EPOCHS."""
     seed: int = 0
+
+    @property
+    def num_epochs(self) -> int:
+        return EPOCHS[self.kind] if self.epochs is None else self.epochs
 
 
 def fit_drafter(
@@ -80,26 +93,20 @@ def fit_to_answers(
     plan: DrafterPlan,
     progress: Progress = silent,
 ) -> TrainedDrafter:
-    """Return the same of any answers of the target's own."""
+    """Fit a drafter as `fit_drafter` does, to any of the target's own answers."""
     _check(pair, answers, plan)
     num_held_out = max(1, round(HELD_OUT * len(answers)))
-    epochs = EPOCHS[plan.kind] if plan.epochs is None else plan.epochs
-    parts = answers[num_held_out:], answers[:num_held_out]
-    fit = _fit(pair, *parts, plan, progress)
-    of_plan = [
-        plan.kind,
-        plan.heads,
-        epochs,
-        plan.seed,
-        plan.distill,
-        plan.only_rejected,
-    ]
-    of_plan += [plan.tune_target] if plan.tune_target else []
-    learner = pair.fingerprints.get("draft") if plan.kind == "model" else None
-    made_of = digest([list(answers), of_plan, pair.target.fingerprint, learner])
-    schedule = Schedule(epochs, fit.rate)
+    held_out = answers[:num_held_out]
+    layers = _layers(pair.target, held_out, plan, progress)
+    if layers:
+        pair = Pair(pair.target, cut_draft(pair.target, layers), pair.name)
+    fit = _fit(pair, answers[num_held_out:], held_out, plan, progress)
+    schedule = Schedule(plan.num_epochs, fit.rate)
     training = Training(
-        fit.weights, plan.out / "training.safetensors", made_of, schedule
+        fit.weights,
+        plan.out / "training.safetensors",
+        _identity(pair, answers, plan),
+        schedule,
     )
     what = f"fitting {plan.kind}"
     training.run(
@@ -107,12 +114,39 @@ def fit_to_answers(
     )
     fitted, metrics = fit.result()
     about = {"samples": len(answers), "held_out": num_held_out, **metrics}
+    if layers:
+        about["layers"] = list(layers)
     fitted_to = {name: pair.fingerprints[name] for name in ("target", "tokenizer")}
     prompts = tuple(dict.fromkeys(prompt_digest(prompt) for prompt, _ in answers))
     fitted = replace(fitted, fingerprints=fitted_to, metrics=about, prompts=prompts)
     fitted.save(plan.out)
     training.forget()
     return fitted
+
+
+def _identity(pair: Pair, answers: Sequence[Answer], plan: DrafterPlan) -> str:
+    """Return a digest of the models, the data and the settings of a training."""
+    settings = [
+        plan.kind,
+        plan.heads,
+        plan.num_epochs,
+        plan.seed,
+        plan.distill,
+        plan.only_rejected,
+    ]
+    if plan.tune_target:
+        settings.append(plan.tune_target)
+    learner = pair.fingerprints.get("draft") if plan.kind == "model" else None
+    return digest([list(answers), settings, pair.target.fingerprint, learner])
+
+
+def _layers(
+    target: LM, held_out: Sequence[Answer], plan: DrafterPlan, progress: Progress
+) -> tuple[int, ...]:
+    """Return the layers that a draft model is cut out of; none for another drafter."""
+    if isinstance(plan.layers, int):
+        return choose_layers(target, held_out, plan.layers, progress)
+    return plan.layers or ()
 
 
 def _fit(

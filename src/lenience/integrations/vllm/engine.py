@@ -276,8 +276,9 @@ class VllmPair(Pair):
         size: int,
         capacity: int,
         sampling: Decoder | None = None,
+        guesses: bool = True,
     ) -> Iterator[FinishedDialogue[T]]:
-        """Hold dialogues as `Pair.converse` does. The target continues in one vLLM, whose prefix
+        """Run dialogues as `Pair.converse` does. The target continues in one vLLM, whose prefix
         cache holds earlier text; the draft's tokens are log-probabilities of another."""
         _refuse_sampling(sampling)
         decoder = self.decoder({"window": WINDOW})
@@ -287,7 +288,7 @@ class VllmPair(Pair):
         if first is None:
             return
         waiting = chain([first], waiting)
-        engines = list(map(self._engine, DIALOGUES))
+        engines = list(map(self._engine, DIALOGUES if guesses else DIALOGUES[:1]))
         held: dict[str, _OpenRequest[T]] = {}
         comparisons = Comparisons[ActiveDialogue[T]]()
         asking = _OpenDialogues(decoder, held, comparisons)
@@ -360,6 +361,10 @@ def _refuse_sampling(sampling: Decoder | None) -> None:
         raise InputError(
             f"temperature {sampling.temperature:g}: what is drawn for both models on the same keys "
             "is mined in our own loop; leave out --engine vllm"
+        )
+    if sampling and not sampling.drafter.proposes_as_draft:
+        raise InputError(
+            f"--drafter {sampling.drafter}: is mined in our own loop; leave out --engine vllm"
         )
 
 

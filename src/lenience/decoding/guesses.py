@@ -1,0 +1,152 @@
+"""A drafter's guesses along a known text, which mining compares with the target's tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from lenience.core.context import Context
+from lenience.core.errors import InputError
+from lenience.core.protocols import Drafter
+from lenience.core.types import Reading, Verdict
+from lenience.decoding.checks import draft_of
+from lenience.decoding.decoder import Decoder
+from lenience.decoding.dialogue import Predict
+from lenience.decoding.loop import propose
+from lenience.decoding.soundness import check_predictions, warn_of_non_finite
+from lenience.drafting.base import DrafterSpec
+from lenience.models.lm import LM
+from lenience.models.session import Session
+
+ROOM = 2
+"""Remaining token budget with which a drafter proposes one token; the other is the correction."""
+
+
+class Guesses(Protocol):
+    """A drafter that answers `Predict`."""
+
+    tokens_read: int
+    """Number of tokens that models have read for guesses, the target included."""
+
+    def predict(self, question: Predict, ctx: Context) -> list[int | None]:
+        """Return the drafter's token at each position that a question asks for; None where the
+        drafter proposes nothing. `ctx` has one row, at the first of these positions."""
+        ...
+
+
+class CanDecode(Protocol):
+    """The parts of a pair that guesses are made with."""
+
+    target: LM
+
+    @property
+    def models(self) -> dict[str, LM]: ...
+
+    def check(self, decoder: Decoder) -> None: ...
+
+    def engine(
+        self, decoder: Decoder, rows: int, capacity: int
+    ) -> tuple[Session, Drafter]: ...
+
+
+def check_guesses(drafter: DrafterSpec) -> None:
+    """Raise InputError if a drafter's guesses have no meaning for mining."""
+    if drafter.remembers:
+        raise InputError(
+            f"--drafter {drafter}: its guesses depend on earlier answers; mine with a drafter "
+            "whose guesses depend on the text alone"
+        )
+    if drafter.branches:
+        raise InputError(
+            f"--drafter {drafter}: proposes several tokens at a position; mine with one of its "
+            "drafters"
+        )
+
+
+def guesses_of(pair: CanDecode, decoder: Decoder, capacity: int) -> Guesses:
+    """Return the guesses of a decoder's drafter, for texts of at most `capacity` tokens."""
+    if decoder.drafter.proposes_as_draft:
+        return _ModelGuesses(pair, capacity)
+    return _DrafterGuesses(pair, decoder, capacity)
+
+
+class _ModelGuesses:
+    """Guesses of the draft model, from one pass over the text."""
+
+    def __init__(self, pair: CanDecode, capacity: int):
+        draft = draft_of(pair.models, "mining")
+        length = min(capacity, draft.context_length or capacity)
+        self._session = Session(draft, capacity=length)
+        self._vocabulary = pair.target.vocab_size
+        self.tokens_read = 0
+
+    def predict(self, question: Predict, ctx: Context) -> list[int | None]:
+        before = list(question.ids[:-1])
+        count = len(question.ids) - question.start
+        reading = self._session.read([before], count)
+        self.tokens_read += reading.tokens_read[0]
+        # [1, count, V]
+        logits = ctx.process(reading.logits, torch.tensor([before]))
+        check_predictions(logits[0], question.start, self._session.lm)
+        tokens: list[int | None] = ctx.draw(logits[..., : self._vocabulary])[0].tolist()
+        return tokens
+
+
+class _DrafterGuesses:
+    """Guesses of any drafter: the decoding loop with windows of one token, where the text says
+    which token follows. The target reads the text in one pass, except for a drafter that writes
+    into the target's cache."""
+
+    def __init__(self, pair: CanDecode, decoder: Decoder, capacity: int):
+        strict = decoder.with_options({"rule": "exact", "window": 1, "stop": "fixed"})
+        self._session, self._drafter = pair.engine(strict, 1, capacity + ROOM)
+        self._reads_ahead = not decoder.drafter.writes_target_cache
+        self._vocabulary = pair.target.vocab_size
+        self.tokens_read = 0
+
+    def predict(self, question: Predict, ctx: Context) -> list[int | None]:
+        ids = list(question.ids)
+        (row,) = ctx.rows
+        ctx = replace(ctx, window=1)
+        whole = self._read(ids, question.start) if self._reads_ahead else None
+        guesses: list[int | None] = []
+        for at in range(question.start, len(ids)):
+            row.prefix = ids[:at]
+            row.position = at - question.prompt_length
+            if row.position:  # in an answer's first cycle the target has read nothing
+                state = self._state(ids, at, whole)
+                self._drafter.observe(ctx, state, [_accepts_nothing(ids[at - 1])])
+            guesses.append(self._guess(ctx))
+        return guesses
+
+    def _read(self, ids: list[int], start: int) -> Reading:
+        """Return the target's states after the tokens from `start - 2` on."""
+        before = ids[:-1]
+        reading = self._session.read([before], min(len(ids) - start + 1, len(before)))
+        self.tokens_read += reading.tokens_read[0]
+        return reading
+
+    def _state(self, ids: list[int], at: int, whole: Reading | None) -> Reading:
+        """Return the target's state with which the token before position `at` was picked."""
+        if whole is None:
+            step = self._session.read([ids[: at - 1]])
+            self.tokens_read += step.tokens_read[0]
+            return step
+        n = at - len(ids) - 1
+        return Reading(whole.logits[:, n, None], whole.hidden[:, n, None])
+
+    def _guess(self, ctx: Context) -> int | None:
+        draft = propose(self._session, self._drafter, ctx, [ROOM])
+        self.tokens_read += sum(draft.tokens_read)
+        warn_of_non_finite(draft.cut, self._session.lm)
+        if not int(draft.lengths[0]):
+            return None
+        token = int(draft.tokens[0, 0])
+        return token if token < self._vocabulary else None
+
+
+def _accepts_nothing(following: int) -> Verdict:
+    """Return the verdict of a cycle after which the token `following` stands."""
+    return Verdict([], [], following, [], [])
