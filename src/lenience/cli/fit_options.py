@@ -72,6 +72,9 @@ class FitFlags:
     """Layers of the target to cut a draft out of for --drafter model, counted from 0 and separated
     by commas, such as 0,1,28,29; or their number, such as 4, to choose them on the run's answers.
     Default: distil the run's draft model."""
+    draft_vocab: int | None = None
+    """Number of tokens that --drafter model (with --layers), eagle or medusa can predict: the most
+    frequent ones of the run's answers. A smaller LM head drafts faster. Default: all."""
     tune_target: Flag = False
     """Fine-tune a copy of the target together with its --drafter blockwise heads, saved in
     RUN/blockwise/target (Blockwise Parallel Decoding). The copy is another target."""
@@ -137,6 +140,7 @@ class FitFlags:
             "distill",
             "only_rejected",
             "layers",
+            "draft_vocab",
             "tune_target",
             "epochs",
             "out",
@@ -158,6 +162,8 @@ class FitFlags:
                 raise InputError(f"--{flag}: is of --drafter model; leave it out")
         if self.tune_target and self.drafter != "blockwise":
             raise InputError("--tune-target: is of --drafter blockwise; leave it out")
+        if self.draft_vocab is not None:
+            self._check_vocabulary()
         return DrafterPlan(
             self.drafter,
             self.out or run / self.drafter,
@@ -165,10 +171,22 @@ class FitFlags:
             distill=self.distill or "forward-kl",
             only_rejected=self.only_rejected,
             layers=self.cut(),
+            draft_vocab=self.draft_vocab,
             tune_target=self.tune_target,
             epochs=self.epochs,
             seed=self.seed,
         )
+
+    def _check_vocabulary(self) -> None:
+        """Raise InputError if the drafter cannot have a draft vocabulary."""
+        if self.drafter == "blockwise":
+            raise InputError(
+                "--draft-vocab: blockwise heads share the target's LM head; take medusa"
+            )
+        if self.drafter == "model" and self.layers is None:
+            raise InputError(
+                "--draft-vocab: is for a draft that is cut out of the target; give --layers too"
+            )
 
     def cut(self) -> int | tuple[int, ...] | None:
         """Return the layers to cut a draft out of, or their number. Raises InputError for other
@@ -262,6 +280,7 @@ class FitFlags:
             "distill",
             "only_rejected",
             "layers",
+            "draft_vocab",
             "tune_target",
             "epochs",
         ):

@@ -206,6 +206,11 @@ class EagleWeights:
         depth = target.num_layers
         return self.features or (min(2, depth), max(1, depth // 2), max(1, depth - 3))
 
+    @property
+    def is_partial(self) -> bool:
+        """Return whether a draft vocabulary stands for the target's."""
+        return "t2d" in self.tensors
+
     def save(self, folder: Path) -> None:
         """Write config.json and model.safetensors in the original layout, and eagle.json, which
         says what it was fitted to; each whole or not at all."""
@@ -227,7 +232,7 @@ class EagleWeights:
             "rope_theta": cast(Any, self.config).rope_parameters["rope_theta"],
             "num_hidden_layers": 1,
             "max_position_embeddings": self.config.max_position_embeddings,
-            "vocab_size": vocabulary,
+            "vocab_size": len(self.tensors["t2d"]) if self.is_partial else vocabulary,
             "draft_vocab_size": vocabulary,
         }
         about = {

@@ -34,11 +34,14 @@ from lenience.drafting.published import (
 )
 from lenience.drafting.trees.growing import GrowingTree, PathEnds, TreeLevel, as_draft
 from lenience.models.lm import LM
+from lenience.models.vocabulary import widened
 
 BUILT_IN = EMBEDDED / "medusa"
 HUB_FILE = "medusa_lm_head.pt"
 PUBLISHED = re.compile(r"(\d+)\.(\d+)\.(?:linear\.(weight|bias)|weight)")
 """The tensors of Medusa-1's file: of a head's blocks and, without `linear`, its matrix."""
+VOCABULARY = "draft_vocab"
+"""Name of the tensor that lists a draft vocabulary."""
 MEND = "`lenience fit RUN --drafter {kind}` makes RUN/{kind}"
 
 
@@ -62,6 +65,8 @@ class DraftHeads:
     metrics: dict[str, Any]
     prompts: tuple[str, ...] | None = None
     """Digests of the prompts that they were fitted on; None where nobody needs to know."""
+    tokens: Tensor | None = None
+    """[N]: the draft vocabulary that the matrices [N, H] have rows for; None for the whole one."""
 
     _on: dict[tuple[torch.device, torch.dtype], DraftHeads] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -93,9 +98,8 @@ class DraftHeads:
             for j, block in enumerate(blocks)
             for name, tensor in block.items()
         }
-        return named | {
-            f"{i}.matrix": matrix for i, matrix in enumerate(self.matrices or ())
-        }
+        named |= {f"{i}.matrix": matrix for i, matrix in enumerate(self.matrices or ())}
+        return named if self.tokens is None else {**named, VOCABULARY: self.tokens}
 
     def to(self, device: torch.device, dtype: torch.dtype) -> DraftHeads:
         """Return the same on a device, in a precision; kept."""
@@ -110,7 +114,10 @@ class DraftHeads:
             matrices = self.matrices and [
                 matrix.to(device, dtype) for matrix in self.matrices
             ]
-            self._on[device, dtype] = replace(self, blocks=blocks, matrices=matrices)
+            tokens = None if self.tokens is None else self.tokens.to(device)
+            self._on[device, dtype] = replace(
+                self, blocks=blocks, matrices=matrices, tokens=tokens
+            )
         return self._on[device, dtype]
 
     def states(self, x: Tensor) -> Tensor:
@@ -132,6 +139,13 @@ class DraftHeads:
 
     def logits(self, x: Tensor, matrix: Tensor) -> Tensor:
         """Return […, n, V] of the target's states […, H], whose own vocabulary matrix is [V, H]."""
+        logits = self.row_logits(x, matrix)
+        if self.tokens is None:
+            return logits
+        return widened(logits, self.tokens, len(matrix))
+
+    def row_logits(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """Return logits as `logits` does, of the draft vocabulary alone [..., n, N]."""
         states = self.states(x)
         if self.matrices is None:
             return states @ matrix.T
@@ -151,6 +165,10 @@ class DraftHeads:
             for j, block in enumerate(blocks):
                 self._check_block(f"block {j} of head {i}", block, size)
         first = self.matrices[0] if self.matrices else None
+        if self.tokens is not None:
+            rows = (len(self.matrices[0]) if self.matrices else 0,)
+            if self.tokens.dtype != torch.long or not has_shape(self.tokens, rows):
+                raise ValueError("its draft vocabulary has no id for each row")
         for i, matrix in enumerate(self.matrices or ()):
             wanted = (None if first is None else first.shape[0], size)
             if not has_shape(matrix, wanted):
@@ -187,9 +205,12 @@ class DraftHeads:
                 f"{target.hidden_size}; name heads of this target"
             )
         for matrix in self.matrices or ():
-            if matrix.shape[0] > target.vocab_size:
+            known = matrix.shape[0]
+            if self.tokens is not None:
+                known = int(self.tokens.max()) + 1
+            if known > target.vocab_size:
                 raise InputError(
-                    f"{where}: predicts {matrix.shape[0]} tokens, and the target has "
+                    f"{where}: predicts {known} tokens, and the target has "
                     f"{target.vocab_size}; name heads of this target"
                 )
         check_fitted_to(where, self.fingerprints, fingerprints)
@@ -259,7 +280,8 @@ def _from_tensors(kind: str, tensors: Mapping[str, Tensor], count: int) -> Draft
     LookupError where they do not go together."""
     blocks: list[list[dict[str, Tensor]]] = [[] for _ in range(count)]
     matrices: dict[int, Tensor] = {}
-    for name in sorted(tensors):
+    vocabulary = tensors.get(VOCABULARY)
+    for name in sorted(tensors.keys() - {VOCABULARY}):
         head, *rest = name.split(".")
         if rest == ["matrix"]:
             matrices[int(head)] = tensors[name]
@@ -272,7 +294,7 @@ def _from_tensors(kind: str, tensors: Mapping[str, Tensor], count: int) -> Draft
         if matrices and i not in matrices:
             raise ValueError(f"head {i} has no matrix")
     own = [matrices[i] for i in range(count)] if matrices else None
-    heads = DraftHeads(kind, blocks, own, {}, {})
+    heads = DraftHeads(kind, blocks, own, {}, {}, tokens=vocabulary)
     heads.check_shapes()
     return heads
 

@@ -38,6 +38,7 @@ from lenience.core.identity import (
 )
 from lenience.models import gguf
 from lenience.models.prompts import Chat, Prompt, is_ids, plain, refuse_unusable
+from lenience.models.vocabulary import restrict_as_saved, save_whole, vocabulary_of
 
 T = TypeVar("T")
 CACHE_NAMES = ("past_key_values", "cache")
@@ -282,6 +283,7 @@ class LM:
             )
             why = f"cannot be loaded ({first_line(error)}){mend}"
             raise InputError(f"{role} {source!r}: {why}") from error
+        restrict_as_saved(model, Path(place))
         if "device_map" not in kwargs and not getattr(model, "is_quantized", False):
             model.to(torch.device(device))  # type: ignore[arg-type]
         return cls(model, tokenizer, name or source, role)
@@ -574,11 +576,19 @@ def without_bars() -> Iterator[None]:
 
 
 def save_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    others: Tensor | None = None,
 ) -> None:
-    """Save a model and its tokenizer as `transformers` does."""
+    """Save a model and its tokenizer as `transformers` does. A model with a draft vocabulary is
+    saved with a whole LM head, whose other rows are those of `others` [V, H]."""
     with without_bars():
-        model.save_pretrained(folder)
+        if vocabulary_of(model) is None:
+            model.save_pretrained(folder)
+        else:
+            assert others is not None
+            save_whole(model, others, folder)
     tokenizer.save_pretrained(folder)
 
 

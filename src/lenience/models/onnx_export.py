@@ -29,6 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lenience.core.files import replacing
 from lenience.models.kv_cache import NOWHERE, Visibility, positions
 from lenience.models.lm import LAST, LM, States, cache_argument
+from lenience.models.vocabulary import restrict, vocabulary_of
 
 _TRACING = threading.RLock()
 
@@ -347,8 +348,12 @@ def _on_same_weights(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     other = type(model)._from_config(
         config, attn_implementation=attention, dtype=torch.float32
     )
+    tokens = vocabulary_of(model)
+    if tokens is not None:
+        restrict(other, tokens)
     other.load_state_dict(model.state_dict(), assign=True)
-    other.tie_weights()
+    if tokens is None:
+        other.tie_weights()
     return cast(PreTrainedModel, other)
 
 

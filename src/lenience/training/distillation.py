@@ -18,6 +18,7 @@ from lenience.core.progress import Progress, silent
 from lenience.decoding.pair import Pair
 from lenience.drafting.self_draft import take_apart
 from lenience.models.lm import LM, save_model
+from lenience.models.vocabulary import restrict
 from lenience.runs.uses import ALIGNED
 from lenience.training.trainer import Answer, batches, by_length
 
@@ -47,18 +48,21 @@ class DistilledDraft:
     metrics: Mapping[str, Any]
     prompts: tuple[str, ...] | None = None
     """The digests of those that it learned from."""
+    others: Tensor | None = None
+    """[V, H]: the target's LM head, of which a draft with a draft vocabulary has the other rows."""
 
     def save(self, folder: Path) -> None:
         """Save the model as `transformers` does, with the record of its training in
         distilled.json."""
-        save_model(self.model, self.tokenizer, folder)
+        save_model(self.model, self.tokenizer, folder, self.others)
         about = {"fingerprints": self.fingerprints, "metrics": self.metrics}
         write_json(folder / ALIGNED, {**about, "prompts": self.prompts})
 
 
-def cut_draft(target: LM, layers: Sequence[int]) -> LM:
+def cut_draft(target: LM, layers: Sequence[int], tokens: Tensor | None = None) -> LM:
     """Return a draft model made of some of the target's layers, counted from 0, with its embedding
-    and its LM head, on the same weights. Raises InputError for layers that the target lacks."""
+    and its LM head, on the same weights; of the head only the rows of a draft vocabulary `tokens`
+    [N]. Raises InputError for layers that the target lacks."""
     depth = target.num_layers
     wrong = [layer for layer in layers if not 0 <= layer < depth]
     if wrong or not layers or len(set(layers)) < len(layers) or len(layers) == depth:
@@ -68,7 +72,10 @@ def cut_draft(target: LM, layers: Sequence[int]) -> LM:
             "once"
         )
     kept = set(layers)
-    return take_apart(target, [i + 1 for i in range(depth) if i not in kept])
+    draft = take_apart(target, [i + 1 for i in range(depth) if i not in kept])
+    if tokens is not None:
+        restrict(draft.model, tokens)
+    return draft
 
 
 def choose_layers(
@@ -155,7 +162,13 @@ class DistillFit:
         """Return the draft as it is kept, in the precision that it had, and what it comes to."""
         self.student.model.to(self.dtype)
         found = self._measured()
-        made = DistilledDraft(self.student.model, self.student.tokenizer, {}, {})
+        made = DistilledDraft(
+            self.student.model,
+            self.student.tokenizer,
+            {},
+            {},
+            others=self.target.output_matrix,
+        )
         how = {"distill": self.how, "only_rejected": self.only_rejected}
         return made, {**how, **found, "before": self.before}
 
@@ -231,7 +244,10 @@ def _logits(lm: LM, ids: Tensor, asked: Tensor, width: int) -> Tensor:
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """Return [n]: KL(p ‖ q) of logits [n, V]."""
+    """Return [n]: KL(p ‖ q) of logits [n, V], over the tokens that both may predict: what lies
+    outside a draft vocabulary has no gradient."""
     p = p.log_softmax(-1)
     q = q.log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1)
+    both = (p > -torch.inf) & (q > -torch.inf)
+    difference = p.masked_fill(~both, 0.0) - q.masked_fill(~both, 0.0)
+    return (p.exp() * difference).sum(-1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from transformers import DynamicCache, LlamaConfig
 from lenience.drafting.eagle_model import EagleModel, EagleWeights
 from lenience.models.lm import LM, States
 from lenience.models.session import Session
+from lenience.models.vocabulary import ranks
 from lenience.training.trainer import Answer, batches, by_length, mean_cross_entropy
 
 BATCH = 8
@@ -24,6 +26,10 @@ WIDTH = 320
 """The first epoch's rate of a model of this width; a wider one has less in proportion."""
 INITIAL = 0.02
 """The standard deviation of the first weights."""
+VOCABULARY_TENSORS = ("d2t", "t2d")
+"""Tensors that list a draft vocabulary, as EAGLE-3 publishes it."""
+OUTSIDE = -1
+"""Stands for a token outside the draft vocabulary, which is never drafted."""
 NOT_ASKED = -100
 """Stands for a token that is not learned: the prompt's, and what is past an answer's end."""
 
@@ -38,12 +44,14 @@ class EagleFit:
         answers: Sequence[Answer],
         held_out: Sequence[Answer],
         seed: int,
+        tokens: Tensor | None = None,
     ):
+        """`tokens` [N] is a draft vocabulary."""
         self.target = target
         self.held_out = held_out
         self.seed = seed
         self.answers = by_length(answers)
-        self.fitted = first_weights(target, seed)
+        self.fitted = first_weights(target, seed, tokens)
         self.model = EagleModel(self.fitted, target)
         self.states = States(features=self.fitted.layers_of(target))
         self.rate = LEARNING_RATE * min(1.0, WIDTH / target.hidden_size)
@@ -51,14 +59,22 @@ class EagleFit:
         self.weights: dict[str, Tensor] = {
             name: named[name] if name in named else named[f"model.{name}"]
             for name in self.fitted.tensors
+            if name not in VOCABULARY_TENSORS
         }
+        self.ranks: Tensor | None = None
+        """[V]: the row of the LM head of each of the target's tokens."""
+        if tokens is not None:
+            size = target.output_matrix.shape[0]
+            self.ranks = ranks(tokens, size, OUTSIDE).to(target.device)
 
     def epoch(self, number: int, step: Callable[[Tensor], None]) -> None:
         for batch in batches(self.answers, BATCH, self.seed + 1000 * number):
             loss = torch.zeros((), device=self.target.device)
             for k, (logits, wanted) in enumerate(self._steps(batch)):
+                learned = wanted[:, k:].flatten()
+                learned = learned.masked_fill(learned == OUTSIDE, NOT_ASKED)
                 cross = mean_cross_entropy(
-                    logits[:, k:].flatten(0, 1), wanted[:, k:].flatten(), NOT_ASKED
+                    logits[:, k:].flatten(0, 1), learned, NOT_ASKED
                 )
                 loss = loss + FURTHER_WEIGHT**k * cross
             step(loss)
@@ -68,7 +84,10 @@ class EagleFit:
 
     def result(self) -> tuple[EagleWeights, dict[str, object]]:
         """Return the model as it is kept, and what it comes to."""
-        half = {name: part.half().cpu() for name, part in self.fitted.tensors.items()}
+        half = {
+            name: part.cpu() if name in VOCABULARY_TENSORS else part.half().cpu()
+            for name, part in self.fitted.tensors.items()
+        }
         with torch.no_grad():
             for name, part in self.weights.items():
                 part.copy_(half[name])
@@ -121,12 +140,19 @@ class EagleFit:
                 ),
                 past_key_values=cache,
             ).last_hidden_state
-            yield self.model.logits(state), wanted
+            yield self._logits(state), wanted
             inputs = torch.nn.functional.pad(state, (0, 0, 1, 0))[:, :-1]
+
+    def _logits(self, state: Tensor) -> Tensor:
+        """Return logits [..., V] or, with a draft vocabulary, those of its rows [..., N]."""
+        if self.ranks is None:
+            return self.model.logits(state)
+        norm = self.model.norm
+        return cast(Tensor, self.model.lm_head(norm(state) if norm else state))
 
     def _read(self, batch: Sequence[Answer]) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens [B, T], the target's features [B, T, F] of the token before each, and the
-        token after each [B, T]."""
+        row of the LM head of the token after each [B, T]."""
         sequences = [prompt + answer for prompt, answer in batch]
         longest = max(map(len, sequences))
         session = Session(self.target, len(batch), longest, states=self.states)
@@ -141,14 +167,17 @@ class EagleFit:
             whole = torch.tensor(sequence, device=device)
             tokens[b, :n] = whole[1:-1]
             first = max(len(prompt) - 2, 0)
-            wanted[b, first:n] = whole[first + 2 :]
+            following = whole[first + 2 :]
+            wanted[b, first:n] = (
+                following if self.ranks is None else self.ranks[following]
+            )
             features[b, :n] = session.features(b, sequence, 0)[:n].clone()
         return tokens, features, wanted
 
 
-def first_weights(target: LM, seed: int) -> EagleWeights:
-    """Return random weights for a model of one layer as wide as the target, but for the head, which
-    is the target's at first; its vocabulary is the whole of the target's."""
+def first_weights(target: LM, seed: int, tokens: Tensor | None = None) -> EagleWeights:
+    """Return random weights for a model of one layer as wide as the target, but for the LM head,
+    which is at first the target's, or its rows of a draft vocabulary `tokens` [N]."""
     generator = torch.Generator().manual_seed(seed)
     said = target.model.config.get_text_config()
     size = target.hidden_size
@@ -173,7 +202,12 @@ def first_weights(target: LM, seed: int) -> EagleWeights:
     norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
     for name in ("norm", *(f"layers.0.{norm}" for norm in norms)):
         weights[f"{name}.weight"] = torch.ones(size)
-    weights["lm_head.weight"] = target.output_matrix.detach().float().cpu().clone()
+    matrix = target.output_matrix.detach().float().cpu()
+    weights["lm_head.weight"] = (matrix if tokens is None else matrix[tokens]).clone()
+    if tokens is not None:
+        weights["d2t"] = tokens - torch.arange(len(tokens))
+        weights["t2d"] = torch.zeros(len(matrix), dtype=torch.bool)
+        weights["t2d"][tokens] = True
     config = LlamaConfig(
         hidden_size=size,
         intermediate_size=inner,

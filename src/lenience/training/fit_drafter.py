@@ -19,6 +19,7 @@ from lenience.drafting.eagle_model import EagleWeights
 from lenience.drafting.heads import DraftHeads
 from lenience.models.lm import LM
 from lenience.models.session import Session
+from lenience.models.vocabulary import most_frequent, ranks
 from lenience.runs.uses import prompt_digest
 from lenience.training.distillation import (
     Distill,
@@ -63,6 +64,9 @@ class DrafterPlan:
     layers: int | tuple[int, ...] | None = None
     """Layers of the target that the draft model is cut out of, counted from 0, or their number;
     None for the pair's own draft model."""
+    draft_vocab: int | None = None
+    """Number of tokens that the drafter can predict: the most frequent ones of the answers; None
+    for all."""
     tune_target: bool = False
     """Whether a copy of the target learns with its blockwise heads."""
     epochs: int | None = None
@@ -98,9 +102,12 @@ def fit_to_answers(
     num_held_out = max(1, round(HELD_OUT * len(answers)))
     held_out = answers[:num_held_out]
     layers = _layers(pair.target, held_out, plan, progress)
+    tokens = _vocabulary(pair.target, answers, plan)
     if layers:
-        pair = Pair(pair.target, cut_draft(pair.target, layers), pair.name)
-    fit = _fit(pair, answers[num_held_out:], held_out, plan, progress)
+        cut = cut_draft(pair.target, layers, tokens)
+        pair = Pair(pair.target, cut, pair.name)
+    parts = _Parts(answers[num_held_out:], held_out, tokens)
+    fit = _fit(pair, parts, plan, progress)
     schedule = Schedule(plan.num_epochs, fit.rate)
     training = Training(
         fit.weights,
@@ -116,6 +123,8 @@ def fit_to_answers(
     about = {"samples": len(answers), "held_out": num_held_out, **metrics}
     if layers:
         about["layers"] = list(layers)
+    if tokens is not None:
+        about["draft_vocab"] = len(tokens)
     fitted_to = {name: pair.fingerprints[name] for name in ("target", "tokenizer")}
     prompts = tuple(dict.fromkeys(prompt_digest(prompt) for prompt, _ in answers))
     fitted = replace(fitted, fingerprints=fitted_to, metrics=about, prompts=prompts)
@@ -136,6 +145,8 @@ def _identity(pair: Pair, answers: Sequence[Answer], plan: DrafterPlan) -> str:
     ]
     if plan.tune_target:
         settings.append(plan.tune_target)
+    if plan.draft_vocab:
+        settings.append(plan.draft_vocab)
     learner = pair.fingerprints.get("draft") if plan.kind == "model" else None
     return digest([list(answers), settings, pair.target.fingerprint, learner])
 
@@ -149,19 +160,39 @@ def _layers(
     return plan.layers or ()
 
 
+def _vocabulary(
+    target: LM, answers: Sequence[Answer], plan: DrafterPlan
+) -> Tensor | None:
+    """Return the draft vocabulary [N] of a plan; None for the whole one."""
+    if plan.draft_vocab is None:
+        return None
+    size = len(target.output_matrix)
+    written = [answer for _, answer in answers]
+    return most_frequent(written, plan.draft_vocab, size, sorted(target.eos_ids))
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The data of a training."""
+
+    answers: Sequence[Answer]
+    held_out: Sequence[Answer]
+    tokens: Tensor | None
+    """[N]: a draft vocabulary; None for the whole one."""
+
+
 def _fit(
-    pair: Pair,
-    answers: Sequence[Answer],
-    held_out: Sequence[Answer],
-    plan: DrafterPlan,
-    progress: Progress,
+    pair: Pair, parts: _Parts, plan: DrafterPlan, progress: Progress
 ) -> _HeadsFit | EagleFit | DistillFit | FineTuning:
-    """Return what learns."""
+    """Return the training of a plan's drafter."""
+    target = pair.target
+    answers = parts.answers
+    held_out = parts.held_out
     if plan.tune_target:
-        heads = first_heads(pair.target, plan)
-        return FineTuning(pair.target, heads, answers, held_out, plan.seed)
+        heads = first_heads(target, plan)
+        return FineTuning(target, heads, answers, held_out, plan.seed)
     if plan.kind == "eagle":
-        return EagleFit(pair.target, answers, held_out, plan.seed)
+        return EagleFit(target, answers, held_out, plan.seed, parts.tokens)
     if plan.kind == "model":
         only_rejected = plan.only_rejected
         return DistillFit(
@@ -172,7 +203,7 @@ def _fit(
             only_rejected=only_rejected,
             seed=plan.seed,
         )
-    return _HeadsFit(pair.target, answers, held_out, plan, progress)
+    return _HeadsFit(target, parts, plan, progress)
 
 
 def _check(pair: Pair, answers: Sequence[Answer], plan: DrafterPlan) -> None:
@@ -198,9 +229,14 @@ def _states(target: LM, prompt: list[int], answer: list[int], heads: int) -> Par
     return reading.hidden[0, :-1].float().cpu(), torch.tensor(wanted).view(-1, heads)
 
 
-def first_heads(target: LM, plan: DrafterPlan) -> DraftHeads:
-    """Return heads that say at first what the target itself predicts: blocks that add nothing."""
+def first_heads(
+    target: LM, plan: DrafterPlan, tokens: Tensor | None = None
+) -> DraftHeads:
+    """Return heads that predict at first what the target itself predicts: blocks that add nothing.
+    With a draft vocabulary `tokens` [N] their matrices have its rows alone."""
     matrix = target.output_matrix.detach().float().cpu()
+    if tokens is not None:
+        matrix = matrix[tokens]
     size = matrix.shape[1]
     generator = torch.Generator().manual_seed(plan.seed)
     if plan.kind == "medusa":
@@ -208,9 +244,8 @@ def first_heads(target: LM, plan: DrafterPlan) -> DraftHeads:
             [{"weight": torch.zeros(size, size), "bias": torch.zeros(size)}]
             for _ in range(plan.heads)
         ]
-        return DraftHeads(
-            "medusa", blocks, [matrix.clone() for _ in range(plan.heads)], {}, {}
-        )
+        matrices = [matrix.clone() for _ in range(plan.heads)]
+        return DraftHeads("medusa", blocks, matrices, {}, {}, tokens=tokens)
     blocks = [
         [
             {
@@ -233,27 +268,34 @@ class _HeadsFit:
     def __init__(
         self,
         target: LM,
-        answers: Sequence[Answer],
-        held_out: Sequence[Answer],
+        parts: _Parts,
         plan: DrafterPlan,
         progress: Progress,
     ):
         self.plan = plan
         self.matrix = target.output_matrix.detach().float().cpu()
-        self.heads = first_heads(target, plan)
-        self.weights = self.heads.tensors()
-        parts = []
-        whole = [*held_out, *answers]
+        self.heads = first_heads(target, plan, parts.tokens)
+        self.weights = {
+            name: part
+            for name, part in self.heads.tensors().items()
+            if part.is_floating_point()
+        }
+        read = []
+        whole = [*parts.held_out, *parts.answers]
         for n, (prompt, answer) in enumerate(whole, 1):
-            parts.append(_states(target, prompt, answer, plan.heads))
+            read.append(_states(target, prompt, answer, plan.heads))
             progress("hidden states", n, len(whole))
-        self.held_out = parts[: len(held_out)]
-        self.x, self.y = map(torch.cat, zip(*parts[len(held_out) :]))
+        self.held_out = read[: len(parts.held_out)]
+        self.x, self.y = map(torch.cat, zip(*read[len(parts.held_out) :]))
+        if parts.tokens is not None:  # other tokens cannot be learned
+            rows = ranks(parts.tokens, len(self.matrix), NOT_THERE)
+            past_end = self.y == NOT_THERE
+            self.y = rows[self.y.clamp(min=0)].masked_fill(past_end, NOT_THERE)
 
     def epoch(self, number: int, step: Callable[[Tensor], None]) -> None:
         generator = torch.Generator().manual_seed(self.plan.seed + 1000 * number)
         for rows in torch.randperm(len(self.x), generator=generator).split(BATCH):
-            logits = self.heads.logits(self.x[rows], self.matrix)  # [m, n, V]
+            logits = self.heads.row_logits(self.x[rows], self.matrix)  # [m, n, N]
             loss = torch.zeros(())
             for i in range(self.plan.heads):
                 cross = mean_cross_entropy(logits[:, i], self.y[rows, i], NOT_THERE)

@@ -1,0 +1,129 @@
+"""A draft vocabulary: a drafter predicts only the target's most frequent tokens, so that its LM
+head is small (EAGLE-3, Li 2025; FR-Spec, Zhao 2025)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lenience.core.errors import InputError, first_line
+from lenience.core.files import replacing
+
+FILE = "draft_vocab.safetensors"
+"""File in a model folder that lists the tokens of a draft vocabulary."""
+
+
+def most_frequent(
+    answers: Iterable[Sequence[int]], size: int, vocab_size: int, always: Iterable[int]
+) -> Tensor:
+    """Return [N] ids in ascending order: the most frequent tokens of some answers, `size` of them,
+    those that end an answer among them. Ids that no answer has fill the rest, the lowest first.
+    Raises InputError for a size that is no part of the vocabulary."""
+    if not 1 <= size < vocab_size:
+        raise InputError(
+            f"--draft-vocab {size}: the target has {vocab_size} tokens; name fewer"
+        )
+    counts = Counter(token for answer in answers for token in answer)
+    ranked = sorted(counts, key=lambda token: (-counts[token], token))
+    order = dict.fromkeys([*always, *ranked, *range(vocab_size)])
+    return torch.tensor(sorted(list(order)[:size]))
+
+
+def widened(logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
+    """Return [..., V] logits of the whole vocabulary from those [..., N] of some `tokens` [N]; -inf
+    for others."""
+    whole = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
+    return whole.index_copy(-1, tokens, logits)
+
+
+def ranks(tokens: Tensor, vocab_size: int, absent: int) -> Tensor:
+    """Return [V]: the place of each token of the whole vocabulary among `tokens` [N]; `absent` for
+    others."""
+    places = torch.full((vocab_size,), absent)
+    places[tokens] = torch.arange(len(tokens))
+    return places
+
+
+class DraftVocabularyHead(nn.Module):
+    """An LM head with rows for some tokens alone. It gives logits of the whole vocabulary."""
+
+    tokens: Tensor
+
+    def __init__(self, weight: Tensor, tokens: Tensor, vocab_size: int):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.register_buffer("tokens", tokens)
+        self.vocab_size = vocab_size
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return logits [..., V] of states [..., H]."""
+        logits = nn.functional.linear(states, self.weight)
+        return widened(logits, self.tokens, self.vocab_size)
+
+
+def vocabulary_of(model: PreTrainedModel) -> Tensor | None:
+    """Return the tokens [N] of a model's draft vocabulary; None for a model of the whole one."""
+    head = model.get_output_embeddings()
+    return head.tokens if isinstance(head, DraftVocabularyHead) else None
+
+
+def restrict(model: PreTrainedModel, tokens: Tensor) -> None:
+    """Leave out the rows of a model's LM head that are not of a draft vocabulary. Raises InputError
+    for a head that has more than a matrix."""
+    head: Any = model.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise InputError(
+            f"--draft-vocab: the LM head of {type(model).__name__} has a bias; leave it out"
+        )
+    tokens = tokens.to(head.weight.device)
+    rows = head.weight.detach()[tokens].clone()
+    small = DraftVocabularyHead(rows, tokens, head.weight.shape[0])
+    model.set_output_embeddings(cast(nn.Module, small))
+
+
+def save_whole(model: PreTrainedModel, others: Tensor, folder: Path) -> None:
+    """Save a restricted model as `transformers` does, with a whole LM head, whose other rows are
+    taken from `others` [V, H], and the draft vocabulary beside it."""
+    small = cast(DraftVocabularyHead, model.get_output_embeddings())
+    weight = others.detach().to(small.weight).clone()
+    weight[small.tokens] = small.weight.detach()
+    whole = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    whole.weight = nn.Parameter(weight, requires_grad=False)
+    tied = model.config.tie_word_embeddings
+    model.set_output_embeddings(whole)
+    model.config.tie_word_embeddings = False
+    try:
+        model.save_pretrained(folder)
+        with replacing(folder / FILE) as new:
+            save_file({"tokens": small.tokens.cpu().contiguous()}, new)
+    finally:
+        model.set_output_embeddings(cast(nn.Module, small))
+        model.config.tie_word_embeddings = tied
+
+
+def restrict_as_saved(model: PreTrainedModel, folder: Path) -> None:
+    """Restrict a loaded model to the draft vocabulary in its folder, if there is one. Raises
+    InputError if the file is broken."""
+    path = folder / FILE
+    if not path.is_file():
+        return
+    try:
+        tokens = load_file(path)["tokens"]
+        if tokens.dtype != torch.long or tokens.dim() != 1 or not len(tokens):
+            raise ValueError("its tokens are no list of ids")
+        size = cast(Any, model.get_output_embeddings()).weight.shape[0]
+        if int(tokens.min()) < 0 or int(tokens.max()) >= size:
+            raise ValueError(f"it names ids outside the vocabulary of {size}")
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise InputError(
+            f"{path}: cannot be read ({first_line(error)}); delete it to use the whole vocabulary"
+        ) from None
+    restrict(model, tokens)
