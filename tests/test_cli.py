@@ -396,7 +396,7 @@ def test_the_whole_path_on_a_users_own_pair_and_task(
     listed = [
         line
         for line in fit.stderr.splitlines()
-        if re.match(r" +[\d.]+(–[\d.]+)? +0\.", line)
+        if re.match(r" +[\d.]+(–[\d.]+)? +(0\.|1 )", line)
     ]
     assert len(listed) == len(shown)
     assert {row["recall"] for row in fitted["thresholds"]} >= {0.9, 1.0}

@@ -18,6 +18,7 @@ from sklearn.metrics import roc_auc_score
 from lenience import InputError
 from lenience.core.context import Context
 from lenience.core.types import Draft, Reading
+from lenience.evaluation.names import bound_text
 from lenience.heads.fitting import (
     DECAYS,
     RATES,
@@ -26,7 +27,7 @@ from lenience.heads.fitting import (
     fit_head,
 )
 from lenience.heads.head import Head, Inputs, load_head
-from lenience.heads.scores import auc_interval, threshold_at, thresholds
+from lenience.heads.scores import auc_interval, by_recall, threshold_at, thresholds
 
 DRAFTED = Inputs(tokens=("draft",))
 PRINTS = {"target": "a", "draft": "b", "tokenizer": "c"}
@@ -60,8 +61,9 @@ def test_a_threshold_rejects_the_wanted_share_and_the_next_lower_does_not(
     important = np.array([random.random() < 0.5 for _ in scores])
     important[0] = True
     at = threshold_at(scores, important, recall)
-    assert (scores[important] < at).mean() >= recall - 1e-9
-    lower = scores[important][scores[important] < at].max()
+    rejected = (scores[important] < at) | (at == 1)  # a threshold of 1 accepts nothing
+    assert rejected.mean() >= recall - 1e-9
+    lower = scores[important][rejected].max()
     assert (scores[important] < lower).mean() < recall
 
 
@@ -311,3 +313,24 @@ def test_a_recall_has_an_interval() -> None:
     scores, important = np.arange(40) / 100, np.arange(40) < 20
     last = thresholds(scores, important)[-1]
     assert last["recall_interval"] == pytest.approx((0.025 ** (1 / 20), 1.0))
+
+
+def test_no_threshold_exceeds_one() -> None:
+    """An important mismatch with a score of 1 leaves nothing to accept at a recall of 1."""
+    scores, important = np.array([0.2, 0.5, 1.0, 1.0]), np.array([1, 0, 1, 0], bool)
+    rows = {row["recall"]: row for row in thresholds(scores, important)}
+    assert rows[1.0]["threshold"] == 1.0
+    assert (rows[1.0]["accepted"], rows[0.5]["accepted"]) == (0.0, 1.0)
+    assert max(row["threshold"] for row in rows.values()) <= 1
+    assert max(by_recall(scores, important).values()) <= 1
+
+
+def test_thresholds_are_shown_in_few_digits() -> None:
+    for threshold, shown in (
+        (0.93, "0.93"),
+        (0.9995, "0.9995"),
+        (1 - 3e-14, "logit=31.1"),
+        (2e-9, "logit=-20"),
+        (1.0, "1"),
+    ):
+        assert bound_text(threshold) == shown

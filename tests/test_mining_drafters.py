@@ -219,7 +219,9 @@ def test_a_judge_knows_the_drafter_it_was_mined_with(
     mined(
         alone, ParityTask(), other, limit=2, drafter=Decoder.of(drafter="ngram").drafter
     )
-    with pytest.raises(InputError, match="was mined with drafter ngram, and .* skip:1"):
+    with pytest.raises(
+        InputError, match=r"was mined with drafter ngram, and .* skip:1"
+    ):
         fit_run(alone, run, replace(plan, also=(other,)))
     with pytest.raises(InputError, match="leave out --ahead"):
         fit_run(alone, run, replace(plan, inputs=Inputs(("target",), ahead=2)))
@@ -252,5 +254,5 @@ def test_what_cannot_be_mined_is_refused(alone: Pair, tmp_path: Path) -> None:
 
 def test_a_sampled_run_is_not_resumed_greedily(llama: Pair, tmp_path: Path) -> None:
     mined(llama, ParityTask(), tmp_path, limit=1, temperature=0.7)
-    with pytest.raises(InputError, match="was made with temperature 0.7, not 0.0"):
+    with pytest.raises(InputError, match=r"was made with temperature 0.7, not 0.0"):
         mine(llama, ParityTask(), tmp_path, MineConfig(limit=2))

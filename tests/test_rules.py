@@ -25,6 +25,7 @@ from lenience.core.protocols import Rule
 from lenience.core.types import Draft, Reading, Verdict
 from lenience.decoding.pair import Pair
 from lenience.heads.head import Head, Inputs, load_head
+from lenience.heads.scores import by_recall, thresholds
 from lenience.rules import divergence
 from lenience.rules.base import Term
 from lenience.rules.combine import AllOf, AnyOf, as_rule
@@ -819,6 +820,43 @@ def test_the_judge_reads_the_state_after_the_drafted_token(tmp_path: Path) -> No
     assert verdict.exact == [False] * 3
 
 
+def test_a_logit_bounds_scores_that_are_one_as_probabilities(tmp_path: Path) -> None:
+    save_head(tmp_path)
+    target = torch.zeros(3, 3)
+    target[1:, 0] = torch.tensor([45.0, 39.0])  # their probabilities are 1 in float64
+    logits = np.zeros((3, VOCABULARY), dtype=np.float32)
+    logits[:, 5] = 1
+    draft = window([1, 2], None, torch.zeros(3, 2))
+    for rule, kept in (
+        (Judge(str(tmp_path), logit=40.0), 1),
+        (Judge(str(tmp_path), logit=38.0), 2),
+        (Judge(str(tmp_path), 1.0), 0),
+    ):
+        verdict = decide(rule, draft, reading(logits, target), greedy())
+        assert verdict.num_accepted == kept
+
+
+def test_a_recall_stands_for_its_threshold(tmp_path: Path) -> None:
+    scores, important = np.arange(40) / 40, np.arange(40) < 20
+    metrics = {
+        "thresholds": thresholds(scores, important),
+        "by_recall": by_recall(scores, important),
+    }
+    save_head(tmp_path, metrics=metrics)
+    for recall, rejected in ((0.5, 10), (0.87, 18), (0.999, 20), (1.0, 20)):
+        rule = Judge(str(tmp_path), recall=recall)
+        # the lowest of ascending scores that is accepted
+        assert int((scores >= rule.bound).argmax()) == rejected
+        assert rule == lenience.rule(f"judge:{tmp_path}@recall={recall}").terms[-1]
+    with pytest.raises(InputError, match=r"no threshold for recall 0.123; it has 0.5,"):
+        _ = Judge(str(tmp_path), recall=0.123).bound
+    # a head of an earlier version lists ten
+    save_head(tmp_path / "old", metrics={"thresholds": metrics["thresholds"]})
+    assert Judge(str(tmp_path / "old"), recall=0.9).bound == pytest.approx(17 / 40)
+    with pytest.raises(InputError, match=r"no threshold for recall 0.87"):
+        _ = Judge(str(tmp_path / "old"), recall=0.87).bound
+
+
 def test_the_judge_is_asked_only_where_the_strict_rule_rejects(tmp_path: Path) -> None:
     save_head(tmp_path)
     logits = np.zeros((3, VOCABULARY), dtype=np.float32)
@@ -971,6 +1009,8 @@ def test_a_broken_judge_is_told(spoil, says: str, tmp_path: Path) -> None:
         "exact|judge:j@0.5",
         "speculative|topk:2",
         "judge:j,unchecked=true@0.25",
+        "judge:j@recall=0.98",
+        "judge:j,floor=0.1@logit=-11.427134",
         'judge:j,strict="\\d|[-+*/=]",by=2.5@0.25',
     ],
 )
@@ -1020,6 +1060,11 @@ def test_arguments_may_be_named() -> None:
         ("judge:@0.5", "must be given"),
         ("judge:x@90", "a score is a probability"),
         ("judge:x@nan", "a number"),
+        ("judge:x@recall=2", "recall 2: must be in"),
+        ("judge:x@recall=", "recall must be a number"),
+        ("judge:x@precision=0.5", "takes no @precision"),
+        ("judge:x,recall=0.5@0.5", "no argument 'recall'"),
+        ("topk:3@logit=2", "takes no @logit"),
         ("judge:x@0.5,strict=a", "give both"),
         ("judge:x@0.5,by=2", "give both"),
         ("judge:x@0.5,strict=a,by=-1", "by -1: must be 0 or more"),

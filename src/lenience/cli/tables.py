@@ -472,7 +472,7 @@ def print_thresholds(head: Head, folder: Path) -> None:
 
 
 def _print_judge(head: Head, folder: Path) -> None:
-    from lenience.evaluation.names import probability
+    from lenience.evaluation.names import bound_text
     from lenience.heads.scores import TELLING
     from lenience.rules.judge import Judge
 
@@ -488,11 +488,17 @@ def _print_judge(head: Head, folder: Path) -> None:
         last = alike[-1]
         recalls = dict.fromkeys(f"{row['recall']:g}" for row in (first, last))
         low, high = last["recall_interval"]
-        cells = probability(last["threshold"]), f"{last['accepted']:.3f}"
+        cells = bound_text(last["threshold"]), f"{last['accepted']:.3f}"
         table.add_row("–".join(recalls), f"{low:.3f}–{high:.3f}", *cells)
     screen.print(table)
-    own = f"whose own threshold is {probability(head.threshold)}; @T asks at another"
-    say(f"{_auc(head)}; use it as {Judge(str(folder))}, {own}")
+    say(_auc(head))
+    if _is_chance(head):
+        say(
+            "the scores do not tell important tokens from others, so no threshold pays: learn from "
+            "more samples, or read other states (--models, --tokens, --layer)"
+        )
+    own = f"its own threshold is {bound_text(head.threshold)}"
+    say(f"use it as {Judge(str(folder), recall=0.98)}, or @T with a threshold; {own}")
     important = head.metrics["important"]
     if important < TELLING:
         mined = len(head.prompts or ()) or head.metrics["samples"]
@@ -643,6 +649,12 @@ def _print_gate(head: Head, folder: Path) -> None:
         f"{tokens} tokens, to {share:.1%} of which the draft gives more than {tau:g} times what "
         f"the target gives; {_auc(head)}; use it as --stop {Gate(str(folder), head.threshold)}"
     )
+
+
+def _is_chance(head: Head) -> bool:
+    """Return whether an AUC of one half lies in the interval of a head's."""
+    low, _ = head.metrics["auc_interval"]
+    return bool(low <= 0.5)
 
 
 def _auc(head: Head) -> str:

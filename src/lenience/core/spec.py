@@ -1,12 +1,12 @@
 """Specs: a rule or a stop condition as text. Their fields are its arguments.
 
     spec = term {("|" | "&") term}        "&" binds tighter
-    term = name [":" args] ["@" number ["," args]]        args = arg {"," arg}
-    arg = value | key "=" value
+    term = name [":" args] ["@" bound ["," args]]        args = arg {"," arg}
+    arg = value | key "=" value        bound = number | ("recall" | "logit") "=" number
 
-A value that holds one of `@ , | & = + >` or a space stands in double quotes; the number is the
-field `threshold`. Fields that are keyword-only have no place without their key; one of several
-numbers, the last, takes all the values that are left.
+A value that holds one of `@ , | & = + >` or a space stands in double quotes; the number after `@`
+is the field `threshold`, or the one it names. Fields that are keyword-only have no place without
+their key; one of several numbers, the last, takes all the values that are left.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from lenience.core.errors import InputError
 T = TypeVar("T")
 NUMBERS = tuple[int, ...]
 """The type of a last field that takes all the values that are left."""
+BOUNDS = ("threshold", "recall", "logit")
+"""Fields that stand after `@`: one of them is given."""
 PLACED = {"placed": True}
 """The metadata of a field with a default that is shown in its place, without its key, where it is
 not the default."""
@@ -33,12 +35,27 @@ def show(name: str, value: Any) -> str:
     """Return the spec of a dataclass, which `parse_term` takes back."""
     placed = [item for item in _fields(value) if _in_its_place(item, value)]
     args = [
-        _shown(getattr(value, item.name)) for item in placed if item.name != "threshold"
+        _shown(getattr(value, item.name)) for item in placed if item.name not in BOUNDS
     ]
     args += further_arguments(value)
-    threshold = getattr(value, "threshold", None)
-    after = "" if threshold is None else f"@{threshold!r}"
-    return name + (":" + ",".join(args) if args else "") + after
+    return name + (":" + ",".join(args) if args else "") + shown_bound(value)
+
+
+def shown_bound(value: Any, show: Callable[[float], str] = repr) -> str:
+    """Return the part of a dataclass's spec from `@` on; nothing if its bound is left open."""
+    for name in BOUNDS:
+        bound = getattr(value, name, None)
+        if bound is not None:
+            return (
+                f"@{show(bound)}" if name == "threshold" else f"@{name}={_brief(bound)}"
+            )
+    return ""
+
+
+def _brief(number: float) -> str:
+    """Return a number in few digits if these are the number itself."""
+    text = f"{number:g}"
+    return text if float(text) == number else repr(number)
 
 
 def further_arguments(value: Any) -> list[str]:
@@ -47,7 +64,7 @@ def further_arguments(value: Any) -> list[str]:
     args = []
     for item in _fields(value):
         content = getattr(value, item.name)
-        if item.name == "threshold" or _in_its_place(item, value):
+        if item.name in BOUNDS or _in_its_place(item, value):
             continue
         if content != item.default:
             args.append(f"{item.name}={_quote(_as_text(content))}")
@@ -145,9 +162,11 @@ def parse_term(text: str, what: str, kinds: Mapping[str, type[T]]) -> T:
     types = _types(cast(Hashable, kind))
     values = _arguments(name, args, kind, types)
     if after:
-        if "threshold" not in types:
-            raise InputError(f"{name} takes no @threshold")
-        values["threshold"] = convert(f"{name}'s threshold", number, float)
+        key, *named = split(number, "=", limit=1)
+        bound = key if named else "threshold"
+        if bound not in types or bound not in BOUNDS:
+            raise InputError(f"{name} takes no @{bound}")
+        values[bound] = convert(f"{name}'s {bound}", named[0] if named else key, float)
     for item in _fields(kind):
         if item.default is dataclasses.MISSING and item.name not in values:
             written = (
@@ -185,7 +204,7 @@ def _arguments(
     name: str, args: list[str], kind: type, types: Mapping[str, object]
 ) -> dict[str, object]:
     """Return the values of a term's arguments, by their fields' names."""
-    fields = [item for item in _fields(kind) if item.name != "threshold"]
+    fields = [item for item in _fields(kind) if item.name not in BOUNDS]
     keys = [item.name for item in fields]
     positional = [item.name for item in fields if not item.kw_only]
     values: dict[str, object] = {}
@@ -224,7 +243,7 @@ def template(name: str, kind: type) -> str:
     required: list[str] = []
     optional: list[str] = []
     for item in _fields(kind):
-        if item.name in ("threshold", *SHARED_KEYS):
+        if item.name in (*BOUNDS, *SHARED_KEYS):
             continue
         if item.default is dataclasses.MISSING or item.name == "path":
             required.append(item.name.upper())

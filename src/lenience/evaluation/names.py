@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -96,8 +97,7 @@ def short(rule: str, labels: Mapping[str, str] = NO_LABELS) -> str:
 def _short_term(term: Term, labels: Mapping[str, str]) -> str:
     if not term.heads:
         return str(term)
-    threshold = term.heads[0].threshold
-    at = "" if threshold is None else f"@{probability(threshold)}"
+    at = spec.shown_bound(term, probability)
     return ",".join([_label(term, labels), *spec.further_arguments(term)]) + at
 
 
@@ -127,6 +127,18 @@ def why(row: FrontierRow) -> str:
     if row.why.startswith("window of"):
         return "judge's window"
     return "widest window" if row.why == "widest" else ""
+
+
+SATURATED = 1e-4
+"""Distance from 0 or 1 at which a probability has more digits than people read."""
+
+
+def bound_text(threshold: float) -> str:
+    """Return a threshold as it stands after `@`: 0.93, or logit=11.4 where the probability is close
+    to 0 or 1."""
+    if threshold in (0.0, 1.0) or SATURATED <= threshold <= 1 - SATURATED:
+        return probability(threshold)
+    return f"logit={math.log(threshold / (1 - threshold)):.3g}"
 
 
 def probability(p: float) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lenience.core.errors import InputError
 from lenience.heads.head import Head, Inputs, Role
-from lenience.heads.scores import auc_interval, threshold_at, thresholds
+from lenience.heads.scores import auc_interval, by_recall, threshold_at, thresholds
 from lenience.heads.streaming import (
     LogisticProblem,
     Standardised,
@@ -343,6 +343,7 @@ def _metrics(examples: Examples, scores: NDArray, valid: Examples) -> dict[str, 
             "important": int((~valid.harmless).sum()),
         },
         "thresholds": thresholds(scores, important),
+        "by_recall": by_recall(scores, important),
     }
 
 

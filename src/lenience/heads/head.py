@@ -137,6 +137,23 @@ class Head:
     def kind(self) -> str:
         return "mlp" if self.layer else "logistic"
 
+    def threshold_of(self, recall: float) -> float:
+        """Return the lowest threshold that rejects a share `recall` of the important mismatches, on
+        samples that the head was not fitted to. Raises InputError for a recall that was not
+        measured."""
+        measured = self.metrics.get("by_recall")
+        if measured is None:
+            rows = self.metrics.get("thresholds", [])
+            measured = {f"{row['recall']:g}": row["threshold"] for row in rows}
+        known = measured.get(f"{recall:g}")
+        if known is None:
+            listed = ", ".join(measured) or "none"
+            raise InputError(
+                f"{self.role} {self.folder}: has no threshold for recall {recall:g}; it has "
+                f"{listed}"
+            )
+        return float(known)
+
     def window_logits(self, draft: Draft, reading: Reading, ctx: Context) -> Tensor:
         """Return [B, W] logits of the scores of windows of W drafted tokens."""
         parts = []

@@ -22,7 +22,17 @@ def threshold_at(scores: NDArray, important: NDArray, recall: float) -> float:
     mismatches."""
     ranked = np.sort(scores[important])
     caught = int(np.ceil(recall * len(ranked) - 1e-9))
-    return 0.0 if caught == 0 else float(np.nextafter(ranked[caught - 1], 2.0))
+    # a threshold of 1 accepts nothing, whatever the score
+    return 0.0 if caught == 0 else float(np.nextafter(ranked[caught - 1], 1.0))
+
+
+def by_recall(scores: NDArray, important: NDArray) -> dict[str, float]:
+    """Return the threshold of each recall of important mismatches, in steps of a hundredth and,
+    from 0.99 on, of a thousandth."""
+    recalls = [*(n / 100 for n in range(50, 99)), *(n / 1000 for n in range(990, 1001))]
+    return {
+        f"{recall:g}": threshold_at(scores, important, recall) for recall in recalls
+    }
 
 
 def thresholds(scores: NDArray, important: NDArray) -> list[dict[str, Any]]:
@@ -35,8 +45,9 @@ def thresholds(scores: NDArray, important: NDArray) -> list[dict[str, Any]]:
     n = int(important.sum())
     for recall in THRESHOLD_RECALLS:
         threshold = threshold_at(scores, important, recall)
-        accepted = float((scores[~important] >= threshold).mean())
-        caught = int((scores[important] < threshold).sum())
+        kept = (scores >= threshold) & (threshold < 1)
+        accepted = float(kept[~important].mean())
+        caught = int((~kept[important]).sum())
         interval = binomtest(caught, n).proportion_ci()
         row = {"recall": recall, "threshold": threshold, "accepted": accepted}
         rows.append(

@@ -35,6 +35,11 @@ class Judge(HeadReference, Lenient):
     judge must be surer."""
     by: float = field(default=0.0, kw_only=True)
     """How much larger the logit of its score must be there."""
+    recall: float | None = field(default=None, kw_only=True)
+    """Share of important tokens to reject, in place of `threshold`: the threshold with this recall
+    on samples that the head was not fitted to."""
+    logit: float | None = field(default=None, kw_only=True)
+    """Least logit of the score, in place of `threshold`: log(p / (1 - p)) for a probability p."""
     name = "judge"
     role = "judge"
     built_in = BUILT_IN
@@ -46,6 +51,7 @@ class Judge(HeadReference, Lenient):
     def __post_init__(self) -> None:
         HeadReference.__post_init__(self)
         Lenient.__post_init__(self)
+        self._check_bound()
         if bool(self.strict) != bool(self.by):
             raise InputError(
                 f"{self.name}: strict says where the judge must be surer, by how much surer; give "
@@ -74,9 +80,34 @@ class Judge(HeadReference, Lenient):
         states = Parts.STATES if "draft" in inputs.models else Parts.NOTHING
         return Needs(states, inputs.layers if "target" in inputs.models else None)
 
+    def _check_bound(self) -> None:
+        """Raise InputError for several bounds, or one that is out of its range."""
+        given = (self.threshold, self.recall, self.logit)
+        if sum(bound is not None for bound in given) > 1:
+            raise InputError(
+                f"{self.name}: a threshold, a recall and a logit bound the same score; give one"
+            )
+        if self.recall is not None and not 0 < self.recall <= 1:
+            raise InputError(f"{self.name}'s recall {self.recall:g}: must be in (0, 1]")
+
     @property
     def open_threshold(self) -> bool:
-        return self.threshold is None
+        return (self.threshold, self.recall, self.logit) == (None, None, None)
+
+    @property
+    def bound(self) -> float:
+        """Return the threshold in force. Raises InputError for a recall that the head does not
+        list."""
+        if self.logit is not None:
+            return 1 / (1 + math.exp(-self.logit)) if self.logit > -700 else 0.0
+        if self.recall is not None:
+            return self.head.threshold_of(self.recall)
+        return super().bound
+
+    @property
+    def least_logit(self) -> float:
+        """Return the least logit of a score that is accepted."""
+        return logit(self.bound) if self.logit is None else self.logit
 
     def thresholds(self) -> list[float]:
         """Return those listed when the head was fitted, else the head's own."""
@@ -88,7 +119,10 @@ class Judge(HeadReference, Lenient):
 
     def with_thresholds(self, thresholds: Sequence[float]) -> list[Self]:
         ordered = sorted(set(thresholds), reverse=True)
-        return [replace(self, threshold=threshold) for threshold in ordered]
+        return [
+            replace(self, threshold=threshold, recall=None, logit=None)
+            for threshold in ordered
+        ]
 
     def ask(
         self, draft: Draft, reading: Reading, ctx: Context, exact: Tensor
@@ -96,7 +130,7 @@ class Judge(HeadReference, Lenient):
         if looks_cheaply(exact) and bool((exact | ~draft.proposed).all()):
             return exact, None  # nothing would be rejected, and nobody need be asked
         logits = self.head.window_logits(draft, reading, ctx)
-        least: Tensor | float = logit(self.bound)
+        least: Tensor | float = self.least_logit
         if self.strict:
             drafted = ctx.found_in(self.strict, draft.tokens)
             own = ctx.found_in(self.strict, reading.greedy_tokens[:, :-1])
@@ -105,6 +139,7 @@ class Judge(HeadReference, Lenient):
 
 
 def logit(threshold: float) -> float:
+    """Return the logit of a probability; infinite at 0 and 1."""
     if not 0 < threshold < 1:
         return math.copysign(math.inf, threshold - 0.5)
     return math.log(threshold / (1 - threshold))

@@ -202,12 +202,7 @@ def first_weights(target: LM, seed: int, tokens: Tensor | None = None) -> EagleW
     norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
     for name in ("norm", *(f"layers.0.{norm}" for norm in norms)):
         weights[f"{name}.weight"] = torch.ones(size)
-    matrix = target.output_matrix.detach().float().cpu()
-    weights["lm_head.weight"] = (matrix if tokens is None else matrix[tokens]).clone()
-    if tokens is not None:
-        weights["d2t"] = tokens - torch.arange(len(tokens))
-        weights["t2d"] = torch.zeros(len(matrix), dtype=torch.bool)
-        weights["t2d"][tokens] = True
+    weights |= _first_lm_head(target, tokens)
     config = LlamaConfig(
         hidden_size=size,
         intermediate_size=inner,
@@ -220,3 +215,19 @@ def first_weights(target: LM, seed: int, tokens: Tensor | None = None) -> EagleW
     )
     weights = {name: part.to(target.device) for name, part in weights.items()}
     return EagleWeights("", config, weights, features=None)
+
+
+def _first_lm_head(target: LM, tokens: Tensor | None) -> dict[str, Tensor]:
+    """Return the target's LM head, or its rows of a draft vocabulary `tokens` [N] with the tensors
+    that list it: d2t [N], what is added to a row's number to give its token, and t2d [V], which
+    tokens have a row (EAGLE-3's layout)."""
+    matrix = target.output_matrix.detach().float().cpu()
+    if tokens is None:
+        return {"lm_head.weight": matrix.clone()}
+    known = torch.zeros(len(matrix), dtype=torch.bool)
+    known[tokens] = True
+    return {
+        "lm_head.weight": matrix[tokens].clone(),
+        "d2t": tokens - torch.arange(len(tokens)),
+        "t2d": known,
+    }

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -201,8 +201,7 @@ def _at(term: Term, threshold: float) -> Term:
     """Return a term at a threshold, where it has one."""
     if not term.has_threshold:
         return term
-    again: Any = replace
-    changed: Term = again(term, threshold=threshold)
+    (changed,) = term.with_thresholds([threshold])
     if "head" in vars(term):
         vars(changed)["head"] = vars(term)["head"]
     return changed
@@ -244,6 +243,6 @@ def _strictest(a: Term, b: Term) -> float:
 
 
 def _bound(term: Any) -> float:
-    """Return the threshold that holds, which a judge's head may hold."""
-    threshold: float = term.bound if term.threshold is None else term.threshold
+    """Return the threshold in force, which a judge's head may hold."""
+    threshold: float = term.bound if term.heads else term.threshold
     return threshold
