@@ -20,8 +20,8 @@ AT_LEAST = 0.95
 NO_BEGINNING = {"Of", "At", "Which", "Where", "What", "Whether", "By", "From"}
 """First words that no help string has."""
 MOST_WORDS = {"README.md": 25}
-OTHERWISE = 70
-"""Words of the longest sentence in other pages; to be lowered as pages are rewritten."""
+OTHERWISE = 35
+"""Words of the longest sentence in other pages."""
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 

